@@ -1,0 +1,51 @@
+"""tkernels: ops whose variants are interchangeable Triton kernels. See `tkernels.OPS` and `tkernels.select`."""
+
+from tkernels import mode as _mode  # first: it decides, before Triton is imported, whether this process interprets
+
+if _mode.MODE == "interpret":
+    from tkernels.interpreter import install as _install
+
+    _install()
+
+from tkernels.config import Config
+from tkernels.contract import Axes, Case, Choice, Constraint, Contract, ContractError, Int, Output, Scalar, Tensor
+from tkernels.device import DeviceFacts
+from tkernels.launch import Buffer, Kernel, Run
+from tkernels.registry import Op, Registry, UnknownNameError, builtin_ops
+from tkernels.selection import KernelSet, SelectionError, select
+from tkernels.tuning import Tuning, TuningError
+from tkernels.variant import UnsupportedError, Variant, VariantError
+
+OPS = builtin_ops()
+"""The built-in ops: `OPS["paged_decode"].variants["split_kv"](q, k_cache, ...)`."""
+
+__all__ = [
+    "OPS",
+    "Axes",
+    "Buffer",
+    "Case",
+    "Choice",
+    "Config",
+    "Constraint",
+    "Contract",
+    "ContractError",
+    "DeviceFacts",
+    "Int",
+    "Kernel",
+    "KernelSet",
+    "Op",
+    "Output",
+    "Registry",
+    "Run",
+    "Scalar",
+    "SelectionError",
+    "Tensor",
+    "Tuning",
+    "TuningError",
+    "UnknownNameError",
+    "UnsupportedError",
+    "Variant",
+    "VariantError",
+    "builtin_ops",
+    "select",
+]

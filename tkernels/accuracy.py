@@ -1,0 +1,78 @@
+"""The error rule: how far a correct computation may be from the float64 oracle.
+
+Per output tensor, with the baseline's (torch's own) error at the same dtype:
+    max |error| <= 2 x baseline's + 2 eps max|oracle|, and, on 256 elements or more,
+    rms error <= 1.25 x baseline's + eps/4 rms|oracle|.
+Below the normal range a dtype's spacing no longer shrinks, so eps x size is at least the smallest subnormal there.
+Neither a loose absolute tolerance nor a single rounding: the natural error of the computation itself is the measure.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+RMS_FROM_ELEMENTS = 256
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one output fared. Ratios are error over allowance: at most 1 passes. `index` is the worst element's."""
+
+    ok: bool
+    max_ratio: float
+    rms_ratio: float | None
+    index: tuple[int, ...] = ()
+    expected: float = 0.0
+    got: float = 0.0
+    reason: str = ""
+
+
+def _mismatch(got: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor:
+    """Where one is finite and the other not, or both are infinities of different signs; NaN agrees with NaN."""
+    special = ~torch.isfinite(oracle) | ~torch.isfinite(got)
+    agree = (got == oracle) | (torch.isnan(got) & torch.isnan(oracle))
+    return special & ~agree
+
+
+def _first(where: torch.Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in where.nonzero()[0])
+
+
+def judge(got: torch.Tensor, oracle: torch.Tensor, baseline: torch.Tensor) -> Verdict:
+    """The error rule for one output.
+
+    Args:
+        got: any shape, at the output's dtype. oracle: the same shape, float64. baseline: as got, by torch.
+    """
+    info = torch.finfo(got.dtype)
+    spacing = float(info.smallest_normal) * info.eps
+    wide, base = got.double(), baseline.double()
+    odd = _mismatch(wide, oracle)
+    if odd.any():
+        index = _first(odd)
+        reason = "a special value (NaN, infinity, or an element that must stay untouched) is where it should not be"
+        return Verdict(False, math.inf, None, index, float(oracle[index]), float(wide[index]), reason)
+    finite = torch.isfinite(oracle)
+    if not finite.any():
+        return Verdict(True, 0.0, None)
+    zero = torch.zeros((), dtype=torch.float64, device=oracle.device)
+    truth = torch.where(finite, oracle, zero)
+    error = torch.where(finite, (wide - oracle).abs(), zero)
+    natural = torch.where(finite & torch.isfinite(base), (base - oracle).abs(), zero)
+    allowed_max = 2 * float(natural.max()) + 2 * max(info.eps * float(truth.abs().max()), spacing)
+    max_ratio = _ratio(float(error.max()), allowed_max)
+    rms_ratio = None
+    if int(finite.sum()) >= RMS_FROM_ELEMENTS:
+        count = int(finite.sum())
+        rms = [float((t.square().sum() / count).sqrt()) for t in (error, natural, truth)]
+        rms_ratio = _ratio(rms[0], 1.25 * rms[1] + max(info.eps * rms[2], spacing) / 4)
+    flat = int(error.argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), error.shape))
+    ok = max_ratio <= 1 and (rms_ratio is None or rms_ratio <= 1)
+    reason = "" if ok else "max error" if max_ratio > 1 else "rms error"
+    return Verdict(ok, max_ratio, rms_ratio, index, float(oracle[index]), float(wide[index]), reason)
+
+
+def _ratio(error: float, allowed: float) -> float:
+    return error / allowed if allowed > 0 else (0.0 if error == 0 else math.inf)

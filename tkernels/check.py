@@ -1,0 +1,202 @@
+"""Runs a variant on a case and says whether it is right: oracle, error rule, poisons, sanitizers and untouched memory."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tkernels.accuracy import Verdict, judge
+from tkernels.config import Config
+from tkernels.contract import Axes, Case, Choose, Contract, Value, unpack
+from tkernels.device import device_facts
+from tkernels.inputs import clone_inputs, outside_views, poison, widened
+from tkernels.launch import Door, Kernel, jit_door
+from tkernels.mode import MODE
+from tkernels.tuning import NEAREST
+from tkernels.variant import Variant
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """A case's verdict. status: ok, wrong, unsupported or failed (it raised), with the reason for all but ok."""
+
+    op: str
+    variant: str
+    axes: Axes
+    seed: int
+    config: Config | None
+    status: str
+    reason: str = ""
+    verdicts: Mapping[str, Verdict] = field(default_factory=dict)
+
+    @property
+    def max_ratio(self) -> float | None:
+        """The largest error over its allowance of any output; at most 1 in a case that is ok."""
+        return max((v.max_ratio for v in self.verdicts.values()), default=None)
+
+    @property
+    def rms_ratio(self) -> float | None:
+        ratios = [v.rms_ratio for v in self.verdicts.values() if v.rms_ratio is not None]
+        return max(ratios, default=None)
+
+    @property
+    def replay(self) -> str:
+        """The one command that runs this case again."""
+        axes = ",".join(f"{name}={value}" for name, value in self.axes.items())
+        pins = ",".join(f"{name}={value}" for name, value in self.config.as_dict().items()) if self.config else ""
+        config = f" --config {pins}" if pins else ""
+        return f"tk check --op {self.op} --variant {self.variant} --axes {axes} --seed {self.seed}{config}"
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}.{self.variant}: {self.status}{': ' + self.reason if self.reason else ''}"]
+        for name, verdict in self.verdicts.items():
+            if not verdict.ok:
+                where = f"{name}{list(verdict.index)}: expected {verdict.expected:.9g}, got {verdict.got:.9g}"
+                lines.append(f"  {where} ({verdict.reason}; error / allowed = {verdict.max_ratio:.3g})")
+        return "\n".join([*lines, f"  replay: {self.replay}"])
+
+
+def default_door() -> Door:
+    """The sanitizing interpreter where this process interprets, else the plain launch."""
+    if MODE == "interpret":
+        from tkernels.sanitizers.address import sanitizing_door
+
+        return sanitizing_door
+    return jit_door
+
+
+def check_case(variant: Variant, case: Case, config: Config | None = None, door: Door | None = None) -> CheckResult:
+    """Checks one variant at one point. `config` overrides the resolved one; `door` the sanitizing default."""
+    contract = case.contract
+    device = _device(case)
+    arguments = contract.bind_arguments((), case.inputs)
+    axes, _ = contract.bind_axes(arguments)
+    facts = device_facts(device)
+    if variant.kind == "triton" and config is None:
+        config = NEAREST.resolve(variant, axes, facts)
+
+    def result(status: str, reason: str = "", verdicts: Mapping[str, Verdict] | None = None) -> CheckResult:
+        return CheckResult(contract.name, variant.name, case.axes, case.seed, config, status, reason, verdicts or {})
+
+    if reason := variant.unsupported_reason(axes, device, facts):
+        return result("unsupported", reason)
+    mine = clone_inputs(arguments)
+    before = outside_views(mine, contract.writes)
+    try:
+        if variant.launch is not None:
+            assert config is not None
+            outputs = contract.allocate_outputs(axes, mine, device)
+            for tensor in outputs.values():
+                if tensor is not None:
+                    tensor.fill_(poison(tensor.dtype))
+            Kernel(variant, NEAREST, {}, door or default_door()).launch_into(outputs, mine, axes, device, facts, config)
+        else:
+            assert variant.function is not None
+            results = unpack(variant.function(**mine))
+            outputs = dict(zip((n for n in contract.outputs if _wanted(contract, n, mine)), results, strict=True))
+    except Exception as error:
+        return result("failed", f"{type(error).__name__}: {error}")
+    changed = _changed_outside(before, outside_views(mine, contract.writes))
+    if changed:
+        return result("wrong", "memory outside what the op writes was changed")
+    got = {name: tensor for name, tensor in outputs.items() if tensor is not None}
+    got |= {name: mine[name] for name in contract.writes}
+    for name, output in contract.outputs.items():
+        if name in got and (expected := [d.size(axes) for d in output.shape]) != list(got[name].shape):
+            return result("wrong", f"output {name!r} has shape {list(got[name].shape)}, not {expected}")
+    verdicts, reason = _judge_all(variant, contract, arguments, got)
+    ok = not reason and all(v.ok for v in verdicts.values())
+    return result("ok" if ok else "wrong", reason, verdicts)
+
+
+def _wanted(contract: Contract, output: str, arguments: Mapping[str, Any]) -> bool:
+    when = contract.outputs[output].when
+    return when is None or bool(arguments[when])
+
+
+def _device(case: Case) -> torch.device:
+    _, device = case.contract.bind_axes(case.contract.bind_arguments((), case.inputs))
+    return device
+
+
+def _results(contract: Contract, arguments: dict[str, Any], function: Any) -> dict[str, torch.Tensor]:
+    """Every output and written argument of a reference-like function, by name."""
+    results = unpack(function(**arguments))
+    names = [name for name in contract.outputs if _wanted(contract, name, arguments)]
+    named = dict(zip(names, results, strict=True))
+    return named | {name: arguments[name] for name in contract.writes}
+
+
+def _judge_all(
+    variant: Variant, contract: Contract, arguments: Mapping[str, Any], got: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, Verdict], str]:
+    original = widened(arguments)
+    oracle = _results(contract, widened(arguments), contract.reference)
+    baseline = _results(contract, clone_inputs(arguments), contract.baseline)
+    # The baseline measures natural error only if it is itself right. The definition, evaluated at the working dtype,
+    # rounds after every operation, so no right baseline is much worse than it.
+    stepwise = _results(contract, clone_inputs(arguments), contract.reference)
+    verdicts: dict[str, Verdict] = {}
+    for name, expected in oracle.items():
+        natural = judge(baseline[name], _as_stored(expected), stepwise[name])
+        if not natural.ok:
+            return {name: natural}, f"the baseline itself is wrong in {name!r}: {natural.reason}"
+        verdict = natural if variant.name == "torch" else judge(got[name], _as_stored(expected), baseline[name])
+        if verdict.ok and name in contract.writes:
+            untouched = (expected == original[name]) | (torch.isnan(expected) & torch.isnan(original[name]))
+            moved = untouched & (got[name].double() != original[name]) & ~torch.isnan(original[name])
+            if moved.any():
+                index = tuple(int(i) for i in moved.nonzero()[0])
+                wanted, found = float(original[name][index]), float(got[name].double()[index])
+                verdict = Verdict(False, math.inf, None, index, wanted, found, "an element that must stay was changed")
+        verdicts[name] = verdict
+    return verdicts, ""
+
+
+def _as_stored(oracle: torch.Tensor) -> torch.Tensor:
+    return oracle.double()
+
+
+def _changed_outside(before: dict[int, torch.Tensor], after: dict[int, torch.Tensor]) -> bool:
+    return any(not torch.equal(bytes_before, after[address]) for address, bytes_before in before.items())
+
+
+def chooser(seed: int) -> Choose:
+    """Draws axes with a seeded generator."""
+    generator = np.random.default_rng(seed)
+
+    def choose(name: str, candidates: Any) -> Value:
+        chosen: Value = candidates[int(generator.integers(len(candidates)))]
+        return chosen
+
+    return choose
+
+
+def count_programs(variant: Variant, axes: Axes, config: Config) -> int:
+    """How many programs a case would launch, without running any: the launcher sees a door that only counts."""
+    case = variant.contract.case(axes, 0, "cpu")
+    arguments = variant.contract.bind_arguments((), case.inputs)
+    bound, device = variant.contract.bind_axes(arguments)
+    total = 0
+
+    def counting_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
+        nonlocal total
+        total += math.prod(grid)
+
+    outputs = variant.contract.allocate_outputs(bound, arguments, device)
+    kernel = Kernel(variant, NEAREST, {}, counting_door)
+    kernel.launch_into(outputs, arguments, bound, device, device_facts(device), config)
+    return total
+
+
+def drawn_results(
+    variant: Variant, examples: int, seed: int = 0, fixed: Axes | None = None, config: Config | None = None
+) -> Iterator[CheckResult]:
+    """Checks a variant on seeded draws of its contract's axes, one result each. `fixed` axes are held."""
+    contract = variant.contract
+    for index in range(examples):
+        axes = contract.draw_axes(chooser(seed + index), fixed)
+        yield check_case(variant, contract.case(axes, seed + index), config)

@@ -1,0 +1,407 @@
+"""What is true of every variant of an op: its axes, arguments, outputs, definition and cost.
+
+An op's `contract.py` builds one `Contract`. The public entry, the property tests, the sanitizers, the benchmarks and the
+YAML schema all read it, so that a new variant needs nothing but its own file.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import CodeType
+from typing import Any, Protocol
+
+import torch
+
+Value = int | str | bool
+Axes = Mapping[str, Value]
+"""Axis name -> value at one point: sizes as int, dtypes and enums by name, options as given (a window, 0 where absent)."""
+
+
+class ContractError(ValueError):
+    """A call or a definition that breaks a contract; the message names the op, the argument and the rule."""
+
+
+@dataclass(frozen=True)
+class Int:
+    """A size with its legal range. `draws` are the values the property tests choose from: small, and at every edge.
+
+    `batch` marks an axis that depends on what else is in the batch (T, B, a table's width): neither config nor split
+    boundaries of a batch-invariant variant may depend on it.
+    """
+
+    name: str
+    low: int
+    high: int
+    draws: tuple[int, ...]
+    doc: str = ""
+    batch: bool = False
+
+    def allows(self, value: Value) -> bool:
+        return isinstance(value, int) and self.low <= value <= self.high
+
+    @property
+    def rule(self) -> str:
+        return f"{self.low} <= {self.name} <= {self.high}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An enum: a dtype by role, an option's presence, a memory layout, a kind of values. `legal` may exceed `draws`."""
+
+    name: str
+    draws: tuple[Value, ...]
+    doc: str = ""
+    legal: tuple[Value, ...] | None = None
+    batch: bool = False
+
+    def allows(self, value: Value) -> bool:
+        return value in (self.legal or self.draws)
+
+    @property
+    def rule(self) -> str:
+        return f"{self.name} in ({', '.join(map(str, self.legal or self.draws))})"
+
+
+Axis = Int | Choice
+
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+def dtype_axis(role: str) -> Choice:
+    """A dtype by role. float64 is legal (the torch variants take it, as an oracle for whole models) but not drawn."""
+    return Choice(role, FLOATS, f"dtype of the {role} tensors", legal=(*FLOATS, "float64"))
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One entry of a tensor's shape, as `X`, `c*X`, `X/c`, `X+c` or a constant: the forms that a size can be solved from."""
+
+    text: str
+    name: str | None
+    times: int = 1
+    over: int = 1
+    plus: int = 0
+
+    @staticmethod
+    def parse(text: str) -> "Dim":
+        if text.isdigit():
+            return Dim(text, None, plus=int(text))
+        if "*" in text:
+            times, name = text.split("*")
+            return Dim(text, name, times=int(times))
+        if "/" in text:
+            name, over = text.split("/")
+            return Dim(text, name, over=int(over))
+        if "+" in text:
+            name, plus = text.split("+")
+            return Dim(text, name, plus=int(plus))
+        return Dim(text, text)
+
+    def solve(self, size: int) -> int | None:
+        """The axis value that gives `size`, or None where there is none."""
+        value, rest = divmod((size - self.plus) * self.over, self.times)
+        return value if rest == 0 and value >= 0 else None
+
+    def size(self, axes: Axes) -> int:
+        value = axes[self.name] if self.name is not None else 0
+        return int(value) * self.times // self.over + self.plus
+
+
+class Argument(Protocol):
+    """The rule for one parameter of the op: checks a value's structure (never its contents) and binds axes from it."""
+
+    def bind(self, op: str, name: str, value: Any, axes: dict[str, Value], device: torch.device | None) -> None: ...
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bind(op: str, name: str, axis: str, value: Value, axes: dict[str, Value]) -> None:
+    known = axes.setdefault(axis, value)
+    if known != value:
+        raise ContractError(f"{op}: argument {name!r} gives {axis} = {value}, but {axis} = {known} from the arguments before")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor argument: `dims` as a string of sizes ("T Hq D"), `dtype` a role axis or a fixed dtype's name.
+
+    Unit stride in the last dim and any other stride. An optional tensor binds its own name as an axis: given or not.
+    """
+
+    dims: str
+    dtype: str
+    optional: bool = False
+
+    @cached_property
+    def shape(self) -> tuple[Dim, ...]:
+        return tuple(Dim.parse(text) for text in self.dims.split())
+
+    @cached_property
+    def fixed_dtype(self) -> torch.dtype | None:
+        return getattr(torch, self.dtype, None)
+
+    def bind(self, op: str, name: str, value: Any, axes: dict[str, Value], device: torch.device | None) -> None:
+        if self.optional:
+            axes[name] = value is not None
+            if value is None:
+                return
+        if not isinstance(value, torch.Tensor):
+            raise ContractError(f"{op}: argument {name!r} must be a tensor [{self.dims}], got {type(value).__name__}")
+        if device is not None and value.device != device:
+            raise ContractError(f"{op}: argument {name!r} is on {value.device}, the first tensor is on {device}")
+        dims, shape = self.shape, value.shape
+        if len(shape) != len(dims):
+            raise ContractError(f"{op}: argument {name!r} must have shape [{self.dims}], got {list(shape)}")
+        if self.fixed_dtype is None:
+            _bind(op, name, self.dtype, _dtype_name(value.dtype), axes)
+        elif value.dtype is not self.fixed_dtype:
+            raise ContractError(f"{op}: argument {name!r} must be {self.dtype}, got {_dtype_name(value.dtype)}")
+        for dim, size in zip(dims, shape, strict=True):
+            if dim.name is None:
+                solved: int | None = dim.plus if size == dim.plus else None
+            else:
+                solved = size if dim.text == dim.name else dim.solve(size)
+            if solved is None:
+                raise ContractError(f"{op}: argument {name!r} has shape {list(shape)}, where [{self.dims}] is needed")
+            if dim.name is not None and axes.setdefault(dim.name, solved) != solved:
+                _bind(op, name, dim.name, solved, axes)
+        if shape and shape[-1] > 1 and value.stride(-1) != 1:
+            raise ContractError(f"{op}: argument {name!r} needs unit stride in its last dim, got strides {value.stride()}")
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A host number. `optional` ones default to None; with `axis`, its value (0 where None) is bound as an axis."""
+
+    kind: type[int] | type[float] | type[bool]
+    optional: bool = False
+    low: float | None = None
+    axis: bool = False
+
+    def bind(self, op: str, name: str, value: Any, axes: dict[str, Value], device: torch.device | None) -> None:
+        if value is None and self.optional:
+            if self.axis:
+                axes[name] = 0
+            return
+        allowed = (int, float) if self.kind is float else (self.kind,)
+        if not isinstance(value, allowed) or (isinstance(value, bool) and self.kind is not bool):
+            raise ContractError(f"{op}: argument {name!r} must be {self.kind.__name__}, got {value!r}")
+        if self.low is not None and value < self.low:
+            raise ContractError(f"{op}: argument {name!r} must be at least {self.low}, got {value!r}")
+        if self.axis:
+            axes[name] = value
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that the public entry allocates; `when` names the option (a bool) without which there is none."""
+
+    dims: str
+    dtype: str
+    when: str | None = None
+
+    @cached_property
+    def shape(self) -> tuple[Dim, ...]:
+        return tuple(Dim.parse(text) for text in self.dims.split())
+
+    def allocate(self, axes: Axes, device: torch.device) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, str(axes.get(self.dtype, self.dtype)))
+        return torch.empty([dim.size(axes) for dim in self.shape], dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A relation between axes as a Python expression over their names, evaluated, never only stated: "Hq % Hkv == 0"."""
+
+    text: str
+
+    @cached_property
+    def code(self) -> CodeType:
+        return compile(self.text, f"<constraint {self.text}>", "eval")
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.code.co_names)
+
+    def holds(self, axes: Axes) -> bool:
+        return bool(eval(self.code, {"__builtins__": {}}, dict(axes)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of an op with its inputs: what the oracle, the variants, the roofline and the timer all see."""
+
+    contract: "Contract"
+    axes: Axes
+    seed: int
+    inputs: Mapping[str, Any]
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.contract.bytes_moved(self)
+
+    @property
+    def flops(self) -> int:
+        return self.contract.flops(self)
+
+
+Choose = Callable[[str, Sequence[Value]], Value]
+"""Picks one of the candidates for the named axis: a seeded generator in `tk check`, hypothesis in the tests."""
+
+
+@dataclass(frozen=True)
+class Contract:
+    """Everything that holds for every variant of one op. See DESIGN: "The contract: an op".
+
+    reference: the definition, float64 in, float64 out; its signature is the op's. Returns what `pack` makes of the
+        outputs in the order of `outputs`. An output element that the op leaves untouched is NaN in the reference's result.
+    baseline: torch's own best way; the variant `torch`. Same signature and results.
+    make_inputs: (axes, seed, device) -> keyword arguments, poisoned with NaN wherever nothing may be read.
+    bytes_moved: each unique byte once. flops: by the usual counting (2 for a multiply-add).
+    default: the variant chosen on CUDA when nothing was named.
+    benchmarks: realistic points, by name.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    baseline: Callable[..., Any]
+    axes: tuple[Axis, ...]
+    arguments: Mapping[str, Argument]
+    make_inputs: Callable[[Axes, int, torch.device], dict[str, Any]]
+    bytes_moved: Callable[[Case], int]
+    flops: Callable[[Case], int]
+    default: str
+    outputs: Mapping[str, Output] = field(default_factory=dict)
+    writes: tuple[str, ...] = ()
+    constraints: tuple[Constraint, ...] = ()
+    benchmarks: Mapping[str, Axes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        parameters = list(inspect.signature(self.reference).parameters)
+        if parameters != list(self.arguments):
+            raise ContractError(f"{self.name}: arguments {list(self.arguments)} are not the reference's {parameters}")
+        known = set(self.axis_by_name)
+        for constraint in self.constraints:
+            if unknown := constraint.names - known:
+                raise ContractError(f"{self.name}: constraint {constraint.text!r} names no axis of it: {sorted(unknown)}")
+        if unknown := set(self.writes) - set(parameters):
+            raise ContractError(f"{self.name}: writes no such argument: {sorted(unknown)}")
+
+    @cached_property
+    def axis_by_name(self) -> dict[str, Axis]:
+        return {axis.name: axis for axis in self.axes}
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        return inspect.signature(self.reference)
+
+    @cached_property
+    def _parameters(self) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]:
+        """Positional names, all names, defaults: `Signature.bind` costs 10 us a call, these lookups 1 us."""
+        parameters = self.signature.parameters.values()
+        positional = tuple(p.name for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY)
+        defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+        return positional, tuple(self.signature.parameters), defaults
+
+    def bind_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Every parameter by name, in the signature's order, defaults filled in; a wrong call is a ContractError."""
+        positional, names, defaults = self._parameters
+        bound = {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
+        repeated = kwargs and not kwargs.keys().isdisjoint(positional[: len(args)])
+        if len(bound) != len(names) or len(args) > len(positional) or repeated:
+            return self._explain_arguments(args, kwargs)
+        try:
+            return {name: bound[name] for name in names}
+        except KeyError:
+            return self._explain_arguments(args, kwargs)
+
+    def _explain_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ContractError(f"{self.name}: {error}; the signature is {self.name}{self.signature}") from None
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def bind_axes(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Value], torch.device]:
+        """Checks the structure of a call (shapes, dtypes, devices, strides; never values) and returns its axes."""
+        axes: dict[str, Value] = {}
+        device: torch.device | None = None
+        for name, rule in self.arguments.items():
+            value = arguments[name]
+            rule.bind(self.name, name, value, axes, device)
+            if device is None and value is not None:
+                device = getattr(value, "device", None)
+        if device is None:
+            raise ContractError(f"{self.name}: no tensor among the arguments")
+        self.check_axes(axes)
+        return axes, device
+
+    def check_axes(self, axes: Axes) -> None:
+        """Raises where a bound axis leaves its range or a constraint over bound axes does not hold."""
+        for axis in self.axes:
+            if axis.name in axes and not axis.allows(axes[axis.name]):
+                raise ContractError(f"{self.name}: {axis.name} = {axes[axis.name]}, but {axis.rule}")
+        for constraint in self.constraints:
+            if constraint.names <= axes.keys() and not constraint.holds(axes):
+                values = ", ".join(f"{name} = {axes[name]}" for name in sorted(constraint.names))
+                raise ContractError(f"{self.name}: {constraint.text} does not hold for {values}")
+
+    def draw_axes(self, choose: Choose, fixed: Axes | None = None) -> dict[str, Value]:
+        """A point within the constraints. Axes are drawn in order, each from the candidates that can still hold.
+
+        `fixed` axes are taken as given. Drawing is constructive: no draw is thrown away.
+        """
+        fixed = fixed or {}
+        if unknown := set(fixed) - set(self.axis_by_name):
+            raise ContractError(f"{self.name}: no axis {sorted(unknown)}; it has {', '.join(self.axis_by_name)}")
+        axes: dict[str, Value] = dict(fixed)
+        self.check_axes(axes)
+        for axis in self.axes:
+            if axis.name in fixed:
+                continue
+            ready = [c for c in self.constraints if axis.name in c.names and c.names <= axes.keys() | {axis.name}]
+            candidates = [v for v in axis.draws if all(c.holds({**axes, axis.name: v}) for c in ready)]
+            if not candidates:
+                rules = ", ".join(c.text for c in ready)
+                raise ContractError(f"{self.name}: no value of {axis.name} satisfies {rules} at {axes}")
+            axes[axis.name] = choose(axis.name, candidates)
+        return axes
+
+    def case(self, axes: Axes, seed: int, device: torch.device | str = "cpu") -> Case:
+        """The inputs at one point, from a seed."""
+        self.check_axes(axes)
+        return Case(self, dict(axes), seed, self.make_inputs(axes, seed, torch.device(device)))
+
+    def allocate_outputs(self, axes: Axes, arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+        """The outputs that a launcher receives: uninitialized tensors, None for one that was not asked for."""
+        return {
+            name: output.allocate(axes, device) if output.when is None or arguments[output.when] else None
+            for name, output in self.outputs.items()
+        }
+
+
+def pack(outputs: Sequence[Any]) -> Any:
+    """What an op returns: its outputs that exist, alone if one, None if the op only writes its arguments."""
+    present = tuple(output for output in outputs if output is not None)
+    return present[0] if len(present) == 1 else (present or None)
+
+
+def unpack(result: Any) -> tuple[Any, ...]:
+    """The inverse of `pack`, less the outputs that were not asked for."""
+    return result if isinstance(result, tuple) else () if result is None else (result,)
+
+
+def parse_axes(text: str) -> dict[str, Value]:
+    """Axes from "T=4,activation=bfloat16,causal=True", the form that a replay command carries."""
+    axes: dict[str, Value] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals or not name or not value:
+            raise ContractError(f"axes: {part!r} is not name=value")
+        is_number = value.lstrip("-").isdigit()
+        axes[name] = int(value) if is_number else {"True": True, "False": False}.get(value, value)
+    return axes

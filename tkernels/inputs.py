@@ -1,0 +1,125 @@
+"""Building blocks for `make_inputs`: seeded values, and tensors laid out in storage that is poisoned where nobody may read."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+KINDS = ("ordinary", "huge", "tiny")
+LAYOUTS = ("contiguous", "padded")
+
+# Of |x|: large enough that a lost upcast overflows or loses everything, small enough that fp16 results stay finite.
+_SCALE = {"ordinary": 1.0, "huge": 128.0, "tiny": 2.0**-10}
+
+
+def dtype_of(name: Any) -> torch.dtype:
+    """torch.float16 from "float16"."""
+    dtype = getattr(torch, str(name))
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a dtype")
+    return dtype
+
+
+class Draws:
+    """Seeded random tensors; the same seed gives the same values on every machine and device."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.device = device
+
+    def integers(self, low: int, high: int, shape: Sequence[int]) -> torch.Tensor:
+        """int64 in [low, high], both included, on the CPU."""
+        return torch.randint(low, high + 1, tuple(shape), generator=self.generator)
+
+    def permutation(self, n: int) -> torch.Tensor:
+        """int64 [n] on the CPU."""
+        return torch.randperm(n, generator=self.generator)
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype, kind: Any = "ordinary") -> torch.Tensor:
+        """Normal values of the kind's scale, rounded to `dtype`, contiguous."""
+        values = torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64) * _SCALE[str(kind)]
+        return values.to(dtype).to(self.device)
+
+    def laid_out(self, values: torch.Tensor, layout: Any) -> torch.Tensor:
+        """The same values, in storage that has NaN (or the top integer) beyond and, if "padded", between its rows."""
+        if layout == "contiguous":
+            return poisoned_views([values], dim=0)[0]
+        if layout == "padded":
+            return poisoned_views([values, torch.full_like(values[..., :3], poison(values.dtype))], dim=-1)[0]
+        raise ValueError(f"layout {layout!r}: there is {', '.join(LAYOUTS)}")
+
+
+def poison(dtype: torch.dtype) -> float | int:
+    """What no kernel may read: NaN, or the largest integer (an index far outside everything)."""
+    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def poisoned_views(parts: Sequence[torch.Tensor], dim: int) -> list[torch.Tensor]:
+    """The parts side by side along `dim` in one allocation, as views of it; 16 poisoned elements follow the last.
+
+    q, k and v [T, H, D] side by side along -2 are the views of a fused QKV row that the engine passes.
+    """
+    first = parts[0]
+    dim = dim % first.dim()
+    sizes = [part.shape[dim] for part in parts]
+    shape = [sum(sizes) if d == dim else n for d, n in enumerate(first.shape)]
+    count = 1
+    for n in shape:
+        count *= n
+    storage = torch.full((count + 16,), poison(first.dtype), dtype=first.dtype, device=first.device)
+    whole = storage[:count].view(shape)
+    views = list(whole.split(sizes, dim=dim))
+    for view, part in zip(views, parts, strict=True):
+        view.copy_(part)
+    return views
+
+
+def map_tensors(inputs: Mapping[str, Any], function: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+    """`function` of every tensor among the inputs, those inside a weight (which has `map_tensors` itself) included."""
+
+    def mapped(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return function(value)
+        return value.map_tensors(function) if hasattr(value, "map_tensors") else value
+
+    return {name: mapped(value) for name, value in inputs.items()}
+
+
+def clone_inputs(inputs: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
+    """Copies of the tensors with the same strides, offsets and poison around them; views of one storage stay so."""
+    storages: dict[int, torch.Tensor] = {}
+
+    def clone(value: torch.Tensor) -> torch.Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in storages or storage.nbytes() == 0:
+            whole = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
+            storages[storage.data_ptr()] = whole.clone() if device is None else whole.to(device, copy=True)
+        copy = storages[storage.data_ptr()]
+        target = torch.empty(0, dtype=value.dtype, device=copy.device)
+        return target.set_(copy.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+
+    return map_tensors(inputs, clone)
+
+
+def widened(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The already rounded inputs in float64: what the oracle computes on."""
+    return map_tensors(inputs, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor.clone())
+
+
+def outside_views(tensors: Mapping[str, Any], names: Sequence[str]) -> dict[int, torch.Tensor]:
+    """The bytes of each storage that none of the named tensors covers: storage address -> masked copy."""
+    storages: dict[int, torch.Tensor] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storages.setdefault(storage.data_ptr(), torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+        return tensor
+
+    map_tensors(tensors, note)
+    result = {address: whole.clone() for address, whole in storages.items()}
+    for name in names:
+        value = tensors[name]
+        address = value.untyped_storage().data_ptr()
+        typed = torch.empty(0, dtype=value.dtype, device=value.device).set_(result[address].untyped_storage())
+        typed.as_strided(value.shape, value.stride(), value.storage_offset()).zero_()
+    return result

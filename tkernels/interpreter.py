@@ -1,0 +1,105 @@
+"""Makes Triton's interpreter truthful about bf16, and gives the sanitizers a place to stand.
+
+Measured with Triton 3.6 and 3.7: the interpreter keeps bf16 as raw 16-bit patterns, so arithmetic on them is silently wrong,
+and its fp32 -> bf16 cast truncates where a GPU rounds to nearest even, which doubles a correct kernel's error. The patch
+rounds, and turns bf16 arithmetic into an error: a kernel widens to fp32 first (`tl.dot` through `language.dot`).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter as triton_interpreter
+
+
+class Bfloat16ArithmeticError(TypeError):
+    """A kernel computes on bf16 values without widening them; the interpreter would do it on raw bit patterns."""
+
+
+def round_to_bf16(values: np.ndarray) -> np.ndarray:
+    """fp32 [...] -> bf16 bit patterns [...] as uint16, rounded to nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    # Adding 0x7FFF plus the lowest kept bit carries into the kept half exactly when rounding up is right.
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    quiet = ((bits >> np.uint32(16)) | np.uint32(0x0040)).astype(np.uint16)
+    return np.where(np.isnan(values), quiet, rounded)
+
+
+def install() -> None:
+    """Patches the interpreter of this process. Called once, when tkernels is imported in an interpreting process."""
+    builder = triton_interpreter.InterpreterBuilder
+    cast_impl, fp_to_fp, binary_op = builder.cast_impl, builder.create_fp_to_fp, builder.binary_op
+
+    def rounding_cast(self: Any, src: Any, dst_type: Any) -> Any:
+        if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+            return triton_interpreter.TensorHandle(round_to_bf16(src.data), tl.bfloat16)
+        return cast_impl(self, src, dst_type)
+
+    def rounding_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        to_nearest = rounding_mode is None or "RTNE" in str(rounding_mode)
+        if to_nearest and src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+            return triton_interpreter.TensorHandle(round_to_bf16(src.data), tl.bfloat16)
+        return fp_to_fp(self, src, dst_type, rounding_mode)
+
+    def refusing_binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        if tl.bfloat16 in (lhs.dtype.scalar, rhs.dtype.scalar):
+            raise Bfloat16ArithmeticError(f"{getattr(op, '__name__', op)} on bf16: widen with .to(tl.float32) first")
+        return binary_op(self, lhs, rhs, op)
+
+    builder.cast_impl = rounding_cast
+    builder.create_fp_to_fp = rounding_fp_to_fp
+    builder.binary_op = refusing_binary_op
+
+
+Access = Callable[[np.ndarray, np.ndarray, int, str], None]
+"""(addresses, mask, bytes per element, "load" or "store" or "atomic") -> None, or raises."""
+
+
+@contextmanager
+def watch_accesses(check: Access) -> Iterator[None]:
+    """Calls `check` before every load, store and atomic that the interpreter makes."""
+    builder = triton_interpreter.interpreter_builder
+    load, store = builder.create_masked_load, builder.create_masked_store
+    rmw, cas = builder.create_atomic_rmw, builder.create_atomic_cas
+
+    def element_bytes(pointers: Any) -> int:
+        return max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+
+    def watched_load(ptrs: Any, mask: Any, *rest: Any) -> Any:
+        check(ptrs.data, mask.data, element_bytes(ptrs), "load")
+        return load(ptrs, mask, *rest)
+
+    def watched_store(ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        check(ptrs.data, mask.data, element_bytes(ptrs), "store")
+        return store(ptrs, value, mask, *rest)
+
+    def watched_rmw(op: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
+        check(ptr.data, mask.data, element_bytes(ptr), "atomic")
+        return rmw(op, ptr, val, mask, *rest)
+
+    def watched_cas(ptr: Any, *rest: Any) -> Any:
+        check(ptr.data, np.ones_like(ptr.data, dtype=bool), element_bytes(ptr), "atomic")
+        return cas(ptr, *rest)
+
+    # Instance attributes shadow the class's methods, and deleting them restores it, whatever was raised in between.
+    builder.create_masked_load, builder.create_masked_store = watched_load, watched_store
+    builder.create_atomic_rmw, builder.create_atomic_cas = watched_rmw, watched_cas
+    try:
+        yield
+    finally:
+        del builder.create_masked_load, builder.create_masked_store
+        del builder.create_atomic_rmw, builder.create_atomic_cas
+
+
+@contextmanager
+def overflow_checks() -> Iterator[None]:
+    """Makes integer +, - and * raise where an int32 result does not fit, as a GPU's debug build would."""
+    builder = triton_interpreter.interpreter_builder
+    before = builder.options
+    builder.options = triton_interpreter.InterpreterOptions(debug=True, sanitize_overflow=True)
+    try:
+        yield
+    finally:
+        builder.options = before

@@ -1,0 +1,55 @@
+"""One program normalizes one row, which it reads once and keeps in registers.
+
+Wins wherever a row fits into a program's registers (H up to about 16k) and there are enough rows to fill the device: the
+bytes moved are the minimum, and no reduction leaves the program.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels import Config, Run, Variant
+
+CONFIGS = tuple(Config(num_warps=warps) for warps in (1, 2, 4, 8, 16))
+
+
+@triton.jit
+def rms_norm_row_per_program(
+    out_ptr, x_ptr, weight_ptr, stride_x_t, stride_out_t, hidden, eps, BLOCK_H: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)  # T * stride can pass 2**31
+    offs = tl.arange(0, BLOCK_H)
+    mask = offs < hidden
+    x = tl.load(x_ptr + row * stride_x_t + offs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_H]
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    # One rounding, at the end: rounding before the weight, as some models do, costs up to one bit of bf16's eight.
+    out = (x * scale * weight).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * stride_out_t + offs, out, mask=mask)
+
+
+def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    tokens, hidden = x.shape
+    run.launch(
+        rms_norm_row_per_program,
+        (tokens,),
+        out_ptr=out,
+        x_ptr=x,
+        weight_ptr=weight,
+        stride_x_t=x.stride(0),
+        stride_out_t=out.stride(0),
+        hidden=hidden,
+        eps=eps,
+        BLOCK_H=triton.next_power_of_2(hidden),
+    )
+
+
+VARIANT = Variant(
+    wins="rows up to 16k wide, and enough of them to fill the device",
+    launch=launch,
+    configs=CONFIGS,
+    default={"": Config(num_warps=4)},
+    key=("H",),
+    deterministic=True,
+    batch_invariant=True,
+)

@@ -1,0 +1,159 @@
+"""The ops and their variants, found by looking at folders: `<op>/contract.py` and `<op>/<variant>.py`."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from hashlib import sha256
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, Generic, TypeVar
+
+from tkernels.contract import Contract
+from tkernels.variant import Variant, VariantError
+
+T = TypeVar("T")
+
+
+class UnknownNameError(KeyError, ValueError):
+    """A name that nothing here has; lists what there is and the nearest match."""
+
+    def __str__(self) -> str:  # KeyError shows the repr of its message
+        return str(self.args[0])
+
+
+def unknown_name(kind: str, name: object, known: Mapping[str, Any] | list[str], notes: str = "") -> UnknownNameError:
+    """The error for an unknown name, with the alternatives and the nearest match."""
+    near = get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return UnknownNameError(f"unknown {kind} {name!r}: there is {', '.join(sorted(known))}{hint}{notes}")
+
+
+class Names(Mapping[str, T], Generic[T]):
+    """A read-only mapping whose missing key is an error worth reading."""
+
+    def __init__(self, kind: str, members: Mapping[str, T]) -> None:
+        self._kind = kind
+        self._members = MappingProxyType(dict(members))
+
+    def __getitem__(self, name: str) -> T:
+        try:
+            return self._members[name]
+        except (KeyError, TypeError):
+            raise unknown_name(self._kind, name, self._members) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._members
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+
+@dataclass(frozen=True)
+class Op:
+    """A contract and its variants; `torch`, made of the contract's baseline, is always among them."""
+
+    contract: Contract
+    variants: Names[Variant]
+
+    @property
+    def name(self) -> str:
+        return self.contract.name
+
+
+class Registry(Names[Op]):
+    """The ops by name. Immutable: joining an outside folder returns a new one."""
+
+    def __init__(self, ops: Mapping[str, Op]) -> None:
+        super().__init__("op", ops)
+
+    def with_variants_from(self, folder: Path | str) -> "Registry":
+        """This registry and the variants (and ops) of an outside folder of the same shape.
+
+        Raises:
+            VariantError: no such folder, an op folder that is neither known nor has a contract, a duplicate, a broken file.
+        """
+        folder = Path(folder).resolve()
+        if not folder.is_dir():
+            raise VariantError(f"variants_from: {folder} is not a folder")
+        return Registry(_join(dict(self), folder, package=None))
+
+
+def _import(file: Path, package: str | None) -> ModuleType:
+    if package is not None:
+        return importlib.import_module(f"{package}.{file.parent.name}.{file.stem}")
+    # An outside file has no package; its path makes the name unique, so that two folders may hold the same file names.
+    name = f"tkernels_outside_{sha256(str(file).encode()).hexdigest()[:12]}_{file.parent.name}_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise VariantError(f"{file}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # Triton looks a kernel's module up by name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise VariantError(f"{file}: cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _declared(module: ModuleType, name: str, kind: type[T], file: Path) -> T:
+    declared = getattr(module, name, None)
+    if not isinstance(declared, kind):
+        raise VariantError(f"{file}: must define {name}, a tkernels.{kind.__name__}")
+    return declared
+
+
+def _new_op(folder: Path, package: str | None) -> Op:
+    file = folder / "contract.py"
+    contract = _declared(_import(file, package), "CONTRACT", Contract, file)
+    if contract.name != folder.name:
+        raise VariantError(f"{file}: the contract is named {contract.name!r}, its folder {folder.name!r}")
+    baseline = Variant(
+        wins="on a CPU, and as the measure of natural error: torch's own best way",
+        deterministic=True,
+        batch_invariant=False,
+        function=contract.baseline,
+    )
+    torch_variant = baseline.joined(contract, "torch", file, None)
+    return Op(contract, Names("variant", {"torch": torch_variant}))
+
+
+def _join(ops: dict[str, Op], root: Path, package: str | None) -> dict[str, Op]:
+    for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(("_", "."))):
+        name = folder.name
+        if (folder / "contract.py").exists():
+            if name in ops:
+                raise VariantError(f"{folder / 'contract.py'}: op {name!r} is already defined")
+            ops[name] = _new_op(folder, package)
+        if not any(folder.glob("*.py")):
+            continue
+        if name not in ops:
+            raise VariantError(f"{folder}: {unknown_name('op', name, ops)}")
+        op = ops[name]
+        variants = dict(op.variants)
+        for file in sorted(folder.glob("*.py")):
+            if file.stem == "contract" or file.stem.startswith("_"):
+                continue
+            module = _import(file, package)
+            if package is not None and not hasattr(module, "VARIANT"):
+                continue  # part of the op, not a variant: dequant_gemm/weight.py
+            variant = _declared(module, "VARIANT", Variant, file)
+            if file.stem in variants:
+                raise VariantError(f"{file}: {name} already has a variant {file.stem!r}, in {variants[file.stem].file}")
+            variants[file.stem] = variant.joined(op.contract, file.stem, file, module)
+        ops[name] = replace(op, variants=Names(f"{name} variant", variants))
+    for op in ops.values():
+        if op.contract.default not in op.variants:
+            raise VariantError(f"{op.name}: its default variant {op.contract.default!r} does not exist")
+    return ops
+
+
+def builtin_ops() -> Registry:
+    """The ops of this package."""
+    return Registry(_join({}, Path(__file__).parent / "ops", package="tkernels.ops"))

@@ -1,0 +1,1 @@
+"""What the interpreter can see that a GPU cannot show: each sanitizer is one file."""

@@ -1,0 +1,58 @@
+"""A content hash of a kernel: its code and that of every jit helper it calls, comments and docstrings aside."""
+
+import ast
+import inspect
+import textwrap
+from hashlib import sha256
+from typing import Any
+
+
+def _is_jit(value: Any) -> bool:
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    return isinstance(value, JITFunction | InterpretedFunction)
+
+
+def _referenced(tree: ast.AST, scope: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The names in `tree` that resolve to something in the function's globals, `module.name` included."""
+    found: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in scope:
+            found[node.id] = scope[node.id]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owner = scope.get(node.value.id)
+            if inspect.ismodule(owner) and hasattr(owner, node.attr):
+                found[f"{node.value.id}.{node.attr}"] = getattr(owner, node.attr)
+    return sorted(found.items())
+
+
+def _parts(function: Any, seen: dict[str, str]) -> None:
+    from triton.language import constexpr
+
+    python = function.fn
+    label = f"{python.__module__.rsplit('.', 1)[-1]}.{python.__name__}"
+    if label in seen:
+        return
+    tree = ast.parse(textwrap.dedent(inspect.getsource(python)))
+    definition = tree.body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    definition.decorator_list = []
+    if ast.get_docstring(definition) is not None:
+        definition.body = definition.body[1:]
+    seen[label] = ast.dump(tree)
+    for name, value in _referenced(tree, python.__globals__):
+        if _is_jit(value):
+            if not value.fn.__module__.startswith("triton."):
+                _parts(value, seen)
+        elif isinstance(value, constexpr) and name != "INTERPRETING":  # the mode is not part of what a GPU runs
+            seen[f"{label}:{name}"] = repr(value.value)
+
+
+def source_hash(kernels: dict[str, Any]) -> str:
+    """16 hex digits that change when any of the kernels' code, or code they call, does."""
+    seen: dict[str, str] = {}
+    for kernel in kernels.values():
+        _parts(kernel, seen)
+    text = "\n".join(f"{label}={seen[label]}" for label in sorted(seen))
+    return sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,159 @@
+"""One way to compute an op: what its file declares, checked once, when it joins the registry."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+
+from tkernels.config import Config
+from tkernels.contract import Axes, Contract, ContractError
+from tkernels.device import DeviceFacts
+from tkernels.launch import Buffer
+from tkernels.mode import unavailable_reason
+
+
+class UnsupportedError(ValueError):
+    """A variant was asked for something it does not do; the message says what and why."""
+
+
+class VariantError(ValueError):
+    """A variant file that breaks the rules of its op; the message names the file and the rule."""
+
+
+Kind = Literal["torch", "triton", "peer"]
+
+
+def _supports_all(axes: Axes, device: DeviceFacts) -> str | None:
+    return None
+
+
+def _no_workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
+    return {}
+
+
+def _unprepared(weight: Any) -> Any:
+    return weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A variant's declaration: the last object in its file, called VARIANT.
+
+    wins: when this algorithm should be the fastest, one sentence.
+    launch: `(run, *outputs, *op's parameters)`; or function: a plain callable with the op's signature (torch, peers).
+    configs: what tuning tries. default: the untuned choice, by architecture; "" is for every other one.
+    supports: (axes, device) -> None, or the reason why not. Called with every axis that the contract binds from a call.
+    workspace: (axes, config, device) -> named buffers.
+    key: the axes that select a tuned config; dtypes are always part of it.
+    prepare: for a weight op, the weight as this variant wants it, made once at load.
+    deterministic: the same bits on every run. batch_invariant: a row's bits do not depend on the batch around it.
+    """
+
+    wins: str
+    deterministic: bool
+    batch_invariant: bool
+    launch: Callable[..., None] | None = None
+    function: Callable[..., Any] | None = None
+    configs: tuple[Config, ...] = ()
+    default: Mapping[str, Config] = field(default_factory=dict)
+    supports: Callable[[Axes, DeviceFacts], str | None] = _supports_all
+    workspace: Callable[[Axes, Config, DeviceFacts], Mapping[str, Buffer]] = _no_workspace
+    key: tuple[str, ...] = ()
+    prepare: Callable[[Any], Any] = _unprepared
+    # Filled in when the file joins a registry:
+    name: str = ""
+    file: Path = field(default_factory=Path)
+    _contract: Contract | None = field(default=None, repr=False)
+    module: ModuleType | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def contract(self) -> Contract:
+        if self._contract is None:
+            raise VariantError("this variant has not joined a registry yet")
+        return self._contract
+
+    @property
+    def kind(self) -> Kind:
+        if self.launch is not None:
+            return "triton"
+        return "torch" if self.name == "torch" else "peer"
+
+    @property
+    def kernels(self) -> dict[str, Any]:
+        """The jit functions of its file by name, in order of definition; helpers, which no launch names, included."""
+        from triton.runtime.interpreter import InterpretedFunction
+        from triton.runtime.jit import JITFunction
+
+        members = vars(self.module).items() if self.module else ()
+        return {
+            name: member
+            for name, member in members
+            if isinstance(member, JITFunction | InterpretedFunction)
+            and self.module is not None
+            and member.fn.__module__ == self.module.__name__
+        }
+
+    def default_config(self, arch: str) -> Config:
+        """The untuned config for an architecture."""
+        return self.default.get(arch) or self.default[""]
+
+    def unsupported_reason(self, axes: Axes, device: torch.device, facts: DeviceFacts) -> str | None:
+        """Why this variant cannot run at these axes on this device, or None where it can."""
+        if self.kind == "triton":
+            if reason := unavailable_reason(device):
+                return reason
+            if "float64" in axes.values():
+                return "Triton variants accumulate in fp32; float64 is for the torch variants"
+        return self.supports(axes, facts)
+
+    def check_supported(self, axes: Axes, device: torch.device) -> None:
+        from tkernels.device import device_facts
+
+        if reason := self.unsupported_reason(axes, device, device_facts(device)):
+            raise UnsupportedError(f"{self.contract.name}: variant {self.name!r} does not support this call: {reason}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The op, computed by this variant with its nearest tuned config."""
+        from tkernels.launch import Kernel
+        from tkernels.tuning import NEAREST
+
+        return Kernel(self, NEAREST, {})(*args, **kwargs)
+
+    def joined(self, contract: Contract, name: str, file: Path, module: ModuleType | None) -> "Variant":
+        """This declaration as part of an op, after its rules were checked."""
+        variant = replace(self, name=name, file=file, _contract=contract, module=module)
+        _check_declaration(variant)
+        return variant
+
+
+def _check_declaration(variant: Variant) -> None:
+    where, contract = variant.file, variant.contract
+    if (variant.launch is None) == (variant.function is None):
+        raise VariantError(f"{where}: a variant has either a launcher or a function")
+    expected = list(contract.arguments)
+    if variant.launch is not None:
+        expected = ["run", *contract.outputs, *expected]
+    entry = variant.launch or variant.function
+    assert entry is not None
+    if (got := list(inspect.signature(entry).parameters)) != expected:
+        raise VariantError(f"{where}: parameters {got} differ from the reference's; {contract.name} takes {expected}")
+    if unknown := set(variant.key) - set(contract.axis_by_name):
+        raise ContractError(f"{where}: key names no axis of {contract.name}: {sorted(unknown)}")
+    if variant.launch is None:
+        return
+    if "" not in variant.default:
+        raise VariantError(f"{where}: default must have an entry for every other architecture, named ''")
+    for config in (*variant.configs, *variant.default.values()):
+        if set(config) != set(variant.default[""]):
+            raise VariantError(f"{where}: configs differ in their names: {sorted(config)} and {sorted(variant.default[''])}")
+    if variant.batch_invariant:
+        batchy = [axis for axis in variant.key if contract.axis_by_name[axis].batch]
+        if batchy:
+            raise VariantError(f"{where}: a batch-invariant variant's config may not depend on {', '.join(batchy)}")
+    prefix = f"{contract.name}_{variant.name}"
+    if variant.kernels and not any(name.startswith(prefix) for name in variant.kernels):
+        raise VariantError(f"{where}: its kernel must be named {prefix} (found {', '.join(variant.kernels)})")
