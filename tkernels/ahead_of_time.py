@@ -1,7 +1,8 @@
 """Compiles what a launcher would launch, for an architecture that is not there. No GPU, no driver.
 
-A process compiles for one target: Triton's JIT caches by device index and would hand back the first target's binary for the
-second. So `compile_variants` starts a process per architecture, which runs this module's `main` and prints JSON lines.
+A process compiles for one target: Triton's JIT caches by device index and would hand back the first target's binary
+for the second. So `compile_variants` starts a process per architecture, which runs this module's `main` and prints
+JSON lines.
 """
 
 import argparse

@@ -1,4 +1,6 @@
-"""Runs a variant on a case and says whether it is right: oracle, error rule, poisons, sanitizers and untouched memory."""
+"""Runs a variant on a case and says whether it is right: oracle, error rule, poisons, sanitizers and untouched
+memory.
+"""
 
 import math
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,6 @@
-"""A kernel's tuning configuration: the constants and launch options that change its speed but never its result's meaning."""
+"""A kernel's tuning configuration: the constants and launch options that change its speed but never its result's
+meaning.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
 """What is true of every variant of an op: its axes, arguments, outputs, definition and cost.
 
-An op's `contract.py` builds one `Contract`. The public entry, the property tests, the sanitizers, the benchmarks and the
-YAML schema all read it, so that a new variant needs nothing but its own file.
+An op's `contract.py` builds one `Contract`. The public entry, the property tests, the sanitizers, the benchmarks and
+the YAML schema all read it, so that a new variant needs nothing but its own file.
 """
 
 import inspect
@@ -15,7 +15,9 @@ import torch
 
 Value = int | str | bool
 Axes = Mapping[str, Value]
-"""Axis name -> value at one point: sizes as int, dtypes and enums by name, options as given (a window, 0 where absent)."""
+"""Axis name -> value at one point: sizes as int, dtypes and enums by name, options as given (a window, 0 where
+absent).
+"""
 
 
 class ContractError(ValueError):
@@ -75,7 +77,9 @@ def dtype_axis(role: str) -> Choice:
 
 @dataclass(frozen=True)
 class Dim:
-    """One entry of a tensor's shape, as `X`, `c*X`, `X/c`, `X+c` or a constant: the forms that a size can be solved from."""
+    """One entry of a tensor's shape, as `X`, `c*X`, `X/c`, `X+c` or a constant: the forms that a size can be solved
+    from.
+    """
 
     text: str
     name: str | None
@@ -121,7 +125,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _bind(op: str, name: str, axis: str, value: Value, axes: dict[str, Value]) -> None:
     known = axes.setdefault(axis, value)
     if known != value:
-        raise ContractError(f"{op}: argument {name!r} gives {axis} = {value}, but {axis} = {known} from the arguments before")
+        raise ContractError(
+            f"{op}: argument {name!r} gives {axis} = {value}, but {axis} = {known} from the arguments before"
+        )
 
 
 @dataclass(frozen=True)
@@ -169,7 +175,9 @@ class Tensor:
             if dim.name is not None and axes.setdefault(dim.name, solved) != solved:
                 _bind(op, name, dim.name, solved, axes)
         if shape and shape[-1] > 1 and value.stride(-1) != 1:
-            raise ContractError(f"{op}: argument {name!r} needs unit stride in its last dim, got strides {value.stride()}")
+            raise ContractError(
+                f"{op}: argument {name!r} needs unit stride in its last dim, got strides {value.stride()}"
+            )
 
 
 @dataclass(frozen=True)
@@ -192,7 +200,7 @@ class Scalar:
         if self.low is not None and value < self.low:
             raise ContractError(f"{op}: argument {name!r} must be at least {self.low}, got {value!r}")
         if self.axis:
-            axes[name] = value
+            axes[name] = int(value)
 
 
 @dataclass(frozen=True)
@@ -214,7 +222,9 @@ class Output:
 
 @dataclass(frozen=True)
 class Constraint:
-    """A relation between axes as a Python expression over their names, evaluated, never only stated: "Hq % Hkv == 0"."""
+    """A relation between axes as a Python expression over their names, evaluated, never only stated: "Hq % Hkv ==
+    0".
+    """
 
     text: str
 
@@ -257,7 +267,8 @@ class Contract:
     """Everything that holds for every variant of one op. See DESIGN: "The contract: an op".
 
     reference: the definition, float64 in, float64 out; its signature is the op's. Returns what `pack` makes of the
-        outputs in the order of `outputs`. An output element that the op leaves untouched is NaN in the reference's result.
+        outputs in the order of `outputs`. An output element that the op leaves untouched is NaN in the reference's
+        result.
     baseline: torch's own best way; the variant `torch`. Same signature and results.
     make_inputs: (axes, seed, device) -> keyword arguments, poisoned with NaN wherever nothing may be read.
     bytes_moved: each unique byte once. flops: by the usual counting (2 for a multiply-add).
@@ -286,9 +297,11 @@ class Contract:
         known = set(self.axis_by_name)
         for constraint in self.constraints:
             if unknown := constraint.names - known:
-                raise ContractError(f"{self.name}: constraint {constraint.text!r} names no axis of it: {sorted(unknown)}")
-        if unknown := set(self.writes) - set(parameters):
-            raise ContractError(f"{self.name}: writes no such argument: {sorted(unknown)}")
+                raise ContractError(
+                    f"{self.name}: constraint {constraint.text!r} names no axis of it: {sorted(unknown)}"
+                )
+        if strangers := set(self.writes) - set(parameters):
+            raise ContractError(f"{self.name}: writes no such argument: {sorted(strangers)}")
 
     @cached_property
     def axis_by_name(self) -> dict[str, Axis]:

@@ -1,4 +1,6 @@
-"""Building blocks for `make_inputs`: seeded values, and tensors laid out in storage that is poisoned where nobody may read."""
+"""Building blocks for `make_inputs`: seeded values, and tensors laid out in storage that is poisoned where nobody
+may read.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,8 +1,9 @@
 """Makes Triton's interpreter truthful about bf16, and gives the sanitizers a place to stand.
 
-Measured with Triton 3.6 and 3.7: the interpreter keeps bf16 as raw 16-bit patterns, so arithmetic on them is silently wrong,
-and its fp32 -> bf16 cast truncates where a GPU rounds to nearest even, which doubles a correct kernel's error. The patch
-rounds, and turns bf16 arithmetic into an error: a kernel widens to fp32 first (`tl.dot` through `language.dot`).
+Measured with Triton 3.6 and 3.7: the interpreter keeps bf16 as raw 16-bit patterns, so arithmetic on them is silently
+wrong, and its fp32 -> bf16 cast truncates where a GPU rounds to nearest even, which doubles a correct kernel's error.
+The patch rounds, and turns bf16 arithmetic into an error: a kernel widens to fp32 first (`tl.dot` through
+`language.dot`).
 """
 
 from collections.abc import Callable, Iterator

@@ -1,8 +1,9 @@
 """The one door through which every kernel is launched, and the callable that stands behind an op's name.
 
-A launcher is written once, as `launch(run, *outputs, *op's parameters)`, and calls `run.launch(kernel, grid, **arguments)`.
-What stands behind `run` decides what that means: a compiled launch, an interpreted one, one under a sanitizer, a count of
-programs, or a compilation for an architecture that is not there. Whoever writes a kernel knows none of this.
+A launcher is written once, as `launch(run, *outputs, *op's parameters)`, and calls `run.launch(kernel, grid,
+**arguments)`. What stands behind `run` decides what that means: a compiled launch, an interpreted one, one under a
+sanitizer, a count of programs, or a compilation for an architecture that is not there. Whoever writes a kernel knows
+none of this.
 """
 
 import math
@@ -62,8 +63,8 @@ class Run:
 class Kernel:
     """A variant made callable with the op's signature: the public entry.
 
-    It checks structure (never values, which would need a sync), asks whether the variant supports the point, resolves the
-    config, allocates outputs and workspace, and launches. `pins` replace values of the resolved config.
+    It checks structure (never values, which would need a sync), asks whether the variant supports the point, resolves
+    the config, allocates outputs and workspace, and launches. `pins` replace values of the resolved config.
     """
 
     variant: "Variant"

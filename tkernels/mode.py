@@ -1,9 +1,9 @@
 """Whether this process interprets its Triton kernels or compiles them, decided once, when tkernels is imported.
 
-Triton reads TRITON_INTERPRET at decoration time, also for its own library functions, so the choice has to be made before
-the first `import triton` and holds for the life of the process. Without CUDA it is the interpreter; with CUDA, the
-compiler. Where Triton's own variable is already set, or something imported Triton first, that decided, and tkernels only
-reports what it finds.
+Triton reads TRITON_INTERPRET at decoration time, also for its own library functions, so the choice has to be made
+before the first `import triton` and holds for the life of the process. Without CUDA it is the interpreter; with CUDA,
+the compiler. Where Triton's own variable is already set, or something imported Triton first, that decided, and
+tkernels only reports what it finds.
 """
 
 import os
@@ -40,7 +40,9 @@ def unavailable_reason(device: torch.device) -> str | None:
                 "Triton was imported before tkernels and compiles in this process; "
                 f"import tkernels first to interpret on {device.type}"
             )
-        return f"this process compiles for CUDA and cannot interpret on {device.type}; set TRITON_INTERPRET=1 to interpret"
+        return (
+            f"this process compiles for CUDA and cannot interpret on {device.type}; set TRITON_INTERPRET=1 to interpret"
+        )
     if MODE == "interpret" and device.type == "cuda":
-        return "this process interprets (TRITON_INTERPRET was set, or Triton was imported with it); CUDA needs a compiling one"
+        return "this process interprets, because TRITON_INTERPRET was set; CUDA needs a process that compiles"
     return None

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -76,7 +77,8 @@ class Registry(Names[Op]):
         """This registry and the variants (and ops) of an outside folder of the same shape.
 
         Raises:
-            VariantError: no such folder, an op folder that is neither known nor has a contract, a duplicate, a broken file.
+            VariantError: no such folder, an op folder that is neither known nor has a contract, a duplicate, a broken
+            file.
         """
         folder = Path(folder).resolve()
         if not folder.is_dir():
@@ -154,6 +156,7 @@ def _join(ops: dict[str, Op], root: Path, package: str | None) -> dict[str, Op]:
     return ops
 
 
+@cache
 def builtin_ops() -> Registry:
-    """The ops of this package."""
+    """The ops of this package; `tkernels.OPS`."""
     return Registry(_join({}, Path(__file__).parent / "ops", package="tkernels.ops"))

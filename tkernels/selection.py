@@ -10,7 +10,7 @@ import torch
 from tkernels.contract import Value
 from tkernels.device import device_facts
 from tkernels.launch import Kernel
-from tkernels.registry import Op, Registry, UnknownNameError, unknown_name
+from tkernels.registry import Op, Registry, UnknownNameError, builtin_ops, unknown_name
 from tkernels.tuning import Tuning, TuningMode
 from tkernels.variant import UnsupportedError, Variant
 
@@ -74,13 +74,10 @@ def select(
         ops: the registry; the built-in one by default.
 
     Raises:
-        SelectionError: an unknown name (with the alternatives and the nearest match), or a variant that does not support
-            the whole range on this device (with its reason).
+        SelectionError: an unknown name (with the alternatives and the nearest match), or a variant that does not
+            support the whole range on this device (with its reason).
     """
-    if ops is None:
-        from tkernels import OPS
-
-        ops = OPS
+    ops = builtin_ops() if ops is None else ops
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -89,9 +86,12 @@ def select(
         for name in choices:
             _ = ops[name]
             if name not in axes:
-                raise SelectionError(f"kernels.{name}: this model does not use that op; it uses {', '.join(sorted(axes))}")
+                raise SelectionError(
+                    f"kernels.{name}: this model does not use that op; it uses {', '.join(sorted(axes))}"
+                )
         kernels = {
-            name: _choose(ops[name], choices.get(name), device, dtype, ranges, resolved) for name, ranges in axes.items()
+            name: _choose(ops[name], choices.get(name), device, dtype, ranges, resolved)
+            for name, ranges in axes.items()
         }
     except UnknownNameError as error:
         raise SelectionError(f"kernels: {error}") from None

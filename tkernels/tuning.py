@@ -1,7 +1,7 @@
 """Tuned configs: where they are kept, which one a call gets, and how they are found.
 
-A lockfile `tkernels/tuned/<device>.json` (an outside variant's: beside its file) holds one entry per op, variant, hash of
-the kernel's code, Triton version and shape bucket, with the timing of every config that was tried.
+A lockfile `tkernels/tuned/<device>.json` (an outside variant's: beside its file) holds one entry per op, variant, hash
+of the kernel's code, Triton version and shape bucket, with the timing of every config that was tried.
 """
 
 import fcntl
@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -61,8 +61,8 @@ class Entry:
     @staticmethod
     def of(row: Mapping[str, Any]) -> "Entry":
         timings = tuple((Config.of(t["config"]), t["us"], t["reason"]) for t in row["timings"])
-        names = ("op", "variant", "source", "triton", "bucket")
-        return Entry(*(row[n] for n in names), config=Config.of(row["config"]), timings=timings)
+        op, variant, source, version, point = (row[n] for n in ("op", "variant", "source", "triton", "bucket"))
+        return Entry(op, variant, source, version, point, Config.of(row["config"]), timings)
 
 
 def bucket(variant: Variant, axes: Axes) -> str:
@@ -110,7 +110,7 @@ def record(path: Path, device: DeviceFacts, entry: Entry) -> None:
         if before := entries.get(entry.key):
             tried = {config for config, _, _ in entry.timings}
             timings = (*entry.timings, *(t for t in before.timings if t[0] not in tried))
-            entry = Entry(*entry.key, config=_best(timings), timings=timings)
+            entry = replace(entry, config=_best(timings), timings=timings)
         entries[entry.key] = entry
         rows = [entries[key].as_json() for key in sorted(entries)]
         scratch = path.with_suffix(f".{os.getpid()}.tmp")
@@ -233,8 +233,8 @@ def search(variant: Variant, point: str, launch: Callable[[Config], Callable[[],
             timings.append((config, measure(launch(config)), ""))
         except OutOfResources as error:
             timings.append((config, None, str(error)))
-    key = (variant.contract.name, variant.name, _hash_of(variant), triton.__version__, point)
-    return Entry(*key, config=_best(tuple(timings)), timings=tuple(timings))
+    op, source = variant.contract.name, _hash_of(variant)
+    return Entry(op, variant.name, source, triton.__version__, point, _best(tuple(timings)), tuple(timings))
 
 
 NEAREST = Tuning("nearest")

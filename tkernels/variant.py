@@ -149,7 +149,9 @@ def _check_declaration(variant: Variant) -> None:
         raise VariantError(f"{where}: default must have an entry for every other architecture, named ''")
     for config in (*variant.configs, *variant.default.values()):
         if set(config) != set(variant.default[""]):
-            raise VariantError(f"{where}: configs differ in their names: {sorted(config)} and {sorted(variant.default[''])}")
+            raise VariantError(
+                f"{where}: configs differ in their names: {sorted(config)} and {sorted(variant.default[''])}"
+            )
     if variant.batch_invariant:
         batchy = [axis for axis in variant.key if contract.axis_by_name[axis].batch]
         if batchy:

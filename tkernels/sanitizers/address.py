@@ -1,7 +1,7 @@
 """Every unmasked lane of every load, store and atomic must fall on an element of a tensor of the launch.
 
-Stricter than a range of bytes: the gaps of a strided view (the V part of a fused QKV row, the padding between rows) belong
-to nobody, so a load that is saved only by luck is caught where it happens, before it is made.
+Stricter than a range of bytes: the gaps of a strided view (the V part of a fused QKV row, the padding between rows)
+belong to nobody, so a load that is saved only by luck is caught where it happens, before it is made.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,9 @@ class AddressError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Extent:
-    """The elements of one tensor: base address, past-the-end address, item size, (size, stride in bytes) outermost first."""
+    """The elements of one tensor: base address, past-the-end address, item size, (size, stride in bytes) outermost
+    first.
+    """
 
     name: str
     start: int
@@ -58,8 +60,8 @@ def sanitizing_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, 
     extents = _extents(arguments)
 
     def check(addresses: np.ndarray, mask: np.ndarray, width: int, access: str) -> None:
-        live = np.unique(np.broadcast_to(addresses, np.broadcast_shapes(addresses.shape, mask.shape))[_wide(mask, addresses)])
-        live = live.astype(np.int64)
+        addresses, mask = np.broadcast_arrays(addresses, mask)
+        live = np.unique(addresses[mask.astype(bool)]).astype(np.int64)
         bad = np.ones(live.shape, dtype=bool)
         for extent in extents:
             bad &= ~extent.holds(live, width)
@@ -68,13 +70,9 @@ def sanitizing_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, 
         first = int(live[bad][0])
         near = min(extents, key=lambda e: min(abs(first - e.start), abs(first - e.end)))
         raise AddressError(
-            f"{kernel.__name__}: {access} of {width} bytes outside every argument, {int(bad.sum())} lanes; the first is at "
-            f"byte {first - near.start} of {near.name!r}, which spans {near.end - near.start}"
+            f"{kernel.__name__}: {access} of {width} bytes outside every argument, {int(bad.sum())} lanes; the first "
+            f"is at byte {first - near.start} of {near.name!r}, which spans {near.end - near.start}"
         )
 
     with watch_accesses(check), overflow_checks():
         jit_door(kernel, grid, arguments, config)
-
-
-def _wide(mask: np.ndarray, addresses: np.ndarray) -> np.ndarray:
-    return np.broadcast_to(mask, np.broadcast_shapes(addresses.shape, mask.shape)).astype(bool)

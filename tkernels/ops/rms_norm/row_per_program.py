@@ -1,7 +1,7 @@
 """One program normalizes one row, which it reads once and keeps in registers.
 
-Wins wherever a row fits into a program's registers (H up to about 16k) and there are enough rows to fill the device: the
-bytes moved are the minimum, and no reduction leaves the program.
+Wins wherever a row fits into a program's registers (H up to about 16k) and there are enough rows to fill the device:
+the bytes moved are the minimum, and no reduction leaves the program.
 """
 
 import torch
@@ -14,9 +14,7 @@ CONFIGS = tuple(Config(num_warps=warps) for warps in (1, 2, 4, 8, 16))
 
 
 @triton.jit
-def rms_norm_row_per_program(
-    out_ptr, x_ptr, weight_ptr, stride_x_t, stride_out_t, hidden, eps, BLOCK_H: tl.constexpr
-):
+def rms_norm_row_per_program(out_ptr, x_ptr, weight_ptr, stride_x_t, stride_out_t, hidden, eps, BLOCK_H: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)  # T * stride can pass 2**31
     offs = tl.arange(0, BLOCK_H)
     mask = offs < hidden
