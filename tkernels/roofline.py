@@ -78,6 +78,7 @@ def roofline(median_us: float, bytes_moved: int, flops: int, dtype: str, device:
     if fraction > 1:
         raise RooflineError(
             f"{median_us:.3g} us is beyond the {bound} limit of {device.name}, {limit_us:.3g} us for "
-            f"{bytes_moved} bytes and {flops} flops ({peaks.source}): data that stayed in a cache, a wrong count or a wrong timer"
+            f"{bytes_moved} bytes and {flops} flops ({peaks.source}): "
+            "data that stayed in a cache, a wrong count or a wrong timer"
         )
     return Roofline(fraction, bound, None)
