@@ -1,0 +1,70 @@
+"""swiglu: the gate of a transformer's MLP, silu(gate) * up (Shazeer, GLU Variants Improve Transformer, 2020)."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tkernels.contract import Axes, Case, Choice, Contract, Int, Output, Tensor, dtype_axis
+from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
+
+
+def reference(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, where silu(g) = g * sigmoid(g).
+
+    Args:
+        gate_up: [T, 2 I], any float dtype, free row stride: gate in the first I columns, up in the last I, as one fused
+            projection writes them.
+
+    Returns:
+        out [T, I], as gate_up.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)  # [T, I] each
+    return gate * torch.sigmoid(gate) * up
+
+
+def baseline(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
+    draws = Draws(seed, device)
+    shape, dtype = (int(axes["T"]), int(axes["I"])), dtype_of(axes["activation"])
+    gate = draws.normal(shape, dtype, axes["values"])
+    # A huge gate saturates the sigmoid at both ends; a huge up beside it would overflow fp16 in any implementation.
+    up = draws.normal(shape, dtype, "ordinary" if axes["values"] == "huge" else axes["values"])
+    return {"gate_up": draws.laid_out(torch.cat((gate, up), dim=-1), axes["layout"])}
+
+
+def bytes_moved(case: Case) -> int:
+    gate_up = case.inputs["gate_up"]
+    return 3 * int(gate_up.numel()) // 2 * int(gate_up.element_size())
+
+
+def flops(case: Case) -> int:
+    return 5 * int(case.inputs["gate_up"].numel()) // 2  # exp, add, divide and two products for each output
+
+
+CONTRACT = Contract(
+    name="swiglu",
+    reference=reference,
+    baseline=baseline,
+    axes=(
+        Int("T", 0, 2**31 - 1, (0, 1, 2, 3, 5), "tokens", batch=True),
+        Int("I", 1, 2**20, (1, 8, 33, 64, 100, 257, 1030), "intermediate size"),
+        dtype_axis("activation"),
+        Choice("layout", LAYOUTS),
+        Choice("values", KINDS),
+    ),
+    arguments={"gate_up": Tensor("T 2*I", "activation")},
+    outputs={"out": Output("T I", "activation")},
+    make_inputs=make_inputs,
+    bytes_moved=bytes_moved,
+    flops=flops,
+    default="torch",
+    benchmarks={
+        f"T={tokens},I={width}": {"T": tokens, "I": width, "activation": "bfloat16"}
+        for tokens, width in ((1, 9728), (64, 9728), (4096, 9728), (8192, 14336))
+    },
+)
