@@ -1,0 +1,178 @@
+"""Checkpoints: each float dtype and layout loads, and a damaged one is refused by file and tensor."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tmodel.conftest import CONFIG, WriteCheckpoint, checkpoint_tensors
+from tmodel.weights import Checkpoint, WeightError
+
+Q, K, V = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv")
+
+
+def opened(directory: Path, dtype: torch.dtype = torch.float32) -> Checkpoint:
+    return Checkpoint(directory, device="cpu", dtype=dtype)
+
+
+def write_sharded(directory: Path) -> dict[str, torch.Tensor]:
+    """Two shards and their index in place of the single file; returns the tensors."""
+    tensors = load_file(directory / "model.safetensors")
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :]), start=1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, directory / file)
+        weight_map |= dict.fromkeys(part, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (directory / "model.safetensors").unlink()
+    return tensors
+
+
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_parts_are_fused_in_order_and_cast(
+    write_checkpoint: WriteCheckpoint, stored: torch.dtype, wanted: torch.dtype
+) -> None:
+    tensors = {name: tensor.to(stored) for name, tensor in checkpoint_tensors(CONFIG).items()}
+    with opened(write_checkpoint(tensors), wanted) as checkpoint:
+        qkv = checkpoint.fused([Q, K, V], [(32, 16), (16, 16), (16, 16)])
+    assert qkv.dtype == wanted
+    assert torch.equal(qkv, torch.cat([tensors[name].to(wanted) for name in (Q, K, V)]))
+
+
+def test_weights_do_not_share_the_file(write_checkpoint: WriteCheckpoint) -> None:
+    directory = write_checkpoint()
+    with opened(directory) as checkpoint:
+        weight = checkpoint.tensor(Q, (32, 16))
+    before = weight.clone()
+    file = directory / "model.safetensors"
+    with file.open("r+b") as stream:  # in place: a mapping of the file would show it
+        stream.seek(-2000, 2)
+        stream.write(bytes(2000))
+    assert torch.equal(weight, before)
+
+
+def test_sharded_is_the_same_as_single(write_checkpoint: WriteCheckpoint) -> None:
+    directory = write_checkpoint()
+    tensors = write_sharded(directory)
+    with opened(directory) as checkpoint:
+        assert set(checkpoint.names) == set(tensors)
+        for name, tensor in tensors.items():
+            assert torch.equal(checkpoint.tensor(name, tensor.shape), tensor)
+        checkpoint.refuse_unused()
+
+
+def test_a_missing_tensor_is_named(write_checkpoint: WriteCheckpoint) -> None:
+    tensors = checkpoint_tensors(CONFIG)
+    del tensors[K]
+    checkpoint = opened(write_checkpoint(tensors))
+    with pytest.raises(WeightError, match=rf"tensor '{K}' is missing from model\.safetensors"):
+        checkpoint.fused([Q, K, V], [(32, 16), (16, 16), (16, 16)])
+
+
+def test_a_wrong_shape_is_named(write_checkpoint: WriteCheckpoint) -> None:
+    tensors = checkpoint_tensors(CONFIG)
+    tensors[K] = tensors[K].T.contiguous()[:, :8].contiguous()
+    checkpoint = opened(write_checkpoint(tensors))
+    with pytest.raises(WeightError, match=rf"model\.safetensors: tensor '{K}' has shape \[16, 8\].*\[16, 16\]"):
+        checkpoint.tensor(K, (16, 16))
+
+
+def test_an_unexpected_tensor_is_named(write_checkpoint: WriteCheckpoint) -> None:
+    checkpoint = opened(write_checkpoint({"model.norm.weight": torch.ones(16), "extra.weight": torch.ones(2)}))
+    checkpoint.tensor("model.norm.weight", (16,))
+    with pytest.raises(WeightError, match=r"model\.safetensors: unexpected tensor 'extra\.weight'"):
+        checkpoint.refuse_unused()
+
+
+def test_every_truncation_is_refused_before_anything_is_read(write_checkpoint: WriteCheckpoint) -> None:
+    directory = write_checkpoint()
+    file = directory / "model.safetensors"
+    whole = file.read_bytes()
+    header_bytes = struct.unpack("<Q", whole[:8])[0]
+    for length in (0, 5, 8, 8 + header_bytes // 2, 8 + header_bytes, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        tensor = " tensor '" if length >= 8 + header_bytes else ""
+        with pytest.raises(WeightError, match=rf"model\.safetensors: truncated.*{tensor}"):
+            opened(directory)
+
+
+def test_damaged_headers_are_refused(write_checkpoint: WriteCheckpoint) -> None:
+    directory = write_checkpoint()
+    file = directory / "model.safetensors"
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    for header, message in [
+        (b"{" * 40, "its header cannot be read"),
+        (b"[1, 2]", "not a JSON object"),
+        ({"w": 3}, "tensor 'w' has a damaged header entry"),
+        ({"w": {**entry, "dtype": "I8"}}, "tensor 'w' is stored as I8; supported are F64, F32, F16, BF16"),
+        ({"w": {**entry, "shape": [3]}}, r"tensor 'w' spans 8 bytes, its shape \[3\]"),
+        ({"w": {**entry, "data_offsets": [-8, 0]}}, "tensor 'w' spans 8 bytes"),
+    ]:
+        encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+        file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + bytes(8))
+        with pytest.raises(WeightError, match=rf"model\.safetensors: .*{message}"):
+            opened(directory)
+
+
+def test_a_missing_shard_is_named_with_a_tensor(write_checkpoint: WriteCheckpoint) -> None:
+    directory = write_checkpoint()
+    write_sharded(directory)
+    (directory / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(WeightError, match=r"model-00002-of-00002\.safetensors: no such file.*tensor 'model\.layers"):
+        opened(directory)
+
+
+def test_an_index_that_promises_too_much_is_refused(write_checkpoint: WriteCheckpoint) -> None:
+    directory = write_checkpoint()
+    write_sharded(directory)
+    index_file = directory / "model.safetensors.index.json"
+    weight_map = json.loads(index_file.read_text())["weight_map"]
+    index_file.write_text(json.dumps({"weight_map": {**weight_map, "ghost": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(WeightError, match=r"model-00001-of-00002\.safetensors: tensor 'ghost' is missing"):
+        opened(directory)
+    for elsewhere in ("../model.safetensors", "/etc/model.safetensors", "model.bin"):
+        index_file.write_text(json.dumps({"weight_map": {"w": elsewhere}}))
+        with pytest.raises(WeightError, match=r"index\.json: tensor 'w' is said to be in"):
+            opened(directory)
+    for damaged in ("{", "[]", '{"weight_map": 3}', "{}"):
+        index_file.write_text(damaged)
+        with pytest.raises(WeightError, match=r"index\.json: not a safetensors index"):
+            opened(directory)
+
+
+def test_pickles_are_refused_with_the_reason(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(WeightError, match=r"pytorch_model\.bin, a Python pickle.*can run any code"):
+        opened(tmp_path)
+
+
+def test_a_directory_without_weights_says_what_is_expected(tmp_path: Path) -> None:
+    with pytest.raises(WeightError, match=r"no weights here; expected model\.safetensors"):
+        opened(tmp_path)
+    with pytest.raises(WeightError, match="no such directory"):
+        opened(tmp_path / "nowhere")
+    save_file({"w": torch.ones(1)}, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(WeightError, match=r"model-00001-of-00002\.safetensors but neither"):
+        opened(tmp_path)
+
+
+def test_values_beyond_float16_are_refused(write_checkpoint: WriteCheckpoint) -> None:
+    directory = write_checkpoint({"w": torch.tensor([1.0, 7e4])})
+    with pytest.raises(WeightError, match="tensor 'w' has values beyond float16's range"):
+        opened(directory, torch.float16).tensor("w", (2,))
+
+
+def test_a_tied_head_must_be_the_embedding(write_checkpoint: WriteCheckpoint) -> None:
+    embedding = torch.randn(4, 2)
+    checkpoint = opened(write_checkpoint({"lm_head.weight": embedding + 1}))
+    with pytest.raises(WeightError, match=r"'lm_head\.weight' differs from the embedding"):
+        checkpoint.require_equal("lm_head.weight", embedding)
+    opened(write_checkpoint({"lm_head.weight": embedding})).require_equal("lm_head.weight", embedding)
+    opened(write_checkpoint({"model.norm.weight": torch.ones(1)})).require_equal("lm_head.weight", embedding)

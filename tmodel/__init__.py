@@ -1,0 +1,32 @@
+"""tmodel: a Hugging Face directory becomes a model over packed tokens, computed by the kernels it is given."""
+
+import tkernels as _tkernels  # noqa: F401  before transformers: it decides whether Triton interprets
+from tmodel.architectures import Architecture, Model, architectures
+from tmodel.batch import Batch
+from tmodel.config import ConfigError, ModelConfig
+from tmodel.kv_cache import KVCache, allocate_kv_cache, kv_bytes_per_block
+from tmodel.loading import load_config, load_model
+from tmodel.presets import PRESETS, make_model, preset_path
+from tmodel.train import Recipe, TrainingError, TrainingReport
+from tmodel.weights import WeightError
+
+__all__ = [
+    "PRESETS",
+    "Architecture",
+    "Batch",
+    "ConfigError",
+    "KVCache",
+    "Model",
+    "ModelConfig",
+    "Recipe",
+    "TrainingError",
+    "TrainingReport",
+    "WeightError",
+    "allocate_kv_cache",
+    "architectures",
+    "kv_bytes_per_block",
+    "load_config",
+    "load_model",
+    "make_model",
+    "preset_path",
+]

@@ -1,0 +1,98 @@
+"""Small real models that any machine can make for itself: a name, a recipe, a directory in Hugging Face format."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from tmodel.corpus import standard_library_corpus
+from tmodel.train import Recipe, TrainingReport, train_on
+
+PRESETS = {
+    # About a minute on two cores, most of it matrix products: 1,000 steps of 1,024 tokens.
+    "tiny": Recipe(
+        version=1,
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=384,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        corpus_bytes=8_000_000,
+        sequence_len=128,
+        batch_size=8,
+        num_steps=1000,
+        matrix_learning_rate=0.02,
+        vector_learning_rate=0.004,
+    ),
+}
+
+
+def make_model(preset: str, directory: str | Path, *, seed: int = 0) -> TrainingReport:
+    """Train `preset` and save it as `directory`, which must not exist yet (or be empty); training takes about a minute.
+
+    The directory appears whole or not at all. Raises ValueError for an unknown preset, FileExistsError for a directory
+    in use, TrainingError where the result does not beat a bigram model.
+    """
+    return make_from_recipe(find_recipe(preset), Path(directory), seed=seed)
+
+
+def preset_path(preset: str) -> Path:
+    """The directory of `preset` in the user's cache folder, trained there on first use.
+
+    Two processes that ask at once train once: the second waits for the first. A folder's name carries a hash of the
+    recipe and of the Python version whose library is the text.
+    """
+    recipe = find_recipe(preset)
+    made_of = json.dumps([asdict(recipe), platform.python_version()], sort_keys=True)
+    directory = cache_folder() / f"{preset}-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
+    if not directory.exists():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with (directory.parent / f"{directory.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not directory.exists():
+                make_from_recipe(recipe, directory, seed=0)
+    return directory
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/tkernels, or ~/.cache/tkernels where that is unset or relative (as the XDG specification
+    asks).
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "tkernels"
+
+
+def find_recipe(preset: str) -> Recipe:
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}; known are: {', '.join(sorted(PRESETS))}")
+    return PRESETS[preset]
+
+
+def make_from_recipe(recipe: Recipe, directory: Path, *, seed: int) -> TrainingReport:
+    """`make_model` for a recipe without a name."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise FileExistsError(f"{directory} exists and is not an empty directory; a model is written to a new one")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # Beside its destination, so that one rename puts the whole model in place.
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        model, tokenizer, report = train_on(standard_library_corpus(recipe.corpus_bytes), recipe, seed)
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        (unfinished / "training.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+        unfinished.chmod(0o755)  # mkdtemp's is for the owner alone
+        unfinished.rename(directory)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return report

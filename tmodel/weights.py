@@ -1,0 +1,224 @@
+"""Reading a checkpoint: safetensors, one file or sharded, straight into the tensors that the model keeps.
+
+A model asks for each tensor by name and shape and receives it in its own dtype, on its own device, in memory of its
+own. Tensors that are used as one (query, key and value; gate and up) are written into one allocation part by part, so
+that the peak is the model plus the part being copied. Headers are read and checked before any data is: a file cut
+short is refused by name of the first tensor it lost.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+class WeightError(ValueError):
+    """A checkpoint cannot be loaded; the message names the file and, where there is one, the tensor."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Where a tensor lies, according to its file's header."""
+
+    file: Path
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """The tensors of a directory, handed out one at a time; use it as a context manager.
+
+    `tensor` and `fused` record what was asked for, and `refuse_unused` refuses what nobody asked for: a weight that
+    the model ignores means that the model is not the one that was saved.
+    """
+
+    def __init__(self, directory: Path, *, device: torch.device | str, dtype: torch.dtype) -> None:
+        self.directory = directory
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self._entries: dict[str, _Entry] = {}
+        self._taken: set[str] = set()
+        self._open: dict[Path, Any] = {}
+        listed = _listed_files(directory)
+        for file, expected in listed.items():
+            entries = _read_header(file)
+            for name in expected or ():
+                if name not in entries:
+                    raise WeightError(f"{file}: tensor {name!r} is missing; {_INDEX} says that it is there")
+            for name, entry in entries.items():
+                if name in self._entries:
+                    raise WeightError(f"{file}: tensor {name!r} is also in {self._entries[name].file.name}")
+                self._entries[name] = entry
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """The tensor `name`, which must have `shape`, as `self.dtype` on `self.device`."""
+        return self.fused([name], [shape])
+
+    def fused(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
+        """The tensors `names` stacked along their first dim, in one allocation: [sum of shapes[i][0], ...]."""
+        for name, shape in zip(names, shapes, strict=True):
+            self._check(name, tuple(shape))
+        rows = [shape[0] for shape in shapes]
+        fused = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype, device=self.device)
+        for name, part in zip(names, fused.split(rows), strict=True):
+            part.copy_(self._read(name))
+            if self.dtype == torch.float16 and not torch.isfinite(part).all():
+                raise WeightError(f"{self._entries[name].file}: tensor {name!r} has values beyond float16's range")
+            self._taken.add(name)
+        return fused
+
+    def require_equal(self, name: str, expected: torch.Tensor) -> None:
+        """Take `name` where the checkpoint has it, and refuse it where it is not `expected`."""
+        if name in self and not torch.equal(self.tensor(name, expected.shape), expected):
+            raise WeightError(
+                f"{self._entries[name].file}: tensor {name!r} differs from the embedding, "
+                "but config.json says that the two are tied (tie_word_embeddings)"
+            )
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """Let these pass: buffers of older checkpoints that the model computes itself."""
+        self._taken.update(name for name in names if name in self._entries)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._entries)
+
+    def refuse_unused(self) -> None:
+        """Raise WeightError where the checkpoint holds a tensor that the model did not ask for."""
+        unused = sorted(self._entries.keys() - self._taken)
+        if unused:
+            more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+            raise WeightError(
+                f"{self._entries[unused[0]].file}: unexpected tensor {', '.join(map(repr, unused[:5]))}{more}; "
+                "the architecture in config.json has no place for it"
+            )
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self._entries:
+            files = ", ".join(sorted({entry.file.name for entry in self._entries.values()}))
+            raise WeightError(f"{self.directory}: tensor {name!r} is missing from {files}")
+        entry = self._entries[name]
+        if entry.shape != shape:
+            raise WeightError(
+                f"{entry.file}: tensor {name!r} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
+            )
+
+    def _read(self, name: str) -> torch.Tensor:
+        file = self._entries[name].file
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(file, framework="pt", device="cpu")
+            tensor: torch.Tensor = self._open[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise WeightError(f"{file}: tensor {name!r} cannot be read: {error}") from error
+        return tensor
+
+
+def _listed_files(directory: Path) -> dict[Path, set[str] | None]:
+    """The safetensors files of a directory, each with the tensors that the index promises (None without an index)."""
+    if (directory / _SINGLE).exists():
+        return {directory / _SINGLE: None}
+    index = directory / _INDEX
+    if not index.exists():
+        raise WeightError(_why_nothing_to_load(directory))
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        promised: dict[Path, set[str] | None] = {}
+        for tensor, name in weight_map.items():
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise WeightError(f"{index}: tensor {tensor!r} is said to be in {name!r}, not a safetensors file here")
+            tensors = promised.setdefault(directory / name, set())
+            if tensors is not None:
+                tensors.add(tensor)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, WeightError):
+            raise
+        raise WeightError(f"{index}: not a safetensors index with a weight_map: {error!r}") from error
+    for file, tensors in promised.items():
+        if not file.exists():
+            example = min(tensors) if tensors else "?"
+            raise WeightError(f"{file}: no such file; {_INDEX} says that it holds tensor {example!r}")
+    return promised
+
+
+def _why_nothing_to_load(directory: Path) -> str:
+    if not directory.is_dir():
+        return f"{directory}: no such directory"
+    present = sorted(path.name for path in directory.iterdir())
+    shards = [name for name in present if name.endswith(".safetensors")]
+    if shards:
+        return f"{directory}: has {', '.join(shards[:3])} but neither {_SINGLE} nor {_INDEX}"
+    pickles = [name for name in present if name.endswith(_PICKLES)]
+    if pickles:
+        return (
+            f"{directory}: only has {', '.join(pickles[:3])}, a Python pickle: loading one can run any code that its "
+            "author put there, so none is read. Save the model again as safetensors (save_pretrained does)"
+        )
+    return f"{directory}: no weights here; expected {_SINGLE} or {_INDEX}"
+
+
+def _read_header(file: Path) -> dict[str, _Entry]:
+    """The header of a safetensors file, checked against the file's length.
+
+    Layout: 8 bytes little-endian header length, the header as JSON, then the data that its offsets refer to.
+    """
+    try:
+        file_bytes = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if len(prefix) < 8 or header_bytes > min(file_bytes - 8, _MAX_HEADER_BYTES):
+                raise WeightError(f"{file}: truncated or not safetensors: {file_bytes} bytes cannot hold its header")
+            header = json.loads(stream.read(header_bytes))
+    except WeightError:
+        raise
+    except (OSError, ValueError) as error:
+        raise WeightError(f"{file}: its header cannot be read: {error}") from error
+    if not isinstance(header, dict):
+        raise WeightError(f"{file}: its header is not a JSON object")
+    header.pop("__metadata__", None)
+    return {name: _entry(file, name, info, file_bytes - 8 - header_bytes) for name, info in header.items()}
+
+
+def _entry(file: Path, name: str, info: Any, data_bytes: int) -> _Entry:
+    try:
+        dtype, shape, (start, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
+        num_elements = math.prod(shape)
+    except (KeyError, TypeError, ValueError) as error:
+        raise WeightError(f"{file}: tensor {name!r} has a damaged header entry") from error
+    if dtype not in _ITEM_BYTES:
+        raise WeightError(f"{file}: tensor {name!r} is stored as {dtype}; supported are {', '.join(_ITEM_BYTES)}")
+    if end > data_bytes:
+        raise WeightError(
+            f"{file}: truncated: tensor {name!r} ends at byte {end} of the data, the file holds {data_bytes}"
+        )
+    if start < 0 or end - start != num_elements * _ITEM_BYTES[dtype]:
+        raise WeightError(
+            f"{file}: tensor {name!r} spans {end - start} bytes, its shape {list(shape)} as {dtype} does not"
+        )
+    return _Entry(file, shape)
