@@ -1,0 +1,32 @@
+"""The scheduler's swappable decisions, by name. A policy is one file here and one line below.
+
+order         who is admitted next and who gives way first
+preemption    what becomes of a sequence that gives way
+prefix_cache  which blocks a new sequence may take over, and who owns the free ones
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import TypeVar
+
+from tsched.policies.base import Order, Preemption, PrefixCache
+from tsched.policies.fcfs import FirstComeFirstServed
+from tsched.policies.no_prefix_cache import NoPrefixCache
+from tsched.policies.recompute import Recompute
+
+ORDERS: Mapping[str, type[Order]] = {"fcfs": FirstComeFirstServed}
+PREEMPTIONS: Mapping[str, type[Preemption]] = {"recompute": Recompute}
+PREFIX_CACHES: Mapping[str, type[PrefixCache]] = {"none": NoPrefixCache}
+
+PolicyT = TypeVar("PolicyT")
+
+
+def find_policy(kind: str, name: str, known: Mapping[str, PolicyT]) -> PolicyT:
+    """`known[name]`; ValueError names the alternatives, and the nearest one."""
+    if name in known:
+        return known[name]
+    nearest = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"unknown {kind} policy {name!r}; there is {', '.join(sorted(known))}{hint}")

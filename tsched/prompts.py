@@ -1,0 +1,77 @@
+"""What callers may pass as prompts, brought to one form."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tsched.sampling_params import SamplingParams
+from tsched.scheduler import RefusedError
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
+
+
+def split_prompts(prompts: Any) -> list[Any]:
+    """One entry per request; a single text, mapping or list of token ids is one request. TypeError for anything
+    else.
+    """
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise TypeError(f"prompts must be a text, a list of token ids or a list of those, got {type(prompts).__name__}")
+    entries = list(prompts)
+    return [entries] if entries and all(_is_integer(entry) for entry in entries) else entries
+
+
+def parse_prompt(prompt: Any) -> str | list[int]:
+    """A text or token ids, with their types checked; RefusedError tells what is wrong with `prompt`."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Mapping):
+        if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+            keys = sorted(map(str, prompt))
+            raise RefusedError(f'a prompt mapping has one key, "prompt" or "prompt_token_ids"; got {keys}')
+        ((key, value),) = prompt.items()
+        parsed = parse_prompt(value) if not isinstance(value, Mapping) else value
+        if isinstance(parsed, str if key == "prompt" else list):
+            return parsed
+        raise RefusedError(f'"{key}" of a prompt cannot be a {type(value).__name__}')
+    if isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
+    if isinstance(prompt, (list, tuple, range)):
+        wrong = next((entry for entry in prompt if not _is_integer(entry)), None)
+        if wrong is not None:
+            raise RefusedError(f"token ids must be integers, got {wrong!r}")
+        return [operator.index(entry) for entry in prompt]
+    raise RefusedError(f"a prompt must be a text or a list of token ids, got {type(prompt).__name__}")
+
+
+def check_token_ids(token_ids: list[int], vocab_size: int) -> None:
+    """RefusedError where a token is outside the vocabulary."""
+    if not token_ids:
+        return
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise RefusedError(
+            f"token id {wrong} at place {token_ids.index(wrong)} of the prompt is out of vocabulary; "
+            f"ids go from 0 to {vocab_size - 1}"
+        )
+
+
+def check_stop_ids(params: SamplingParams, vocab_size: int) -> None:
+    """RefusedError where a stop token is outside the vocabulary, or where min_tokens would leave no token to choose."""
+    if params.stop_ids and max(params.stop_ids) >= vocab_size:
+        raise RefusedError(f"stop_token_ids holds {max(params.stop_ids)}; ids go from 0 to {vocab_size - 1}")
+    if params.min_tokens and len(params.stop_ids) >= vocab_size:
+        raise RefusedError("stop_token_ids holds the whole vocabulary, so min_tokens leaves no token to choose")
+
+
+def _is_integer(entry: Any) -> bool:
+    return not isinstance(entry, bool) and hasattr(entry, "__index__")

@@ -1,0 +1,143 @@
+"""How one request wants its tokens chosen, and when it wants to stop."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+MAX_LOGPROBS = 1000
+MAX_STOPS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Immutable; every field is checked when the object is made, and a bad one raises ValueError with its name.
+
+    n                   completions per prompt; 1 is the only one offered
+    temperature         >= 0; 0 is greedy, which ignores top_k, top_p, min_p and seed
+    top_k               keep the k most likely tokens (ties go to the lower id); 0 or -1 keeps all
+    top_p               in (0, 1]; keep the fewest most likely tokens whose probabilities reach top_p
+    min_p               in [0, 1]; keep tokens at least min_p times as likely as the most likely one
+    repetition_penalty  > 0; divides positive and multiplies negative logits of tokens in the prompt or the output
+    presence_penalty    in [-2, 2]; subtracted once from the logit of every token in the output
+    frequency_penalty   in [-2, 2]; subtracted once per occurrence in the output
+    seed                in [0, 2**64); None takes a stream of its own from the engine's seed
+    logprobs            in [0, 1000]; report the chosen token's log-probability and those of that many most likely
+    tokens stop                strings that end the output, which is cut off before them
+    stop_token_ids      token ids that end the output; they are the last of its token_ids
+    max_tokens          >= 1 output tokens; None is as many as the model's length and the cache allow
+    min_tokens          no end-of-sequence, stop token or stop string before this many output tokens
+    ignore_eos          go on after the model's end-of-sequence token
+
+    Filters are applied in the order penalties, temperature, min_p, top_k, top_p. Names and meanings are vLLM's.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logprobs: int | None = None
+    stop: str | Iterable[str] | None = ()
+    stop_token_ids: Iterable[int] | None = ()
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if _integer("n", self.n) != 1:
+            raise ValueError(f"n must be 1 (one completion per prompt), got {self.n!r}")
+        self._set_float("temperature", 0.0, math.inf)
+        self._set_float("top_p", 0.0, 1.0, above=True)
+        self._set_float("min_p", 0.0, 1.0)
+        self._set_float("repetition_penalty", 0.0, math.inf, above=True)
+        self._set_float("presence_penalty", -2.0, 2.0)
+        self._set_float("frequency_penalty", -2.0, 2.0)
+        self._set_integer("top_k", -1, None)
+        self._set_integer("seed", 0, 2**64 - 1, optional=True)
+        self._set_integer("logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._set_integer("max_tokens", 1, None, optional=True)
+        self._set_integer("min_tokens", 0, self.max_tokens)
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        object.__setattr__(self, "stop", _strings("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop`, in the one form that it has once checked."""
+        return self.stop  # type: ignore[return-value]
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """`stop_token_ids`, in the one form that it has once checked."""
+        return self.stop_token_ids  # type: ignore[return-value]
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def _set_float(self, name: str, low: float, high: float, *, above: bool = False) -> None:
+        value = getattr(self, name)
+        allowed = f"{'above' if above else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number {allowed}, got {value!r}")
+        if not (low < value if above else low <= value) or value > high:
+            raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        object.__setattr__(self, name, float(value))
+
+    def _set_integer(self, name: str, low: int, high: int | None, *, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        number = _integer(name, value)
+        if number < low or (high is not None and number > high):
+            allowed = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        object.__setattr__(self, name, number)
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {value!r}") from None
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    strings = () if value is None else (value,) if isinstance(value, str) else _tuple(name, value)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise ValueError(f"{name} must hold non-empty strings, got {string!r}")
+    return strings
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = tuple(
+        dict.fromkeys(_integer(f"every one of {name}", i) for i in (() if value is None else _tuple(name, value)))
+    )
+    if any(i < 0 for i in ids):
+        raise ValueError(f"{name} must hold token ids, at least 0, got {min(ids)}")
+    return ids
+
+
+def _tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
+        raise ValueError(f"{name} must be a list, got {value!r}")
+    items = tuple(value)
+    if len(items) > MAX_STOPS:
+        raise ValueError(f"{name} may hold at most {MAX_STOPS} entries, got {len(items)}")
+    return items

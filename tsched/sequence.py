@@ -1,0 +1,142 @@
+"""A request's tokens, and the table in which the running ones live side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tsched.block_pool import BlockIds
+from tsched.sampling_params import SamplingParams
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One request as the scheduler knows it.
+
+    `tokens` holds prompt and output; while the sequence runs, the newest tokens are in its row of the table, and
+    `Scheduler.output_of` reads them from there. `max_length` bounds prompt and output together.
+    """
+
+    id: int
+    prompt_len: int
+    max_length: int
+    params: SamplingParams
+    tokens: Ints  # [prompt + output] int64, as of the last time that the sequence left its row
+    arrival: int = 0  # its place in the order of arrival
+    row: int = -1  # its row of the table, -1 when it is not running
+    finish_reason: str | None = None  # "stop", "length" or "abort"
+    num_preemptions: int = 0
+    stop_ids: frozenset[int] = field(default_factory=frozenset)
+
+    @classmethod
+    def create(cls, id: int, prompt: Items[int] | NDArray[Any], params: SamplingParams, max_length: int) -> Sequence:
+        """A new sequence of `prompt` [n] that ends at `max_length` tokens at the latest."""
+        tokens = np.array(prompt, dtype=np.int64).reshape(-1)
+        return cls(id, tokens.size, max_length, params, tokens, stop_ids=frozenset(params.stop_ids))
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The output's token ids; complete once the sequence has finished."""
+        ids: list[int] = self.tokens[self.prompt_len :].tolist()
+        return ids
+
+
+class SequenceTable:
+    """The running sequences, one per row, as one array per fact, so that a step over all of them is a few numpy calls.
+
+    A row's `epoch` changes whenever it changes hands: a plan that is committed late is told apart from its successor
+    by it. All arrays are [rows]; `tokens` is [rows, max_model_len], `blocks` [rows, blocks per sequence].
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
+        self.num_rows = num_rows
+        self.block_size = block_size
+        self.sequences: list[Sequence | None] = [None] * num_rows
+        # Untouched pages of these cost nothing: the operating system maps them when they are written.
+        self.tokens: Ints = np.zeros((num_rows, max_model_len), dtype=np.int64)
+        self.blocks: BlockIds = np.zeros((num_rows, -(-max_model_len // block_size)), dtype=np.int32)
+
+        def column(dtype: type = np.int64) -> NDArray[Any]:
+            return np.zeros(num_rows, dtype=dtype)
+
+        self.epoch: Ints = column()
+        self.prompt_len: Ints = column()
+        self.max_length: Ints = column()
+        self.min_length: Ints = column()  # below this many tokens nothing stops the sequence
+        self.known: Ints = column()  # tokens whose values are here
+        self.length: Ints = column()  # and those that a plan under way will bring
+        self.computed: Ints = column()  # tokens whose keys and values are in the cache once every plan has run
+        self.num_blocks: Ints = column()
+        self.capacity: Ints = column()  # num_blocks * block_size
+        self.ignore_eos: NDArray[np.bool_] = column(np.bool_)
+        self.has_stop_ids: NDArray[np.bool_] = column(np.bool_)
+        # What the sampler reads. `plain` rows are greedy and ask for nothing else: their token is the largest logit's.
+        self.plain: NDArray[np.bool_] = column(np.bool_)
+        self.temperature: NDArray[np.float64] = column(np.float64)
+        self.top_p: NDArray[np.float64] = column(np.float64)
+        self.min_p: NDArray[np.float64] = column(np.float64)
+        self.top_k: Ints = column()
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    def place(self, sequence: Sequence, blocks: BlockIds) -> int:
+        """Give `sequence` a row and its `blocks` [n] int32; nothing of it is computed yet. Returns the row."""
+        row = self._free_rows.pop()
+        params, length = sequence.params, sequence.tokens.size
+        self.sequences[row] = sequence
+        sequence.row = row
+        self.tokens[row, :length] = sequence.tokens
+        self.prompt_len[row] = sequence.prompt_len
+        self.max_length[row] = sequence.max_length
+        self.min_length[row] = sequence.prompt_len + params.min_tokens
+        self.known[row] = self.length[row] = length
+        self.computed[row] = 0
+        self.num_blocks[row] = self.capacity[row] = 0
+        self.extend(row, blocks)
+        self.ignore_eos[row] = params.ignore_eos
+        self.has_stop_ids[row] = bool(sequence.stop_ids)
+        self.temperature[row] = params.temperature
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.top_k[row] = max(params.top_k, 0)
+        self.plain[row] = (
+            params.is_greedy and not params.has_penalties and params.logprobs is None and params.min_tokens == 0
+        )
+        return row
+
+    def extend(self, row: int, blocks: BlockIds) -> None:
+        """Append `blocks` to the row's list."""
+        have = int(self.num_blocks[row])
+        self.blocks[row, have : have + blocks.size] = blocks
+        self.num_blocks[row] = have + blocks.size
+        self.capacity[row] = (have + blocks.size) * self.block_size
+
+    def extend_each(self, rows: Ints, blocks: BlockIds) -> None:
+        """Append `blocks[i]` to row `rows[i]`; rows are distinct."""
+        have = self.num_blocks[rows]
+        self.blocks[rows, have] = blocks
+        self.num_blocks[rows] = have + 1
+        self.capacity[rows] += self.block_size
+
+    def remove(self, row: int) -> tuple[Sequence, BlockIds]:
+        """Take the row's sequence out, with the tokens known of it; returns it and its blocks, which are now the
+        caller's.
+        """
+        sequence = self.sequences[row]
+        if sequence is None:
+            raise RuntimeError(f"row {row} of the sequence table is empty")
+        sequence.tokens = self.tokens[row, : self.known[row]].copy()
+        sequence.row = -1
+        self.sequences[row] = None
+        self.epoch[row] += 1
+        self._free_rows.append(row)
+        return sequence, self.blocks[row, : self.num_blocks[row]].copy()
