@@ -80,7 +80,7 @@ CONTRACT = Contract(
     make_inputs=make_inputs,
     bytes_moved=bytes_moved,
     flops=flops,
-    default="torch",
+    default="row_per_program",
     benchmarks={
         f"T={tokens},H={hidden}": {"T": tokens, "H": hidden, "activation": "bfloat16"}
         for tokens, hidden in ((1, 2560), (64, 2560), (4096, 2560), (8192, 4096))

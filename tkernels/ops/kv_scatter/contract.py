@@ -139,7 +139,7 @@ CONTRACT = Contract(
     reference=reference,
     baseline=baseline,
     axes=(
-        Int("T", 0, 2**31 - 1, (0, 1, 2, 5), "tokens", batch=True),
+        Int("T", 0, 2**31 - 1, (0, 1, 2, 4), "tokens", batch=True),
         Int("Hkv", 1, 1024, (1, 2, 5, 8), "KV heads"),
         Int("D", 1, 1024, (1, 16, 31, 64, 80, 128), "key head dim"),
         Int("Dv", 1, 1024, (1, 16, 31, 64, 96, 128), "value head dim"),
@@ -168,7 +168,7 @@ CONTRACT = Contract(
     make_inputs=make_inputs,
     bytes_moved=bytes_moved,
     flops=flops,
-    default="torch",
+    default="token_per_program",
     benchmarks={
         f"T={tokens},Hkv=8,D=128,S=16": {
             "T": tokens,

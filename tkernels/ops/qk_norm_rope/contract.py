@@ -137,8 +137,8 @@ CONTRACT = Contract(
     reference=reference,
     baseline=baseline,
     axes=(
-        Int("T", 0, 2**31 - 1, (0, 1, 2, 3), "tokens", batch=True),
-        Int("Hq", 1, 1024, (1, 2, 3, 8), "query heads"),
+        Int("T", 0, 2**31 - 1, (0, 1, 2), "tokens", batch=True),
+        Int("Hq", 1, 1024, (1, 2, 3, 7), "query heads"),
         Int("Hkv", 1, 1024, (1, 2, 5), "key heads"),
         Int("D", 2, 1024, (2, 16, 31, 64, 80, 96, 128), "head dim"),
         Int("R", 2, 1024, (2, 12, 16, 64, 80, 128), "rotary dims"),
@@ -167,7 +167,7 @@ CONTRACT = Contract(
     make_inputs=make_inputs,
     bytes_moved=bytes_moved,
     flops=flops,
-    default="torch",
+    default="head_tile",
     benchmarks={
         f"T={tokens},Hq=32,Hkv=8,D=128": {
             "T": tokens,

@@ -62,7 +62,7 @@ CONTRACT = Contract(
     make_inputs=make_inputs,
     bytes_moved=bytes_moved,
     flops=flops,
-    default="torch",
+    default="fused",
     benchmarks={
         f"T={tokens},I={width}": {"T": tokens, "I": width, "activation": "bfloat16"}
         for tokens, width in ((1, 9728), (64, 9728), (4096, 9728), (8192, 14336))

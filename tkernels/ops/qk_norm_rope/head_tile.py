@@ -1,0 +1,213 @@
+"""One program norms and rotates a tile of one token's heads in place; queries and keys share the launch.
+
+Wins everywhere so far: each head is read and written once, both members of a rotated pair are in one thread, and the angles
+are read once for all heads of a tile.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels import Config, Run, Variant
+
+CONFIGS = tuple(
+    Config(BLOCK_HEADS=heads, num_warps=warps)
+    for heads, warps in ((1, 1), (2, 1), (4, 1), (4, 2), (8, 2), (8, 4), (16, 4), (16, 8))
+)
+
+
+@triton.jit
+def qk_norm_rope_head_tile_load(
+    row_ptrs, mask_rows, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr
+):
+    """The rotated pairs of some rows as two fp32 tensors [ROWS, BLOCK_HALF]; 0 past the end. row_ptrs: [ROWS, 1]."""
+    if INTERLEAVED:
+        # Neighbours are loaded side by side and split in registers: two loads of stride 2 would halve their width.
+        offs = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+        pairs = tl.load(row_ptrs + offs, mask=mask_rows & (offs < 2 * HALF), other=0.0)
+        first, second = tl.split(tl.reshape(pairs, (ROWS, BLOCK_HALF, 2)))
+    else:
+        offs = tl.arange(0, BLOCK_HALF)[None, :]
+        first = tl.load(row_ptrs + offs, mask=mask_rows & (offs < HALF), other=0.0)
+        second = tl.load(row_ptrs + HALF + offs, mask=mask_rows & (offs < HALF), other=0.0)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def qk_norm_rope_head_tile_rotate(
+    x_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    stride_h,
+    heads,
+    first_head,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """Heads first_head and on of one token. cos_ptr and sin_ptr point at the row of the token's position."""
+    offs_h = first_head + tl.arange(0, BLOCK_HEADS)[:, None]
+    mask_h = offs_h < heads
+    row_ptrs = x_ptr + offs_h.to(tl.int64) * stride_h  # [BLOCK_HEADS, 1]; a head-major stride can pass 2**31
+    first, second = qk_norm_rope_head_tile_load(row_ptrs, mask_h, HALF, INTERLEAVED, BLOCK_HEADS, BLOCK_HALF)
+    if weight_ptr is not None:
+        squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)  # [BLOCK_HEADS, 1]
+        one = tl.arange(0, 1)[:, None]
+        first_weight, second_weight = qk_norm_rope_head_tile_load(
+            weight_ptr + one, one < 1, HALF, INTERLEAVED, 1, BLOCK_HALF
+        )  # [1, BLOCK_HALF]
+        if HEAD_DIM > 2 * HALF:  # dims past R count in the norm, and are normalized but not rotated
+            offs_rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+            mask_rest = mask_h & (offs_rest < HEAD_DIM)
+            rest = tl.load(row_ptrs + offs_rest, mask=mask_rest, other=0.0).to(tl.float32)
+            rest_weight = tl.load(weight_ptr + offs_rest, mask=offs_rest < HEAD_DIM).to(tl.float32)
+            squares += tl.sum(rest * rest, axis=1, keep_dims=True)
+            scale = tl.rsqrt(squares / HEAD_DIM + eps)
+            rest = (rest * scale * rest_weight).to(x_ptr.dtype.element_ty)
+            tl.store(row_ptrs + offs_rest, rest, mask=mask_rest)
+        else:
+            scale = tl.rsqrt(squares / HEAD_DIM + eps)
+        first = first * scale * first_weight
+        second = second * scale * second_weight
+    offs = tl.arange(0, BLOCK_HALF)[None, :]
+    cos = tl.load(cos_ptr + offs, mask=offs < HALF)  # [1, BLOCK_HALF]
+    sin = tl.load(sin_ptr + offs, mask=offs < HALF)
+    # One rounding, after both the norm and the rotation.
+    rotated_first = (first * cos - second * sin).to(x_ptr.dtype.element_ty)
+    rotated_second = (second * cos + first * sin).to(x_ptr.dtype.element_ty)
+    if INTERLEAVED:
+        offs_pairs = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+        pairs = tl.interleave(rotated_first, rotated_second)  # [BLOCK_HEADS, 2 BLOCK_HALF]
+        tl.store(row_ptrs + offs_pairs, pairs, mask=mask_h & (offs_pairs < 2 * HALF))
+    else:
+        tl.store(row_ptrs + offs, rotated_first, mask=mask_h & (offs < HALF))
+        tl.store(row_ptrs + HALF + offs, rotated_second, mask=mask_h & (offs < HALF))
+
+
+@triton.jit
+def qk_norm_rope_head_tile(
+    q_ptr,
+    k_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    stride_q_t,
+    stride_q_h,
+    stride_k_t,
+    stride_k_h,
+    stride_cos_l,
+    stride_sin_l,
+    q_heads,
+    k_heads,
+    q_tiles,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)  # T * stride can pass 2**31
+    tile = tl.program_id(1)
+    position = tl.load(positions_ptr + token)  # int64, and so are the offsets made of it
+    cos_ptr += position * stride_cos_l
+    sin_ptr += position * stride_sin_l
+    if tile < q_tiles:
+        qk_norm_rope_head_tile_rotate(
+            q_ptr + token * stride_q_t,
+            q_weight_ptr,
+            cos_ptr,
+            sin_ptr,
+            stride_q_h,
+            q_heads,
+            tile * BLOCK_HEADS,
+            eps,
+            HEAD_DIM,
+            HALF,
+            INTERLEAVED,
+            BLOCK_HEADS,
+            BLOCK_HALF,
+            BLOCK_REST,
+        )
+    else:
+        qk_norm_rope_head_tile_rotate(
+            k_ptr + token * stride_k_t,
+            k_weight_ptr,
+            cos_ptr,
+            sin_ptr,
+            stride_k_h,
+            k_heads,
+            (tile - q_tiles) * BLOCK_HEADS,
+            eps,
+            HEAD_DIM,
+            HALF,
+            INTERLEAVED,
+            BLOCK_HEADS,
+            BLOCK_HALF,
+            BLOCK_REST,
+        )
+
+
+def launch(
+    run: Run,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    interleaved: bool,
+) -> None:
+    tokens, q_heads, head_dim = q.shape
+    k_heads, half, block_heads = k.shape[1], cos.shape[1], run.config["BLOCK_HEADS"]
+    q_tiles = triton.cdiv(q_heads, block_heads)
+    run.launch(
+        qk_norm_rope_head_tile,
+        (tokens, q_tiles + triton.cdiv(k_heads, block_heads)),
+        q_ptr=q,
+        k_ptr=k,
+        cos_ptr=cos,
+        sin_ptr=sin,
+        positions_ptr=positions,
+        q_weight_ptr=q_weight,
+        k_weight_ptr=k_weight,
+        stride_q_t=q.stride(0),
+        stride_q_h=q.stride(1),
+        stride_k_t=k.stride(0),
+        stride_k_h=k.stride(1),
+        stride_cos_l=cos.stride(0),
+        stride_sin_l=sin.stride(0),
+        q_heads=q_heads,
+        k_heads=k_heads,
+        q_tiles=q_tiles,
+        eps=eps,
+        HEAD_DIM=head_dim,
+        HALF=half,
+        INTERLEAVED=interleaved,
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=triton.next_power_of_2(half),
+        BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
+    )
+
+
+VARIANT = Variant(
+    wins="everywhere: each head is read and written once, in one launch for queries and keys",
+    launch=launch,
+    configs=CONFIGS,
+    # 8 heads of 128 are 8 elements a thread: one 16-byte access each way, and 5 programs at one token of Qwen3-4B.
+    # Interpreted, 5 and 7 heads are two tiles.
+    default={"": Config(BLOCK_HEADS=8), "interpreter": Config(BLOCK_HEADS=4)},
+    key=("Hq", "Hkv", "D", "R"),
+    deterministic=True,
+    batch_invariant=True,
+)
