@@ -1,4 +1,5 @@
-"""A device that runs plans without a model: its KV cache holds token ids, its next token is a hash of all that it reads back.
+"""A device that runs plans without a model: its cache holds token ids, its next token is a hash of all that it reads
+back.
 
 One wrong slot, table entry, position or stale page changes every later token of that sequence.
 """

@@ -277,8 +277,8 @@ def test_requests_that_can_never_fit_are_refused_at_the_door() -> None:
     whole = scheduler.add(1, [2] * 10, SamplingParams(max_tokens=None, ignore_eos=True))
     drive(scheduler, SimulatedDevice(scheduler), max_steps=60)
     assert [len(s.output_token_ids) for s in (fits, whole)] == [7, 7]
+    scheduler.add(5, [1], SamplingParams())
     with pytest.raises(ValueError, match="already"):
-        scheduler.add(5, [1], SamplingParams())
         scheduler.add(5, [1], SamplingParams())
 
 

@@ -1,0 +1,49 @@
+"""A model whose KV cache holds token ids and whose logits point at a hash of all it reads back through the batch."""
+
+from __future__ import annotations
+
+import torch
+from simulated_device import VOCAB, next_token
+
+from tmodel.batch import Batch
+from tmodel.kv_cache import KVCache
+
+
+def hash_cache(num_blocks: int, block_size: int) -> KVCache:
+    shape = (num_blocks, block_size, 1, 1)
+    return [(torch.full(shape, -1.0, dtype=torch.float64), torch.full(shape, -1.0, dtype=torch.float64))]
+
+
+class HashModel:
+    """Logits [n, VOCAB]: 5 at the next token, 4 at the one after it (mod VOCAB), falling on from there."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+
+    def __call__(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
+        self.batches.append(batch)
+        tokens, positions = (cache.reshape(-1) for cache in kv_cache[0])
+        block_size = kv_cache[0][0].shape[1]
+        assert batch.slots.unique().numel() == batch.slots.numel()
+        tokens[batch.slots] = batch.token_ids.double()
+        positions[batch.slots] = batch.positions.double()
+        # The row of each token, and the context it sees, as the kernels work them out.
+        rows = torch.arange(batch.num_decodes)
+        starts = batch.cu_seqlens_q
+        counts = torch.cat((torch.ones(batch.num_decodes, dtype=torch.int64), (starts[1:] - starts[:-1]).long()))
+        assert (starts[:1] == 0).all()
+        rows = torch.repeat_interleave(torch.arange(counts.numel()), counts)
+        assert rows.numel() == batch.token_ids.numel()
+        ends = counts.cumsum(0)
+        assert int(batch.context_lens.max()) == batch.max_context_len
+        logits = torch.zeros(batch.logit_indices.numel(), VOCAB)
+        for i, index in enumerate(batch.logit_indices.tolist()):
+            row = int(rows[index])
+            context = int(batch.context_lens[row]) - int(ends[row] - 1 - index)
+            assert int(batch.positions[index]) == context - 1
+            place = torch.arange(context)
+            slots = batch.block_tables[row].long()[place // block_size] * block_size + place % block_size
+            assert (positions[slots] == place).all()
+            best = next_token(tokens[slots].long().numpy())
+            logits[i] = (5.0 - (torch.arange(VOCAB) - best) % VOCAB).clamp(min=-3)
+        return logits

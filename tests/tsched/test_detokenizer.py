@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tsched.detokenizer import IncrementalDetokenizer
+
+SPECIAL = 256
+
+
+def decode_bytes(token_ids: Sequence[int]) -> str:
+    """A byte-level decoder, the worst case: every token is one byte. SPECIAL is a token without text."""
+    return bytes(t for t in token_ids if t != SPECIAL).decode("utf-8", errors="replace")
+
+
+class Words:
+    """A sentencepiece-like decoder: a word carries its leading space, the first one of a text loses it."""
+
+    words = (" the", " cat", "s", " sat", ".", "\n", " é", " 猫")
+
+    def __call__(self, token_ids: Sequence[int]) -> str:
+        return "".join(self.words[t] for t in token_ids).removeprefix(" ")
+
+
+def feed(detokenizer: IncrementalDetokenizer, token_ids: Sequence[int]) -> list[str]:
+    pieces = []
+    for token_id in token_ids:
+        pieces.append(detokenizer.append(token_id))
+        if detokenizer.is_stopped:
+            return pieces
+    return [*pieces, detokenizer.finish()]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(text=st.text(max_size=40), specials=st.lists(st.integers(0, 60), max_size=4))
+def test_pieces_add_up_and_no_character_is_split(text: str, specials: list[int]) -> None:
+    token_ids = list(text.encode())
+    for place in specials:
+        token_ids.insert(place, SPECIAL)
+    pieces = feed(IncrementalDetokenizer(decode_bytes), token_ids)
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces if "\ufffd" not in text)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.one_of(st.integers(0, 255), st.sampled_from([0xF0, 0x9F, 0x98, 0x80, 0x41, 0xE4])), max_size=200))
+def test_bytes_that_are_no_text_come_out_as_the_whole_decodes(token_ids: list[int]) -> None:
+    detokenizer = IncrementalDetokenizer(decode_bytes)
+    pieces = feed(detokenizer, token_ids)
+    assert "".join(pieces) == detokenizer.text == decode_bytes(token_ids)
+
+
+def test_a_character_comes_out_when_its_last_byte_does() -> None:
+    assert feed(IncrementalDetokenizer(decode_bytes), list("aé😀b".encode())) == [
+        "a",
+        "",
+        "é",
+        "",
+        "",
+        "",
+        "😀",
+        "b",
+        "",
+    ]
+    half = "😀".encode()[:2]
+    assert feed(IncrementalDetokenizer(decode_bytes), [*b"a", *half]) == ["a", "", "", "\ufffd"]
+
+
+def test_spaces_between_tokens_survive() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        token_ids = [rng.randrange(8) for _ in range(30)]
+        assert "".join(feed(IncrementalDetokenizer(Words()), token_ids)) == Words()(token_ids)
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "expected"),
+    [
+        ("one two three", ["two"], "one "),
+        ("one two three", ["o t", "two"], "one "),
+        ("one two three", ["three", "e t"], "on"),
+        ("aaab", ["aab"], "a"),
+        ("abcabd", ["abd"], "abc"),
+        ("é→ü", ["→"], "é"),
+        ("x😀y", ["😀y"], "x"),
+        ("nothing here", ["absent"], None),
+        ("stop", ["stop"], ""),
+    ],
+)
+def test_stop_strings_span_tokens_and_cut_the_text(text: str, stops: list[str], expected: str | None) -> None:
+    detokenizer = IncrementalDetokenizer(decode_bytes, stops)
+    feed(detokenizer, list(text.encode()))
+    assert detokenizer.is_stopped == (expected is not None)
+    assert detokenizer.text == (text if expected is None else expected)
+
+
+def test_the_earliest_of_several_stop_strings_in_one_piece_counts() -> None:
+    detokenizer = IncrementalDetokenizer(
+        lambda ids: "".join(("alpha beta gamma", "!")[i] for i in ids), ["gamma", "beta"]
+    )
+    detokenizer.append(0)
+    assert detokenizer.is_stopped
+    assert detokenizer.text == "alpha "
+    with pytest.raises(RuntimeError, match="ended"):
+        detokenizer.append(1)
+
+
+def test_no_stop_before_it_is_allowed() -> None:
+    detokenizer = IncrementalDetokenizer(decode_bytes, ["a", "cd"])
+    for byte in b"abc":
+        detokenizer.append(byte, may_stop=False)
+    detokenizer.append(ord("d"))
+    assert detokenizer.is_stopped
+    assert detokenizer.text == "ab"
+
+
+def test_a_stop_string_is_found_in_what_was_held_back() -> None:
+    detokenizer = IncrementalDetokenizer(decode_bytes, ["\ufffd"])
+    detokenizer.append(ord("a"))
+    detokenizer.append(0xF0)
+    assert not detokenizer.is_stopped
+    detokenizer.finish()
+    assert detokenizer.is_stopped
+    assert detokenizer.text == "a"
+
+
+def test_a_window_stays_small() -> None:
+    longest = 0
+
+    def decode(token_ids: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(token_ids))
+        return decode_bytes(token_ids)
+
+    detokenizer = IncrementalDetokenizer(decode)
+    feed(detokenizer, [0x80] * 1000 + [SPECIAL] * 1000 + list(b"text") * 100)
+    assert longest < 150
+    assert detokenizer.text == "\ufffd" * 1000 + "text" * 100

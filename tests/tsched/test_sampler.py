@@ -1,0 +1,257 @@
+"""The sampler against straightforward per-row references."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tsched.block_pool import BlockPool
+from tsched.random_numbers import UniformTable, philox_key, uniforms
+from tsched.sampler import NOT_FINITE, Sampled, Sampler, draw, filtered_probabilities, token_logprobs
+from tsched.sampling_params import SamplingParams
+from tsched.sequence import Sequence, SequenceTable
+
+EOS = 3
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    params: list[SamplingParams],
+    known: list[tuple[list[int], list[int]]] | None = None,
+    ids: list[int] | None = None,
+    seed: int = 0,
+) -> Sampled:
+    """Sample once for rows whose (prompt, output) are `known`."""
+    known = known or [([1], [])] * len(params)
+    table = SequenceTable(len(params), 200, 16)
+    pool = BlockPool(len(params), 16)
+    for i, (one, (prompt, output)) in enumerate(zip(params, known, strict=True)):
+        sequence = Sequence.create((ids or list(range(len(params))))[i], prompt + output, one, 200)
+        sequence.prompt_len = len(prompt)
+        table.place(sequence, pool.allocate(1))
+    sampler = Sampler(table, seed=seed, eos_token_ids=(EOS,))
+    rows = np.arange(len(params))
+    return sampler.sample(logits, rows, np.array([len(p) + len(o) for p, o in known]))
+
+
+def reference_scores(logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
+    """vLLM's penalties, one token at a time."""
+    scores = logits.astype(np.float64).copy()
+    for token in set(prompt) | set(output):
+        scores[token] = (
+            scores[token] / params.repetition_penalty
+            if scores[token] > 0
+            else scores[token] * params.repetition_penalty
+        )
+    for token in set(output):
+        scores[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    if len(output) < params.min_tokens:
+        scores[[*params.stop_ids, *([] if params.ignore_eos else [EOS])]] = -math.inf
+    return scores
+
+
+def reference_probabilities(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Temperature, min-p, top-k, top-p, one after the other on a sorted list; [V], summing to 1."""
+    weights = np.exp((scores - scores.max()) / params.temperature)
+    weights[weights < params.min_p * weights.max()] = 0.0
+    order = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
+    if params.top_k > 0:
+        weights[order[params.top_k :]] = 0.0
+    total, reached = weights.sum(), 0.0
+    for place, token in enumerate(order):
+        if reached >= params.top_p * total:
+            weights[order[place:]] = 0.0
+            break
+        reached += weights[token]
+    return weights / weights.sum()
+
+
+sampling = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.05, 0.7, 1.0, 2.5]),
+    top_k=st.sampled_from([-1, 0, 1, 2, 5, 400]),
+    top_p=st.sampled_from([1e-9, 0.1, 0.5, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+    repetition_penalty=st.sampled_from([0.5, 1.0, 1.7]),
+    presence_penalty=st.sampled_from([-1.5, 0.0, 0.5]),
+    frequency_penalty=st.sampled_from([-0.5, 0.0, 1.25]),
+    min_tokens=st.sampled_from([0, 3]),
+    stop_token_ids=st.sampled_from([(), (2, 5)]),
+    ignore_eos=st.booleans(),
+    seed=st.integers(0, 2**64 - 1),
+)
+known_tokens = st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=9), st.lists(st.integers(0, 6), max_size=9))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(st.tuples(sampling, known_tokens), min_size=1, max_size=5),
+    vocab_size=st.sampled_from([7, 300, 1000]),
+    seed=st.integers(0, 99),
+)
+def test_every_row_follows_its_reference(
+    rows: list[tuple[SamplingParams, tuple[list[int], list[int]]]], vocab_size: int, seed: int
+) -> None:
+    logits = 4 * torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(seed))
+    params, known = [p for p, _ in rows], [k for _, k in rows]
+    sampled = sample_rows(logits, params, known).token_ids
+    for i, (one, (prompt, output)) in enumerate(rows):
+        expected = reference_probabilities(reference_scores(logits[i].numpy(), one, prompt, output), one)
+        assert expected[sampled[i]] > 0
+        uniform = np.random.Generator(np.random.Philox(key=np.array([one.seed, 0], dtype=np.uint64))).random(64)
+        reached = np.cumsum(expected)
+        assert reached[sampled[i]] >= uniform[len(output)] - 1e-12
+        assert reached[sampled[i]] - expected[sampled[i]] <= uniform[len(output)] + 1e-12
+
+
+@pytest.mark.parametrize("vocab_size", [7, 300, 1000])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(0, 0.6, 0.0), (3, 1.0, 0.0), (0, 1.0, 0.2), (5, 0.8, 0.05), (280, 0.9, 0.0)],
+)
+def test_the_support_is_exact(vocab_size: int, top_k: int, top_p: float, min_p: float) -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(40, vocab_size)) * np.linspace(0.01, 5, 40)[:, None]
+    params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, temperature=0.8)
+    found = filtered_probabilities(
+        torch.from_numpy(scores),
+        temperature=np.full(40, 0.8),
+        min_p=np.full(40, min_p),
+        top_k=np.full(40, top_k),
+        top_p=np.full(40, top_p),
+    ).numpy()
+    for row in range(40):
+        expected = reference_probabilities(scores[row], params)
+        assert ((found[row] > 0) == (expected > 0)).all()
+        np.testing.assert_allclose(found[row] / found[row].sum(), expected, rtol=1e-12)
+
+
+def test_equal_tokens_are_kept_from_the_lowest_id() -> None:
+    scores = torch.zeros(2, 600, dtype=torch.float64)
+    kept = filtered_probabilities(
+        scores, temperature=np.ones(2), min_p=np.zeros(2), top_k=np.array([4, 0]), top_p=np.array([1.0, 0.5])
+    )
+    assert kept[0].nonzero().flatten().tolist() == [0, 1, 2, 3]
+    assert kept[1].nonzero().flatten().tolist() == list(range(300))
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.1}])
+def test_draws_follow_the_distribution(params: dict) -> None:
+    """Chi-square over 20,000 draws from fixed seeds, against the 0.1% point by Wilson and Hilferty's approximation."""
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(4)) * 1.5
+    one = SamplingParams(**params)
+    expected = reference_probabilities(logits.double().numpy(), one)
+    num_draws = 20_000
+    probabilities = filtered_probabilities(
+        logits.double().expand(num_draws, -1),
+        temperature=np.full(num_draws, one.temperature),
+        min_p=np.full(num_draws, one.min_p),
+        top_k=np.full(num_draws, one.top_k),
+        top_p=np.full(num_draws, one.top_p),
+    )
+    numbers = np.concatenate([uniforms(np.array([seed, 0], dtype=np.uint64), 0, 64) for seed in range(313)])[:num_draws]
+    counts = np.bincount(draw(probabilities, numbers), minlength=12)
+    support = expected > 0
+    assert counts[~support].sum() == 0
+    chi_square = ((counts - num_draws * expected)[support] ** 2 / (num_draws * expected[support])).sum()
+    freedom = support.sum() - 1
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert chi_square < limit
+
+
+def test_a_draw_never_leaves_the_support() -> None:
+    probabilities = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    for uniform in (0.0, np.nextafter(1.0, 0.0)):
+        tokens = draw(probabilities, np.full(2, uniform))
+        assert tokens.tolist() == [1 if uniform == 0.0 else 3, 0]
+
+
+def test_the_batch_around_a_request_does_not_matter() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(9, 500, generator=generator)
+    params = [
+        SamplingParams(temperature=0),
+        SamplingParams(seed=5),
+        SamplingParams(top_k=300, top_p=0.9),
+        SamplingParams(top_p=0.999, temperature=3.0),
+        SamplingParams(min_p=0.02, logprobs=3),
+        SamplingParams(repetition_penalty=1.3, frequency_penalty=0.7, top_k=7),
+        SamplingParams(temperature=0, presence_penalty=2.0, logprobs=0),
+        SamplingParams(min_tokens=4, stop_token_ids=[7]),
+        SamplingParams(top_k=2),
+    ]
+    known = [([1, 2, i], [i, i + 1, i][: i % 4]) for i in range(9)]
+    together = sample_rows(logits, params, known)
+    for i in range(9):
+        alone = sample_rows(logits[i : i + 1], params[i : i + 1], known[i : i + 1], ids=[i])
+        assert alone.token_ids.tolist() == [together.token_ids[i]]
+        assert alone.logprobs.get(0) == together.logprobs.get(i)
+    order = [4, 8, 0, 3, 7, 1, 6, 2, 5]
+    shuffled = sample_rows(logits[order], [params[i] for i in order], [known[i] for i in order], ids=order)
+    assert shuffled.token_ids.tolist() == together.token_ids[order].tolist()
+
+
+def test_uniforms_are_a_function_of_seed_and_index() -> None:
+    key = np.array([11, 0], dtype=np.uint64)
+    whole = uniforms(key, 0, 200)
+    assert (uniforms(key, 64, 64) == whole[64:128]).all()
+    assert (uniforms(key, 4, 8) == whole[4:12]).all()
+    with pytest.raises(ValueError, match="multiple of 4"):
+        uniforms(key, 2, 4)
+    table = SequenceTable(2, 200, 16)
+    pool = BlockPool(2, 16)
+    seeded = Sequence.create(0, [1], SamplingParams(seed=11), 200)
+    table.place(Sequence.create(1, [1], SamplingParams(), 200), pool.allocate(1))
+    row = table.place(seeded, pool.allocate(1))
+    numbers = UniformTable(table, seed=0)
+    assert [numbers.at(np.array([row]), np.array([i]))[0] for i in (0, 1, 63, 64, 130, 5)] == whole[
+        [0, 1, 63, 64, 130, 5]
+    ].tolist()
+    assert numbers.at(np.array([row, 1 - row]), np.array([64, 0]))[0] == whole[64]
+    table.remove(row)
+    table.place(Sequence.create(2, [1], SamplingParams(seed=12), 200), pool.allocate(0))
+    assert numbers.at(np.array([row]), np.array([5]))[0] == uniforms(np.array([12, 0], dtype=np.uint64), 0, 8)[5]
+
+
+def test_seeds_and_requests_have_streams_of_their_own() -> None:
+    def key(engine_seed: int, sequence_id: int, seed: int | None) -> tuple[int, ...]:
+        return tuple(philox_key(engine_seed, Sequence.create(sequence_id, [1], SamplingParams(seed=seed), 9)).tolist())
+
+    assert key(0, 1, 7) == key(5, 2, 7), "a request's own seed is all that counts"
+    keys = [key(0, 1, None), key(0, 2, None), key(1, 1, None), key(0, 1, 0), key(0, 1, 2**64 - 1)]
+    assert len(set(keys)) == len(keys)
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
+    params = [
+        SamplingParams(temperature=0.3, top_k=1, frequency_penalty=1.0, logprobs=4),
+        SamplingParams(temperature=0, logprobs=0),
+    ]
+    sampled = sample_rows(logits, params, [([1], [2, 2]), ([1], [])])
+    expected = logits.double().log_softmax(-1)
+    for row, num_top in ((0, 4), (1, 0)):
+        found = sampled.logprobs[row]
+        order = expected[row].argsort(descending=True).tolist()
+        assert found.token_ids == [sampled.token_ids[row], *order[:num_top]]
+        assert found.ranks == [order.index(sampled.token_ids[row]) + 1, *range(1, num_top + 1)]
+        np.testing.assert_allclose(found.logprobs, expected[row, found.token_ids], rtol=0, atol=1e-6)
+    everything = token_logprobs(logits[:1], np.array([3]), [1000])
+    assert len(everything[0].token_ids) == 51
+
+
+def test_broken_logits_break_their_own_row_only() -> None:
+    logits = torch.randn(4, 20, generator=torch.Generator().manual_seed(2))
+    params = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.5, logprobs=1), SamplingParams()]
+    sound = sample_rows(logits, params).token_ids
+    for broken, value in ((0, math.nan), (1, math.nan), (2, math.inf), (3, -math.inf)):
+        bad = logits.clone()
+        bad[broken, slice(None) if value == -math.inf else 7] = value
+        found = sample_rows(bad, params).token_ids
+        assert found[broken] == NOT_FINITE
+        assert (np.delete(found, broken) == np.delete(sound, broken)).all()

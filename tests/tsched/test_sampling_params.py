@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from tsched.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("n", 2, "must be 1"),
+        ("n", 1.0, "integer"),
+        ("temperature", -0.1, "at least 0"),
+        ("temperature", math.nan, "finite"),
+        ("temperature", math.inf, "finite"),
+        ("temperature", "hot", "finite number"),
+        ("temperature", True, "finite number"),
+        ("top_k", -2, "at least -1"),
+        ("top_k", 2.5, "integer"),
+        ("top_k", True, "integer"),
+        ("top_p", 0.0, "above 0 and at most 1"),
+        ("top_p", 1.1, "above 0 and at most 1"),
+        ("min_p", -0.1, "at least 0 and at most 1"),
+        ("min_p", 1.5, "at least 0 and at most 1"),
+        ("repetition_penalty", 0.0, "above 0"),
+        ("presence_penalty", 2.1, "at least -2 and at most 2"),
+        ("frequency_penalty", -2.1, "at least -2 and at most 2"),
+        ("seed", -1, "from 0 to"),
+        ("seed", 2**64, "from 0 to"),
+        ("logprobs", -1, "from 0 to 1000"),
+        ("logprobs", 1001, "from 0 to 1000"),
+        ("stop", "", "non-empty"),
+        ("stop", ["a", ""], "non-empty"),
+        ("stop", [1], "non-empty strings"),
+        ("stop", 1, "list"),
+        ("stop", ["a"] * 1001, "at most 1000"),
+        ("stop_token_ids", [-1], "at least 0"),
+        ("stop_token_ids", [1.5], "integer"),
+        ("stop_token_ids", 7, "list"),
+        ("stop_token_ids", "12", "list"),
+        ("max_tokens", 0, "at least 1"),
+        ("max_tokens", 1.0, "integer"),
+        ("min_tokens", -1, "from 0 to 16"),
+        ("min_tokens", 17, "from 0 to 16"),
+        ("min_tokens", None, "integer"),
+        ("ignore_eos", 1, "True or False"),
+    ],
+)
+def test_a_bad_value_is_named_with_what_is_allowed(name: str, value: object, allowed: str) -> None:
+    with pytest.raises(ValueError, match=rf"\b{name}\b.*{allowed}"):
+        SamplingParams(**{name: value})
+
+
+def test_good_values_are_kept_in_one_form() -> None:
+    params = SamplingParams(
+        n=1,
+        temperature=0,
+        top_k=np.int64(5),
+        top_p=1,
+        seed=2**64 - 1,
+        stop="END",
+        stop_token_ids=[3, 3, 1],
+        max_tokens=None,
+    )
+    assert (params.temperature, params.top_k, params.top_p) == (0.0, 5, 1.0)
+    assert isinstance(params.temperature, float)
+    assert type(params.top_k) is int
+    assert params.stop == params.stop_strings == ("END",)
+    assert params.stop_token_ids == params.stop_ids == (3, 1)
+    assert params.is_greedy
+    assert not params.has_penalties
+    assert SamplingParams(stop=None, stop_token_ids=None).stop == ()
+    assert SamplingParams(frequency_penalty=0.1).has_penalties
+    assert SamplingParams(max_tokens=None, min_tokens=10**6).min_tokens == 10**6
+
+
+def test_params_cannot_be_changed() -> None:
+    params = SamplingParams()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.temperature = 0.5  # type: ignore[misc]
+    assert dataclasses.replace(params, stop=["x"], temperature=0.5) == SamplingParams(stop="x", temperature=0.5)
+    assert len({params, SamplingParams()}) == 1
