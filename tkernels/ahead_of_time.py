@@ -86,10 +86,10 @@ def _activate(arch: str) -> None:
 
 
 def _code_hash(binary: Any, arch: str) -> str:
-    """The PTX (or amdgcn) body without the kernel's name, file names and line numbers."""
-    text = binary.asm["amdgcn" if arch.startswith("gfx") else "ptx"]
+    """The PTX (or amdgcn) body without the kernel's name, file names, line numbers and debug sections."""
+    text = binary.asm["amdgcn" if arch.startswith("gfx") else "ptx"].split(".section")[0]
     lines = [line.replace(binary.metadata.name, "kernel").split("//")[0].rstrip() for line in text.splitlines()]
-    kept = [line for line in lines if not line.lstrip().startswith((".loc", ".file", ".section"))]
+    kept = [line for line in lines if not line.lstrip().startswith((".loc", ".file"))]
     return sha256("\n".join(kept).encode()).hexdigest()[:16]
 
 

@@ -1,6 +1,4 @@
-"""Runs a variant on a case and says whether it is right: oracle, error rule, poisons, sanitizers and untouched
-memory.
-"""
+"""Runs a variant on a case and says whether it is right: oracle, error rule, poisons, sanitizers, untouched memory."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -12,7 +10,7 @@ import torch
 
 from tkernels.accuracy import Verdict, judge
 from tkernels.config import Config
-from tkernels.contract import Axes, Case, Choose, Contract, Value, unpack
+from tkernels.contract import Axes, Case, Choose, Contract, ContractError, Value, unpack
 from tkernels.device import device_facts
 from tkernels.inputs import clone_inputs, outside_views, poison, widened
 from tkernels.launch import Door, Kernel, jit_door
@@ -177,28 +175,70 @@ def chooser(seed: int) -> Choose:
     return choose
 
 
-def count_programs(variant: Variant, axes: Axes, config: Config) -> int:
+def count_programs(variant: Variant, case: Case, config: Config) -> int:
     """How many programs a case would launch, without running any: the launcher sees a door that only counts."""
-    case = variant.contract.case(axes, 0, "cpu")
-    arguments = variant.contract.bind_arguments((), case.inputs)
-    bound, device = variant.contract.bind_axes(arguments)
+    contract = variant.contract
+    arguments = contract.bind_arguments((), case.inputs)
+    axes, device = contract.bind_axes(arguments)
     total = 0
 
     def counting_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
         nonlocal total
         total += math.prod(grid)
 
-    outputs = variant.contract.allocate_outputs(bound, arguments, device)
+    outputs = contract.allocate_outputs(axes, arguments, device)
     kernel = Kernel(variant, NEAREST, {}, counting_door)
-    kernel.launch_into(outputs, arguments, bound, device, device_facts(device), config)
+    kernel.launch_into(outputs, arguments, axes, device, device_facts(device), config)
     return total
+
+
+MAX_PROGRAMS = 8
+"""Of a drawn case: the interpreter's cost follows the number of programs, a fault shows itself in the first few."""
+
+
+def draw(variant: Variant, choose: Choose, seed: int, fixed: Axes | None = None) -> tuple[Case, Config | None] | None:
+    """A case within the contract and a config of the variant (None for torch); None where the draw gives no such pair.
+
+    A config that would launch more than MAX_PROGRAMS gives way to the default; a case the variant does not support, or
+    that is too large even so, to another draw.
+    """
+    contract = variant.contract
+    axes = contract.draw_axes(choose, fixed)
+    case = contract.case(axes, seed)
+    bound, device = contract.bind_axes(contract.bind_arguments((), case.inputs))
+    facts = device_facts(device)
+    if variant.unsupported_reason(bound, device, facts):
+        return None
+    if variant.kind != "triton":
+        return case, None
+    default = variant.default_config(facts.arch)
+    configs = {str(index): config for index, config in enumerate((default, *variant.configs))}
+    chosen = configs[str(choose("config", tuple(configs)))]
+    for config in (chosen, default):
+        if count_programs(variant, case, config) <= MAX_PROGRAMS:
+            return case, config
+    return None
+
+
+def drawn_cases(
+    variant: Variant, examples: int, seed: int = 0, fixed: Axes | None = None
+) -> Iterator[tuple[Case, Config | None]]:
+    """Seeded draws, exactly as many as asked; a ContractError where the variant supports next to none."""
+    found = tries = 0
+    while found < examples:
+        drawn = draw(variant, chooser(seed + tries), seed + tries, fixed)
+        tries += 1
+        if drawn is not None:
+            found += 1
+            yield drawn
+        elif tries >= 200 and tries > 100 * (found + 1):
+            name = f"{variant.contract.name}.{variant.name}"
+            raise ContractError(f"{name}: {found} of {tries} draws are supported; fix axes that it supports")
 
 
 def drawn_results(
     variant: Variant, examples: int, seed: int = 0, fixed: Axes | None = None, config: Config | None = None
 ) -> Iterator[CheckResult]:
-    """Checks a variant on seeded draws of its contract's axes, one result each. `fixed` axes are held."""
-    contract = variant.contract
-    for index in range(examples):
-        axes = contract.draw_axes(chooser(seed + index), fixed)
-        yield check_case(variant, contract.case(axes, seed + index), config)
+    """Checks a variant on seeded draws, one result each. `fixed` axes are held; `config` replaces the drawn ones."""
+    for case, drawn_config in drawn_cases(variant, examples, seed, fixed):
+        yield check_case(variant, case, config or drawn_config)

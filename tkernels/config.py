@@ -1,6 +1,4 @@
-"""A kernel's tuning configuration: the constants and launch options that change its speed but never its result's
-meaning.
-"""
+"""A kernel's tuning configuration: constants and launch options that change its speed, never what it computes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

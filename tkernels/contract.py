@@ -15,9 +15,7 @@ import torch
 
 Value = int | str | bool
 Axes = Mapping[str, Value]
-"""Axis name -> value at one point: sizes as int, dtypes and enums by name, options as given (a window, 0 where
-absent).
-"""
+"""Axis name -> value at one point: sizes as int, dtypes and enums by name, options as given (0 where absent)."""
 
 
 class ContractError(ValueError):
@@ -77,9 +75,7 @@ def dtype_axis(role: str) -> Choice:
 
 @dataclass(frozen=True)
 class Dim:
-    """One entry of a tensor's shape, as `X`, `c*X`, `X/c`, `X+c` or a constant: the forms that a size can be solved
-    from.
-    """
+    """One entry of a tensor's shape: `X`, `c*X`, `X/c`, `X+c` or a constant, all forms that `X` can be solved from."""
 
     text: str
     name: str | None
@@ -222,9 +218,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Constraint:
-    """A relation between axes as a Python expression over their names, evaluated, never only stated: "Hq % Hkv ==
-    0".
-    """
+    """A relation between axes as a Python expression over their names, evaluated, not only stated."""
 
     text: str
 

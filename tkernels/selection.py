@@ -79,7 +79,7 @@ def select(
     """
     ops = builtin_ops() if ops is None else ops
     device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
+    if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     resolved = tuning if isinstance(tuning, Tuning) else Tuning(tuning)
     try:

@@ -27,12 +27,12 @@ def _referenced(tree: ast.AST, scope: dict[str, Any]) -> list[tuple[str, Any]]:
     return sorted(found.items())
 
 
-def _parts(function: Any, seen: dict[str, str]) -> None:
+def _parts(function: Any, seen: dict[int, str]) -> None:
+    """Adds the code of a function and of what it calls; keyed by identity, since a file's location must not count."""
     from triton.language import constexpr
 
     python = function.fn
-    label = f"{python.__module__.rsplit('.', 1)[-1]}.{python.__name__}"
-    if label in seen:
+    if id(python) in seen:
         return
     tree = ast.parse(textwrap.dedent(inspect.getsource(python)))
     definition = tree.body[0]
@@ -40,19 +40,20 @@ def _parts(function: Any, seen: dict[str, str]) -> None:
     definition.decorator_list = []
     if ast.get_docstring(definition) is not None:
         definition.body = definition.body[1:]
-    seen[label] = ast.dump(tree)
+    values = []
+    seen[id(python)] = ""
     for name, value in _referenced(tree, python.__globals__):
         if _is_jit(value):
             if not value.fn.__module__.startswith("triton."):
                 _parts(value, seen)
         elif isinstance(value, constexpr) and name != "INTERPRETING":  # the mode is not part of what a GPU runs
-            seen[f"{label}:{name}"] = repr(value.value)
+            values.append(f"{name}={value.value!r}")
+    seen[id(python)] = "\n".join([ast.dump(tree), *values])
 
 
 def source_hash(kernels: dict[str, Any]) -> str:
     """16 hex digits that change when any of the kernels' code, or code they call, does."""
-    seen: dict[str, str] = {}
+    seen: dict[int, str] = {}
     for kernel in kernels.values():
         _parts(kernel, seen)
-    text = "\n".join(f"{label}={seen[label]}" for label in sorted(seen))
-    return sha256(text.encode()).hexdigest()[:16]
+    return sha256("\n".join(sorted(seen.values())).encode()).hexdigest()[:16]

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +21,6 @@ import triton
 from tkernels.config import Config
 from tkernels.contract import Axes
 from tkernels.device import INTERPRETER, DeviceFacts
-from tkernels.source_hash import source_hash
 from tkernels.variant import Variant
 
 TuningMode = Literal["nearest", "frozen", "search"]
@@ -133,11 +131,6 @@ def do_bench_us(launch: Callable[[], None]) -> float:
     return float(do_bench(launch, return_mode="median")) * 1e3
 
 
-@lru_cache(maxsize=256)  # hashing parses source; a variant is frozen, so its hash is too
-def _hash_of(variant: Variant) -> str:
-    return source_hash(variant.kernels)
-
-
 @dataclass(frozen=True)
 class Tuning:
     """How configs are chosen. Interpretation and inspection always use the defaults.
@@ -188,7 +181,7 @@ class Tuning:
         if path not in self._files:
             self._files[path] = read_lockfile(path)
         entries, point = self._files[path], bucket(variant, axes)
-        name, source = variant.contract.name, _hash_of(variant)
+        name, source = variant.contract.name, variant.source
         exact = entries.get((name, variant.name, source, triton.__version__, point))
         if exact:
             return exact.config, "exact"
@@ -233,7 +226,7 @@ def search(variant: Variant, point: str, launch: Callable[[Config], Callable[[],
             timings.append((config, measure(launch(config)), ""))
         except OutOfResources as error:
             timings.append((config, None, str(error)))
-    op, source = variant.contract.name, _hash_of(variant)
+    op, source = variant.contract.name, variant.source
     return Entry(op, variant.name, source, triton.__version__, point, _best(tuple(timings)), tuple(timings))
 
 

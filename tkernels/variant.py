@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from tkernels.contract import Axes, Contract, ContractError
 from tkernels.device import DeviceFacts
 from tkernels.launch import Buffer
 from tkernels.mode import unavailable_reason
+from tkernels.source_hash import source_hash
 
 
 class UnsupportedError(ValueError):
@@ -96,6 +98,11 @@ class Variant:
             and self.module is not None
             and member.fn.__module__ == self.module.__name__
         }
+
+    @cached_property
+    def source(self) -> str:
+        """The content hash of its kernels, under which tuned configs are kept. Cached: it parses source."""
+        return source_hash(self.kernels)
 
     def default_config(self, arch: str) -> Config:
         """The untuned config for an architecture."""

@@ -1,0 +1,49 @@
+"""Variant files for tests: correct, wrong and broken ones, written into a folder as an outsider would."""
+
+from pathlib import Path
+
+DOUBLED = """
+import torch
+import triton
+import triton.language as tl
+
+from tkernels import Config, Run, Variant
+
+
+@triton.jit
+def swiglu_doubled(
+    out_ptr, gate_up_ptr, stride_gate_up_t, stride_out_t, width, FACTOR: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK)
+    mask = offs < width
+    gate = tl.load(gate_up_ptr + row * stride_gate_up_t + offs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * stride_gate_up_t + width + offs, mask=mask, other=0.0).to(tl.float32)
+    out = gate / (1 + tl.exp(-gate)) * up * FACTOR
+    tl.store(out_ptr + row * stride_out_t + offs, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def launch(run: Run, out: torch.Tensor, gate_up: torch.Tensor) -> None:
+    tokens, width = out.shape
+    run.launch(
+        swiglu_doubled, (tokens,), out_ptr=out, gate_up_ptr=gate_up, stride_gate_up_t=gate_up.stride(0),
+        stride_out_t=out.stride(0), width=width, FACTOR=1, BLOCK=triton.next_power_of_2(width),
+    )
+
+
+VARIANT = Variant(
+    wins="never", launch=launch, default={"": Config()}, configs=(Config(), Config(num_warps=8)), key=("I",),
+    deterministic=True, batch_invariant=True,
+)
+"""
+
+
+def write_variant(folder: Path, *changes: tuple[str, str], op: str = "swiglu", name: str = "doubled") -> Path:
+    """`<folder>/<op>/<name>.py` with DOUBLED's source after the replacements; returns the folder."""
+    source = DOUBLED
+    for before, after in changes:
+        assert before in source, before
+        source = source.replace(before, after)
+    (folder / op).mkdir(parents=True, exist_ok=True)
+    (folder / op / f"{name}.py").write_text(source)
+    return folder

@@ -1,0 +1,57 @@
+"""Every launcher compiles for a GPU that is not there, and no two variants are the same code under two names."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.tkernels.outside import write_variant
+from tkernels import OPS
+from tkernels.ahead_of_time import CompilationError, CompiledKernel, compile_variants
+
+TRITON = [f"{op.name}.{v.name}" for op in OPS.values() for v in op.variants.values() if v.kind == "triton"]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[CompiledKernel]:
+    return compile_variants("sm_90", TRITON)
+
+
+def test_every_variant_compiles_for_sm_90(compiled: list[CompiledKernel]) -> None:
+    assert [f"{row.kernel}: {row.reason}" for row in compiled if row.status != "ok"] == []
+    assert {f"{row.op}.{row.variant}" for row in compiled} == set(TRITON)
+
+
+def test_no_two_variants_compile_to_the_same_code(compiled: list[CompiledKernel]) -> None:
+    owners: dict[str, set[str]] = {}
+    for row in compiled:
+        owners.setdefault(row.code, set()).add(f"{row.op}.{row.variant}")
+    assert not [names for names in owners.values() if len(names) > 1]
+
+
+def test_split_kv_is_two_kernels_and_its_grid_follows_its_splits(compiled: list[CompiledKernel]) -> None:
+    rows = [row for row in compiled if row.variant == "split_kv"]
+    assert len(rows) == 2
+    assert rows[0].config["num_splits"] in rows[0].grid
+
+
+def test_the_same_code_under_another_name_is_seen_and_another_target_gives_other_code(tmp_path: Path) -> None:
+    write_variant(tmp_path)
+    write_variant(tmp_path, ("swiglu_doubled", "swiglu_again"), name="again")
+    names = ["swiglu.doubled", "swiglu.again"]
+    first, second = compile_variants("sm_90", names, variants_from=[tmp_path])
+    assert first.code == second.code
+    (other,) = compile_variants("gfx942", names[:1], variants_from=[tmp_path])
+    assert other.status == "ok"
+    assert other.code != first.code
+
+
+def test_a_kernel_that_does_not_compile_is_a_row_with_its_reason(tmp_path: Path) -> None:
+    write_variant(tmp_path, ("tl.exp(-gate)", "tl.no_such_function(-gate)"))
+    (row,) = compile_variants("sm_90", ["swiglu.doubled"], variants_from=[tmp_path])
+    assert row.status == "failed"
+    assert "no_such_function" in row.reason
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(CompilationError, match="unknown architecture 'sm_1': there is sm_80"):
+        compile_variants("sm_1", ["swiglu.fused"])

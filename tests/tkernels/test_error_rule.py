@@ -1,0 +1,215 @@
+"""The error rule is calibrated: correct reorderings of each computation pass, wrong ones do not, however small."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tkernels
+from tkernels.accuracy import judge
+from tkernels.check import check_case, drawn_cases
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, dequantize
+from tkernels.variant import Variant
+
+Tensor = torch.Tensor
+
+
+def chunked_sum(values: Tensor, pieces: int) -> Tensor:
+    """The sum over the last dim in another order: reversed, in pieces, in fp32."""
+    return torch.stack([piece.sum(-1) for piece in values.flip(-1).tensor_split(pieces, dim=-1)]).sum(0)
+
+
+def reordered_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    wide = x.float()
+    scale = 1 / (chunked_sum(wide * wide, 3) / x.shape[-1] + eps).sqrt()
+    return wide * scale.unsqueeze(-1) * (1 if weight is None else weight.float())
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return reordered_norm(x, weight, eps).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = residual.float() + x.float()
+    return reordered_norm(total, weight, eps).to(x.dtype), total.to(x.dtype)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (up * (gate * (0.5 + 0.5 * torch.tanh(gate / 2)))).to(gate_up.dtype)  # sigmoid by another identity
+
+
+def qk_norm_rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None, eps: float = 1e-6, interleaved: bool = False,
+) -> None:  # fmt: skip
+    half = cos.shape[-1]
+    turn = torch.complex(cos[positions].float(), sin[positions].float()).unsqueeze(1)  # [T, 1, R/2]
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        wide = x.float() if weight is None else reordered_norm(x, weight, eps)
+        rotated = wide[..., : 2 * half]
+        shape = (half, 2) if interleaved else (2, half)
+        pairs = rotated.unflatten(-1, shape)
+        pairs = pairs if interleaved else pairs.transpose(-1, -2)  # [T, heads, R/2, 2]
+        turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+        rotated.copy_((turned if interleaved else turned.transpose(-1, -2)).flatten(-2))
+        x.copy_(wide.to(x.dtype))
+
+
+def kv_scatter(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    size = k_cache.shape[1]
+    for token in reversed(range(slots.numel())):
+        slot = int(slots[token])
+        if slot >= 0:
+            for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+                row = x[token].float()
+                row = row if scale is None else row * (1 / scale).unsqueeze(-1)  # a reciprocal instead of a division
+                cache[slot // size, slot % size] = row.to(cache.dtype)
+
+
+def online_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """[R, D] x [N, D] x [N, Dv] with mask [R, N]: softmax online over blocks of 5 keys, last block first."""
+    rows, keys = visible.shape
+    top = torch.full((rows,), -math.inf)
+    total, acc = torch.zeros(rows), torch.zeros(rows, v.shape[-1])
+    for start in reversed(range(0, keys, 5)):
+        block = slice(start, min(start + 5, keys))
+        scores = (q.float() @ k[block].float().T * scale).masked_fill(~visible[:, block], -math.inf)
+        new_top = torch.maximum(top, scores.amax(1))
+        safe = torch.where(new_top == -math.inf, 0.0, new_top)
+        weights = torch.exp(scores - safe[:, None])
+        fade = torch.exp(top - safe)
+        acc = acc * fade[:, None] + weights.to(v.dtype).float() @ v[block].float()  # P rounded, as on tensor cores
+        total, top = total * fade + weights.sum(1), new_top
+    out = torch.where(total[:, None] > 0, acc / total[:, None], 0.0)
+    return out, torch.where(total > 0, top + total.log(), -math.inf)
+
+
+def attend(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, context: int, scale: float, window: int | None,
+    k_scale: Tensor | None, v_scale: Tensor | None, causal: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One sequence: q [L, Hq, D] -> out [L, Hq, Dv], lse [L, Hq]."""
+    length, query_heads, _ = q.shape
+    size, kv_heads = k_cache.shape[1], k_cache.shape[2]
+    pages = table[: -(-context // size)].long()
+    k, v = (cache[pages].flatten(0, 1)[:context] for cache in (k_cache, v_cache))  # [context, Hkv, D]
+    position = torch.arange(length)[:, None] + context - length
+    key = torch.arange(context)[None, :]
+    visible = (key <= position) if causal else torch.ones(length, context, dtype=torch.bool)
+    if window is not None:
+        visible = visible & (key > position - window)
+    outs, lses = [], []
+    for head in range(query_heads):
+        kv = head // (query_heads // kv_heads)
+        factor = scale * (1 if k_scale is None else float(k_scale[kv]))
+        out, lse = online_attention(q[:, head], k[:, kv], v[:, kv], visible, factor)
+        outs.append((out * (1 if v_scale is None else float(v_scale[kv]))).to(q.dtype))
+        lses.append(lse)
+    return torch.stack(outs, 1), torch.stack(lses, 1)
+
+
+def paged_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float, *,
+    max_context_len: int | None = None, window: int | None = None, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, return_lse: bool = False,
+) -> Any:  # fmt: skip
+    out = torch.zeros(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype)
+    lse = torch.full(q.shape[:2], -math.inf)
+    for row, context in enumerate(context_lens.tolist()):
+        if context:
+            done = attend(
+                q[row : row + 1], k_cache, v_cache, block_tables[row], context, scale, window, k_scale, v_scale
+            )
+            out[row], lse[row] = done[0][0], done[1][0]
+    return (out, lse) if return_lse else out
+
+
+def paged_prefill(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, cu_seqlens_q: Tensor, context_lens: Tensor,
+    scale: float, *, max_context_len: int | None = None, window: int | None = None, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, return_lse: bool = False, causal: bool = True,
+) -> Any:  # fmt: skip
+    out = torch.full((*q.shape[:2], v_cache.shape[-1]), math.nan, dtype=q.dtype)
+    lse = torch.full(q.shape[:2], math.nan)
+    for row, context in enumerate(context_lens.tolist()):
+        rows = slice(int(cu_seqlens_q[row]), int(cu_seqlens_q[row + 1]))
+        if rows.stop > rows.start:
+            out[rows], lse[rows] = attend(
+                q[rows], k_cache, v_cache, block_tables[row], context, scale, window, k_scale, v_scale, causal
+            )
+    return (out, lse) if return_lse else out
+
+
+def dequant_gemm(x: Tensor, weight: QuantizedWeight, *, bias: Tensor | None = None) -> Tensor:
+    dense = dequantize(weight, x.dtype)  # [N, K], rounded as a tensor core's operand is
+    pieces = zip(x.flip(-1).tensor_split(3, dim=-1), dense.flip(-1).tensor_split(3, dim=-1), strict=True)
+    total = torch.stack([a.float() @ b.float().T for a, b in pieces]).sum(0)  # split K, last part first
+    return (total if bias is None else total + bias.float()).to(x.dtype)
+
+
+REORDERED: dict[str, Callable[..., Any]] = {
+    f.__name__: f
+    for f in (rms_norm, add_rms_norm, qk_norm_rope, kv_scatter, paged_decode, paged_prefill, swiglu, dequant_gemm)
+}
+
+
+@pytest.mark.parametrize("op", list(tkernels.OPS))
+def test_correct_reorderings_pass_200_of_200_draws(op: str) -> None:
+    reordered = Variant(wins="never", deterministic=True, batch_invariant=True, function=REORDERED[op])
+    subject = reordered.joined(tkernels.OPS[op].contract, "reordered", Path(__file__), None)
+    results = [check_case(subject, case) for case, _ in drawn_cases(subject, 200, seed=7000)]
+    failures = [str(result) for result in results if result.status != "ok"]
+    assert len(results) == 200
+    assert not failures, "\n".join(failures[:3])
+
+
+def noise(dtype: torch.dtype, size: int = 1024) -> tuple[Tensor, Tensor]:
+    oracle = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return oracle, oracle.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_rounded_oracle_passes_and_a_systematic_error_of_one_spacing_does_not(dtype: torch.dtype) -> None:
+    oracle, rounded = noise(dtype)
+    assert judge(rounded, oracle, rounded).ok
+    shifted = (oracle * (1 + torch.finfo(dtype).eps)).to(dtype)
+    assert not judge(shifted, oracle, rounded).ok
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_one_wrong_element_of_many_is_found_and_named(dtype: torch.dtype) -> None:
+    oracle, rounded = noise(dtype)
+    wrong = rounded.clone()
+    wrong[77] += 8 * torch.finfo(dtype).eps * oracle.abs().max()
+    verdict = judge(wrong, oracle, rounded)
+    assert not verdict.ok
+    assert verdict.index == (77,)
+    assert verdict.got == float(wrong[77])
+
+
+def test_zeros_nan_and_misplaced_infinities_never_pass() -> None:
+    oracle, rounded = noise(torch.float32)
+    for value in (0.0, math.nan, math.inf):
+        assert not judge(torch.full_like(rounded, value), oracle, rounded).ok
+    empty = torch.full((4,), -math.inf, dtype=torch.float64)
+    assert judge(empty.float(), empty, empty.float()).ok
+    assert not judge(-empty.float(), empty, empty.float()).ok
+
+
+def test_an_untouched_element_must_stay_poisoned() -> None:
+    oracle = torch.tensor([1.0, math.nan], dtype=torch.float64)
+    assert judge(torch.tensor([1.0, math.nan]), oracle, torch.tensor([1.0, math.nan])).ok
+    assert not judge(torch.tensor([1.0, 0.0]), oracle, torch.tensor([1.0, math.nan])).ok
+
+
+def test_a_tiny_oracle_leaves_no_room_for_zeros() -> None:
+    oracle = torch.full((300,), 1e-6, dtype=torch.float64)
+    assert not judge(torch.zeros(300), oracle, oracle.float()).ok
+    assert not judge(torch.zeros(300, dtype=torch.bfloat16), oracle, oracle.bfloat16()).ok

@@ -1,0 +1,112 @@
+"""Adding a variant is adding one file; a file that breaks the rules says which."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import tkernels
+from tests.tkernels.outside import write_variant
+from tkernels import OPS, UnknownNameError, VariantError
+from tkernels.check import drawn_results
+
+OP_NAMES = {
+    "rms_norm", "add_rms_norm", "qk_norm_rope", "kv_scatter", "paged_decode", "paged_prefill", "swiglu", "dequant_gemm"
+}  # fmt: skip
+
+
+def test_the_eight_ops_and_their_variants_are_there() -> None:
+    assert set(OPS) == OP_NAMES
+    triton = [v for op in OPS.values() for v in op.variants.values() if v.kind == "triton"]
+    assert len(triton) >= 10
+    assert {"one_pass", "split_kv"} <= set(OPS["paged_decode"].variants)
+    assert all(v.wins and v.configs and v.file.exists() for v in triton)
+    assert all(op.variants["torch"].kind == "torch" for op in OPS.values())
+
+
+def test_an_outside_file_joins_a_new_registry_and_is_checked_like_any_other(tmp_path: Path) -> None:
+    ops = OPS.with_variants_from(write_variant(tmp_path))
+    assert "doubled" not in OPS["swiglu"].variants
+    variant = ops["swiglu"].variants["doubled"]
+    assert [r.status for r in drawn_results(variant, 10)] == ["ok"] * 10
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(variant(x), torch.nn.functional.silu(x[:, :4]) * x[:, 4:])
+
+
+def test_an_outside_file_that_computes_something_else_is_found_wrong(tmp_path: Path) -> None:
+    ops = OPS.with_variants_from(write_variant(tmp_path, ("FACTOR=1", "FACTOR=2")))
+    assert "wrong" in [r.status for r in drawn_results(ops["swiglu"].variants["doubled"], 10)]
+
+
+def test_a_failure_names_the_worst_element_and_the_command_that_replays_it(tmp_path: Path) -> None:
+    ops = OPS.with_variants_from(write_variant(tmp_path, ("FACTOR=1", "FACTOR=2")))
+    result = next(r for r in drawn_results(ops["swiglu"].variants["doubled"], 10) if r.status == "wrong")
+    assert "expected" in str(result)
+    assert "got" in str(result)
+    assert f"--op swiglu --variant doubled --axes T={result.axes['T']}" in result.replay
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([("out: torch.Tensor, gate_up: torch.Tensor", "gate_up: torch.Tensor, out: torch.Tensor")], "differ from the"),
+        ([('default={"": Config()}', 'default={"sm_90": Config()}')], "must have an entry for every other arch"),
+        ([('configs=(Config()', 'configs=(Config(BLOCK=4)')], "configs differ in their names"),
+        ([('key=("I",)', 'key=("T",)')], "batch-invariant variant's config may not depend on T"),
+        ([('key=("I",)', 'key=("Q",)')], r"names no axis of swiglu: \['Q'\]"),
+        ([("swiglu_doubled", "double")], "its kernel must be named swiglu_doubled"),
+        ([("VARIANT =", "VARIATION =")], "must define VARIANT"),
+        ([("import triton\n", "import tritone\n")], "No module named 'tritone'"),
+    ],
+)  # fmt: skip
+def test_a_file_that_breaks_a_rule_is_refused_with_the_rule(
+    tmp_path: Path, changes: list[tuple[str, str]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        OPS.with_variants_from(write_variant(tmp_path, *changes))
+
+
+def test_a_duplicate_an_unknown_op_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(VariantError, match="swiglu already has a variant 'fused'"):
+        OPS.with_variants_from(write_variant(tmp_path / "a", ("swiglu_doubled", "swiglu_fused"), name="fused"))
+    with pytest.raises(VariantError, match="unknown op 'swiglo'.*did you mean 'swiglu'"):
+        OPS.with_variants_from(write_variant(tmp_path / "b", op="swiglo"))
+    with pytest.raises(VariantError, match="is not a folder"):
+        OPS.with_variants_from(tmp_path / "none")
+
+
+def test_an_unknown_name_lists_the_alternatives_and_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match=r"there is one_pass, split_kv, torch; did you mean 'split_kv'\?"):
+        OPS["paged_decode"].variants["splitkv"]
+    with pytest.raises(UnknownNameError, match="did you mean 'paged_decode'"):
+        OPS["paged_decod"]
+
+
+def test_the_registry_cannot_be_changed() -> None:
+    with pytest.raises(TypeError):
+        OPS["mine"] = OPS["swiglu"]  # type: ignore[index]
+
+
+def test_triton_variants_on_cpu_say_why_where_this_process_compiles() -> None:
+    import subprocess
+    import sys
+
+    script = (
+        "import triton, torch, tkernels\n"
+        "x = torch.ones(2, 8)\n"
+        "print(tkernels.OPS['swiglu'].variants['torch'](x).shape)\n"
+        "tkernels.OPS['swiglu'].variants['fused'](x)\n"
+    )
+    import os
+
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    if torch.cuda.is_available():
+        assert "compiles for CUDA" in done.stderr
+    else:
+        assert "torch.Size([2, 4])" in done.stdout
+        assert "Triton was imported before tkernels" in done.stderr
+
+
+def test_the_import_does_not_need_anything_set() -> None:
+    assert tkernels.OPS["swiglu"].variants["fused"](torch.ones(1, 4)).shape == (1, 2)

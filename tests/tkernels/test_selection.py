@@ -1,0 +1,82 @@
+"""From names to callables: wrong choices fail here, with alternatives, before any weight is loaded."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tkernels.outside import write_variant
+from tkernels import OPS, SelectionError, select
+
+AXES = {"swiglu": {"T": (1, 64), "I": 32}, "rms_norm": {"T": (1, 64), "H": 64}}
+
+
+def choose(choices: dict, **keywords: object):  # type: ignore[no-untyped-def,type-arg]
+    return select(choices, **{"device": "cpu", "dtype": torch.float32, "axes": AXES, **keywords})
+
+
+def test_default_is_torch_on_a_cpu_and_a_name_always_wins() -> None:
+    assert choose({}).arm == {"rms_norm": "torch", "swiglu": "torch"}
+    kernels = choose({"swiglu": "fused"})
+    assert kernels.arm == {"rms_norm": "torch", "swiglu": "fused"}
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(kernels.swiglu(x), choose({}).swiglu(x))
+
+
+def test_pins_reach_the_launch_and_the_label(tmp_path: Path) -> None:
+    changes = (
+        ("FACTOR=1", 'FACTOR=run.config["FACTOR"]'),
+        ("Config()}, configs=(Config(), Config(num_warps=8))", "Config(FACTOR=1)}, configs=(Config(FACTOR=1),)"),
+    )
+    ops = OPS.with_variants_from(write_variant(tmp_path, *changes))
+    x = torch.randn(5, 64)
+    plain = choose({"swiglu": "doubled"}, ops=ops)
+    pinned = choose({"swiglu": {"doubled": {"FACTOR": 3}}}, ops=ops)
+    torch.testing.assert_close(pinned.swiglu(x), 3 * plain.swiglu(x))
+    assert pinned.arm["swiglu"] == "doubled[FACTOR=3]"
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"swiglu": "fuse"}, "unknown swiglu variant 'fuse': there is .*did you mean 'fused'"),
+        ({"swigl": "fused"}, "unknown op 'swigl'.*did you mean 'swiglu'"),
+        ({"paged_decode": "torch"}, "this model does not use that op; it uses rms_norm, swiglu"),
+        ({"swiglu": {"fused": {"BLOCK_Q": 4}}}, "config has no 'BLOCK_Q'; it has"),
+        ({"swiglu": {"torch": {"BLOCK": 4}}}, "has no config to pin"),
+        ({"swiglu": {"fused": {}, "torch": {}}}, "names one variant"),
+    ],
+)
+def test_a_wrong_choice_is_refused_with_the_alternatives(choices: dict, message: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(SelectionError, match=message):
+        choose(choices)
+
+
+def test_a_variant_must_support_the_whole_range(tmp_path: Path) -> None:
+    changes = (
+        ("VARIANT =", 'def few(axes, device):\n    return "one row only" if axes["T"] > 1 else None\n\n\nVARIANT ='),
+        ('wins="never"', 'wins="never", supports=few'),
+    )
+    ops = OPS.with_variants_from(write_variant(tmp_path, *changes))
+    narrow = {**AXES, "swiglu": {"T": (0, 1), "I": 32}}
+    assert choose({"swiglu": "doubled"}, ops=ops, axes=narrow).arm["swiglu"] == "doubled"
+    with pytest.raises(SelectionError, match="'doubled' is unsupported here: one row only"):
+        choose({"swiglu": "doubled"}, ops=ops)
+    with pytest.raises(SelectionError, match="doubled is unavailable here: one row only"):
+        choose({"swiglu": "dubled"}, ops=ops)
+
+
+def test_float64_is_for_the_torch_variants_only() -> None:
+    assert choose({}, dtype=torch.float64).arm["swiglu"] == "torch"
+    with pytest.raises(SelectionError, match="accumulate in fp32"):
+        choose({"swiglu": "fused"}, dtype=torch.float64)
+
+
+def test_a_kernel_set_is_frozen_and_knows_only_its_ops() -> None:
+    kernels = choose({})
+    assert set(kernels) == {"swiglu", "rms_norm"}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        kernels.swiglu = None  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        _ = kernels.paged_decode

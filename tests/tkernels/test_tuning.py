@@ -1,0 +1,153 @@
+"""Lockfiles: which config a call gets, what is said about it, and that two processes do not corrupt one."""
+
+import json
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from triton.runtime.errors import OutOfResources
+
+from tests.tkernels.outside import DOUBLED, write_variant
+from tkernels import OPS, Config, Tuning, TuningError
+from tkernels.device import TARGETS
+from tkernels.source_hash import source_hash
+from tkernels.tuning import Entry, bucket, lockfile, read_lockfile, record, search
+from tkernels.variant import Variant
+
+H200 = TARGETS["sm_90"]
+AXES = {"T": 7, "I": 100, "activation": "bfloat16"}
+
+
+def load(folder: Path, *changes: tuple[str, str]) -> Variant:
+    return OPS.with_variants_from(write_variant(folder, *changes))["swiglu"].variants["doubled"]
+
+
+def entry_for(variant: Variant, config: Config, **changes: str) -> Entry:
+    import triton
+
+    source = source_hash(variant.kernels)
+    key = {"op": "swiglu", "variant": "doubled", "source": source, "triton": triton.__version__, **changes}
+    return Entry(**{"bucket": bucket(variant, AXES), **key}, config=config, timings=((config, 1.0, ""),))
+
+
+def test_the_bucket_is_the_key_axes_rounded_up_and_the_dtypes(tmp_path: Path) -> None:
+    assert bucket(load(tmp_path), AXES) == "I<=128,activation=bfloat16"
+
+
+def test_an_exact_entry_wins_and_an_outside_variants_lockfile_lies_beside_it(tmp_path: Path) -> None:
+    variant, config = load(tmp_path), Config(num_warps=8)
+    path = lockfile(variant, H200)
+    assert path == tmp_path / "swiglu" / "NVIDIA_H200.json"
+    record(path, H200, entry_for(variant, config))
+    tuning = Tuning("frozen")
+    assert tuning.resolve(variant, AXES, H200) == config
+    assert tuning.used == {"swiglu.doubled[I<=128,activation=bfloat16]": {"config": config.as_dict(), "match": "exact"}}
+
+
+def test_nearest_takes_another_version_then_a_stale_source_then_the_default(tmp_path: Path) -> None:
+    variant = load(tmp_path)
+    path = lockfile(variant, H200)
+    assert Tuning().resolve(variant, AXES, H200) == variant.default_config("sm_90")
+    record(path, H200, entry_for(variant, Config(num_warps=1), source="0" * 16))
+    with pytest.warns(UserWarning, match="tuned with stale source"):
+        assert Tuning().resolve(variant, AXES, H200).num_warps == 1
+    record(path, H200, entry_for(variant, Config(num_warps=2), triton="3.5.0"))
+    tuning = Tuning()
+    with pytest.warns(UserWarning, match="tuned with other Triton version") as said:
+        configs = [tuning.resolve(variant, AXES, H200) for _ in range(2)]
+    assert [config.num_warps for config in configs] == [2, 2]
+    assert len(said) == 1
+
+
+def test_frozen_fails_on_anything_but_exact(tmp_path: Path) -> None:
+    variant = load(tmp_path)
+    record(lockfile(variant, H200), H200, entry_for(variant, Config(), triton="3.5.0"))
+    with pytest.raises(TuningError, match="tuning is frozen and NVIDIA_H200.json has no entry"):
+        Tuning("frozen").resolve(variant, AXES, H200)
+
+
+def test_search_times_every_config_skips_one_that_does_not_fit_and_records(tmp_path: Path) -> None:
+    variant = load(tmp_path, ("Config(num_warps=8))", "Config(num_warps=8), Config(num_warps=16))"))
+    times = {4: 3.0, 8: 2.0}
+    current: list[Config] = []
+
+    def launch(config: Config) -> Callable[[], None]:
+        current.append(config)
+        return lambda: None
+
+    def measure(run: Callable[[], None]) -> float:
+        if current[-1].num_warps == 16:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        return times[current[-1].num_warps]
+
+    tuning = Tuning("search", measure=measure)
+    assert tuning.resolve(variant, AXES, H200, launch) == Config(num_warps=8)
+    (entry,) = read_lockfile(lockfile(variant, H200)).values()
+    assert [us for _, us, _ in entry.timings] == [3.0, 2.0, None]
+    assert "shared memory" in entry.timings[2][2]
+    assert Tuning("frozen").resolve(variant, AXES, H200) == Config(num_warps=8)
+
+
+def test_recording_keeps_the_timings_of_configs_not_tried_again(tmp_path: Path) -> None:
+    variant = load(tmp_path)
+    path = tmp_path / "H.json"
+    fast, slow = Config(num_warps=8), Config(num_warps=4)
+    record(path, H200, entry_for(variant, slow))
+    record(path, H200, Entry(*entry_for(variant, fast).key, config=fast, timings=((fast, 0.5, ""),)))
+    (entry,) = read_lockfile(path).values()
+    assert {config: us for config, us, _ in entry.timings} == {fast: 0.5, slow: 1.0}
+    assert entry.config == fast
+
+
+def test_search_fails_loudly_where_no_config_fits(tmp_path: Path) -> None:
+    def measure(run: Callable[[], None]) -> float:
+        raise OutOfResources(2, 1, "shared memory")
+
+    with pytest.raises(TuningError, match="no config could be timed"):
+        search(load(tmp_path), "I<=128", lambda config: lambda: None, measure)
+
+
+def _record_one(path: Path, index: int, entry: Entry) -> None:
+    record(
+        path,
+        H200,
+        Entry(entry.op, entry.variant, entry.source, entry.triton, f"I<={index}", entry.config, entry.timings),
+    )
+
+
+def test_processes_that_record_at_once_lose_nothing(tmp_path: Path) -> None:
+    path, entry = tmp_path / "H.json", entry_for(load(tmp_path), Config())
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_record_one, args=(path, index, entry)) for index in range(8)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert len(read_lockfile(path)) == 8
+    assert json.loads(path.read_text())["device"] == "NVIDIA H200"
+
+
+def test_a_broken_lockfile_is_named(tmp_path: Path) -> None:
+    variant = load(tmp_path)
+    lockfile(variant, H200).write_text("{")
+    with pytest.raises(TuningError, match="NVIDIA_H200.json: not a lockfile"):
+        Tuning().resolve(variant, AXES, H200)
+
+
+def test_the_source_hash_ignores_comments_and_sees_code_and_called_helpers(tmp_path: Path) -> None:
+    plain = source_hash(load(tmp_path / "a").kernels)
+    comment = ("    mask = offs", "    # why\n    mask = offs")
+    assert source_hash(load(tmp_path / "b", comment).kernels) == plain
+    assert source_hash(load(tmp_path / "c", ("offs < width", "offs <= width")).kernels) != plain
+    helper = DOUBLED.replace("@triton.jit", "@triton.jit\ndef times(a, b):\n    return a * b\n\n\n@triton.jit", 1)
+    helper = helper.replace(
+        "gate / (1 + tl.exp(-gate)) * up * FACTOR", "times(gate / (1 + tl.exp(-gate)), up) * FACTOR"
+    )
+    hashes = []
+    for name, source in (("d", helper), ("e", helper.replace("return a * b", "return b * a"))):
+        (tmp_path / name / "swiglu").mkdir(parents=True)
+        (tmp_path / name / "swiglu" / "doubled.py").write_text(source)
+        kernels = OPS.with_variants_from(tmp_path / name)["swiglu"].variants["doubled"].kernels
+        hashes.append(source_hash({"swiglu_doubled": kernels["swiglu_doubled"]}))
+    assert hashes[0] != hashes[1]

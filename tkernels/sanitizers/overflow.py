@@ -1,0 +1,91 @@
+"""int32 offsets into large tensors, found without allocating one.
+
+The launcher sees tensors whose outer strides are faked to 2**30 elements, so that index 2 lies at 2**31, and the
+interpreter checks every integer +, - and *. Float data is not touched at all (loads give zeros, stores go nowhere); the
+integer tensors, which steer the kernel, keep their real contents and strides.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from triton.runtime import interpreter as triton_interpreter
+
+from tkernels.config import Config
+from tkernels.contract import Case
+from tkernels.device import INTERPRETER
+from tkernels.inputs import map_tensors
+from tkernels.interpreter import overflow_checks
+from tkernels.launch import Kernel, jit_door
+from tkernels.tuning import NEAREST
+from tkernels.variant import Variant
+
+FAKED_STRIDE = 2**30
+"""Below 2**31, or Triton would pass the stride itself as int64 and hide the fault."""
+
+
+def _faked(tensor: torch.Tensor) -> torch.Tensor:
+    """A meta tensor of the same shape whose strides, but for the last, are FAKED_STRIDE and more apart."""
+    if tensor.dim() < 2:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    strides = [FAKED_STRIDE] * (tensor.dim() - 1) + [1]
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
+
+
+@contextmanager
+def _floats_untouched() -> Iterator[None]:
+    builder = triton_interpreter.interpreter_builder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def is_float(pointers: Any) -> bool:
+        return bool(pointers.get_element_ty().is_floating())
+
+    def zero_load(ptrs: Any, mask: Any, *rest: Any) -> Any:
+        nowhere = triton_interpreter.TensorHandle(np.zeros_like(mask.data, dtype=bool), mask.dtype)
+        return load(ptrs, nowhere if is_float(ptrs) else mask, *rest)
+
+    def no_store(ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        return None if is_float(ptrs) else store(ptrs, value, mask, *rest)
+
+    builder.create_masked_load, builder.create_masked_store = zero_load, no_store
+    try:
+        yield
+    finally:
+        del builder.create_masked_load, builder.create_masked_store
+
+
+def check_offsets(variant: Variant, case: Case, config: Config) -> None:
+    """Runs a Triton variant on faked strides; raises InterpreterError where an int32 offset overflows.
+
+    A dim is exercised only from size 3 on: index 2 is the first that a faked stride carries past 2**31.
+    """
+    contract = case.contract
+    real = contract.bind_arguments((), case.inputs)
+    axes, device = contract.bind_axes(real)
+    stand_ins: dict[int, torch.Tensor] = {}
+    fakes: list[torch.Tensor] = []  # keeps the ids alive
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        meta = _faked(tensor)
+        stand_ins[id(meta)] = tensor
+        fakes.append(meta)
+        return meta
+
+    arguments = map_tensors(real, fake)
+    outputs = map_tensors(contract.allocate_outputs(axes, real, device), fake)
+
+    def faking_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
+        actual = {name: stand_ins.get(id(value), value) for name, value in arguments.items()}
+        for name, value in actual.items():
+            if isinstance(value, torch.Tensor) and value.device.type == "meta":
+                raise ValueError(
+                    f"{kernel.__name__}: {name!r} is a view made by the launcher; pass the argument itself"
+                )
+        with _floats_untouched(), overflow_checks():
+            jit_door(kernel, grid, actual, config)
+
+    Kernel(variant, NEAREST, {}, faking_door).launch_into(outputs, arguments, axes, device, INTERPRETER, config)
