@@ -15,6 +15,8 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
+from tkernels.contract import Value
+
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -47,6 +49,56 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
+
+    def kernel_axes(
+        self, *, max_num_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: int
+    ) -> dict[str, dict[str, Value | tuple[int, int]]]:
+        """The ops that the model calls, each with every axis it will call them at: what `tkernels.select` asks for.
+
+        A range is (low, high). The limits are those of one step (tokens, sequences), of one sequence (`max_model_len`)
+        and of the KV cache.
+        """
+        tokens, width = (1, max_num_tokens), -(-max_model_len // block_size)
+        heads: dict[str, Value | tuple[int, int]] = {"Hq": self.num_heads, "Hkv": self.num_kv_heads, "D": self.head_dim}
+        windows = {window or 0 for window in self.windows}
+        attention = {
+            **heads,
+            "B": (1, max_num_seqs),
+            "Dv": self.head_dim,
+            "P": num_blocks,
+            "S": block_size,
+            "N": (1, width),
+            "window": (min(windows), max(windows)),
+            "k_scale": False,
+            "v_scale": False,
+            "return_lse": False,
+        }
+        return {
+            "rms_norm": {"T": tokens, "H": self.hidden_size},
+            "add_rms_norm": {"T": tokens, "H": self.hidden_size},
+            "qk_norm_rope": {
+                **heads,
+                "T": tokens,
+                "R": self.rotary_dim,
+                "L": self.max_position_embeddings,
+                "q_weight": True,
+                "k_weight": True,
+                "interleaved": False,
+            },
+            "kv_scatter": {
+                "T": tokens,
+                "Hkv": self.num_kv_heads,
+                "D": self.head_dim,
+                "Dv": self.head_dim,
+                "P": num_blocks,
+                "S": block_size,
+                "k_scale": False,
+                "v_scale": False,
+            },
+            "paged_decode": attention,
+            "paged_prefill": {**attention, "T": tokens, "causal": True},
+            "swiglu": {"T": tokens, "I": self.intermediate_size},
+        }
 
 
 class RopeParameters(BaseModel):

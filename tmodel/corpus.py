@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,10 +52,11 @@ def standard_library_corpus(max_bytes: int) -> Corpus:
 
 
 def _source_files(root: Path) -> Iterator[Path]:
-    for path in root.rglob("*.py"):
-        folders = path.relative_to(root).parts[:-1]
-        if not _SKIPPED_FOLDERS.intersection(folders) and 0 < path.stat().st_size <= _MAX_FILE_BYTES:
-            yield path
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            if 0 < path.stat().st_size <= _MAX_FILE_BYTES:
+                yield path
 
 
 def _hash(relative: Path) -> bytes:

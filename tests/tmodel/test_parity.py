@@ -1,0 +1,171 @@
+"""The model against transformers' Qwen3ForCausalLM on random weights: every row of logits, however it was scheduled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tkernels
+from tests.tmodel.packed import Driver, Step, in_chunks, in_one_go, load, token_by_token
+from tmodel import Model
+
+LENGTHS = (37, 5, 61, 1, 24)
+SCHEDULES: dict[str, Callable[[Sequence[int]], list[Step]]] = {
+    "in one go": in_one_go,
+    "in chunks": lambda lengths: in_chunks(lengths, 7),
+    "token by token": lambda lengths: token_by_token(lengths, 4),
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "4 query heads per KV head, tied": {"heads": (4, 1), "tie_word_embeddings": True},
+    "2 per KV head, biased": {"heads": (4, 2), "attention_bias": True},
+    "1 per KV head, head_dim 80": {"heads": (3, 3), "head_dim": 80},
+    "windows": {"heads": (6, 2), "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    "sharded": {"heads": (8, 2), "num_hidden_layers": 3, "rope_theta": 1e6},
+}
+
+
+def random_model(
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    rope_theta: float = 10000.0,
+    **shape: Any,
+) -> Path:
+    """A transformers checkpoint whose logits spread over several units and whose attention is far from even."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    small = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 2, "head_dim": 16}
+    config = Qwen3Config(
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        max_position_embeddings=128,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        **{**small, **shape},
+    )
+    model = Qwen3ForCausalLM(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1 + 0.4 * noise)
+            elif parameter.ndim == 2:
+                parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
+            else:
+                parameter.copy_(0.3 * noise)
+    shards = {"max_shard_size": "60KB"} if config.num_hidden_layers == 3 else {}
+    model.to(dtype).save_pretrained(directory, **shards)
+    return directory
+
+
+def random_sequences(lengths: Sequence[int], vocab_size: int = 97, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
+
+
+def transformers_logits(directory: Path, sequences: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """[rows, vocab] over all sequences, each alone."""
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=dtype)
+    with torch.inference_mode():
+        return torch.cat([model(input_ids=tokens[None]).logits[0] for tokens in sequences])
+
+
+def packed_logits(
+    model: Model, sequences: Sequence[torch.Tensor], dtype: torch.dtype, schedule: str, padding: int = 0
+) -> torch.Tensor:
+    """[rows, vocab] over all sequences, packed together as `schedule` says."""
+    steps = SCHEDULES[schedule]([len(tokens) for tokens in sequences])
+    return torch.cat(Driver(model, sequences, dtype, padding).run(steps))
+
+
+def assert_parity(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within 1e-4, and the same five best wherever the fifth is more than 2e-4 ahead of the sixth."""
+    assert logits.dtype == expected.dtype == torch.float32
+    assert expected.std() > 1, "near-zero logits would prove nothing"
+    assert (logits - expected).abs().max() <= 1e-4
+    values, best = expected.topk(6)
+    clear = values[:, 4] - values[:, 5] > 2e-4
+    assert clear.float().mean() > 0.9
+    assert torch.equal(logits.topk(5).indices.sort().values[clear], best[:, :5].sort().values[clear])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_float32_logits_are_those_of_transformers(tmp_path: Path, shape: str) -> None:
+    """5 shapes x 3 schedules x 128 rows with the `torch` kernels."""
+    directory = random_model(tmp_path, **SHAPES[shape])
+    assert (directory / "model.safetensors.index.json").exists() == (shape == "sharded")
+    sequences = random_sequences(LENGTHS)
+    expected = transformers_logits(directory, sequences, torch.float32)
+    assert len(expected) * len(SHAPES) * len(SCHEDULES) >= 1000
+    model = load(directory, torch.float32)
+    for schedule in SCHEDULES:
+        assert_parity(packed_logits(model, sequences, torch.float32, schedule), expected)
+
+
+def test_triton_kernels_give_the_logits_of_transformers(tmp_path: Path) -> None:
+    directory = random_model(tmp_path)
+    sequences = random_sequences((13, 3, 9))
+    expected = transformers_logits(directory, sequences, torch.float32)
+    defaults = {op: tkernels.OPS[op].contract.default for op in load(directory, torch.float32).kernels}
+    assert "torch" not in defaults.values()
+    model = load(directory, torch.float32, defaults)
+    for schedule in SCHEDULES:
+        assert_parity(packed_logits(model, sequences, torch.float32, schedule), expected)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_padding_changes_nothing(tmp_path: Path, schedule: str) -> None:
+    directory = random_model(tmp_path, **SHAPES["windows"])
+    sequences = random_sequences((9, 17))
+    model = load(directory, torch.float32)
+    expected = packed_logits(model, sequences, torch.float32, schedule)
+    padded = packed_logits(model, sequences, torch.float32, schedule, padding=3)
+    assert torch.isfinite(padded).all()
+    torch.testing.assert_close(padded, expected, rtol=0, atol=1e-5)
+
+
+def test_float64_follows_transformers_in_float64(tmp_path: Path) -> None:
+    directory = random_model(tmp_path)
+    sequences = random_sequences(LENGTHS)
+    logits = packed_logits(load(directory, torch.float64), sequences, torch.float64, "in chunks")
+    assert logits.dtype == torch.float64
+    # transformers computes its norms and angles in float32 whatever the model's dtype.
+    torch.testing.assert_close(logits, transformers_logits(directory, sequences, torch.float64), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_bfloat16_is_as_near_to_float64_as_transformers_bfloat16(tmp_path: Path, schedule: str) -> None:
+    """RMS distance over 1,024 rows from the float64 model of the same rounded weights: at most 1.1 times theirs."""
+    directory = random_model(tmp_path, torch.bfloat16)
+    sequences = random_sequences((64,) * 16)
+    exact = transformers_logits(directory, sequences, torch.float64)
+    theirs = transformers_logits(directory, sequences, torch.bfloat16).double()
+    ours = packed_logits(load(directory, torch.bfloat16), sequences, torch.bfloat16, schedule).double()
+    distance, allowed = ((logits - exact).square().mean().sqrt() for logits in (ours, theirs))
+    assert distance <= 1.1 * allowed, f"ours {distance:.4f}, transformers {allowed:.4f}"
+
+
+def test_only_the_wanted_rows_come_back(tmp_path: Path) -> None:
+    directory = random_model(tmp_path)
+    model = load(directory, torch.float32)
+    sequences = random_sequences((11, 6))
+    expected = packed_logits(model, sequences, torch.float32, "in one go")
+    wanted = torch.tensor([10, 16])  # each sequence's last
+    driver = Driver(model, sequences, torch.float32)
+
+    def last_rows_only(batch: Any, cache: Any) -> torch.Tensor:
+        some = model(dataclasses.replace(batch, logit_indices=wanted), cache)
+        torch.testing.assert_close(some, expected[wanted], rtol=0, atol=1e-5)
+        return model(batch, cache)
+
+    last_rows_only.config = model.config  # type: ignore[attr-defined]
+    driver.model = last_rows_only  # type: ignore[assignment]
+    torch.testing.assert_close(torch.cat(driver.run(in_one_go((11, 6)))), expected, rtol=0, atol=1e-5)

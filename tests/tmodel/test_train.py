@@ -1,0 +1,133 @@
+"""Training at a scale of seconds: it loads, comes out the same each time, and is refused where it learned nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tmodel import Recipe, TrainingError, load_config, make_model, presets
+from tmodel.corpus import CorpusError, standard_library_corpus
+from tmodel.presets import make_from_recipe, preset_path
+from tmodel.train import bigram_loss, encode, train_tokenizer
+
+SMALL = Recipe(
+    version=0,
+    vocab_size=280,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+    max_position_embeddings=64,
+    corpus_bytes=300_000,
+    sequence_len=64,
+    batch_size=8,
+    num_steps=150,
+    matrix_learning_rate=0.04,
+    vector_learning_rate=0.01,
+)
+
+
+def test_a_trained_model_is_complete_reproducible_and_better_than_a_bigram(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    report = make_from_recipe(SMALL, tmp_path / "first", seed=3)
+    assert make_from_recipe(SMALL, tmp_path / "second", seed=3).held_out_loss == report.held_out_loss
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    tokenizers = [(tmp_path / name / "tokenizer.json").read_text() for name in ("first", "second")]
+    assert tokenizers[0] == tokenizers[1]
+
+    assert report.held_out_loss < report.bigram_loss < math.log(SMALL.vocab_size)
+    assert json.loads((tmp_path / "first" / "training.json").read_text())["held_out_loss"] == report.held_out_loss
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]  # nothing half-made is left
+
+    config = load_config(tmp_path / "first")
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (1, 2, 1, 32)
+    assert config.tie_word_embeddings
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "first")
+    assert config.eos_token_ids == (tokenizer.eos_token_id,)
+    text = "def f(x):\n    return {'ключ': x}\t# \U0001f40d\n"
+    ids = tokenizer(text)["input_ids"]
+    assert max(ids) < config.vocab_size
+    assert tokenizer.decode(ids) == text
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    assert model(torch.tensor([ids])).logits.shape == (1, len(ids), config.vocab_size)
+
+
+def test_a_model_that_learned_nothing_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"held-out loss, 5\.\d+ nats a token, does not beat"):
+        make_from_recipe(replace(SMALL, num_steps=1), tmp_path / "model", seed=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_in_use_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="exists and is not an empty directory"):
+        make_model("tiny", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_an_unknown_preset_lists_those_that_are_known(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown preset 'huge'; known are: tiny"):
+        make_model("huge", tmp_path / "model")
+
+
+def test_the_corpus_is_whole_files_in_a_fixed_order_and_the_parts_share_none() -> None:
+    corpus = standard_library_corpus(1_000_000)
+    assert corpus == standard_library_corpus(1_000_000)
+    assert not set(corpus.training) & set(corpus.held_out)
+    larger = standard_library_corpus(2_000_000)
+    assert larger.training[: len(corpus.training)] == corpus.training
+    assert 0.5e6 < sum(map(len, corpus.training)) < 1.3e6
+    assert len(corpus.held_out) >= 2
+    with pytest.raises(CorpusError, match="the recipe asks for 1000000000000"):
+        standard_library_corpus(10**12)
+
+
+def test_the_bigram_model_is_a_distribution_and_finds_what_repeats() -> None:
+    vocab = 5
+    training = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 3])  # 4 never occurs; 3 is followed by nothing
+    for previous in range(vocab):
+        pairs = [torch.tensor([previous, following]) for following in range(vocab)]
+        total = sum(math.exp(-bigram_loss(training, pair, vocab)) for pair in pairs)
+        assert total == pytest.approx(1.0, abs=1e-12)
+    # c(0, 1) = 3 of 3, one kind of successor, p(1) = (3 + 1) / (8 + 5).
+    assert math.exp(-bigram_loss(training, torch.tensor([0, 1]), vocab)) == pytest.approx(2.25 / 3 + 0.25 * 4 / 13)
+
+
+def test_texts_are_closed_by_the_end_token() -> None:
+    tokenizer = train_tokenizer(["for x in y: pass"] * 3, 280)
+    row = encode(tokenizer, ["for x", "in y"])
+    assert row.dtype == torch.int64
+    assert (row == tokenizer.eos_token_id).nonzero().flatten().tolist()[-1] == len(row) - 1
+    assert tokenizer.decode(row) == "for x<|endoftext|>in y<|endoftext|>"
+
+
+def _make_in_cache(cache: str) -> tuple[Path, bool]:
+    """(the preset's directory, whether this process trained it); runs in a process of its own."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    presets.PRESETS["tiny"] = SMALL
+    with mock.patch.object(presets, "make_from_recipe", wraps=make_from_recipe) as made:
+        return preset_path("tiny"), made.called
+
+
+def test_two_processes_that_ask_at_once_train_once(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        (path, first), (same_path, second) = pool.map(_make_in_cache, [str(tmp_path)] * 2)
+    assert path == same_path
+    assert path.parent == tmp_path / "tkernels"
+    assert first != second
+    assert load_config(path).hidden_size == SMALL.hidden_size
