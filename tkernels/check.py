@@ -19,6 +19,11 @@ from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
 
 
+BASELINE_SLACK = 4.0
+"""How far beyond the error rule torch itself may be from the definition evaluated step by step at the same dtype. Its CPU
+attention uses an exp of 20 bits, which in fp32 came to 1.14 times the rule; a wrong mask or scale comes to thousands."""
+
+
 @dataclass(frozen=True)
 class CheckResult:
     """A case's verdict. status: ok, wrong, unsupported or failed (it raised), with the reason for all but ok."""
@@ -141,10 +146,10 @@ def _judge_all(
     stepwise = _results(contract, clone_inputs(arguments), contract.reference)
     verdicts: dict[str, Verdict] = {}
     for name, expected in oracle.items():
-        natural = judge(baseline[name], _as_stored(expected), stepwise[name])
+        natural = judge(baseline[name], expected, stepwise[name], BASELINE_SLACK)
         if not natural.ok:
             return {name: natural}, f"the baseline itself is wrong in {name!r}: {natural.reason}"
-        verdict = natural if variant.name == "torch" else judge(got[name], _as_stored(expected), baseline[name])
+        verdict = natural if variant.kind == "torch" else judge(got[name], expected, baseline[name])
         if verdict.ok and name in contract.writes:
             untouched = (expected == original[name]) | (torch.isnan(expected) & torch.isnan(original[name]))
             moved = untouched & (got[name].double() != original[name]) & ~torch.isnan(original[name])
@@ -154,10 +159,6 @@ def _judge_all(
                 verdict = Verdict(False, math.inf, None, index, wanted, found, "an element that must stay was changed")
         verdicts[name] = verdict
     return verdicts, ""
-
-
-def _as_stored(oracle: torch.Tensor) -> torch.Tensor:
-    return oracle.double()
 
 
 def _changed_outside(before: dict[int, torch.Tensor], after: dict[int, torch.Tensor]) -> bool:

@@ -89,9 +89,9 @@ def _zero_points_dropped(function: ast.FunctionDef) -> Iterator[Replacement]:
 
 def _int64_removed(function: ast.FunctionDef) -> Iterator[Replacement]:
     for node in ast.walk(function):
-        is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        if is_method and node.func.attr == "to" and [ast.unparse(argument) for argument in node.args] == ["tl.int64"]:
-            yield node, node.func.value
+        match node:
+            case ast.Call(func=ast.Attribute(value=value, attr="to"), args=[ast.Attribute(attr="int64")]):
+                yield node, value
 
 
 _SITES: dict[str, Callable[[ast.FunctionDef], Iterator[Replacement]]] = {
