@@ -1,0 +1,1 @@
+"""experiments: a YAML file becomes arms, checked, timed, served and compared; and the `tk` command line."""

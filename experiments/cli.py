@@ -1,0 +1,153 @@
+"""`tk`, the command line. Commands are imported when they are called: `tk --help` loads no torch."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="tk",
+    help="Interchangeable Triton kernels for LLM inference: list, check, serve and compare them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+VariantsFrom = Annotated[
+    list[Path] | None,
+    typer.Option("--variants-from", metavar="DIR", help="A folder of more variants, <op>/<variant>.py. Repeatable."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
+
+
+@app.command()
+def ops(as_json: Json = False, variants_from: VariantsFrom = None) -> None:
+    """List every op and variant: what runs here, and when it should win."""
+    from experiments.commands.ops import run
+
+    _exit(run, variants_from or [], as_json)
+
+
+@app.command()
+def check(
+    op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
+    variant: Annotated[str | None, typer.Option(help="Only variants of this name.")] = None,
+    examples: Annotated[int, typer.Option(min=1, help="Cases to draw for each variant.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first case; the next has the next seed.")] = 0,
+    axes: Annotated[
+        str | None, typer.Option(metavar="a=b,c=d", help="Axes to hold; all of an op's axes replay one case.")
+    ] = None,
+    config: Annotated[str | None, typer.Option(metavar="k=v,...", help="Config values to hold.")] = None,
+    as_json: Json = False,
+    variants_from: VariantsFrom = None,
+) -> None:
+    """Check variants against the float64 oracle, under the sanitizers."""
+    from experiments.commands.check import Request, run
+
+    _exit(run, Request(op, variant, examples, seed, axes, config, variants_from or []), as_json)
+
+
+@app.command()
+def run(
+    file: Annotated[Path, typer.Argument(help="The experiment's YAML.", metavar="FILE")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="key=value", help="Override a key, as in scheduler.block_size=32. Repeatable."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The run folder, new or empty; runs/<name>-... by default.")
+    ] = None,
+) -> None:
+    """Run an experiment: check, time, serve and compare every arm."""
+    from experiments.commands.run import run as run_command
+
+    _exit(run_command, file, overrides or [], out)
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Option(metavar="DIR|PRESET", help="A Hugging Face directory, or a preset: tiny.")],
+    prompt: Annotated[str, typer.Option(help="The text to continue.")],
+    kernels: Annotated[
+        list[str] | None, typer.Option(metavar="op=variant", help="A variant for an op. Repeatable.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Output tokens at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the fewest tokens of this much probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens this likely relative to the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 avoids tokens already there.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Above 0 avoids tokens of the output.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, for each occurrence.")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends the output. Repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the random numbers.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")] = False,
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, float16 or bfloat16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; CUDA by default where there is one.")] = None,
+    variants_from: VariantsFrom = None,
+) -> None:
+    """Continue a prompt with a model and the kernels of your choice."""
+    from experiments.commands.generate import run
+
+    sampling = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "stop": tuple(stop or ()),
+        "seed": seed,
+        "ignore_eos": ignore_eos,
+    }
+    _exit(run, model, prompt, kernels or [], variants_from or [], dtype, device, sampling)
+
+
+@app.command("make-model")
+def make_model(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it; new or empty.")],
+    preset: Annotated[str, typer.Option(help="The recipe.")] = "tiny",
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights and of the order of the text.")] = 0,
+) -> None:
+    """Train a small real model on Python's own sources (about a minute)."""
+    from experiments.commands.make_model import run
+
+    _exit(run, preset, directory, seed)
+
+
+def _exit(command: Callable[..., int], *arguments: object) -> None:
+    """Runs a command: 0 or 1 as it says; 2, with a message and no traceback, where the user can put it right."""
+    import tkernels  # noqa: F401  before anything that imports Triton
+    from experiments.document import ExperimentError
+    from tkernels import SelectionError, TuningError
+    from tmodel import ConfigError, TrainingError, WeightError
+
+    known = (SelectionError, TuningError, ConfigError, WeightError, TrainingError, FileExistsError)
+
+    try:
+        status = command(*arguments)
+    except ExperimentError as error:
+        for problem in error.problems:
+            _complain(problem)
+        raise typer.Exit(2) from None
+    except known as error:
+        _complain(str(error))
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        raise typer.Exit(130) from None
+    raise typer.Exit(status)
+
+
+def _complain(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+
+
+def main() -> None:
+    """The console command `tk`."""
+    app()

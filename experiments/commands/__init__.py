@@ -1,0 +1,1 @@
+"""The commands of `tk`, one file each: `run(...)` does the work and returns the exit status."""

@@ -1,0 +1,66 @@
+"""`tk generate`: one prompt, continued by a model with chosen kernels."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experiments.commands.registry import open_registry
+from experiments.document import ExperimentError
+from experiments.models import plan_model
+from experiments.schema import ModelSource
+from tmodel.presets import PRESETS
+from tsched import LLM, SamplingParams
+
+
+def run(
+    model: str,
+    prompt: str,
+    kernels: Sequence[str],
+    variants_from: Sequence[Path],
+    dtype: str,
+    device: str | None,
+    sampling: dict[str, Any],
+) -> int:
+    """Prints the continuation on stdout."""
+    ops = open_registry(variants_from)
+    try:
+        params = SamplingParams(**sampling)
+    except ValueError as error:
+        raise ExperimentError([str(error)]) from None
+    is_preset = model in PRESETS and not Path(model).exists()
+    source = ModelSource(preset=model) if is_preset else ModelSource(path=Path(model))
+    try:
+        plan = plan_model(source, Path.cwd())
+    except ValueError as error:
+        hint = f" (presets: {', '.join(PRESETS)})" if not Path(model).exists() else ""
+        raise ExperimentError([f"--model: {error}{hint}"]) from None
+    try:
+        llm = LLM(plan.directory(), kernels=parse_kernels(kernels), dtype=dtype, device=device, ops=ops)
+    except ValueError as error:  # what LLM refuses: names it does not know, weights that do not fit
+        raise ExperimentError([str(error)]) from None
+    (output,) = llm.generate(prompt, params)
+    if output.error is not None:
+        raise ExperimentError([output.error])
+    print(output.outputs[0].text)
+    reason = output.outputs[0].finish_reason
+    print(f"[{len(output.outputs[0].token_ids)} tokens, finished by {reason}]", file=sys.stderr)
+    return 0
+
+
+def parse_kernels(texts: Sequence[str]) -> dict[str, Any]:
+    """ "op=variant" or "op={variant: {config value: number}}", each once."""
+    choices: dict[str, Any] = {}
+    for text in texts:
+        op, equals, choice = text.partition("=")
+        if not equals or not op.strip() or not choice.strip():
+            raise ExperimentError([f"--kernels {text}: must be op=variant, as in --kernels paged_decode=split_kv"])
+        if op.strip() in choices:
+            raise ExperimentError([f"--kernels {text}: {op.strip()} is given twice"])
+        try:
+            choices[op.strip()] = yaml.safe_load(choice)
+        except yaml.YAMLError as error:
+            raise ExperimentError([f"--kernels {text}: not YAML: {error}"]) from None
+    return choices

@@ -1,0 +1,83 @@
+"""`tk ops`: what there is, what runs here, and when each variant should win."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from experiments.commands.registry import open_registry
+from experiments.tables import new_table
+from tkernels.check import chooser
+from tkernels.device import device_facts
+from tkernels.variant import Variant
+
+_DRAWS = 32
+
+
+def run(variants_from: Sequence[Path], as_json: bool) -> int:
+    """Prints the registry; always 0."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    ops = open_registry(variants_from)
+    rows = [describe(variant, device) for op in ops.values() for variant in op.variants.values()]
+    if as_json:
+        json.dump(rows, sys.stdout, indent=1)
+        print()
+        return 0
+    _print(rows, device)
+    return 0
+
+
+def describe(variant: Variant, device: torch.device) -> dict[str, Any]:
+    """One row of `tk ops --json`.
+
+    supported: on this device, somewhere in the contract's draws. reason: why not, or where it is not.
+    """
+    reasons = [_reason(variant, seed, device) for seed in range(_DRAWS)]
+    refused = sorted({reason for reason in reasons if reason is not None})
+    return {
+        "op": variant.contract.name,
+        "variant": variant.name,
+        "kind": variant.kind,
+        "supported": None in reasons,
+        "reason": "; ".join(refused) or None,
+        "deterministic": variant.deterministic,
+        "batch_invariant": variant.batch_invariant,
+        "wins": variant.wins,
+        "file": str(variant.file),
+    }
+
+
+def _reason(variant: Variant, seed: int, device: torch.device) -> str | None:
+    contract = variant.contract
+    case = contract.case(contract.draw_axes(chooser(seed)), seed)  # on the CPU: only shapes and dtypes matter
+    axes, _ = contract.bind_axes(contract.bind_arguments((), case.inputs))
+    return variant.unsupported_reason(axes, device, device_facts(device))
+
+
+def _print(rows: Sequence[dict[str, Any]], device: torch.device) -> None:
+    console = Console()
+    where = device_facts(device).name if device.type == "cuda" else "CPU, Triton interpreted"
+    table = new_table(f"{len({row['op'] for row in rows})} ops, {len(rows)} variants ({where})", ["op", "variant"])
+    for column in ("kind", "runs here", "det.", "inv."):
+        table.add_column(column, no_wrap=True)
+    table.add_column("wins", ratio=1, overflow="fold")
+    last = None
+    for row in rows:
+        here = Text("yes", "green") if row["supported"] else Text("no", "yellow")
+        if row["supported"] and row["reason"]:
+            here = Text("partly", "green")
+        flags = ["yes" if row[key] else "no" for key in ("deterministic", "batch_invariant")]
+        name = "" if row["op"] == last else row["op"]
+        table.add_row(name, row["variant"], row["kind"], here, *flags, row["wins"])
+        last = row["op"]
+    table.caption = "det.: the same bits on every run. inv.: a row's bits do not depend on its batch. --json has files."
+    table.caption_justify = "left"
+    console.print(table)
+    for row in rows:
+        if row["reason"]:
+            console.print(Text(f"{row['op']}.{row['variant']}: {row['reason']}"))

@@ -1,0 +1,77 @@
+"""Which model an experiment means: its configuration, at once; its directory, when weights are wanted."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from experiments.document import nearest
+from experiments.schema import ModelSource
+from tmodel import ConfigError, ModelConfig, load_config
+from tmodel.presets import PRESETS, Recipe, find_recipe, preset_path
+
+_DATA_FILES = ("*.json", "*.safetensors", "tokenizer.model")
+"""All that is ever fetched of a hub model: no pickles, no code."""
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """`config` is known without any weights; `directory()` builds a preset, or fetches a hub model's weights."""
+
+    name: str
+    config: ModelConfig
+    directory: Callable[[], Path]
+
+
+def plan_model(source: ModelSource, folder: Path) -> ModelPlan:
+    """The model, with its configuration read; relative paths start from `folder`.
+
+    Raises ValueError for an unknown preset, a directory that is none, or a configuration that cannot be served.
+    """
+    if source.preset is not None:
+        preset = source.preset
+        if preset not in PRESETS:
+            raise ValueError(f"unknown preset {preset!r}: there is {', '.join(PRESETS)}{nearest(preset, PRESETS)}")
+        return ModelPlan(preset, _config_of(find_recipe(preset)), lambda: preset_path(preset))
+    if source.path is not None:
+        directory = folder / source.path
+        if not directory.is_dir():
+            raise ValueError(f"{directory} is not a directory")
+        return ModelPlan(directory.name, load_config(directory), lambda: directory)
+    assert source.hub is not None
+    hub_id = source.hub
+    return ModelPlan(hub_id, load_config(_fetch(hub_id, ("*.json",))), lambda: _fetch(hub_id, _DATA_FILES))
+
+
+def _config_of(recipe: Recipe) -> ModelConfig:
+    """What the config.json of a preset will say, before the preset has been trained."""
+    return ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=recipe.vocab_size,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_layers=recipe.num_layers,
+        num_heads=recipe.num_heads,
+        num_kv_heads=recipe.num_kv_heads,
+        head_dim=recipe.head_dim,
+        rotary_dim=recipe.head_dim,
+        rope_theta=10000.0,
+        norm_eps=1e-6,
+        max_position_embeddings=recipe.max_position_embeddings,
+        attention_bias=False,
+        tie_word_embeddings=True,
+        windows=(None,) * recipe.num_layers,
+        eos_token_ids=(),
+        dtype=torch.float32,
+    )
+
+
+def _fetch(hub_id: str, patterns: tuple[str, ...]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(f"{hub_id!r} cannot be fetched from the Hugging Face hub: {error}") from None

@@ -1,0 +1,229 @@
+"""From a document to what will run: registry, arms, model, device, dtype; every name is checked, nothing is built."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tkernels
+from experiments.arms import Arm, Pick, expand
+from experiments.document import Document, ExperimentError, nearest
+from experiments.models import ModelPlan, plan_model
+from experiments.peers import PEERS
+from experiments.schema import Experiment, SyntheticWorkload, validate
+from tkernels import Registry, SelectionError, VariantError
+from tkernels.selection import Ranges
+from tmodel import kv_bytes_per_block
+from tsched import LLM
+from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
+
+_POLICIES: Mapping[str, Mapping[str, Any]] = {
+    "order": ORDERS,
+    "preemption": PREEMPTIONS,
+    "prefix_cache": PREFIX_CACHES,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An experiment whose every name is known. `unsupported` says why an arm cannot run here, by its index."""
+
+    experiment: Experiment
+    ops: Registry
+    variant_folders: tuple[Path, ...]
+    arms: tuple[Arm, ...]
+    model: ModelPlan | None
+    device: torch.device
+    dtype: torch.dtype
+    unsupported: Mapping[int, str]
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @cached_property
+    def ranges(self) -> Ranges:
+        """op -> axis -> what the model will use, under the first arm's options; without a model, the ops alone."""
+        if self.model is None:
+            return {op: {} for op in self.experiment.kernels}
+        return kernel_ranges(self.model, self.arms[0].scheduler, self.dtype)
+
+    @cached_property
+    def picks(self) -> dict[str, list[Pick]]:
+        """op -> the distinct variants in the arms, the default where none was named."""
+        default = {op: Pick(default_variant(self.ops, op, self.device)) for op in self.ranges}
+        return {op: list(dict.fromkeys(arm.picks.get(op, default[op]) for arm in self.arms)) for op in self.ranges}
+
+
+def default_variant(ops: Registry, op: str, device: torch.device) -> str:
+    """What tkernels.select takes where no variant is named."""
+    return ops[op].contract.default if device.type == "cuda" else "torch"
+
+
+def make_plan(document: Document) -> Plan:
+    """Resolves a document; raises ExperimentError with everything that is wrong. Loads and builds no weights."""
+    experiment = validate(document)
+    problems: list[str] = []
+    ops = _registry(document, experiment)
+    device = _device(document, experiment.device)
+    model: ModelPlan | None = None
+    if experiment.model is not None:
+        try:
+            model = plan_model(experiment.model, document.folder)
+        except ValueError as error:
+            problems.append(document.problem(("model",), str(error)))
+    problems += _kernel_problems(document, experiment, ops)
+    problems += _shape_problems(document, experiment, ops)
+    problems += _policy_problems(document, experiment)
+    for index, peer in enumerate(experiment.peers):
+        if peer not in PEERS:
+            there_is = f"there is {', '.join(PEERS)}{nearest(peer, PEERS)}"
+            problems.append(document.problem(("peers", index), f"unknown peer {peer!r}: {there_is}"))
+    if problems:
+        raise ExperimentError(problems)
+    arms = expand(experiment)
+    dtype = getattr(torch, experiment.dtype) if experiment.dtype else (model.config.dtype if model else torch.float32)
+    unsupported: dict[int, str] = {}
+    if model is not None:
+        problems = _model_problems(document, experiment, model, arms)
+        if problems:
+            raise ExperimentError(problems)
+        for index, arm in enumerate(arms):
+            try:
+                axes = kernel_ranges(model, arm.scheduler, dtype)
+                tkernels.select(arm.choices, device=device, dtype=dtype, axes=axes, ops=ops)
+            except SelectionError as error:
+                unsupported[index] = str(error)
+    folders = tuple((document.folder / folder).resolve() for folder in experiment.variants_from)
+    return Plan(experiment, ops, folders, tuple(arms), model, device, dtype, unsupported)
+
+
+def kernel_ranges(model: ModelPlan, options: Mapping[str, Any], dtype: torch.dtype) -> Ranges:
+    """The axes that LLM will select kernels for under these scheduler options, before the weights are there.
+
+    Without kv_cache_bytes the number of blocks follows from the memory that is free after loading: it is taken at what
+    all sequences could fill, its upper bound.
+    """
+    defaults = {name: parameter.default for name, parameter in inspect.signature(LLM).parameters.items()}
+    given = {**defaults, **options}
+    longest = given["max_model_len"] or model.config.max_position_embeddings
+    blocks = given["max_num_seqs"] * -(-longest // given["block_size"])
+    if given["kv_cache_bytes"] is not None:
+        fitting = given["kv_cache_bytes"] // kv_bytes_per_block(model.config, given["block_size"], dtype)
+        blocks = max(1, min(blocks, fitting))
+    return model.config.kernel_axes(
+        max_num_tokens=given["max_num_batched_tokens"],
+        max_num_seqs=given["max_num_seqs"],
+        max_model_len=longest,
+        block_size=given["block_size"],
+        num_blocks=blocks,
+    )
+
+
+def _registry(document: Document, experiment: Experiment) -> Registry:
+    ops = tkernels.OPS
+    for index, folder in enumerate(experiment.variants_from):
+        try:
+            ops = ops.with_variants_from(document.folder / folder)
+        except (VariantError, tkernels.ContractError) as error:
+            raise ExperimentError([document.problem(("variants_from", index), str(error))]) from None
+    return ops
+
+
+def _device(document: Document, name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ExperimentError(
+            [document.problem(("device",), f"{name!r} is not a device; there is cpu, cuda")]
+        ) from None
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        here = "cpu and cuda" if torch.cuda.is_available() else "cpu"
+        raise ExperimentError([document.problem(("device",), f"{name!r} is not available here; there is {here}")])
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def _kernel_problems(document: Document, experiment: Experiment, ops: Registry) -> list[str]:
+    problems = []
+    for op_name, choices in experiment.kernels.items():
+        if op_name not in ops:
+            message = f"unknown op {op_name!r}: there is {', '.join(ops)}{nearest(op_name, ops)}"
+            problems.append(document.problem(("kernels", op_name), message))
+            continue
+        op = ops[op_name]
+        for index, choice in enumerate(choices):
+            path = ("kernels", op_name, index)
+            if choice.variant not in op.variants:
+                there_is = f"there is {', '.join(op.variants)}{nearest(choice.variant, op.variants)}"
+                problems.append(document.problem(path, f"unknown {op_name} variant {choice.variant!r}: {there_is}"))
+                continue
+            variant = op.variants[choice.variant]
+            if choice.pins and variant.launch is None:
+                problems.append(document.problem(path, f"variant {choice.variant!r} has no config to pin"))
+                continue
+            known = variant.default_config("").as_dict() if choice.pins else {}
+            for pin in choice.pins:
+                if pin not in known:
+                    message = f"unknown config value {pin!r}: there is {', '.join(known)}{nearest(pin, known)}"
+                    problems.append(document.problem((*path, choice.variant, pin), message))
+    return problems
+
+
+def _shape_problems(document: Document, experiment: Experiment, ops: Registry) -> list[str]:
+    problems = []
+    for op_name, points in experiment.shapes.items():
+        if op_name not in ops:
+            message = f"unknown op {op_name!r}: there is {', '.join(ops)}{nearest(op_name, ops)}"
+            problems.append(document.problem(("shapes", op_name), message))
+            continue
+        contract = ops[op_name].contract
+        for index, point in enumerate(points):
+            for axis, value in point.items():
+                path = ("shapes", op_name, index, axis)
+                if axis not in contract.axis_by_name:
+                    known = contract.axis_by_name
+                    message = f"unknown axis {axis!r}: there is {', '.join(known)}{nearest(axis, known)}"
+                    problems.append(document.problem(path, message))
+                elif not contract.axis_by_name[axis].allows(value):
+                    message = f"{axis} = {value}, but {contract.axis_by_name[axis].rule}"
+                    problems.append(document.problem(path, message))
+    return problems
+
+
+def _policy_problems(document: Document, experiment: Experiment) -> list[str]:
+    problems = []
+    for kind, known in _POLICIES.items():
+        for index, name in enumerate(getattr(experiment.scheduler, kind) or ()):
+            if name not in known:
+                there_is = f"there is {', '.join(known)}{nearest(name, known)}"
+                problems.append(document.problem(("scheduler", kind, index), f"unknown {kind} {name!r}: {there_is}"))
+    return problems
+
+
+def _model_problems(document: Document, experiment: Experiment, model: ModelPlan, arms: list[Arm]) -> list[str]:
+    problems = []
+    used = kernel_ranges(model, arms[0].scheduler, torch.float32)
+    for section in ("kernels", "shapes"):
+        for op in getattr(experiment, section):
+            if op not in used:
+                message = f"this model does not use that op; it uses {', '.join(sorted(used))}"
+                problems.append(document.problem((section, op), message))
+    longest = model.config.max_position_embeddings
+    for length in experiment.scheduler.max_model_len or ():
+        if length > longest:
+            message = f"{length} is longer than what the model was made for, {longest}"
+            problems.append(document.problem(("scheduler", "max_model_len"), message))
+        longest = min(longest, length)
+    for index, workload in enumerate(experiment.workload):
+        if isinstance(workload, SyntheticWorkload):
+            needed = workload.input_len.uniform[1] + workload.output_len.uniform[1]
+            if needed > longest:
+                message = f"input_len + output_len reach {needed} tokens, the model's length is {longest}"
+                problems.append(document.problem(("workload", index), message))
+    return problems

@@ -1,0 +1,126 @@
+"""Where each op is checked and timed: the shapes that the workload gives it, and those that the YAML asks for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.arms import Pick
+from experiments.plan import Plan
+from experiments.schema import SyntheticWorkload
+from tkernels.check import count_programs
+from tkernels.contract import Contract, ContractError, Int, Value
+from tkernels.variant import Variant
+
+# An interpreted program takes 1 to 25 ms: a point of this many is checked in a few seconds.
+MOST_INTERPRETED_PROGRAMS = 192
+
+# A workload of texts has no lengths before a tokenizer is there; function headers are about this long.
+_TEXT_TOKENS = 32
+
+# What the engine's own calls look like, where a contract's first draw is a nastier one.
+_AS_SERVED: Mapping[str, Value] = {"lengths": "full", "bound": "exact"}
+_DTYPE_ROLES = ("activation", "kv", "weight", "out")
+
+
+@dataclass(frozen=True)
+class Point:
+    """Every axis of an op's contract, and a name for people ("decode", "prefill", "shapes[0]")."""
+
+    name: str
+    axes: Mapping[str, Value]
+
+
+def points_of(plan: Plan) -> dict[str, list[Point]]:
+    """op -> its points, each complete and within the contract's constraints.
+
+    Raises ContractError where a point of the YAML's `shapes` breaks a constraint.
+    """
+    return {op: _points(plan, op) for op in plan.ranges}
+
+
+def _points(plan: Plan, op: str) -> list[Point]:
+    contract = plan.ops[op].contract
+    wanted = [(f"shapes[{index}]", dict(point)) for index, point in enumerate(plan.experiment.shapes.get(op, ()))]
+    if plan.model is not None:
+        wanted = [*_workload_points(plan, contract), *wanted]
+    elif not wanted:
+        wanted = [(name, dict(axes)) for name, axes in contract.benchmarks.items()] or [("smallest", {})]
+    variants = [(plan.ops[op].variants[pick.variant], pick) for pick in plan.picks[op]]
+    return [
+        Point(name, _complete(plan, contract, axes, variants, shrink=not name.startswith("shapes")))
+        for name, axes in wanted
+    ]
+
+
+def _workload_points(plan: Plan, contract: Contract) -> list[tuple[str, dict[str, Value]]]:
+    """The model's own sizes, with the batch of a decode step and that of a prefill step."""
+    ranges = plan.ranges[contract.name]
+    requests, prompt, context = _typical(plan)
+    block = int(ranges["S"]) if isinstance(ranges.get("S"), int) else 16  # type: ignore[arg-type]
+    pages = -(-context // block)
+    sizes: dict[str, int] = {
+        "B": requests, "N": pages, "P": requests * pages, "context": context, "max_context_len": context
+    }  # fmt: skip
+    steps = {"decode": {**sizes, "T": requests}, "prefill": {**sizes, "T": requests * prompt, "context": prompt}}
+    if contract.name == "paged_decode" or "T" not in contract.axis_by_name:
+        steps = {"decode": steps["decode"]}
+    elif contract.name == "paged_prefill":
+        steps = {"prefill": steps["prefill"]}
+    points = []
+    for name, step in steps.items():
+        axes: dict[str, Value] = {}
+        for axis, bounds in ranges.items():
+            low, high = bounds if isinstance(bounds, tuple) else (bounds, bounds)
+            if axis not in contract.axis_by_name:
+                continue
+            axes[axis] = min(max(step[axis], int(low)), int(high)) if axis in step else high
+        points.append((name, axes))
+    return points
+
+
+def _typical(plan: Plan) -> tuple[int, int, int]:
+    """(requests at once, prompt tokens, tokens of a context halfway through the outputs) of the first workload."""
+    if not plan.experiment.workload:
+        return 4, _TEXT_TOKENS, 2 * _TEXT_TOKENS
+    workload = plan.experiment.workload[0]
+    if isinstance(workload, SyntheticWorkload):
+        prompt = sum(workload.input_len.uniform) // 2
+        return workload.num_requests, prompt, prompt + sum(workload.output_len.uniform) // 4
+    return len(workload.prompts), _TEXT_TOKENS, _TEXT_TOKENS + workload.max_tokens // 2
+
+
+def _plain(contract: Contract) -> Any:
+    """Draws what an op is mostly called with: the first of an enum (values are ordinary there), the largest size."""
+
+    def choose(name: str, candidates: Sequence[Value]) -> Value:
+        return max(candidates) if isinstance(contract.axis_by_name[name], Int) else candidates[0]
+
+    return choose
+
+
+def _complete(
+    plan: Plan, contract: Contract, axes: dict[str, Value], variants: list[tuple[Variant, Pick]], *, shrink: bool
+) -> dict[str, Value]:
+    """The point with every axis given; a batch that the interpreter would take minutes for is halved until it fits."""
+    dtype: dict[str, Value] = dict.fromkeys(_DTYPE_ROLES, plan.dtype_name)
+    usual = {**_AS_SERVED, **(dtype if plan.experiment.dtype or plan.model else {})}
+    usual = {axis: value for axis, value in usual.items() if axis in contract.axis_by_name and axis not in axes}
+    interpreted = [(v, p) for v, p in variants if v.kind == "triton"] if plan.device.type == "cpu" else []
+    while True:
+        point = contract.draw_axes(_plain(contract), {**axes, **usual})
+        batch = [a.name for a in contract.axes if isinstance(a, Int) and a.batch and int(axes.get(a.name, 1)) > 1]
+        if not shrink or not batch or not interpreted or _programs(point, interpreted) <= MOST_INTERPRETED_PROGRAMS:
+            return point
+        for name in batch:
+            axes[name] = int(axes[name]) // 2
+
+
+def _programs(point: Mapping[str, Value], variants: list[tuple[Variant, Pick]]) -> int:
+    counts = [0]
+    for variant, pick in variants:
+        config = variant.default_config("interpreter").pinned(dict(pick.pins))
+        try:
+            counts.append(count_programs(variant, variant.contract.case(point, 0), config))
+        except (ContractError, ValueError):
+            continue  # the check will say what is wrong
+    return max(counts)

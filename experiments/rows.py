@@ -1,0 +1,205 @@
+"""The rows of results.jsonl: one per fact, and its status decides which figures it may carry.
+
+A figure that is known not to exist is null, with its reason beside it; one that the status does not allow is absent, so
+that no speed of a wrong kernel can be written down.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+
+Status = Literal["ok", "wrong", "unsupported", "failed"]
+
+
+class _Row(BaseModel):
+    """What every row says. arm: op -> variant, with pinned values in brackets; settings: swept scheduler options."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    required: ClassVar[Mapping[str, frozenset[str]]]
+    """status -> the figures that a row of it has; every other figure is forbidden."""
+
+    run_id: str
+    stage: str
+    arm: dict[str, str]
+    settings: dict[str, Any] = {}
+    op: str | None = None
+    variant: str | None = None
+    axes: dict[str, Any] | None = None
+    dtype: str
+    device: str
+    status: Status
+    reason: str | None = None
+
+    @model_validator(mode="after")
+    def _figures_fit_the_status(self) -> "_Row":
+        if (self.status == "ok") != (self.reason is None):
+            raise ValueError(f"a row that is {self.status} {'has no' if self.status == 'ok' else 'needs its'} reason")
+        given = self.model_fields_set - set(_Row.model_fields)
+        wanted = self.required.get(self.status, frozenset())
+        if given != wanted:
+            raise ValueError(f"a {self.stage} row that is {self.status} has {sorted(wanted)}, got {sorted(given)}")
+        for figure, reason in (
+            ("median_us", "speed_reason"),
+            ("tokens_per_s", "speed_reason"),
+            ("roofline_fraction", "roofline_reason"),
+        ):
+            if figure in given and (getattr(self, figure) is None) != (getattr(self, reason) is not None):
+                raise ValueError(f"{figure} is either given or null with its {reason}")
+        return self
+
+    def as_json(self) -> str:
+        """One line."""
+        common = {name: getattr(self, name) for name in _Row.model_fields}
+        figures = self.model_dump(mode="json", include=self.model_fields_set - set(_Row.model_fields))
+        return TypeAdapter(dict[str, Any]).dump_json({**common, **figures}).decode()
+
+
+class CheckRow(_Row):
+    """A variant at one point against the float64 oracle. Ratios are error over allowance: at most 1 is right."""
+
+    stage: Literal["check"] = "check"
+    point: str | None = None
+    seed: int | None = None
+    max_error_ratio: float | None = None
+    rms_error_ratio: float | None = None
+    replay: str | None = None
+
+    required = {
+        "ok": frozenset({"point", "seed", "max_error_ratio", "rms_error_ratio"}),
+        "wrong": frozenset({"point", "seed", "max_error_ratio", "rms_error_ratio", "replay"}),
+        "unsupported": frozenset({"point"}),
+        "failed": frozenset({"point", "seed", "replay"}),
+    }
+
+
+class KernelRow(_Row):
+    """A variant's time at one point where its check was ok."""
+
+    stage: Literal["kernels"] = "kernels"
+    point: str | None = None
+    bytes_moved: int | None = None
+    flops: int | None = None
+    config: dict[str, int] | None = None
+    median_us: float | None = None
+    iqr_us: float | None = None
+    min_us: float | None = None
+    max_us: float | None = None
+    samples_us: list[float] | None = None
+    timer: str | None = None
+    speed_reason: str | None = None
+    roofline_fraction: float | None = None
+    roofline_bound: str | None = None
+    roofline_reason: str | None = None
+
+    required = {
+        "ok": frozenset(
+            {
+                "point", "bytes_moved", "flops", "config", "median_us", "iqr_us", "min_us", "max_us", "samples_us",
+                "timer", "speed_reason", "roofline_fraction", "roofline_bound", "roofline_reason",
+            }
+        ),
+        "failed": frozenset({"point"}),
+    }  # fmt: skip
+
+
+_SERVED = frozenset(
+    {
+        "workload", "requests", "requests_failed", "prompt_tokens", "output_tokens", "tokens_per_s",
+        "tokens_per_s_iqr", "time_to_first_token_s", "seconds", "speed_reason",
+    }
+)  # fmt: skip
+
+
+class EngineRow(_Row):
+    """A workload served by one arm. tokens_per_s counts output tokens; medians over the rounds in `seconds`.
+
+    time_to_first_token_s is the median over requests of the median round, all of which arrive at once.
+    """
+
+    stage: Literal["engine"] = "engine"
+    workload: str | None = None
+    requests: int | None = None
+    requests_failed: int | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    tokens_per_s: float | None = None
+    tokens_per_s_iqr: float | None = None
+    time_to_first_token_s: float | None = None
+    seconds: list[float] | None = None
+    speed_reason: str | None = None
+    steps: int | None = None
+    preemptions: int | None = None
+
+    required = {
+        "ok": _SERVED | {"steps", "preemptions"},
+        "wrong": frozenset({"workload"}),
+        "unsupported": frozenset({"workload"}),
+        "failed": frozenset({"workload"}),
+    }
+
+
+class ParityRow(_Row):
+    """An arm's tokens and log-probabilities beside the first arm's.
+
+    first_divergence: request and place of the first output token that differs, and the first arm's log-probability
+    margin there between its own token and this arm's, where it reported both. logprob_drift: the largest difference of
+    any log-probability that both report, up to and including the first place where tokens differ.
+    """
+
+    stage: Literal["parity"] = "parity"
+    workload: str | None = None
+    first_arm: dict[str, str] | None = None
+    tokens_equal: bool | None = None
+    requests_equal: int | None = None
+    requests: int | None = None
+    first_divergence: dict[str, float | int | None] | None = None
+    logprob_drift: float | None = None
+
+    required = {
+        status: frozenset(
+            {
+                "workload", "first_arm", "tokens_equal", "requests_equal", "requests", "first_divergence",
+                "logprob_drift",
+            }
+        )
+        for status in ("ok", "wrong")
+    }  # fmt: skip
+
+
+class PeerRow(_Row):
+    """A workload served by another engine, in rounds interleaved with the arms'. `arm` is the arm it is compared with.
+
+    speedup: the arm's tokens per second over the peer's, the median over rounds; speedups: each round's.
+    """
+
+    stage: Literal["peers"] = "peers"
+    peer: str | None = None
+    peer_settings: dict[str, Any] | None = None
+    workload: str | None = None
+    requests: int | None = None
+    requests_failed: int | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    tokens_per_s: float | None = None
+    tokens_per_s_iqr: float | None = None
+    time_to_first_token_s: float | None = None
+    seconds: list[float] | None = None
+    speed_reason: str | None = None
+    speedup: float | None = None
+    speedup_iqr: float | None = None
+    speedups: list[float] | None = None
+    tokens_equal: bool | None = None
+    requests_equal: int | None = None
+
+    required = {
+        "ok": _SERVED
+        | {"peer", "peer_settings", "speedup", "speedup_iqr", "speedups", "tokens_equal", "requests_equal"},
+        "failed": frozenset({"peer", "workload"}),
+        "unsupported": frozenset({"peer", "workload"}),
+    }
+
+
+Row = Annotated[CheckRow | KernelRow | EngineRow | ParityRow | PeerRow, Field(discriminator="stage")]
+ROW: TypeAdapter[Row] = TypeAdapter(Row)
+"""Reads a line of results.jsonl: `ROW.validate_json(line)`."""

@@ -1,0 +1,58 @@
+"""One run's folder: resolved.yaml, environment.json, and results.jsonl, which grows by a row as each fact is known."""
+
+import json
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experiments.document import ExperimentError
+from experiments.plan import Plan
+from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow
+
+AnyRow = CheckRow | KernelRow | EngineRow | ParityRow | PeerRow
+
+
+class RunFolder:
+    """Open for the length of a run. `rows` holds what was recorded so far, in order."""
+
+    def __init__(self, plan: Plan, out: Path | None) -> None:
+        """Makes the folder: `out`, which must be new or empty, or runs/<name>-<time>-<id>/ under the current one."""
+        self.run_id = secrets.token_hex(4)
+        name = f"{plan.experiment.name}-{time.strftime('%Y%m%d-%H%M%S')}-{self.run_id}"
+        self.path = out if out is not None else Path("runs") / name
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise ExperimentError([f"--out {self.path}: exists and is not an empty folder"])
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ExperimentError([f"{self.path}: cannot be made: {error.strerror}"]) from None
+        self.rows: list[AnyRow] = []
+        (self.path / "resolved.yaml").write_text(
+            yaml.safe_dump(resolved(plan), sort_keys=False, width=100, allow_unicode=True), encoding="utf-8"
+        )
+
+    def record(self, row: AnyRow) -> None:
+        """Appends a row. The file is closed after each, so that a run that is killed keeps what it knew."""
+        self.rows.append(row)
+        with (self.path / "results.jsonl").open("a", encoding="utf-8") as file:
+            file.write(row.as_json() + "\n")
+
+    def write_environment(self, environment: Mapping[str, Any]) -> None:
+        text = json.dumps(environment, indent=2, default=str) + "\n"
+        (self.path / "environment.json").write_text(text, encoding="utf-8")
+
+
+def resolved(plan: Plan) -> dict[str, Any]:
+    """The experiment with what it left open filled in; it is a valid experiment itself, wherever it lies."""
+    experiment = plan.experiment
+    data: dict[str, Any] = experiment.model_dump(mode="json", exclude_none=True)
+    data |= {"device": str(plan.device), "dtype": plan.dtype_name}
+    if plan.experiment.model is not None and plan.experiment.model.path is not None:
+        assert plan.model is not None
+        data["model"] = {"path": str(plan.model.directory().resolve())}
+    data["variants_from"] = [str(folder) for folder in plan.variant_folders]
+    return {key: value for key, value in data.items() if value not in ({}, [])}

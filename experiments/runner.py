@@ -1,0 +1,57 @@
+"""One run: the stages in order, into one folder."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from experiments.document import ExperimentError
+from experiments.environment import environment_of
+from experiments.plan import Plan
+from experiments.points import points_of
+from experiments.run_folder import RunFolder
+from experiments.stages import check, engine, kernels, parity
+from experiments.stages.context import Context
+from tkernels import ContractError, Tuning
+
+
+def run_experiment(plan: Plan, out: Path | None, overrides: Sequence[str], console: Console) -> RunFolder:
+    """Runs all stages and returns the folder with its rows. Progress goes to `console`, which should be stderr's.
+
+    Raises ExperimentError where the folder cannot be made or a point of `shapes` breaks its contract; whatever goes
+    wrong in one arm becomes a row.
+    """
+    try:
+        points = points_of(plan)
+    except ContractError as error:
+        raise ExperimentError([f"shapes: {error}"]) from None
+    folder = RunFolder(plan, out)
+    environment = environment_of(plan, folder.run_id, list(overrides))
+    folder.write_environment(environment)
+    columns = (
+        TextColumn("{task.description:<8}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[doing]}", style="dim"),
+    )
+    tuning = Tuning(plan.experiment.tuning)
+    with Progress(*columns, console=console) as progress, warnings.catch_warnings():
+        warnings.simplefilter("default")  # a stale tuned config is said once, not turned into an error
+        context = Context(plan, folder, points, tuning, progress)
+        check.run(context)
+        kernels.run(context)
+        parity.run(context, engine.run(context))
+    folder.write_environment({**environment, "tuning": {"mode": plan.experiment.tuning, "used": tuning.used}})
+    return folder
+
+
+def failures(folder: RunFolder) -> list[str]:
+    """What makes a run's exit status non-zero: every row that is wrong or failed; or that no engine ran at all."""
+    bad = [f"{row.stage} {row.status}: {row.reason}" for row in folder.rows if row.status in ("wrong", "failed")]
+    engines = [row for row in folder.rows if row.stage == "engine"]
+    if engines and not bad and all(row.status == "unsupported" for row in engines):
+        bad.append("no arm is supported here")
+    return bad

@@ -1,0 +1,255 @@
+"""What an experiment's YAML may say. Structure only: `plan` checks the names of ops, variants and policies, live."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from experiments.document import Document, ExperimentError, PathParts, nearest
+from tsched.sampling_params import SamplingParams
+
+Dtype = Literal["float32", "float16", "bfloat16", "float64"]
+Count = Annotated[int, Field(strict=True, ge=1)]
+
+
+def _as_list(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
+class Strict(BaseModel):
+    """Frozen, and a key that it does not have is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class VariantChoice(Strict):
+    """One variant of an op, and the values that its config is pinned to; a list of values is an axis."""
+
+    variant: str
+    pins: Mapping[str, list[Annotated[int, Field(strict=True)]]] = {}
+
+    def as_yaml(self) -> Any:
+        return {self.variant: {name: list(values) for name, values in self.pins.items()}} if self.pins else self.variant
+
+
+def _as_choice(value: Any) -> Any:
+    """A name, or {name: {config value: number or list}}, in the one form that VariantChoice has."""
+    if isinstance(value, str):
+        return {"variant": value}
+    if isinstance(value, dict) and len(value) == 1:
+        ((name, pins),) = value.items()
+        if pins is None or isinstance(pins, dict):
+            return {"variant": name, "pins": {pin: _as_list(values) for pin, values in (pins or {}).items()}}
+    raise ValueError(f"a variant is a name or {{name: {{config value: number}}}}, got {value!r}")
+
+
+Choice = Annotated[VariantChoice, BeforeValidator(_as_choice), PlainSerializer(lambda choice: choice.as_yaml())]
+Choices = Annotated[list[Choice], BeforeValidator(_as_list), Field(min_length=1)]
+Counts = Annotated[list[Count], BeforeValidator(_as_list), Field(min_length=1)]
+Policies = Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
+
+
+class ModelSource(Strict):
+    """Exactly one of: a preset's name, a directory (relative to the YAML file), a Hugging Face hub id."""
+
+    preset: str | None = None
+    path: Path | None = None
+    hub: str | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> "ModelSource":
+        if sum(value is not None for value in (self.preset, self.path, self.hub)) != 1:
+            raise ValueError("a model is exactly one of {preset: NAME}, {path: DIRECTORY} and {hub: ORG/NAME}")
+        return self
+
+
+class Length(Strict):
+    """A number of tokens: fixed (low = high), or drawn uniformly from low to high, both included."""
+
+    uniform: Annotated[list[Count], Field(min_length=2, max_length=2)]
+
+    @field_validator("uniform")
+    @classmethod
+    def _ordered(cls, value: list[int]) -> list[int]:
+        if value[0] > value[1]:
+            raise ValueError(f"the first bound is above the second: {value}")
+        return value
+
+
+def _as_length(value: Any) -> Any:
+    return {"uniform": [value, value]} if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+LengthField = Annotated[Length, BeforeValidator(_as_length)]
+
+# Set elsewhere in the experiment (max_tokens, output_len) or by the stages themselves (logprobs).
+_NOT_SAMPLING = frozenset({"n", "max_tokens", "logprobs"})
+SAMPLING_KEYS = tuple(f.name for f in fields(SamplingParams) if f.name not in _NOT_SAMPLING)
+
+
+class _Workload(Strict):
+    """`name` labels its rows. `sampling`: keys of SamplingParams, greedy where temperature is not given."""
+
+    name: str = ""
+    sampling: Mapping[str, Any] = {}
+
+    @field_validator("sampling")
+    @classmethod
+    def _valid_sampling(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        for key in value:
+            if key not in SAMPLING_KEYS:
+                raise ValueError(
+                    f"unknown key {key!r}: there is {', '.join(SAMPLING_KEYS)}{nearest(key, SAMPLING_KEYS)}"
+                )
+        SamplingParams(**{"temperature": 0.0, "max_tokens": None, **value})
+        return value
+
+
+class SyntheticWorkload(_Workload):
+    """Requests of random token ids; every request runs to its drawn length, whatever the model's end token is."""
+
+    kind: Literal["synthetic"]
+    num_requests: Count
+    input_len: LengthField
+    output_len: LengthField
+    seed: Annotated[int, Field(strict=True, ge=0)] = 0
+
+
+class PromptsWorkload(_Workload):
+    """Texts, each continued by up to max_tokens tokens."""
+
+    kind: Literal["prompts"]
+    prompts: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+    max_tokens: Count = 16
+
+
+Workload = Annotated[SyntheticWorkload | PromptsWorkload, Field(discriminator="kind")]
+
+
+class SchedulerOptions(Strict):
+    """What tsched.LLM takes besides the model; a key that is absent has LLM's default, a list is an axis."""
+
+    max_num_batched_tokens: Counts | None = None
+    max_num_seqs: Counts | None = None
+    max_model_len: Counts | None = None
+    block_size: Counts | None = None
+    kv_cache_bytes: Counts | None = None
+    order: Policies | None = None
+    preemption: Policies | None = None
+    prefix_cache: Policies | None = None
+
+
+class Experiment(Strict):
+    """The whole file. Every key but `name` has a default; see DESIGN, "The experiment".
+
+    kernels: op -> variants. shapes: op -> points of its contract to check and time, besides those of the workload.
+    repeats: timed rounds of the engine and of each peer. seed: of the inputs of the check and kernels stages.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)]
+    model: ModelSource | None = None
+    dtype: Dtype | None = None
+    device: str | None = None
+    variants_from: list[Path] = []
+    kernels: Mapping[str, Choices] = {}
+    shapes: Mapping[str, list[Mapping[str, int | bool | str]]] = {}
+    tuning: Literal["nearest", "frozen", "search"] = "nearest"
+    scheduler: SchedulerOptions = SchedulerOptions()
+    workload: Annotated[list[Workload], BeforeValidator(_as_list)] = []
+    peers: list[str] = []
+    repeats: Count = 1
+    seed: Annotated[int, Field(strict=True, ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Experiment":
+        if self.workload and self.model is None:
+            raise ValueError("a workload needs a model")
+        if self.peers and not self.workload:
+            raise ValueError("peers serve a workload; there is none")
+        if self.model is None and not self.kernels:
+            raise ValueError("there is nothing to do: neither a model nor kernels are given")
+        names = [workload.name for workload in self.workload]
+        if len(set(names)) != len(names):
+            raise ValueError("each workload of a list needs a name of its own")
+        return self
+
+
+def validate(document: Document) -> Experiment:
+    """The document as an Experiment; ExperimentError lists everything that is wrong with its structure."""
+    try:
+        return Experiment.model_validate(document.data)
+    except ValidationError as error:
+        raise ExperimentError([_explain(document, dict(e)) for e in error.errors()]) from None
+
+
+def _explain(document: Document, error: dict[str, Any]) -> str:
+    parts = _document_path(document.data, error["loc"])
+    if error["type"] == "extra_forbidden":
+        known = _keys_beside(Experiment, error["loc"])
+        return document.problem(parts, f"unknown key: there is {', '.join(known)}{nearest(parts[-1], known)}")
+    if error["type"] == "missing":
+        return document.problem((*parts, error["loc"][-1]), "is required")
+    if error["type"] == "union_tag_invalid":
+        tag, known_tags = error["ctx"]["tag"], error["ctx"]["expected_tags"].replace("'", "")
+        return document.problem(
+            (*parts, "kind"), f"unknown kind {tag!r}: there is {known_tags}{nearest(tag, known_tags.split(', '))}"
+        )
+    if error["type"] == "literal_error":
+        known_values = [text.strip("' ") for text in error["ctx"]["expected"].replace(" or ", ", ").split(",")]
+        value = error["input"]
+        return document.problem(
+            parts, f"unknown value {value!r}: there is {', '.join(known_values)}{nearest(value, known_values)}"
+        )
+    message = error["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    got = "" if error["type"] == "value_error" else f", got {error['input']!r}"
+    return document.problem(parts, message[:1].lower() + message[1:] + got)
+
+
+def _document_path(data: Any, loc: PathParts) -> PathParts:
+    """pydantic's location less what only its unions and normalized forms know about."""
+    path: list[str | int] = []
+    for part in loc:
+        inside = (
+            part in data if isinstance(data, dict) else isinstance(data, list) and part in range(len(data))
+        )  # fmt: skip
+        if inside:
+            data = data[part]
+            path.append(part)
+    return tuple(path)
+
+
+def _keys_beside(model: type[BaseModel], loc: PathParts) -> list[str]:
+    """The keys that the mapping which holds the last of `loc` may have."""
+    candidates = [model]
+    for part in loc[:-1]:
+        if isinstance(part, int):
+            continue
+        tagged = [
+            c for c in candidates if "kind" in c.model_fields and part in get_args(c.model_fields["kind"].annotation)
+        ]
+        if tagged:
+            candidates = tagged
+            continue
+        found = [m for c in candidates if part in c.model_fields for m in _models(c.model_fields[str(part)].annotation)]
+        candidates = found or candidates
+    return list(dict.fromkeys(name for candidate in candidates for name in candidate.model_fields))
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and not get_origin(annotation) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif get_origin(annotation) in (Union, UnionType, Annotated, list) or get_args(annotation):
+        for argument in get_args(annotation):
+            yield from _models(argument)

@@ -1,0 +1,1 @@
+"""The stages of a run, in order: check, kernels, engine (with peers beside it), parity."""

@@ -1,0 +1,218 @@
+"""Every arm's engine serves every workload end to end, and every peer serves it in between."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from experiments.arms import Arm
+from experiments.peers import PEERS
+from experiments.rows import EngineRow, PeerRow, Status
+from experiments.stages.context import Context, Step, one_line
+from experiments.stages.serving import Served, equal_requests, figures, interleaved, spread, timed
+from experiments.workloads import Request, requests_of
+from tkernels import SelectionError
+from tsched import LLM
+from tsched.outputs import RequestOutput
+
+REPORTED_LOGPROBS = 5
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an arm said to a workload, with log-probabilities: the parity stage's material."""
+
+    arm: dict[str, str]
+    settings: dict[str, Any]
+    workload: str
+    outputs: tuple[RequestOutput, ...]
+
+
+def run(context: Context) -> list[Answer]:
+    """Records an engine row per arm and workload, and a peer row per peer and workload; returns the arms' answers."""
+    plan = context.plan
+    if plan.model is None or not plan.experiment.workload:
+        return []
+    workloads = {w.name: requests_of(w, plan.model.config.vocab_size) for w in plan.experiment.workload}
+    answers: list[Answer] = []
+    peers_served = not plan.experiment.peers
+    with context.step("engine", len(plan.arms) * len(workloads)) as step:
+        step.say(f"the model {plan.model.name}")
+        plan.model.directory()
+        for index, arm in enumerate(plan.arms):
+            step.say(arm.title)
+            refused = _refused(context, index, arm)
+            if refused is not None:
+                status, reason = refused
+                _record_all(context, arm, status, reason, list(workloads), step)
+                continue
+            try:
+                llm = _llm(context, arm)
+            except Exception as error:
+                failure: Status = "unsupported" if isinstance(error, SelectionError) else "failed"
+                _record_all(context, arm, failure, one_line(error), list(workloads), step)
+                continue
+            for name, requests in workloads.items():
+                peers = () if peers_served else plan.experiment.peers
+                answers += _serve(context, llm, arm, name, requests, peers)
+                step.advance("")
+            peers_served = True  # peers know no arms: they are compared with the first that runs
+    return answers
+
+
+def _record_all(
+    context: Context,
+    arm: Arm,
+    status: Status,
+    reason: str,
+    workloads: Sequence[str],
+    step: Step,
+) -> None:
+    for name in workloads:
+        common = context.common(arm=arm.labels, settings=arm.settings, workload=name)
+        context.folder.record(EngineRow(**common, status=status, reason=reason))
+        step.advance("")
+
+
+def _refused(context: Context, index: int, arm: Arm) -> tuple[Status, str] | None:
+    """Why an arm is not run: it is unsupported, or a kernel of it was wrong, which is not let loose on a real cache."""
+    if index in context.plan.unsupported:
+        return "unsupported", context.plan.unsupported[index]
+    for op, picks in context.plan.picks.items():
+        label = arm.picks[op].label if op in arm.picks else picks[0].label
+        if (op, label) in context.verdicts:
+            status, reason = context.verdicts[(op, label)]
+            return status, f"not run, its {op}.{label} is {status}: {reason}"
+    return None
+
+
+def _llm(context: Context, arm: Arm) -> LLM:
+    plan = context.plan
+    assert plan.model is not None
+    return LLM(
+        plan.model.directory(),
+        kernels=arm.choices,
+        dtype=plan.dtype,
+        device=plan.device,
+        ops=plan.ops,
+        tuning=context.tuning,
+        **arm.scheduler,
+    )
+
+
+def interpreted_ops(llm: LLM) -> list[str]:
+    """The ops of an engine that run in Triton's interpreter."""
+    if llm.device.type != "cpu":
+        return []
+    return [op for op, kernel in llm.kernels.kernels.items() if kernel.variant.kind == "triton"]
+
+
+def _serve(
+    context: Context, llm: LLM, arm: Arm, workload: str, requests: list[Request], peers: Sequence[str]
+) -> list[Answer]:
+    common = context.common(arm=llm.arm, settings=arm.settings, workload=workload)
+    before = llm.stats()
+    try:
+        outputs = _answer(llm, requests)
+        after = llm.stats()
+        slow = interpreted_ops(llm)
+        not_timed = f"{', '.join(slow)} interpreted on a CPU: not measured" if slow else None
+        if slow:
+            rounds = [_served(outputs, 0.0)]
+        elif not peers:
+            (rounds,) = interleaved([partial(serve_once, llm, requests)], context.plan.experiment.repeats, _nothing)
+        else:
+            rounds = _beside_peers(context, llm, arm, workload, requests, outputs, peers)
+    except Exception as error:
+        context.folder.record(EngineRow(**common, status="failed", reason=one_line(error)))
+        return []
+    failed = [output.error for output in outputs if output.error is not None]
+    if len(failed) == len(outputs):
+        context.folder.record(EngineRow(**common, status="failed", reason=f"every request failed: {failed[0]}"))
+        return []
+    row = EngineRow(
+        **common,
+        status="ok",
+        **figures(rounds, not_timed),
+        steps=after.num_steps - before.num_steps,
+        preemptions=after.num_preemptions - before.num_preemptions,
+    )
+    context.folder.record(row)
+    return [Answer(llm.arm, arm.settings, workload, tuple(outputs))]
+
+
+def _nothing() -> None:
+    return None
+
+
+def _answer(llm: LLM, requests: list[Request]) -> list[RequestOutput]:
+    params = [replace(request.params, logprobs=REPORTED_LOGPROBS) for request in requests]
+    return llm.generate([request.prompt for request in requests], params, progress=False)
+
+
+def _served(outputs: Sequence[RequestOutput], seconds: float) -> Served:
+    waits = [output.metrics.time_to_first_token for output in outputs]
+    return Served(
+        tokens=tuple(tuple(o.outputs[0].token_ids) if o.error is None else None for o in outputs),
+        prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
+        seconds=seconds,
+        first_token_s=tuple(wait for wait in waits if wait is not None),
+    )
+
+
+def serve_once(llm: LLM, requests: list[Request]) -> Served:
+    """One timed round, without log-probabilities, which cost a softmax over the vocabulary."""
+    prompts, params = [request.prompt for request in requests], [request.params for request in requests]
+    outputs, seconds = timed(lambda: llm.generate(prompts, params, progress=False))
+    return _served(outputs, seconds)
+
+
+def _beside_peers(
+    context: Context,
+    llm: LLM,
+    arm: Arm,
+    workload: str,
+    requests: list[Request],
+    outputs: list[RequestOutput],
+    peers: Sequence[str],
+) -> list[Served]:
+    """The arm's rounds, with each peer's in between and on record."""
+    plan = context.plan
+    assert plan.model is not None
+    by_ids = [Request(o.prompt_token_ids, r.params) for o, r in zip(outputs, requests, strict=True)]
+    common = context.common(arm=llm.arm, settings=arm.settings, workload=workload)
+    servers: dict[str, Any] = {}
+    with context.step(
+        f"peers {workload}".strip(), len(peers) + (1 + len(peers)) * (plan.experiment.repeats + 1)
+    ) as step:
+        for name in peers:
+            step.say(f"{name}: finding its best settings")
+            try:
+                make = import_module(PEERS[name]).make_peer
+                servers[name] = make(name, plan.model.directory(), by_ids, plan.device, plan.dtype)
+            except Exception as error:
+                context.folder.record(PeerRow(**common, peer=name, status="failed", reason=one_line(error)))
+            step.advance("")
+        step.say("interleaved rounds")
+        everyone = [partial(serve_once, llm, requests), *servers.values()]
+        mine, *theirs = interleaved(everyone, plan.experiment.repeats, lambda: step.advance("interleaved rounds"))
+    for (name, server), rounds in zip(servers.items(), theirs, strict=True):
+        speedups = [a.tokens_per_s / b.tokens_per_s for a, b in zip(mine, rounds, strict=True)]
+        equal = equal_requests(mine[-1].tokens, rounds[-1].tokens)
+        context.folder.record(
+            PeerRow(
+                **common,
+                status="ok",
+                peer=name,
+                peer_settings=dict(server.settings),
+                **figures(rounds),
+                speedup=statistics.median(speedups),
+                speedup_iqr=spread(speedups),
+                speedups=speedups,
+                tokens_equal=equal == len(requests),
+                requests_equal=equal,
+            )
+        )
+    return mine

@@ -1,0 +1,89 @@
+"""Serving a workload in timed rounds: what an arm's engine and a peer have in common."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Served:
+    """One round of a workload. `tokens`: each request's output, None where it failed. Seconds are the whole round's."""
+
+    tokens: tuple[tuple[int, ...] | None, ...]
+    prompt_tokens: int
+    seconds: float
+    first_token_s: tuple[float, ...] | None
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(len(tokens) for tokens in self.tokens if tokens is not None)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.output_tokens / self.seconds
+
+
+class Server(Protocol):
+    """Serves the whole workload once per call."""
+
+    def __call__(self) -> Served: ...
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    """The result, and the seconds it took."""
+    start = time.perf_counter()
+    result = work()
+    return result, time.perf_counter() - start
+
+
+def interleaved(servers: Sequence[Server], repeats: int, done: Callable[[], None]) -> list[list[Served]]:
+    """Per server its rounds. One round of each server follows the other, so that a machine that slows down slows all.
+
+    A first round of each, which is not counted, warms up whatever is made on first use.
+    """
+    rounds: list[list[Served]] = [[] for _ in servers]
+    for index in range(repeats + 1):
+        for server, mine in zip(servers, rounds, strict=True):
+            served = server()
+            if index:
+                mine.append(served)
+            done()
+    return rounds
+
+
+def spread(values: Sequence[float]) -> float:
+    """The distance between the quartiles; 0 for a single value."""
+    if len(values) < 2:
+        return 0.0
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return third - first
+
+
+def figures(rounds: Sequence[Served], not_timed: str | None = None) -> dict[str, Any]:
+    """The fields that an engine row and a peer row share. `not_timed`: why there is no speed, or None."""
+    last = rounds[-1]
+    result: dict[str, Any] = {
+        "requests": len(last.tokens),
+        "requests_failed": sum(tokens is None for tokens in last.tokens),
+        "prompt_tokens": last.prompt_tokens,
+        "output_tokens": last.output_tokens,
+        "speed_reason": not_timed,
+    }
+    if not_timed is not None:
+        return {**result, **dict.fromkeys(("tokens_per_s", "tokens_per_s_iqr", "time_to_first_token_s", "seconds"))}
+    rates = [served.tokens_per_s for served in rounds]
+    waits = [statistics.median(served.first_token_s) for served in rounds if served.first_token_s]
+    return {
+        **result,
+        "tokens_per_s": statistics.median(rates),
+        "tokens_per_s_iqr": spread(rates),
+        "time_to_first_token_s": statistics.median(waits) if waits else None,
+        "seconds": [served.seconds for served in rounds],
+    }
+
+
+def equal_requests(one: Sequence[tuple[int, ...] | None], other: Sequence[tuple[int, ...] | None]) -> int:
+    """How many requests have the same tokens in both; a request that failed in either does not count."""
+    return sum(a is not None and a == b for a, b in zip(one, other, strict=True))

@@ -1,0 +1,154 @@
+"""A run, and the registry, as tables for people: every column explains itself, and 80 columns are enough."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from experiments.plan import Plan
+from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow
+from experiments.run_folder import AnyRow
+
+_STYLES = {"ok": "green", "wrong": "bold red", "failed": "red", "unsupported": "yellow"}
+
+
+def status_text(status: str) -> Text:
+    return Text(status, style=_STYLES.get(status, ""))
+
+
+def new_table(title: str, columns: Sequence[str], right: Sequence[str] = ()) -> Table:
+    """A table without vertical rules; columns named in `right` are aligned there and never broken."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        numeric = column in right
+        table.add_column(column, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+    return table
+
+
+def run_report(plan: Plan, rows: Sequence[AnyRow]) -> RenderableType:
+    """What a run found, stage by stage, reasons last."""
+    parts: list[RenderableType] = []
+    checks = [row for row in rows if isinstance(row, CheckRow)]
+    timings = {(r.op, r.variant, r.point): r for r in rows if isinstance(r, KernelRow)}
+    if checks:
+        parts.append(_kernel_table(plan, checks, timings))
+    engines = [row for row in rows if isinstance(row, EngineRow)]
+    if engines:
+        parts.append(_engine_table(plan, engines, [row for row in rows if isinstance(row, ParityRow)]))
+    peers = [row for row in rows if isinstance(row, PeerRow)]
+    if peers:
+        parts.append(_peer_table(peers))
+    parts += _reasons(rows)
+    return Group(*parts)
+
+
+def microseconds(value: float) -> str:
+    return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _kernel_table(plan: Plan, checks: Sequence[CheckRow], timings: Mapping[Any, KernelRow]) -> Table:
+    with_roofline = any(row.status == "ok" and row.roofline_fraction is not None for row in timings.values())
+    right = ["error", "median us", "IQR us", "MB", "roofline"]
+    columns = ["op", "variant", "shape", "check", *right[: None if with_roofline else -1]]
+    table = new_table(f"Kernels ({plan.dtype_name}, {plan.device.type})", columns, right)
+    last = None
+    for row in checks:
+        timing = timings.get((row.op, row.variant, row.point))
+        error = f"{row.max_error_ratio:.2f}" if row.max_error_ratio is not None else "-"
+        cells: list[str | Text] = ["" if row.op == last else str(row.op), str(row.variant), str(row.point)]
+        cells += [status_text(row.status), error, *_timing_cells(timing)]
+        table.add_row(*cells[: len(columns)])
+        last = row.op
+    table.caption = "error: over what the error rule allows, 1.00 at most. n/m: not measured."
+    table.caption_justify = "left"
+    return table
+
+
+def _timing_cells(timing: KernelRow | None) -> list[str | Text]:
+    if timing is None:
+        return ["-"] * 4
+    if timing.status == "failed":
+        return [status_text("failed"), "-", "-", "-"]
+    assert timing.bytes_moved is not None
+    size = f"{timing.bytes_moved / 1e6:.3g}"
+    if timing.median_us is None or timing.iqr_us is None:
+        return ["n/m", "n/m", size, "n/m"]
+    share = f"{timing.roofline_fraction:.0%}" if timing.roofline_fraction is not None else "n/m"
+    return [microseconds(timing.median_us), microseconds(timing.iqr_us), size, share]
+
+
+def arm_title(plan: Plan, row: EngineRow | ParityRow | PeerRow) -> str:
+    """The parts of a row's arm that differ between arms."""
+    swept = [key for key in plan.arms[0].swept if key in row.arm]
+    parts = [row.arm[op] for op in swept] + [f"{key}={value}" for key, value in row.settings.items()]
+    return " · ".join(parts) or "defaults"
+
+
+def _engine_table(plan: Plan, engines: Sequence[EngineRow], parities: Sequence[ParityRow]) -> Table:
+    swept = ", ".join(key.removeprefix("scheduler.") for key in plan.arms[0].swept)
+    several = len({row.workload for row in engines}) > 1
+    right = ["tokens", "tokens/s", "first token ms", "log-prob drift"]
+    columns = ["workload"] * several + ["arm", "status", *right[:3], "same tokens", right[3]]
+    table = new_table(f"Engine{f' (arms: {swept})' if swept else ''}", columns, right)
+    parity = {(_key(row)): row for row in parities}
+    firsts: set[str] = set()
+    for row in engines:
+        cells: list[str | Text] = [str(row.workload)] if several else []
+        cells += [arm_title(plan, row), status_text(row.status)]
+        if row.status != "ok":
+            table.add_row(*cells, *["-"] * 5)
+            continue
+        speed = f"{row.tokens_per_s:,.1f}" if row.tokens_per_s is not None else "n/m"
+        wait = f"{row.time_to_first_token_s * 1e3:,.1f}" if row.time_to_first_token_s is not None else "n/m"
+        compared = parity.get(_key(row))
+        if compared is None:
+            same, drift = ("first arm" if row.workload not in firsts else "-"), "-"
+            firsts.add(str(row.workload))
+        else:
+            assert compared.logprob_drift is not None
+            same = "yes" if compared.tokens_equal else f"{compared.requests_equal} of {compared.requests} requests"
+            drift = f"{compared.logprob_drift:.1e}"
+        table.add_row(*cells, f"{row.output_tokens:,}", speed, wait, same, drift)
+    return table
+
+
+def _key(row: EngineRow | ParityRow) -> tuple[Any, ...]:
+    return row.workload, tuple(sorted(row.arm.items())), tuple(sorted(row.settings.items()))
+
+
+def _peer_table(peers: Sequence[PeerRow]) -> Table:
+    right = ["tokens/s", "speed-up", "IQR"]
+    table = new_table("Against peers", ["workload", "peer", "settings", *right, "same tokens"], right)
+    for row in peers:
+        if row.status != "ok" or row.speedup is None or row.speedup_iqr is None:
+            table.add_row(str(row.workload), str(row.peer), status_text(row.status), "-", "-", "-", "-")
+            continue
+        settings = ", ".join(f"{key} {value}" for key, value in (row.peer_settings or {}).items())
+        same = "yes" if row.tokens_equal else f"{row.requests_equal} of {row.requests} requests"
+        speed = f"{row.tokens_per_s:,.1f}"
+        speedup, iqr = f"{row.speedup:.2f}x", f"{row.speedup_iqr:.2f}"
+        table.add_row(str(row.workload), str(row.peer).replace("_", " "), settings, speed, speedup, iqr, same)
+    table.caption = "speed-up: this engine's tokens/s over the peer's, median over interleaved rounds."
+    table.caption_justify = "left"
+    return table
+
+
+def _reasons(rows: Iterable[AnyRow]) -> list[RenderableType]:
+    """Each reason once, with what it concerns, and how to see it again."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.status == "ok":
+            continue
+        about = f"{row.op}.{row.variant}" if row.op else ", ".join(f"{k}={v}" for k, v in row.arm.items())
+        replay = f"\n  replay: {row.replay}" if isinstance(row, CheckRow) and row.replay else ""
+        abouts = found.setdefault((row.status, f"{row.reason}{replay}"), [])
+        if about not in abouts:
+            abouts.append(about)
+    lines: list[RenderableType] = []
+    for (status, reason), abouts in found.items():
+        about = abouts[0] + (f" and {len(abouts) - 1} more" if len(abouts) > 1 else "")
+        lines.append(Text.assemble(status_text(status), f" {about}: {reason}"))
+    return [Text(), *lines] if lines else []
