@@ -18,10 +18,9 @@ from tkernels.mode import MODE
 from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
 
-
 BASELINE_SLACK = 4.0
-"""How far beyond the error rule torch itself may be from the definition evaluated step by step at the same dtype. Its CPU
-attention uses an exp of 20 bits, which in fp32 came to 1.14 times the rule; a wrong mask or scale comes to thousands."""
+"""How far beyond the error rule torch itself may be from the definition evaluated step by step at the same dtype. Its
+CPU attention's exp has 20 bits, which in fp32 came to 1.14 times the rule; a wrong mask or scale comes to thousands."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,9 @@ MAX_PROGRAMS = 8
 """Of a drawn case: the interpreter's cost follows the number of programs, a fault shows itself in the first few."""
 
 
-def draw(variant: Variant, choose: Choose, seed: int, fixed: Axes | None = None) -> tuple[Case, Config | None] | None:
+def draw(
+    variant: Variant, choose: Choose, seed: int, fixed: Axes | None = None, device: torch.device | str = "cpu"
+) -> tuple[Case, Config | None] | None:
     """A case within the contract and a config of the variant (None for torch); None where the draw gives no such pair.
 
     A config that would launch more than MAX_PROGRAMS gives way to the default; a case the variant does not support, or
@@ -205,10 +206,10 @@ def draw(variant: Variant, choose: Choose, seed: int, fixed: Axes | None = None)
     """
     contract = variant.contract
     axes = contract.draw_axes(choose, fixed)
-    case = contract.case(axes, seed)
-    bound, device = contract.bind_axes(contract.bind_arguments((), case.inputs))
-    facts = device_facts(device)
-    if variant.unsupported_reason(bound, device, facts):
+    case = contract.case(axes, seed, device)
+    bound, where = contract.bind_axes(contract.bind_arguments((), case.inputs))
+    facts = device_facts(where)
+    if variant.unsupported_reason(bound, where, facts):
         return None
     if variant.kind != "triton":
         return case, None
@@ -222,12 +223,12 @@ def draw(variant: Variant, choose: Choose, seed: int, fixed: Axes | None = None)
 
 
 def drawn_cases(
-    variant: Variant, examples: int, seed: int = 0, fixed: Axes | None = None
+    variant: Variant, examples: int, seed: int = 0, fixed: Axes | None = None, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[Case, Config | None]]:
     """Seeded draws, exactly as many as asked; a ContractError where the variant supports next to none."""
     found = tries = 0
     while found < examples:
-        drawn = draw(variant, chooser(seed + tries), seed + tries, fixed)
+        drawn = draw(variant, chooser(seed + tries), seed + tries, fixed, device)
         tries += 1
         if drawn is not None:
             found += 1
@@ -238,8 +239,13 @@ def drawn_cases(
 
 
 def drawn_results(
-    variant: Variant, examples: int, seed: int = 0, fixed: Axes | None = None, config: Config | None = None
+    variant: Variant,
+    examples: int,
+    seed: int = 0,
+    fixed: Axes | None = None,
+    config: Config | None = None,
+    device: torch.device | str = "cpu",
 ) -> Iterator[CheckResult]:
     """Checks a variant on seeded draws, one result each. `fixed` axes are held; `config` replaces the drawn ones."""
-    for case, drawn_config in drawn_cases(variant, examples, seed, fixed):
+    for case, drawn_config in drawn_cases(variant, examples, seed, fixed, device):
         yield check_case(variant, case, config or drawn_config)
