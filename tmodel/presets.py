@@ -31,8 +31,8 @@ PRESETS = {
         sequence_len=128,
         batch_size=8,
         num_steps=1000,
-        matrix_learning_rate=0.02,
-        vector_learning_rate=0.004,
+        matrix_learning_rate=0.04,
+        vector_learning_rate=0.008,
     ),
 }
 
