@@ -1,0 +1,173 @@
+"""paged_decode: attention of one query token per sequence over keys and values in pages (Kwon et al., 2023)."""
+
+import math
+from typing import Any
+
+import torch
+
+from tkernels.contract import Axes, Case, Contract, Int, Output, Scalar, Tensor
+from tkernels.inputs import Draws
+from tkernels.ops.paged_decode.paged_cache import (
+    BENCHMARK_AXES,
+    CONSTRAINTS,
+    OPTION_AXES,
+    SIZE_AXES,
+    drawn_context_lens,
+    gather_context,
+    padded_attention,
+    paged_inputs,
+)
+
+
+def reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    *,
+    max_context_len: int | None = None,
+    window: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """softmax(scale * q . k) v of each sequence's newest token over its own cached tokens, itself included.
+
+    Args:
+        q: [B, Hq, D], any float dtype. Hq is a multiple of Hkv; query heads h*G .. h*G+G-1 share KV head h. k_cache:
+        [P, S, Hkv, D], as q; S, the page size, is a power of two. v_cache: [P, S, Hkv, Dv], as q. block_tables: [B, N]
+        int32; entry i is the page of tokens i*S .. i*S+S-1. Those past ceil(context / S) are undefined. context_lens:
+        [B] int32, tokens in the cache, this step's included, at most N*S. 0 gives zeros. scale: multiplies the logits.
+        max_context_len: upper bound of context_lens that the host knows, by default N*S. Contexts beyond it are
+        undefined. window: a query sees the last `window` keys, itself included, at least 1; None is all. k_scale:
+        [Hkv] float32, the real keys are the cached ones times it. v_scale: [Hkv] float32, the same for values.
+        return_lse: return the log-sum-exp of the logits too.
+
+    Returns:
+        out [B, Hq, Dv], as q; with return_lse also lse [B, Hq] float32 (float64 of float64), natural log, -inf for
+        context 0.
+    """
+    (sequences, heads, dim), (_, page, heads_kv, dim_v) = (
+        q.shape,
+        v_cache.shape[:0] + k_cache.shape[:3] + v_cache.shape[3:],
+    )
+    out = q.new_zeros(sequences, heads, dim_v)
+    lse = q.new_full((sequences, heads), -math.inf)
+    for sequence, length in enumerate(context_lens.tolist()):
+        if length == 0:
+            continue
+        pages = block_tables[sequence, : -(-length // page)]
+        first = max(length - window, 0) if window else 0
+        k = k_cache[pages].flatten(0, 1)[first:length]  # [keys, Hkv, D]
+        v = v_cache[pages].flatten(0, 1)[first:length]
+        k = k if k_scale is None else (k * k_scale[:, None]).to(k.dtype)
+        v = v if v_scale is None else (v * v_scale[:, None]).to(v.dtype)
+        queries = (q[sequence] * scale).view(heads_kv, -1, dim)  # [Hkv, G, D]
+        logits = torch.einsum("hgd,khd->hgk", queries, k)
+        lse[sequence] = logits.logsumexp(-1).flatten()
+        out[sequence] = torch.einsum("hgk,khd->hgd", logits.softmax(-1), v).reshape(heads, dim_v)
+    return (out, lse.to(torch.promote_types(lse.dtype, torch.float32))) if return_lse else out
+
+
+def baseline(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    *,
+    max_context_len: int | None = None,
+    window: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Gathers the pages of all sequences, padded to the longest possible context, and calls SDPA once. Never syncs."""
+    page = k_cache.shape[1]
+    if max_context_len is not None:
+        block_tables = block_tables[:, : max(1, -(-max_context_len // page))]
+    k = gather_context(k_cache, block_tables, context_lens)  # [B, L, Hkv, D]
+    v = gather_context(v_cache, block_tables, context_lens)
+    positions = torch.arange(k.shape[1], device=q.device)
+    # A context of 0 sees its first row, which was gathered as zeros, so that its result is zero and not NaN.
+    visible = positions < context_lens[:, None].clamp_min(1)
+    if window is not None:
+        visible &= positions >= context_lens[:, None] - window
+    out, lse = padded_attention(
+        q.unsqueeze(1), k, v, visible.unsqueeze(1), scale, k_scale, v_scale, return_lse
+    )  # [B, 1, Hq, Dv]
+    if lse is None:
+        return out.squeeze(1)
+    return out.squeeze(1), lse.squeeze(1).masked_fill_((context_lens == 0)[:, None], -math.inf)
+
+
+def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
+    draws = Draws(seed, device)
+    sequences = int(axes["B"])
+    lens = drawn_context_lens(draws, axes, sequences)
+    inputs = vars(paged_inputs(axes, draws, device, [1] * sequences, sequences, lens))
+    return {**inputs, "return_lse": axes["return_lse"]}
+
+
+def visible_keys(case: Case) -> int:
+    """The (sequence, key) pairs that are attended to, which are also the cache rows read per KV head."""
+    window = int(case.axes["window"])
+    lens = case.inputs["context_lens"].long()
+    return int((lens.clamp_max(window) if window else lens).sum())
+
+
+def bytes_moved(case: Case) -> int:
+    q, k_cache, v_cache = (case.inputs[name] for name in ("q", "k_cache", "v_cache"))
+    (sequences, heads, dim), (_, page, heads_kv, dim_v) = q.shape, v_cache.shape
+    pages = (case.inputs["context_lens"].long() + page - 1) // page
+    window = int(case.axes["window"])
+    if window:
+        pages = pages - (case.inputs["context_lens"].long() - window).clamp_min(0) // page
+    cached = visible_keys(case) * heads_kv * (dim + dim_v) * k_cache.element_size()
+    queries = sequences * heads * ((dim + dim_v) * q.element_size() + (4 if case.inputs["return_lse"] else 0))
+    scales = sum(4 * heads_kv for name in ("k_scale", "v_scale") if case.inputs[name] is not None)
+    return cached + queries + scales + 4 * (int(pages.sum()) + sequences)
+
+
+def flops(case: Case) -> int:
+    _, heads, dim = case.inputs["q"].shape
+    return 2 * heads * (dim + int(case.inputs["v_cache"].shape[-1])) * visible_keys(case)
+
+
+def _benchmark(sequences: int, context: int) -> Axes:
+    sizes = {"B": sequences, "S": 16, "N": context // 16, "P": sequences * context // 16, "Hq": 32, "Hkv": 8}
+    return {**BENCHMARK_AXES, **sizes}
+
+
+CONTRACT = Contract(
+    name="paged_decode",
+    reference=reference,
+    baseline=baseline,
+    axes=(Int("B", 0, 2**31 - 1, (1, 2, 3, 0), "sequences", batch=True), *SIZE_AXES, *OPTION_AXES),
+    constraints=CONSTRAINTS,
+    arguments={
+        "q": Tensor("B Hq D", "activation"),
+        "k_cache": Tensor("P S Hkv D", "kv"),
+        "v_cache": Tensor("P S Hkv Dv", "kv"),
+        "block_tables": Tensor("B N", "int32"),
+        "context_lens": Tensor("B", "int32"),
+        "scale": Scalar(float),
+        "max_context_len": Scalar(int, optional=True, low=0),
+        "window": Scalar(int, optional=True, low=1, axis=True),
+        "k_scale": Tensor("Hkv", "float32", optional=True),
+        "v_scale": Tensor("Hkv", "float32", optional=True),
+        "return_lse": Scalar(bool, axis=True),
+    },
+    outputs={"out": Output("B Hq Dv", "activation"), "lse": Output("B Hq", "float32", when="return_lse")},
+    make_inputs=make_inputs,
+    bytes_moved=bytes_moved,
+    flops=flops,
+    default="torch",
+    benchmarks={
+        f"B={sequences},context={context}": _benchmark(sequences, context)
+        for sequences, context in ((1, 1024), (1, 65536), (32, 4096), (64, 1024), (64, 8192))
+    },
+)

@@ -1,0 +1,324 @@
+"""What the attention ops over a paged KV cache share: their axes, the gather of pages, and seeded inputs with nasty
+edges.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tkernels.contract import Axes, Axis, Choice, Constraint, Int, dtype_axis
+from tkernels.inputs import KINDS, Draws, dtype_of, poison
+
+LAYOUTS = ("contiguous", "head_major", "fused", "padded")
+
+# Powers of two, so that scaling the scale back is exact: the logits stay ordinary while q.k leaves fp16's range.
+_AMPLITUDE = {"ordinary": 1.0, "huge": 128.0, "tiny": 2.0**-10, "peaked": 1.0}
+
+_DRAWN_FLOATS = 1 << 20  # beyond this many, values repeat: a benchmark's gigabytes need not all be drawn
+
+SIZE_AXES: tuple[Axis, ...] = (
+    Choice(
+        "lengths", ("edges",), "how long the contexts are: at edges, or all N*S", legal=("edges", "full"), batch=True
+    ),
+    Int("S", 1, 256, (1, 2, 8, 16, 32, 256), "page size in tokens"),
+    Int("N", 1, 2**31 - 1, (1, 2, 3, 5, 9, 40, 130), "width of the block table in pages", batch=True),
+    Int("P", 1, 2**31 - 1, (1, 3, 8, 16, 32, 136, 400), "pages in the pool"),
+    Int("Hkv", 1, 65535, (1, 2, 3), "KV heads"),
+    Int("Hq", 1, 65535, (1, 2, 3, 4, 6, 8, 20), "query heads"),
+    Int("D", 16, 256, (16, 32, 64, 80, 96, 100, 128, 256), "head size of queries and keys"),
+    Int("Dv", 16, 256, (16, 32, 64, 80, 96, 100, 128, 256), "head size of values"),
+    dtype_axis("activation"),
+    dtype_axis("kv"),
+)
+
+OPTION_AXES: tuple[Axis, ...] = (
+    Int("window", 0, 2**31 - 1, (0, 1, 5, 16, 17, 100), "keys that a query sees, itself included; 0 is all"),
+    Choice("k_scale", (False, True), "keys are stored divided by a scale per KV head"),
+    Choice("v_scale", (False, True), "values are stored divided by a scale per KV head"),
+    Choice("return_lse", (False, True), "the log-sum-exp of the logits is returned too"),
+    Choice("bound", ("none", "exact", "loose"), "what max_context_len is given", batch=True),
+    Choice("layout", LAYOUTS),
+    Choice("values", (*KINDS, "peaked")),
+)
+
+CONSTRAINTS = (
+    Constraint("S & (S - 1) == 0"),
+    Constraint("Hq % Hkv == 0"),
+    Constraint("kv == activation"),
+    # Draws alone have `lengths`, so these bound what is drawn and not what may be called.
+    Constraint("lengths == 'full' or N * S <= 512"),
+    Constraint("lengths == 'full' or P * S <= 4096"),
+    Constraint("lengths == 'full' or B * N <= P"),
+)
+
+BENCHMARK_AXES: Axes = {
+    "lengths": "full",
+    "activation": "bfloat16",
+    "kv": "bfloat16",
+    "D": 128,
+    "Dv": 128,
+    "window": 0,
+    "k_scale": False,
+    "v_scale": False,
+    "return_lse": False,
+    "bound": "exact",
+    "layout": "contiguous",
+    "values": "ordinary",
+}
+"""What every benchmark point has in common: Qwen3's and Llama's head size, every context as long as the table is
+wide.
+"""
+
+
+def gather_context(cache: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor) -> torch.Tensor:
+    """The cached rows of each sequence, in order, zeros past its context: [P, S, H, D] -> [B, N*S, H, D], contiguous.
+
+    Nothing is read through a table entry past the context, and no value past it comes through, NaN included.
+    """
+    (sequences, width), (_, page_size, heads, dim) = block_tables.shape, cache.shape
+    positions = torch.arange(width * page_size, device=cache.device)
+    live = positions < context_lens[:, None]  # [B, N*S]
+    pages = torch.where(live[:, ::page_size], block_tables, 0)
+    rows = cache.index_select(0, pages.flatten()).view(sequences, width * page_size, heads * dim)
+    # Zeroing bits: NaN * 0 is NaN, and masked_fill with a broadcast mask takes four times as long (270 us against 64 us
+    # for 4096 rows of 64 on one core).
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[cache.element_size()]
+    rows.view(bits).mul_(live.unsqueeze(-1))
+    return rows.view(sequences, width * page_size, heads, dim)
+
+
+def padded_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor | None,
+    scale: float,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Dense attention, as fast as torch does it, of M queries per sequence over L gathered keys.
+
+    Args:
+        q: [B, M, Hq, D]. k: [B, L, Hkv, D]. v: [B, L, Hkv, Dv].
+        visible: [B, M, L] bool, no row all false; None is causal from the first key on.
+
+    Returns:
+        out [B, M, Hq, Dv] as q, and the log-sum-exp [B, M, Hq] in fp32 (fp64 of fp64) where it is asked for.
+    """
+    (batch, rows, heads, _), (keys, heads_kv, dim_v) = q.shape, v.shape[1:]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    wide_q = q.to(wide) if k_scale is None else q.to(wide) * k_scale.repeat_interleave(heads // heads_kv).unsqueeze(-1)
+    q = wide_q.to(q.dtype)
+    if visible is None and (return_lse or q.dtype.itemsize > 2):
+        visible = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril().expand(batch, rows, keys)
+    # Added to the logits, which takes SDPA less time than its own conversion of a bool mask.
+    mask = None if visible is None else q.new_zeros(visible.shape).masked_fill_(~visible, -math.inf)  # [B, M, L]
+    grouped = q.unflatten(2, (heads_kv, heads // heads_kv)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, M, D]
+    if q.dtype.itemsize > 2:
+        assert mask is not None
+        out = _exact_attention(grouped, k, v, mask, scale)
+    elif rows == 1:  # the heads of a group are queries to the same keys
+        bias = None if mask is None else mask.unsqueeze(1)
+        out = F.scaled_dot_product_attention(
+            grouped.flatten(2, 3), k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias, scale=scale
+        ).unsqueeze(3)
+    else:
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=None if mask is None else mask.unsqueeze(1),
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=heads != heads_kv,
+        ).unflatten(1, (heads_kv, heads // heads_kv))
+    out = out.permute(0, 3, 1, 2, 4).reshape(batch, rows, heads, dim_v)  # [B, Hkv, G, M, Dv] -> [B, M, Hq, Dv]
+    if v_scale is not None:
+        out = (out * v_scale.repeat_interleave(heads // heads_kv).unsqueeze(-1)).to(out.dtype)
+    if not return_lse:
+        return out, None
+    assert mask is not None
+    wide_q = wide_q.unflatten(2, (heads_kv, heads // heads_kv))  # [B, M, Hkv, G, D]
+    logits = torch.einsum("bmhgd,blhd->bmhgl", wide_q, k.to(wide)) * scale + mask[:, :, None, None].to(wide)
+    return out, logits.logsumexp(-1).flatten(2)
+
+
+def _exact_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """q [B, Hkv, G, M, D], k [B, L, Hkv, D], v [B, L, Hkv, Dv], mask [B, M, L] -> [B, Hkv, G, M, Dv].
+
+    For fp32 and fp64: on a CPU both SDPA and softmax approximate exp to 20 ulp, which fp32 shows. Products of one
+    KV head at a time take strided keys as they are and cost what SDPA does (one core, 32 x 128 keys: 159 us, 188 us).
+    """
+    batch, heads_kv, group, rows, dim = q.shape
+    out = q.new_empty(batch, heads_kv, group, rows, v.shape[-1])
+    for head in range(heads_kv):
+        queries = q[:, head].reshape(batch, group * rows, dim)
+        logits = torch.bmm(queries, k[:, :, head].transpose(1, 2)).view(batch, group, rows, k.shape[1])
+        logits = logits.mul_(scale).add_(mask.unsqueeze(1)).flatten(1, 2)  # [B, G*M, L]
+        weights = logits.sub_(logits.amax(dim=-1, keepdim=True)).exp_()
+        attended = torch.bmm(weights, v[:, :, head]).div_(weights.sum(dim=-1, keepdim=True))
+        out[:, head] = attended.view(batch, group, rows, v.shape[-1])
+    return out
+
+
+@dataclass(frozen=True)
+class PagedInputs:
+    """Tensors over one pool: the queries' rows end to end, the caches, the tables, and the scale of the logits."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_tables: torch.Tensor
+    context_lens: torch.Tensor
+    scale: float
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    max_context_len: int | None
+    window: int | None
+
+
+def drawn_context_lens(draws: Draws, axes: Axes, sequences: int) -> list[int]:
+    """Contexts of nothing, of one token, at the edges of pages and of key blocks, and near the table's end."""
+    page, most = int(axes["S"]), int(axes["N"]) * int(axes["S"])
+    if axes["lengths"] == "full":
+        return [most] * sequences
+    edges = (0, 1, page - 1, page, page + 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 256)
+    candidates = [n for n in edges if 0 <= n <= most]
+    near = [n for n in (most, most - 1, most - page + 1, most - page, most - 40) if n >= 0]
+    choices = draws.integers(0, 10**6, (sequences, 2)).tolist()
+    return [
+        (near if side % 2 else candidates)[which // 7 % len(near if side % 2 else candidates)]
+        for side, which in choices
+    ]
+
+
+def paged_inputs(
+    axes: Axes, draws: Draws, device: torch.device, query_lens: Sequence[int], rows: int, context_lens: Sequence[int]
+) -> PagedInputs:
+    """Inputs for `rows` query rows, of which the first sum(query_lens) belong to sequences and the rest are NaN."""
+    dtype, kind = dtype_of(axes["activation"]), str(axes["values"])
+    page, pool, width = int(axes["S"]), int(axes["P"]), int(axes["N"])
+    heads_q, heads, dim, dim_v = int(axes["Hq"]), int(axes["Hkv"]), int(axes["D"]), int(axes["Dv"])
+    amplitude = _AMPLITUDE[kind]
+    window = int(axes["window"]) or None
+    # A component that every query and key of a head shares lifts the logits to about 1. Around 0, a log-sum-exp can
+    # cancel to far less than its terms, and eps times its size would say nothing about how exact a kernel can be.
+    shared = (draws.integers(0, 1, (heads, dim)) * 2 - 1).double().to(device)
+    lift = dim**-0.25
+    q = _on_grid(_normal(draws, (rows, heads_q, dim), device) + lift * shared.repeat_interleave(heads_q // heads, 0))
+    q[sum(query_lens) :] = poison(dtype)
+    used = [math.ceil(n / page) for n in context_lens]
+    order = draws.permutation(pool).tolist() if axes["lengths"] == "edges" else list(range(pool))
+    tables = torch.full((len(used), width), int(poison(torch.int32)), dtype=torch.int32)
+    if max(used, default=0) == width and len(set(used)) == 1:
+        tables[:] = torch.tensor(order[: width * len(used)]).view(len(used), width)
+    else:
+        for sequence, count in enumerate(used):
+            tables[sequence, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+    k_cache, v_cache = _empty_caches(axes, dtype, device)
+    peak = 1.0 / (lift * dim**0.5)  # times `shared`, adds 1 to a key's logit
+    for sequence, (length, count) in enumerate(zip(context_lens, used, strict=True)):
+        if length == 0:
+            continue
+        pages = tables[sequence, :count].to(device)
+        k = _normal(draws, (count * page, heads, dim), device) + lift * shared
+        v = _normal(draws, (count * page, heads, dim_v), device)
+        if kind == "peaked":
+            for position, level in _peaks(draws, length, query_lens[sequence], window, page):
+                k[position] += level * peak * shared
+        k = _on_grid(k)
+        k[length:], v[length:] = poison(dtype), poison(dtype)
+        k_cache[pages] = (k * amplitude).to(dtype).view(count, page, heads, dim)
+        v_cache[pages] = (v * amplitude).to(dtype).view(count, page, heads, dim_v)
+    longest = max(context_lens, default=0)
+    return PagedInputs(
+        q=_laid_out_queries((q * amplitude).to(dtype), axes, draws),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_tables=_laid_out_tables(tables, axes, draws).to(device),
+        context_lens=torch.tensor(list(context_lens), dtype=torch.int32, device=device),
+        scale=amplitude**-2 * dim**-0.5,
+        k_scale=_head_scales(draws, heads, device) if axes["k_scale"] else None,
+        v_scale=_head_scales(draws, heads, device) if axes["v_scale"] else None,
+        max_context_len={"none": None, "exact": longest, "loose": longest + 3 * page + 1}[str(axes["bound"])],
+        window=window,
+    )
+
+
+def _normal(draws: Draws, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """float64 [...]; float32, on the device and repeating, where drawing them all would take seconds."""
+    count = math.prod(shape)
+    if count <= _DRAWN_FLOATS:
+        return torch.randn(shape, generator=draws.generator, dtype=torch.float64).to(device)
+    some = torch.randn(_DRAWN_FLOATS, generator=draws.generator).to(device)
+    return some.repeat(-(-count // _DRAWN_FLOATS))[:count].view(shape)
+
+
+def _on_grid(values: torch.Tensor) -> torch.Tensor:
+    """Multiples of 2**-9, so that fp32 sums of their products are exact in any order.
+
+    The few logits of a drawn case share their errors with a whole row of outputs. Left to the order of summation, those
+    would decide its rms error, by luck. 12 bits are one more than tf32 has: a kernel that falls to it still shows.
+    """
+    return values.mul_(512).round_().div_(512)
+
+
+def _head_scales(draws: Draws, heads: int, device: torch.device) -> torch.Tensor:
+    few_bits = torch.tensor((0.5, 0.75, 1.25, 1.5, 2.0))  # so that fp32 products stay exact, as in _on_grid
+    return few_bits[draws.integers(0, len(few_bits) - 1, (heads,))].to(device)
+
+
+def _peaks(draws: Draws, length: int, queries: int, window: int | None, page: int) -> list[tuple[int, float]]:
+    """(position, addition to its logit): a key that dominates just inside an edge, and one just outside that would
+    more.
+    """
+    row = length - 1 - int(draws.integers(0, max(queries - 1, 0), (1,)))  # one query's position
+    first = max(row - window + 1, 0) if window else int(draws.integers(0, row // page, (1,))) * page
+    levels = {row: 6.0, first: 10.0}
+    levels |= {row + 1: 18.0}
+    if window:
+        levels |= {first - 1: 18.0}
+    return [(position, level) for position, level in levels.items() if 0 <= position < length]
+
+
+def _empty_caches(axes: Axes, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """k_cache [P, S, Hkv, D] and v_cache [P, S, Hkv, Dv], all NaN, in storage that ends in NaN."""
+    pool, page, heads = int(axes["P"]), int(axes["S"]), int(axes["Hkv"])
+    dims, layout = (int(axes["D"]), int(axes["Dv"])), axes["layout"]
+
+    def storage(*shape: int) -> torch.Tensor:
+        count = math.prod(shape)
+        return torch.full((count + 16,), poison(dtype), dtype=dtype, device=device)[:count].view(shape)
+
+    if layout == "fused":  # K and V of a page side by side
+        both = storage(pool, 2, page, heads, max(dims))
+        return both[:, 0, ..., : dims[0]], both[:, 1, ..., : dims[1]]
+    if layout == "head_major":
+        k, v = (storage(pool, heads, page, dim).transpose(1, 2) for dim in dims)
+    elif layout == "padded":
+        k, v = (storage(pool, page + 1, heads, dim + 3)[:, :page, :, :dim] for dim in dims)
+    else:
+        k, v = (storage(pool, page, heads, dim) for dim in dims)
+    return k, v
+
+
+def _laid_out_queries(q: torch.Tensor, axes: Axes, draws: Draws) -> torch.Tensor:
+    """q [T, Hq, D] as a view of fused QKV rows, of head-major storage, with padded rows, or contiguous."""
+    rows, heads, dim = q.shape
+    if axes["layout"] == "fused":
+        fused = torch.full((rows, heads + 2 * int(axes["Hkv"]), dim), poison(q.dtype), dtype=q.dtype, device=q.device)
+        fused[:, :heads] = q
+        return fused[:, :heads]
+    if axes["layout"] == "head_major":
+        return draws.laid_out(q.transpose(0, 1).contiguous(), "contiguous").transpose(0, 1)
+    return draws.laid_out(q, axes["layout"])
+
+
+def _laid_out_tables(tables: torch.Tensor, axes: Axes, draws: Draws) -> torch.Tensor:
+    return Draws(0, tables.device).laid_out(tables, "contiguous" if axes["layout"] == "contiguous" else "padded")
