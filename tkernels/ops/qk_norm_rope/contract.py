@@ -137,7 +137,7 @@ CONTRACT = Contract(
     reference=reference,
     baseline=baseline,
     axes=(
-        Int("T", 0, 2**31 - 1, (0, 1, 2), "tokens", batch=True),
+        Int("T", 0, 2**31 - 1, (0, 1, 2, 3), "tokens", batch=True),
         Int("Hq", 1, 1024, (1, 2, 3, 7), "query heads"),
         Int("Hkv", 1, 1024, (1, 2, 5), "key heads"),
         Int("D", 2, 1024, (2, 16, 31, 64, 80, 96, 128), "head dim"),

@@ -1,7 +1,7 @@
 """One program norms and rotates a tile of one token's heads in place; queries and keys share the launch.
 
-Wins everywhere so far: each head is read and written once, both members of a rotated pair are in one thread, and the angles
-are read once for all heads of a tile.
+Wins everywhere so far: each head is read and written once, both members of a rotated pair are in one thread, and the
+angles are read once for all heads of a tile.
 """
 
 import torch
@@ -57,11 +57,11 @@ def qk_norm_rope_head_tile_rotate(
     first, second = qk_norm_rope_head_tile_load(row_ptrs, mask_h, HALF, INTERLEAVED, BLOCK_HEADS, BLOCK_HALF)
     if weight_ptr is not None:
         squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)  # [BLOCK_HEADS, 1]
-        one = tl.arange(0, 1)[:, None]
+        row = tl.arange(0, 1)[:, None]
         first_weight, second_weight = qk_norm_rope_head_tile_load(
-            weight_ptr + one, one < 1, HALF, INTERLEAVED, 1, BLOCK_HALF
+            weight_ptr + row, row == 0, HALF, INTERLEAVED, 1, BLOCK_HALF
         )  # [1, BLOCK_HALF]
-        if HEAD_DIM > 2 * HALF:  # dims past R count in the norm, and are normalized but not rotated
+        if HEAD_DIM != 2 * HALF:  # dims past R count in the norm, and are normalized but not rotated
             offs_rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
             mask_rest = mask_h & (offs_rest < HEAD_DIM)
             rest = tl.load(row_ptrs + offs_rest, mask=mask_rest, other=0.0).to(tl.float32)
@@ -85,8 +85,8 @@ def qk_norm_rope_head_tile_rotate(
         pairs = tl.interleave(rotated_first, rotated_second)  # [BLOCK_HEADS, 2 BLOCK_HALF]
         tl.store(row_ptrs + offs_pairs, pairs, mask=mask_h & (offs_pairs < 2 * HALF))
     else:
-        tl.store(row_ptrs + offs, rotated_first, mask=mask_h & (offs < HALF))
         tl.store(row_ptrs + HALF + offs, rotated_second, mask=mask_h & (offs < HALF))
+        tl.store(row_ptrs + offs, rotated_first, mask=mask_h & (offs < HALF))
 
 
 @triton.jit
