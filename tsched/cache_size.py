@@ -33,7 +33,7 @@ def num_kv_blocks(
     if available is None:
         available = _CPU_DEFAULT_BYTES if device.type == "cpu" else _free_gpu_bytes(directory, config, dtype, device)
     block_bytes = tmodel.kv_bytes_per_block(config, block_size, dtype)
-    num_blocks = min(available // block_bytes, -(-max_tokens // block_size))
+    num_blocks = min(available // block_bytes, max(1, -(-max_tokens // block_size)))
     if num_blocks < 1:
         given = "kv_cache_bytes is" if kv_cache_bytes is not None else "the memory left for the KV cache is"
         raise ValueError(f"{given} {available}, a block of {block_size} tokens takes {block_bytes} bytes")

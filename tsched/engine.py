@@ -21,11 +21,24 @@ from tsched.sequence import Ints, Sequence
 
 Forward = Callable[[Batch, KVCache], torch.Tensor]
 
-_DOMAIN = nvtx.get_domain("tsched")
-# Making the attributes costs more than the range.
-_SCHEDULE, _PREPARE, _FORWARD, _SAMPLE, _COMMIT = (
-    _DOMAIN.get_event_attributes(message=name) for name in ("schedule", "prepare", "forward", "sample", "commit")
-)
+
+class _Range:
+    """An NVTX range of one name, made once: making its attributes costs more than the range."""
+
+    __slots__ = ("_attributes",)
+    _domain = nvtx.get_domain("tsched")
+
+    def __init__(self, name: str) -> None:
+        self._attributes = self._domain.get_event_attributes(message=name)
+
+    def __enter__(self) -> None:
+        self._domain.push_range(self._attributes)
+
+    def __exit__(self, *exception: object) -> None:
+        self._domain.pop_range()
+
+
+_SCHEDULE, _PREPARE, _FORWARD, _SAMPLE, _COMMIT = map(_Range, ("schedule", "prepare", "forward", "sample", "commit"))
 
 
 @dataclass(eq=False, slots=True)
@@ -169,29 +182,21 @@ class Engine:
         )
 
     def _step(self) -> list[Request]:
-        scheduler, domain = self.scheduler, _DOMAIN
-        domain.push_range(_SCHEDULE)
-        plan = scheduler.schedule()
-        self._note_peak()
-        domain.pop_range()
+        with _SCHEDULE:
+            plan = self.scheduler.schedule()
+            self._note_peak()
         if plan.is_empty:
-            scheduler.commit(plan, plan.sampled)
-            return []
-        domain.push_range(_PREPARE)
-        batch = self._builder.build(plan)
-        domain.pop_range()
+            return self._commit(plan, plan.sampled, Sampled(plan.sampled, {}))
+        with _PREPARE:
+            batch = self._builder.build(plan)
         with torch.inference_mode():
-            domain.push_range(_FORWARD)
-            logits = self._model(batch, self._kv_cache)
-            domain.pop_range()
-            domain.push_range(_SAMPLE)
-            lengths = plan.starts[plan.sampled] + plan.counts[plan.sampled]
-            sampled = self._sampler.sample(logits, plan.sampled_rows, lengths)
-            domain.pop_range()
-        domain.push_range(_COMMIT)
-        finished = self._commit(plan, lengths, sampled)
-        domain.pop_range()
-        return finished
+            with _FORWARD:
+                logits = self._model(batch, self._kv_cache)
+            with _SAMPLE:
+                lengths = plan.starts[plan.sampled] + plan.counts[plan.sampled]
+                sampled = self._sampler.sample(logits, plan.sampled_rows, lengths)
+        with _COMMIT:
+            return self._commit(plan, lengths, sampled)
 
     def _note_peak(self) -> None:
         used = self.scheduler.pool.num_used

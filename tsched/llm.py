@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import tkernels
 import tmodel
 from tkernels.selection import Choices
+from tkernels.tuning import TuningMode
 from tsched.cache_size import num_kv_blocks
 from tsched.detokenizer import IncrementalDetokenizer
 from tsched.engine import Engine, EngineStats, Request
@@ -66,7 +67,7 @@ class LLM:
         order: str = "fcfs",
         preemption: str = "recompute",
         prefix_cache: str = "none",
-        tuning: Any = "nearest",
+        tuning: TuningMode | tkernels.Tuning = "nearest",
         ops: tkernels.Registry | None = None,
     ) -> None:
         directory = self.directory = Path(model)
@@ -181,7 +182,9 @@ class LLM:
             return
         console = Console(stderr=True)
         columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, TextColumn("{task.fields[rate]}"), console=console, disable=not progress) as bar:
+        with Progress(
+            *columns, TextColumn("{task.fields[rate]}"), console=console, disable=not (progress and console.is_terminal)
+        ) as bar:
             task = bar.add_task("generate", total=total, completed=total - engine.num_unfinished, rate="")
             before = engine.stats().num_output_tokens
             resumed = time.perf_counter()

@@ -56,8 +56,8 @@ class Sampler:
         """
         table = self._table
         highest, best = logits.max(dim=-1)  # [m] each; a NaN counts as the highest
-        tokens: Ints = best.cpu().numpy()
-        finite = np.isfinite(highest.cpu().numpy())
+        tokens: Ints = best.masked_fill_(~highest.isfinite(), NOT_FINITE).cpu().numpy()
+        finite = tokens != NOT_FINITE
         plain = table.plain[rows]
         if plain.all() and finite.all():
             return Sampled(tokens, _NO_LOGPROBS)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from simulated_device import VOCAB, next_token
 
+from tests.tsched.simulated_device import VOCAB, next_token
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
 

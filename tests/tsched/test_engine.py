@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hash_model import HashModel, hash_cache
-from simulated_device import EOS, VOCAB, check_accounts, tokens_alone
 
+from tests.tsched.hash_model import HashModel, hash_cache
+from tests.tsched.simulated_device import EOS, VOCAB, check_accounts, tokens_alone
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
 from tsched.detokenizer import IncrementalDetokenizer

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from simulated_device import EOS, VOCAB, Launch, SimulatedDevice, check_accounts, check_plan, tokens_alone
 
+from tests.tsched.simulated_device import EOS, VOCAB, Launch, SimulatedDevice, check_accounts, check_plan, tokens_alone
 from tsched.sampling_params import SamplingParams
 from tsched.scheduler import RefusedError, Scheduler
 from tsched.sequence import Sequence

@@ -1,0 +1,263 @@
+"""The whole way from a directory to text, against transformers and against each request alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tkernels
+import tmodel
+from tsched import LLM, RequestOutput, SamplingParams
+
+PROMPTS = [[(7 * i + 3 * j) % 299 + 1 for j in range(1 + 9 * i % 40)] for i in range(10)]
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+
+
+def make_llm(directory: Path, **changes: Any) -> LLM:
+    arguments: dict = {"dtype": "float64", "device": "cpu", "max_num_seqs": 8, "kernels": torch_kernels(directory)}
+    return LLM(directory, **arguments | changes)
+
+
+def torch_kernels(directory: Path) -> dict[str, str]:
+    axes = tmodel.load_config(directory).kernel_axes(
+        max_num_tokens=1, max_num_seqs=1, max_model_len=1, block_size=1, num_blocks=1
+    )
+    return dict.fromkeys(axes, "torch")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> LLM:
+    return make_llm(checkpoint)
+
+
+def completion(output: RequestOutput) -> tuple[list[int], str]:
+    return output.outputs[0].token_ids, output.outputs[0].finish_reason
+
+
+def crowded_bytes(directory: Path, num_blocks: int) -> int:
+    return num_blocks * tmodel.kv_bytes_per_block(tmodel.load_config(directory), 4, torch.float64)
+
+
+def test_greedy_tokens_are_those_of_transformers(checkpoint: Path, llm: LLM) -> None:
+    from transformers import Qwen3ForCausalLM
+
+    reference = Qwen3ForCausalLM.from_pretrained(checkpoint).double().eval()
+    outputs = llm.generate(PROMPTS, GREEDY)
+    ends = set()
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        expected = reference.generate(
+            torch.tensor([prompt]),
+            do_sample=False,
+            max_new_tokens=20,
+            pad_token_id=0,
+            attention_mask=torch.ones(1, len(prompt)),
+        )[0, len(prompt) :].tolist()
+        assert output.prompt_token_ids == prompt
+        assert output.prompt is None
+        assert completion(output) == (expected, "stop" if expected[-1] == 0 else "length")
+        ends.add(expected[-1] == 0)
+        assert len(set(expected)) > 2
+
+
+def test_company_pressure_and_splitting_change_nothing(checkpoint: Path, llm: LLM) -> None:
+    params = [
+        dataclasses.replace(GREEDY, max_tokens=10 + 3 * i)
+        if i % 2
+        else SamplingParams(temperature=1.0, top_p=0.95, seed=i, max_tokens=30, logprobs=2)
+        for i in range(10)
+    ]
+    crowded = make_llm(
+        checkpoint,
+        block_size=4,
+        max_num_batched_tokens=11,
+        kv_cache_bytes=crowded_bytes(checkpoint, 24),
+        max_num_seqs=5,
+    )
+    together = crowded.generate(PROMPTS, params, progress=False)
+    stats = crowded.stats()
+    assert stats.num_blocks == 24
+    assert stats.num_preemptions > 0
+    assert stats.num_used_blocks == 0
+    for prompt, one, output in zip(PROMPTS, params, together, strict=True):
+        (alone,) = llm.generate([prompt], one)
+        assert completion(output) == completion(alone)
+        if one.logprobs is not None:
+            assert output.outputs[0].cumulative_logprob == pytest.approx(alone.outputs[0].cumulative_logprob, abs=1e-9)
+
+
+def test_text_goes_in_and_out(checkpoint: Path, llm: LLM) -> None:
+    text = "def scan(line): # ünïcode 🐍"
+    (output,) = llm.generate(text, GREEDY)
+    assert output.prompt == text
+    assert llm.tokenizer.decode(output.prompt_token_ids) == text
+    assert output.outputs[0].text == llm.tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
+    same = llm.generate([{"prompt": text}, {"prompt_token_ids": output.prompt_token_ids}], GREEDY)
+    assert [completion(o) for o in same] == [completion(output)] * 2
+    metrics = output.metrics
+    assert 0 < metrics.time_to_first_token <= metrics.latency
+
+
+def test_a_stop_string_that_spans_tokens_cuts_the_text(llm: LLM) -> None:
+    params = dataclasses.replace(GREEDY, max_tokens=30, ignore_eos=True)
+    (free,) = llm.generate([PROMPTS[3]], params)
+    text = free.outputs[0].text
+    pieces = [llm.tokenizer.decode([token]) for token in free.outputs[0].token_ids]
+    edge = len("".join(pieces[:5]))
+    stop = text[edge - 1 : edge + 1]
+    (output,) = llm.generate([PROMPTS[3]], dataclasses.replace(params, stop=stop))
+    assert output.outputs[0].text == text[: text.index(stop)]
+    assert output.outputs[0].finish_reason == "stop"
+    tokens = output.outputs[0].token_ids
+    assert tokens == free.outputs[0].token_ids[: len(tokens)]
+    assert stop in llm.tokenizer.decode(tokens)
+
+
+def test_logprobs_are_by_token(llm: LLM) -> None:
+    (output,) = llm.generate([PROMPTS[2]], dataclasses.replace(GREEDY, logprobs=3, max_tokens=4))
+    found = output.outputs[0]
+    assert len(found.logprobs) == len(found.token_ids)
+    for token, place in zip(found.token_ids, found.logprobs, strict=True):
+        assert next(iter(place)) == token
+        assert len(place) == 3
+        assert [entry.rank for entry in place.values()] == [1, 2, 3]
+        assert place[token].decoded_token == llm.tokenizer.decode([token])
+        assert place[token].logprob == max(entry.logprob for entry in place.values()) <= 0
+    total = sum(place[token].logprob for token, place in zip(found.token_ids, found.logprobs, strict=True))
+    assert found.cumulative_logprob == pytest.approx(total)
+    (sampled,) = llm.generate([PROMPTS[2]], SamplingParams(seed=1, logprobs=0, max_tokens=4, temperature=3.0))
+    assert [list(place) for place in sampled.outputs[0].logprobs] == [[t] for t in sampled.outputs[0].token_ids]
+    (without,) = llm.generate([PROMPTS[2]], GREEDY)
+    assert without.outputs[0].logprobs is without.outputs[0].cumulative_logprob is None
+
+
+def test_bad_requests_fail_alone(checkpoint: Path) -> None:
+    llm = make_llm(checkpoint, block_size=4, kv_cache_bytes=crowded_bytes(checkpoint, 16), max_model_len=100)
+    cases: list[tuple[Any, SamplingParams, str]] = [
+        ([], GREEDY, "empty"),
+        ("", GREEDY, "empty"),
+        ([1] * 100, GREEDY, "has 100 tokens, max_model_len is 100"),
+        ([5, 300], GREEDY, "token id 300 at place 1 of the prompt is out of vocabulary; ids go from 0 to 299"),
+        ([5, -1], GREEDY, "token id -1 at place 1"),
+        ([5, 1.5], GREEDY, "integers, got 1.5"),
+        ([[1]], GREEDY, "integers"),
+        (None, GREEDY, "a text or a list of token ids, got NoneType"),
+        ({"promt": "x"}, GREEDY, '"prompt_token_ids"; got'),
+        ({"prompt_token_ids": "x"}, GREEDY, "cannot be a str"),
+        ("\ud800", GREEDY, "UTF-8"),
+        ([1] * 50, GREEDY, "need 18 blocks of 4 tokens, the pool has 16"),
+        ([1], dataclasses.replace(GREEDY, stop_token_ids=[300]), "stop_token_ids holds 300"),
+    ]
+    prompts = [entry for prompt, _, _ in cases for entry in (prompt, PROMPTS[2])]
+    outputs = llm.generate(prompts, [p for _, params, _ in cases for p in (params, GREEDY)], progress=False)
+    good = {json.dumps(completion(output)) for output in outputs[1::2]}
+    assert len(good) == 1
+    assert len(outputs[1].outputs[0].token_ids) > 1
+    for (_, _, message), output in zip(cases, outputs[::2], strict=True):
+        assert message in output.error
+        assert completion(output) == ([], "error")
+        assert output.outputs[0].text == ""
+        assert output.metrics.first_token_time is None
+
+
+def test_a_directory_without_a_tokenizer_serves_token_ids(checkpoint_without_tokenizer: Path, llm: LLM) -> None:
+    bare = make_llm(checkpoint_without_tokenizer)
+    ids, text, stop = bare.generate(
+        [PROMPTS[1], "text", PROMPTS[1]], [GREEDY, GREEDY, dataclasses.replace(GREEDY, stop="x")]
+    )
+    assert completion(ids) == completion(llm.generate([PROMPTS[1]], GREEDY)[0])
+    assert ids.outputs[0].text == ""
+    assert "has no tokenizer" in text.error
+    assert "pass token ids" in text.error
+    assert "no tokenizer" in stop.error
+
+
+def test_a_seeded_run_is_repeatable(checkpoint: Path) -> None:
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    runs = [make_llm(checkpoint, seed=seed).generate([PROMPTS[4]] * 3, params) for seed in (1, 1, 2)]
+    tokens = [[completion(output)[0] for output in run] for run in runs]
+    assert tokens[0] == tokens[1] != tokens[2]
+    assert tokens[0][0] != tokens[0][1], "requests have streams of their own"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "error", "message"),
+    [
+        (5, None, TypeError, "got int"),
+        (b"text", None, TypeError, "got bytes"),
+        ([[1]], {"temperature": 0}, TypeError, "SamplingParams"),
+        ([[1]], [0.5], TypeError, "SamplingParams, got float"),
+        ([[1], [2]], [GREEDY], ValueError, "1 SamplingParams for 2 prompts"),
+    ],
+)
+def test_wrong_arguments_raise(llm: LLM, prompts: Any, params: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        llm.generate(prompts, params)
+
+
+def test_prompts_come_in_many_forms(llm: LLM) -> None:
+    (expected,) = llm.generate([[5, 6, 7]], GREEDY)
+    for prompts in (
+        [5, 6, 7],
+        np.array([5, 6, 7]),
+        [np.array([5, 6, 7])],
+        [(5, 6, 7)],
+        [range(5, 8)],
+        np.array([[5, 6, 7]]),
+    ):
+        assert [completion(output) for output in llm.generate(prompts, GREEDY)] == [completion(expected)]
+    assert llm.generate([], GREEDY) == []
+    (default,) = llm.generate([[5, 6, 7]])
+    assert len(default.outputs[0].token_ids) <= 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"kernels": {"paged_decode": "splitkv"}}, tkernels.SelectionError, "split_kv"),
+        ({"kernels": {"paged_decod": "torch"}}, tkernels.SelectionError, "paged_decode"),
+        ({"dtype": "float8"}, ValueError, "dtype must be 'auto' or one of"),
+        ({"dtype": torch.int32}, ValueError, "dtype must be"),
+        ({"device": "tpu"}, ValueError, "device"),
+        ({"device": "meta"}, ValueError, "'cpu' or 'cuda'"),
+        ({"max_model_len": 129}, ValueError, "from 1 to 128"),
+        ({"max_model_len": 0}, ValueError, "from 1 to 128"),
+        ({"max_num_seqs": 0}, ValueError, "max_num_seqs"),
+        ({"max_num_batched_tokens": 0}, ValueError, "max_num_batched_tokens"),
+        ({"block_size": 12}, ValueError, "power of two"),
+        ({"kv_cache_bytes": 100}, ValueError, "kv_cache_bytes is 100"),
+        ({"seed": -1}, ValueError, "seed"),
+        ({"order": "lifo"}, ValueError, "fcfs"),
+        ({"prefix_cache": "radix"}, ValueError, "none"),
+    ],
+)
+def test_bad_settings_fail_before_any_weight_is_read(
+    checkpoint: Path, tmp_path: Path, arguments: dict, error: type[Exception], message: str
+) -> None:
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    with pytest.raises(error, match=message):
+        LLM(tmp_path, **{"device": "cpu", **arguments})
+
+
+def test_an_interrupted_run_leaves_an_llm_that_works(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (expected,) = llm.generate([PROMPTS[0]], GREEDY)
+    engine = llm._engine
+    steps = iter(range(3))
+
+    def interrupted() -> list:
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        return type(engine).step(engine)
+
+    monkeypatch.setattr(engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY)
+    monkeypatch.undo()
+    assert llm.stats().num_used_blocks == 0
+    assert not engine.has_unfinished
+    assert [completion(o) for o in llm.generate([PROMPTS[0]], GREEDY)] == [completion(expected)]
