@@ -1,7 +1,7 @@
 """tmodel: a Hugging Face directory becomes a model over packed tokens, computed by the kernels it is given."""
 
 import tkernels as _tkernels  # noqa: F401  before transformers: it decides whether Triton interprets
-from tmodel.architectures import Architecture, Model, architectures
+from tmodel.architectures import Architecture, Model, known_architectures
 from tmodel.batch import Batch
 from tmodel.config import ConfigError, ModelConfig
 from tmodel.kv_cache import KVCache, allocate_kv_cache, kv_bytes_per_block
@@ -23,7 +23,7 @@ __all__ = [
     "TrainingReport",
     "WeightError",
     "allocate_kv_cache",
-    "architectures",
+    "known_architectures",
     "kv_bytes_per_block",
     "load_config",
     "load_model",

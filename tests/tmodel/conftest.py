@@ -19,7 +19,7 @@ CONFIG = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 16,
     "max_position_embeddings": 64,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,

@@ -15,8 +15,8 @@ from tmodel import ConfigError, load_config
 def test_fields_are_read(write_checkpoint: WriteCheckpoint) -> None:
     config = load_config(write_checkpoint(rms_norm_eps=1e-5, attention_bias=True, torch_dtype="bfloat16"))
     assert (config.architecture, config.vocab_size, config.hidden_size) == ("Qwen3ForCausalLM", 40, 16)
-    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 8)
-    assert (config.rotary_dim, config.norm_eps, config.max_position_embeddings) == (8, 1e-5, 64)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 16)
+    assert (config.rotary_dim, config.norm_eps, config.max_position_embeddings) == (16, 1e-5, 64)
     assert (config.attention_bias, config.tie_word_embeddings, config.windows) == (True, False, (None, None))
     assert (config.eos_token_ids, config.dtype) == ((1,), torch.bfloat16)
 

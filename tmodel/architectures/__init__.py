@@ -47,7 +47,7 @@ class Architecture:
 
 
 @cache
-def architectures() -> Mapping[str, Architecture]:
+def known_architectures() -> Mapping[str, Architecture]:
     """Every architecture of this folder, by name."""
     found: dict[str, Architecture] = {}
     for module_info in pkgutil.iter_modules(__path__):
@@ -60,7 +60,7 @@ def architectures() -> Mapping[str, Architecture]:
 
 def find_architecture(name: object) -> Architecture:
     """The architecture `name`; ConfigError lists those that there are."""
-    known = architectures()
+    known = known_architectures()
     if isinstance(name, str) and name in known:
         return known[name]
     close = difflib.get_close_matches(str(name), known, n=1)
