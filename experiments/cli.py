@@ -1,6 +1,7 @@
 """`tk`, the command line. Commands are imported when they are called: `tk --help` loads no torch."""
 
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -127,6 +128,8 @@ def _exit(command: Callable[..., int], *arguments: object) -> None:
     from tkernels import SelectionError, TuningError
     from tmodel import ConfigError, TrainingError, WeightError
 
+    # An interpreted kernel's exp overflows to infinity, as a GPU's does, and says so through numpy.
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
     known = (SelectionError, TuningError, ConfigError, WeightError, TrainingError, FileExistsError)
 
     try:

@@ -24,7 +24,7 @@ _DTYPE_ROLES = ("activation", "kv", "weight", "out")
 
 @dataclass(frozen=True)
 class Point:
-    """Every axis of an op's contract, and a name for people ("decode", "prefill", "shapes[0]")."""
+    """Every axis of an op's contract, and a name for people: "decode", "prefill", or its sizes."""
 
     name: str
     axes: Mapping[str, Value]
@@ -40,16 +40,29 @@ def points_of(plan: Plan) -> dict[str, list[Point]]:
 
 def _points(plan: Plan, op: str) -> list[Point]:
     contract = plan.ops[op].contract
-    wanted = [(f"shapes[{index}]", dict(point)) for index, point in enumerate(plan.experiment.shapes.get(op, ()))]
-    if plan.model is not None:
-        wanted = [*_workload_points(plan, contract), *wanted]
-    elif not wanted:
-        wanted = [(name, dict(axes)) for name, axes in contract.benchmarks.items()] or [("smallest", {})]
+    asked = [dict(point) for point in plan.experiment.shapes.get(op, ())]
     variants = [(plan.ops[op].variants[pick.variant], pick) for pick in plan.picks[op]]
-    return [
-        Point(name, _complete(plan, contract, axes, variants, shrink=not name.startswith("shapes")))
-        for name, axes in wanted
-    ]
+    points = []
+    if plan.model is not None:
+        for name, axes in _workload_points(plan, contract):
+            points.append(Point(name, _complete(plan, contract, axes, variants, shrink=True)))
+    elif not asked:
+        for benchmark in contract.benchmarks.values():
+            # The experiment's dtype, or its default, stands above the benchmark's.
+            sizes = {axis: value for axis, value in benchmark.items() if axis not in _DTYPE_ROLES}
+            complete = _complete(plan, contract, sizes, variants, shrink=True)
+            points.append(Point(_sizes_text(contract, complete, sizes), complete))
+    for axes in asked:
+        complete = _complete(plan, contract, dict(axes), variants, shrink=False)
+        points.append(Point(",".join(f"{axis}={value}" for axis, value in axes.items()), complete))
+    return list({point.name: point for point in points}.values())
+
+
+def _sizes_text(contract: Contract, axes: Mapping[str, Value], named: Mapping[str, Value]) -> str:
+    """ "T=64,H=2560": the sizes among the named axes, which may have been halved."""
+    return ",".join(
+        f"{axis.name}={axes[axis.name]}" for axis in contract.axes if isinstance(axis, Int) and axis.name in named
+    )
 
 
 def _workload_points(plan: Plan, contract: Contract) -> list[tuple[str, dict[str, Value]]]:
@@ -103,7 +116,7 @@ def _complete(
 ) -> dict[str, Value]:
     """The point with every axis given; a batch that the interpreter would take minutes for is halved until it fits."""
     dtype: dict[str, Value] = dict.fromkeys(_DTYPE_ROLES, plan.dtype_name)
-    usual = {**_AS_SERVED, **(dtype if plan.experiment.dtype or plan.model else {})}
+    usual = {**_AS_SERVED, **dtype}
     usual = {axis: value for axis, value in usual.items() if axis in contract.axis_by_name and axis not in axes}
     interpreted = [(v, p) for v, p in variants if v.kind == "triton"] if plan.device.type == "cpu" else []
     while True:

@@ -1,6 +1,5 @@
 """One run: the stages in order, into one folder."""
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,8 +37,7 @@ def run_experiment(plan: Plan, out: Path | None, overrides: Sequence[str], conso
         TextColumn("{task.fields[doing]}", style="dim"),
     )
     tuning = Tuning(plan.experiment.tuning)
-    with Progress(*columns, console=console) as progress, warnings.catch_warnings():
-        warnings.simplefilter("default")  # a stale tuned config is said once, not turned into an error
+    with Progress(*columns, console=console) as progress:
         context = Context(plan, folder, points, tuning, progress)
         check.run(context)
         kernels.run(context)

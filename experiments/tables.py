@@ -21,9 +21,12 @@ def status_text(status: str) -> Text:
 
 def new_table(title: str, columns: Sequence[str], right: Sequence[str] = ()) -> Table:
     """A table without vertical rules; columns named in `right` are aligned there and never broken."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     for column in columns:
         numeric = column in right
+        # Text breaks between words; only a word longer than its column is cut up.
         table.add_column(column, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
     return table
 
@@ -52,14 +55,17 @@ def microseconds(value: float) -> str:
 def _kernel_table(plan: Plan, checks: Sequence[CheckRow], timings: Mapping[Any, KernelRow]) -> Table:
     with_roofline = any(row.status == "ok" and row.roofline_fraction is not None for row in timings.values())
     right = ["error", "median us", "IQR us", "MB", "roofline"]
-    columns = ["op", "variant", "shape", "check", *right[: None if with_roofline else -1]]
+    columns = ["variant", "shape", "check", *right[: None if with_roofline else -1]]
     table = new_table(f"Kernels ({plan.dtype_name}, {plan.device.type})", columns, right)
+    table.columns[0].no_wrap = True
     last = None
     for row in checks:
+        if row.op != last:
+            table.add_row(Text(str(row.op), "bold"))
         timing = timings.get((row.op, row.variant, row.point))
         error = f"{row.max_error_ratio:.2f}" if row.max_error_ratio is not None else "-"
-        cells: list[str | Text] = ["" if row.op == last else str(row.op), str(row.variant), str(row.point)]
-        cells += [status_text(row.status), error, *_timing_cells(timing)]
+        cells: list[str | Text] = [f"  {row.variant}", str(row.point), status_text(row.status), error]
+        cells += _timing_cells(timing)
         table.add_row(*cells[: len(columns)])
         last = row.op
     table.caption = "error: over what the error rule allows, 1.00 at most. n/m: not measured."

@@ -50,7 +50,8 @@ def run(request: Request, as_json: bool) -> int:
         TextColumn("{task.fields[doing]}", style="dim"),
     )
     summaries = []
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         replayed = bool(held) and set(held) == set(variants[0].contract.axis_by_name)
         task = progress.add_task("", total=len(variants) * (1 if replayed else request.examples), doing="")
         for variant in variants:

@@ -62,20 +62,24 @@ def _reason(variant: Variant, seed: int, device: torch.device) -> str | None:
 def _print(rows: Sequence[dict[str, Any]], device: torch.device) -> None:
     console = Console()
     where = device_facts(device).name if device.type == "cuda" else "CPU, Triton interpreted"
-    table = new_table(f"{len({row['op'] for row in rows})} ops, {len(rows)} variants ({where})", ["op", "variant"])
-    for column in ("kind", "runs here", "det.", "inv."):
-        table.add_column(column, no_wrap=True)
-    table.add_column("wins", ratio=1, overflow="fold")
+    title = f"{len({row['op'] for row in rows})} ops, {len(rows)} variants ({where})"
+    table = new_table(title, ["variant", "kind", "here", "det.", "inv.", "when it should win"])
+    for column in table.columns[:-1]:
+        column.no_wrap = True
     last = None
     for row in rows:
+        if row["op"] != last:
+            table.add_row(Text(row["op"], "bold"))
         here = Text("yes", "green") if row["supported"] else Text("no", "yellow")
         if row["supported"] and row["reason"]:
             here = Text("partly", "green")
         flags = ["yes" if row[key] else "no" for key in ("deterministic", "batch_invariant")]
-        name = "" if row["op"] == last else row["op"]
-        table.add_row(name, row["variant"], row["kind"], here, *flags, row["wins"])
+        table.add_row(f"  {row['variant']}", row["kind"], here, *flags, row["wins"])
         last = row["op"]
-    table.caption = "det.: the same bits on every run. inv.: a row's bits do not depend on its batch. --json has files."
+    table.caption = (
+        "here: whether it runs on this machine. det.: the same bits on every run. inv.: the bits of a row do not "
+        "depend on the batch around it. --json adds files and reasons."
+    )
     table.caption_justify = "left"
     console.print(table)
     for row in rows:

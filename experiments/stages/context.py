@@ -42,7 +42,8 @@ class Context:
 
     @contextmanager
     def step(self, name: str, total: int) -> Iterator[Step]:
-        task = self.progress.add_task(name, total=total, doing="")
+        """A bar of `total` units, shown where there are any."""
+        task = self.progress.add_task(name, total=total, doing="", visible=total > 0)
         try:
             yield Step(self.progress, task)
         finally:
@@ -52,7 +53,7 @@ class Context:
         """The fields that every row of this run shares."""
         return {
             "run_id": self.folder.run_id,
-            "dtype": self.plan.dtype_name,
+            "dtype": str((more.get("axes") or {}).get("activation", self.plan.dtype_name)),
             "device": self.plan.device.type,
             **more,
         }

@@ -50,8 +50,7 @@ def _time(context: Context, op: str, point: Point, pick: Pick) -> KernelRow:
         if variant.kind == "triton" and plan.device.type == "cpu":
             return KernelRow(**common, status="ok", **figures, **_not_timed(INTERPRETED))
         timing = time_call(lambda: kernel(**case.inputs), plan.device)
-        dtype = str(point.axes.get("activation", plan.dtype_name))
-        limit = roofline(timing.median_us, case.bytes_moved, case.flops, dtype, device_facts(plan.device))
+        limit = roofline(timing.median_us, case.bytes_moved, case.flops, common["dtype"], device_facts(plan.device))
     except Exception as error:
         return KernelRow(**common, status="failed", reason=one_line(error))
     return KernelRow(
