@@ -104,7 +104,7 @@ class ModelConfig:
 class RopeParameters(BaseModel):
     """The `rope_parameters` (or, before transformers 5, `rope_scaling`) mapping; scaled kinds carry more keys."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
     rope_type: str | None = None
     type: str | None = None
@@ -113,7 +113,11 @@ class RopeParameters(BaseModel):
 
     @property
     def kind(self) -> str:
-        return self.rope_type or self.type or "default"
+        """What is done to the angles; `default` is nothing. A key that is not known (a factor, a mapping per kind of
+        layer) would change them too, so with one the kind is no longer `default`."""
+        unknown = ", ".join(sorted(self.model_extra or {}))
+        kind = self.rope_type or self.type or "default"
+        return f"{kind} with {unknown}" if kind == "default" and unknown else kind
 
 
 class HuggingFaceConfig(BaseModel):
@@ -122,7 +126,7 @@ class HuggingFaceConfig(BaseModel):
     The field names, and what an absent one means, are those of transformers' `Qwen3Config`.
     """
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt
