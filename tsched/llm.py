@@ -200,9 +200,10 @@ class LLM:
                 "pass token ids"
             )
         try:
-            return list(self.tokenizer(text)["input_ids"])
+            text.encode()
         except UnicodeError as error:  # a lone surrogate
             raise RefusedError(f"the prompt cannot be encoded as UTF-8: {error}") from error
+        return list(self.tokenizer(text)["input_ids"])
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         if self.tokenizer is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,8 @@ from tsched.scheduler import RefusedError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
+
+_PLAIN = frozenset({int})  # a list of nothing else needs no look at each entry
 
 
 def split_prompts(prompts: Any) -> list[Any]:
@@ -26,7 +27,9 @@ def split_prompts(prompts: Any) -> list[Any]:
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise TypeError(f"prompts must be a text, a list of token ids or a list of those, got {type(prompts).__name__}")
     entries = list(prompts)
-    return [entries] if entries and all(_is_integer(entry) for entry in entries) else entries
+    if _PLAIN.issuperset(map(type, entries)):
+        return [entries] if entries else []
+    return [entries] if all(_is_integer(entry) for entry in entries) else entries
 
 
 def parse_prompt(prompt: Any) -> str | list[int]:
@@ -45,10 +48,12 @@ def parse_prompt(prompt: Any) -> str | list[int]:
     if isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
     if isinstance(prompt, (list, tuple, range)):
+        if _PLAIN.issuperset(map(type, prompt)):
+            return list(prompt)
         wrong = next((entry for entry in prompt if not _is_integer(entry)), None)
         if wrong is not None:
             raise RefusedError(f"token ids must be integers, got {wrong!r}")
-        return [operator.index(entry) for entry in prompt]
+        return [int(entry) for entry in prompt]
     raise RefusedError(f"a prompt must be a text or a list of token ids, got {type(prompt).__name__}")
 
 
@@ -74,4 +79,4 @@ def check_stop_ids(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _is_integer(entry: Any) -> bool:
-    return not isinstance(entry, bool) and hasattr(entry, "__index__")
+    return isinstance(entry, (int, np.integer)) and not isinstance(entry, bool)

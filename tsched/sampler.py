@@ -55,8 +55,7 @@ class Sampler:
         of it.
         """
         table = self._table
-        highest, best = logits.max(dim=-1)  # [m] each; a NaN counts as the highest
-        tokens: Ints = best.masked_fill_(~highest.isfinite(), NOT_FINITE).cpu().numpy()
+        tokens = _most_likely_tokens(logits)
         finite = tokens != NOT_FINITE
         plain = table.plain[rows]
         if plain.all() and finite.all():
@@ -122,6 +121,18 @@ class Sampler:
     def _known(self, sequence: Sequence) -> Ints:
         tokens: Ints = self._table.tokens[sequence.row, : self._table.known[sequence.row]]
         return tokens
+
+
+def _most_likely_tokens(logits: torch.Tensor) -> Ints:
+    """[m] int64, the token of each row's largest logit of `logits` [m, V]; NOT_FINITE where that is none or a NaN."""
+    if logits.device.type == "cpu":  # numpy's argmax: a tenth of torch's time on [32, 1024]
+        array = logits.numpy()
+        tokens: Ints = array.argmax(axis=-1)
+        largest = np.take_along_axis(array, tokens[:, None], axis=-1)[:, 0]
+        return np.where(np.isfinite(largest), tokens, NOT_FINITE)
+    highest, best = logits.max(dim=-1)
+    on_host: Ints = best.masked_fill_(~highest.isfinite(), NOT_FINITE).cpu().numpy()
+    return on_host
 
 
 def apply_penalties(
