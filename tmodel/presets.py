@@ -16,7 +16,7 @@ from tmodel.corpus import standard_library_corpus
 from tmodel.train import Recipe, TrainingReport, train_on
 
 PRESETS = {
-    # About a minute on two cores, most of it matrix products: 1,000 steps of 1,024 tokens.
+    # About a minute on two idle cores, most of it matrix products: 1,000 steps of 1,024 tokens.
     "tiny": Recipe(
         version=1,
         vocab_size=1024,
