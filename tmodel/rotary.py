@@ -16,7 +16,7 @@ def rotary_tables(
     if rotary_dim < 2 or rotary_dim % 2:
         raise ValueError(f"rotary_dim is {rotary_dim}; it counts pairs of dims, so it must be even and at least 2")
     # The angles are rounded to float32 in every dtype, because that is what the published checkpoints were trained
-    # with and what transformers computes. Near position 10,000 the exact angle differs by up to 7e-4 radians, which is a
+    # with and what transformers computes. Near position 10,000 the exact angle is up to 7e-4 radians away: that is a
     # different model.
     inverse_frequency = 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)  # [R/2]
     angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse_frequency).double()  # [L, R/2]
