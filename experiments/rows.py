@@ -114,7 +114,9 @@ _SERVED = frozenset(
 class EngineRow(_Row):
     """A workload served by one arm. tokens_per_s counts output tokens; medians over the rounds in `seconds`.
 
-    time_to_first_token_s is the median over requests of the median round, all of which arrive at once.
+    time_to_first_token_s is the median over requests of the median round, all of which arrive at once. texts: what each
+    prompt was continued with, null for token ids. peak_occupancy: of the KV cache's blocks, the fraction lent at the
+    peak; last_page_waste: of the slots lent then, the fraction past their sequences' ends.
     """
 
     stage: Literal["engine"] = "engine"
@@ -128,11 +130,14 @@ class EngineRow(_Row):
     time_to_first_token_s: float | None = None
     seconds: list[float] | None = None
     speed_reason: str | None = None
+    texts: list[str] | None = None
     steps: int | None = None
     preemptions: int | None = None
+    peak_occupancy: float | None = None
+    last_page_waste: float | None = None
 
     required = {
-        "ok": _SERVED | {"steps", "preemptions"},
+        "ok": _SERVED | {"texts", "steps", "preemptions", "peak_occupancy", "last_page_waste"},
         "wrong": frozenset({"workload"}),
         "unsupported": frozenset({"workload"}),
         "failed": frozenset({"workload"}),

@@ -11,6 +11,7 @@ from rich.text import Text
 from experiments.plan import Plan
 from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow
 from experiments.run_folder import AnyRow
+from experiments.schema import PromptsWorkload
 
 _STYLES = {"ok": "green", "wrong": "bold red", "failed": "red", "unsupported": "yellow"}
 
@@ -41,6 +42,7 @@ def run_report(plan: Plan, rows: Sequence[AnyRow]) -> RenderableType:
     engines = [row for row in rows if isinstance(row, EngineRow)]
     if engines:
         parts.append(_engine_table(plan, engines, [row for row in rows if isinstance(row, ParityRow)]))
+        parts += _texts(plan, engines)
     peers = [row for row in rows if isinstance(row, PeerRow)]
     if peers:
         parts.append(_peer_table(peers))
@@ -86,39 +88,60 @@ def _timing_cells(timing: KernelRow | None) -> list[str | Text]:
     return [microseconds(timing.median_us), microseconds(timing.iqr_us), size, share]
 
 
-def arm_title(plan: Plan, row: EngineRow | ParityRow | PeerRow) -> str:
-    """The parts of a row's arm that differ between arms."""
-    swept = [key for key in plan.arms[0].swept if key in row.arm]
-    parts = [row.arm[op] for op in swept] + [f"{key}={value}" for key, value in row.settings.items()]
-    return " · ".join(parts) or "defaults"
-
-
 def _engine_table(plan: Plan, engines: Sequence[EngineRow], parities: Sequence[ParityRow]) -> Table:
-    swept = ", ".join(key.removeprefix("scheduler.") for key in plan.arms[0].swept)
+    swept = plan.arms[0].swept
     several = len({row.workload for row in engines}) > 1
-    right = ["tokens", "tokens/s", "first token ms", "log-prob drift"]
-    columns = ["workload"] * several + ["arm", "status", *right[:3], "same tokens", right[3]]
-    table = new_table(f"Engine{f' (arms: {swept})' if swept else ''}", columns, right)
-    parity = {(_key(row)): row for row in parities}
-    firsts: set[str] = set()
+    right = ["tokens/s", "IQR", "ttft ms", "drift"]
+    names = [key.removeprefix("scheduler.") for key in swept]
+    columns = [*(["workload"] if several else []), *names, "status", *right[:3], "same tokens", right[3]]
+    table = new_table("Engine", columns, right)
+    for column in table.columns[: len(names) + several]:
+        column.overflow = "fold"
+    parity = {_key(row): row for row in parities}
+    firsts: set[str | None] = set()
     for row in engines:
+        arm = [row.settings.get(name) if key != name else row.arm[key] for key, name in zip(swept, names, strict=True)]
         cells: list[str | Text] = [str(row.workload)] if several else []
-        cells += [arm_title(plan, row), status_text(row.status)]
+        cells += [*map(str, arm), status_text(row.status)]
         if row.status != "ok":
             table.add_row(*cells, *["-"] * 5)
             continue
-        speed = f"{row.tokens_per_s:,.1f}" if row.tokens_per_s is not None else "n/m"
-        wait = f"{row.time_to_first_token_s * 1e3:,.1f}" if row.time_to_first_token_s is not None else "n/m"
-        compared = parity.get(_key(row))
-        if compared is None:
-            same, drift = ("first arm" if row.workload not in firsts else "-"), "-"
-            firsts.add(str(row.workload))
+        if row.tokens_per_s is None or row.tokens_per_s_iqr is None or row.time_to_first_token_s is None:
+            cells += ["n/m"] * 3
         else:
+            cells += [f"{row.tokens_per_s:,.0f}", f"{row.tokens_per_s_iqr:,.0f}"]
+            cells += [f"{row.time_to_first_token_s * 1e3:,.1f}"]
+        compared = parity.get(_key(row))
+        if compared is not None:
             assert compared.logprob_drift is not None
-            same = "yes" if compared.tokens_equal else f"{compared.requests_equal} of {compared.requests} requests"
-            drift = f"{compared.logprob_drift:.1e}"
-        table.add_row(*cells, f"{row.output_tokens:,}", speed, wait, same, drift)
+            cells += [_same(compared.requests_equal, compared.requests), f"{compared.logprob_drift:.1e}"]
+        else:
+            cells += ["first arm" if row.workload not in firsts else "-", "-"]
+            firsts.add(row.workload)
+        table.add_row(*cells)
+    table.caption = (
+        "Output tokens per second; ttft: time to first token, all requests arriving at once; same tokens, drift: as the "
+        "first arm, and the largest difference of a log-probability. n/m: not measured."
+    )
+    table.caption_justify = "left"
     return table
+
+
+def _same(equal: int | None, of: int | None) -> Text:
+    return Text("yes", "green") if equal == of else Text(f"{equal} of {of} requests", "yellow")
+
+
+def _texts(plan: Plan, engines: Sequence[EngineRow]) -> list[RenderableType]:
+    """What the first arm made of each prompt of a workload of texts."""
+    lines: list[RenderableType] = []
+    for workload in plan.experiment.workload:
+        row = next((r for r in engines if r.workload == workload.name and r.status == "ok"), None)
+        if row is None or row.texts is None or not isinstance(workload, PromptsWorkload):
+            continue
+        lines.append(Text("\nContinued by the first arm", "bold"))
+        for prompt, text in zip(workload.prompts, row.texts, strict=True):
+            lines += [Text.assemble((prompt, "dim"), text), Text()]
+    return lines
 
 
 def _key(row: EngineRow | ParityRow) -> tuple[Any, ...]:
@@ -133,10 +156,17 @@ def _peer_table(peers: Sequence[PeerRow]) -> Table:
             table.add_row(str(row.workload), str(row.peer), status_text(row.status), "-", "-", "-", "-")
             continue
         settings = ", ".join(f"{key} {value}" for key, value in (row.peer_settings or {}).items())
-        same = "yes" if row.tokens_equal else f"{row.requests_equal} of {row.requests} requests"
         speed = f"{row.tokens_per_s:,.1f}"
         speedup, iqr = f"{row.speedup:.2f}x", f"{row.speedup_iqr:.2f}"
-        table.add_row(str(row.workload), str(row.peer).replace("_", " "), settings, speed, speedup, iqr, same)
+        table.add_row(
+            str(row.workload),
+            str(row.peer).replace("_", " "),
+            settings,
+            speed,
+            speedup,
+            iqr,
+            _same(row.requests_equal, row.requests),
+        )
     table.caption = "speed-up: this engine's tokens/s over the peer's, median over interleaved rounds."
     table.caption_justify = "left"
     return table

@@ -6,3 +6,8 @@ PEERS: Mapping[str, str] = {
     "transformers_one_at_a_time": "experiments.peers.transformers_generate",
     "transformers_batched": "experiments.peers.transformers_generate",
 }
+"""name -> the module whose `make_peer(name, directory, requests, device, dtype)` gives a server with `settings`."""
+
+
+class PeerUnsupportedError(ValueError):
+    """A peer cannot serve this workload in a way that compares."""

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from experiments.arms import Arm
-from experiments.peers import PEERS
+from experiments.peers import PEERS, PeerUnsupportedError
 from experiments.rows import EngineRow, PeerRow, Status
 from experiments.stages.context import Context, Step, one_line
 from experiments.stages.serving import Served, equal_requests, figures, interleaved, spread, timed
@@ -132,10 +132,14 @@ def _serve(
     if len(failed) == len(outputs):
         context.folder.record(EngineRow(**common, status="failed", reason=f"every request failed: {failed[0]}"))
         return []
+    texts = [output.outputs[0].text for output in outputs] if isinstance(requests[0].prompt, str) else None
     row = EngineRow(
         **common,
         status="ok",
         **figures(rounds, not_timed),
+        texts=texts,
+        peak_occupancy=after.peak_occupancy,
+        last_page_waste=after.last_page_waste,
         steps=after.num_steps - before.num_steps,
         preemptions=after.num_preemptions - before.num_preemptions,
     )
@@ -192,6 +196,8 @@ def _beside_peers(
             try:
                 make = import_module(PEERS[name]).make_peer
                 servers[name] = make(name, plan.model.directory(), by_ids, plan.device, plan.dtype)
+            except PeerUnsupportedError as error:
+                context.folder.record(PeerRow(**common, peer=name, status="unsupported", reason=str(error)))
             except Exception as error:
                 context.folder.record(PeerRow(**common, peer=name, status="failed", reason=one_line(error)))
             step.advance("")

@@ -1,0 +1,98 @@
+"""transformers' `generate` on the same checkpoint: one request at a time, or all of them in one left-padded batch.
+
+Which attention implementation and which cache serve it fastest differs by machine and mode, so every pair is tried once
+on the workload itself, and the fastest is the peer.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.peers import PeerUnsupportedError
+from experiments.stages.serving import Served, timed
+from experiments.workloads import Request
+
+ATTENTION = ("sdpa", "eager")
+CACHES = ("dynamic", "static")
+
+
+@dataclass(frozen=True)
+class TransformersPeer:
+    """A loaded model and how it is driven; calling it serves the whole workload once."""
+
+    model: Any
+    requests: tuple[Request, ...]
+    batched: bool
+    cache: str
+    attention: str
+
+    @property
+    def settings(self) -> Mapping[str, str]:
+        return {"attention": self.attention, "cache": self.cache}
+
+    def __call__(self) -> Served:
+        groups = [self.requests] if self.batched else [(request,) for request in self.requests]
+        tokens, seconds = timed(lambda: [row for group in groups for row in self._generate(group)])
+        # One-at-a-time requests wait for one another and generate() hands out nothing before its end: no first token.
+        return Served(tuple(tokens), sum(len(request.prompt) for request in self.requests), seconds, None)
+
+    @torch.inference_mode()
+    def _generate(self, group: Sequence[Request]) -> list[tuple[int, ...]]:
+        """Each request's own tokens: what a padded batch generates past a request's length is nobody's."""
+        lengths = [int(request.params.max_tokens or 0) for request in group]
+        width = max(len(request.prompt) for request in group)
+        ids = torch.zeros(len(group), width, dtype=torch.int64)  # [B, width], padding on the left
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(group):
+            ids[row, width - len(request.prompt) :] = torch.tensor(request.prompt)
+            mask[row, width - len(request.prompt) :] = 1
+        device = self.model.device
+        out = self.model.generate(
+            ids.to(device),
+            attention_mask=mask.to(device),
+            do_sample=False,
+            max_new_tokens=max(lengths),
+            pad_token_id=0,
+            cache_implementation="static" if self.cache == "static" else None,
+        )
+        generated = out[:, width:].tolist()
+        return [tuple(row[:length]) for row, length in zip(generated, lengths, strict=True)]
+
+
+def make_peer(
+    name: str, directory: Path, requests: Sequence[Request], device: torch.device, dtype: torch.dtype
+) -> TransformersPeer:
+    """The peer of that name with the settings that serve `requests` (token ids) fastest.
+
+    Raises PeerUnsupportedError where the workload is not greedy with exact lengths, which is all that is compared.
+    """
+    for request in requests:
+        params = request.params
+        if not (params.is_greedy and params.ignore_eos) or params.has_penalties or params.stop or params.stop_token_ids:
+            raise PeerUnsupportedError("only greedy requests that run to their exact length (ignore_eos) are compared")
+    batched = name == "transformers_batched"
+    candidates = []
+    for attention in ATTENTION:
+        model = _load(directory, attention, device, dtype)
+        for cache in CACHES:
+            peer = TransformersPeer(model, tuple(requests), batched, cache, attention)
+            # Whatever is made on first use is made here: by the whole batch, or by one of the single requests.
+            (peer if batched else replace(peer, requests=peer.requests[:1]))()
+            candidates.append((peer().seconds, len(candidates), peer))
+    return min(candidates)[2]
+
+
+def _load(directory: Path, attention: str, device: torch.device, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation=attention, use_safetensors=True, local_files_only=True
+    )
+    # The lengths are exact: no end-of-sequence token may cut one short.
+    model.generation_config.eos_token_id = None
+    return model.to(device).eval()
