@@ -120,8 +120,8 @@ def _engine_table(plan: Plan, engines: Sequence[EngineRow], parities: Sequence[P
             firsts.add(row.workload)
         table.add_row(*cells)
     table.caption = (
-        "Output tokens per second; ttft: time to first token, all requests arriving at once; same tokens, drift: as the "
-        "first arm, and the largest difference of a log-probability. n/m: not measured."
+        "Output tokens per second; ttft: time to first token, all requests arriving at once; same tokens, drift: as "
+        "the first arm, and the largest difference of a log-probability. n/m: not measured."
     )
     table.caption_justify = "left"
     return table

@@ -74,7 +74,7 @@ def make_peer(
         if not (params.is_greedy and params.ignore_eos) or params.has_penalties or params.stop or params.stop_token_ids:
             raise PeerUnsupportedError("only greedy requests that run to their exact length (ignore_eos) are compared")
     batched = name == "transformers_batched"
-    candidates = []
+    candidates: list[tuple[float, int, TransformersPeer]] = []
     for attention in ATTENTION:
         model = _load(directory, attention, device, dtype)
         for cache in CACHES:
