@@ -169,7 +169,7 @@ class Experiment(Strict):
     scheduler: SchedulerOptions = SchedulerOptions()
     workload: Annotated[list[Workload], BeforeValidator(_as_list)] = []
     peers: list[str] = []
-    repeats: Count = 1
+    repeats: Count = 3
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
 
     @model_validator(mode="after")

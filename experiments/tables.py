@@ -106,11 +106,11 @@ def _engine_table(plan: Plan, engines: Sequence[EngineRow], parities: Sequence[P
         if row.status != "ok":
             table.add_row(*cells, *["-"] * 5)
             continue
-        if row.tokens_per_s is None or row.tokens_per_s_iqr is None or row.time_to_first_token_s is None:
+        if row.tokens_per_s is None or row.time_to_first_token_s is None:
             cells += ["n/m"] * 3
         else:
-            cells += [f"{row.tokens_per_s:,.0f}", f"{row.tokens_per_s_iqr:,.0f}"]
-            cells += [f"{row.time_to_first_token_s * 1e3:,.1f}"]
+            iqr = f"{row.tokens_per_s_iqr:,.0f}" if row.tokens_per_s_iqr is not None else "-"
+            cells += [f"{row.tokens_per_s:,.0f}", iqr, f"{row.time_to_first_token_s * 1e3:,.1f}"]
         compared = parity.get(_key(row))
         if compared is not None:
             assert compared.logprob_drift is not None
@@ -152,12 +152,12 @@ def _peer_table(peers: Sequence[PeerRow]) -> Table:
     right = ["tokens/s", "speed-up", "IQR"]
     table = new_table("Against peers", ["workload", "peer", "settings", *right, "same tokens"], right)
     for row in peers:
-        if row.status != "ok" or row.speedup is None or row.speedup_iqr is None:
+        if row.status != "ok" or row.speedup is None:
             table.add_row(str(row.workload), str(row.peer), status_text(row.status), "-", "-", "-", "-")
             continue
         settings = ", ".join(f"{key} {value}" for key, value in (row.peer_settings or {}).items())
         speed = f"{row.tokens_per_s:,.1f}"
-        speedup, iqr = f"{row.speedup:.2f}x", f"{row.speedup_iqr:.2f}"
+        speedup, iqr = f"{row.speedup:.2f}x", f"{row.speedup_iqr:.2f}" if row.speedup_iqr is not None else "-"
         table.add_row(
             str(row.workload),
             str(row.peer).replace("_", " "),

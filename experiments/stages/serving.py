@@ -53,10 +53,10 @@ def interleaved(servers: Sequence[Server], repeats: int, done: Callable[[], None
     return rounds
 
 
-def spread(values: Sequence[float]) -> float:
-    """The distance between the quartiles; 0 for a single value."""
+def spread(values: Sequence[float]) -> float | None:
+    """The distance between the quartiles; a single value has none."""
     if len(values) < 2:
-        return 0.0
+        return None
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
     return third - first
 
