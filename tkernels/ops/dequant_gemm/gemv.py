@@ -53,7 +53,7 @@ def dequant_gemm_gemv(
         offs_w = start + tl.arange(0, BLOCK_W)
         mask_w = offs_w < end
         mask = mask_w[:, None] & mask_n[None, :]
-        row_ptrs = packed_ptr + offs_w.to(tl.int64)[:, None] * stride_packed_w
+        row_ptrs = packed_ptr + offs_w[:, None] * stride_packed_w  # below 2**31: QuantizedWeight refuses more
         packed = tl.load(row_ptrs + offs_n[None, :], mask=mask, other=0)  # [BLOCK_W, BLOCK_N]
         if ONE_GROUP:  # the whole tile shares one row of scales
             group = tl.full((1, 1), start // GROUP_WORDS, dtype=tl.int64)
@@ -77,7 +77,7 @@ def dequant_gemm_gemv(
     total = tl.sum(sums, axis=0)  # [BLOCK_N]
     if bias_ptr is not None:
         total += tl.load(bias_ptr + offs_n, mask=mask_n).to(tl.float32)
-    target_ptrs = target_ptr + split.to(tl.int64) * outputs + offs_n
+    target_ptrs = target_ptr + split * outputs + offs_n  # at most MAX_SPLITS * 2**24
     tl.store(target_ptrs, total.to(target_ptr.dtype.element_ty), mask=mask_n)
 
 

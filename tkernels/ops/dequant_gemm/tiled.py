@@ -94,7 +94,7 @@ def dequant_gemm_tiled(
         mask_k = offs_k < inputs
         x = tl.load(x_ptrs + offs_k[None, :], mask=mask_m[:, None] & mask_k[None, :], other=0.0)  # [BLOCK_M, BLOCK_K]
         mask = (offs_w < inputs // 8)[:, None] & mask_n[None, :]
-        row_ptrs = packed_ptr + offs_w.to(tl.int64)[:, None] * stride_packed_w
+        row_ptrs = packed_ptr + offs_w[:, None] * stride_packed_w  # below 2**31: QuantizedWeight refuses more
         packed = tl.load(row_ptrs + offs_n[None, :], mask=mask, other=0)  # [BLOCK_W, BLOCK_N]
         if ONE_GROUP:  # the whole tile shares one row of scales
             group = tl.full((1, 1), start // 8 // GROUP_WORDS, dtype=tl.int64)

@@ -26,7 +26,7 @@ class QuantizedWeight:
     0.26 times the bytes of bf16. Unit stride in the last dim of each tensor.
 
     Raises:
-        ValueError: parts whose shapes, dtypes or strides do not fit together.
+        ValueError: parts whose shapes, dtypes or strides do not fit together, or a packed part of 2**31 words (8 GB).
     """
 
     packed: torch.Tensor
@@ -53,6 +53,11 @@ class QuantizedWeight:
         if inputs == 0 or outputs == 0 or outputs % CODES_PER_WORD:
             raise ValueError(
                 f"QuantizedWeight: packed has shape {words}; [K/8, N] with K and N positive multiples of 8 is needed"
+            )
+        if (words[0] - 1) * self.packed.stride(0) + words[1] >= 2**31:
+            raise ValueError(
+                f"QuantizedWeight: packed spans 2**31 words or more (shape {words}, strides {self.packed.stride()}), "
+                "which the kernels' 32-bit offsets do not reach"
             )
         if self.group_size == -1:
             object.__setattr__(self, "group_size", inputs)

@@ -203,9 +203,9 @@ VARIANT = Variant(
     wins="everywhere: each head is read and written once, in one launch for queries and keys",
     launch=launch,
     configs=CONFIGS,
-    # 8 heads of 128 over 4 warps: a warp reads whole 128-byte lines of each half, angles and weights arrive in the layout
-    # of the heads (with 2 warps they go through shared memory: seen in the machine code), and one token of Qwen3-4B is 5
-    # programs. Interpreted, 5 and 7 heads are two tiles.
+    # 8 heads of 128 over 4 warps: a warp reads whole 128-byte lines of each half, angles and weights arrive in the
+    # heads' own layout (with 2 warps they go through shared memory: seen in the machine code), and one token of
+    # Qwen3-4B is 5 programs. Interpreted, 5 and 7 heads are two tiles.
     default={"": Config(BLOCK_HEADS=8), "interpreter": Config(BLOCK_HEADS=4)},
     key=("Hq", "Hkv", "D", "R"),
     deterministic=True,
