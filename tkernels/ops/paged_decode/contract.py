@@ -146,7 +146,7 @@ CONTRACT = Contract(
     name="paged_decode",
     reference=reference,
     baseline=baseline,
-    axes=(Int("B", 0, 2**31 - 1, (1, 2, 3, 0), "sequences", batch=True), *SIZE_AXES, *OPTION_AXES),
+    axes=(Int("B", 0, 2**31 - 1, (1, 0, 2, 3), "sequences", batch=True), *SIZE_AXES, *OPTION_AXES),
     constraints=CONSTRAINTS,
     arguments={
         "q": Tensor("B Hq D", "activation"),
@@ -165,7 +165,7 @@ CONTRACT = Contract(
     make_inputs=make_inputs,
     bytes_moved=bytes_moved,
     flops=flops,
-    default="torch",
+    default="one_pass",
     benchmarks={
         f"B={sequences},context={context}": _benchmark(sequences, context)
         for sequences, context in ((1, 1024), (1, 65536), (32, 4096), (64, 1024), (64, 8192))

@@ -23,13 +23,13 @@ SIZE_AXES: tuple[Axis, ...] = (
     Choice(
         "lengths", ("edges",), "how long the contexts are: at edges, or all N*S", legal=("edges", "full"), batch=True
     ),
-    Int("S", 1, 256, (1, 2, 8, 16, 32, 256), "page size in tokens"),
+    Int("S", 1, 256, (1, 2, 8, 32, 256, 16), "page size in tokens"),
     Int("N", 1, 2**31 - 1, (1, 2, 3, 5, 9, 40, 130), "width of the block table in pages", batch=True),
     Int("P", 1, 2**31 - 1, (1, 3, 8, 16, 32, 136, 400), "pages in the pool"),
-    Int("Hkv", 1, 65535, (1, 2, 3), "KV heads"),
-    Int("Hq", 1, 65535, (1, 2, 3, 4, 6, 8, 20), "query heads"),
-    Int("D", 16, 256, (16, 32, 64, 80, 96, 100, 128, 256), "head size of queries and keys"),
-    Int("Dv", 16, 256, (16, 32, 64, 80, 96, 100, 128, 256), "head size of values"),
+    Int("Hkv", 1, 65535, (1, 3, 2), "KV heads"),
+    Int("Hq", 1, 65535, (1, 2, 3, 4, 6, 20, 8), "query heads"),
+    Int("D", 16, 256, (16, 32, 64, 80, 96, 100, 256, 128), "head size of queries and keys"),
+    Int("Dv", 16, 256, (16, 32, 64, 80, 96, 100, 256, 128), "head size of values"),
     dtype_axis("activation"),
     dtype_axis("kv"),
 )
@@ -207,8 +207,10 @@ def paged_inputs(
     heads_q, heads, dim, dim_v = int(axes["Hq"]), int(axes["Hkv"]), int(axes["D"]), int(axes["Dv"])
     amplitude = _AMPLITUDE[kind]
     window = int(axes["window"]) or None
-    # A component that every query and key of a head shares lifts the logits to about 1. Around 0, a log-sum-exp can
-    # cancel to far less than its terms, and eps times its size would say nothing about how exact a kernel can be.
+    # Half the usual scale: the rounding of a few logits is an error that whole rows share, so it must stay below what the
+    # error rule allows at least. A component that all queries and keys of a head share lifts the logits to about 1/2:
+    # around 0, a log-sum-exp can cancel to far less than its terms, and eps times its size would say nothing.
+    scale = 0.5 * dim**-0.5
     shared = (draws.integers(0, 1, (heads, dim)) * 2 - 1).double().to(device)
     lift = dim**-0.25
     q = _on_grid(_normal(draws, (rows, heads_q, dim), device) + lift * shared.repeat_interleave(heads_q // heads, 0))
@@ -222,7 +224,7 @@ def paged_inputs(
         for sequence, count in enumerate(used):
             tables[sequence, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
     k_cache, v_cache = _empty_caches(axes, dtype, device)
-    peak = 1.0 / (lift * dim**0.5)  # times `shared`, adds 1 to a key's logit
+    peak = 1.0 / (lift * dim * scale)  # times `shared`, adds 1 to a key's logit
     for sequence, (length, count) in enumerate(zip(context_lens, used, strict=True)):
         if length == 0:
             continue
@@ -243,7 +245,7 @@ def paged_inputs(
         v_cache=v_cache,
         block_tables=_laid_out_tables(tables, axes, draws).to(device),
         context_lens=torch.tensor(list(context_lens), dtype=torch.int32, device=device),
-        scale=amplitude**-2 * dim**-0.5,
+        scale=amplitude**-2 * scale,
         k_scale=_head_scales(draws, heads, device) if axes["k_scale"] else None,
         v_scale=_head_scales(draws, heads, device) if axes["v_scale"] else None,
         max_context_len={"none": None, "exact": longest, "loose": longest + 3 * page + 1}[str(axes["bound"])],
@@ -280,10 +282,10 @@ def _peaks(draws: Draws, length: int, queries: int, window: int | None, page: in
     """
     row = length - 1 - int(draws.integers(0, max(queries - 1, 0), (1,)))  # one query's position
     first = max(row - window + 1, 0) if window else int(draws.integers(0, row // page, (1,))) * page
-    levels = {row: 6.0, first: 10.0}
-    levels |= {row + 1: 18.0}
+    levels = {row: 5.0, first: 8.0}
+    levels |= {row + 1: 14.0}
     if window:
-        levels |= {first - 1: 18.0}
+        levels |= {first - 1: 14.0}
     return [(position, level) for position, level in levels.items() if 0 <= position < length]
 
 

@@ -1,6 +1,7 @@
 """paged_prefill: causal attention of packed query chunks over keys and values in pages, on top of what is cached."""
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,22 +39,24 @@ def reference(
     """softmax(scale * q . k) v of each sequence's newest tokens over its own cached tokens, themselves included.
 
     Args:
-        q: [T, Hq, D], any float dtype, sequences end to end. Hq is a multiple of Hkv; query heads h*G .. h*G+G-1 share KV
-            head h.
+        q: [T, Hq, D], any float dtype, sequences end to end. Hq is a multiple of Hkv; query heads h*G .. h*G+G-1 share
+            KV head h.
         k_cache: [P, S, Hkv, D], as q; S, the page size, is a power of two.
         v_cache: [P, S, Hkv, Dv], as q.
-        block_tables: [B, N] int32; entry i is the page of tokens i*S .. i*S+S-1. Those past ceil(context / S) are undefined.
+        block_tables: [B, N] int32; entry i is the page of tokens i*S .. i*S+S-1. Those past ceil(context / S) are
+            undefined.
         cu_seqlens_q: [B+1] int32, where each sequence's tokens begin in q, from 0. A sequence may have none. Rows from
             cu_seqlens_q[-1] on belong to nobody: they are neither read nor written.
-        context_lens: [B] int32, tokens in the cache, this step's included, so at least the sequence's tokens in q; at most
-            N*S. The last token in q is the last in the cache.
+        context_lens: [B] int32, tokens in the cache, this step's included, so at least the sequence's tokens in q; at
+            most N*S. The last token in q is the last in the cache.
         scale: multiplies the logits.
-        max_context_len: upper bound of context_lens that the host knows, by default N*S. Contexts beyond it are undefined.
+        max_context_len: upper bound of context_lens that the host knows, by default N*S.
         window: a query sees the last `window` keys up to its own position, itself included, at least 1; None is all.
         k_scale: [Hkv] float32, the real keys are the cached ones times it.
         v_scale: [Hkv] float32, the same for values.
         return_lse: return the log-sum-exp of the logits too.
-        causal: a query sees no key after its own position. Otherwise it sees all of them, and `window` bounds the past only.
+        causal: a query sees no key after its own position. Otherwise it sees all of them, and `window` bounds the past
+            only.
 
     Returns:
         out [T, Hq, Dv], as q; with return_lse also lse [T, Hq] float32 (float64 of float64), natural log.
@@ -105,7 +108,7 @@ def baseline(
     """
     (tokens, heads, _), page, dim_v = q.shape, k_cache.shape[1], v_cache.shape[3]
     starts, lens = cu_seqlens_q.tolist(), context_lens.tolist()
-    counts = [stop - start for start, stop in zip(starts[:-1], starts[1:], strict=True)]
+    counts = [stop - start for start, stop in pairwise(starts)]
     longest, most, live = max(lens, default=0), max(counts, default=0), starts[-1]
     out = q.new_full((tokens, heads, dim_v), poison(q.dtype)) if live < tokens else q.new_empty(tokens, heads, dim_v)
     lse = q.new_full((tokens, heads), poison(q.dtype), dtype=torch.promote_types(q.dtype, torch.float32))
@@ -216,8 +219,8 @@ CONTRACT = Contract(
     reference=reference,
     baseline=baseline,
     axes=(
-        Int("B", 0, 2**31 - 1, (1, 2, 3, 0), "sequences", batch=True),
-        Int("T", 0, 2**31 - 1, (1, 2, 7, 16, 33, 70, 0), "query tokens, padding included", batch=True),
+        Int("B", 0, 2**31 - 1, (1, 0, 2, 3), "sequences", batch=True),
+        Int("T", 0, 2**31 - 1, (1, 0, 2, 7, 16, 33, 70), "query tokens, padding included", batch=True),
         *SIZE_AXES,
         *OPTION_AXES,
         Choice("causal", (True, False), "a query sees no key after itself"),
@@ -242,7 +245,7 @@ CONTRACT = Contract(
     make_inputs=make_inputs,
     bytes_moved=bytes_moved,
     flops=flops,
-    default="torch",
+    default="packed_gqa",
     benchmarks={
         f"B={sequences},chunk={chunk},context={context}": _benchmark(sequences, chunk, context)
         for sequences, chunk, context in (

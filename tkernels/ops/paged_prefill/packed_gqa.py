@@ -1,0 +1,291 @@
+"""Tiles of query rows, all heads of a group packed together, sweep the keys that they can see.
+
+A row is one query token with one of the G query heads that share a KV head; a tile takes BLOCK_M consecutive rows of one
+sequence, whatever G, so that it is full even for short chunks and the cache is read once per tile for the whole group.
+Blocks of keys that every row sees need no mask, those that none sees are skipped, and only the edges (the diagonal, the
+start of a window) are masked. The grid follows from shapes alone: T * G // BLOCK_M + B tiles always suffice, and a tile
+finds its sequence by binary search over cu_seqlens_q. Wins for every prefill, chunked or not.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels import Config, Run, Variant
+from tkernels.language import dot
+
+CONFIGS = tuple(
+    Config(BLOCK_M=rows, BLOCK_N=keys, num_warps=warps, num_stages=stages)
+    for rows, keys, warps, stages in (
+        (16, 64, 4, 5),
+        (32, 64, 4, 3),
+        (64, 32, 4, 3),
+        (64, 64, 4, 2),
+        (64, 64, 4, 3),
+        (64, 64, 4, 5),
+        (64, 128, 4, 3),
+        (128, 32, 8, 3),
+        (128, 64, 4, 3),
+        (128, 64, 8, 2),
+        (128, 64, 8, 3),
+        (128, 64, 8, 5),
+        (128, 128, 8, 3),
+    )
+)
+
+
+@triton.jit
+def paged_prefill_packed_gqa_sweep(
+    acc,
+    m,
+    l,  # noqa: E741
+    q,
+    own,
+    begin,
+    end,
+    length,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    stride_k_p,
+    stride_k_s,
+    stride_v_p,
+    stride_v_s,
+    scale_log2,
+    window,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Adds the blocks of keys in begin .. end-1 to (acc [BLOCK_M, BLOCK_DV], m, l) of the rows q [BLOCK_M, BLOCK_D],
+    whose tokens stand at the positions `own`. Unless MASKED, every row sees every key of these blocks.
+    """
+    BLOCK_M: tl.constexpr = q.shape[0]
+    offs_d = tl.arange(0, q.shape[1])
+    offs_dv = tl.arange(0, acc.shape[1])
+    mask_d = (offs_d < HEAD_DIM)[None, :]
+    mask_dv = (offs_dv < HEAD_DIM_V)[None, :]
+    for start in range(begin, end, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        live = keys < length
+        pages = tl.load(table_ptr + keys // PAGE_SIZE, mask=live, other=0).to(tl.int64)
+        slots = (keys % PAGE_SIZE).to(tl.int64)
+        k_rows = k_ptr + pages * stride_k_p + slots * stride_k_s
+        k = tl.load(k_rows[:, None] + offs_d[None, :], mask=live[:, None] & mask_d, other=0.0)
+        # [BLOCK_M, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_M, BLOCK_N]
+        logits = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale_log2
+        if MASKED:
+            visible = (keys <= own[:, None]) if CAUSAL else live[None, :]
+            if window is not None:
+                visible = visible & (keys[None, :] > own[:, None] - window)
+            logits = tl.where(visible, logits, float("-inf"))
+        m_new = tl.maximum(m, tl.max(logits, axis=1))
+        # A row that has seen nothing yet keeps its -inf, and -inf - -inf is no number.
+        origin = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
+        alpha = tl.exp2(m - origin)
+        p = tl.exp2(logits - origin[:, None])
+        l = l * alpha + tl.sum(p, axis=1)  # noqa: E741
+        v_rows = v_ptr + pages * stride_v_p + slots * stride_v_s
+        v = tl.load(v_rows[:, None] + offs_dv[None, :], mask=live[:, None] & mask_dv, other=0.0)
+        acc = dot(p.to(v.dtype), v, acc * alpha[:, None])  # [BLOCK_M, BLOCK_N] @ [BLOCK_N, BLOCK_DV]
+        m = m_new
+    return acc, m, l
+
+
+@triton.jit
+def paged_prefill_packed_gqa(
+    out_ptr,
+    lse_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    tables_ptr,
+    starts_ptr,
+    lens_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    scale_log2,
+    window,
+    sequences,
+    stride_out_t,
+    stride_out_h,
+    stride_lse_t,
+    stride_q_t,
+    stride_q_h,
+    stride_k_p,
+    stride_k_s,
+    stride_k_h,
+    stride_v_p,
+    stride_v_s,
+    stride_v_h,
+    stride_table_b,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    # Last tiles first: they have the most keys to sweep, and short work at the end leaves no multiprocessor waiting.
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    # Sequence b begins at tile starts[b] * G // BLOCK_M + b: never before the end of the one before it. Find the last
+    # that begins at or before this tile.
+    low = tl.full((), 0, tl.int32)
+    high = sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(starts_ptr + middle).to(tl.int64) * GROUP // BLOCK_M + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    sequence = low.to(tl.int64)
+    start = tl.load(starts_ptr + sequence).to(tl.int64)
+    queries = tl.load(starts_ptr + sequence + 1) - start
+    length = tl.load(lens_ptr + sequence)
+    first_row = (tile - (start * GROUP // BLOCK_M + sequence)) * BLOCK_M
+    if first_row < queries * GROUP:  # else a tile to spare: of padding, or the slack of the bound
+        rows = first_row + tl.arange(0, BLOCK_M)
+        mask_m = rows < queries * GROUP
+        tokens = start + rows // GROUP
+        heads = kv_head * GROUP + rows % GROUP
+        cached = length - queries.to(tl.int32)  # keys before the chunk's own
+        own = cached + (rows // GROUP).to(tl.int32)  # [BLOCK_M], each row's position
+        own_first = cached + (first_row // GROUP).to(tl.int32)
+        own_last = tl.minimum(cached + ((first_row + BLOCK_M - 1) // GROUP).to(tl.int32), length - 1)
+        end = own_last + 1 if CAUSAL else length
+        full_end = (own_first + 1 if CAUSAL else length) // BLOCK_N * BLOCK_N  # keys that all rows see end here
+        begin = 0
+        full_begin = 0
+        if window is not None:
+            begin = tl.maximum(own_first - window + 1, 0) // BLOCK_N * BLOCK_N
+            full_begin = tl.cdiv(tl.maximum(own_last - window + 1, 0), BLOCK_N) * BLOCK_N
+        offs_d = tl.arange(0, BLOCK_D)
+        q_rows = q_ptr + tokens * stride_q_t + heads * stride_q_h
+        q = tl.load(q_rows[:, None] + offs_d[None, :], mask=mask_m[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+        if k_scale_ptr is not None:
+            scale_log2 = scale_log2 * tl.load(k_scale_ptr + kv_head)
+        k_head = k_ptr + kv_head * stride_k_h
+        v_head = v_ptr + kv_head * stride_v_h
+        table_ptr = tables_ptr + sequence * stride_table_b
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        if window is not None:
+            acc, m, l = paged_prefill_packed_gqa_sweep(  # noqa: E741
+                acc, m, l, q, own, begin, tl.minimum(full_begin, end), length, k_head, v_head, table_ptr,
+                stride_k_p, stride_k_s, stride_v_p, stride_v_s, scale_log2, window,
+                HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_N, CAUSAL, True,
+            )  # fmt: skip
+        acc, m, l = paged_prefill_packed_gqa_sweep(  # noqa: E741
+            acc, m, l, q, own, full_begin, full_end, length, k_head, v_head, table_ptr,
+            stride_k_p, stride_k_s, stride_v_p, stride_v_s, scale_log2, window,
+            HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_N, CAUSAL, False,
+        )  # fmt: skip
+        acc, m, l = paged_prefill_packed_gqa_sweep(  # noqa: E741
+            acc, m, l, q, own, tl.maximum(full_begin, full_end), end, length, k_head, v_head, table_ptr,
+            stride_k_p, stride_k_s, stride_v_p, stride_v_s, scale_log2, window,
+            HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_N, CAUSAL, True,
+        )  # fmt: skip
+        total = tl.where(l > 0, l, 1.0)  # of rows that pad the tile, which may see nothing
+        out = acc / total[:, None]
+        if v_scale_ptr is not None:
+            out = out * tl.load(v_scale_ptr + kv_head)
+        offs_dv = tl.arange(0, BLOCK_DV)
+        out_rows = out_ptr + tokens * stride_out_t + heads * stride_out_h
+        mask_out = mask_m[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
+        tl.store(out_rows[:, None] + offs_dv[None, :], out.to(out_ptr.dtype.element_ty), mask=mask_out)
+        if lse_ptr is not None:
+            lse = (m + tl.log2(total)) * 0.6931471805599453  # natural
+            tl.store(lse_ptr + tokens * stride_lse_t + heads, lse, mask=mask_m)
+
+
+def launch(
+    run: Run,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    *,
+    max_context_len: int | None,
+    window: int | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    return_lse: bool,
+    causal: bool,
+) -> None:
+    (tokens, heads, dim), (_, page_size, heads_kv, dim_v) = q.shape, v_cache.shape
+    sequences, group = context_lens.shape[0], heads // heads_kv
+    if sequences == 0:
+        return  # every row is padding
+    # The config's tile is meant for heads of up to 128 in 16 bits; wider rows get tiles of as many bytes.
+    block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
+    shrink = max(1, max(block_d, block_dv) * q.element_size() // 256)
+    block_m, block_n = (max(16, run.config[name] // shrink) for name in ("BLOCK_M", "BLOCK_N"))
+    run.launch(
+        paged_prefill_packed_gqa,
+        (tokens * group // block_m + sequences, heads_kv),
+        out_ptr=out,
+        lse_ptr=lse,
+        q_ptr=q,
+        k_ptr=k_cache,
+        v_ptr=v_cache,
+        tables_ptr=block_tables,
+        starts_ptr=cu_seqlens_q,
+        lens_ptr=context_lens,
+        k_scale_ptr=k_scale,
+        v_scale_ptr=v_scale,
+        scale_log2=scale * 1.4426950408889634,
+        window=window,
+        sequences=sequences,
+        stride_out_t=out.stride(0),
+        stride_out_h=out.stride(1),
+        stride_lse_t=heads,
+        stride_q_t=q.stride(0),
+        stride_q_h=q.stride(1),
+        stride_k_p=k_cache.stride(0),
+        stride_k_s=k_cache.stride(1),
+        stride_k_h=k_cache.stride(2),
+        stride_v_p=v_cache.stride(0),
+        stride_v_s=v_cache.stride(1),
+        stride_v_h=v_cache.stride(2),
+        stride_table_b=block_tables.stride(0),
+        GROUP=group,
+        HEAD_DIM=dim,
+        HEAD_DIM_V=dim_v,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        PAGE_SIZE=page_size,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        CAUSAL=causal,
+    )
+
+
+VARIANT = Variant(
+    wins="every prefill, chunked or not",
+    launch=launch,
+    configs=CONFIGS,
+    default={
+        "": Config(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2),
+        # 64 keys would spill on sm_80 (96 bytes of stack, compiled at D 128), whose products read from registers.
+        "sm_80": Config(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=5),
+        "sm_90": Config(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
+        "sm_100": Config(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
+        "interpreter": Config(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1),
+    },
+    key=("Hq", "Hkv", "D", "Dv", "S"),
+    deterministic=True,
+    batch_invariant=True,
+)
