@@ -1,0 +1,201 @@
+"""QuantizedWeight: its layout, its helpers and what it refuses; and the two kernels' own promises."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tkernels import OPS, Config, ContractError, UnsupportedError
+from tkernels.check import check_case
+from tkernels.device import INTERPRETER, TARGETS
+from tkernels.ops.dequant_gemm.gemv import word_rows_per_split, workspace
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, dequantize, pack, quantize, unpack
+
+GEMV, TILED = (OPS["dequant_gemm"].variants[name] for name in ("gemv", "tiled"))
+
+
+def dense(outputs: int = 16, inputs: int = 64, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def by_hand(weight: QuantizedWeight) -> torch.Tensor:
+    """W [N, K] decoded one code at a time with Python's integers."""
+    packed = weight.packed.tolist()
+    zeros = weight.zeros.tolist() if weight.zeros is not None else None
+    outputs, inputs = weight.shape
+    decoded = torch.empty(outputs, inputs, dtype=torch.float64)
+    for n in range(outputs):
+        for k in range(inputs):
+            group = k // weight.group_size
+            code = (packed[k // 8][n] % 2**32 >> (4 * (k % 8))) % 16
+            zero = 8 if zeros is None else (zeros[group][n // 8] % 2**32 >> (4 * (n % 8))) % 16
+            decoded[n, k] = (code - zero) * float(weight.scales[group, n])
+    return decoded
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_the_layout_is_the_documented_one(symmetric: bool) -> None:
+    axes = {"M": 1, "N": 16, "K": 64, "bits": 4, "group_size": 16, "activation": "float32", "weight": "float32"}
+    choices = {"symmetric": symmetric, "bias": False, "layout": "contiguous", "weight_layout": "padded"}
+    case = GEMV.contract.case({**axes, **choices, "values": "ordinary"}, seed=0)
+    weight = case.inputs["weight"]
+    assert {0, 15} <= set(unpack(weight.packed, dim=0).unique().tolist())
+    if not symmetric:
+        assert {0, 15} <= set(unpack(weight.zeros, dim=-1).unique().tolist())
+    torch.testing.assert_close(dequantize(weight, torch.float64), by_hand(weight), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_unpack_inverts_pack_for_every_code_in_every_place(dim: int) -> None:
+    codes = (torch.arange(16).view(1, -1) + torch.arange(16).view(-1, 1)) % 16  # each code at each position of a word
+    words = pack(codes, dim)
+    assert words.dtype == torch.int32
+    assert (words < 0).any()  # the top code sets the sign
+    assert torch.equal(unpack(words, dim), codes)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("group_size", [8, 32, -1])
+def test_quantize_is_within_half_a_step(symmetric: bool, group_size: int) -> None:
+    weight = dense()
+    weight[0] = weight[0].abs() + 1  # a row of one sign: the range still holds zero
+    quantized = quantize(weight, group_size=group_size, symmetric=symmetric)
+    assert quantized.symmetric == symmetric
+    steps = quantized.scales.t().repeat_interleave(quantized.group_size, dim=1)  # [N, K]
+    error = (dequantize(quantized) - weight).abs()
+    assert (error <= steps * 0.5001).all()
+    assert error.max() > 0.3 * steps.min()
+    codes = unpack(quantized.packed, dim=0)
+    assert codes.min() == 0
+    assert codes.max() == 15
+
+
+def test_quantizing_a_representable_weight_changes_nothing() -> None:
+    steps = torch.arange(64).view(1, 64) % 16 - 5.0  # -5 .. 10: 16 levels, step 1
+    weight = steps.expand(8, 64) * 0.25
+    quantized = quantize(weight, group_size=16)
+    assert torch.equal(dequantize(quantized), weight)
+
+
+def test_zero_stays_exactly_zero_and_a_group_of_zeros_is_legal() -> None:
+    weight = dense()
+    weight[3] = 0
+    weight[:, ::5] = 0
+    assert (dequantize(quantize(weight, group_size=16))[weight == 0] == 0).all()
+
+
+def test_bytes_at_group_128_are_under_0_29_of_bf16() -> None:
+    weight = dense(64, 512, torch.bfloat16)
+    quantized = quantize(weight)
+    assert quantized.dtype == torch.bfloat16
+    assert quantized.nbytes == 64 * 512 // 2 + 64 * 4 * 2 + 64 * 4 // 2
+    assert quantized.nbytes < 0.29 * weight.nbytes
+
+
+def test_map_tensors_reaches_every_part() -> None:
+    quantized = quantize(dense(), group_size=16)
+    seen: list[torch.Tensor] = []
+
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return tensor.double() if tensor.is_floating_point() else tensor
+
+    wide = quantized.map_tensors(widen)
+    assert len(seen) == 3
+    assert wide.dtype == torch.float64
+    assert wide.group_size == 16
+    assert torch.equal(dequantize(wide), dequantize(quantized, torch.float64))
+    assert quantized.to("meta").device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": 3}, "bits must be 4, got 3"),
+        ({"group_size": 24}, "group_size must be -1 or a multiple of 8 that divides K = 64, got 24"),
+        ({"group_size": 4}, "group_size must be -1 or a multiple of 8"),
+        ({"group_size": 32}, r"scales has shape \[4, 16\], not \[2, 16\] = \[K / group_size, N\]"),
+        ({"packed": torch.zeros(8, 16)}, "packed must have int32, got torch.float32"),
+        ({"packed": torch.zeros(8, 12, dtype=torch.int32)}, "multiples of 8"),
+        ({"packed": torch.zeros(8, dtype=torch.int32)}, "packed must have two dims"),
+        ({"packed": torch.zeros(16, 8, dtype=torch.int32).t()}, "packed needs unit stride"),
+        ({"packed": torch.empty(2**16, 2**15, dtype=torch.int32, device="meta")}, "2\\*\\*31 words"),
+        ({"scales": torch.zeros(4, 16, dtype=torch.int32)}, "scales must have a floating dtype"),
+        ({"zeros": torch.zeros(4, 16, dtype=torch.int32)}, r"zeros has shape \[4, 16\], not \[4, 2\]"),
+        ({"zeros": torch.zeros(4, 2)}, "zeros must have int32"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(quantize(dense(), group_size=16), **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("weight", "options", "message"),
+    [
+        (dense(), {"bits": 8}, "bits must be 4"),
+        (dense(12), {}, "N = 12"),
+        (dense(16, 60), {}, "K = 60"),
+        (dense(16, 64), {"group_size": 128}, "divides K = 64, got 128"),
+        (torch.zeros(16, 64, dtype=torch.int8), {}, "floating"),
+        (torch.zeros(0, 64), {}, "floating"),
+    ],
+)
+def test_quantize_refuses_bad_input(weight: torch.Tensor, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        quantize(weight, **options)
+
+
+def test_a_call_with_the_wrong_weight_names_it() -> None:
+    weight, x = quantize(dense(), group_size=16), torch.zeros(1, 64)
+    with pytest.raises(ContractError, match="'weight' must be a QuantizedWeight, got Tensor"):
+        TILED(x, dense())
+    with pytest.raises(ContractError, match="'weight.packed' gives K = 64, but K = 72"):
+        TILED(torch.zeros(1, 72), weight)
+    with pytest.raises(ContractError, match="weight == activation does not hold"):
+        TILED(x.half(), weight)
+    with pytest.raises(ContractError, match=r"'weight.packed' is on meta, the first tensor is on cpu"):
+        TILED(x, weight.to("meta"))
+    with pytest.raises(ContractError, match="'bias'"):
+        TILED(x, weight, bias=torch.zeros(8))
+
+
+def test_gemv_says_why_it_takes_one_token_only() -> None:
+    weight = quantize(dense(), group_size=16)
+    with pytest.raises(UnsupportedError, match="one token at a time, not M = 2"):
+        GEMV(torch.zeros(2, 64), weight)
+    assert GEMV(torch.zeros(0, 64), weight).shape == (0, 16)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(8, 8), (2560, 9728), (19456, 2560), (2560, 65536), (152064, 2560)])
+def test_gemv_splits_cover_k_and_fill_the_device(outputs: int, inputs: int) -> None:
+    device = TARGETS["sm_90"]
+    config = GEMV.default_config(device.arch)
+    rows = word_rows_per_split(outputs, inputs, config, device)
+    splits = -(-(inputs // 8) // rows)
+    assert rows % config["BLOCK_W"] == 0
+    assert 1 <= splits <= 64
+    assert (splits - 1) * rows < inputs // 8 <= splits * rows  # none is empty, so that no partial sum stays unwritten
+    buffers = workspace({"M": 1, "N": outputs, "K": inputs}, config, device)
+    assert [b.shape for b in buffers.values()] == ([(splits, outputs)] if splits > 1 else [])
+    if splits == 1 and inputs // 8 > config["BLOCK_W"]:
+        assert outputs // config["BLOCK_N"] >= device.multiprocessors
+
+
+@pytest.mark.parametrize("programs", [1, 8])
+def test_gemv_is_right_with_one_split_and_with_several(programs: int) -> None:
+    config = Config(BLOCK_N=16, BLOCK_W=4, PROGRAMS_PER_SM=programs)
+    axes = {"M": 1, "N": 40, "K": 256, "bits": 4, "group_size": 64, "activation": "bfloat16", "weight": "bfloat16"}
+    choices = {"symmetric": False, "bias": True, "layout": "contiguous", "weight_layout": "padded"}
+    case = GEMV.contract.case({**axes, **choices, "values": "ordinary"}, seed=1)
+    assert len(workspace(axes, config, INTERPRETER)) == (programs == 8)
+    result = check_case(GEMV, case, config)
+    assert result.status == "ok", str(result)
+
+
+def test_tiled_gives_a_row_the_same_bits_in_every_batch() -> None:
+    weight = quantize(dense(40, 136, torch.bfloat16), group_size=8)
+    x = dense(19, 136, torch.bfloat16)
+    whole = TILED(x, weight)
+    for rows in (slice(0, 1), slice(3, 5), slice(16, 19)):
+        assert torch.equal(TILED(x[rows], weight), whole[rows])
