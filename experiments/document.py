@@ -42,13 +42,22 @@ class Document:
     places: Mapping[PathParts, str] = field(default_factory=dict)
 
     def where(self, parts: PathParts) -> str:
-        """The path, cut where the document does not go on, and its place: "kernels.rope (quickstart.yaml, line 7)"."""
-        known = parts
-        while known and known not in self.places:
-            known = known[:-1]
+        """The path and its place: "kernels.rope (quickstart.yaml, line 7)".
+
+        Parts that only a normalized form has are left out (the index of a list of one that was written without its
+        brackets); a last key that is missing is shown, at the place of its mapping.
+        """
+        data: Any = self.data
+        known: PathParts = ()
+        shown: PathParts = ()
+        for depth, part in enumerate(parts):
+            inside = part in data if isinstance(data, dict) else isinstance(data, list) and part in range(len(data))
+            if inside:
+                data = data[part]
+                known = shown = (*known, part)
+            elif isinstance(part, str) and depth == len(parts) - 1:
+                shown = (*known, part)
         place = self.places.get(known)
-        # A problem with a missing key is reported at the key's own name; one inside a value at the value.
-        shown = known if len(parts) > len(known) + 1 else parts
         return f"{dotted(shown) or 'the experiment'}{f' ({place})' if place else ''}"
 
     def problem(self, parts: PathParts, message: str) -> str:

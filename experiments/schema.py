@@ -38,7 +38,7 @@ class VariantChoice(Strict):
     """One variant of an op, and the values that its config is pinned to; a list of values is an axis."""
 
     variant: str
-    pins: Mapping[str, list[Annotated[int, Field(strict=True)]]] = {}
+    pins: Mapping[str, list[int]] = {}
 
     def as_yaml(self) -> Any:
         return {self.variant: {name: list(values) for name, values in self.pins.items()}} if self.pins else self.variant
@@ -51,6 +51,9 @@ def _as_choice(value: Any) -> Any:
     if isinstance(value, dict) and len(value) == 1:
         ((name, pins),) = value.items()
         if pins is None or isinstance(pins, dict):
+            for pin, values in (pins or {}).items():
+                if not _as_list(values) or not all(type(number) is int for number in _as_list(values)):
+                    raise ValueError(f"{name}.{pin} must be a number or a list of numbers, got {values!r}")
             return {"variant": name, "pins": {pin: _as_list(values) for pin, values in (pins or {}).items()}}
     raise ValueError(f"a variant is a name or {{name: {{config value: number}}}}, got {value!r}")
 
@@ -195,12 +198,12 @@ def validate(document: Document) -> Experiment:
 
 
 def _explain(document: Document, error: dict[str, Any]) -> str:
-    parts = _document_path(document.data, error["loc"])
+    parts: PathParts = error["loc"]
     if error["type"] == "extra_forbidden":
         known = _keys_beside(Experiment, error["loc"])
         return document.problem(parts, f"unknown key: there is {', '.join(known)}{nearest(parts[-1], known)}")
     if error["type"] == "missing":
-        return document.problem((*parts, error["loc"][-1]), "is required")
+        return document.problem(parts, "is required")
     if error["type"] == "union_tag_invalid":
         tag, known_tags = error["ctx"]["tag"], error["ctx"]["expected_tags"].replace("'", "")
         return document.problem(
@@ -215,19 +218,6 @@ def _explain(document: Document, error: dict[str, Any]) -> str:
     message = error["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     got = "" if error["type"] == "value_error" else f", got {error['input']!r}"
     return document.problem(parts, message[:1].lower() + message[1:] + got)
-
-
-def _document_path(data: Any, loc: PathParts) -> PathParts:
-    """pydantic's location less what only its unions and normalized forms know about."""
-    path: list[str | int] = []
-    for part in loc:
-        inside = (
-            part in data if isinstance(data, dict) else isinstance(data, list) and part in range(len(data))
-        )  # fmt: skip
-        if inside:
-            data = data[part]
-            path.append(part)
-    return tuple(path)
 
 
 def _keys_beside(model: type[BaseModel], loc: PathParts) -> list[str]:

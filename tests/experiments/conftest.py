@@ -1,0 +1,42 @@
+"""Runs of small experiments; the checkpoint is the scheduler tests' random one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from experiments.document import read_document
+from experiments.plan import Plan, make_plan
+from experiments.run_folder import RunFolder
+from experiments.runner import run_experiment
+from tests.tsched.conftest import checkpoint
+
+__all__ = ["checkpoint"]
+
+Write = Callable[..., Path]
+Run = Callable[..., RunFolder]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes keyword arguments as an experiment's YAML into tmp_path and returns the file."""
+
+    def write_experiment(**keys: Any) -> Path:
+        file = tmp_path / "experiment.yaml"
+        file.write_text(yaml.safe_dump({"name": "test", **keys}, sort_keys=False))
+        return file
+
+    return write_experiment
+
+
+@pytest.fixture
+def plan(write: Write) -> Callable[..., Plan]:
+    return lambda **keys: make_plan(read_document(write(**keys)))
+
+
+@pytest.fixture
+def run(plan: Callable[..., Plan], tmp_path: Path) -> Run:
+    return lambda **keys: run_experiment(plan(**keys), tmp_path / "run", [], Console(quiet=True))

@@ -1,0 +1,41 @@
+"""A sweep is the product of its lists."""
+
+from itertools import product
+from pathlib import Path
+
+from experiments.arms import Arm, expand
+from experiments.document import parse_document
+from experiments.schema import validate
+
+
+def arms(text: str) -> list[Arm]:
+    return expand(validate(parse_document(f"name: a\nmodel: {{preset: tiny}}\n{text}", "a.yaml", Path())))
+
+
+def test_no_list_is_one_arm() -> None:
+    (arm,) = arms("kernels: {swiglu: fused}\nscheduler: {block_size: 8}")
+    assert arm.labels == {"swiglu": "fused"}
+    assert arm.scheduler == {"block_size": 8}
+    assert arm.swept == ()
+    assert arm.settings == {}
+
+
+def test_kernels_and_scheduler_lists_multiply_with_the_last_fastest() -> None:
+    found = arms(
+        "kernels:\n  paged_decode: [torch, one_pass, {split_kv: {num_splits: [4, 8], BLOCK_N: 16}}]\n"
+        "  swiglu: [torch, fused]\nscheduler: {block_size: [8, 16], max_num_seqs: 4}"
+    )
+    decode = ["torch", "one_pass", "split_kv[BLOCK_N=16,num_splits=4]", "split_kv[BLOCK_N=16,num_splits=8]"]
+    points = [(arm.labels["paged_decode"], arm.labels["swiglu"], arm.scheduler["block_size"]) for arm in found]
+    assert points == list(product(decode, ["torch", "fused"], [8, 16]))
+    assert found[0].swept == ("paged_decode", "swiglu", "scheduler.block_size")
+    assert found[0].settings == {"block_size": 8}
+
+
+def test_pins_are_given_as_select_takes_them() -> None:
+    (arm,) = arms("kernels: {paged_decode: {split_kv: {num_splits: 4}}, swiglu: torch}")
+    assert arm.choices == {"paged_decode": {"split_kv": {"num_splits": 4}}, "swiglu": "torch"}
+
+
+def test_a_variant_named_twice_is_one_arm() -> None:
+    assert len(arms("kernels: {swiglu: [torch, torch, fused]}")) == 2

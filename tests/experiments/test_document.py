@@ -1,0 +1,85 @@
+"""YAML with its places, and --set."""
+
+from pathlib import Path
+
+import pytest
+
+from experiments.document import Document, ExperimentError, parse_document, read_document
+
+TEXT = "name: a\nkernels:\n  swiglu: [torch, fused]\nworkload:\n- {kind: prompts}\n"
+
+
+def parse(text: str, *overrides: str) -> Document:
+    return parse_document(text, "a.yaml", Path("/somewhere"), overrides)
+
+
+def test_a_problem_names_the_path_and_the_line() -> None:
+    document = parse(TEXT)
+    assert document.problem(("kernels", "swiglu", 1), "no") == "kernels.swiglu[1] (a.yaml, line 3): no"
+    assert document.problem(("workload", 0, "kind"), "no") == "workload[0].kind (a.yaml, line 5): no"
+
+
+def test_a_problem_with_a_missing_key_is_at_its_mapping() -> None:
+    assert (
+        parse(TEXT)
+        .problem(("workload", 0, "prompts"), "is required")
+        .startswith("workload[0].prompts (a.yaml, line 5)")
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("name=b", ("name",), "b"),
+        ("scheduler.block_size=32", ("scheduler", "block_size"), 32),
+        ("kernels.swiglu=[torch]", ("kernels", "swiglu"), ["torch"]),
+        ("kernels.swiglu.1=torch", ("kernels", "swiglu", 1), "torch"),
+        ("kernels.paged_decode={split_kv: {n: 4}}", ("kernels", "paged_decode"), {"split_kv": {"n": 4}}),
+        ("model.path=a=b", ("model", "path"), "a=b"),
+        ("dtype=", ("dtype",), None),
+    ],
+)  # fmt: skip
+def test_set_puts_a_yaml_value_at_a_dotted_key(override: str, path: tuple[str | int, ...], value: object) -> None:
+    document = parse(TEXT, override)
+    found: object = document.data
+    for part in path:
+        found = found[part]  # type: ignore[index]
+    assert found == value
+    assert f"(--set {override})" in document.problem(path, "no")
+    assert document.data["name"] in ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("name", "must be key=value"),
+        ("=3", "must be key=value"),
+        ("kernels.swiglu.7=torch", "kernels.swiglu is a list of 2"),
+        ("kernels.swiglu.last=torch", "kernels.swiglu is a list of 2"),
+        ("name=[", "not YAML"),
+    ],
+)
+def test_a_set_that_fits_nowhere_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ExperimentError, match=message) as caught:
+        parse(TEXT, override)
+    assert str(caught.value).startswith(f"--set {override}")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: a\nname: b\n", r"name \(a.yaml, line 2\): given twice"),
+        ("name: [a\n", "a.yaml, line 2: not YAML"),
+        ("- a\n", "a.yaml: an experiment is a mapping of keys to values, got list"),
+        ("", "a.yaml: an experiment is a mapping"),
+        ("1: a\n", "line 1: key 1 must be a text"),
+    ],
+)
+def test_broken_yaml_is_refused_with_its_line(text: str, message: str) -> None:
+    with pytest.raises(ExperimentError, match=message):
+        parse(text)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError, match=r"nothing\.yaml: cannot be read: No such file"):
+        read_document(tmp_path / "nothing.yaml")

@@ -1,0 +1,93 @@
+"""The structure of an experiment, and errors that say everything at once."""
+
+from pathlib import Path
+
+import pytest
+
+from experiments.document import ExperimentError, parse_document
+from experiments.schema import Experiment, validate
+
+GOOD = """
+name: a
+model: {preset: tiny}
+kernels: {swiglu: fused}
+"""
+
+
+def parse(text: str) -> Experiment:
+    return validate(parse_document(text, "a.yaml", Path()))
+
+
+def problems(text: str) -> list[str]:
+    with pytest.raises(ExperimentError) as caught:
+        parse(text)
+    return list(caught.value.problems)
+
+
+def test_every_problem_is_reported_at_once_with_its_place() -> None:
+    found = problems(
+        "name: a\nkernls: {}\nmodel: {presett: tiny}\ndtype: float23\n"
+        "scheduler: {max_num_sequences: 4, block_size: 0}\n"
+        "workload: {kind: synthetic, num_request: 4, input_len: 1, output_len: {uniform: [9, 8]}}\n"
+    )
+    expected = {
+        "kernls (a.yaml, line 2): unknown key": "did you mean 'kernels'?",
+        "model.presett (a.yaml, line 3): unknown key": "did you mean 'preset'?",
+        "dtype (a.yaml, line 4): unknown value 'float23'": "did you mean 'float32'?",
+        "scheduler.max_num_sequences (a.yaml, line 5): unknown key": "did you mean 'max_num_seqs'?",
+        "scheduler.block_size (a.yaml, line 5)": "greater than or equal to 1, got 0",
+        "workload.num_request (a.yaml, line 6): unknown key": "did you mean 'num_requests'?",
+        "workload.num_requests (a.yaml, line 6)": "is required",
+        "workload.output_len.uniform (a.yaml, line 6)": "the first bound is above the second",
+    }
+    for start, end in expected.items():
+        (line,) = [line for line in found if line.startswith(start)]
+        assert line.split("\n")[0].endswith(end) or end in line, line
+    assert len(found) == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("workload: {kind: sythetic}", "kind 'sythetic': there is synthetic, prompts; did you mean 'synthetic'?"),
+        ("workload: {kind: prompts, prompts: []}", "workload.prompts"),
+        ("workload: {kind: prompts, prompts: [a], sampling: {temperatur: 1}}", "did you mean 'temperature'?"),
+        ("workload: {kind: prompts, prompts: [a], sampling: {top_p: 2}}", "top_p must be above 0 and at most 1"),
+        ("workload: {kind: prompts, prompts: [a], sampling: {logprobs: 3}}", "unknown key 'logprobs'"),
+        ("workload: [{kind: prompts, prompts: [a]}, {kind: prompts, prompts: [b]}]", "needs a name of its own"),
+        ("kernels: {swiglu: []}", "kernels.swiglu"),
+        ("kernels: {swiglu: [{fused: {A: 1}, torch: {}}]}", "a variant is a name or {name: {config value: number}}"),
+        ("kernels: {swiglu: {fused: {A: many}}}", "fused.A must be a number or a list of numbers, got 'many'"),
+        ("repeats: 0", "repeats"),
+        ("repeats: true", "repeats"),
+        ("name: ../elsewhere", "name"),
+        ("peers: [transformers_batched]", "peers serve a workload"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(change: str, message: str) -> None:
+    key = change.partition(":")[0]
+    kept = "".join(line + "\n" for line in GOOD.splitlines() if not line.startswith(f"{key}:"))
+    found = problems(kept + change + "\n")
+    assert any(message in line for line in found), found
+
+
+@pytest.mark.parametrize("text", ["name: a", "name: a\nkernels: {}"])
+def test_an_experiment_does_something(text: str) -> None:
+    assert "nothing to do" in problems(text)[0]
+
+
+def test_a_workload_needs_a_model() -> None:
+    (problem,) = problems("name: a\nkernels: {swiglu: torch}\nworkload: {kind: prompts, prompts: [a]}")
+    assert problem == "the experiment (a.yaml, line 1): a workload needs a model"
+
+
+def test_a_model_is_exactly_one_of_three() -> None:
+    (problem,) = problems("name: a\nmodel: {preset: tiny, path: b}")
+    assert problem.startswith("model (a.yaml, line 2): a model is exactly one of")
+
+
+def test_a_single_value_is_a_list_of_one() -> None:
+    experiment = parse(GOOD + "scheduler: {block_size: 8}\nworkload: {kind: prompts, prompts: [a]}")
+    assert [choice.variant for choice in experiment.kernels["swiglu"]] == ["fused"]
+    assert experiment.scheduler.block_size == [8]
+    assert [workload.kind for workload in experiment.workload] == ["prompts"]
