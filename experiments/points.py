@@ -14,6 +14,9 @@ from tkernels.variant import Variant
 # An interpreted program takes 1 to 25 ms: a point of this many is checked in a few seconds.
 MOST_INTERPRETED_PROGRAMS = 192
 
+# Where the halving starts: inputs of a benchmark's full size take seconds to draw.
+_LARGEST_INTERPRETED_BATCH = 1024
+
 # A workload of texts has no lengths before a tokenizer is there; function headers are about this long.
 _TEXT_TOKENS = 32
 
@@ -119,6 +122,9 @@ def _complete(
     usual = {**_AS_SERVED, **dtype}
     usual = {axis: value for axis, value in usual.items() if axis in contract.axis_by_name and axis not in axes}
     interpreted = [(v, p) for v, p in variants if v.kind == "triton"] if plan.device.type == "cpu" else []
+    for axis in contract.axes:
+        if shrink and interpreted and isinstance(axis, Int) and axis.batch and axis.name in axes:
+            axes[axis.name] = min(int(axes[axis.name]), _LARGEST_INTERPRETED_BATCH)
     while True:
         point = contract.draw_axes(_plain(contract), {**axes, **usual})
         batch = [a.name for a in contract.axes if isinstance(a, Int) and a.batch and int(axes.get(a.name, 1)) > 1]

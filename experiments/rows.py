@@ -15,7 +15,8 @@ Status = Literal["ok", "wrong", "unsupported", "failed"]
 class _Row(BaseModel):
     """What every row says. arm: op -> variant, with pinned values in brackets; settings: swept scheduler options."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # An error without bound is "Infinity": null would say that there was none.
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
     required: ClassVar[Mapping[str, frozenset[str]]]
     """status -> the figures that a row of it has; every other figure is forbidden."""
 
@@ -50,9 +51,7 @@ class _Row(BaseModel):
 
     def as_json(self) -> str:
         """One line."""
-        common = {name: getattr(self, name) for name in _Row.model_fields}
-        figures = self.model_dump(mode="json", include=self.model_fields_set - set(_Row.model_fields))
-        return TypeAdapter(dict[str, Any]).dump_json({**common, **figures}).decode()
+        return self.model_dump_json(include=set(_Row.model_fields) | self.model_fields_set)
 
 
 class CheckRow(_Row):

@@ -55,4 +55,4 @@ def resolved(plan: Plan) -> dict[str, Any]:
         assert plan.model is not None
         data["model"] = {"path": str(plan.model.directory().resolve())}
     data["variants_from"] = [str(folder) for folder in plan.variant_folders]
-    return {key: value for key, value in data.items() if value not in ({}, [])}
+    return {key: data[key] for key in type(experiment).model_fields if data.get(key) not in (None, {}, [])}

@@ -1,0 +1,68 @@
+"""A row's status decides which figures it may carry."""
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from experiments.rows import ROW, CheckRow, EngineRow, KernelRow
+
+COMMON: dict[str, Any] = {
+    "run_id": "a", "arm": {"swiglu": "fused"}, "op": "swiglu", "variant": "fused", "dtype": "float32", "device": "cpu",
+    "point": "decode",
+}  # fmt: skip
+TIMED: dict[str, Any] = {
+    "bytes_moved": 8, "flops": 1, "config": None, "median_us": 2.0, "iqr_us": 0.1, "min_us": 1.9, "max_us": 2.2,
+    "samples_us": [1.9, 2.0, 2.2], "timer": "perf_counter", "speed_reason": None, "roofline_fraction": None,
+    "roofline_bound": None, "roofline_reason": "no roofline is known for a CPU",
+}  # fmt: skip
+UNTIMED: dict[str, Any] = {**TIMED, **dict.fromkeys(("median_us", "iqr_us", "min_us", "max_us", "samples_us", "timer"))}
+
+
+def test_a_row_is_read_back_as_it_was_written() -> None:
+    rows = [
+        KernelRow(**COMMON, status="ok", **TIMED),
+        KernelRow(**COMMON, status="ok", **{**UNTIMED, "speed_reason": "interpreted"}),
+        KernelRow(**COMMON, status="failed", reason="out of memory"),
+        CheckRow(
+            **COMMON, status="wrong", reason="max error", seed=0, max_error_ratio=float("inf"), rms_error_ratio=None,
+            replay="tk check",
+        ),
+    ]  # fmt: skip
+    for row in rows:
+        assert ROW.validate_json(row.as_json()) == row
+
+
+def test_a_figure_that_the_status_does_not_allow_is_absent_and_not_null() -> None:
+    row = json.loads(KernelRow(**COMMON, status="failed", reason="out of memory").as_json())
+    assert "median_us" not in row
+    assert row["axes"] is None
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "figures", "message"),
+    [
+        ("wrong", "max error", TIMED, r"a kernels row that is wrong has \[\], got"),
+        ("failed", "crash", TIMED, r"a kernels row that is failed has \['point'\]"),
+        ("failed", None, {}, "a row that is failed needs its reason"),
+        ("ok", "fine", TIMED, "a row that is ok has no reason"),
+        ("ok", None, {}, "a kernels row that is ok has"),
+        ("ok", None, UNTIMED, "median_us is either given or null with its speed_reason"),
+        ("ok", None, {**TIMED, "roofline_reason": None}, "roofline_fraction is either given or null"),
+        ("ok", None, {**TIMED, "speed": 3}, "Extra inputs"),
+        ("good", None, TIMED, "Input should be"),
+    ],
+)
+def test_no_figure_without_the_status_for_it(
+    status: str, reason: str | None, figures: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        KernelRow(**COMMON, status=status, reason=reason, **figures)  # type: ignore[arg-type]
+
+
+def test_an_arm_that_is_wrong_has_no_speed() -> None:
+    common = {key: value for key, value in COMMON.items() if key != "point"}
+    EngineRow(**common, status="wrong", reason="its kernel is wrong", workload="")
+    with pytest.raises(ValidationError, match="tokens_per_s"):
+        EngineRow(**common, status="wrong", reason="its kernel is wrong", workload="", tokens_per_s=100.0)

@@ -1,0 +1,232 @@
+"""Runs, from a plan to the rows of a folder."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import experiments.stages.engine
+from experiments.document import ExperimentError, read_document
+from experiments.plan import Plan, make_plan
+from experiments.rows import ROW, CheckRow, EngineRow, KernelRow, ParityRow, PeerRow
+from experiments.run_folder import RunFolder
+from experiments.runner import failures
+from experiments.stages.parity import first_difference
+from experiments.tables import run_report
+from tests.tkernels.outside import write_variant
+from tkernels.source_hash import source_hash
+from tsched import LLM
+
+Run = Callable[..., RunFolder]
+KERNELS: dict[str, Any] = {
+    "kernels": {"swiglu": ["torch", "fused"]}, "shapes": {"swiglu": [{"T": 3, "I": 33}]}, "dtype": "bfloat16",
+}  # fmt: skip
+PROMPTS: dict[str, Any] = {"workload": {"kind": "prompts", "prompts": ["def scan(", "start"], "max_tokens": 5}}
+SMALL: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 8, "kv_cache_bytes": 1 << 18}
+WRONG = ("offs, out.to(out_ptr", "offs, (out * 1.1).to(out_ptr")
+
+
+def rows_of(folder: RunFolder, kind: type) -> Sequence[Any]:
+    return [row for row in folder.rows if isinstance(row, kind)]
+
+
+def printed(plan: Plan, folder: RunFolder, width: int) -> str:
+    console = Console(width=width, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(run_report(plan, folder.rows))
+    return console.export_text()
+
+
+def test_a_kernel_only_run_fills_its_folder(run: Run, tmp_path: Path) -> None:
+    folder = run(**KERNELS)
+    assert sorted(path.name for path in folder.path.iterdir()) == ["environment.json", "resolved.yaml", "results.jsonl"]
+    lines = (folder.path / "results.jsonl").read_text().splitlines()
+    assert [ROW.validate_json(line) for line in lines] == folder.rows
+    assert [(row.stage, row.variant, row.status) for row in folder.rows] == [
+        ("check", "torch", "ok"), ("check", "fused", "ok"), ("kernels", "torch", "ok"), ("kernels", "fused", "ok"),
+    ]  # fmt: skip
+    assert {row.run_id for row in folder.rows} == {folder.run_id}
+    assert {row.dtype for row in folder.rows} == {"bfloat16"}
+    torch_row, fused_row = rows_of(folder, KernelRow)
+    assert torch_row.bytes_moved == fused_row.bytes_moved == 3 * 3 * 33 * 2
+    assert torch_row.axes["activation"] == "bfloat16"
+    if not torch.cuda.is_available():
+        assert torch_row.min_us <= torch_row.median_us <= torch_row.max_us
+        assert fused_row.median_us is None
+        assert "interpreted" in fused_row.speed_reason
+        assert "CPU" in torch_row.roofline_reason
+    assert failures(folder) == []
+
+
+def test_the_environment_says_what_the_figures_depend_on(run: Run) -> None:
+    folder = run(**KERNELS, seed=7)
+    environment = json.loads((folder.path / "environment.json").read_text())
+    assert environment["run_id"] == folder.run_id
+    assert environment["versions"]["torch"] == torch.__version__
+    assert environment["seeds"] == {"inputs": 7}
+    assert {row.seed for row in rows_of(folder, CheckRow)} == {7}
+    assert set(environment["kernels"]) == {"swiglu.torch", "swiglu.fused"}
+    assert environment["kernels"]["swiglu.torch"] is None
+    assert len(environment["kernels"]["swiglu.fused"]) == len(source_hash({}))
+    assert environment["git"]["commit"] or environment["git"]["reason"]
+    assert environment["tuning"]["mode"] == "nearest"
+
+
+def test_the_resolved_experiment_is_one_that_resolves_to_itself(run: Run, tmp_path: Path) -> None:
+    write_variant(tmp_path / "mine")
+    pinned = {"swiglu": ["torch", {"doubled": {"num_warps": [4, 8]}}]}
+    folder = run(kernels=pinned, variants_from=["mine"], shapes={"swiglu": [{"T": 2, "I": 8}]})
+    again = make_plan(read_document(folder.path / "resolved.yaml"))
+    assert [arm.labels["swiglu"] for arm in again.arms] == ["torch", "doubled[num_warps=4]", "doubled[num_warps=8]"]
+    assert again.variant_folders == ((tmp_path / "mine").resolve(),)
+    second = RunFolder(again, tmp_path / "second")
+    assert (second.path / "resolved.yaml").read_text() == (folder.path / "resolved.yaml").read_text()
+
+
+def test_an_outside_variant_is_checked_timed_and_served(run: Run, tmp_path: Path, checkpoint: Path) -> None:
+    write_variant(tmp_path / "mine")
+    folder = run(
+        model={"path": str(checkpoint)}, scheduler=SMALL, variants_from=["mine"],
+        kernels={"swiglu": ["torch", "doubled"]}, **PROMPTS,
+    )  # fmt: skip
+    assert failures(folder) == []
+    checked = {(row.op, row.variant, row.point): row.status for row in rows_of(folder, CheckRow)}
+    assert checked[("swiglu", "doubled", "decode")] == checked[("swiglu", "doubled", "prefill")] == "ok"
+    first, second = rows_of(folder, EngineRow)
+    assert (first.arm["swiglu"], second.arm["swiglu"]) == ("torch", "doubled")
+    assert first.output_tokens == second.output_tokens == 10
+    assert first.texts == second.texts
+    assert first.tokens_per_s > 0
+    assert len(first.seconds) == 3
+    (parity,) = rows_of(folder, ParityRow)
+    assert parity.tokens_equal
+    assert parity.requests_equal == 2
+    assert 0 < parity.logprob_drift < 1e-3
+    assert parity.first_arm == first.arm
+
+
+def test_a_wrong_variant_gets_no_speed_and_is_not_served(run: Run, tmp_path: Path, checkpoint: Path) -> None:
+    write_variant(tmp_path / "mine", WRONG)
+    folder = run(
+        model={"path": str(checkpoint)}, scheduler=SMALL, variants_from=["mine"],
+        kernels={"swiglu": ["doubled", "torch"]}, **PROMPTS,
+    )  # fmt: skip
+    bad = [row for row in rows_of(folder, CheckRow) if row.variant == "doubled"]
+    assert {row.status for row in bad} == {"wrong"}
+    assert all(row.max_error_ratio > 1 and "tk check --op swiglu" in row.replay for row in bad)
+    assert "doubled" not in {row.variant for row in rows_of(folder, KernelRow)}
+    first, second = rows_of(folder, EngineRow)
+    assert (first.status, second.status) == ("wrong", "ok")
+    assert "swiglu.doubled is wrong" in first.reason
+    assert rows_of(folder, ParityRow) == []
+    assert len(failures(folder)) == len(bad) + 1
+
+
+def test_an_unsupported_arm_is_a_row_and_no_failure(run: Run, tmp_path: Path, checkpoint: Path) -> None:
+    write_variant(tmp_path / "mine", ('wins="never"', 'wins="never", supports=lambda axes, device: "only on Tuesdays"'))
+    keys: dict[str, Any] = {
+        "model": {"path": str(checkpoint)},
+        "scheduler": SMALL,
+        "variants_from": ["mine"],
+        **PROMPTS,
+    }
+    folder = run(**keys, kernels={"swiglu": ["doubled", "torch"]})
+    first, second = rows_of(folder, EngineRow)
+    assert (first.status, second.status) == ("unsupported", "ok")
+    assert "only on Tuesdays" in first.reason
+    assert failures(folder) == []
+
+
+def test_nothing_supported_is_a_failure(run: Run, tmp_path: Path, checkpoint: Path) -> None:
+    write_variant(tmp_path / "mine", ('wins="never"', 'wins="never", supports=lambda axes, device: "only on Tuesdays"'))
+    keys: dict[str, Any] = {
+        "model": {"path": str(checkpoint)},
+        "scheduler": SMALL,
+        "variants_from": ["mine"],
+        **PROMPTS,
+    }
+    assert failures(run(**keys, kernels={"swiglu": "doubled"})) == ["no arm is supported here"]
+
+
+def test_a_crash_in_one_arm_is_a_row_and_the_others_go_on(
+    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crashing(*args: Any, **kwargs: Any) -> LLM:
+        if kwargs["block_size"] == 16:
+            raise RuntimeError("out of\nmemory")
+        return LLM(*args, **kwargs)
+
+    monkeypatch.setattr(experiments.stages.engine, "LLM", crashing)
+    folder = run(model={"path": str(checkpoint)}, scheduler={**SMALL, "block_size": [8, 16, 32]}, repeats=1, **PROMPTS)
+    rows = rows_of(folder, EngineRow)
+    assert [(row.settings, row.status) for row in rows] == [
+        ({"block_size": 8}, "ok"), ({"block_size": 16}, "failed"), ({"block_size": 32}, "ok"),
+    ]  # fmt: skip
+    assert rows[1].reason == "RuntimeError: out of memory"
+    assert [(row.settings, row.tokens_equal) for row in rows_of(folder, ParityRow)] == [({"block_size": 32}, True)]
+    assert failures(folder) == ["engine failed: RuntimeError: out of memory"]
+
+
+def test_peers_serve_the_same_tokens(run: Run, checkpoint: Path) -> None:
+    workload = {
+        "kind": "synthetic", "num_requests": 3, "input_len": {"uniform": [2, 9]}, "output_len": {"uniform": [3, 6]},
+    }  # fmt: skip
+    peers = ["transformers_one_at_a_time", "transformers_batched"]
+    folder = run(model={"path": str(checkpoint)}, scheduler=SMALL, workload=workload, peers=peers, repeats=2)
+    assert failures(folder) == []
+    (engine,) = rows_of(folder, EngineRow)
+    rows = rows_of(folder, PeerRow)
+    assert [row.peer for row in rows] == peers
+    for row in rows:
+        assert row.status == "ok"
+        assert row.tokens_equal
+        assert row.output_tokens == engine.output_tokens
+        assert set(row.peer_settings) == {"attention", "cache"}
+        assert len(row.speedups) == 2
+        assert min(row.speedups) <= row.speedup <= max(row.speedups)
+        ratios = [theirs / mine for mine, theirs in zip(engine.seconds, row.seconds, strict=True)]
+        assert row.speedups == pytest.approx(ratios)
+
+
+def test_a_peer_that_cannot_compare_is_a_row(run: Run, checkpoint: Path) -> None:
+    folder = run(model={"path": str(checkpoint)}, scheduler=SMALL, peers=["transformers_batched"], repeats=1, **PROMPTS)
+    (row,) = rows_of(folder, PeerRow)
+    assert row.status == "unsupported"
+    assert "ignore_eos" in row.reason
+    assert rows_of(folder, EngineRow)[0].status == "ok"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_report_fits_the_terminal(
+    run: Run, plan: Callable[..., Plan], tmp_path: Path, checkpoint: Path, width: int
+) -> None:
+    write_variant(tmp_path / "mine", WRONG)
+    keys: dict[str, Any] = {
+        "model": {"path": str(checkpoint)},
+        "scheduler": SMALL,
+        "variants_from": ["mine"],
+        **PROMPTS,
+    }
+    keys["kernels"] = {"swiglu": ["torch", "doubled"], "rms_norm": ["torch", "row_per_program"]}
+    text = printed(plan(**keys), run(**keys), width)
+    assert max(len(line.rstrip()) for line in text.splitlines() if "replay" not in line) <= width
+    for word in ("rms_norm", "row_per_program", "decode", "wrong", "tokens/s", "replay: tk check --op swiglu"):
+        assert word in text
+
+
+def test_a_folder_in_use_is_refused(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "precious").touch()
+    with pytest.raises(ExperimentError, match="exists and is not an empty folder"):
+        run(**KERNELS)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "place"), [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([], [4], 0), ([], [], None)]
+)
+def test_the_first_place_where_outputs_differ(a: list[int], b: list[int], place: int | None) -> None:
+    assert first_difference(a, b) == place
