@@ -35,7 +35,7 @@ SIZE_AXES: tuple[Axis, ...] = (
 )
 
 OPTION_AXES: tuple[Axis, ...] = (
-    Int("window", 0, 2**31 - 1, (0, 1, 5, 16, 17, 100), "keys that a query sees, itself included; 0 is all"),
+    Int("window", 0, 2**31 - 1, (0, 1, 5, 17, 40, 100), "keys that a query sees, itself included; 0 is all"),
     Choice("k_scale", (False, True), "keys are stored divided by a scale per KV head"),
     Choice("v_scale", (False, True), "values are stored divided by a scale per KV head"),
     Choice("return_lse", (False, True), "the log-sum-exp of the logits is returned too"),
@@ -207,9 +207,9 @@ def paged_inputs(
     heads_q, heads, dim, dim_v = int(axes["Hq"]), int(axes["Hkv"]), int(axes["D"]), int(axes["Dv"])
     amplitude = _AMPLITUDE[kind]
     window = int(axes["window"]) or None
-    # Half the usual scale: the rounding of a few logits is an error that whole rows share, so it must stay below what the
-    # error rule allows at least. A component that all queries and keys of a head share lifts the logits to about 1/2:
-    # around 0, a log-sum-exp can cancel to far less than its terms, and eps times its size would say nothing.
+    # Half the usual scale: the rounding of a few logits is an error that whole rows share, so it must stay below what
+    # the error rule allows at least. A component that all queries and keys of a head share lifts the logits to about
+    # 1/2: around 0, a log-sum-exp can cancel to far less than its terms, and eps times its size would say nothing.
     scale = 0.5 * dim**-0.5
     shared = (draws.integers(0, 1, (heads, dim)) * 2 - 1).double().to(device)
     lift = dim**-0.25

@@ -2,8 +2,8 @@
 
 Each program does what one_pass does over its own blocks of keys and leaves its part of the softmax (sum of values,
 maximum, sum of weights) in the workspace; the second kernel weighs the parts against each other ("flash decoding",
-Dao et al., 2023). Where the splits lie follows from the sequence's own context alone and the parts are added in order, so
-neither the batch nor the run changes a bit. Wins where sequences x KV heads are too few to fill the device.
+Dao et al., 2023). Where the splits lie follows from the sequence's own context alone and the parts are added in order,
+so neither the batch nor the run changes a bit. Wins where sequences x KV heads are too few to fill the device.
 """
 
 from collections.abc import Mapping

@@ -220,7 +220,7 @@ CONTRACT = Contract(
     baseline=baseline,
     axes=(
         Int("B", 0, 2**31 - 1, (1, 0, 2, 3), "sequences", batch=True),
-        Int("T", 0, 2**31 - 1, (1, 0, 2, 7, 16, 33, 70), "query tokens, padding included", batch=True),
+        Int("T", 0, 2**31 - 1, (1, 0, 2, 7, 33, 70, 110), "query tokens, padding included", batch=True),
         *SIZE_AXES,
         *OPTION_AXES,
         Choice("causal", (True, False), "a query sees no key after itself"),

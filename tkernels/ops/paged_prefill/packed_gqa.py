@@ -1,7 +1,7 @@
 """Tiles of query rows, all heads of a group packed together, sweep the keys that they can see.
 
-A row is one query token with one of the G query heads that share a KV head; a tile takes BLOCK_M consecutive rows of one
-sequence, whatever G, so that it is full even for short chunks and the cache is read once per tile for the whole group.
+A row is one query token with one of the G query heads that share a KV head; a tile takes BLOCK_M consecutive rows of
+one sequence, whatever G, so that it is full even for short chunks and the cache is read once per tile for all of them.
 Blocks of keys that every row sees need no mask, those that none sees are skipped, and only the edges (the diagonal, the
 start of a window) are masked. The grid follows from shapes alone: T * G // BLOCK_M + B tiles always suffice, and a tile
 finds its sequence by binary search over cu_seqlens_q. Wins for every prefill, chunked or not.
@@ -179,7 +179,7 @@ def paged_prefill_packed_gqa(
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         if window is not None:
             acc, m, l = paged_prefill_packed_gqa_sweep(  # noqa: E741
-                acc, m, l, q, own, begin, tl.minimum(full_begin, end), length, k_head, v_head, table_ptr,
+                acc, m, l, q, own, begin, full_begin, length, k_head, v_head, table_ptr,
                 stride_k_p, stride_k_s, stride_v_p, stride_v_s, scale_log2, window,
                 HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_N, CAUSAL, True,
             )  # fmt: skip
@@ -193,7 +193,9 @@ def paged_prefill_packed_gqa(
             stride_k_p, stride_k_s, stride_v_p, stride_v_s, scale_log2, window,
             HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_N, CAUSAL, True,
         )  # fmt: skip
-        total = tl.where(l > 0, l, 1.0)  # of rows that pad the tile, which may see nothing
+        total = tl.where(
+            l > 0, l, 1.0
+        )  # every token has seen itself; only rows that pad the tile may have seen nothing
         out = acc / total[:, None]
         if v_scale_ptr is not None:
             out = out * tl.load(v_scale_ptr + kv_head)
@@ -283,7 +285,7 @@ VARIANT = Variant(
         "sm_80": Config(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=5),
         "sm_90": Config(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
         "sm_100": Config(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
-        "interpreter": Config(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1),
+        "interpreter": Config(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=1),
     },
     key=("Hq", "Hkv", "D", "Dv", "S"),
     deterministic=True,
