@@ -197,11 +197,16 @@ MAX_PROGRAMS = 8
 
 
 def draw(
-    variant: Variant, choose: Choose, seed: int, fixed: Axes | None = None, device: torch.device | str = "cpu"
+    variant: Variant,
+    choose: Choose,
+    seed: int,
+    fixed: Axes | None = None,
+    device: torch.device | str = "cpu",
+    max_programs: int = MAX_PROGRAMS,
 ) -> tuple[Case, Config | None] | None:
     """A case within the contract and a config of the variant (None for torch); None where the draw gives no such pair.
 
-    A config that would launch more than MAX_PROGRAMS gives way to the default; a case the variant does not support, or
+    A config that would launch more than `max_programs` gives way to the default; a case the variant does not support, or
     that is too large even so, to another draw.
     """
     contract = variant.contract
@@ -217,18 +222,23 @@ def draw(
     configs = {str(index): config for index, config in enumerate((default, *variant.configs))}
     chosen = configs[str(choose("config", tuple(configs)))]
     for config in (chosen, default):
-        if count_programs(variant, case, config) <= MAX_PROGRAMS:
+        if count_programs(variant, case, config) <= max_programs:
             return case, config
     return None
 
 
 def drawn_cases(
-    variant: Variant, examples: int, seed: int = 0, fixed: Axes | None = None, device: torch.device | str = "cpu"
+    variant: Variant,
+    examples: int,
+    seed: int = 0,
+    fixed: Axes | None = None,
+    device: torch.device | str = "cpu",
+    max_programs: int = MAX_PROGRAMS,
 ) -> Iterator[tuple[Case, Config | None]]:
     """Seeded draws, exactly as many as asked; a ContractError where the variant supports next to none."""
     found = tries = 0
     while found < examples:
-        drawn = draw(variant, chooser(seed + tries), seed + tries, fixed, device)
+        drawn = draw(variant, chooser(seed + tries), seed + tries, fixed, device, max_programs)
         tries += 1
         if drawn is not None:
             found += 1

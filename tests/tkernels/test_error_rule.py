@@ -54,7 +54,7 @@ def qk_norm_rope(
         shape = (half, 2) if interleaved else (2, half)
         pairs = rotated.unflatten(-1, shape)
         pairs = pairs if interleaved else pairs.transpose(-1, -2)  # [T, heads, R/2, 2]
-        turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+        turned = torch.view_as_real(torch.complex(pairs[..., 0], pairs[..., 1]) * turn)
         rotated.copy_((turned if interleaved else turned.transpose(-1, -2)).flatten(-2))
         x.copy_(wide.to(x.dtype))
 
