@@ -99,8 +99,10 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     elif layout == "head_major":
         q, k = (poisoned_views([x.transpose(0, 1)], dim=0)[0].transpose(0, 1) for x in (q, k))
         cos, sin = draws.laid_out(cos, "padded"), draws.laid_out(sin, "contiguous")
-    else:
-        q, k, cos, sin = (draws.laid_out(x, layout) for x in (q, k, cos, sin))
+    else:  # "mixed": no two tensors share their strides
+        first = "padded" if layout == "mixed" else "contiguous"
+        q, sin = draws.laid_out(q, first), draws.laid_out(sin, first)
+        k, cos = draws.laid_out(k, "contiguous"), draws.laid_out(cos, "contiguous")
     weights: dict[str, torch.Tensor | None] = {"q_weight": None, "k_weight": None}
     for name in weights:
         if axes[name]:
@@ -148,7 +150,7 @@ CONTRACT = Contract(
         Choice("q_weight", (True, False), "whether queries are normalized"),
         Choice("k_weight", (True, False), "whether keys are normalized"),
         Choice("interleaved", (False, True)),
-        Choice("layout", ("fused", "contiguous", "padded", "head_major")),
+        Choice("layout", ("fused", "contiguous", "mixed", "head_major")),
         Choice("values", KINDS),
     ),
     constraints=(Constraint("R <= D"), Constraint("q_weight == k_weight")),
