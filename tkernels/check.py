@@ -206,8 +206,8 @@ def draw(
 ) -> tuple[Case, Config | None] | None:
     """A case within the contract and a config of the variant (None for torch); None where the draw gives no such pair.
 
-    A config that would launch more than `max_programs` gives way to the default; a case the variant does not support, or
-    that is too large even so, to another draw.
+    A config that would launch more than `max_programs` gives way to the default; a case that the variant does not
+    support, or that is too large even so, to another draw.
     """
     contract = variant.contract
     axes = contract.draw_axes(choose, fixed)

@@ -32,6 +32,7 @@ def install() -> None:
     """Patches the interpreter of this process. Called once, when tkernels is imported in an interpreting process."""
     builder = triton_interpreter.InterpreterBuilder
     cast_impl, fp_to_fp, binary_op = builder.cast_impl, builder.create_fp_to_fp, builder.binary_op
+    patch_lang_tensor = triton_interpreter._patch_lang_tensor
 
     def rounding_cast(self: Any, src: Any, dst_type: Any) -> Any:
         if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
@@ -49,6 +50,12 @@ def install() -> None:
             raise Bfloat16ArithmeticError(f"{getattr(op, '__name__', op)} on bf16: widen with .to(tl.float32) first")
         return binary_op(self, lhs, rhs, op)
 
+    def indexable(tensor: Any, scope: Any) -> None:
+        # Triton 3.6 makes a loop bound with int() of a one-element array, which numpy 2.4 refuses; 3.7 squeezes it.
+        patch_lang_tensor(tensor, scope)
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+    triton_interpreter._patch_lang_tensor = indexable
     builder.cast_impl = rounding_cast
     builder.create_fp_to_fp = rounding_fp_to_fp
     builder.binary_op = refusing_binary_op
