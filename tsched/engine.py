@@ -186,6 +186,8 @@ class Engine:
             plan = self.scheduler.schedule()
             self._note_peak()
         if plan.is_empty:
+            if self._requests:  # by the scheduler's promise this cannot be; a caller's loop would never end
+                raise RuntimeError(f"{len(self._requests)} requests are unfinished and none can advance")
             return self._commit(plan, plan.sampled, Sampled(plan.sampled, {}))
         with _PREPARE:
             batch = self._builder.build(plan)

@@ -222,9 +222,8 @@ def draw(probabilities: torch.Tensor, uniform: NDArray[np.float64]) -> Ints:
     """
     cdf = probabilities.cumsum(dim=-1)  # [n, V]
     total = cdf[:, -1:]
+    # A uniform is at most 1 - 2**-53, so the product stays below the total also when it is rounded.
     target = _on(uniform, probabilities).unsqueeze(1) * total
-    # The product may round up to the total, which no token exceeds.
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     tokens: Ints = torch.searchsorted(cdf, target, right=True).squeeze(1).cpu().numpy()
     return tokens
 

@@ -289,13 +289,13 @@ class Scheduler:
             missing = self.pool.blocks_for(sequence.tokens.size) - matched.size
             # One block is kept back for each running sequence to grow into; else the newcomer would be preempted at
             # once.
-            if missing + self.num_running + len(rows) > cache.num_available and (self.num_running or rows):
+            if missing + self.num_running + len(rows) > cache.num_available:
                 cache.release(sequence.tokens[: matched.size * self.pool.block_size], matched)
                 break
             self._order.remove(sequence)
-            row = table.place(sequence, np.concatenate((matched, cache.allocate(missing))))
-            table.computed[row] = matched.size * self.pool.block_size
-            count = min(budget, int(table.length[row] - table.computed[row]))
+            num_computed = matched.size * self.pool.block_size
+            row = table.place(sequence, np.concatenate((matched, cache.allocate(missing))), num_computed)
+            count = min(budget, sequence.tokens.size - num_computed)
             budget -= count
             rows.append(row)
             added.append(count)
@@ -364,13 +364,12 @@ class Scheduler:
 
 
 def _share(wanted: Ints, budget: int) -> Ints:
-    """How many of the `wanted` [n] >= 0 tokens each row gets of `budget`: decode rows (one token) first, then the
-    older first.
+    """How many of the `wanted` [n] >= 0 tokens each row gets of `budget`, the older rows first.
+
+    A prefill that does not fit a plan leaves no budget to admit anyone after it, so it is the newest row: no decode
+    row ever waits for a prefill.
     """
     if wanted.size == 0 or (wanted.size <= budget and int(wanted.max()) <= 1):
         return wanted
-    order = np.argsort(wanted > 1, kind="stable")
-    before = np.cumsum(wanted[order]) - wanted[order]
-    shares = np.empty_like(wanted)
-    shares[order] = np.clip(budget - before, 0, wanted[order])
-    return shares
+    before = np.cumsum(wanted) - wanted
+    return np.clip(budget - before, 0, wanted)

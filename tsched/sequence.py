@@ -88,8 +88,10 @@ class SequenceTable:
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 
-    def place(self, sequence: Sequence, blocks: BlockIds) -> int:
-        """Give `sequence` a row and its `blocks` [n] int32; nothing of it is computed yet. Returns the row."""
+    def place(self, sequence: Sequence, blocks: BlockIds, num_computed: int = 0) -> int:
+        """Give `sequence` a row and its `blocks` [n] int32, which hold its first `num_computed` tokens. Returns the
+        row.
+        """
         row = self._free_rows.pop()
         params, length = sequence.params, sequence.tokens.size
         self.sequences[row] = sequence
@@ -99,7 +101,7 @@ class SequenceTable:
         self.max_length[row] = sequence.max_length
         self.min_length[row] = sequence.prompt_len + params.min_tokens
         self.known[row] = self.length[row] = length
-        self.computed[row] = 0
+        self.computed[row] = num_computed
         self.num_blocks[row] = self.capacity[row] = 0
         self.extend(row, blocks)
         self.ignore_eos[row] = params.ignore_eos

@@ -17,6 +17,17 @@ def decode_bytes(token_ids: Sequence[int]) -> str:
     return bytes(t for t in token_ids if t != SPECIAL).decode("utf-8", errors="replace")
 
 
+def decode_byte_by_byte(token_ids: Sequence[int]) -> str:
+    """As decoders with byte fallback do it: every byte of an unfinished character shows as a replacement of its own."""
+    data = bytes(token_ids)
+    for end in range(len(data), -1, -1):
+        try:
+            return data[:end].decode() + "\ufffd" * (len(data) - end)
+        except UnicodeDecodeError:
+            continue
+    raise AssertionError("the empty prefix decodes")
+
+
 class Words:
     """A sentencepiece-like decoder: a word carries its leading space, the first one of a text loses it."""
 
@@ -68,6 +79,13 @@ def test_a_character_comes_out_when_its_last_byte_does() -> None:
     ]
     half = "😀".encode()[:2]
     assert feed(IncrementalDetokenizer(decode_bytes), [*b"a", *half]) == ["a", "", "", "\ufffd"]
+
+
+def test_a_character_that_shows_as_several_replacements_is_held_back() -> None:
+    text = "a😀é猫b"
+    pieces = feed(IncrementalDetokenizer(decode_byte_by_byte), list(text.encode()))
+    assert "".join(pieces) == text
+    assert [piece for piece in pieces if piece] == list(text)
 
 
 def test_spaces_between_tokens_survive() -> None:

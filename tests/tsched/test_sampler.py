@@ -214,7 +214,9 @@ def test_uniforms_are_a_function_of_seed_and_index() -> None:
     ].tolist()
     assert numbers.at(np.array([row, 1 - row]), np.array([64, 0]))[0] == whole[64]
     table.remove(row)
-    table.place(Sequence.create(2, [1], SamplingParams(seed=12), 200), pool.allocate(0))
+    numbers.at(np.array([1 - row]), np.array([1]))
+    assert table.place(Sequence.create(2, [1], SamplingParams(seed=12), 200), pool.allocate(0)) == row
+    assert numbers.at(np.array([row]), np.array([64]))[0] == uniforms(np.array([12, 0], dtype=np.uint64), 64, 4)[0]
     assert numbers.at(np.array([row]), np.array([5]))[0] == uniforms(np.array([12, 0], dtype=np.uint64), 0, 8)[5]
 
 
@@ -225,6 +227,7 @@ def test_seeds_and_requests_have_streams_of_their_own() -> None:
     assert key(0, 1, 7) == key(5, 2, 7), "a request's own seed is all that counts"
     keys = [key(0, 1, None), key(0, 2, None), key(1, 1, None), key(0, 1, 0), key(0, 1, 2**64 - 1)]
     assert len(set(keys)) == len(keys)
+    assert key(0, 1, key(0, 1, None)[0]) != key(0, 1, None), "no seed reaches another request's stream"
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
@@ -243,6 +246,13 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
         np.testing.assert_allclose(found.logprobs, expected[row, found.token_ids], rtol=0, atol=1e-6)
     everything = token_logprobs(logits[:1], np.array([3]), [1000])
     assert len(everything[0].token_ids) == 51
+
+
+def test_min_tokens_lets_go_at_that_many() -> None:
+    logits = torch.zeros(3, 8)
+    logits[:, EOS], logits[:, 6] = 9.0, 8.0
+    params = [SamplingParams(temperature=0, min_tokens=2)] * 3
+    assert sample_rows(logits, params, [([1], [2] * n) for n in (1, 2, 3)]).token_ids.tolist() == [6, EOS, EOS]
 
 
 def test_broken_logits_break_their_own_row_only() -> None:

@@ -245,6 +245,22 @@ def test_a_late_commit_drops_what_comes_after_a_stop() -> None:
     assert len(other.output_token_ids) == 1
 
 
+def test_nothing_is_computed_past_a_last_token_that_is_under_way() -> None:
+    scheduler = make_scheduler(num_blocks=1)
+    device = SimulatedDevice(scheduler)
+    scheduler.add(0, [1, 2], SamplingParams(max_tokens=3, ignore_eos=True))
+    launches = []
+    for expected in ([2], [1], [1], []):
+        plan = scheduler.schedule()
+        assert plan.counts.tolist() == expected
+        launch = device.build(plan)
+        launches.append((plan, device.run(launch)))
+        if len(launches) == 2:
+            scheduler.commit(*launches.pop(0))
+    assert launches[0][0].is_empty
+    assert not scheduler.has_unfinished
+
+
 def test_commit_takes_plans_once_and_in_order() -> None:
     scheduler = make_scheduler()
     device = SimulatedDevice(scheduler)
