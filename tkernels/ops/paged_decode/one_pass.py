@@ -115,17 +115,15 @@ def paged_decode_one_pass(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     sequence = tl.program_id(0).to(tl.int64)
-    tiles: tl.constexpr = (
-        GROUP + BLOCK_H - 1
-    ) // BLOCK_H  # of query heads that share a KV head: one, but for huge groups
-    kv_head = (tl.program_id(1) // tiles).to(tl.int64)
-    offs_g = tl.program_id(1) % tiles * BLOCK_H + tl.arange(0, BLOCK_H)
+    kv_head = (tl.program_id(1) // TILES).to(tl.int64)  # its query heads fit into one tile, unless they are many
+    offs_g = tl.program_id(1) % TILES * BLOCK_H + tl.arange(0, BLOCK_H)
     heads = kv_head * GROUP + offs_g
     mask_g = offs_g < GROUP
     offs_d = tl.arange(0, BLOCK_D)
@@ -156,7 +154,7 @@ def paged_decode_one_pass(
         PAGE_SIZE,
         BLOCK_N,
     )
-    total = tl.where(length > 0, l, 1.0)  # nothing cached: zeros, and not 0 / 0
+    total = tl.maximum(l, 1.0)  # the largest weight is 1; with nothing cached: zeros, and not 0 / 0
     out = acc / total[:, None]
     if v_scale_ptr is not None:
         out = out * tl.load(v_scale_ptr + kv_head)
@@ -230,6 +228,7 @@ def launch(
         HEAD_DIM=dim,
         HEAD_DIM_V=dim_v,
         BLOCK_H=block_h,
+        TILES=tiles,
         BLOCK_D=triton.next_power_of_2(dim),
         BLOCK_DV=triton.next_power_of_2(dim_v),
         PAGE_SIZE=page_size,

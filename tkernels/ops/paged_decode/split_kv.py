@@ -63,6 +63,7 @@ def paged_decode_split_kv_part(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -72,12 +73,11 @@ def paged_decode_split_kv_part(
     """Partial attention of one split: acc [B, Hq, NUM_SPLITS, Dv], m and l [B, Hq, NUM_SPLITS], all fp32."""
     sequence = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
-    tiles: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
-    kv_head = (tl.program_id(1) // tiles).to(tl.int64)
+    kv_head = (tl.program_id(1) // TILES).to(tl.int64)
     length = tl.load(lens_ptr + sequence)
     first, begin, keys_per_split, used = split_kv_bounds(length, window, NUM_SPLITS, BLOCK_N, MIN_BLOCKS)
     if split < used:  # the reduction never looks at a split without keys
-        offs_g = tl.program_id(1) % tiles * BLOCK_H + tl.arange(0, BLOCK_H)
+        offs_g = tl.program_id(1) % TILES * BLOCK_H + tl.arange(0, BLOCK_H)
         heads = kv_head * GROUP + offs_g
         mask_g = offs_g < GROUP
         offs_d = tl.arange(0, BLOCK_D)
@@ -158,7 +158,7 @@ def paged_decode_split_kv_reduce(
     acc = tl.load(
         acc_rows[:, :, None] + offs_dv[None, None, :], mask=mask[:, :, None] & mask_dv[None, None, :], other=0.0
     )
-    total = tl.where(total > 0, total, 1.0)  # nothing cached: zeros, and not 0 / 0
+    total = tl.maximum(total, 1.0)  # the largest weight is 1; with nothing cached: zeros, and not 0 / 0
     out = tl.sum(acc * weight[:, :, None], axis=0) / total[:, None]  # [BLOCK_H, BLOCK_DV]
     if v_scale_ptr is not None:
         out = out * tl.load(v_scale_ptr + offs_h // GROUP, mask=mask_h, other=0.0)[:, None]
@@ -227,6 +227,7 @@ def launch(
         stride_table_b=block_tables.stride(0),
         HEAD_DIM=dim,
         BLOCK_H=block_h,
+        TILES=tiles,
         BLOCK_D=triton.next_power_of_2(dim),
         PAGE_SIZE=page_size,
     )

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tkernels import Config, Run, Variant
+from tkernels import Axes, Config, DeviceFacts, Run, Variant
 from tkernels.language import dot
 
 CONFIGS = tuple(
@@ -133,39 +133,41 @@ def paged_prefill_packed_gqa(
     CAUSAL: tl.constexpr,
 ):
     # Last tiles first: they have the most keys to sweep, and short work at the end leaves no multiprocessor waiting.
-    tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     # Sequence b begins at tile starts[b] * G // BLOCK_M + b: never before the end of the one before it. Find the last
     # that begins at or before this tile.
-    low = tl.full((), 0, tl.int32)
-    high = sequences
+    low = tl.full((), 0, tl.int64)
+    high = low + sequences
     while high - low > 1:
         middle = (low + high) // 2
-        if tl.load(starts_ptr + middle).to(tl.int64) * GROUP // BLOCK_M + middle <= tile:
+        if tl.load(starts_ptr + middle) * GROUP // BLOCK_M + middle <= tile:
             low = middle
         else:
             high = middle
-    sequence = low.to(tl.int64)
-    start = tl.load(starts_ptr + sequence).to(tl.int64)
-    queries = tl.load(starts_ptr + sequence + 1) - start
-    length = tl.load(lens_ptr + sequence)
-    first_row = (tile - (start * GROUP // BLOCK_M + sequence)) * BLOCK_M
+    start = tl.load(starts_ptr + low)
+    queries = tl.load(starts_ptr + low + 1) - start
+    length = tl.load(lens_ptr + low)
+    first_row = (tile - (start * GROUP // BLOCK_M + low)) * BLOCK_M  # int64, as low is, and so all that follows from it
     if first_row < queries * GROUP:  # else a tile to spare: of padding, or the slack of the bound
         rows = first_row + tl.arange(0, BLOCK_M)
         mask_m = rows < queries * GROUP
         tokens = start + rows // GROUP
         heads = kv_head * GROUP + rows % GROUP
-        cached = length - queries.to(tl.int32)  # keys before the chunk's own
-        own = cached + (rows // GROUP).to(tl.int32)  # [BLOCK_M], each row's position
+        # Positions in the sequence: each row's own, the tile's first, and the end of the tile's.
+        cached = length - queries
+        own = cached + (rows // GROUP).to(tl.int32)  # [BLOCK_M]
         own_first = cached + (first_row // GROUP).to(tl.int32)
-        own_last = tl.minimum(cached + ((first_row + BLOCK_M - 1) // GROUP).to(tl.int32), length - 1)
-        end = own_last + 1 if CAUSAL else length
-        full_end = (own_first + 1 if CAUSAL else length) // BLOCK_N * BLOCK_N  # keys that all rows see end here
+        own_end = tl.minimum(cached + tl.cdiv(first_row + BLOCK_M, GROUP).to(tl.int32), length)
+        # Every row sees the keys in full_begin .. full_end-1, and those before `begin` and from `end` on are
+        # seen by none.
+        end = own_end if CAUSAL else length
+        full_end = (own_first if CAUSAL else length) // BLOCK_N * BLOCK_N
         begin = 0
         full_begin = 0
         if window is not None:
-            begin = tl.maximum(own_first - window + 1, 0) // BLOCK_N * BLOCK_N
-            full_begin = tl.cdiv(tl.maximum(own_last - window + 1, 0), BLOCK_N) * BLOCK_N
+            begin = tl.maximum(own_first - window, 0) // BLOCK_N * BLOCK_N
+            full_begin = tl.cdiv(tl.maximum(own_end - window, 0), BLOCK_N) * BLOCK_N
         offs_d = tl.arange(0, BLOCK_D)
         q_rows = q_ptr + tokens * stride_q_t + heads * stride_q_h
         q = tl.load(q_rows[:, None] + offs_d[None, :], mask=mask_m[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
@@ -173,7 +175,7 @@ def paged_prefill_packed_gqa(
             scale_log2 = scale_log2 * tl.load(k_scale_ptr + kv_head)
         k_head = k_ptr + kv_head * stride_k_h
         v_head = v_ptr + kv_head * stride_v_h
-        table_ptr = tables_ptr + sequence * stride_table_b
+        table_ptr = tables_ptr + low * stride_table_b
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -193,9 +195,7 @@ def paged_prefill_packed_gqa(
             stride_k_p, stride_k_s, stride_v_p, stride_v_s, scale_log2, window,
             HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_N, CAUSAL, True,
         )  # fmt: skip
-        total = tl.where(
-            l > 0, l, 1.0
-        )  # every token has seen itself; only rows that pad the tile may have seen nothing
+        total = tl.maximum(l, 1.0)  # the largest weight is 1; only rows that pad the tile may have seen nothing
         out = acc / total[:, None]
         if v_scale_ptr is not None:
             out = out * tl.load(v_scale_ptr + kv_head)
@@ -275,9 +275,16 @@ def launch(
     )
 
 
+def supports(axes: Axes, device: DeviceFacts) -> str | None:
+    if int(axes.get("T", 0)) * int(axes["Hq"]) // int(axes["Hkv"]) >= 2**31 - 2**16:
+        return "rows of queries (tokens x query heads of a KV head) are counted in 32 bits"
+    return None
+
+
 VARIANT = Variant(
     wins="every prefill, chunked or not",
     launch=launch,
+    supports=supports,
     configs=CONFIGS,
     default={
         "": Config(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2),
