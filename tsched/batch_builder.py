@@ -28,7 +28,7 @@ class BatchBuilder:
         """`plan`, which is not empty, as one Batch: its decode rows, then its prefill chunks, no padding."""
         rows, starts = plan.rows, plan.starts
         num_decodes = plan.num_decodes
-        context = starts + plan.counts
+        context = plan.ends
         if num_decodes == rows.size:
             token_rows, positions, logits = rows, starts, plan.sampled
             cu_seqlens = _NO_PREFILLS

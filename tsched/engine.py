@@ -106,7 +106,8 @@ class Engine:
         self._builder = BatchBuilder(scheduler.table, device)
         self._sampler = Sampler(scheduler.table, seed=seed, eos_token_ids=eos_token_ids)
         self._requests: dict[int, Request] = {}
-        self._num_watched = 0
+        self._num_watched = 0  # unfinished requests whose tokens are looked at as they come
+        self._num_unbegun = 0  # and those without a token yet
         self._peak_used = 0
         self._waste_at_peak = 0.0
 
@@ -138,6 +139,7 @@ class Engine:
         request = Request(sequence, arrival, detokenizer)
         self._requests[request_id] = request
         self._num_watched += request.is_watched
+        self._num_unbegun += 1
         return request
 
     def abort(self, sequence_id: int) -> Request | None:
@@ -158,7 +160,7 @@ class Engine:
         except BaseException:
             self.scheduler.abort_all()
             self._requests.clear()
-            self._num_watched = 0
+            self._num_watched = self._num_unbegun = 0
             raise
 
     def stats(self) -> EngineStats:
@@ -188,17 +190,17 @@ class Engine:
         if plan.is_empty:
             if self._requests:  # by the scheduler's promise this cannot be; a caller's loop would never end
                 raise RuntimeError(f"{len(self._requests)} requests are unfinished and none can advance")
-            return self._commit(plan, plan.sampled, Sampled(plan.sampled, {}))
+            self.scheduler.commit(plan, plan.sampled)
+            return []
         with _PREPARE:
             batch = self._builder.build(plan)
         with torch.inference_mode():
             with _FORWARD:
                 logits = self._model(batch, self._kv_cache)
             with _SAMPLE:
-                lengths = plan.starts[plan.sampled] + plan.counts[plan.sampled]
-                sampled = self._sampler.sample(logits, plan.sampled_rows, lengths)
+                sampled = self._sampler.sample(logits, plan.sampled_rows, plan.lengths)
         with _COMMIT:
-            return self._commit(plan, lengths, sampled)
+            return self._commit(plan, sampled)
 
     def _note_peak(self) -> None:
         used = self.scheduler.pool.num_used
@@ -206,24 +208,23 @@ class Engine:
             self._peak_used = used
             self._waste_at_peak = self.scheduler.last_page_waste()
 
-    def _commit(self, plan: StepPlan, lengths: Ints, sampled: Sampled) -> list[Request]:
-        """Hand the tokens to the scheduler; `lengths` [m] are the sequences' before them. Returns the requests that
-        finished.
-        """
+    def _commit(self, plan: StepPlan, sampled: Sampled) -> list[Request]:
+        """Hand the tokens to the scheduler; returns the requests that finished."""
         tokens, rows = sampled.token_ids, plan.sampled_rows
-        first = lengths == self.scheduler.table.prompt_len[rows]
-        begun = self._requests_in(rows[first]) if first.any() else []
-        broken = self._requests_in(rows[tokens == NOT_FINITE]) if tokens.min(initial=0) < 0 else []
+        begun = self._requests_in(rows) if self._num_unbegun else []
+        broken = [] if sampled.all_finite else self._requests_in(rows[tokens == NOT_FINITE])
         watched = self._requests_in(rows) if self._num_watched else []
 
         finished = [self._requests[sequence.id] for sequence in self.scheduler.commit(plan, tokens)]
         now = time.perf_counter()
         for request in begun:
-            request.first_token_time = now
+            if request.first_token_time is None:
+                request.first_token_time = now
+                self._num_unbegun -= 1
         for entry, request in enumerate(watched):
             if request.is_watched and tokens[entry] != NOT_FINITE:
                 self._look_at(
-                    request, int(tokens[entry]), int(lengths[entry]) + 1, sampled.logprobs.get(entry), finished
+                    request, int(tokens[entry]), int(plan.lengths[entry]) + 1, sampled.logprobs.get(entry), finished
                 )
         for request in broken:
             self._break_off(request, finished)
@@ -264,6 +265,7 @@ class Engine:
         """The request has finished: settle its text and its accounts."""
         del self._requests[request.sequence.id]
         self._num_watched -= request.is_watched
+        self._num_unbegun -= request.first_token_time is None
         request.finish_time = now
         if request.detokenizer is not None:
             request.detokenizer.finish()

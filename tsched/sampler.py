@@ -35,6 +35,7 @@ class Sampled:
 
     token_ids: Ints
     logprobs: dict[int, TokenLogprobs]
+    all_finite: bool
 
 
 _NO_LOGPROBS: dict[int, TokenLogprobs] = {}
@@ -55,15 +56,14 @@ class Sampler:
         of it.
         """
         table = self._table
-        tokens = _most_likely_tokens(logits)
-        finite = tokens != NOT_FINITE
-        plain = table.plain[rows]
-        if plain.all() and finite.all():
-            return Sampled(tokens, _NO_LOGPROBS)
+        tokens, finite = _most_likely_tokens(logits)
         if not finite.all():
             # A broken kernel ends the requests that it broke, by name; what the others get does not change.
             sound = self.sample(logits.masked_fill(_on(~finite, logits).unsqueeze(1), 0.0), rows, lengths)
-            return Sampled(np.where(finite, sound.token_ids, NOT_FINITE), sound.logprobs)
+            return Sampled(np.where(finite, sound.token_ids, NOT_FINITE), sound.logprobs, all_finite=False)
+        plain = table.plain[rows]
+        if plain.all():
+            return Sampled(tokens, _NO_LOGPROBS, all_finite=True)
         special = np.flatnonzero(~plain)
         special_rows = rows[special]
         sequences = [_present(table.sequences[row]) for row in special_rows.tolist()]
@@ -84,12 +84,12 @@ class Sampler:
             tokens[special[drawing]] = draw(probabilities, self._uniforms.at(drawn_rows, output_indices))
         wanted = {i: s.params.logprobs for i, s in enumerate(sequences) if s.params.logprobs is not None}
         if not wanted:
-            return Sampled(tokens, _NO_LOGPROBS)
+            return Sampled(tokens, _NO_LOGPROBS, all_finite=True)
         entries = np.fromiter(wanted, dtype=np.int64)
         found = token_logprobs(
             chosen_logits.index_select(0, _on(entries, logits)), tokens[special[entries]], list(wanted.values())
         )
-        return Sampled(tokens, dict(zip(special[entries].tolist(), found, strict=True)))
+        return Sampled(tokens, dict(zip(special[entries].tolist(), found, strict=True)), all_finite=True)
 
     def _penalized(self, logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
         """[s, V] float64: `logits` with penalties, and with what must not come yet at -inf."""
@@ -123,16 +123,18 @@ class Sampler:
         return tokens
 
 
-def _most_likely_tokens(logits: torch.Tensor) -> Ints:
-    """[m] int64, the token of each row's largest logit of `logits` [m, V]; NOT_FINITE where that is none or a NaN."""
+def _most_likely_tokens(logits: torch.Tensor) -> tuple[Ints, NDArray[np.bool_]]:
+    """For each row of `logits` [m, V], the token of the largest logit [m] int64, and whether that logit is finite [m].
+
+    A NaN counts as the largest.
+    """
     if logits.device.type == "cpu":  # numpy's argmax: a tenth of torch's time on [32, 1024]
         array = logits.numpy()
-        tokens: Ints = array.argmax(axis=-1)
-        largest = np.take_along_axis(array, tokens[:, None], axis=-1)[:, 0]
-        return np.where(np.isfinite(largest), tokens, NOT_FINITE)
-    highest, best = logits.max(dim=-1)
-    on_host: Ints = best.masked_fill_(~highest.isfinite(), NOT_FINITE).cpu().numpy()
-    return on_host
+        best: Ints = array.argmax(axis=-1)
+        return best, np.isfinite(array[np.arange(best.size), best])
+    highest, places = logits.max(dim=-1)
+    on_host: Ints = places.masked_fill_(~highest.isfinite(), NOT_FINITE).cpu().numpy()  # one copy, one wait
+    return on_host, on_host != NOT_FINITE
 
 
 def apply_penalties(

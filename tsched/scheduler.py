@@ -37,22 +37,28 @@ class StepPlan:
     rows            [n] int64, rows of the table
     starts          [n] int64, the place of each row's first token in its sequence
     counts          [n] int64, tokens of each row, at least 1
+    ends            [n] int64, starts + counts
     num_tokens      the sum of counts
     sampled         [m] int64, the entries whose last token's logits are wanted, one new token each
     sampled_rows    [m] int64, rows[sampled]
     sampled_epochs  [m] int64, the rows' epochs when the plan was made
+    lengths         [m] int64, ends[sampled]: the tokens that the logits have seen, and the new token's place
+    num_departures  the table's when the plan was made
     num_preempted   sequences that gave way to this plan
     """
 
     rows: Ints
     starts: Ints
     counts: Ints
+    ends: Ints
     num_decodes: int
     num_tokens: int
     sampled: Ints
     sampled_rows: Ints
     sampled_epochs: Ints
-    num_preempted: int = 0
+    lengths: Ints
+    num_departures: int
+    num_preempted: int
 
     @property
     def is_empty(self) -> bool:
@@ -116,6 +122,8 @@ class Scheduler:
         self._running: Ints = np.empty(0, dtype=np.int64)  # rows in the order of admission
         self._in_flight: deque[StepPlan] = deque()
         self._num_arrived = 0
+        # The last plan, where every running row got a token by it and nobody has come or gone since.
+        self._repeatable: StepPlan | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -172,6 +180,7 @@ class Scheduler:
         self._num_arrived += 1
         self._unfinished[sequence_id] = sequence
         self._order.add(sequence)
+        self._repeatable = None
         return sequence
 
     def output_of(self, sequence: Sequence) -> list[int]:
@@ -188,11 +197,15 @@ class Scheduler:
         """
         if len(self._in_flight) > 1:
             raise RuntimeError("two plans are under way; commit the older one before making a third")
-        counts, num_preempted = self._advance_running()
-        budget = self.max_num_batched_tokens - int(counts.sum())
-        if num_preempted == 0 and budget > 0 and len(self._order):
-            counts = self._admit(counts, budget)
-        plan = self._plan(self._running, counts, num_preempted)
+        plan = self._repeat() if self._repeatable is not None and not self._in_flight else None
+        if plan is None:
+            counts, num_preempted = self._advance_running()
+            budget = self.max_num_batched_tokens - int(counts.sum())
+            if num_preempted == 0 and budget > 0 and len(self._order):
+                counts = self._admit(counts, budget)
+            plan = self._plan(self._running, counts, num_preempted)
+        all_got_a_token = plan.num_decodes == plan.sampled.size == self._running.size
+        self._repeatable = plan if all_got_a_token and plan.num_preempted == 0 else None
         self._in_flight.append(plan)
         counters = self.counters
         counters.num_steps += not plan.is_empty
@@ -212,13 +225,12 @@ class Scheduler:
         if tokens.shape != rows.shape:
             raise ValueError(f"the plan samples {rows.size} tokens, got an array of shape {tokens.shape}")
         self._in_flight.popleft()
-        table = self.table
-        live = table.epoch[rows] == plan.sampled_epochs
-        if not live.all():
-            rows, tokens = rows[live], tokens[live]
-        known = table.known[rows]
-        table.tokens[rows, known] = tokens
-        lengths = known + 1
+        table, places = self.table, plan.lengths
+        if table.num_departures != plan.num_departures:
+            live = table.epoch[rows] == plan.sampled_epochs
+            rows, tokens, places = rows[live], tokens[live], places[live]
+        table.tokens[rows, places] = tokens
+        lengths = places + 1
         table.known[rows] = lengths
         self.counters.num_output_tokens += rows.size
         stopped = self._stopped(rows, tokens, lengths)
@@ -317,17 +329,54 @@ class Scheduler:
         table.computed[rows] = ends
         sampled = np.flatnonzero(ends == table.length[rows])
         sampled_rows = rows[sampled]
-        table.length[sampled_rows] += 1
+        lengths = ends[sampled]
+        table.length[sampled_rows] = lengths + 1
         return StepPlan(
             rows=rows,
             starts=starts,
             counts=counts,
+            ends=ends,
             num_decodes=num_decodes,
             num_tokens=int(counts.sum()),
             sampled=sampled,
             sampled_rows=sampled_rows,
             sampled_epochs=table.epoch[sampled_rows],
+            lengths=lengths,
+            num_departures=table.num_departures,
             num_preempted=num_preempted,
+        )
+
+    def _repeat(self) -> StepPlan | None:
+        """The last plan one token on, or None where its rows need more blocks than there are.
+
+        Most plans are such. Nobody could be admitted then, so nobody can be now: the free blocks have only become
+        fewer.
+        """
+        table, last = self.table, self._repeatable
+        if last is None:
+            return None
+        rows, starts = last.rows, last.ends
+        growing = rows[starts >= table.capacity[rows]]
+        if growing.size:
+            if growing.size > self._cache.num_available:
+                return None
+            table.extend_each(growing, self._cache.allocate(growing.size))
+        ends = starts + 1
+        table.computed[rows] = ends
+        table.length[rows] = ends + 1
+        return StepPlan(
+            rows=rows,
+            starts=starts,
+            counts=last.counts,
+            ends=ends,
+            num_decodes=last.num_decodes,
+            num_tokens=last.num_tokens,
+            sampled=last.sampled,
+            sampled_rows=last.sampled_rows,
+            sampled_epochs=last.sampled_epochs,
+            lengths=ends,
+            num_departures=last.num_departures,
+            num_preempted=0,
         )
 
     def _stopped(self, rows: Ints, tokens: Ints, lengths: Ints) -> np.ndarray:
@@ -336,13 +385,13 @@ class Scheduler:
         stopped = np.zeros(rows.size, dtype=np.bool_)
         for eos in self._eos_token_ids:
             stopped |= tokens == eos
-        stopped &= ~table.ignore_eos[rows]
-        has_stop_ids = table.has_stop_ids[rows]
-        if has_stop_ids.any():
-            for i in np.flatnonzero(has_stop_ids).tolist():
+        if stopped.any():
+            stopped &= ~table.ignore_eos[rows]
+        if table.num_with_stop_ids:
+            for i in np.flatnonzero(table.has_stop_ids[rows]).tolist():
                 sequence = table.sequences[int(rows[i])]
                 stopped[i] |= sequence is not None and int(tokens[i]) in sequence.stop_ids
-        return stopped & (lengths > table.min_length[rows])
+        return stopped & (lengths > table.min_length[rows]) if stopped.any() else stopped
 
     def _preempt(self, row: int) -> None:
         self._running = self._running[self._running != row]
@@ -358,6 +407,7 @@ class Scheduler:
 
     def _mark_finished(self, sequence: Sequence, reason: str) -> Sequence:
         del self._unfinished[sequence.id]
+        self._repeatable = None
         sequence.finish_reason = reason
         self.counters.num_finished += 1
         return sequence

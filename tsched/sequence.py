@@ -82,6 +82,8 @@ class SequenceTable:
         self.top_p: NDArray[np.float64] = column(np.float64)
         self.min_p: NDArray[np.float64] = column(np.float64)
         self.top_k: Ints = column()
+        self.num_with_stop_ids = 0
+        self.num_departures = 0  # sequences that have left a row
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -106,6 +108,7 @@ class SequenceTable:
         self.extend(row, blocks)
         self.ignore_eos[row] = params.ignore_eos
         self.has_stop_ids[row] = bool(sequence.stop_ids)
+        self.num_with_stop_ids += bool(sequence.stop_ids)
         self.temperature[row] = params.temperature
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
@@ -140,5 +143,7 @@ class SequenceTable:
         sequence.row = -1
         self.sequences[row] = None
         self.epoch[row] += 1
+        self.num_departures += 1
+        self.num_with_stop_ids -= bool(sequence.stop_ids)
         self._free_rows.append(row)
         return sequence, self.blocks[row, : self.num_blocks[row]].copy()
