@@ -14,9 +14,6 @@ from tkernels.variant import Variant
 # An interpreted program takes 1 to 25 ms: a point of this many is checked in a few seconds.
 MOST_INTERPRETED_PROGRAMS = 192
 
-# Where the halving starts: inputs of a benchmark's full size take seconds to draw.
-_LARGEST_INTERPRETED_BATCH = 1024
-
 # A workload of texts has no lengths before a tokenizer is there; function headers are about this long.
 _TEXT_TOKENS = 32
 
@@ -47,44 +44,43 @@ def _points(plan: Plan, op: str) -> list[Point]:
     variants = [(plan.ops[op].variants[pick.variant], pick) for pick in plan.picks[op]]
     points = []
     if plan.model is not None:
-        for name, axes in _workload_points(plan, contract):
-            points.append(Point(name, _complete(plan, contract, axes, variants, shrink=True)))
+        # A swept page size is another shape to every op that sees pages.
+        pages = list(dict.fromkeys(arm.scheduler.get("block_size") for arm in plan.arms))
+        for page in pages if "S" in contract.axis_by_name else pages[:1]:
+            for name, axes in _workload_points(plan, contract, page):
+                label = f"{name} S={page}" if page != pages[0] else name
+                points.append(Point(label, _fitting(plan, contract, axes, variants)))
+    elif not asked and plan.device.type == "cpu":
+        points.append(Point("drawn", _complete(plan, contract, {})))  # a benchmark's sizes are a GPU's
     elif not asked:
-        for benchmark in contract.benchmarks.values():
+        for name, benchmark in contract.benchmarks.items():
             # The experiment's dtype, or its default, stands above the benchmark's.
             sizes = {axis: value for axis, value in benchmark.items() if axis not in _DTYPE_ROLES}
-            complete = _complete(plan, contract, sizes, variants, shrink=True)
-            points.append(Point(_sizes_text(contract, complete, sizes), complete))
+            points.append(Point(name, _complete(plan, contract, sizes)))
     for axes in asked:
-        complete = _complete(plan, contract, dict(axes), variants, shrink=False)
-        points.append(Point(",".join(f"{axis}={value}" for axis, value in axes.items()), complete))
+        name = ",".join(f"{axis}={value}" for axis, value in axes.items())
+        points.append(Point(name, _complete(plan, contract, dict(axes))))
     return list({point.name: point for point in points}.values())
 
 
-def _sizes_text(contract: Contract, axes: Mapping[str, Value], named: Mapping[str, Value]) -> str:
-    """ "T=64,H=2560": the sizes among the named axes, which may have been halved."""
-    return ",".join(
-        f"{axis.name}={axes[axis.name]}" for axis in contract.axes if isinstance(axis, Int) and axis.name in named
-    )
-
-
-def _workload_points(plan: Plan, contract: Contract) -> list[tuple[str, dict[str, Value]]]:
-    """The model's own sizes, with the batch of a decode step and that of a prefill step."""
-    ranges = plan.ranges[contract.name]
+def _workload_points(plan: Plan, contract: Contract, page: int | None) -> list[tuple[str, dict[str, Value]]]:
+    """The model's own sizes, with the batch of a decode step and that of a prefill step. `page`: None is LLM's default."""
+    ranges = {**plan.ranges[contract.name]}
+    if page is not None and "S" in ranges:
+        ranges["S"] = page
     requests, prompt, context = _typical(plan)
-    block = int(ranges["S"]) if isinstance(ranges.get("S"), int) else 16  # type: ignore[arg-type]
-    pages = -(-context // block)
-    sizes: dict[str, int] = {
-        "B": requests, "N": pages, "P": requests * pages, "context": context, "max_context_len": context
-    }  # fmt: skip
-    steps = {"decode": {**sizes, "T": requests}, "prefill": {**sizes, "T": requests * prompt, "context": prompt}}
+    page_size = ranges.get("S", 1)
+    assert isinstance(page_size, int)
+    pages = -(-context // page_size)
+    sizes: dict[str, int] = {"B": requests, "N": pages, "P": requests * pages, "max_context_len": context}
+    steps = {"decode": {**sizes, "T": requests}, "prefill": {**sizes, "T": requests * prompt}}
     if contract.name == "paged_decode" or "T" not in contract.axis_by_name:
         steps = {"decode": steps["decode"]}
     elif contract.name == "paged_prefill":
         steps = {"prefill": steps["prefill"]}
     points = []
     for name, step in steps.items():
-        axes: dict[str, Value] = {}
+        axes = {axis: value for axis, value in _AS_SERVED.items() if axis in contract.axis_by_name}
         for axis, bounds in ranges.items():
             low, high = bounds if isinstance(bounds, tuple) else (bounds, bounds)
             if axis not in contract.axis_by_name:
@@ -114,24 +110,25 @@ def _plain(contract: Contract) -> Any:
     return choose
 
 
-def _complete(
-    plan: Plan, contract: Contract, axes: dict[str, Value], variants: list[tuple[Variant, Pick]], *, shrink: bool
+def _complete(plan: Plan, contract: Contract, axes: Mapping[str, Value]) -> dict[str, Value]:
+    """The point with every axis given: the plan's dtype, and plain draws of the rest."""
+    dtype = axes.get("activation", plan.dtype_name)
+    roles = {role: dtype for role in _DTYPE_ROLES if role in contract.axis_by_name}
+    return contract.draw_axes(_plain(contract), {**roles, **axes})
+
+
+def _fitting(
+    plan: Plan, contract: Contract, axes: dict[str, Value], variants: list[tuple[Variant, Pick]]
 ) -> dict[str, Value]:
     """The point with every axis given; a batch that the interpreter would take minutes for is halved until it fits."""
-    dtype: dict[str, Value] = dict.fromkeys(_DTYPE_ROLES, plan.dtype_name)
-    usual = {**_AS_SERVED, **dtype}
-    usual = {axis: value for axis, value in usual.items() if axis in contract.axis_by_name and axis not in axes}
     interpreted = [(v, p) for v, p in variants if v.kind == "triton"] if plan.device.type == "cpu" else []
-    for axis in contract.axes:
-        if shrink and interpreted and isinstance(axis, Int) and axis.batch and axis.name in axes:
-            axes[axis.name] = min(int(axes[axis.name]), _LARGEST_INTERPRETED_BATCH)
+    batch = [axis.name for axis in contract.axes if isinstance(axis, Int) and axis.batch and axis.name in axes]
     while True:
-        point = contract.draw_axes(_plain(contract), {**axes, **usual})
-        batch = [a.name for a in contract.axes if isinstance(a, Int) and a.batch and int(axes.get(a.name, 1)) > 1]
-        if not shrink or not batch or not interpreted or _programs(point, interpreted) <= MOST_INTERPRETED_PROGRAMS:
+        point = _complete(plan, contract, axes)
+        if all(int(axes[name]) <= 1 for name in batch) or _programs(point, interpreted) <= MOST_INTERPRETED_PROGRAMS:
             return point
         for name in batch:
-            axes[name] = int(axes[name]) // 2
+            axes[name] = max(1, int(axes[name]) // 2)
 
 
 def _programs(point: Mapping[str, Value], variants: list[tuple[Variant, Pick]]) -> int:

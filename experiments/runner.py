@@ -26,15 +26,17 @@ def run_experiment(plan: Plan, out: Path | None, overrides: Sequence[str], conso
         points = points_of(plan)
     except ContractError as error:
         raise ExperimentError([f"shapes: {error}"]) from None
+    if plan.model is not None and plan.experiment.workload:
+        plan.model.directory()  # a preset that has to be trained first shows progress of its own
     folder = RunFolder(plan, out)
     environment = environment_of(plan, folder.run_id, list(overrides))
     folder.write_environment(environment)
     columns = (
-        TextColumn("{task.description:<8}"),
+        TextColumn("{task.description:<8}", markup=False),
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[doing]}", style="dim"),
+        TextColumn("{task.fields[doing]}", style="dim", markup=False),
     )
     tuning = Tuning(plan.experiment.tuning)
     with Progress(*columns, console=console) as progress:

@@ -32,6 +32,11 @@ def new_table(title: str, columns: Sequence[str], right: Sequence[str] = ()) -> 
     return table
 
 
+def add_row(table: Table, *cells: str | Text) -> None:
+    """A row whose cells are shown as they are: rich would take "split_kv[num_splits=4]" for its own markup."""
+    table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in cells))
+
+
 def run_report(plan: Plan, rows: Sequence[AnyRow]) -> RenderableType:
     """What a run found, stage by stage, reasons last."""
     parts: list[RenderableType] = []
@@ -63,12 +68,12 @@ def _kernel_table(plan: Plan, checks: Sequence[CheckRow], timings: Mapping[Any, 
     last = None
     for row in checks:
         if row.op != last:
-            table.add_row(Text(str(row.op), "bold"))
+            add_row(table, Text(str(row.op), "bold"))
         timing = timings.get((row.op, row.variant, row.point))
         error = f"{row.max_error_ratio:.2f}" if row.max_error_ratio is not None else "-"
         cells: list[str | Text] = [f"  {row.variant}", str(row.point), status_text(row.status), error]
         cells += _timing_cells(timing)
-        table.add_row(*cells[: len(columns)])
+        add_row(table, *cells[: len(columns)])
         last = row.op
     table.caption = "error: over what the error rule allows, 1.00 at most. n/m: not measured."
     table.caption_justify = "left"
@@ -104,7 +109,7 @@ def _engine_table(plan: Plan, engines: Sequence[EngineRow], parities: Sequence[P
         cells: list[str | Text] = [str(row.workload)] if several else []
         cells += [*map(str, arm), status_text(row.status)]
         if row.status != "ok":
-            table.add_row(*cells, *["-"] * 5)
+            add_row(table, *cells, *["-"] * 5)
             continue
         if row.tokens_per_s is None or row.time_to_first_token_s is None:
             cells += ["n/m"] * 3
@@ -118,7 +123,7 @@ def _engine_table(plan: Plan, engines: Sequence[EngineRow], parities: Sequence[P
         else:
             cells += ["first arm" if row.workload not in firsts else "-", "-"]
             firsts.add(row.workload)
-        table.add_row(*cells)
+        add_row(table, *cells)
     table.caption = (
         "Output tokens per second; ttft: time to first token, all requests arriving at once; same tokens, drift: as "
         "the first arm, and the largest difference of a log-probability. n/m: not measured."
@@ -153,12 +158,13 @@ def _peer_table(peers: Sequence[PeerRow]) -> Table:
     table = new_table("Against peers", ["workload", "peer", "settings", *right, "same tokens"], right)
     for row in peers:
         if row.status != "ok" or row.speedup is None:
-            table.add_row(str(row.workload), str(row.peer), status_text(row.status), "-", "-", "-", "-")
+            add_row(table, str(row.workload), str(row.peer), status_text(row.status), "-", "-", "-", "-")
             continue
-        settings = ", ".join(f"{key} {value}" for key, value in (row.peer_settings or {}).items())
+        settings = ", ".join(str(value) for value in (row.peer_settings or {}).values())
         speed = f"{row.tokens_per_s:,.1f}"
         speedup, iqr = f"{row.speedup:.2f}x", f"{row.speedup_iqr:.2f}" if row.speedup_iqr is not None else "-"
-        table.add_row(
+        add_row(
+            table,
             str(row.workload),
             str(row.peer).replace("_", " "),
             settings,

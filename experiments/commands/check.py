@@ -15,7 +15,7 @@ from rich.text import Text
 
 from experiments.commands.registry import matching, open_registry
 from experiments.document import ExperimentError, nearest
-from experiments.tables import new_table, status_text
+from experiments.tables import add_row, new_table, status_text
 from tkernels import Config, ContractError
 from tkernels.check import CheckResult, check_case, drawn_results
 from tkernels.contract import Contract, Int, Value
@@ -47,7 +47,7 @@ def run(request: Request, as_json: bool) -> int:
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[doing]}", style="dim"),
+        TextColumn("{task.fields[doing]}", style="dim", markup=False),
     )
     summaries = []
     console = Console(stderr=True)
@@ -160,7 +160,7 @@ def _print(summaries: Sequence[dict[str, Any]]) -> None:
         ratios = [f"{r:.2f}" if (r := summary[k]) is not None else "-" for k in ("max_error_ratio", "rms_error_ratio")]
         counts = f"{summary['ok']} of {summary['examples']}"
         name = "" if summary["op"] == last else summary["op"]
-        table.add_row(name, summary["variant"], status_text(summary["status"]), counts, *ratios)
+        add_row(table, name, summary["variant"], status_text(summary["status"]), counts, *ratios)
         last = summary["op"]
     table.caption = "Errors are over what the error rule allows, 1.00 at most; the largest of the cases that are ok."
     table.caption_justify = "left"

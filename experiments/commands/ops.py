@@ -1,6 +1,7 @@
 """`tk ops`: what there is, what runs here, and when each variant should win."""
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.commands.registry import open_registry
-from experiments.tables import new_table
+from experiments.tables import add_row, new_table
 from tkernels.check import chooser
 from tkernels.device import device_facts
 from tkernels.variant import Variant
@@ -38,13 +39,14 @@ def describe(variant: Variant, device: torch.device) -> dict[str, Any]:
     supported: on this device, somewhere in the contract's draws. reason: why not, or where it is not.
     """
     reasons = [_reason(variant, seed, device) for seed in range(_DRAWS)]
-    refused = sorted({reason for reason in reasons if reason is not None})
+    # "not M = 2" and "not M = 17" are one reason.
+    refused = {re.sub(r"\d+", "0", reason): reason for reason in reversed(reasons) if reason is not None}
     return {
         "op": variant.contract.name,
         "variant": variant.name,
         "kind": variant.kind,
         "supported": None in reasons,
-        "reason": "; ".join(refused) or None,
+        "reason": "; ".join(sorted(refused.values())) or None,
         "deterministic": variant.deterministic,
         "batch_invariant": variant.batch_invariant,
         "wins": variant.wins,
@@ -69,12 +71,12 @@ def _print(rows: Sequence[dict[str, Any]], device: torch.device) -> None:
     last = None
     for row in rows:
         if row["op"] != last:
-            table.add_row(Text(row["op"], "bold"))
+            add_row(table, Text(row["op"], "bold"))
         here = Text("yes", "green") if row["supported"] else Text("no", "yellow")
         if row["supported"] and row["reason"]:
             here = Text("partly", "green")
         flags = ["yes" if row[key] else "no" for key in ("deterministic", "batch_invariant")]
-        table.add_row(f"  {row['variant']}", row["kind"], here, *flags, row["wins"])
+        add_row(table, f"  {row['variant']}", row["kind"], here, *flags, row["wins"])
         last = row["op"]
     table.caption = (
         "here: whether it runs on this machine. det.: the same bits on every run. inv.: the bits of a row do not "

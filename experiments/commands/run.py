@@ -21,5 +21,5 @@ def run(file: Path, overrides: Sequence[str], out: Path | None) -> int:
     bad = failures(folder)
     if bad:
         console.print(Text(f"{len(bad)} of {len(folder.rows)} results are not as they should be", "bold red"))
-    console.print(f"{len(folder.rows)} rows in", Text(str(folder.path / "results.jsonl")), soft_wrap=True)
+    console.print(Text(f"{len(folder.rows)} rows in {folder.path / 'results.jsonl'}"), soft_wrap=True)
     return 1 if bad else 0

@@ -39,8 +39,6 @@ def run(context: Context) -> list[Answer]:
     answers: list[Answer] = []
     peers_served = not plan.experiment.peers
     with context.step("engine", len(plan.arms) * len(workloads)) as step:
-        step.say(f"the model {plan.model.name}")
-        plan.model.directory()
         for index, arm in enumerate(plan.arms):
             step.say(arm.title)
             refused = _refused(context, index, arm)

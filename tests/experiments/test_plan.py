@@ -4,9 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 import experiments.models
+import tkernels
 from experiments.document import ExperimentError
 from experiments.models import plan_model
 from experiments.plan import Plan
@@ -112,14 +114,57 @@ def test_points_have_the_models_sizes_and_the_workloads_batch(plan: MakePlan) ->
             made.ops[op].contract.case(point.axes, 0)
 
 
-def test_benchmark_points_are_halved_until_the_interpreter_can_take_them(plan: MakePlan) -> None:
-    made = plan(kernels={"rms_norm": "row_per_program"})
-    contract = made.ops["rms_norm"].contract
+def test_a_batch_is_halved_until_the_interpreter_can_take_it(plan: MakePlan) -> None:
+    workload = {"kind": "synthetic", "num_requests": 64, "input_len": 32, "output_len": 4}
+    made = plan(**TINY, workload=workload, kernels={"rms_norm": ["torch", "row_per_program"]}, device="cpu")
     variant = made.ops["rms_norm"].variants["row_per_program"]
-    points = points_of(made)["rms_norm"]
-    counts = [count_programs(variant, contract.case(p.axes, 0), variant.default_config("interpreter")) for p in points]
-    assert max(counts) <= MOST_INTERPRETED_PROGRAMS < max(int(b["T"]) for b in contract.benchmarks.values())
-    assert all(f"T={point.axes['T']}" in point.name for point in points)
+    points = {op: {point.name: point.axes for point in some} for op, some in points_of(made).items()}
+    assert points["add_rms_norm"]["prefill"]["T"] == 64 * 32  # torch's alone: nothing is interpreted
+    case = variant.contract.case(points["rms_norm"]["prefill"], 0)
+    programs = count_programs(variant, case, variant.default_config("interpreter"))
+    assert MOST_INTERPRETED_PROGRAMS / 2 < programs <= MOST_INTERPRETED_PROGRAMS
+
+
+def test_a_swept_page_size_is_a_point_of_its_own(plan: MakePlan) -> None:
+    points = points_of(plan(**TINY, **PROMPTS, scheduler={"block_size": [8, 16]}))
+    assert [(point.name, point.axes["S"]) for point in points["paged_decode"]] == [("decode", 8), ("decode S=16", 16)]
+    assert [point.name for point in points["rms_norm"]] == ["decode", "prefill"]
+
+
+def test_a_hub_model_is_its_configuration_first_and_never_a_pickle(
+    plan: MakePlan, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = []
+
+    def fetch(hub_id: str, allow_patterns: list[str]) -> str:
+        fetched.append((hub_id, allow_patterns))
+        return str(checkpoint)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    made = plan(model={"hub": "someone/something"})
+    assert fetched == [("someone/something", ["*.json"])]
+    assert made.model is not None
+    assert made.model.directory() == checkpoint
+    assert "*.safetensors" in fetched[1][1]
+    assert not any("bin" in pattern or "pt" in pattern for pattern in fetched[1][1])
+
+
+def test_a_kernel_only_experiment_has_a_point_for_every_op(plan: MakePlan) -> None:
+    made = plan(kernels={op: list(tkernels.OPS[op].variants) for op in tkernels.OPS}, dtype="bfloat16")
+    for op, points in points_of(made).items():
+        assert points
+        for point in points:
+            contract = made.ops[op].contract
+            assert set(point.axes) == set(contract.axis_by_name)
+            assert point.axes.get("activation", "bfloat16") == "bfloat16"
+            contract.check_axes(point.axes)
+
+
+def test_a_shape_may_have_a_dtype_of_its_own(plan: MakePlan) -> None:
+    shapes = {"paged_decode": [{"B": 1, "activation": "float16"}]}
+    (point,) = points_of(plan(kernels={"paged_decode": "torch"}, shapes=shapes, dtype="bfloat16"))["paged_decode"]
+    assert (point.name, point.axes["B"]) == ("B=1,activation=float16", 1)
+    assert (point.axes["activation"], point.axes["kv"]) == ("float16", "float16")
 
 
 def test_a_shape_that_breaks_a_constraint(plan: MakePlan) -> None:

@@ -210,10 +210,18 @@ def test_the_report_fits_the_terminal(
         "variants_from": ["mine"],
         **PROMPTS,
     }
-    keys["kernels"] = {"swiglu": ["torch", "doubled"], "rms_norm": ["torch", "row_per_program"]}
+    pinned = {"row_per_program": {"num_warps": [2, 4]}}
+    keys["kernels"] = {"swiglu": ["torch", "doubled"], "rms_norm": ["torch", pinned]}
     text = printed(plan(**keys), run(**keys), width)
     assert max(len(line.rstrip()) for line in text.splitlines() if "replay" not in line) <= width
-    for word in ("rms_norm", "row_per_program", "decode", "wrong", "tokens/s", "replay: tk check --op swiglu"):
+    for word in (
+        "rms_norm",
+        "row_per_program[num_warps=2]",
+        "decode",
+        "wrong",
+        "tokens/s",
+        "replay: tk check --op swiglu",
+    ):
         assert word in text
 
 
