@@ -64,7 +64,7 @@ def _points(plan: Plan, op: str) -> list[Point]:
 
 
 def _workload_points(plan: Plan, contract: Contract, page: int | None) -> list[tuple[str, dict[str, Value]]]:
-    """The model's own sizes, with the batch of a decode step and that of a prefill step. `page`: None is LLM's default."""
+    """The model's own sizes, with the batch of a decode step and that of a prefill step. `page` None: LLM's default."""
     ranges = {**plan.ranges[contract.name]}
     if page is not None and "S" in ranges:
         ranges["S"] = page

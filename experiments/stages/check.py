@@ -12,7 +12,7 @@ from tkernels.launch import Kernel
 
 
 def run(context: Context) -> None:
-    """Records one row per variant and point, and fills `context.verdicts` with those that are not ok."""
+    """Records one row per variant and point, and fills `context.verdicts` with those that are wrong or failed."""
     work = [
         (op, point, pick) for op, picks in context.plan.picks.items() for point in context.points[op] for pick in picks
     ]
@@ -21,7 +21,7 @@ def run(context: Context) -> None:
             step.say(f"{op}.{pick.label} {point.name}")
             row = _check(context, op, point, pick)
             context.folder.record(row)
-            if row.status != "ok":
+            if row.status in ("wrong", "failed"):
                 context.verdicts.setdefault((op, pick.label), (row.status, row.reason or ""))
             step.advance("")
 

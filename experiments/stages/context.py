@@ -31,7 +31,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Context:
-    """A run under way. `verdicts`: (op, variant label) -> the first status and reason of its checks that was not ok."""
+    """A run under way. `verdicts`: (op, variant label) -> its first check that was wrong or failed, with the reason."""
 
     plan: Plan
     folder: RunFolder

@@ -140,6 +140,24 @@ def test_an_unsupported_arm_is_a_row_and_no_failure(run: Run, tmp_path: Path, ch
     assert failures(folder) == []
 
 
+def test_a_shape_that_a_variant_does_not_support_is_a_row_and_keeps_no_arm_from_running(
+    run: Run, tmp_path: Path, checkpoint: Path
+) -> None:
+    narrow = 'wins="never", supports=lambda axes, device: None if axes["I"] < 100 else "too wide"'
+    write_variant(tmp_path / "mine", ('wins="never"', narrow))
+    keys: dict[str, Any] = {
+        "model": {"path": str(checkpoint)},
+        "scheduler": SMALL,
+        "variants_from": ["mine"],
+        **PROMPTS,
+    }
+    folder = run(**keys, kernels={"swiglu": "doubled"}, shapes={"swiglu": [{"T": 1, "I": 100}]})
+    status = {row.point: row.status for row in rows_of(folder, CheckRow) if row.variant == "doubled"}
+    assert status == {"decode": "ok", "prefill": "ok", "T=1,I=100": "unsupported"}
+    assert [row.status for row in rows_of(folder, EngineRow)] == ["ok"]
+    assert failures(folder) == []
+
+
 def test_nothing_supported_is_a_failure(run: Run, tmp_path: Path, checkpoint: Path) -> None:
     write_variant(tmp_path / "mine", ('wins="never"', 'wins="never", supports=lambda axes, device: "only on Tuesdays"'))
     keys: dict[str, Any] = {
