@@ -334,12 +334,6 @@ class Contract:
         return dict(bound.arguments)
 
     def bind_axes(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Value], torch.device]:
-        """Checks a call's structure and its axes' ranges and constraints; returns the axes and the device."""
-        axes, device = self.bind_structure(arguments)
-        self.check_axes(axes)
-        return axes, device
-
-    def bind_structure(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Value], torch.device]:
         """Checks the structure of a call (shapes, dtypes, devices, strides; never values) and returns its axes."""
         axes: dict[str, Value] = {}
         device: torch.device | None = None
@@ -350,6 +344,7 @@ class Contract:
                 device = getattr(value, "device", None)
         if device is None:
             raise ContractError(f"{self.name}: no tensor among the arguments")
+        self.check_axes(axes)
         return axes, device
 
     def check_axes(self, axes: Axes) -> None:
