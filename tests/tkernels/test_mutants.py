@@ -24,7 +24,7 @@ SECONDS = 30
 # A mutant that computes the same: (op, variant) -> {the expression before: the proof}. Each is also shown to survive.
 EQUIVALENT: dict[tuple[str, str], dict[str, str]] = {
     ("paged_decode", "split_kv"): {
-        "split < used": "the split after the last has no keys: its loop is empty, and the reduction masks what it stores",
+        "split < used": "the split after the last has no keys: its loop is empty, and what it stores is never read",
     },
     ("paged_prefill", "packed_gqa"): {
         "first_row < queries * GROUP": "a tile that begins where its sequence ends has no rows: every store is masked",

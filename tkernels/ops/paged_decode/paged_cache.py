@@ -215,23 +215,18 @@ def paged_inputs(
     lift = dim**-0.25
     q = _on_grid(_normal(draws, (rows, heads_q, dim), device) + lift * shared.repeat_interleave(heads_q // heads, 0))
     q[sum(query_lens) :] = poison(dtype)
-    used = [math.ceil(n / page) for n in context_lens]
-    order = draws.permutation(pool).tolist() if axes["lengths"] == "edges" else list(range(pool))
-    tables = torch.full((len(used), width), int(poison(torch.int32)), dtype=torch.int32)
-    if max(used, default=0) == width and len(set(used)) == 1:
-        tables[:] = torch.tensor(order[: width * len(used)]).view(len(used), width)
-    else:
-        for sequence, count in enumerate(used):
-            tables[sequence, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+    free = draws.permutation(pool).to(torch.int32)
+    tables = torch.full((len(context_lens), width), int(poison(torch.int32)), dtype=torch.int32)
     k_cache, v_cache = _empty_caches(axes, dtype, device)
     peak = 1.0 / (lift * dim * scale)  # times `shared`, adds 1 to a key's logit
-    for sequence, (length, count) in enumerate(zip(context_lens, used, strict=True)):
-        if length == 0:
-            continue
+    for sequence, length in enumerate(context_lens):
+        count = math.ceil(length / page)
+        tables[sequence, :count], free = free[:count], free[count:]
         pages = tables[sequence, :count].to(device)
-        k = _normal(draws, (count * page, heads, dim), device) + lift * shared
+        k = _normal(draws, (count * page, heads, dim), device)
+        k.add_((lift * shared).to(k.dtype))
         v = _normal(draws, (count * page, heads, dim_v), device)
-        if kind == "peaked":
+        if kind == "peaked" and length > 0:
             for position, level in _peaks(draws, length, query_lens[sequence], window, page):
                 k[position] += level * peak * shared
         k = _on_grid(k)
