@@ -61,10 +61,10 @@ class Run:
             self.door(kernel, grid, arguments, self.config)
 
 
-def _structure(arguments: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _structure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """All that a contract looks at in a call, hashable; None where an argument is neither a tensor nor a number."""
-    parts: list[Any] = []
-    for value in arguments.values():
+    parts: list[Any] = [*kwargs]
+    for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             parts.append((value.shape, value.stride(), value.dtype, value.device))
         elif value is None or isinstance(value, int | float):
@@ -98,15 +98,14 @@ class Kernel:
         object.__setattr__(self, "_range", _NVTX.get_event_attributes(message=label))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        contract = self.variant.contract
-        arguments = contract.bind_arguments(args, kwargs)
-        structure = _structure(arguments)
+        structure = _structure(args, kwargs)
         checked = self._checked.get(structure) if structure is not None else None
-        axes, device = checked or self._check(structure, arguments)
+        axes, device = checked or self._check(structure, args, kwargs)
         _NVTX.push_range(self._range)  # type: ignore[attr-defined]
         try:
             if self.variant.function is not None:
-                return self.variant.function(**arguments)
+                return self.variant.function(*args, **kwargs)
+            arguments = self.variant.contract.bind_arguments(args, kwargs)
             if device.type == "cuda" and device.index != torch.cuda.current_device():
                 with torch.cuda.device(device):  # Triton launches on the current device, whatever its tensors are on
                     return self._launch(arguments, axes, device)
@@ -114,8 +113,11 @@ class Kernel:
         finally:
             _NVTX.pop_range()
 
-    def _check(self, structure: tuple[Any, ...] | None, arguments: Mapping[str, Any]) -> tuple[Axes, torch.device]:
-        axes, device = self.variant.contract.bind_axes(arguments)
+    def _check(
+        self, structure: tuple[Any, ...] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Axes, torch.device]:
+        contract = self.variant.contract
+        axes, device = contract.bind_axes(contract.bind_arguments(args, kwargs))
         self.variant.check_supported(axes, device)
         if structure is not None:
             if len(self._checked) >= _STRUCTURES_KEPT:
