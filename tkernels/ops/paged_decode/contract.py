@@ -36,23 +36,24 @@ def reference(
     """softmax(scale * q . k) v of each sequence's newest token over its own cached tokens, itself included.
 
     Args:
-        q: [B, Hq, D], any float dtype. Hq is a multiple of Hkv; query heads h*G .. h*G+G-1 share KV head h. k_cache:
-        [P, S, Hkv, D], as q; S, the page size, is a power of two. v_cache: [P, S, Hkv, Dv], as q. block_tables: [B, N]
-        int32; entry i is the page of tokens i*S .. i*S+S-1. Those past ceil(context / S) are undefined. context_lens:
-        [B] int32, tokens in the cache, this step's included, at most N*S. 0 gives zeros. scale: multiplies the logits.
-        max_context_len: upper bound of context_lens that the host knows, by default N*S. Contexts beyond it are
-        undefined. window: a query sees the last `window` keys, itself included, at least 1; None is all. k_scale:
-        [Hkv] float32, the real keys are the cached ones times it. v_scale: [Hkv] float32, the same for values.
+        q: [B, Hq, D], any float dtype. Hq is a multiple of Hkv; query heads h*G .. h*G+G-1 share KV head h.
+        k_cache: [P, S, Hkv, D], as q; S, the page size, is a power of two.
+        v_cache: [P, S, Hkv, Dv], as q.
+        block_tables: [B, N] int32; entry i is the page of tokens i*S .. i*S+S-1. Those past ceil(context / S) are
+            undefined.
+        context_lens: [B] int32, tokens in the cache, this step's included, at most N*S. 0 gives zeros.
+        scale: multiplies the logits; positive.
+        max_context_len: upper bound of context_lens that the host knows, by default N*S.
+        window: a query sees the last `window` keys, itself included, at least 1; None is all.
+        k_scale: [Hkv] float32, positive; the real keys are the cached ones times it.
+        v_scale: [Hkv] float32, the same for values.
         return_lse: return the log-sum-exp of the logits too.
 
     Returns:
         out [B, Hq, Dv], as q; with return_lse also lse [B, Hq] float32 (float64 of float64), natural log, -inf for
         context 0.
     """
-    (sequences, heads, dim), (_, page, heads_kv, dim_v) = (
-        q.shape,
-        v_cache.shape[:0] + k_cache.shape[:3] + v_cache.shape[3:],
-    )
+    (sequences, heads, dim), (_, page, heads_kv, dim_v) = q.shape, v_cache.shape
     out = q.new_zeros(sequences, heads, dim_v)
     lse = q.new_full((sequences, heads), -math.inf)
     for sequence, length in enumerate(context_lens.tolist()):
@@ -154,7 +155,7 @@ CONTRACT = Contract(
         "v_cache": Tensor("P S Hkv Dv", "kv"),
         "block_tables": Tensor("B N", "int32"),
         "context_lens": Tensor("B", "int32"),
-        "scale": Scalar(float),
+        "scale": Scalar(float, low=2.0**-126),
         "max_context_len": Scalar(int, optional=True, low=0),
         "window": Scalar(int, optional=True, low=1, axis=True),
         "k_scale": Tensor("Hkv", "float32", optional=True),

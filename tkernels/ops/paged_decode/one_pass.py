@@ -74,16 +74,17 @@ def attend_keys(
         k = tl.load(k_rows[:, None] + offs_d[None, :], mask=live[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
         v_rows = v_ptr + pages * stride_v_p + slots * stride_v_s
         v = tl.load(v_rows[:, None] + offs_dv[None, :], mask=live[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0)
-        # [BLOCK_H, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_H, BLOCK_N]
-        logits = dot(q, tl.trans(k), tl.zeros([BLOCK_H, BLOCK_N], tl.float32)) * scale_log2
-        logits = tl.where(live[None, :], logits, float("-inf"))
-        m_new = tl.maximum(m, tl.max(logits, axis=1))
-        alpha = tl.exp2(m - m_new)
-        p = tl.exp2(logits - m_new[:, None])
+        # [BLOCK_H, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_H, BLOCK_N], scaled only once the maximum is subtracted: the
+        # weights that count come from small differences, which lose nothing to the size of the logits.
+        qk = dot(q, tl.trans(k), tl.zeros([BLOCK_H, BLOCK_N], tl.float32))
+        qk = tl.where(live[None, :], qk, float("-inf"))
+        m_new = tl.maximum(m, tl.max(qk, axis=1))
+        alpha = tl.exp2((m - m_new) * scale_log2)
+        p = tl.exp2((qk - m_new[:, None]) * scale_log2)
         l = l * alpha + tl.sum(p, axis=1)  # noqa: E741
         acc = dot(p.to(v.dtype), v, acc * alpha[:, None])  # [BLOCK_H, BLOCK_N] @ [BLOCK_N, BLOCK_DV]
         m = m_new
-    return acc, m, l
+    return acc, m * scale_log2, l
 
 
 @triton.jit

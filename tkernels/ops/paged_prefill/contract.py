@@ -49,10 +49,10 @@ def reference(
             cu_seqlens_q[-1] on belong to nobody: they are neither read nor written.
         context_lens: [B] int32, tokens in the cache, this step's included, so at least the sequence's tokens in q; at
             most N*S. The last token in q is the last in the cache.
-        scale: multiplies the logits.
+        scale: multiplies the logits; positive.
         max_context_len: upper bound of context_lens that the host knows, by default N*S.
         window: a query sees the last `window` keys up to its own position, itself included, at least 1; None is all.
-        k_scale: [Hkv] float32, the real keys are the cached ones times it.
+        k_scale: [Hkv] float32, positive; the real keys are the cached ones times it.
         v_scale: [Hkv] float32, the same for values.
         return_lse: return the log-sum-exp of the logits too.
         causal: a query sees no key after its own position. Otherwise it sees all of them, and `window` bounds the past
@@ -233,7 +233,7 @@ CONTRACT = Contract(
         "block_tables": Tensor("B N", "int32"),
         "cu_seqlens_q": Tensor("B+1", "int32"),
         "context_lens": Tensor("B", "int32"),
-        "scale": Scalar(float),
+        "scale": Scalar(float, low=2.0**-126),
         "max_context_len": Scalar(int, optional=True, low=0),
         "window": Scalar(int, optional=True, low=1, axis=True),
         "k_scale": Tensor("Hkv", "float32", optional=True),

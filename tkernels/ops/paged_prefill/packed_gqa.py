@@ -75,18 +75,19 @@ def paged_prefill_packed_gqa_sweep(
         slots = (keys % PAGE_SIZE).to(tl.int64)
         k_rows = k_ptr + pages * stride_k_p + slots * stride_k_s
         k = tl.load(k_rows[:, None] + offs_d[None, :], mask=live[:, None] & mask_d, other=0.0)
-        # [BLOCK_M, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_M, BLOCK_N]
-        logits = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale_log2
+        # [BLOCK_M, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_M, BLOCK_N], scaled only once the maximum is subtracted: the
+        # weights that count come from small differences, which lose nothing to the size of the logits.
+        qk = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
         if MASKED:
             visible = (keys <= own[:, None]) if CAUSAL else live[None, :]
             if window is not None:
                 visible = visible & (keys[None, :] > own[:, None] - window)
-            logits = tl.where(visible, logits, float("-inf"))
-        m_new = tl.maximum(m, tl.max(logits, axis=1))
+            qk = tl.where(visible, qk, float("-inf"))
+        m_new = tl.maximum(m, tl.max(qk, axis=1))
         # A row that has seen nothing yet keeps its -inf, and -inf - -inf is no number.
         origin = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-        alpha = tl.exp2(m - origin)
-        p = tl.exp2(logits - origin[:, None])
+        alpha = tl.exp2((m - origin) * scale_log2)
+        p = tl.exp2((qk - origin[:, None]) * scale_log2)
         l = l * alpha + tl.sum(p, axis=1)  # noqa: E741
         v_rows = v_ptr + pages * stride_v_p + slots * stride_v_s
         v = tl.load(v_rows[:, None] + offs_dv[None, :], mask=live[:, None] & mask_dv, other=0.0)
@@ -204,7 +205,7 @@ def paged_prefill_packed_gqa(
         mask_out = mask_m[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
         tl.store(out_rows[:, None] + offs_dv[None, :], out.to(out_ptr.dtype.element_ty), mask=mask_out)
         if lse_ptr is not None:
-            lse = (m + tl.log2(total)) * 0.6931471805599453  # natural
+            lse = (m * scale_log2 + tl.log2(total)) * 0.6931471805599453  # natural
             tl.store(lse_ptr + tokens * stride_lse_t + heads, lse, mask=mask_m)
 
 
