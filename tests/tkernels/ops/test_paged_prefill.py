@@ -1,0 +1,129 @@
+"""paged_prefill: the definition against dense attention, chunks, single tokens, invariance, cost and bad calls."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tkernels import OPS, ContractError
+from tkernels.contract import Axes, Case
+from tkernels.inputs import Draws
+from tkernels.ops.paged_decode.paged_cache import paged_inputs
+from tkernels.ops.paged_prefill.contract import CONTRACT, reference
+
+PREFILL = OPS["paged_prefill"].variants
+TRITON = [name for name, v in PREFILL.items() if v.kind == "triton"]
+AXES: Axes = {
+    "B": 1, "T": 40, "lengths": "edges", "S": 8, "N": 5, "P": 16, "Hkv": 2, "Hq": 4, "D": 32, "Dv": 64,
+    "activation": "float32", "kv": "float32", "window": 0, "k_scale": False, "v_scale": False, "return_lse": True,
+    "bound": "none", "layout": "contiguous", "values": "ordinary", "causal": True,
+}  # fmt: skip
+
+
+def whole_prompt(**axes: Any) -> dict[str, Any]:
+    """One sequence of 40 tokens, all of them queries."""
+    point, device = {**AXES, **axes}, torch.device("cpu")
+    inputs = vars(paged_inputs(point, Draws(0, device), device, [40], 40, [40]))
+    cu_seqlens_q = torch.tensor([0, 40], dtype=torch.int32)
+    return {**inputs, "cu_seqlens_q": cu_seqlens_q, "return_lse": True, "causal": point["causal"]}
+
+
+def chunk(inputs: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
+    """The tokens begin .. end-1 of a whole prompt, on top of the cached ones before them."""
+    return {
+        **inputs,
+        "q": inputs["q"][begin:end],
+        "cu_seqlens_q": torch.tensor([0, end - begin], dtype=torch.int32),
+        "context_lens": torch.tensor([end], dtype=torch.int32),
+    }
+
+
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_definition_is_dense_attention(window: int, causal: bool) -> None:
+    inputs = whole_prompt(activation="float64", kv="float64", window=window, causal=causal)
+    out, lse = reference(**inputs)
+    pages = inputs["block_tables"][0]
+    k, v = (inputs[name][pages].flatten(0, 1).transpose(0, 1) for name in ("k_cache", "v_cache"))  # [Hkv, 40, D]
+    k, v = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)
+    visible = torch.ones(40, 40, dtype=torch.bool)
+    visible = visible.tril() if causal else visible
+    visible = visible.triu(1 - window) if window else visible
+    q = inputs["q"].transpose(0, 1)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=inputs["scale"]).transpose(0, 1)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    logits = (q @ k.transpose(1, 2) * inputs["scale"]).masked_fill(~visible, float("-inf"))
+    torch.testing.assert_close(lse, logits.logsumexp(-1).T, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("variant", list(PREFILL))
+@pytest.mark.parametrize("window", [0, 19])
+def test_chunks_give_what_the_whole_prompt_gives(variant: str, window: int) -> None:
+    inputs = whole_prompt(window=window)
+    whole, whole_lse = PREFILL[variant](**inputs)
+    for begin, end in ((0, 1), (0, 16), (16, 40), (31, 40), (39, 40)):
+        out, lse = PREFILL[variant](**chunk(inputs, begin, end))
+        torch.testing.assert_close(out, whole[begin:end], rtol=0, atol=2e-6)
+        torch.testing.assert_close(lse, whole_lse[begin:end], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("variant", list(PREFILL))
+def test_one_token_of_each_sequence_is_a_decode(variant: str) -> None:
+    inputs = (
+        OPS["paged_decode"]
+        .contract.case({**{n: v for n, v in AXES.items() if n not in ("T", "causal")}, "B": 3, "window": 17}, 3)
+        .inputs
+    )
+    lens = inputs["context_lens"].clamp_min(1)  # a sequence with a query has a context
+    inputs = {**inputs, "context_lens": lens, "block_tables": inputs["block_tables"].clamp_max(15)}
+    inputs["k_cache"], inputs["v_cache"] = inputs["k_cache"].nan_to_num(), inputs["v_cache"].nan_to_num()
+    expected, expected_lse = OPS["paged_decode"].variants["torch"](**inputs)
+    out, lse = PREFILL[variant](**inputs, cu_seqlens_q=torch.arange(4, dtype=torch.int32))
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("variant", TRITON)
+def test_the_batch_around_a_sequence_changes_no_bit(variant: str) -> None:
+    inputs = whole_prompt(window=19)
+    alone, alone_lse = PREFILL[variant](**inputs)
+    batch = {
+        "q": torch.cat((inputs["q"][:3], inputs["q"], inputs["q"][5:6])),
+        "block_tables": inputs["block_tables"].repeat(4, 1),
+        "cu_seqlens_q": torch.tensor([0, 3, 3, 43, 44], dtype=torch.int32),
+        "context_lens": torch.tensor([3, 9, 40, 6], dtype=torch.int32),
+    }
+    out, lse = PREFILL[variant](**{**inputs, **batch})
+    assert torch.equal(out[3:43], alone)
+    assert torch.equal(lse[3:43], alone_lse)
+
+
+@pytest.mark.parametrize("variant", list(PREFILL))
+def test_a_batch_without_sequences_is_all_padding(variant: str) -> None:
+    inputs = CONTRACT.case({**AXES, "B": 0, "T": 7, "return_lse": False}, 0).inputs
+    assert PREFILL[variant](**inputs).shape == (7, 4, 64)
+
+
+def test_cost_counts_visible_pairs_and_cached_rows_once() -> None:
+    point = {**AXES, "window": 10}
+    inputs = chunk(whole_prompt(window=10), 25, 40)
+    case = Case(CONTRACT, point, 0, inputs)
+    assert case.flops == 2 * 4 * (32 + 64) * 15 * 10
+    rows = 10 + 15 - 1
+    pages = 5 - 16 // 8
+    assert case.bytes_moved == rows * 2 * (32 + 64) * 4 + 15 * 4 * (4 * (32 + 64) + 4) + 4 * (pages + 1 + 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, "'context_lens' gives B = 1, but B = 2|gives B = 2"),
+        ({"cu_seqlens_q": torch.zeros(2, dtype=torch.int64)}, "'cu_seqlens_q' must be int32"),
+        ({"causal": 1}, "'causal' must be bool"),
+        ({"q": torch.zeros(40, 4, 16)}, "gives D = 32, but D = 16"),
+    ],
+)
+def test_a_bad_call_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        PREFILL["torch"](**{**whole_prompt(), **change})
