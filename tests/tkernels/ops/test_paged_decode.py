@@ -87,6 +87,12 @@ def test_an_empty_context_gives_zeros(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", list(OPS["paged_decode"].variants))
+def test_a_batch_may_be_empty(variant: str) -> None:
+    out, lse = OPS["paged_decode"].variants[variant](**case_with_contexts(()).inputs)
+    assert (out.shape, lse.shape) == ((0, 6, 64), (0, 6))
+
+
+@pytest.mark.parametrize("variant", list(OPS["paged_decode"].variants))
 def test_lse_is_a_natural_logarithm_of_weights_that_sum_to_one(variant: str) -> None:
     inputs = case_with_contexts((72, 1, 17)).inputs
     _, lse = OPS["paged_decode"].variants[variant](**inputs)

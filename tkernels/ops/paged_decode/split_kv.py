@@ -266,8 +266,8 @@ VARIANT = Variant(
         "sm_90": Config(num_splits=16, BLOCK_N=64, MIN_BLOCKS=2, REDUCE_HEADS=1, num_warps=4, num_stages=5),
         "sm_100": Config(num_splits=16, BLOCK_N=64, MIN_BLOCKS=2, REDUCE_HEADS=1, num_warps=4, num_stages=5),
         "gfx942": Config(num_splits=16, BLOCK_N=32, MIN_BLOCKS=4, REDUCE_HEADS=1, num_warps=4, num_stages=2),
-        # Interpreting costs by the program: few splits, and all heads of a sequence reduced by one or two.
-        "interpreter": Config(num_splits=3, BLOCK_N=16, MIN_BLOCKS=1, REDUCE_HEADS=16, num_warps=4, num_stages=1),
+        # Interpreting costs by the program: few splits, and all heads of a sequence reduced by one.
+        "interpreter": Config(num_splits=3, BLOCK_N=16, MIN_BLOCKS=1, REDUCE_HEADS=32, num_warps=4, num_stages=1),
     },
     workspace=workspace,
     key=("Hq", "Hkv", "D", "Dv", "S"),
