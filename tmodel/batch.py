@@ -23,7 +23,7 @@ class Batch:
                      Bp = B - num_decodes
     num_decodes      how many of the first tokens, and of the first sequences, are decode rows
     max_context_len  upper bound of context_lens
-    logit_indices    [n] int64, the tokens whose logits are wanted
+    logit_indices    [n] int64, ascending, the tokens whose logits are wanted
     """
 
     token_ids: torch.Tensor

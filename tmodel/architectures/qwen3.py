@@ -67,8 +67,9 @@ class Qwen3:
         hidden = kernels.rms_norm(residual, self.layers[0].attention_norm, eps)  # [T, H]
         for layer, next_norm, (k_cache, v_cache) in zip(self.layers, self.next_norms, kv_cache, strict=True):
             mixed = self._attend(layer, hidden, batch, attention, k_cache, v_cache)  # [T, Hq D]
-            if layer is self.layers[-1]:
+            if layer is self.layers[-1] and batch.logit_indices.shape != batch.positions.shape:
                 # Past the last attention no token looks at another, so only the wanted ones go on: [n, Hq D], [n, H].
+                # Where all T are wanted they go on as they are, for logit_indices ascend.
                 mixed, residual = mixed[batch.logit_indices], residual[batch.logit_indices]
             hidden, residual = kernels.add_rms_norm(layer.output(mixed), residual, layer.mlp_norm, eps)
             mlp = layer.down(kernels.swiglu(layer.gate_up(hidden)))  # [T, 2I] -> [T, I] -> [T, H]

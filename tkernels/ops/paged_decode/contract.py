@@ -44,10 +44,11 @@ def reference(
         block_tables: [B, N] int32; entry i is the page of tokens i*S .. i*S+S-1. Those past ceil(context / S) are
             undefined.
         context_lens: [B] int32, tokens in the cache, this step's included, at most N*S. 0 gives zeros.
-        scale: multiplies the logits; positive.
-        max_context_len: upper bound of context_lens that the host knows, by default N*S.
+        scale: multiplies the logits.
+        max_context_len: upper bound of context_lens that the host knows, by default N*S. Contexts beyond it are
+            undefined.
         window: a query sees the last `window` keys, itself included, at least 1; None is all.
-        k_scale: [Hkv] float32, positive; the real keys are the cached ones times it.
+        k_scale: [Hkv] float32, the real keys are the cached ones times it.
         v_scale: [Hkv] float32, the same for values.
         return_lse: return the log-sum-exp of the logits too.
 
@@ -88,9 +89,7 @@ def baseline(
     v_scale: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Gathers the pages of all sequences, padded to the longest possible context, and attends to them at once. Never
-    syncs.
-    """
+    """Gathers the pages of all sequences, padded to the longest possible context; attends to all at once, no sync."""
     page = k_cache.shape[1]
     if max_context_len is not None:
         block_tables = block_tables[:, : max(1, -(-max_context_len // page))]
@@ -103,9 +102,8 @@ def baseline(
     visible = positions < context_lens[:, None].clamp_min(1)
     if window is not None:
         visible &= positions >= context_lens[:, None] - window
-    out, lse = padded_attention(
-        q.unsqueeze(1), k, v, visible.unsqueeze(1), scale, k_scale, v_scale, return_lse
-    )  # [B, 1, Hq, Dv]
+    # [B, 1, Hq, Dv]
+    out, lse = padded_attention(q.unsqueeze(1), k, v, visible.unsqueeze(1), scale, k_scale, v_scale, return_lse)
     if lse is None:
         return out.squeeze(1)
     return out.squeeze(1), lse.squeeze(1).masked_fill_((context_lens == 0)[:, None], -math.inf)
@@ -122,8 +120,9 @@ def _exact_decode(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """fp32 and fp64 without a log-sum-exp: what a CPU engine runs in every layer of every step, so in as few torch calls
-    as possible. One core, 32 sequences of up to 60 tokens: 150 us, where `padded_attention` takes 200.
+    """fp32 and fp64 without a log-sum-exp: what a CPU engine runs in every layer of every step, so in few torch calls.
+
+    One core, 32 sequences of up to 60 tokens: 150 us, where `padded_attention` takes 200.
     """
     (batch, heads, dim), (_, page, heads_kv, dim_v) = q.shape, v_cache.shape
     keys, group = block_tables.shape[1] * page, heads // heads_kv

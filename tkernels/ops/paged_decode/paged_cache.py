@@ -68,9 +68,7 @@ BENCHMARK_AXES: Axes = {
     "layout": "contiguous",
     "values": "ordinary",
 }
-"""What every benchmark point has in common: Qwen3's and Llama's head size, every context as long as the table is
-wide.
-"""
+"""What every benchmark point has in common: Qwen3's and Llama's head size, contexts as long as the table is wide."""
 
 
 def gather_context(cache: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor) -> torch.Tensor:
