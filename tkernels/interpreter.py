@@ -61,44 +61,74 @@ def install() -> None:
     builder.binary_op = refusing_binary_op
 
 
+class RunawayError(RuntimeError):
+    """A program that makes more accesses than any honest one: its loop does not end."""
+
+
+MAX_ACCESSES = 50_000
+"""Of one program. 64k tokens in blocks of 16 take 12,000; a loop without end reaches the bound within seconds."""
+
 Access = Callable[[np.ndarray, np.ndarray, int, str], None]
 """(addresses, mask, bytes per element, "load" or "store" or "atomic") -> None, or raises."""
 
 
 @contextmanager
+def replaced_methods(**methods: Callable[..., Any]) -> Iterator[None]:
+    """Gives the interpreter's builder other methods for a while. Contexts nest: each restores what it found."""
+    builder = triton_interpreter.interpreter_builder
+    before = {name: vars(builder).get(name) for name in methods}
+    vars(builder).update(methods)  # an instance's attribute shadows its class's method
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            if method is None:
+                delattr(builder, name)
+            else:
+                setattr(builder, name, method)
+
+
+@contextmanager
 def watch_accesses(check: Access) -> Iterator[None]:
-    """Calls `check` before every load, store and atomic that the interpreter makes."""
+    """Calls `check` before every load, store and atomic that the interpreter makes, and stops a loop without end."""
     builder = triton_interpreter.interpreter_builder
     load, store = builder.create_masked_load, builder.create_masked_store
     rmw, cas = builder.create_atomic_rmw, builder.create_atomic_cas
+    program, count = None, 0
+
+    def watch(addresses: np.ndarray, mask: np.ndarray, width: int, access: str) -> None:
+        nonlocal program, count
+        program, count = builder.grid_idx, count + 1 if builder.grid_idx == program else 1
+        if count > MAX_ACCESSES:
+            raise RunawayError(f"program {program} has made {MAX_ACCESSES} accesses and goes on: its loop does not end")
+        check(addresses, mask, width, access)
 
     def element_bytes(pointers: Any) -> int:
         return max(1, pointers.get_element_ty().primitive_bitwidth // 8)
 
     def watched_load(ptrs: Any, mask: Any, *rest: Any) -> Any:
-        check(ptrs.data, mask.data, element_bytes(ptrs), "load")
+        watch(ptrs.data, mask.data, element_bytes(ptrs), "load")
         return load(ptrs, mask, *rest)
 
     def watched_store(ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        check(ptrs.data, mask.data, element_bytes(ptrs), "store")
+        watch(ptrs.data, mask.data, element_bytes(ptrs), "store")
         return store(ptrs, value, mask, *rest)
 
     def watched_rmw(op: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
-        check(ptr.data, mask.data, element_bytes(ptr), "atomic")
+        watch(ptr.data, mask.data, element_bytes(ptr), "atomic")
         return rmw(op, ptr, val, mask, *rest)
 
     def watched_cas(ptr: Any, *rest: Any) -> Any:
-        check(ptr.data, np.ones_like(ptr.data, dtype=bool), element_bytes(ptr), "atomic")
+        watch(ptr.data, np.ones_like(ptr.data, dtype=bool), element_bytes(ptr), "atomic")
         return cas(ptr, *rest)
 
-    # Instance attributes shadow the class's methods, and deleting them restores it, whatever was raised in between.
-    builder.create_masked_load, builder.create_masked_store = watched_load, watched_store
-    builder.create_atomic_rmw, builder.create_atomic_cas = watched_rmw, watched_cas
-    try:
+    with replaced_methods(
+        create_masked_load=watched_load,
+        create_masked_store=watched_store,
+        create_atomic_rmw=watched_rmw,
+        create_atomic_cas=watched_cas,
+    ):
         yield
-    finally:
-        del builder.create_masked_load, builder.create_masked_store
-        del builder.create_atomic_rmw, builder.create_atomic_cas
 
 
 @contextmanager

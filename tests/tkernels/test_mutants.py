@@ -19,7 +19,7 @@ from tkernels.variant import Variant
 TRITON = [(op.name, v.name) for op in tkernels.OPS.values() for v in op.variants.values() if v.kind == "triton"]
 DRAWS = 60
 OFFSET_DRAWS = 12
-SECONDS = 30
+SECONDS = 300
 
 # A mutant that computes the same: (op, variant) -> {the expression before: the proof}. Each is also shown to survive.
 EQUIVALENT: dict[tuple[str, str], dict[str, str]] = {

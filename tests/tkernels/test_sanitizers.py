@@ -30,6 +30,14 @@ def multiply_kernel(out_ptr, factor, BLOCK: tl.constexpr):
     tl.store(out_ptr + offs, (offs + 1) * factor)
 
 
+@triton.jit
+def endless_kernel(out_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    low = tl.full((), 0, tl.int32)
+    while low < 1:
+        low = tl.minimum(low + tl.sum(tl.load(out_ptr + offs)), 0)
+
+
 def run_copy(rows: int, columns: int, extra: int) -> None:
     x, _ = poisoned_views([torch.ones(rows, columns), torch.full((rows, 2), float("nan"))], dim=1)
     arguments = {"out_ptr": torch.empty(rows, columns), "x_ptr": x, "n": columns, "stride_t": x.stride(0)}
@@ -57,6 +65,12 @@ def test_a_bad_index_in_an_indirect_load_is_caught() -> None:
     arguments = {"out_ptr": torch.empty(8), "x_ptr": torch.ones(8), "index_ptr": index, "BLOCK": 8}
     with pytest.raises(triton.runtime.errors.InterpreterError, match="load of 4 bytes outside every argument, 1 lanes"):
         sanitizing_door(gather_kernel, (1,), arguments, Config())
+
+
+def test_a_loop_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tkernels.interpreter.MAX_ACCESSES", 100)
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="its loop does not end"):
+        sanitizing_door(endless_kernel, (1,), {"out_ptr": torch.zeros(8, dtype=torch.int32), "BLOCK": 8}, Config())
 
 
 def test_int32_overflow_is_caught_and_int64_is_not() -> None:
