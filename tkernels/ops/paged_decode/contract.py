@@ -129,7 +129,7 @@ def _exact_decode(
     lens = context_lens.unsqueeze(1)
     positions = torch.arange(keys, device=q.device)
     live = positions < lens  # [B, L]
-    pages = torch.where(live[:, ::page], block_tables, 0).flatten()
+    pages = (block_tables * live[:, ::page]).flatten()  # whatever a dead entry holds, it becomes page 0
     k = k_cache.index_select(0, pages).view(batch, keys, heads_kv, dim)
     v = v_cache.index_select(0, pages).view(batch, keys, heads_kv, dim_v)
     zero_rows(v, live)  # their weights are 0, but what they hold may be NaN; a key's NaN is masked with its logit
@@ -137,15 +137,16 @@ def _exact_decode(
     scaled = q if k_scale is None else (q * k_scale.repeat_interleave(group).unsqueeze(-1)).to(q.dtype)
     queries = (scaled * (scale * LOG2_E)).view(batch, heads_kv, group, dim)
     logits = q.new_empty(heads_kv, batch, group, keys)
-    for head in range(heads_kv):  # a KV head's keys are strided, and a product takes them as they are
-        torch.bmm(queries[:, head], k[:, :, head].transpose(1, 2), out=logits[head])
+    # One product per KV head, whose keys are strided: a product takes them as they are, a reshape would copy them.
+    for queries_h, k_h, logits_h in zip(queries.unbind(1), k.transpose(1, 3).unbind(2), logits, strict=True):
+        torch.bmm(queries_h, k_h, out=logits_h)  # [B, G, D] @ [B, D, L] -> [B, G, L]
     logits.masked_fill_(hidden.unsqueeze(1), -math.inf)
     # Of a context of 0 all logits are -inf: the finite bounds make its weights 0 and its output 0 / tiny.
     finite = torch.finfo(q.dtype)
     weights = logits.sub_(logits.amax(dim=-1, keepdim=True).clamp_min_(finite.min)).exp2_()
     out = q.new_empty(heads_kv, batch, group, dim_v)
-    for head in range(heads_kv):
-        torch.bmm(weights[head], v[:, :, head], out=out[head])
+    for weights_h, v_h, out_h in zip(weights, v.unbind(2), out, strict=True):
+        torch.bmm(weights_h, v_h, out=out_h)  # [B, G, L] @ [B, L, Dv] -> [B, G, Dv]
     out.div_(weights.sum(dim=-1, keepdim=True).clamp_min_(finite.tiny))
     out = out.transpose(0, 1).reshape(batch, heads, dim_v)  # [Hkv, B, G, Dv] -> [B, Hq, Dv]
     return out if v_scale is None else (out * v_scale.repeat_interleave(group).unsqueeze(-1)).to(out.dtype)

@@ -60,22 +60,24 @@ def baseline(
     eps: float = 1e-6,
     interleaved: bool = False,
 ) -> None:
-    angle_cos, angle_sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # [T, 1, R/2]
-    half, width, q_heads = cos.shape[-1], q.shape[-1], q.shape[1]
+    q_heads, width = q.shape[1:]
+    angle_cos = cos.index_select(0, positions).unsqueeze(1)  # [T, 1, R/2]
+    angle_sin = sin.index_select(0, positions).unsqueeze(1)
+    half = cos.shape[-1]
     rotary = 2 * half
     one, two = (slice(0, rotary, 2), slice(1, rotary, 2)) if interleaved else (slice(0, half), slice(half, rotary))
+    # [T, Hq + Hkv, D]: every call below serves queries and keys. As wide as the tables, and rounded once, when stored.
+    both = torch.cat((q, k), dim=1).to(cos.dtype)
     if q_weight is not None and k_weight is not None:
-        both = torch.cat((F.rms_norm(q, (width,), q_weight, eps), F.rms_norm(k, (width,), k_weight, eps)), dim=1)
+        weights = torch.cat((q_weight.expand(q_heads, -1), k_weight.expand(k.shape[1], -1)))  # [Hq + Hkv, D]
+        both = F.rms_norm(both, (width,), None, eps) * weights
         if rotary < width:
             q[..., rotary:], k[..., rotary:] = both[:, :q_heads, rotary:], both[:, q_heads:, rotary:]
-    else:
-        both = torch.cat((q, k), dim=1)  # [T, Hq + Hkv, D]
-    # The tables are wider than half-precision heads, so the products are too; they are rounded once, when stored.
     first, second = both[..., one], both[..., two]  # [T, Hq + Hkv, R/2]
     rotated_first = (first * angle_cos).addcmul_(second, angle_sin, value=-1)
     rotated_second = (second * angle_cos).addcmul_(first, angle_sin)
-    q[..., one], k[..., one] = rotated_first[:, :q_heads], rotated_first[:, q_heads:]
-    q[..., two], k[..., two] = rotated_second[:, :q_heads], rotated_second[:, q_heads:]
+    q[..., one], k[..., one] = rotated_first.split((q_heads, k.shape[1]), dim=1)
+    q[..., two], k[..., two] = rotated_second.split((q_heads, k.shape[1]), dim=1)
 
 
 def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
