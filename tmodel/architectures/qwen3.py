@@ -63,7 +63,7 @@ class Qwen3:
         """Logits [n, vocab] at `batch.logit_indices`, float32 or float64; writes this step into `kv_cache`."""
         kernels, eps = self.kernels, self.config.norm_eps
         attention = PagedAttention(kernels, batch, self.scale)
-        residual = self.embedding[batch.token_ids]  # [T, H]
+        residual = self.embedding.index_select(0, batch.token_ids)  # [T, H]
         hidden = kernels.rms_norm(residual, self.layers[0].attention_norm, eps)  # [T, H]
         for layer, next_norm, (k_cache, v_cache) in zip(self.layers, self.next_norms, kv_cache, strict=True):
             mixed = self._attend(layer, hidden, batch, attention, k_cache, v_cache)  # [T, Hq D]
