@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -155,7 +156,7 @@ def _listed_files(directory: Path) -> dict[Path, set[str] | None]:
             tensors = promised.setdefault(directory / name, set())
             if tensors is not None:
                 tensors.add(tensor)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, WeightError):
             raise
         raise WeightError(f"{index}: not a safetensors index with a weight_map: {error!r}") from error
@@ -197,7 +198,7 @@ def _read_header(file: Path) -> dict[str, _Entry]:
             header = json.loads(stream.read(header_bytes))
     except WeightError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise WeightError(f"{file}: its header cannot be read: {error}") from error
     if not isinstance(header, dict):
         raise WeightError(f"{file}: its header is not a JSON object")
@@ -208,16 +209,21 @@ def _read_header(file: Path) -> dict[str, _Entry]:
 def _entry(file: Path, name: str, info: Any, data_bytes: int) -> _Entry:
     try:
         dtype, shape, (start, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
-        num_elements = math.prod(shape)
     except (KeyError, TypeError, ValueError) as error:
         raise WeightError(f"{file}: tensor {name!r} has a damaged header entry") from error
+    # `type`, not isinstance: JSON's true is no number.
+    if type(dtype) is not str or any(type(number) is not int or number < 0 for number in (*shape, start, end)):
+        raise WeightError(
+            f"{file}: tensor {name!r} has a damaged header entry: dtype must be a name, shape and data_offsets whole "
+            f"numbers of at least 0; got {reprlib.repr(info)}"
+        )
     if dtype not in _ITEM_BYTES:
         raise WeightError(f"{file}: tensor {name!r} is stored as {dtype}; supported are {', '.join(_ITEM_BYTES)}")
     if end > data_bytes:
         raise WeightError(
             f"{file}: truncated: tensor {name!r} ends at byte {end} of the data, the file holds {data_bytes}"
         )
-    if start < 0 or end - start != num_elements * _ITEM_BYTES[dtype]:
+    if end - start != math.prod(shape) * _ITEM_BYTES[dtype]:
         raise WeightError(
             f"{file}: tensor {name!r} spans {end - start} bytes, its shape {list(shape)} as {dtype} does not"
         )

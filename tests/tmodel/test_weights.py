@@ -113,11 +113,40 @@ def test_damaged_headers_are_refused(write_checkpoint: WriteCheckpoint) -> None:
         ({"w": 3}, "tensor 'w' has a damaged header entry"),
         ({"w": {**entry, "dtype": "I8"}}, "tensor 'w' is stored as I8; supported are F64, F32, F16, BF16"),
         ({"w": {**entry, "shape": [3]}}, r"tensor 'w' spans 8 bytes, its shape \[3\]"),
-        ({"w": {**entry, "data_offsets": [-8, 0]}}, "tensor 'w' spans 8 bytes"),
+        ({"w": {**entry, "data_offsets": [-8, 0]}}, "tensor 'w' has a damaged header entry"),
+        (b"[" * 100_000, "its header cannot be read"),
     ]:
         encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
         file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + bytes(8))
         with pytest.raises(WeightError, match=rf"model\.safetensors: .*{message}"):
+            opened(directory)
+
+
+def test_no_value_in_a_header_escapes_the_checks(write_checkpoint: WriteCheckpoint) -> None:
+    """Every field of an entry, and every number in it, replaced by each of a list of JSON values."""
+    directory = write_checkpoint()
+    file = directory / "model.safetensors"
+    odd = ("null", "true", "1.5", "NaN", "Infinity", "-1", "9" * 4000, '"0"', '"F32"', '["F32"]', "[]", "{}", "[[2]]")
+    entries = [
+        template.replace("?", value)
+        for template in (
+            "?",
+            '{"dtype": ?, "shape": [2], "data_offsets": [0, 8]}',
+            '{"dtype": "F32", "shape": ?, "data_offsets": [0, 8]}',
+            '{"dtype": "F32", "shape": [?], "data_offsets": [0, 8]}',
+            '{"dtype": "F32", "shape": [2, ?], "data_offsets": [0, 8]}',
+            '{"dtype": "F32", "shape": [2], "data_offsets": ?}',
+            '{"dtype": "F32", "shape": [2], "data_offsets": [?, 8]}',
+            '{"dtype": "F32", "shape": [2], "data_offsets": [0, ?]}',
+            '{"dtype": "F32", "shape": [2], "data_offsets": [0, 8, ?]}',
+        )
+        for value in odd
+    ]
+    entries.remove('{"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}')  # the one that is whole
+    for entry in entries:
+        encoded = f'{{"w": {entry}}}'.encode()
+        file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + bytes(8))
+        with pytest.raises(WeightError, match=r"model\.safetensors: .*tensor 'w' "):
             opened(directory)
 
 
