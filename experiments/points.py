@@ -8,7 +8,7 @@ from experiments.arms import Pick
 from experiments.plan import Plan
 from experiments.schema import SyntheticWorkload
 from tkernels.check import count_programs
-from tkernels.contract import Contract, ContractError, Int, Value
+from tkernels.contract import Contract, Int, Value
 from tkernels.variant import Variant
 
 # An interpreted program takes 1 to 25 ms: a point of this many is checked in a few seconds.
@@ -72,7 +72,10 @@ def _workload_points(plan: Plan, contract: Contract, page: int | None) -> list[t
     page_size = ranges.get("S", 1)
     assert isinstance(page_size, int)
     pages = -(-context // page_size)
-    sizes: dict[str, int] = {"B": requests, "N": pages, "P": requests * pages, "max_context_len": context}
+    if isinstance(pool := ranges.get("P"), int):  # a pool too small for all serves fewer at once
+        pages = min(pages, pool)
+        requests = max(1, min(requests, pool // pages))
+    sizes: dict[str, int] = {"B": requests, "N": pages}
     steps = {"decode": {**sizes, "T": requests}, "prefill": {**sizes, "T": requests * prompt}}
     if contract.name == "paged_decode" or "T" not in contract.axis_by_name:
         steps = {"decode": steps["decode"]}
@@ -123,7 +126,12 @@ def _fitting(
     """The point with every axis given; a batch that the interpreter would take minutes for is halved until it fits."""
     interpreted = [(v, p) for v, p in variants if v.kind == "triton"] if plan.device.type == "cpu" else []
     batch = [axis.name for axis in contract.axes if isinstance(axis, Int) and axis.batch and axis.name in axes]
+    pool = int(axes.get("P", 1))
     while True:
+        if "P" in axes:
+            # The pages that the point uses: an engine's whole pool can be gigabytes of nothing but poison.
+            used = int(axes["B"]) * int(axes["N"]) if "B" in axes else -(-int(axes["T"]) // int(axes["S"]))
+            axes["P"] = max(1, min(used, pool))
         point = _complete(plan, contract, axes)
         if all(int(axes[name]) <= 1 for name in batch) or _programs(point, interpreted) <= MOST_INTERPRETED_PROGRAMS:
             return point
@@ -134,9 +142,9 @@ def _fitting(
 def _programs(point: Mapping[str, Value], variants: list[tuple[Variant, Pick]]) -> int:
     counts = [0]
     for variant, pick in variants:
-        config = variant.default_config("interpreter").pinned(dict(pick.pins))
         try:
+            config = variant.default_config("interpreter").pinned(dict(pick.pins))
             counts.append(count_programs(variant, variant.contract.case(point, 0), config))
-        except (ContractError, ValueError):
-            continue  # the check will say what is wrong
+        except Exception:  # a launcher may be anyone's and raise anything: the check stage reports it
+            continue
     return max(counts)

@@ -125,6 +125,18 @@ def test_a_batch_is_halved_until_the_interpreter_can_take_it(plan: MakePlan) -> 
     assert MOST_INTERPRETED_PROGRAMS / 2 < programs <= MOST_INTERPRETED_PROGRAMS
 
 
+@pytest.mark.parametrize(("pool_bytes", "sequences"), [(None, 4), (1 << 30, 4), (12 * 16384, 3)])
+def test_a_points_pool_just_covers_it(plan: MakePlan, pool_bytes: int | None, sequences: int) -> None:
+    workload = {"kind": "synthetic", "num_requests": 4, "input_len": 40, "output_len": 40}
+    scheduler = {"block_size": 16, **({"kv_cache_bytes": pool_bytes} if pool_bytes else {})}
+    made = plan(**TINY, workload=workload, scheduler=scheduler, device="cpu")
+    points = points_of(made)
+    (decode,), (prefill,) = points["paged_decode"], points["paged_prefill"]
+    for point in (decode, prefill):
+        assert (point.axes["B"], point.axes["N"], point.axes["P"]) == (sequences, 4, 4 * sequences)
+    assert [int(point.axes["P"]) for point in points["kv_scatter"]] == [1, -(-sequences * 40 // 16)]
+
+
 def test_a_swept_page_size_is_a_point_of_its_own(plan: MakePlan) -> None:
     points = points_of(plan(**TINY, **PROMPTS, scheduler={"block_size": [8, 16]}))
     assert [(point.name, point.axes["S"]) for point in points["paged_decode"]] == [("decode", 8), ("decode S=16", 16)]

@@ -158,6 +158,21 @@ def test_a_shape_that_a_variant_does_not_support_is_a_row_and_keeps_no_arm_from_
     assert failures(folder) == []
 
 
+@pytest.mark.parametrize("error", ["1 // 0", "exec('raise RuntimeError(8)')"])
+def test_a_launcher_that_raises_is_a_row_and_the_others_go_on(
+    run: Run, tmp_path: Path, checkpoint: Path, error: str
+) -> None:
+    write_variant(
+        tmp_path / "mine", ("    tokens, width = out.shape\n", f"    tokens, width = out.shape\n    {error}\n")
+    )
+    keys: dict[str, Any] = {"model": {"path": str(checkpoint)}, "scheduler": SMALL, "variants_from": ["mine"]}
+    folder = run(**keys, **PROMPTS, kernels={"swiglu": ["doubled", "torch"]}, device="cpu", repeats=1)
+    bad = [row for row in rows_of(folder, CheckRow) if row.variant == "doubled"]
+    assert {(row.point, row.status) for row in bad} == {("decode", "failed"), ("prefill", "failed")}
+    assert all("Error: " in row.reason for row in bad)
+    assert [row.status for row in rows_of(folder, EngineRow)] == ["failed", "ok"]
+
+
 def test_nothing_supported_is_a_failure(run: Run, tmp_path: Path, checkpoint: Path) -> None:
     write_variant(tmp_path / "mine", ('wins="never"', 'wins="never", supports=lambda axes, device: "only on Tuesdays"'))
     keys: dict[str, Any] = {
