@@ -21,7 +21,7 @@ _DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.
 
 
 class ConfigError(ValueError):
-    """A model directory's config.json is missing, damaged, or asks for something that is not supported."""
+    """A model directory's config.json is missing, damaged, or asks for what is not supported; or its tokenizer is."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,8 +72,14 @@ class LLM:
         ops: tkernels.Registry | None = None,
     ) -> None:
         directory = self.directory = Path(model)
-        if seed < 0:
-            raise ValueError(f"seed must be at least 0, got {seed}")
+        seed = _integer("seed", seed, 0, "an integer of at least 0")
+        max_num_seqs = _integer("max_num_seqs", max_num_seqs, 1, "an integer of at least 1")
+        max_num_batched_tokens = _integer(
+            "max_num_batched_tokens", max_num_batched_tokens, 1, "an integer of at least 1"
+        )
+        block_size = _integer("block_size", block_size, 1, "an integer that is a power of two")
+        if kv_cache_bytes is not None:
+            kv_cache_bytes = _integer("kv_cache_bytes", kv_cache_bytes, 1, "None or an integer of at least 1")
         self.config = tmodel.load_config(directory)
         self.device = _device(device)
         self.dtype = _dtype(dtype, self.config.dtype)
@@ -287,12 +294,11 @@ def _dtype(dtype: torch.dtype | str, of_checkpoint: torch.dtype) -> torch.dtype:
 def _max_model_len(wanted: int | None, max_position_embeddings: int) -> int:
     if wanted is None:
         return max_position_embeddings
-    if not 1 <= wanted <= max_position_embeddings:
-        raise ValueError(
-            f"max_model_len must be from 1 to {max_position_embeddings}, the model's max_position_embeddings; "
-            f"got {wanted}"
-        )
-    return wanted
+    allowed = f"None or an integer from 1 to {max_position_embeddings}, the model's max_position_embeddings"
+    number = _integer("max_model_len", wanted, 1, allowed)
+    if number > max_position_embeddings:
+        raise ValueError(f"max_model_len must be {allowed}, got {number}")
+    return number
 
 
 def _load_tokenizer(directory: Path) -> Any:
@@ -302,4 +308,19 @@ def _load_tokenizer(directory: Path) -> Any:
     # Late: importing transformers takes seconds, and a directory without a tokenizer does not need it.
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # tokenizers raises bare Exceptions too
+        reason = f"{type(error).__name__}: {error}"
+        raise tmodel.ConfigError(f"{directory}: its tokenizer cannot be loaded: {reason}") from error
+
+
+def _integer(name: str, value: Any, low: int, allowed: str) -> int:
+    """`value` as an int, where it is an integer of at least `low`; `allowed` says so in words."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < low:
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+    return number

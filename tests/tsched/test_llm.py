@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,43 @@ def test_bad_settings_fail_before_any_weight_is_read(
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     with pytest.raises(error, match=message):
         LLM(tmp_path, **{"device": "cpu", **arguments})
+
+
+@pytest.mark.parametrize("value", ["a", True, 8.0, -1, [8]])
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("max_model_len", "None or an integer from 1 to 128, the model's max_position_embeddings"),
+        ("max_num_seqs", "an integer of at least 1"),
+        ("max_num_batched_tokens", "an integer of at least 1"),
+        ("kv_cache_bytes", "None or an integer of at least 1"),
+        ("block_size", "an integer that is a power of two"),
+        ("seed", "an integer of at least 0"),
+    ],
+)
+def test_what_is_no_integer_is_refused_by_name(
+    checkpoint: Path, tmp_path: Path, name: str, allowed: str, value: Any
+) -> None:
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{name} must be {allowed}, got {value!r}')}$"):
+        LLM(tmp_path, device="cpu", **{name: value})
+
+
+def test_numpy_integers_are_integers(checkpoint_without_tokenizer: Path) -> None:
+    number = np.int32(64)
+    served = make_llm(checkpoint_without_tokenizer, max_model_len=number, max_num_seqs=number, block_size=number)
+    assert type(served.max_model_len) is int
+
+
+@pytest.mark.parametrize("damaged", ["{", "{}", "[]", "\x00", '{"model": {"type": "BPE"}}'])
+def test_a_damaged_tokenizer_is_named_before_any_weight_is_read(checkpoint: Path, tmp_path: Path, damaged: str) -> None:
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((checkpoint / name).read_text())
+    (tmp_path / "tokenizer.json").write_text(damaged)
+    with pytest.raises(
+        tmodel.ConfigError, match=rf"^{re.escape(str(tmp_path))}: its tokenizer cannot be loaded: \w+: "
+    ):
+        make_llm(tmp_path)
 
 
 def test_an_interrupted_run_leaves_an_llm_that_works(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
