@@ -334,7 +334,11 @@ def test_limits_below_one_are_named(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name", "hint"),
-    [("order", "fcsf", "did you mean 'fcfs'"), ("preemption", "swap", "recompute"), ("prefix_cache", "radix", "none")],
+    [
+        ("order", "fcsf", "did you mean 'fcfs'"),
+        ("preemption", "swap", "there is 'recompute'"),
+        ("prefix_cache", "radix", "there is 'none'"),
+    ],
 )
 def test_unknown_policies_list_the_known_ones(kind: str, name: str, hint: str) -> None:
     with pytest.raises(ValueError, match=f"unknown {kind} policy '{name}'.*{hint}"):

@@ -29,4 +29,4 @@ def find_policy(kind: str, name: str, known: Mapping[str, PolicyT]) -> PolicyT:
         return known[name]
     nearest = difflib.get_close_matches(str(name), known, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"unknown {kind} policy {name!r}; there is {', '.join(sorted(known))}{hint}")
+    raise ValueError(f"unknown {kind} policy {name!r}; there is {', '.join(map(repr, sorted(known)))}{hint}")
