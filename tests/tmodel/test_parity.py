@@ -160,6 +160,31 @@ def test_bfloat16_is_as_near_to_float64_as_transformers_bfloat16(tmp_path: Path,
     assert distance <= 1.1 * allowed, f"ours {distance:.4f}, transformers {allowed:.4f}"
 
 
+def test_any_wanted_rows_of_a_mixed_batch_come_back(tmp_path: Path) -> None:
+    """Decode rows and prefill chunks together: all T rows, and every ascending choice of fewer, are the same rows."""
+    directory = random_model(tmp_path)
+    model = load(directory, torch.float32)
+    sequences = random_sequences((9, 6, 12))
+    mixed = []
+
+    def in_parts(batch: Any, cache: Any) -> torch.Tensor:
+        every = model(batch, cache)
+        assert len(every) == len(batch.token_ids)
+        if 0 < batch.num_decodes < len(batch.context_lens):
+            mixed.append(batch.num_decodes)
+            last = torch.cat((torch.arange(batch.num_decodes), batch.num_decodes + batch.cu_seqlens_q[1:].long() - 1))
+            for wanted in (last, last[1:], last[-1:], torch.arange(1, len(every))):
+                some = model(dataclasses.replace(batch, logit_indices=wanted), cache)
+                torch.testing.assert_close(some, every[wanted], rtol=0, atol=1e-5)
+        return every
+
+    in_parts.config = model.config  # type: ignore[attr-defined]
+    driver = Driver(in_parts, sequences, torch.float32)  # type: ignore[arg-type]
+    logits = torch.cat(driver.run(token_by_token((9, 6, 12), 4)))
+    assert len(mixed) == 2
+    assert_parity(logits, transformers_logits(directory, sequences, torch.float32))
+
+
 def test_only_the_wanted_rows_come_back(tmp_path: Path) -> None:
     directory = random_model(tmp_path)
     model = load(directory, torch.float32)
