@@ -1,8 +1,10 @@
 """Runs a variant on a case and says whether it is right: oracle, error rule, poisons, sanitizers, untouched memory."""
 
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ from tkernels.launch import Door, Kernel, jit_door
 from tkernels.mode import MODE
 from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
+
+_BUILTIN = Path(__file__).parent
 
 BASELINE_SLACK = 4.0
 """How far beyond the error rule torch itself may be from the definition evaluated step by step at the same dtype. Its
@@ -35,6 +39,7 @@ class CheckResult:
     status: str
     reason: str = ""
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
+    variants_from: Path | None = None
 
     @property
     def max_ratio(self) -> float | None:
@@ -52,7 +57,8 @@ class CheckResult:
         axes = ",".join(f"{name}={value}" for name, value in self.axes.items())
         pins = ",".join(f"{name}={value}" for name, value in self.config.as_dict().items()) if self.config else ""
         config = f" --config {pins}" if pins else ""
-        return f"tk check --op {self.op} --variant {self.variant} --axes {axes} --seed {self.seed}{config}"
+        outside = f" --variants-from {shlex.quote(str(self.variants_from))}" if self.variants_from else ""
+        return f"tk check{outside} --op {self.op} --variant {self.variant} --axes {axes} --seed {self.seed}{config}"
 
     def __str__(self) -> str:
         lines = [f"{self.op}.{self.variant}: {self.status}{': ' + self.reason if self.reason else ''}"]
@@ -83,7 +89,9 @@ def check_case(variant: Variant, case: Case, config: Config | None = None, door:
         config = NEAREST.resolve(variant, axes, facts)
 
     def result(status: str, reason: str = "", verdicts: Mapping[str, Verdict] | None = None) -> CheckResult:
-        return CheckResult(contract.name, variant.name, case.axes, case.seed, config, status, reason, verdicts or {})
+        outside = None if _BUILTIN in variant.file.parents else variant.file.parent.parent
+        named = (contract.name, variant.name, case.axes, case.seed, config)
+        return CheckResult(*named, status, reason, verdicts or {}, outside)
 
     if reason := variant.unsupported_reason(axes, device, facts):
         return result("unsupported", reason)
@@ -112,8 +120,16 @@ def check_case(variant: Variant, case: Case, config: Config | None = None, door:
         if name in got and (expected := [d.size(axes) for d in output.shape]) != list(got[name].shape):
             return result("wrong", f"output {name!r} has shape {list(got[name].shape)}, not {expected}")
     verdicts, reason = _judge_all(variant, contract, arguments, got)
-    ok = not reason and all(v.ok for v in verdicts.values())
-    return result("ok" if ok else "wrong", reason, verdicts)
+    if reason or not all(v.ok for v in verdicts.values()):
+        return result("wrong", reason, verdicts)
+    if MODE == "interpret" and variant.launch is not None and config is not None:
+        from tkernels.sanitizers.overflow import check_offsets
+
+        try:
+            check_offsets(variant, case, config)
+        except Exception as error:
+            return result("failed", f"offsets, on strides faked to 2**30: {type(error).__name__}: {error}", verdicts)
+    return result("ok", "", verdicts)
 
 
 def _wanted(contract: Contract, output: str, arguments: Mapping[str, Any]) -> bool:
@@ -222,7 +238,11 @@ def draw(
     configs = {str(index): config for index, config in enumerate((default, *variant.configs))}
     chosen = configs[str(choose("config", tuple(configs)))]
     for config in (chosen, default):
-        if count_programs(variant, case, config) <= max_programs:
+        try:
+            count = count_programs(variant, case, config)
+        except Exception:  # a launcher that raises is for `check_case` to report
+            return case, config
+        if count <= max_programs:
             return case, config
     return None
 

@@ -9,7 +9,8 @@ from typing import Any
 class Config(Mapping[str, int]):
     """Named integer constants (block sizes, split counts) plus the two launch options every Triton kernel has.
 
-    `Config(BLOCK_N=64, num_warps=8)["BLOCK_N"] == 64`. Immutable, hashable, equal by value.
+    `Config(BLOCK_N=64, num_warps=8)["BLOCK_N"] == 64`. Immutable, hashable, equal by value. Every value is at least 1;
+    num_warps (at most 32) and what is called BLOCK... are powers of two, as Triton needs them.
     """
 
     constants: tuple[tuple[str, int], ...] = ()
@@ -19,8 +20,12 @@ class Config(Mapping[str, int]):
 
     def __init__(self, *, num_warps: int = 4, num_stages: int = 2, **constants: int) -> None:
         for name, value in {**constants, "num_warps": num_warps, "num_stages": num_stages}.items():
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise ValueError(f"config: {name} must be an integer, got {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"config: {name} must be an integer of at least 1, got {value!r}")
+            if (name.startswith("BLOCK") or name == "num_warps") and value & (value - 1):
+                raise ValueError(f"config: {name} must be a power of two, got {value}")
+        if num_warps > 32:
+            raise ValueError(f"config: num_warps must be at most 32, got {num_warps}")
         object.__setattr__(self, "constants", tuple(sorted(constants.items())))
         object.__setattr__(self, "num_warps", num_warps)
         object.__setattr__(self, "num_stages", num_stages)

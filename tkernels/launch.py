@@ -146,7 +146,7 @@ class Kernel:
             return lambda: self.launch_into(outputs, mine, axes, device, facts, config)
 
         config = self.tuning.resolve(self.variant, axes, facts, on_clones if arguments is not None else None)
-        return config.pinned(self.pins) if self.pins else config
+        return self.variant.pinned(config, self.pins) if self.pins else config
 
     def launch_into(
         self,

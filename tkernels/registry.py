@@ -98,7 +98,7 @@ def _import(file: Path, package: str | None) -> ModuleType:
     sys.modules[name] = module  # Triton looks a kernel's module up by name
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a file that exits is broken; it must not end us
         del sys.modules[name]
         raise VariantError(f"{file}: cannot be imported: {type(error).__name__}: {error}") from error
     return module

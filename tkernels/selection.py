@@ -120,7 +120,7 @@ def _choose(
         raise SelectionError(f"kernels.{op.name}: variant {name!r} has no config to pin")
     if pins:
         try:
-            variant.default[""].pinned(pins)
+            variant.pinned(variant.default[""], pins)
         except ValueError as error:
             raise SelectionError(f"kernels.{op.name}.{name}: {error}") from None
     if reason := unsupported_in(variant, ranges, device, dtype):

@@ -50,6 +50,7 @@ class Variant:
     configs: what tuning tries. default: the untuned choice, by architecture; "" is for every other one.
     supports: (axes, device) -> None, or the reason why not. Called with every axis that the contract binds from a call.
     workspace: (axes, config, device) -> named buffers.
+    limits: (low, high) of a config value that may not be every legal number; pins outside are refused.
     key: the axes that select a tuned config; dtypes are always part of it.
     prepare: for a weight op, the weight as this variant wants it, made once at load.
     deterministic: the same bits on every run. batch_invariant: a row's bits do not depend on the batch around it.
@@ -64,6 +65,7 @@ class Variant:
     default: Mapping[str, Config] = field(default_factory=dict)
     supports: Callable[[Axes, DeviceFacts], str | None] = _supports_all
     workspace: Callable[[Axes, Config, DeviceFacts], Mapping[str, Buffer]] = _no_workspace
+    limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     key: tuple[str, ...] = ()
     prepare: Callable[[Any], Any] = _unprepared
     # Filled in when the file joins a registry:
@@ -103,6 +105,14 @@ class Variant:
     def source(self) -> str:
         """The content hash of its kernels, under which tuned configs are kept. Cached: it parses source."""
         return source_hash(self.kernels)
+
+    def pinned(self, config: Config, pins: Mapping[str, int]) -> Config:
+        """`config` with some values replaced; a ValueError where one is unknown or outside what it may be."""
+        for name, value in pins.items():
+            low, high = self.limits.get(name, (value, value))
+            if not low <= value <= high:
+                raise ValueError(f"{name} must be from {low} to {high}, got {value}")
+        return config.pinned(pins)
 
     def default_config(self, arch: str) -> Config:
         """The untuned config for an architecture."""
@@ -155,6 +165,7 @@ def _check_declaration(variant: Variant) -> None:
     if "" not in variant.default:
         raise VariantError(f"{where}: default must have an entry for every other architecture, named ''")
     for config in (*variant.configs, *variant.default.values()):
+        variant.pinned(config, config.as_dict())
         if set(config) != set(variant.default[""]):
             raise VariantError(
                 f"{where}: configs differ in their names: {sorted(config)} and {sorted(variant.default[''])}"

@@ -110,3 +110,26 @@ def test_triton_variants_on_cpu_say_why_where_this_process_compiles() -> None:
 
 def test_the_import_does_not_need_anything_set() -> None:
     assert tkernels.OPS["swiglu"].variants["fused"](torch.ones(1, 4)).shape == (1, 2)
+
+
+def test_an_int32_offset_in_an_outside_file_is_found(tmp_path: Path) -> None:
+    ops = OPS.with_variants_from(write_variant(tmp_path, ("tl.program_id(0).to(tl.int64)", "tl.program_id(0)")))
+    results = [r for r in drawn_results(ops["swiglu"].variants["doubled"], 20) if r.status != "ok"]
+    assert results
+    assert all(r.status == "failed" and "int32 overflow" in r.reason for r in results)
+
+
+def test_a_launcher_that_raises_is_a_failed_check(tmp_path: Path) -> None:
+    ops = OPS.with_variants_from(write_variant(tmp_path, ("FACTOR=1", "FACTOR=1 // 0")))
+    assert {r.status for r in drawn_results(ops["swiglu"].variants["doubled"], 5)} == {"failed"}
+
+
+def test_an_outside_variants_replay_says_where_it_comes_from(tmp_path: Path) -> None:
+    ops = OPS.with_variants_from(write_variant(tmp_path, ("FACTOR=1", "FACTOR=2")))
+    (result,) = drawn_results(ops["swiglu"].variants["doubled"], 1)
+    assert result.replay.startswith(f"tk check --variants-from {tmp_path.resolve()} --op swiglu --variant doubled ")
+
+
+def test_a_file_that_exits_is_refused_like_any_broken_one(tmp_path: Path) -> None:
+    with pytest.raises(VariantError, match="cannot be imported: SystemExit: 3"):
+        OPS.with_variants_from(write_variant(tmp_path, ("VARIANT =", "raise SystemExit(3)\nVARIANT =")))

@@ -53,6 +53,24 @@ def test_a_wrong_choice_is_refused_with_the_alternatives(choices: dict, message:
         choose(choices)
 
 
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"num_splits": 0}, "num_splits must be from 1 to 128, got 0"),
+        ({"num_splits": 100_000}, "num_splits must be from 1 to 128, got 100000"),
+        ({"BLOCK_N": 3}, "BLOCK_N must be from 16 to 256, got 3"),
+        ({"BLOCK_N": 48}, "BLOCK_N must be a power of two, got 48"),
+        ({"num_warps": 3}, "num_warps must be a power of two, got 3"),
+        ({"num_warps": 64}, "num_warps must be at most 32, got 64"),
+        ({"num_stages": 0}, "num_stages must be an integer of at least 1, got 0"),
+    ],
+)
+def test_a_pin_outside_what_it_may_be_is_refused(pins: dict[str, int], message: str) -> None:
+    axes = {"Hq": 4, "Hkv": 2, "D": 32, "Dv": 32, "S": 16, "window": 0}
+    with pytest.raises(SelectionError, match=f"kernels.paged_decode.split_kv: .*{message}"):
+        choose({"paged_decode": {"split_kv": pins}}, axes={"paged_decode": axes})
+
+
 def test_a_variant_must_support_the_whole_range(tmp_path: Path) -> None:
     changes = (
         ("VARIANT =", 'def few(axes, device):\n    return "one row only" if axes["T"] > 1 else None\n\n\nVARIANT ='),

@@ -241,6 +241,7 @@ VARIANT = Variant(
     wins="sequences x KV heads alone fill the device (at 8 KV heads, some 32 sequences)",
     launch=launch,
     configs=CONFIGS,
+    limits={"BLOCK_N": (16, 256)},  # a tensor core's tile has 16 keys at least
     default={
         "": Config(BLOCK_N=32, num_warps=4, num_stages=5),  # two programs to 100 KB of shared memory
         "sm_80": Config(BLOCK_N=64, num_warps=4, num_stages=5),

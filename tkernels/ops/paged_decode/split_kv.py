@@ -260,6 +260,8 @@ VARIANT = Variant(
     wins="sequences x KV heads are too few to fill the device and contexts are long",
     launch=launch,
     configs=CONFIGS,
+    # The reduction holds all splits of a head at once; a tensor core's tile has 16 keys at least.
+    limits={"num_splits": (1, 128), "BLOCK_N": (16, 256), "REDUCE_HEADS": (1, 64)},
     default={
         "": Config(num_splits=16, BLOCK_N=32, MIN_BLOCKS=4, REDUCE_HEADS=1, num_warps=4, num_stages=5),
         "sm_80": Config(num_splits=16, BLOCK_N=64, MIN_BLOCKS=2, REDUCE_HEADS=1, num_warps=4, num_stages=5),

@@ -287,6 +287,7 @@ VARIANT = Variant(
     launch=launch,
     supports=supports,
     configs=CONFIGS,
+    limits={"BLOCK_M": (16, 256), "BLOCK_N": (16, 256)},  # a tensor core's tile has 16 rows and 16 keys at least
     default={
         "": Config(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2),
         # 64 keys would spill on sm_80 (96 bytes of stack, compiled at D 128), whose products read from registers.
