@@ -9,6 +9,8 @@ import os
 import platform
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -87,8 +89,9 @@ def make_from_recipe(recipe: Recipe, directory: Path, *, seed: int) -> TrainingR
     unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         model, tokenizer, report = train_on(standard_library_corpus(recipe.corpus_bytes), recipe, seed)
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
+        with _no_progress_bars():
+            model.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
         (unfinished / "training.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
         unfinished.chmod(0o755)  # mkdtemp's is for the owner alone
         unfinished.rename(directory)
@@ -96,3 +99,18 @@ def make_from_recipe(recipe: Recipe, directory: Path, *, seed: int) -> TrainingR
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return report
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers without bars of its own, which would stand among those of whoever makes the model."""
+    from transformers.utils import logging
+
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()

@@ -39,10 +39,16 @@ SMALL = Recipe(
 )
 
 
-def test_a_trained_model_is_complete_reproducible_and_better_than_a_bigram(tmp_path: Path) -> None:
+def test_a_trained_model_is_complete_reproducible_and_better_than_a_bigram(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import is_progress_bar_enabled
 
+    bars = is_progress_bar_enabled()
     report = make_from_recipe(SMALL, tmp_path / "first", seed=3)
+    assert "Writing model" not in capfd.readouterr().err
+    assert is_progress_bar_enabled() == bars
     assert make_from_recipe(SMALL, tmp_path / "second", seed=3).held_out_loss == report.held_out_loss
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
     assert first.keys() == second.keys()
