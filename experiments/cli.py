@@ -141,6 +141,11 @@ def _exit(command: Callable[..., int], *arguments: object) -> None:
     except known as error:
         _complain(str(error))
         raise typer.Exit(2) from None
+    except BrokenPipeError:
+        raise  # the reader of our output has gone: click's to handle
+    except OSError as error:
+        _complain(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error))
+        raise typer.Exit(2) from None
     except KeyboardInterrupt:
         _complain("interrupted")
         raise typer.Exit(130) from None

@@ -10,6 +10,7 @@ from experiments.document import nearest
 from experiments.schema import ModelSource
 from tmodel import ConfigError, ModelConfig, load_config
 from tmodel.presets import PRESETS, Recipe, find_recipe, preset_path
+from tmodel.weights import Checkpoint
 
 _DATA_FILES = ("*.json", "*.safetensors", "tokenizer.model")
 """All that is ever fetched of a hub model: no pickles, no code."""
@@ -42,6 +43,12 @@ def plan_model(source: ModelSource, folder: Path) -> ModelPlan:
     assert source.hub is not None
     hub_id = source.hub
     return ModelPlan(hub_id, load_config(_fetch(hub_id, ("*.json",))), lambda: _fetch(hub_id, _DATA_FILES))
+
+
+def check_headers(directory: Path) -> None:
+    """Raises WeightError, naming file and tensor, where the headers of a checkpoint show that it cannot be loaded."""
+    with Checkpoint(directory, device="cpu", dtype=torch.float32):
+        pass
 
 
 def _config_of(recipe: Recipe) -> ModelConfig:

@@ -12,7 +12,7 @@ import torch
 import tkernels
 from experiments.arms import Arm, Pick, expand
 from experiments.document import Document, ExperimentError, nearest
-from experiments.models import ModelPlan, plan_model
+from experiments.models import ModelPlan, check_headers, plan_model
 from experiments.peers import PEERS
 from experiments.schema import Experiment, SyntheticWorkload, validate
 from tkernels import Registry, SelectionError, VariantError
@@ -74,6 +74,8 @@ def make_plan(document: Document) -> Plan:
     if experiment.model is not None:
         try:
             model = plan_model(experiment.model, document.folder)
+            if experiment.workload and experiment.model.path is not None:
+                check_headers(model.directory())
         except ValueError as error:
             problems.append(document.problem(("model",), str(error)))
     problems += _kernel_problems(document, experiment, ops)

@@ -8,6 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from experiments.document import ExperimentError
 from experiments.environment import environment_of
+from experiments.models import check_headers
 from experiments.plan import Plan
 from experiments.points import points_of
 from experiments.run_folder import RunFolder
@@ -27,7 +28,8 @@ def run_experiment(plan: Plan, out: Path | None, overrides: Sequence[str], conso
     except ContractError as error:
         raise ExperimentError([f"shapes: {error}"]) from None
     if plan.model is not None and plan.experiment.workload:
-        plan.model.directory()  # a preset that has to be trained first shows progress of its own
+        # A preset that has to be trained first shows progress of its own.
+        check_headers(plan.model.directory())
     folder = RunFolder(plan, out)
     environment = environment_of(plan, folder.run_id, list(overrides))
     folder.write_environment(environment)

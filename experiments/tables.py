@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -37,8 +37,16 @@ def add_row(table: Table, *cells: str | Text) -> None:
     table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in cells))
 
 
-def run_report(plan: Plan, rows: Sequence[AnyRow]) -> RenderableType:
-    """What a run found, stage by stage, reasons last."""
+def print_report(console: Console, plan: Plan, rows: Sequence[AnyRow]) -> None:
+    """What a run found, stage by stage, reasons last. A replay command stays one line, so that it can be copied."""
+    console.print(_tables(plan, rows))
+    for reason, replay in _reasons(rows):
+        console.print(reason)
+        if replay:
+            console.print(Text(f"  replay: {replay}"), soft_wrap=True)
+
+
+def _tables(plan: Plan, rows: Sequence[AnyRow]) -> RenderableType:
     parts: list[RenderableType] = []
     checks = [row for row in rows if isinstance(row, CheckRow)]
     timings = {(r.op, r.variant, r.point): r for r in rows if isinstance(r, KernelRow)}
@@ -51,7 +59,6 @@ def run_report(plan: Plan, rows: Sequence[AnyRow]) -> RenderableType:
     peers = [row for row in rows if isinstance(row, PeerRow)]
     if peers:
         parts.append(_peer_table(peers))
-    parts += _reasons(rows)
     return Group(*parts)
 
 
@@ -178,19 +185,19 @@ def _peer_table(peers: Sequence[PeerRow]) -> Table:
     return table
 
 
-def _reasons(rows: Iterable[AnyRow]) -> list[RenderableType]:
-    """Each reason once, with what it concerns, and how to see it again."""
-    found: dict[tuple[str, str], list[str]] = {}
+def _reasons(rows: Iterable[AnyRow]) -> list[tuple[Text, str | None]]:
+    """Each reason once, with what it concerns, and the command that shows it again."""
+    found: dict[tuple[str, str | None, str | None], list[str]] = {}
     for row in rows:
         if row.status == "ok":
             continue
         about = f"{row.op}.{row.variant}" if row.op else ", ".join(f"{k}={v}" for k, v in row.arm.items())
-        replay = f"\n  replay: {row.replay}" if isinstance(row, CheckRow) and row.replay else ""
-        abouts = found.setdefault((row.status, f"{row.reason}{replay}"), [])
+        replay = row.replay if isinstance(row, CheckRow) else None
+        abouts = found.setdefault((row.status, row.reason, replay), [])
         if about not in abouts:
             abouts.append(about)
-    lines: list[RenderableType] = []
-    for (status, reason), abouts in found.items():
+    lines: list[tuple[Text, str | None]] = []
+    for (status, reason, replay), abouts in found.items():
         about = abouts[0] + (f" and {len(abouts) - 1} more" if len(abouts) > 1 else "")
-        lines.append(Text.assemble(status_text(status), f" {about}: {reason}"))
-    return [Text(), *lines] if lines else []
+        lines.append((Text.assemble("" if lines else "\n", status_text(status), f" {about}: {reason}"), replay))
+    return lines

@@ -9,7 +9,7 @@ from rich.text import Text
 from experiments.document import read_document
 from experiments.plan import make_plan
 from experiments.runner import failures, run_experiment
-from experiments.tables import run_report
+from experiments.tables import print_report
 
 
 def run(file: Path, overrides: Sequence[str], out: Path | None) -> int:
@@ -17,7 +17,7 @@ def run(file: Path, overrides: Sequence[str], out: Path | None) -> int:
     plan = make_plan(read_document(file, overrides))
     folder = run_experiment(plan, out, overrides, Console(stderr=True))
     console = Console()
-    console.print(run_report(plan, folder.rows))
+    print_report(console, plan, folder.rows)
     bad = failures(folder)
     if bad:
         console.print(Text(f"{len(bad)} of {len(folder.rows)} results are not as they should be", "bold red"))

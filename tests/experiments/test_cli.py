@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -85,14 +86,15 @@ def test_check_passes_a_right_variant_and_its_json_is_all_of_stdout() -> None:
 
 def test_check_fails_a_wrong_variant_and_its_replay_fails_the_same_way(tmp_path: Path) -> None:
     write_variant(tmp_path, WRONG)
-    options = ("--variants-from", tmp_path)
+    options: tuple[Any, ...] = ("--variants-from", tmp_path)
     result = tk("check", "--op", "swiglu", "--variant", "doubled", "--examples", 6, "--json", *options)
     assert result.exit_code == 1
     (summary,) = json.loads(result.stdout)
     assert summary["status"] == "wrong"
     failure = summary["failures"][0]
-    replay = failure["replay"].split()
+    replay = shlex.split(failure["replay"])
     assert replay[:2] == ["tk", "check"]
+    options = () if "--variants-from" in replay else options
     again = tk(*replay[1:], "--json", *options)
     assert again.exit_code == 1
     (repeated,) = json.loads(again.stdout)
@@ -199,3 +201,16 @@ def test_make_model_refuses_an_unknown_preset_and_a_folder_in_use(tmp_path: Path
     assert (unknown.exit_code, "did you mean 'tiny'?" in unknown.stderr) == (2, True)
     used = tk("make-model", "--preset", "tiny", tmp_path)
     assert (used.exit_code, "not an empty directory" in used.stderr) == (2, True)
+
+
+def test_a_path_that_cannot_be_made_is_an_error_and_no_traceback(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tk("make-model", "/proc/foo/x")
+    assert made.exit_code == 2
+    assert made.stderr.startswith("error: /proc/foo")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/x")
+    workload = {"kind": "prompts", "prompts": ["a"]}
+    ran = tk("run", write(model={"preset": "tiny"}, workload=workload), "--out", tmp_path / "out")
+    assert ran.exit_code == 2
+    assert ran.stderr.startswith("error: /proc/x")

@@ -84,6 +84,14 @@ def test_an_unsupported_arm_is_set_aside_with_its_reason(plan: MakePlan, tmp_pat
     assert "only on Tuesdays" in made.unsupported[1]
 
 
+def test_weights_cut_short_are_found_by_the_plan(plan: MakePlan, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to(checkpoint / "config.json")
+    whole = (checkpoint / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-100])
+    with pytest.raises(ExperimentError, match=r"model .*model\.safetensors: truncated: tensor 'model\."):
+        plan(model={"path": str(tmp_path)}, **PROMPTS)
+
+
 def test_the_preset_is_known_before_it_is_trained(tmp_path: Path) -> None:
     new_model(PRESETS["tiny"], 0).save_pretrained(tmp_path)
     limits = {"max_num_tokens": 64, "max_num_seqs": 4, "max_model_len": 128, "block_size": 16, "num_blocks": 32}

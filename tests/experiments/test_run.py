@@ -16,7 +16,7 @@ from experiments.rows import ROW, CheckRow, EngineRow, KernelRow, ParityRow, Pee
 from experiments.run_folder import RunFolder
 from experiments.runner import failures
 from experiments.stages.parity import first_difference
-from experiments.tables import run_report
+from experiments.tables import print_report
 from tests.tkernels.outside import write_variant
 from tkernels.source_hash import source_hash
 from tsched import LLM
@@ -36,7 +36,7 @@ def rows_of(folder: RunFolder, kind: type) -> Sequence[Any]:
 
 def printed(plan: Plan, folder: RunFolder, width: int) -> str:
     console = Console(width=width, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(run_report(plan, folder.rows))
+    print_report(console, plan, folder.rows)
     return console.export_text()
 
 
@@ -116,7 +116,7 @@ def test_a_wrong_variant_gets_no_speed_and_is_not_served(run: Run, tmp_path: Pat
     )  # fmt: skip
     bad = [row for row in rows_of(folder, CheckRow) if row.variant == "doubled"]
     assert {row.status for row in bad} == {"wrong"}
-    assert all(row.max_error_ratio > 1 and "tk check --op swiglu" in row.replay for row in bad)
+    assert all(row.max_error_ratio > 1 and "--op swiglu --variant doubled" in row.replay for row in bad)
     assert "doubled" not in {row.variant for row in rows_of(folder, KernelRow)}
     first, second = rows_of(folder, EngineRow)
     assert (first.status, second.status) == ("wrong", "ok")
@@ -245,7 +245,8 @@ def test_the_report_fits_the_terminal(
     }
     pinned = {"row_per_program": {"num_warps": [2, 4]}}
     keys["kernels"] = {"swiglu": ["torch", "doubled"], "rms_norm": ["torch", pinned]}
-    text = printed(plan(**keys), run(**keys), width)
+    folder = run(**keys)
+    text = printed(plan(**keys), folder, width)
     assert max(len(line.rstrip()) for line in text.splitlines() if "replay" not in line) <= width
     for word in (
         "rms_norm",
@@ -253,9 +254,12 @@ def test_the_report_fits_the_terminal(
         "decode",
         "wrong",
         "tokens/s",
-        "replay: tk check --op swiglu",
+        "replay: tk check ",
     ):
         assert word in text
+    replays = {row.replay for row in folder.rows if isinstance(row, CheckRow) and row.status == "wrong"}
+    assert replays
+    assert replays <= {line.strip().removeprefix("replay: ") for line in text.splitlines()}
 
 
 def test_a_folder_in_use_is_refused(run: Run, tmp_path: Path) -> None:
