@@ -16,6 +16,7 @@ from experiments.models import ModelPlan, check_headers, plan_model
 from experiments.peers import PEERS
 from experiments.schema import Experiment, SyntheticWorkload, validate
 from tkernels import Registry, SelectionError, VariantError
+from tkernels.contract import Contract, Int
 from tkernels.selection import Ranges
 from tmodel import kv_bytes_per_block
 from tsched import LLM
@@ -92,6 +93,7 @@ def make_plan(document: Document) -> Plan:
     unsupported: dict[int, str] = {}
     if model is not None:
         problems = _model_problems(document, experiment, model, arms)
+        problems += _cache_problems(document, model, arms, ops, dtype)
         if problems:
             raise ExperimentError(problems)
         for index, arm in enumerate(arms):
@@ -203,9 +205,39 @@ def _policy_problems(document: Document, experiment: Experiment) -> list[str]:
     for kind, known in _POLICIES.items():
         for index, name in enumerate(getattr(experiment.scheduler, kind) or ()):
             if name not in known:
-                there_is = f"there is {', '.join(known)}{nearest(name, known)}"
+                # Quoted: one of them is called 'none'.
+                there_is = f"there is {', '.join(map(repr, known))}{nearest(name, known)}"
                 problems.append(document.problem(("scheduler", kind, index), f"unknown {kind} {name!r}: {there_is}"))
     return problems
+
+
+def _cache_problems(
+    document: Document, model: ModelPlan, arms: list[Arm], ops: Registry, dtype: torch.dtype
+) -> list[str]:
+    """Page sizes that no op takes, and caches in which not one page fits."""
+    problems: dict[str, None] = {}
+    defaults = {name: parameter.default for name, parameter in inspect.signature(LLM).parameters.items()}
+    for arm in arms:
+        given = {**defaults, **arm.scheduler}
+        size, available = given["block_size"], given["kv_cache_bytes"]
+        paged = [op for op, ranges in kernel_ranges(model, arm.scheduler, dtype).items() if "S" in ranges]
+        rules = [rule for op in paged if (rule := _page_rule(ops[op].contract, size))]
+        block_bytes = kv_bytes_per_block(model.config, size, dtype)
+        if rules:
+            problems[document.problem(("scheduler", "block_size"), f"{size} tokens a page, but {rules[0]}")] = None
+        elif available is not None and available < block_bytes:
+            message = f"{available} bytes hold no page: one of {size} tokens takes {block_bytes}"
+            problems[document.problem(("scheduler", "kv_cache_bytes"), message)] = None
+    return list(problems)
+
+
+def _page_rule(contract: Contract, size: int) -> str | None:
+    """What a contract says against a page size."""
+    axis = contract.axis_by_name["S"]
+    assert isinstance(axis, Int)
+    if size & (size - 1):
+        return "it must be a power of two"
+    return None if axis.allows(size) else f"{contract.name} takes {axis.low} to {axis.high}"
 
 
 def _model_problems(document: Document, experiment: Experiment, model: ModelPlan, arms: list[Arm]) -> list[str]:

@@ -26,7 +26,7 @@ def run_experiment(plan: Plan, out: Path | None, overrides: Sequence[str], conso
     try:
         points = points_of(plan)
     except ContractError as error:
-        raise ExperimentError([f"shapes: {error}"]) from None
+        raise ExperimentError([f"shapes: {error}" if plan.experiment.shapes else str(error)]) from None
     if plan.model is not None and plan.experiment.workload:
         # A preset that has to be trained first shows progress of its own.
         check_headers(plan.model.directory())

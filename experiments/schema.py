@@ -74,7 +74,7 @@ class ModelSource(Strict):
     @model_validator(mode="after")
     def _one(self) -> "ModelSource":
         if sum(value is not None for value in (self.preset, self.path, self.hub)) != 1:
-            raise ValueError("a model is exactly one of {preset: NAME}, {path: DIRECTORY} and {hub: ORG/NAME}")
+            raise ValueError(_A_MODEL)
         return self
 
 
@@ -194,11 +194,40 @@ def validate(document: Document) -> Experiment:
     try:
         return Experiment.model_validate(document.data)
     except ValidationError as error:
-        raise ExperimentError([_explain(document, dict(e)) for e in error.errors()]) from None
+        # A value of a union is reported once for each of its types.
+        problems = dict.fromkeys(_explain(document, dict(e)) for e in error.errors())
+        raise ExperimentError(list(problems)) from None
+
+
+_WORKLOAD_KINDS = ("synthetic", "prompts")
+_A_MODEL = "a model is exactly one of {preset: NAME}, {path: DIRECTORY} and {hub: ORG/NAME}"
+_A_LENGTH = "a length is a number of tokens, or {uniform: [LOW, HIGH]}"
+_WORDING: Mapping[str, str] = {
+    "model_type": "must be a mapping of keys to values",
+    "model_attributes_type": "must be a mapping of keys to values",
+    "dict_type": "must be a mapping of keys to values",
+    "mapping_type": "must be a mapping of keys to values",
+    "list_type": "must be a list",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "string_type": "must be a text",
+    "path_type": "must be a path",
+    "too_short": "must be a list of at least {min_length}",
+    "too_long": "must be a list of at most {max_length}",
+}
+"""Pydantic's error types in the words of the YAML."""
+
+
+def _written(loc: PathParts) -> PathParts:
+    """The path as the user wrote it: pydantic puts a workload's kind, and a union's type, in between and behind."""
+    if loc[:1] == ("workload",) and len(loc) > 2 and loc[2] in _WORKLOAD_KINDS:
+        return (*loc[:2], *loc[3:])
+    return loc[:4] if loc[:1] == ("shapes",) else loc
 
 
 def _explain(document: Document, error: dict[str, Any]) -> str:
-    parts: PathParts = error["loc"]
+    parts = _written(error["loc"])
     if error["type"] == "extra_forbidden":
         known = _keys_beside(Experiment, error["loc"])
         return document.problem(parts, f"unknown key: there is {', '.join(known)}{nearest(parts[-1], known)}")
@@ -215,7 +244,21 @@ def _explain(document: Document, error: dict[str, Any]) -> str:
         return document.problem(
             parts, f"unknown value {value!r}: there is {', '.join(known_values)}{nearest(value, known_values)}"
         )
-    message = error["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    if error["type"] == "union_tag_not_found":
+        return document.problem((*parts, "kind"), f"is required: there is {', '.join(_WORKLOAD_KINDS)}")
+    if parts[:1] == ("shapes",) and len(parts) == 4:
+        return document.problem(parts, f"must be a whole number, true, false or a name, got {error['input']!r}")
+    if error["type"] in _WORDING:
+        wording = _WORDING[error["type"]].format(**error.get("ctx", {}))
+        if error["type"] in ("model_type", "model_attributes_type"):
+            wording = {"model": _A_MODEL, "input_len": _A_LENGTH, "output_len": _A_LENGTH}.get(str(parts[-1]), wording)
+        return document.problem(parts, f"{wording}, got {error['input']!r}")
+    message = (
+        error["msg"]
+        .replace("Input should be", "must be")
+        .removeprefix("Value error, ")
+        .removeprefix("Assertion failed, ")
+    )
     got = "" if error["type"] == "value_error" else f", got {error['input']!r}"
     return document.problem(parts, message[:1].lower() + message[1:] + got)
 

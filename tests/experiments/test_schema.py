@@ -50,7 +50,12 @@ def test_every_problem_is_reported_at_once_with_its_place() -> None:
     ("change", "message"),
     [
         ("workload: {kind: sythetic}", "kind 'sythetic': there is synthetic, prompts; did you mean 'synthetic'?"),
-        ("workload: {kind: prompts, prompts: []}", "workload.prompts"),
+        ("workload: {kind: prompts, prompts: []}", "workload.prompts (a.yaml, line 5): must be a list of at least 1"),
+        ("workload: {kind: prompts, prompts: [3]}", "workload.prompts[0] (a.yaml, line 5): must be a text, got 3"),
+        ("workload: {}", "workload.kind (a.yaml, line 5): is required: there is synthetic, prompts"),
+        ("model: /path", "model (a.yaml, line 4): a model is exactly one of {preset: NAME}, {path: DIRECTORY} and"),
+        ("scheduler: 4", "scheduler (a.yaml, line 5): must be a mapping of keys to values, got 4"),
+        ("shapes: {swiglu: [{T: [1]}]}", "T (a.yaml, line 5): must be a whole number, true, false or a name, got [1]"),
         ("workload: {kind: prompts, prompts: [a], sampling: {temperatur: 1}}", "did you mean 'temperature'?"),
         ("workload: {kind: prompts, prompts: [a], sampling: {top_p: 2}}", "top_p must be above 0 and at most 1"),
         ("workload: {kind: prompts, prompts: [a], sampling: {logprobs: 3}}", "unknown key 'logprobs'"),
