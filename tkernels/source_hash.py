@@ -7,7 +7,8 @@ from hashlib import sha256
 from typing import Any
 
 
-def _is_jit(value: Any) -> bool:
+def is_jit(value: Any) -> bool:
+    """Whether this is a `@triton.jit` function, of a process that compiles or of one that interprets."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
@@ -43,7 +44,7 @@ def _parts(function: Any, seen: dict[int, str]) -> None:
     values = []
     seen[id(python)] = ""
     for name, value in _referenced(tree, python.__globals__):
-        if _is_jit(value):
+        if is_jit(value):
             if not value.fn.__module__.startswith("triton."):
                 _parts(value, seen)
         elif isinstance(value, constexpr) and name != "INTERPRETING":  # the mode is not part of what a GPU runs

@@ -12,10 +12,10 @@ import torch
 
 from tkernels.config import Config
 from tkernels.contract import Axes, Contract, ContractError
-from tkernels.device import DeviceFacts
+from tkernels.device import DeviceFacts, device_facts
 from tkernels.launch import Buffer
 from tkernels.mode import unavailable_reason
-from tkernels.source_hash import source_hash
+from tkernels.source_hash import is_jit, source_hash
 
 
 class UnsupportedError(ValueError):
@@ -89,16 +89,11 @@ class Variant:
     @property
     def kernels(self) -> dict[str, Any]:
         """The jit functions of its file by name, in order of definition; helpers, which no launch names, included."""
-        from triton.runtime.interpreter import InterpretedFunction
-        from triton.runtime.jit import JITFunction
-
         members = vars(self.module).items() if self.module else ()
         return {
             name: member
             for name, member in members
-            if isinstance(member, JITFunction | InterpretedFunction)
-            and self.module is not None
-            and member.fn.__module__ == self.module.__name__
+            if is_jit(member) and self.module is not None and member.fn.__module__ == self.module.__name__
         }
 
     @cached_property
@@ -128,8 +123,6 @@ class Variant:
         return self.supports(axes, facts)
 
     def check_supported(self, axes: Axes, device: torch.device) -> None:
-        from tkernels.device import device_facts
-
         if reason := self.unsupported_reason(axes, device, device_facts(device)):
             raise UnsupportedError(f"{self.contract.name}: variant {self.name!r} does not support this call: {reason}")
 

@@ -38,14 +38,16 @@ def endless_kernel(out_ptr, BLOCK: tl.constexpr):
         low = tl.minimum(low + tl.sum(tl.load(out_ptr + offs)), 0)
 
 
-def run_copy(rows: int, columns: int, extra: int) -> None:
+def run_copy(rows: int, columns: int, extra: int) -> torch.Tensor:
     x, _ = poisoned_views([torch.ones(rows, columns), torch.full((rows, 2), float("nan"))], dim=1)
-    arguments = {"out_ptr": torch.empty(rows, columns), "x_ptr": x, "n": columns, "stride_t": x.stride(0)}
-    sanitizing_door(copy_kernel, (rows,), {**arguments, "extra": extra, "BLOCK": 8}, Config())
+    out = torch.zeros(rows, columns)
+    arguments = {"out_ptr": out, "x_ptr": x, "n": columns, "stride_t": x.stride(0), "extra": extra, "BLOCK": 8}
+    sanitizing_door(copy_kernel, (rows,), arguments, Config())
+    return out
 
 
-def test_a_clean_kernel_is_silent() -> None:
-    run_copy(3, 5, extra=0)
+def test_a_clean_kernel_is_silent_and_runs() -> None:
+    assert torch.equal(run_copy(3, 5, extra=0), torch.ones(3, 5))
 
 
 def test_the_gap_between_the_rows_of_a_view_is_outside_it() -> None:
