@@ -26,7 +26,7 @@ class VariantError(ValueError):
     """A variant file that breaks the rules of its op; the message names the file and the rule."""
 
 
-Kind = Literal["torch", "triton", "peer"]
+Kind = Literal["torch", "triton", "library"]
 
 
 def _supports_all(axes: Axes, device: DeviceFacts) -> str | None:
@@ -84,7 +84,7 @@ class Variant:
     def kind(self) -> Kind:
         if self.launch is not None:
             return "triton"
-        return "torch" if self.name == "torch" else "peer"
+        return "torch" if self.name == "torch" else "library"
 
     @property
     def kernels(self) -> dict[str, Any]:

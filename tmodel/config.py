@@ -73,7 +73,16 @@ class ModelConfig:
             "v_scale": False,
             "return_lse": False,
         }
+        qkv_width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        inputs = (self.hidden_size, self.num_heads * self.head_dim, self.intermediate_size)
+        outputs = (self.hidden_size, qkv_width, 2 * self.intermediate_size, self.vocab_size)
         return {
+            "matmul": {
+                "M": tokens,
+                "N": (min(outputs), max(outputs)),
+                "K": (min(inputs), max(inputs)),
+                "bias": (False, self.attention_bias),
+            },
             "rms_norm": {"T": tokens, "H": self.hidden_size},
             "add_rms_norm": {"T": tokens, "H": self.hidden_size},
             "qk_norm_rope": {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from tkernels import KernelSet
 from tmodel.batch import Batch
@@ -13,13 +13,16 @@ from tmodel.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """x[..., K] -> [..., N] with weight [N, K] and, where there is one, bias [N]."""
+    """x [T, K] -> [T, N] by the chosen matmul, with weight [N, K] and, where there is one, bias [N]."""
 
+    matmul: Callable[..., torch.Tensor]
     weight: torch.Tensor
     bias: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        if self.bias is None:
+            return self.matmul(x, self.weight)
+        return self.matmul(x, self.weight, bias=self.bias)
 
 
 class PagedAttention:

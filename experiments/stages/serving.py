@@ -41,11 +41,13 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
 def interleaved(servers: Sequence[Server], repeats: int, done: Callable[[], None]) -> list[list[Served]]:
     """Per server its rounds. One round of each server follows the other, so that a machine that slows down slows all.
 
-    A first round of each, which is not counted, warms up whatever is made on first use.
+    A first round of each, which is not counted, warms up whatever is made on first use. Every second time the order is
+    reversed: nobody's rounds all follow those of one other server, which leave their own state in caches and allocator.
     """
     rounds: list[list[Served]] = [[] for _ in servers]
     for index in range(repeats + 1):
-        for server, mine in zip(servers, rounds, strict=True):
+        order = list(zip(servers, rounds, strict=True))
+        for server, mine in order if index % 2 else reversed(order):
             served = server()
             if index:
                 mine.append(served)

@@ -154,9 +154,21 @@ def dequant_gemm(x: Tensor, weight: QuantizedWeight, *, bias: Tensor | None = No
     return (total if bias is None else total + bias.float()).to(x.dtype)
 
 
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    products = x.float().unsqueeze(1) * weight.float()  # [M, N, K]
+    return (chunked_sum(products, 3) + (0 if bias is None else bias.float())).to(x.dtype)
+
+
 REORDERED: dict[str, Callable[..., Any]] = {
-    f.__name__: f
-    for f in (rms_norm, add_rms_norm, qk_norm_rope, kv_scatter, paged_decode, paged_prefill, swiglu, dequant_gemm)
+    "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
+    "qk_norm_rope": qk_norm_rope,
+    "kv_scatter": kv_scatter,
+    "paged_decode": paged_decode,
+    "paged_prefill": paged_prefill,
+    "swiglu": swiglu,
+    "matmul": matmul,
+    "dequant_gemm": dequant_gemm,
 }
 
 

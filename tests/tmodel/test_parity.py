@@ -112,7 +112,16 @@ def test_float32_logits_are_those_of_transformers(tmp_path: Path, shape: str) ->
 
 def triton_arms() -> list[dict[str, str]]:
     """Choices without any `torch` kernel that between them use every Triton variant of every op of the model."""
-    ops = ("rms_norm", "add_rms_norm", "qk_norm_rope", "kv_scatter", "paged_decode", "paged_prefill", "swiglu")
+    ops = (
+        "rms_norm",
+        "add_rms_norm",
+        "qk_norm_rope",
+        "kv_scatter",
+        "paged_decode",
+        "paged_prefill",
+        "swiglu",
+        "matmul",
+    )
     variants = {op: [name for name in tkernels.OPS[op].variants if name != "torch"] for op in ops}
     num_arms = max(map(len, variants.values()))
     return [{op: names[i % len(names)] for op, names in variants.items()} for i in range(num_arms)]

@@ -43,15 +43,15 @@ class Qwen3:
         self.scale = config.head_dim**-0.5
         vocab_shape = (config.vocab_size, config.hidden_size)
         self.embedding = checkpoint.tensor("model.embed_tokens.weight", vocab_shape)
-        self.layers = [_layer(config, checkpoint, index) for index in range(config.num_layers)]
+        self.layers = [_layer(config, checkpoint, kernels, index) for index in range(config.num_layers)]
         self.final_norm = checkpoint.tensor("model.norm.weight", (config.hidden_size,))
         # A layer's second add_rms_norm is also the next layer's first norm, so it takes that layer's weight.
         self.next_norms = [*(layer.attention_norm for layer in self.layers[1:]), self.final_norm]
         if config.tie_word_embeddings:
             checkpoint.require_equal("lm_head.weight", self.embedding)
-            self.head = Linear(self.embedding)
+            self.head = Linear(kernels.matmul, self.embedding)
         else:
-            self.head = Linear(checkpoint.tensor("lm_head.weight", vocab_shape))
+            self.head = Linear(kernels.matmul, checkpoint.tensor("lm_head.weight", vocab_shape))
         table_dtype = torch.float64 if checkpoint.dtype == torch.float64 else torch.float32
         self.cos, self.sin = rotary_tables(
             config.rotary_dim, config.rope_theta, config.max_position_embeddings,
@@ -92,7 +92,7 @@ class Qwen3:
         return attention(q, k_cache, v_cache, layer.window).flatten(1)
 
 
-def _layer(config: ModelConfig, checkpoint: Checkpoint, index: int) -> Layer:
+def _layer(config: ModelConfig, checkpoint: Checkpoint, kernels: KernelSet, index: int) -> Layer:
     prefix = f"model.layers.{index}"
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -103,8 +103,9 @@ def _layer(config: ModelConfig, checkpoint: Checkpoint, index: int) -> Layer:
     def linear(names: list[str], widths: list[int], inputs: int, bias: bool = False) -> Linear:
         weight = checkpoint.fused([f"{prefix}.{name}.weight" for name in names], [(n, inputs) for n in widths])
         if not bias:
-            return Linear(weight)
-        return Linear(weight, checkpoint.fused([f"{prefix}.{name}.bias" for name in names], [(n,) for n in widths]))
+            return Linear(kernels.matmul, weight)
+        biases = checkpoint.fused([f"{prefix}.{name}.bias" for name in names], [(n,) for n in widths])
+        return Linear(kernels.matmul, weight, biases)
 
     qkv_names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
     return Layer(

@@ -90,11 +90,12 @@ def baseline(
     return_lse: bool = False,
 ) -> Any:
     """Gathers the pages of all sequences, padded to the longest possible context; attends to all at once, no sync."""
-    page = k_cache.shape[1]
+    page, longest = k_cache.shape[1], block_tables.shape[1] * k_cache.shape[1]
     if max_context_len is not None:
-        block_tables = block_tables[:, : max(1, -(-max_context_len // page))]
+        longest = min(longest, max(1, max_context_len))
+    block_tables = block_tables[:, : -(-longest // page)]
     if q.dtype.itemsize > 2 and not return_lse:
-        return _exact_decode(q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale, v_scale)
+        return _exact_decode(q, k_cache, v_cache, block_tables, context_lens, longest, scale, window, k_scale, v_scale)
     k = gather_context(k_cache, block_tables, context_lens)  # [B, L, Hkv, D]
     v = gather_context(v_cache, block_tables, context_lens)
     positions = torch.arange(k.shape[1], device=q.device)
@@ -115,6 +116,7 @@ def _exact_decode(
     v_cache: torch.Tensor,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
+    longest: int,
     scale: float,
     window: int | None,
     k_scale: torch.Tensor | None,
@@ -122,33 +124,34 @@ def _exact_decode(
 ) -> torch.Tensor:
     """fp32 and fp64 without a log-sum-exp: what a CPU engine runs in every layer of every step, so in few torch calls.
 
-    One core, 32 sequences of up to 60 tokens: 150 us, where `padded_attention` takes 200.
+    K is let go before V is gathered, so that V takes its memory, which the caches of the CPU still hold: over all
+    steps of 32 sequences that is 18.5 ms against 19.7 on one core.
     """
     (batch, heads, dim), (_, page, heads_kv, dim_v) = q.shape, v_cache.shape
-    keys, group = block_tables.shape[1] * page, heads // heads_kv
-    lens = context_lens.unsqueeze(1)
+    keys, group, lens = block_tables.shape[1] * page, heads // heads_kv, context_lens.unsqueeze(1)
     positions = torch.arange(keys, device=q.device)
-    live = positions < lens  # [B, L]
+    live = positions < lens  # [B, N*S]
     pages = (block_tables * live[:, ::page]).flatten()  # whatever a dead entry holds, it becomes page 0
-    k = k_cache.index_select(0, pages).view(batch, keys, heads_kv, dim)
-    v = v_cache.index_select(0, pages).view(batch, keys, heads_kv, dim_v)
-    zero_rows(v, live)  # their weights are 0, but what they hold may be NaN; a key's NaN is masked with its logit
     hidden = ~live if window is None else ~(live & (positions >= lens - window))
     scaled = q if k_scale is None else (q * k_scale.repeat_interleave(group).unsqueeze(-1)).to(q.dtype)
-    queries = (scaled * (scale * LOG2_E)).view(batch, heads_kv, group, dim)
-    logits = q.new_empty(heads_kv, batch, group, keys)
+    queries = (scaled * (scale * LOG2_E)).view(batch, heads_kv, group, dim).unbind(1)
     # One product per KV head, whose keys are strided: a product takes them as they are, a reshape would copy them.
-    for queries_h, k_h, logits_h in zip(queries.unbind(1), k.transpose(1, 3).unbind(2), logits, strict=True):
-        torch.bmm(queries_h, k_h, out=logits_h)  # [B, G, D] @ [B, D, L] -> [B, G, L]
-    logits.masked_fill_(hidden.unsqueeze(1), -math.inf)
-    # Of a context of 0 all logits are -inf: the finite bounds make its weights 0 and its output 0 / tiny.
+    k = k_cache.index_select(0, pages).view(batch, keys, heads_kv, dim)[:, :longest].transpose(1, 3).unbind(2)
+    # [B, G, D] @ [B, D, L] -> [B, Hq, L]
+    logits = torch.cat([torch.bmm(queries_h, k_h) for queries_h, k_h in zip(queries, k, strict=True)], dim=1)
+    del k
+    logits.masked_fill_(hidden[:, :longest].unsqueeze(1), -math.inf)
+    # Of a context of 0 all logits are -inf: the finite bounds make its weights 0 / tiny.
     finite = torch.finfo(q.dtype)
     weights = logits.sub_(logits.amax(dim=-1, keepdim=True).clamp_min_(finite.min)).exp2_()
-    out = q.new_empty(heads_kv, batch, group, dim_v)
-    for weights_h, v_h, out_h in zip(weights, v.unbind(2), out, strict=True):
-        torch.bmm(weights_h, v_h, out=out_h)  # [B, G, L] @ [B, L, Dv] -> [B, G, Dv]
-    out.div_(weights.sum(dim=-1, keepdim=True).clamp_min_(finite.tiny))
-    out = out.transpose(0, 1).reshape(batch, heads, dim_v)  # [Hkv, B, G, Dv] -> [B, Hq, Dv]
+    weights.div_(weights.sum(dim=-1, keepdim=True).clamp_min_(finite.tiny))
+    v = v_cache.index_select(0, pages).view(batch, keys, heads_kv, dim_v)
+    zero_rows(v, live)  # their weights are 0, but what they hold may be NaN; a key's NaN was masked with its logit
+    grouped = weights.view(batch, heads_kv, group, longest).unbind(1)
+    # [B, G, L] @ [B, L, Dv] -> [B, Hq, Dv]
+    out = torch.cat(
+        [torch.bmm(weights_h, v_h) for weights_h, v_h in zip(grouped, v[:, :longest].unbind(2), strict=True)], dim=1
+    )
     return out if v_scale is None else (out * v_scale.repeat_interleave(group).unsqueeze(-1)).to(out.dtype)
 
 

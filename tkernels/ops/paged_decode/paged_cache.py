@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tkernels.contract import Axes, Axis, Choice, Constraint, Int, dtype_axis
-from tkernels.inputs import KINDS, Draws, dtype_of, poison
+from tkernels.inputs import KINDS, Draws, dtype_of, on_grid, poison
 
 LAYOUTS = ("contiguous", "head_major", "fused", "padded")
 
@@ -218,7 +218,7 @@ def paged_inputs(
     # cancel to far less than its terms, and eps times its size would say nothing about how exact a kernel can be.
     shared = (draws.integers(0, 1, (heads, dim)) * 2 - 1).double().to(device)
     lift = dim**-0.25
-    q = _on_grid(_normal(draws, (rows, heads_q, dim), device) + lift * shared.repeat_interleave(heads_q // heads, 0))
+    q = on_grid(_normal(draws, (rows, heads_q, dim), device) + lift * shared.repeat_interleave(heads_q // heads, 0))
     q[sum(query_lens) :] = poison(dtype)
     free = draws.permutation(pool).to(torch.int32)
     tables = torch.full((len(context_lens), width), int(poison(torch.int32)), dtype=torch.int32)
@@ -234,7 +234,7 @@ def paged_inputs(
         if kind == "peaked" and length > 0:
             for position, level in _peaks(draws, length, query_lens[sequence], window, page):
                 k[position] += level * peak * shared
-        k = _on_grid(k)
+        k = on_grid(k)
         k[length:], v[length:] = poison(dtype), poison(dtype)
         k_cache[pages] = (k * amplitude).to(dtype).view(count, page, heads, dim)
         v_cache[pages] = (v * amplitude).to(dtype).view(count, page, heads, dim_v)
@@ -262,17 +262,8 @@ def _normal(draws: Draws, shape: tuple[int, ...], device: torch.device) -> torch
     return some.repeat(-(-count // _DRAWN_FLOATS))[:count].view(shape)
 
 
-def _on_grid(values: torch.Tensor) -> torch.Tensor:
-    """Multiples of 2**-8, so that fp32 sums of up to 256 of their products are exact in any order.
-
-    The few logits of a drawn case share their errors with a whole row of outputs. Left to the order of summation, those
-    would decide its rms error, by luck. Values are not rounded so: products that fall to tf32 show in them.
-    """
-    return values.mul_(256).round_().div_(256)
-
-
 def _head_scales(draws: Draws, heads: int, device: torch.device) -> torch.Tensor:
-    """1/2 or 1/4 for each head: powers of two keep the products exact, as _on_grid means to."""
+    """1/2 or 1/4 for each head: powers of two keep the products exact, as on_grid means to."""
     return (0.25 * 2.0 ** draws.integers(0, 1, (heads,))).float().to(device)
 
 

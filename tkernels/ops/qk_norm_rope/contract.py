@@ -60,24 +60,37 @@ def baseline(
     eps: float = 1e-6,
     interleaved: bool = False,
 ) -> None:
-    q_heads, width = q.shape[1:]
+    (tokens, q_heads, width), k_heads, half = q.shape, k.shape[1], cos.shape[-1]
     angle_cos = cos.index_select(0, positions).unsqueeze(1)  # [T, 1, R/2]
     angle_sin = sin.index_select(0, positions).unsqueeze(1)
-    half = cos.shape[-1]
     rotary = 2 * half
     one, two = (slice(0, rotary, 2), slice(1, rotary, 2)) if interleaved else (slice(0, half), slice(half, rotary))
     # [T, Hq + Hkv, D]: every call below serves queries and keys. As wide as the tables, and rounded once, when stored.
-    both = torch.cat((q, k), dim=1).to(cos.dtype)
+    together = _are_side_by_side(q, k)
+    heads = q.as_strided((tokens, q_heads + k_heads, width), q.stride()) if together else torch.cat((q, k), dim=1)
+    both = heads.to(cos.dtype)
     if q_weight is not None and k_weight is not None:
-        weights = torch.cat((q_weight.expand(q_heads, -1), k_weight.expand(k.shape[1], -1)))  # [Hq + Hkv, D]
+        weights = torch.cat((q_weight.expand(q_heads, -1), k_weight.expand(k_heads, -1)))  # [Hq + Hkv, D]
         both = F.rms_norm(both, (width,), None, eps) * weights
         if rotary < width:
-            q[..., rotary:], k[..., rotary:] = both[:, :q_heads, rotary:], both[:, q_heads:, rotary:]
+            heads[..., rotary:] = both[..., rotary:]
     first, second = both[..., one], both[..., two]  # [T, Hq + Hkv, R/2]
     rotated_first = (first * angle_cos).addcmul_(second, angle_sin, value=-1)
-    rotated_second = (second * angle_cos).addcmul_(first, angle_sin)
-    q[..., one], k[..., one] = rotated_first.split((q_heads, k.shape[1]), dim=1)
-    q[..., two], k[..., two] = rotated_second.split((q_heads, k.shape[1]), dim=1)
+    heads[..., two] = (second * angle_cos).addcmul_(first, angle_sin)
+    heads[..., one] = rotated_first
+    if not together:
+        q.copy_(heads[:, :q_heads])
+        k.copy_(heads[:, q_heads:])
+
+
+def _are_side_by_side(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether k's heads follow q's in memory, as in a fused QKV row: then one view holds both."""
+    return (
+        q.dtype == k.dtype
+        and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+        and q.stride() == k.stride()
+        and k.storage_offset() == q.storage_offset() + q.shape[1] * q.stride(1)
+    )
 
 
 def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
