@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from tkernels.batching import Batching
+
 Value = int | str | bool
 Axes = Mapping[str, Value]
 """Axis name -> value at one point: sizes as int, dtypes and enums by name, options as given (0 where absent)."""
@@ -268,6 +270,7 @@ class Contract:
     bytes_moved: each unique byte once. flops: by the usual counting (2 for a multiply-add).
     default: the variant chosen on CUDA when nothing was named.
     benchmarks: realistic points, by name.
+    batching: how its batch is taken apart; without one, `batch_invariant` cannot be tested.
     """
 
     name: str
@@ -283,6 +286,7 @@ class Contract:
     writes: tuple[str, ...] = ()
     constraints: tuple[Constraint, ...] = ()
     benchmarks: Mapping[str, Axes] = field(default_factory=dict)
+    batching: Batching | None = None
 
     def __post_init__(self) -> None:
         parameters = list(inspect.signature(self.reference).parameters)

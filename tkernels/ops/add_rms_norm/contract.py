@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Contract, Int, Output, Scalar, Tensor, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
 
@@ -85,4 +86,5 @@ CONTRACT = Contract(
         f"T={tokens},H={hidden}": {"T": tokens, "H": hidden, "activation": "bfloat16"}
         for tokens, hidden in ((1, 2560), (64, 2560), (4096, 2560), (8192, 4096))
     },
+    batching=row_batching("x", "residual"),
 )

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Output, Tensor, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight, QuantizedWeightArgument, dequantize, pack
@@ -114,4 +115,5 @@ CONTRACT = Contract(
         for tokens in (1, 16, 64, 128, 2048)
         for outputs, inputs in ((19456, 2560), (8192, 8192))
     },
+    batching=row_batching("x"),
 )

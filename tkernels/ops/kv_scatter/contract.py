@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Tensor, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of, poison, poisoned_views
 
@@ -190,4 +191,5 @@ CONTRACT = Contract(
         }
         for tokens in (1, 64, 4096)
     },
+    batching=row_batching("k", "v", caches=("k_cache", "v_cache"), slots="slots"),
 )

@@ -1,10 +1,12 @@
 """paged_decode: attention of one query token per sequence over keys and values in pages (Kwon et al., 2023)."""
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from tkernels.batching import Batching, Inputs, like_laid_out
 from tkernels.contract import Axes, Case, Contract, Int, Output, Scalar, Tensor
 from tkernels.inputs import Draws
 from tkernels.ops.paged_decode.paged_cache import (
@@ -15,6 +17,7 @@ from tkernels.ops.paged_decode.paged_cache import (
     SIZE_AXES,
     drawn_context_lens,
     gather_context,
+    looser,
     padded_attention,
     paged_inputs,
     zero_rows,
@@ -193,6 +196,21 @@ def _benchmark(sequences: int, context: int) -> Axes:
     return {**BENCHMARK_AXES, **sizes}
 
 
+def count_sequences(inputs: Inputs) -> int:
+    return int(inputs["context_lens"].shape[0])
+
+
+def take_sequences(inputs: Inputs, picks: Sequence[int]) -> dict[str, Any]:
+    """The batch of the picked sequences. One that comes twice shares its pages with itself."""
+    rows = torch.tensor(picks, dtype=torch.long, device=inputs["q"].device)
+    taken = {name: like_laid_out(inputs[name][rows], inputs[name]) for name in ("q", "block_tables", "context_lens")}
+    return {**inputs, **taken}
+
+
+def part_of_sequence(inputs: Inputs, results: Mapping[str, torch.Tensor], member: int) -> dict[str, torch.Tensor]:
+    return {name: result[member] for name, result in results.items()}
+
+
 CONTRACT = Contract(
     name="paged_decode",
     reference=reference,
@@ -221,4 +239,5 @@ CONTRACT = Contract(
         f"B={sequences},context={context}": _benchmark(sequences, context)
         for sequences, context in ((1, 1024), (1, 65536), (32, 4096), (64, 1024), (64, 8192))
     },
+    batching=Batching(count_sequences, take_sequences, part_of_sequence, looser),
 )

@@ -1,11 +1,13 @@
 """paged_prefill: causal attention of packed query chunks over keys and values in pages, on top of what is cached."""
 
 import math
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from tkernels.batching import Batching, Inputs, like_laid_out
 from tkernels.contract import Axes, Case, Choice, Contract, Int, Output, Scalar, Tensor
 from tkernels.inputs import Draws, poison
 from tkernels.ops.paged_decode.paged_cache import (
@@ -15,6 +17,7 @@ from tkernels.ops.paged_decode.paged_cache import (
     SIZE_AXES,
     drawn_context_lens,
     gather_context,
+    looser,
     padded_attention,
     paged_inputs,
 )
@@ -214,6 +217,27 @@ def _benchmark(sequences: int, chunk: int, context: int) -> Axes:
     return {**BENCHMARK_AXES, **sizes, "Hq": 32, "Hkv": 8, "causal": True}
 
 
+def count_sequences(inputs: Inputs) -> int:
+    return int(inputs["context_lens"].shape[0])
+
+
+def take_sequences(inputs: Inputs, picks: Sequence[int]) -> dict[str, Any]:
+    """The batch of the picked sequences, their query rows end to end, with as many rows of padding as before."""
+    q, starts = inputs["q"], inputs["cu_seqlens_q"].tolist()
+    spans = [range(starts[pick], starts[pick + 1]) for pick in picks]
+    rows = torch.tensor([row for span in (*spans, range(starts[-1], q.shape[0])) for row in span], dtype=torch.long)
+    picked = torch.tensor(picks, dtype=torch.long, device=q.device)
+    begins = torch.tensor([0, *(len(span) for span in spans)]).cumsum(0).to(torch.int32).to(q.device)
+    taken = {name: like_laid_out(inputs[name][picked], inputs[name]) for name in ("block_tables", "context_lens")}
+    cu_seqlens_q = like_laid_out(begins, inputs["cu_seqlens_q"])
+    return {**inputs, **taken, "q": like_laid_out(q[rows.to(q.device)], q), "cu_seqlens_q": cu_seqlens_q}
+
+
+def part_of_sequence(inputs: Inputs, results: Mapping[str, torch.Tensor], member: int) -> dict[str, torch.Tensor]:
+    first, last = inputs["cu_seqlens_q"][member : member + 2].tolist()
+    return {name: result[first:last] for name, result in results.items()}
+
+
 CONTRACT = Contract(
     name="paged_prefill",
     reference=reference,
@@ -256,4 +280,5 @@ CONTRACT = Contract(
             (1, 16384, 16384),
         )
     },
+    batching=Batching(count_sequences, take_sequences, part_of_sequence, looser),
 )

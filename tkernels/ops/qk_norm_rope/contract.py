@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Scalar, Tensor, dtype_axis
 from tkernels.inputs import KINDS, Draws, dtype_of, poison, poisoned_views
 
@@ -201,4 +202,5 @@ CONTRACT = Contract(
         }
         for tokens in (1, 64, 4096)
     },
+    batching=row_batching("q", "k", "positions"),
 )

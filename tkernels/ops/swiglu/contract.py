@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Contract, Int, Output, Tensor, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
 
@@ -67,4 +68,5 @@ CONTRACT = Contract(
         f"T={tokens},I={width}": {"T": tokens, "I": width, "activation": "bfloat16"}
         for tokens, width in ((1, 9728), (64, 9728), (4096, 9728), (8192, 14336))
     },
+    batching=row_batching("gate_up"),
 )
