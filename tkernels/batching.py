@@ -41,17 +41,17 @@ def like_laid_out(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     The order of the dims in memory, the gaps between rows, and where the first element lies within 16 stay: a launch
     compiles for the alignment of pointers and strides, and only the batch is to differ.
     """
-    order = sorted(range(like.dim()), key=lambda dim: like.stride()[dim], reverse=True)
-    if order[:1] == [0] or like.dim() == 1:
-        strides = list(like.stride())
-    else:  # a head-major view: its outer strides are multiples of the number of rows
-        strides, step = [1] * like.dim(), 1
-        for dim in reversed(order):
-            strides[dim], step = step, step * rows.shape[dim]
+    shape, before = rows.shape, like.stride()
+    strides = list(before)
+    row_span = 1 + sum((n - 1) * stride for n, stride in zip(shape[1:], before[1:], strict=True))
+    if before[0] < row_span:  # a head-major view: the rows lie inside the heads, whose stride follows from their number
+        step = 1
+        for dim in sorted(range(len(shape)), key=lambda dim: (before[dim], dim > 0)):
+            strides[dim], step = step, step * shape[dim]
     start = like.storage_offset() % 16
-    span = 1 + sum((n - 1) * stride for n, stride in zip(rows.shape, strides, strict=True)) if rows.numel() else 0
+    span = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if rows.numel() else 0
     storage = torch.full((start + span + 16,), poison(rows.dtype), dtype=rows.dtype, device=rows.device)
-    return storage.as_strided(rows.shape, strides, start).copy_(rows)
+    return storage.as_strided(shape, strides, start).copy_(rows)
 
 
 def row_batching(*names: str, caches: Sequence[str] = (), slots: str | None = None) -> Batching:
