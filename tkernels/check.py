@@ -106,6 +106,9 @@ def check_case(variant: Variant, case: Case, config: Config | None = None, door:
                 if tensor is not None:
                     tensor.fill_(poison(tensor.dtype))
             Kernel(variant, NEAREST, {}, door or default_door()).launch_into(outputs, mine, axes, device, facts, config)
+            if left := variant.zeroed.not_zero():
+                variant.zeroed.clear()
+                return result("wrong", f"the launch did not leave its zeroed workspace at zero: {', '.join(left)}")
         else:
             assert variant.function is not None
             results = unpack(variant.function(**mine))

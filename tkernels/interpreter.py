@@ -1,9 +1,10 @@
-"""Makes Triton's interpreter truthful about bf16, and gives the sanitizers a place to stand.
+"""Makes Triton's interpreter truthful about bf16 and fp8 (e4m3), and gives the sanitizers a place to stand.
 
 Measured with Triton 3.6 and 3.7: the interpreter keeps bf16 as raw 16-bit patterns, so arithmetic on them is silently
 wrong, and its fp32 -> bf16 cast truncates where a GPU rounds to nearest even, which doubles a correct kernel's error.
 The patch rounds, and turns bf16 arithmetic into an error: a kernel widens to fp32 first (`tl.dot` through
-`language.dot`).
+`language.dot`). Casts to e4m3 go wrong in one of twelve normal values (they round ties up and lose the carry into the
+exponent), and an e4m3 NaN is read as 480: those two casts are replaced.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,6 +29,42 @@ def round_to_bf16(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), quiet, rounded)
 
 
+_E4M3_LARGEST = 0x7E  # 448; the code after it is NaN, and there is no infinity
+
+
+def round_to_e4m3(values: np.ndarray) -> np.ndarray:
+    """Floats [...] -> fp8 e4m3 codes [...] as uint8, rounded to nearest, ties to even; NaN beyond what rounds to 448.
+
+    GPUs differ in what they make of larger values (NVIDIA's saturate): a kernel that means 448 clamps.
+    """
+    wide = np.asarray(values, dtype=np.float64)
+    size = np.where(np.isfinite(wide), np.abs(wide), 0.0)
+    # -6 is the smallest normal value's exponent, whose spacing the subnormals and 0 share.
+    exponent = np.frexp(np.maximum(size, 2.0**-6))[1] - 1
+    steps = np.rint(np.ldexp(size, 3 - exponent))  # 8 to 16 for a normal value, 0 to 8 for a subnormal one
+    code = np.minimum((exponent + 6) * 8 + steps, 0x7F)  # 16 steps carry into the exponent
+    code = np.where(np.isfinite(wide), code, 0x7F).astype(np.uint8)
+    return code | (np.signbit(wide).astype(np.uint8) << 7)
+
+
+def _e4m3_values() -> np.ndarray:
+    """What each of the 256 codes means, fp32."""
+    codes = np.arange(128)
+    exponent, mantissa = codes >> 3, codes & 7
+    values = np.where(exponent > 0, np.ldexp(8.0 + mantissa, exponent - 10), np.ldexp(1.0 * mantissa, -9))
+    values[_E4M3_LARGEST + 1] = np.nan
+    return np.concatenate([values, -values]).astype(np.float32)
+
+
+_E4M3_VALUES = _e4m3_values()
+
+
+def _as_float(handle: Any) -> np.ndarray:
+    if handle.dtype.scalar == tl.bfloat16:
+        return (handle.data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return np.asarray(handle.data)
+
+
 def install() -> None:
     """Patches the interpreter of this process. Called once, when tkernels is imported in an interpreting process."""
     builder = triton_interpreter.InterpreterBuilder
@@ -41,6 +78,11 @@ def install() -> None:
 
     def rounding_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
         to_nearest = rounding_mode is None or "RTNE" in str(rounding_mode)
+        if src.dtype.scalar == tl.float8e4nv:
+            wide = triton_interpreter.TensorHandle(_E4M3_VALUES[src.data], tl.float32)
+            return wide if dst_type.scalar == tl.float32 else rounding_cast(self, wide, dst_type)
+        if to_nearest and dst_type.scalar == tl.float8e4nv:
+            return triton_interpreter.TensorHandle(round_to_e4m3(_as_float(src)), tl.float8e4nv)
         if to_nearest and src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
             return triton_interpreter.TensorHandle(round_to_bf16(src.data), tl.bfloat16)
         return fp_to_fp(self, src, dst_type, rounding_mode)

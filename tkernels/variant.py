@@ -13,7 +13,7 @@ import torch
 from tkernels.config import Config
 from tkernels.contract import Axes, Contract, ContractError
 from tkernels.device import DeviceFacts, device_facts
-from tkernels.launch import Buffer
+from tkernels.launch import Buffer, ZeroedBuffers
 from tkernels.mode import unavailable_reason
 from tkernels.source_hash import is_jit, source_hash
 
@@ -73,6 +73,7 @@ class Variant:
     file: Path = field(default_factory=Path)
     _contract: Contract | None = field(default=None, repr=False)
     module: ModuleType | None = field(default=None, repr=False, compare=False)
+    zeroed: ZeroedBuffers = field(default_factory=ZeroedBuffers, init=False, repr=False, compare=False)
 
     @property
     def contract(self) -> Contract:

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tkernels.interpreter import round_to_bf16
+from tkernels.interpreter import round_to_bf16, round_to_e4m3
 from tkernels.language import dot
 
 
@@ -41,6 +41,12 @@ def cast_kernel(out_ptr, x_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def convert_kernel(out_ptr, x_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs).to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
 def implicit_cast_kernel(out_ptr, x_ptr, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
     tl.store(out_ptr + offs, tl.load(x_ptr + offs))
@@ -69,6 +75,31 @@ def test_a_kernels_cast_to_bf16_rounds_as_a_gpu_does() -> None:
         kernel[(1,)](out, x, **sizes)
         n = min(100, sizes["BLOCK"])
         assert torch.equal(out[:n], x[:n].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_fp8_code_is_read_as_torch_reads_it(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    out = torch.zeros(256, dtype=dtype)
+    convert_kernel[(1,)](out, codes, BLOCK=256)
+    torch.testing.assert_close(out, codes.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_kernels_cast_to_fp8_rounds_to_nearest_even(dtype: torch.dtype) -> None:
+    exact = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (exact[1:] + exact[:-1]) / 2
+    x = torch.cat([exact, ties, ties * (1 + 2.0**-7), ties * (1 - 2.0**-7), torch.randn(3) * 100])
+    x = torch.cat([x, -x]).to(dtype)
+    x = torch.cat([x, x.new_zeros(2048 - x.numel())])
+    out = torch.zeros(2048, dtype=torch.float8_e4m3fn)
+    convert_kernel[(1,)](out, x, BLOCK=2048)
+    assert torch.equal(out.view(torch.uint8), x.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_what_fp8_cannot_hold_becomes_nan_so_that_a_missing_clamp_shows() -> None:
+    codes = round_to_e4m3(np.array([448.0, 464.0, 464.1, 1e30, np.inf, -np.inf, np.nan]))
+    assert [int(code) & 0x7F for code in codes] == [0x7E, 0x7E, 0x7F, 0x7F, 0x7F, 0x7F, 0x7F]
 
 
 def test_bf16_arithmetic_is_refused_instead_of_computed_on_bit_patterns() -> None:
