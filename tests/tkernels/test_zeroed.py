@@ -1,4 +1,4 @@
-"""Zeroed workspaces: one per stream and shape, zero before every launch, and a launch that leaves it otherwise fails."""
+"""Zeroed workspaces: kept, zero before every launch; a launch that leaves one otherwise fails its check."""
 
 from pathlib import Path
 
