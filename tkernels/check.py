@@ -164,17 +164,19 @@ def _judge_all(
     # rounds after every operation, so no right baseline is much worse than it.
     stepwise = _results(contract, clone_inputs(arguments), contract.reference)
     verdicts: dict[str, Verdict] = {}
-    for name, expected in oracle.items():
+    for name, exact in oracle.items():
+        expected = exact.double()
         natural = judge(baseline[name], expected, stepwise[name], BASELINE_SLACK)
         if not natural.ok:
             return {name: natural}, f"the baseline itself is wrong in {name!r}: {natural.reason}"
         verdict = natural if variant.kind == "torch" else judge(got[name], expected, baseline[name])
         if verdict.ok and name in contract.writes:
-            untouched = (expected == original[name]) | (torch.isnan(expected) & torch.isnan(original[name]))
-            moved = untouched & (got[name].double() != original[name]) & ~torch.isnan(original[name])
+            start, end = original[name].double(), got[name].double()
+            untouched = (expected == start) | (torch.isnan(expected) & torch.isnan(start))
+            moved = untouched & (end != start) & ~torch.isnan(start)
             if moved.any():
                 index = tuple(int(i) for i in moved.nonzero()[0])
-                wanted, found = float(original[name][index]), float(got[name].double()[index])
+                wanted, found = float(start[index]), float(end[index])
                 verdict = Verdict(False, math.inf, None, index, wanted, found, "an element that must stay was changed")
         verdicts[name] = verdict
     return verdicts, ""

@@ -118,8 +118,15 @@ def clone_inputs(inputs: Mapping[str, Any], device: torch.device | None = None) 
 
 
 def widened(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The already rounded inputs in float64: what the oracle computes on."""
-    return map_tensors(inputs, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor.clone())
+    """The already rounded inputs in float64: what the oracle computes on.
+
+    fp8 stays fp8: nothing computes in it, so a definition converts what it reads and says how it rounds what it writes.
+    """
+
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.double() if tensor.is_floating_point() and tensor.element_size() > 1 else tensor.clone()
+
+    return map_tensors(inputs, wide)
 
 
 def outside_views(tensors: Mapping[str, Any], names: Sequence[str]) -> dict[int, torch.Tensor]:

@@ -70,6 +70,7 @@ def kv_scatter(
             for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
                 row = x[token].float()
                 row = row if scale is None else row * (1 / scale).unsqueeze(-1)  # a reciprocal instead of a division
+                row = row.float().clamp(-448, 448) if cache.element_size() == 1 else row  # fp8 saturates
                 cache[slot // size, slot % size] = row.to(cache.dtype)
 
 
@@ -99,7 +100,7 @@ def attend(
     length, query_heads, _ = q.shape
     size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     pages = table[: -(-context // size)].long()
-    k, v = (cache[pages].flatten(0, 1)[:context] for cache in (k_cache, v_cache))  # [context, Hkv, D]
+    k, v = (cache[pages].to(q.dtype).flatten(0, 1)[:context] for cache in (k_cache, v_cache))  # [context, Hkv, D]
     position = torch.arange(length)[:, None] + context - length
     key = torch.arange(context)[None, :]
     visible = (key <= position) if causal else torch.ones(length, context, dtype=torch.bool)

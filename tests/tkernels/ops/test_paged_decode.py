@@ -104,6 +104,16 @@ def test_lse_is_a_natural_logarithm_of_weights_that_sum_to_one(variant: str) -> 
         torch.testing.assert_close(weights.sum(-1), torch.ones(6, dtype=torch.float64), rtol=2e-6, atol=0)
 
 
+@pytest.mark.parametrize("variant", list(OPS["paged_decode"].variants))
+def test_an_fp8_cache_is_the_same_as_its_values_times_their_scales_in_a_wider_one(variant: str) -> None:
+    inputs = case_with_contexts((72, 1, 17), kv="float8_e4m3fn", k_scale=True, v_scale=True).inputs
+    wide = dict(inputs)
+    for name, scale in (("k_cache", "k_scale"), ("v_cache", "v_scale")):  # powers of two: the products are exact
+        wide[name], wide[scale] = inputs[name].float() * inputs[scale][:, None], None
+    decode = OPS["paged_decode"].variants[variant]
+    torch.testing.assert_close(decode(**inputs), decode(**wide), rtol=2e-6, atol=2e-6)
+
+
 def test_gathered_rows_past_a_context_are_zero_whatever_the_cache_holds() -> None:
     cache = torch.full((3, 4, 1, 16), float("nan"))
     cache[2] = 1.0
@@ -129,7 +139,7 @@ def test_cost_counts_what_is_visible_once() -> None:
         ({"scale": 0.0}, "'scale' must be at least"),
         ({"max_context_len": -1}, "'max_context_len' must be at least 0"),
         ({"q": torch.zeros(3, 5, 32)}, "Hq % Hkv == 0 does not hold"),
-        ({"q": torch.zeros(3, 6, 32, dtype=torch.bfloat16)}, "kv == activation does not hold"),
+        ({"q": torch.zeros(3, 6, 32, dtype=torch.bfloat16)}, "kv == activation or kv == 'float8_e4m3fn' does not hold"),
         ({"context_lens": torch.zeros(3, dtype=torch.int64)}, "'context_lens' must be int32"),
         ({"k_scale": torch.ones(6)}, "'k_scale' gives Hkv = 6, but Hkv = 2"),
     ],

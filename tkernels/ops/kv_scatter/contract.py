@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from tkernels.batching import row_batching
-from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Tensor, dtype_axis
+from tkernels.contract import Axes, Case, Choice, Contract, Int, Tensor, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of, poison, poisoned_views
+from tkernels.ops.paged_decode.paged_cache import KV_DTYPE, as_bits
 
 
 def reference(
@@ -24,7 +25,8 @@ def reference(
     Args:
         k: [T, Hkv, D], any float dtype, free token and head strides (a view of a fused QKV row).
         v: [T, Hkv, Dv], as k.
-        k_cache: [P, S, Hkv, D] pages of S slots, dtype of k, free page, slot and head strides (head-major). Written.
+        k_cache: [P, S, Hkv, D] pages of S slots, dtype of k or fp8 (e4m3fn: rounded to nearest even, and what is larger
+            than 448 becomes 448), free page, slot and head strides (head-major). Written.
         v_cache: [P, S, Hkv, Dv], as k_cache. Written.
         slots: [T] int64: page * S + offset, or -1 for a row to skip (padding). The others are distinct and less than
             P * S. Not checked: that would wait for the device.
@@ -37,7 +39,12 @@ def reference(
     pages, offsets = slots[kept] // page_size, slots[kept] % page_size
     for rows, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         values = rows[kept] if scale is None else rows[kept] / scale.unsqueeze(-1)  # [kept, Hkv, D]
-        cache[pages, offsets] = values.to(cache.dtype)
+        as_bits(cache)[pages, offsets] = as_bits(stored(values, cache.dtype))
+
+
+def stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values as the cache keeps them: rounded, and for fp8 saturated first."""
+    return (values.clamp(-448.0, 448.0) if dtype == torch.float8_e4m3fn else values).to(dtype)
 
 
 def baseline(
@@ -58,7 +65,8 @@ def baseline(
         k, v, slots = k[kept], v[kept], slots[kept]
     page_size = k_cache.shape[1]
     for rows, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
-        values = rows if scale is None else (rows / scale.unsqueeze(-1)).to(cache.dtype)
+        values = as_bits(stored(rows if scale is None else rows / scale.unsqueeze(-1), cache.dtype))
+        cache = as_bits(cache)
         if cache.stride(0) == page_size * cache.stride(1):  # slots lie evenly: 3 us, where two indices take 5
             cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, values)
         else:
@@ -87,13 +95,15 @@ def scatter_without_sync(
     any_kept = kept.any().view(1, 1, 1)
     pages, offsets = targets // k_cache.shape[1], targets % k_cache.shape[1]
     for rows, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
-        values = rows[source] if scale is None else (rows[source] / scale.unsqueeze(-1)).to(cache.dtype)
+        values = rows[source] if scale is None else rows[source] / scale.unsqueeze(-1)
+        values, cache = as_bits(stored(values, cache.dtype)), as_bits(cache)
         cache[pages, offsets] = torch.where(any_kept, values, cache[pages, offsets])
 
 
 def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     draws = Draws(seed, device)
-    tokens, heads, dtype = int(axes["T"]), int(axes["Hkv"]), dtype_of(axes["activation"])
+    tokens, heads = int(axes["T"]), int(axes["Hkv"])
+    dtype, kv_dtype = dtype_of(axes["activation"]), dtype_of(axes["kv"])
     pages, page_size = int(axes["P"]), int(axes["S"])
     dims = {"k": int(axes["D"]), "v": int(axes["Dv"])}
     k, v = (draws.normal((tokens, heads, dim), dtype, axes["values"]) for dim in dims.values())
@@ -108,7 +118,8 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     rows = draws.permutation(tokens)[:count]
     slots[rows] = draws.permutation(pages * page_size)[:count]
     caches = [
-        torch.full((pages, page_size, heads, dim), poison(dtype), dtype=dtype, device=device) for dim in dims.values()
+        torch.full((pages, page_size, heads, dim), poison(kv_dtype), dtype=kv_dtype, device=device)
+        for dim in dims.values()
     ]
     if axes["cache_layout"] == "joint":
         caches = poisoned_views(caches, dim=-1)
@@ -127,7 +138,8 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
 def bytes_moved(case: Case) -> int:
     k, v, slots = case.inputs["k"], case.inputs["v"], case.inputs["slots"]
     kept = int((slots >= 0).sum())
-    rows = 2 * kept * k.shape[1] * (k.shape[2] + v.shape[2]) * k.element_size()
+    moved = k.element_size() + case.inputs["k_cache"].element_size()  # read and written
+    rows = kept * k.shape[1] * (k.shape[2] + v.shape[2]) * moved
     scales = sum(4 * k.shape[1] for name in ("k_scale", "v_scale") if case.inputs[name] is not None)
     return int(rows + 8 * slots.numel() + scales)
 
@@ -150,7 +162,7 @@ CONTRACT = Contract(
         Int("P", 1, 2**31 - 1, (1, 2, 3), "pages in the cache"),
         Int("S", 1, 65536, (1, 2, 3, 16), "slots in a page"),
         dtype_axis("activation"),
-        dtype_axis("kv"),
+        dtype_axis("kv", "float8_e4m3fn"),
         Choice("k_scale", (False, True)),
         Choice("v_scale", (False, True)),
         Choice("layout", (*LAYOUTS, "fused"), "of k and v"),
@@ -158,7 +170,7 @@ CONTRACT = Contract(
         Choice("skipped", ("none", "some", "all"), "rows whose slot is -1"),
         Choice("values", KINDS),
     ),
-    constraints=(Constraint("kv == activation"),),
+    constraints=(KV_DTYPE,),
     arguments={
         "k": Tensor("T Hkv D", "activation"),
         "v": Tensor("T Hkv Dv", "activation"),

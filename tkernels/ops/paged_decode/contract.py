@@ -20,6 +20,7 @@ from tkernels.ops.paged_decode.paged_cache import (
     looser,
     padded_attention,
     paged_inputs,
+    select_pages,
     zero_rows,
 )
 
@@ -42,8 +43,8 @@ def reference(
 
     Args:
         q: [B, Hq, D], any float dtype. Hq is a multiple of Hkv; query heads h*G .. h*G+G-1 share KV head h.
-        k_cache: [P, S, Hkv, D], as q; S, the page size, is a power of two.
-        v_cache: [P, S, Hkv, Dv], as q.
+        k_cache: [P, S, Hkv, D], as q or fp8 (e4m3fn); S, the page size, is a power of two.
+        v_cache: [P, S, Hkv, Dv], as k_cache.
         block_tables: [B, N] int32; entry i is the page of tokens i*S .. i*S+S-1. Those past ceil(context / S) are
             undefined.
         context_lens: [B] int32, tokens in the cache, this step's included, at most N*S. 0 gives zeros.
@@ -67,8 +68,8 @@ def reference(
             continue
         pages = block_tables[sequence, : -(-length // page)]
         first = max(length - window, 0) if window else 0
-        k = k_cache[pages].flatten(0, 1)[first:length]  # [keys, Hkv, D]
-        v = v_cache[pages].flatten(0, 1)[first:length]
+        k = select_pages(k_cache, pages, q.dtype).flatten(0, 1)[first:length]  # [keys, Hkv, D]
+        v = select_pages(v_cache, pages, q.dtype).flatten(0, 1)[first:length]
         k = k if k_scale is None else (k * k_scale[:, None]).to(k.dtype)
         v = v if v_scale is None else (v * v_scale[:, None]).to(v.dtype)
         queries = (q[sequence] * scale).view(heads_kv, -1, dim)  # [Hkv, G, D]
@@ -99,8 +100,8 @@ def baseline(
     block_tables = block_tables[:, : -(-longest // page)]
     if q.dtype.itemsize > 2 and not return_lse:
         return _exact_decode(q, k_cache, v_cache, block_tables, context_lens, longest, scale, window, k_scale, v_scale)
-    k = gather_context(k_cache, block_tables, context_lens)  # [B, L, Hkv, D]
-    v = gather_context(v_cache, block_tables, context_lens)
+    k = gather_context(k_cache, block_tables, context_lens).to(q.dtype)  # [B, L, Hkv, D]
+    v = gather_context(v_cache, block_tables, context_lens).to(q.dtype)
     positions = torch.arange(k.shape[1], device=q.device)
     # A context of 0 sees its first row, which was gathered as zeros, so that its result is zero and not NaN.
     visible = positions < context_lens[:, None].clamp_min(1)
@@ -139,7 +140,7 @@ def _exact_decode(
     scaled = q if k_scale is None else (q * k_scale.repeat_interleave(group).unsqueeze(-1)).to(q.dtype)
     queries = (scaled * (scale * LOG2_E)).view(batch, heads_kv, group, dim).unbind(1)
     # One product per KV head, whose keys are strided: a product takes them as they are, a reshape would copy them.
-    k = k_cache.index_select(0, pages).view(batch, keys, heads_kv, dim)[:, :longest].transpose(1, 3).unbind(2)
+    k = select_pages(k_cache, pages, q.dtype).view(batch, keys, heads_kv, dim)[:, :longest].transpose(1, 3).unbind(2)
     # [B, G, D] @ [B, D, L] -> [B, Hq, L]
     logits = torch.cat([torch.bmm(queries_h, k_h) for queries_h, k_h in zip(queries, k, strict=True)], dim=1)
     del k
@@ -148,7 +149,7 @@ def _exact_decode(
     finite = torch.finfo(q.dtype)
     weights = logits.sub_(logits.amax(dim=-1, keepdim=True).clamp_min_(finite.min)).exp2_()
     weights.div_(weights.sum(dim=-1, keepdim=True).clamp_min_(finite.tiny))
-    v = v_cache.index_select(0, pages).view(batch, keys, heads_kv, dim_v)
+    v = select_pages(v_cache, pages, q.dtype).view(batch, keys, heads_kv, dim_v)
     zero_rows(v, live)  # their weights are 0, but what they hold may be NaN; a key's NaN was masked with its logit
     grouped = weights.view(batch, heads_kv, group, longest).unbind(1)
     # [B, G, L] @ [B, L, Dv] -> [B, Hq, Dv]
@@ -191,9 +192,10 @@ def flops(case: Case) -> int:
     return 2 * heads * (dim + int(case.inputs["v_cache"].shape[-1])) * visible_keys(case)
 
 
-def _benchmark(sequences: int, context: int) -> Axes:
+def _benchmark(sequences: int, context: int, kv: str = "bfloat16") -> Axes:
     sizes = {"B": sequences, "S": 16, "N": context // 16, "P": sequences * context // 16, "Hq": 32, "Hkv": 8}
-    return {**BENCHMARK_AXES, **sizes}
+    scaled = kv == "float8_e4m3fn"
+    return {**BENCHMARK_AXES, **sizes, "kv": kv, "k_scale": scaled, "v_scale": scaled}
 
 
 def count_sequences(inputs: Inputs) -> int:
@@ -238,6 +240,7 @@ CONTRACT = Contract(
     benchmarks={
         f"B={sequences},context={context}": _benchmark(sequences, context)
         for sequences, context in ((1, 1024), (1, 65536), (32, 4096), (64, 1024), (64, 8192))
-    },
+    }
+    | {"B=64,context=8192,kv=fp8": _benchmark(64, 8192, "float8_e4m3fn")},
     batching=Batching(count_sequences, take_sequences, part_of_sequence, looser),
 )

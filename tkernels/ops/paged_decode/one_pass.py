@@ -11,6 +11,7 @@ import triton.language as tl
 
 from tkernels import Config, Run, Variant
 from tkernels.language import dot
+from tkernels.ops.paged_decode.paged_cache import unsupported_kv
 
 # Page ids are loaded a stage before the keys that wait for them, so two stages more are one block of keys more in
 # flight: for sm_90 at D 128, 64 keys take 38 KB of shared memory with 3 or 4 stages, 71 KB with 5 or 6, 103 KB with 7.
@@ -76,6 +77,7 @@ def attend_keys(
         v = tl.load(v_rows[:, None] + offs_dv[None, :], mask=live[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0)
         # [BLOCK_H, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_H, BLOCK_N], scaled only once the maximum is subtracted: the
         # weights that count come from small differences, which lose nothing to the size of the logits.
+        k, v = k.to(q.dtype), v.to(q.dtype)  # of an fp8 cache: what was loaded is a byte an element
         qk = dot(q, tl.trans(k), tl.zeros([BLOCK_H, BLOCK_N], tl.float32))
         qk = tl.where(live[None, :], qk, float("-inf"))
         m_new = tl.maximum(m, tl.max(qk, axis=1))
@@ -241,6 +243,7 @@ VARIANT = Variant(
     wins="sequences x KV heads alone fill the device (at 8 KV heads, some 32 sequences)",
     launch=launch,
     configs=CONFIGS,
+    supports=unsupported_kv,
     limits={"BLOCK_N": (16, 256)},  # a tensor core's tile has 16 keys at least
     default={
         "": Config(BLOCK_N=32, num_warps=4, num_stages=5),  # two programs to 100 KB of shared memory

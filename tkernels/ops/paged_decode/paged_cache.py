@@ -12,14 +12,19 @@ import torch.nn.functional as F
 
 from tkernels.batching import Inputs, like_laid_out
 from tkernels.contract import Axes, Axis, Choice, Constraint, Int, dtype_axis
+from tkernels.device import DeviceFacts
 from tkernels.inputs import KINDS, Draws, dtype_of, on_grid, poison
 
 LAYOUTS = ("contiguous", "head_major", "fused", "padded")
 
-# Powers of two, so that scaling the scale back is exact: the logits stay ordinary while q.k leaves fp16's range.
+# Powers of two, so that scaling the scale back is exact: the logits stay ordinary while q.k leaves fp16's range. fp8
+# has 448 as its largest value and 2**-6 as its smallest normal one.
 _AMPLITUDE = {"ordinary": 1.0, "huge": 128.0, "tiny": 2.0**-10, "peaked": 1.0}
+_FP8_AMPLITUDE = {**_AMPLITUDE, "huge": 64.0, "tiny": 2.0**-6}
 
 _DRAWN_FLOATS = 1 << 20  # beyond this many, values repeat: a benchmark's gigabytes need not all be drawn
+
+KV_DTYPE = Constraint("kv == activation or kv == 'float8_e4m3fn'")
 
 SIZE_AXES: tuple[Axis, ...] = (
     Choice(
@@ -33,7 +38,7 @@ SIZE_AXES: tuple[Axis, ...] = (
     Int("D", 16, 256, (16, 32, 64, 80, 96, 100, 256, 128), "head size of queries and keys"),
     Int("Dv", 16, 256, (16, 32, 64, 80, 96, 100, 256, 128), "head size of values"),
     dtype_axis("activation"),
-    dtype_axis("kv"),
+    dtype_axis("kv", "float8_e4m3fn"),
 )
 
 OPTION_AXES: tuple[Axis, ...] = (
@@ -49,7 +54,7 @@ OPTION_AXES: tuple[Axis, ...] = (
 CONSTRAINTS = (
     Constraint("S & (S - 1) == 0"),
     Constraint("Hq % Hkv == 0"),
-    Constraint("kv == activation"),
+    KV_DTYPE,
     # Draws alone have `lengths`, so these bound what is drawn and not what may be called.
     Constraint("lengths == 'full' or 48 <= N * S <= 320"),
     Constraint("lengths == 'full' or P * S <= 4096"),
@@ -73,8 +78,30 @@ BENCHMARK_AXES: Axes = {
 """What every benchmark point has in common: Qwen3's and Llama's head size, contexts as long as the table is wide."""
 
 
+def unsupported_kv(axes: Axes, device: DeviceFacts) -> str | None:
+    """Why a Triton kernel cannot read or write this cache's dtype on a device, or None where it can."""
+    if axes["kv"] != "float8_e4m3fn":
+        return None
+    if device.arch in ("sm_80", "sm_86"):
+        return f"Triton converts e4m3 from sm_89 on; this is {device.arch}"
+    if device.arch.startswith("gfx9"):
+        return f"e4m3fn is not {device.arch}'s own fp8, which is e4m3fnuz"
+    return None
+
+
+def as_bits(cache: torch.Tensor) -> torch.Tensor:
+    """An fp8 cache as bytes, which every torch operation can move; any other cache as it is."""
+    return cache.view(torch.uint8) if cache.element_size() == 1 else cache
+
+
+def select_pages(cache: torch.Tensor, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The pages [n] of a cache [P, S, H, D], contiguous, in a dtype that computes: [n, S, H, D]."""
+    return as_bits(cache).index_select(0, pages).view(cache.dtype).to(dtype)
+
+
 def gather_context(cache: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor) -> torch.Tensor:
-    """The cached rows of each sequence, in order, zeros past its context: [P, S, H, D] -> [B, N*S, H, D], contiguous.
+    """The cached rows of each sequence, in order, zeros past its context: [P, S, H, D] -> [B, N*S, H, D], contiguous,
+    of the cache's dtype.
 
     Nothing is read through a table entry past the context, and no value past it comes through, NaN included.
     """
@@ -82,16 +109,16 @@ def gather_context(cache: torch.Tensor, block_tables: torch.Tensor, context_lens
     positions = torch.arange(width * page_size, device=cache.device)
     live = positions < context_lens[:, None]  # [B, N*S]
     pages = torch.where(live[:, ::page_size], block_tables, 0)
-    rows = cache.index_select(0, pages.flatten()).view(sequences, width * page_size, heads * dim)
+    rows = as_bits(cache).index_select(0, pages.flatten()).view(sequences, width * page_size, heads * dim)
     zero_rows(rows, live)
-    return rows.view(sequences, width * page_size, heads, dim)
+    return rows.view(cache.dtype).view(sequences, width * page_size, heads, dim)
 
 
 def zero_rows(rows: torch.Tensor, live: torch.Tensor) -> None:
     """Writes zeros, over NaN too, to the rows [B, L, ...] that `live` [B, L] does not name. `rows` is contiguous."""
     # Zeroing bits: NaN * 0 is NaN, and masked_fill with a broadcast mask takes four times as long (270 us against 64 us
     # for 4096 rows of 64 on one core).
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
     rows.view(bits).flatten(2).mul_(live.unsqueeze(-1))
 
 
@@ -210,10 +237,11 @@ def paged_inputs(
     axes: Axes, draws: Draws, device: torch.device, query_lens: Sequence[int], rows: int, context_lens: Sequence[int]
 ) -> PagedInputs:
     """Inputs for `rows` query rows, of which the first sum(query_lens) belong to sequences and the rest are NaN."""
-    dtype, kind = dtype_of(axes["activation"]), str(axes["values"])
+    dtype, kv_dtype, kind = dtype_of(axes["activation"]), dtype_of(axes["kv"]), str(axes["values"])
     page, pool, width = int(axes["S"]), int(axes["P"]), int(axes["N"])
     heads_q, heads, dim, dim_v = int(axes["Hq"]), int(axes["Hkv"]), int(axes["D"]), int(axes["Dv"])
     amplitude = _AMPLITUDE[kind]
+    cached = _FP8_AMPLITUDE[kind] if kv_dtype == torch.float8_e4m3fn else amplitude
     window = int(axes["window"]) or None
     scale = dim**-0.5
     # A component that all queries and keys of a head share lifts the logits to about 1: around 0, a log-sum-exp can
@@ -224,7 +252,7 @@ def paged_inputs(
     q[sum(query_lens) :] = poison(dtype)
     free = draws.permutation(pool).to(torch.int32)
     tables = torch.full((len(context_lens), width), int(poison(torch.int32)), dtype=torch.int32)
-    k_cache, v_cache = _empty_caches(axes, dtype, device)
+    k_cache, v_cache = _empty_caches(axes, kv_dtype, device)
     peak = 1.0 / (lift * dim * scale)  # times `shared`, adds 1 to a key's logit
     for sequence, length in enumerate(context_lens):
         count = math.ceil(length / page)
@@ -237,9 +265,10 @@ def paged_inputs(
             for position, level in _peaks(draws, length, query_lens[sequence], window, page):
                 k[position] += level * peak * shared
         k = on_grid(k)
-        k[length:], v[length:] = poison(dtype), poison(dtype)
-        k_cache[pages] = (k * amplitude).to(dtype).view(count, page, heads, dim)
-        v_cache[pages] = (v * amplitude).to(dtype).view(count, page, heads, dim_v)
+        for cache, values in ((k_cache, k), (v_cache, v)):
+            fitting = (values * cached).clamp(-448.0, 448.0) if kv_dtype == torch.float8_e4m3fn else values * cached
+            fitting[length:] = poison(dtype)
+            as_bits(cache)[pages] = as_bits(fitting.to(kv_dtype)).view(count, page, heads, values.shape[-1])
     longest = max(context_lens, default=0)
     return PagedInputs(
         q=_laid_out_queries((q * amplitude).to(dtype), axes, draws),
@@ -247,7 +276,7 @@ def paged_inputs(
         v_cache=v_cache,
         block_tables=_laid_out_tables(tables, axes, draws).to(device),
         context_lens=torch.tensor(list(context_lens), dtype=torch.int32, device=device),
-        scale=amplitude**-2 * scale,
+        scale=scale / (amplitude * cached),
         k_scale=_head_scales(draws, heads, device) if axes["k_scale"] else None,
         v_scale=_head_scales(draws, heads, device) if axes["v_scale"] else None,
         max_context_len={"none": None, "exact": longest, "loose": longest + 3 * page + 1}[str(axes["bound"])],

@@ -20,6 +20,7 @@ from tkernels.ops.paged_decode.paged_cache import (
     looser,
     padded_attention,
     paged_inputs,
+    select_pages,
 )
 
 
@@ -44,8 +45,8 @@ def reference(
     Args:
         q: [T, Hq, D], any float dtype, sequences end to end. Hq is a multiple of Hkv; query heads h*G .. h*G+G-1 share
             KV head h.
-        k_cache: [P, S, Hkv, D], as q; S, the page size, is a power of two.
-        v_cache: [P, S, Hkv, Dv], as q.
+        k_cache: [P, S, Hkv, D], as q or fp8 (e4m3fn); S, the page size, is a power of two.
+        v_cache: [P, S, Hkv, Dv], as k_cache.
         block_tables: [B, N] int32; entry i is the page of tokens i*S .. i*S+S-1. Those past ceil(context / S) are
             undefined.
         cu_seqlens_q: [B+1] int32, where each sequence's tokens begin in q, from 0. A sequence may have none. Rows from
@@ -71,8 +72,8 @@ def reference(
     for sequence, length in enumerate(context_lens.tolist()):
         rows = slice(starts[sequence], starts[sequence + 1])
         pages = block_tables[sequence, : -(-length // page)]
-        k = k_cache[pages].flatten(0, 1)[:length]  # [keys, Hkv, D]
-        v = v_cache[pages].flatten(0, 1)[:length]
+        k = select_pages(k_cache, pages, q.dtype).flatten(0, 1)[:length]  # [keys, Hkv, D]
+        v = select_pages(v_cache, pages, q.dtype).flatten(0, 1)[:length]
         k = k if k_scale is None else (k * k_scale[:, None]).to(k.dtype)
         v = v if v_scale is None else (v * v_scale[:, None]).to(v.dtype)
         keys = torch.arange(length, device=q.device)
@@ -118,8 +119,8 @@ def baseline(
     if live == 0:
         return (out, lse) if return_lse else out
     tables = block_tables[:, : -(-longest // page)]
-    k = gather_context(k_cache, tables, context_lens)[:, :longest]  # [B, L, Hkv, D]
-    v = gather_context(v_cache, tables, context_lens)[:, :longest]
+    k = gather_context(k_cache, tables, context_lens)[:, :longest].to(q.dtype)  # [B, L, Hkv, D]
+    v = gather_context(v_cache, tables, context_lens)[:, :longest].to(q.dtype)
     begins, sizes = cu_seqlens_q[:-1, None], cu_seqlens_q.diff().unsqueeze(1)  # [B, 1]
     places = torch.arange(most, device=q.device)
     rows = torch.minimum(begins + places, begins + sizes - 1).clamp_min_(

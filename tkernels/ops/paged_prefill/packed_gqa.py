@@ -277,6 +277,8 @@ def launch(
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
+    if axes["kv"] != axes["activation"]:
+        return "it multiplies keys as they are cached, so at the dtype of the queries"
     if int(axes.get("T", 0)) * int(axes["Hq"]) // int(axes["Hkv"]) >= 2**31 - 2**16:
         return "rows of queries (tokens x query heads of a KV head) are counted in 32 bits"
     return None
