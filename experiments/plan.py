@@ -17,7 +17,8 @@ from experiments.peers import PEERS
 from experiments.schema import Experiment, SyntheticWorkload, validate
 from tkernels import Registry, SelectionError, VariantError
 from tkernels.contract import Contract, Int
-from tkernels.selection import Ranges
+from tkernels.selection import Ranges, with_parts
+from tkernels.variant import AxisRanges
 from tmodel import kv_bytes_per_block
 from tsched import LLM
 from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
@@ -48,21 +49,30 @@ class Plan:
 
     @cached_property
     def ranges(self) -> Ranges:
-        """op -> axis -> what the model will use, under the first arm's options; without a model, the ops alone."""
+        """op -> axis -> what the arms will use, under the first one's options; without a model, the ops alone."""
+        ranges: dict[str, AxisRanges] = {}
+        for arm in self.arms:
+            ranges |= {op: axes for op, axes in self._ranges_of(arm).items() if op not in ranges}
+        return ranges
+
+    def _ranges_of(self, arm: Arm) -> Ranges:
         if self.model is None:
             return {op: {} for op in self.experiment.kernels}
-        return kernel_ranges(self.model, self.arms[0].scheduler, self.dtype)
+        axes = kernel_ranges(self.model, self.arms[0].scheduler, self.dtype)
+        return with_parts(axes, arm.choices, self.ops, self.device)
+
+    def running(self, arm: Arm) -> dict[str, Pick]:
+        """op -> the variant that an arm calls, the default where none was named. The parts of a fusion are among them
+        where the arm composes it, and only there.
+        """
+        default = {op: Pick(self.ops[op].default_on(self.device)) for op in self.ranges}
+        return {op: arm.picks.get(op, default[op]) for op in self._ranges_of(arm)}
 
     @cached_property
     def picks(self) -> dict[str, list[Pick]]:
-        """op -> the distinct variants in the arms, the default where none was named."""
-        default = {op: Pick(default_variant(self.ops, op, self.device)) for op in self.ranges}
-        return {op: list(dict.fromkeys(arm.picks.get(op, default[op]) for arm in self.arms)) for op in self.ranges}
-
-
-def default_variant(ops: Registry, op: str, device: torch.device) -> str:
-    """What tkernels.select takes where no variant is named."""
-    return ops[op].contract.default if device.type == "cuda" else "torch"
+        """op -> the distinct variants that some arm calls."""
+        calls = [self.running(arm) for arm in self.arms]
+        return {op: list(dict.fromkeys(picks[op] for picks in calls if op in picks)) for op in self.ranges}
 
 
 def make_plan(document: Document) -> Plan:
@@ -92,7 +102,7 @@ def make_plan(document: Document) -> Plan:
     dtype = getattr(torch, experiment.dtype) if experiment.dtype else (model.config.dtype if model else torch.float32)
     unsupported: dict[int, str] = {}
     if model is not None:
-        problems = _model_problems(document, experiment, model, arms)
+        problems = _model_problems(document, experiment, model, arms, ops, device)
         problems += _cache_problems(document, model, arms, ops, dtype)
         if problems:
             raise ExperimentError(problems)
@@ -240,13 +250,23 @@ def _page_rule(contract: Contract, size: int) -> str | None:
     return None if axis.allows(size) else f"{contract.name} takes {axis.low} to {axis.high}"
 
 
-def _model_problems(document: Document, experiment: Experiment, model: ModelPlan, arms: list[Arm]) -> list[str]:
+def _model_problems(
+    document: Document, experiment: Experiment, model: ModelPlan, arms: list[Arm], ops: Registry, device: torch.device
+) -> list[str]:
     problems = []
-    used = kernel_ranges(model, arms[0].scheduler, torch.float32)
+    axes = kernel_ranges(model, arms[0].scheduler, torch.float32)
+    used = with_parts(axes, {}, ops, device)
+    called = {op for arm in arms for op in with_parts(axes, arm.choices, ops, device)}
     for section in ("kernels", "shapes"):
         for op in getattr(experiment, section):
             if op not in used:
                 message = f"this model does not use that op; it uses {', '.join(sorted(used))}"
+                problems.append(document.problem((section, op), message))
+            elif op not in called:
+                whole = next(name for name in axes if op in with_parts({name: axes[name]}, {}, ops, device))
+                message = (
+                    f"no arm calls it, for it is a part of {whole}, of which another variant than composed is chosen"
+                )
                 problems.append(document.problem((section, op), message))
     longest = model.config.max_position_embeddings
     for length in experiment.scheduler.max_model_len or ():

@@ -97,7 +97,7 @@ def check_case(variant: Variant, case: Case, config: Config | None = None, door:
     if reason := variant.unsupported_reason(axes, device, facts):
         return result("unsupported", reason)
     mine = clone_inputs(arguments)
-    before = outside_views(mine, contract.writes)
+    before = outside_views(mine, (*contract.writes, *contract.consumes))
     try:
         if variant.launch is not None:
             assert config is not None
@@ -110,12 +110,11 @@ def check_case(variant: Variant, case: Case, config: Config | None = None, door:
                 variant.zeroed.clear()
                 return result("wrong", f"the launch did not leave its zeroed workspace at zero: {', '.join(left)}")
         else:
-            assert variant.function is not None
-            results = unpack(variant.function(**mine))
+            results = unpack(Kernel(variant, NEAREST, {}, door or default_door())(**mine))
             outputs = dict(zip((n for n in contract.outputs if _wanted(contract, n, mine)), results, strict=True))
     except Exception as error:
         return result("failed", f"{type(error).__name__}: {error}")
-    changed = _changed_outside(before, outside_views(mine, contract.writes))
+    changed = _changed_outside(before, outside_views(mine, (*contract.writes, *contract.consumes)))
     if changed:
         return result("wrong", "memory outside what the op writes was changed")
     got = {name: tensor for name, tensor in outputs.items() if tensor is not None}

@@ -268,6 +268,8 @@ class Contract:
     baseline: torch's own best way; the variant `torch`. Same signature and results.
     make_inputs: (axes, seed, device) -> keyword arguments, poisoned with NaN wherever nothing may be read.
     bytes_moved: each unique byte once. flops: by the usual counting (2 for a multiply-add).
+    writes: the arguments that it writes. consumes: those whose contents are undefined afterwards, each variant's
+        scratch to use or to leave: the definition writes them or not, and nobody looks.
     default: the variant chosen on CUDA when nothing was named.
     benchmarks: realistic points, by name.
     batching: how its batch is taken apart; without one, `batch_invariant` cannot be tested.
@@ -284,6 +286,7 @@ class Contract:
     default: str
     outputs: Mapping[str, Output] = field(default_factory=dict)
     writes: tuple[str, ...] = ()
+    consumes: tuple[str, ...] = ()
     constraints: tuple[Constraint, ...] = ()
     benchmarks: Mapping[str, Axes] = field(default_factory=dict)
     batching: Batching | None = None
@@ -298,7 +301,7 @@ class Contract:
                 raise ContractError(
                     f"{self.name}: constraint {constraint.text!r} names no axis of it: {sorted(unknown)}"
                 )
-        if strangers := set(self.writes) - set(parameters):
+        if strangers := {*self.writes, *self.consumes} - set(parameters):
             raise ContractError(f"{self.name}: writes no such argument: {sorted(strangers)}")
 
     @cached_property

@@ -132,16 +132,22 @@ class Kernel:
     """A variant made callable with the op's signature: the public entry.
 
     It checks structure (never values, which would need a sync), asks whether the variant supports the point, resolves
-    the config, allocates outputs and workspace, and launches. `pins` replace values of the resolved config.
+    the config, allocates outputs and workspace, and launches. `pins` replace values of the resolved config; `parts` are
+    the kernels that a composed fusion calls, in its variant's order: none given, each part's default for the device.
     """
 
     variant: "Variant"
     tuning: "Tuning"
     pins: Mapping[str, int]
     door: Door = jit_door
+    parts: tuple["Kernel", ...] = ()
     # Structures already checked, with the axes they bind: an engine repeats the same few in every layer and step, and
     # looking one up costs 3 us where checking it costs 15.
     _checked: dict[tuple[Any, ...], tuple[Axes, torch.device]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    _defaults: dict[torch.device, tuple["Kernel", ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -157,6 +163,8 @@ class Kernel:
         _NVTX.push_range(self._range)  # type: ignore[attr-defined]
         try:
             if self.variant.function is not None:
+                if self.variant.parts:
+                    return self.variant.function(*(self.parts or self._default_parts(device)), *args, **kwargs)
                 return self.variant.function(*args, **kwargs)
             arguments = self.variant.contract.bind_arguments(args, kwargs)
             if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -171,12 +179,22 @@ class Kernel:
     ) -> tuple[Axes, torch.device]:
         contract = self.variant.contract
         axes, device = contract.bind_axes(contract.bind_arguments(args, kwargs))
-        self.variant.check_supported(axes, device)
+        if self.parts:  # the ones that were chosen, where the variant itself would ask the defaults
+            for op, part in zip(self.variant.part_ops, self.parts, strict=True):
+                part.variant.check_supported(self.variant.axes_of_part(op, axes), device)
+        else:
+            self.variant.check_supported(axes, device)
         if structure is not None:
             if len(self._checked) >= _STRUCTURES_KEPT:
                 self._checked.clear()
             self._checked[structure] = (axes, device)
         return axes, device
+
+    def _default_parts(self, device: torch.device) -> tuple["Kernel", ...]:
+        if device not in self._defaults:
+            variants = (op.variants[op.default_on(device)] for op in self.variant.part_ops)
+            self._defaults[device] = tuple(Kernel(variant, self.tuning, {}, self.door) for variant in variants)
+        return self._defaults[device]
 
     def _launch(self, arguments: dict[str, Any], axes: Axes, device: torch.device) -> Any:
         facts = device_facts(device)
@@ -194,7 +212,10 @@ class Kernel:
             # one config's writes would mask another's mistake.
             contract = self.variant.contract
             assert arguments is not None
-            mine = {**arguments, **clone_inputs({name: arguments[name] for name in contract.writes})}
+            mine = {
+                **arguments,
+                **clone_inputs({name: arguments[name] for name in (*contract.writes, *contract.consumes)}),
+            }
             outputs = contract.allocate_outputs(axes, mine, device)
             return lambda: self.launch_into(outputs, mine, axes, device, facts, config)
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from tkernels.contract import Contract
 from tkernels.variant import Variant, VariantError
 
@@ -65,6 +67,13 @@ class Op:
     @property
     def name(self) -> str:
         return self.contract.name
+
+    def default_on(self, device: torch.device) -> str:
+        """The variant where none is named: on CUDA the contract's default, on a CPU, which interprets Triton, `torch`;
+        a composed fusion everywhere, for it is what its parts are.
+        """
+        default = self.contract.default
+        return default if device.type == "cuda" or self.variants[default].parts else "torch"
 
 
 class Registry(Names[Op]):
@@ -153,7 +162,13 @@ def _join(ops: dict[str, Op], root: Path, package: str | None) -> dict[str, Op]:
     for op in ops.values():
         if op.contract.default not in op.variants:
             raise VariantError(f"{op.name}: its default variant {op.contract.default!r} does not exist")
-    return ops
+    return {name: replace(op, variants=_with_parts(op, ops)) for name, op in ops.items()}
+
+
+def _with_parts(op: Op, ops: Mapping[str, Op]) -> Names[Variant]:
+    """An op's variants, each fusion that has just joined with the ops that it is made of."""
+    variants = {name: v.with_parts(ops) if v.parts and not v.part_ops else v for name, v in op.variants.items()}
+    return Names(f"{op.name} variant", variants)
 
 
 @cache

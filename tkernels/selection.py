@@ -1,24 +1,23 @@
 """From names in a YAML to a frozen set of callables, before any weight is loaded."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tkernels.contract import Value
 from tkernels.device import device_facts
 from tkernels.launch import Kernel
 from tkernels.registry import Op, Registry, UnknownNameError, builtin_ops, unknown_name
 from tkernels.tuning import Tuning, TuningMode
-from tkernels.variant import UnsupportedError, Variant
+from tkernels.variant import AxisRanges, UnsupportedError, Variant
 
 Pins = Mapping[str, int]
 Choices = Mapping[str, str | Mapping[str, Pins | None]]
 """op -> a variant's name, or {name: {config value: number}} to pin values of its config."""
 
-Ranges = Mapping[str, Mapping[str, Value | tuple[int, int]]]
+Ranges = Mapping[str, AxisRanges]
 """op -> axis -> its value, or (low, high) where the model will use a range."""
 
 
@@ -28,7 +27,7 @@ class SelectionError(ValueError):
 
 @dataclass(frozen=True)
 class KernelSet:
-    """The resolved choice: one callable per op, as attributes (`kernels.paged_decode(q, ...)`)."""
+    """The resolved choice: one callable per op that the model calls, as attributes (`kernels.paged_decode(q, ...)`)."""
 
     kernels: Mapping[str, Kernel]
     tuning: Tuning = field(repr=False)
@@ -36,7 +35,13 @@ class KernelSet:
     @property
     def arm(self) -> dict[str, str]:
         """op -> variant name, with pinned values in brackets; what a results row is labelled with."""
-        return {op: _label(kernel) for op, kernel in sorted(self.kernels.items())}
+        return {op: _label(kernel) for op, kernel in sorted(self.running.items())}
+
+    @property
+    def running(self) -> dict[str, Kernel]:
+        """op -> kernel of all that the model's calls can reach: its own ops and the parts of its composed fusions."""
+        parts = {part.variant.contract.name: part for kernel in self.kernels.values() for part in kernel.parts}
+        return {**parts, **self.kernels}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.kernels)
@@ -85,17 +90,64 @@ def select(
     try:
         for name in choices:
             _ = ops[name]
-            if name not in axes:
-                raise SelectionError(
-                    f"kernels.{name}: this model does not use that op; it uses {', '.join(sorted(axes))}"
-                )
-        kernels = {
-            name: _choose(ops[name], choices.get(name), device, dtype, ranges, resolved)
-            for name, ranges in axes.items()
-        }
+        used = with_parts(axes, choices, ops, device)
+        for name in choices:
+            if name not in used:
+                raise SelectionError(_unused(name, choices, axes, ops, device))
+        made: dict[str, Kernel] = {}  # one kernel for each op, whoever calls it
+
+        def make(op: Op) -> Kernel:
+            if op.name not in made:
+                kernel = _choose(op, choices.get(op.name), device, dtype, used[op.name], resolved)
+                made[op.name] = replace(kernel, parts=tuple(make(ops[part]) for part in kernel.variant.parts))
+            return made[op.name]
+
+        kernels = {name: make(ops[name]) for name in axes}
     except UnknownNameError as error:
         raise SelectionError(f"kernels: {error}") from None
     return KernelSet(kernels, resolved)
+
+
+def with_parts(axes: Ranges, choices: Choices, ops: Registry, device: torch.device) -> dict[str, AxisRanges]:
+    """`axes`, and what the parts of the composed fusions among its ops are called at.
+
+    An op that the model calls itself and that is also a part has the range that covers both.
+    """
+    used = dict(axes)
+    for fusion, ranges in axes.items():
+        name, _ = _named(ops[fusion], choices.get(fusion), device)
+        variant = ops[fusion].variants.get(name)
+        if variant is None:  # `select` says so, with the alternatives
+            continue
+        for part in variant.parts:
+            mine = variant.axes_of_part(ops[part], ranges)
+            used[part] = _covering(used[part], mine) if part in used else mine
+    return used
+
+
+def _covering(one: AxisRanges, other: AxisRanges) -> dict[str, Any]:
+    """The smallest ranges that hold both; an axis that only one of them gives is that one's."""
+    covering: dict[str, Any] = {**one, **other}
+    for axis in one.keys() & other.keys():
+        ends = [end for value in (one[axis], other[axis]) for end in (value if isinstance(value, tuple) else (value,))]
+        if len(set(ends)) > 1:
+            covering[axis] = (min(ends), max(ends))
+    return covering
+
+
+def _unused(name: str, choices: Choices, axes: Ranges, ops: Registry, device: torch.device) -> str:
+    """Why nothing calls an op that a choice names: a fusion was chosen in its place, or the model has no use for it."""
+    for fusion in axes:
+        composed = [variant for variant in ops[fusion].variants.values() if name in variant.parts]
+        if composed:
+            chosen, _ = _named(ops[fusion], choices.get(fusion), device)
+            mine, _ = _named(ops[name], choices[name], device)
+            return (
+                f"kernels.{fusion}: {chosen!r} is chosen, which does not call its part {name}, for which {mine!r} is "
+                f"chosen: name one of the two, or choose {fusion}: {composed[0].name}"
+            )
+    used = ", ".join(sorted(with_parts(axes, {}, ops, device)))
+    return f"kernels.{name}: this model does not use that op; it uses {used}"
 
 
 def _choose(
@@ -103,19 +155,12 @@ def _choose(
     choice: str | Mapping[str, Pins | None] | None,
     device: torch.device,
     dtype: torch.dtype,
-    ranges: Mapping[str, Value | tuple[int, int]],
+    ranges: AxisRanges,
     tuning: Tuning,
 ) -> Kernel:
-    if choice is None:
-        choice = op.contract.default if device.type == "cuda" else "torch"
-    if isinstance(choice, Mapping):
-        if len(choice) != 1:
-            raise SelectionError(f"kernels.{op.name}: a pinned choice names one variant, got {list(choice)}")
-        ((name, pins),) = choice.items()
-    else:
-        name, pins = choice, {}
+    name, pins = _named(op, choice, device)
     variant = _variant(op, name, ranges, device, dtype)
-    pins = dict(pins or {})
+    pins = dict(pins)
     if pins and variant.launch is None:
         raise SelectionError(f"kernels.{op.name}: variant {name!r} has no config to pin")
     if pins:
@@ -123,14 +168,27 @@ def _choose(
             variant.pinned(variant.default[""], pins)
         except ValueError as error:
             raise SelectionError(f"kernels.{op.name}.{name}: {error}") from None
-    if reason := unsupported_in(variant, ranges, device, dtype):
+    # A composed fusion runs wherever the parts that it is given do, and each of those is asked itself.
+    if not variant.parts and (reason := unsupported_in(variant, ranges, device, dtype)):
         raise SelectionError(f"kernels.{op.name}: variant {name!r} is unsupported here: {reason}")
     return Kernel(variant, tuning, pins)
 
 
-def _variant(
-    op: Op, name: str, ranges: Mapping[str, Value | tuple[int, int]], device: torch.device, dtype: torch.dtype
-) -> Variant:
+def _named(
+    op: Op, choice: str | Mapping[str, Pins | None] | None, device: torch.device
+) -> tuple[str, Mapping[str, int]]:
+    """The variant's name and pins that a choice means."""
+    if choice is None:
+        return op.default_on(device), {}
+    if not isinstance(choice, Mapping):
+        return choice, {}
+    if len(choice) != 1:
+        raise SelectionError(f"kernels.{op.name}: a pinned choice names one variant, got {list(choice)}")
+    ((name, pins),) = choice.items()
+    return name, pins or {}
+
+
+def _variant(op: Op, name: str, ranges: AxisRanges, device: torch.device, dtype: torch.dtype) -> Variant:
     if name in op.variants:
         return op.variants[name]
     unavailable = {n: unsupported_in(v, ranges, device, dtype) for n, v in op.variants.items()}
@@ -138,9 +196,7 @@ def _variant(
     raise unknown_name(f"{op.name} variant", name, op.variants, notes)
 
 
-def unsupported_in(
-    variant: Variant, ranges: Mapping[str, Value | tuple[int, int]], device: torch.device, dtype: torch.dtype
-) -> str | None:
+def unsupported_in(variant: Variant, ranges: AxisRanges, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a variant does not support a whole range of axes, or None where it does. Ranges are tried at their ends."""
     name = str(dtype).removeprefix("torch.")
     dtypes = {axis.name: name for axis in variant.contract.axes if axis.name in ("activation", "kv", "weight", "out")}

@@ -6,16 +6,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from tkernels.config import Config
-from tkernels.contract import Axes, Contract, ContractError
+from tkernels.contract import Axes, Contract, ContractError, Dim, Value
 from tkernels.device import DeviceFacts, device_facts
 from tkernels.launch import Buffer, ZeroedBuffers
 from tkernels.mode import unavailable_reason
 from tkernels.source_hash import is_jit, source_hash
+
+if TYPE_CHECKING:
+    from tkernels.registry import Op
 
 
 class UnsupportedError(ValueError):
@@ -27,6 +30,9 @@ class VariantError(ValueError):
 
 
 Kind = Literal["torch", "triton", "library"]
+
+AxisRanges = Mapping[str, Value | tuple[int, int]]
+"""Axis -> its value, or (low, high) where a whole range is meant."""
 
 
 def _supports_all(axes: Axes, device: DeviceFacts) -> str | None:
@@ -47,6 +53,10 @@ class Variant:
 
     wins: when this algorithm should be the fastest, one sentence.
     launch: `(run, *outputs, *op's parameters)`; or function: a plain callable with the op's signature (torch, peers).
+    parts: for a fusion made of other ops, their names; the function gets one callable for each, then the op's
+        parameters. `select` binds the chosen ones; called straight from a registry it gets the device's defaults.
+    part_axes: part -> axis -> what it is called at: an axis of the fusion ("T", "2*I") or a value. Axes of the same
+        name need no entry.
     configs: what tuning tries. default: the untuned choice, by architecture; "" is for every other one.
     supports: (axes, device) -> None, or the reason why not. Called with every axis that the contract binds from a call.
     workspace: (axes, config, device) -> named buffers.
@@ -61,6 +71,8 @@ class Variant:
     batch_invariant: bool
     launch: Callable[..., None] | None = None
     function: Callable[..., Any] | None = None
+    parts: tuple[str, ...] = ()
+    part_axes: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
     configs: tuple[Config, ...] = ()
     default: Mapping[str, Config] = field(default_factory=dict)
     supports: Callable[[Axes, DeviceFacts], str | None] = _supports_all
@@ -73,6 +85,7 @@ class Variant:
     file: Path = field(default_factory=Path)
     _contract: Contract | None = field(default=None, repr=False)
     module: ModuleType | None = field(default=None, repr=False, compare=False)
+    part_ops: tuple["Op", ...] = field(default=(), repr=False, compare=False)
     zeroed: ZeroedBuffers = field(default_factory=ZeroedBuffers, init=False, repr=False, compare=False)
 
     @property
@@ -121,7 +134,37 @@ class Variant:
                 return reason
             if "float64" in axes.values():
                 return "Triton variants accumulate in fp32; float64 is for the torch variants"
+        for op in self.part_ops:
+            part = op.variants[op.default_on(device)]
+            if reason := part.unsupported_reason(self.axes_of_part(op, axes), device, facts):
+                return f"its part {op.name}.{part.name}: {reason}"
         return self.supports(axes, facts)
+
+    def axes_of_part(self, op: "Op", axes: AxisRanges) -> dict[str, Any]:
+        """What a part is called at where the fusion is called at `axes` (values, or ranges of them)."""
+        given = self.part_axes.get(op.name, {})
+        mine: dict[str, Any] = {name: axes[name] for name in op.contract.axis_by_name if name in axes}
+        for name, what in given.items():
+            dim = Dim.parse(what) if isinstance(what, str) else None
+            if dim is None or dim.name not in self.contract.axis_by_name:
+                mine[name] = what
+            elif dim.name in axes:
+                value = axes[dim.name]
+                ends = [dim.size({dim.name: end}) for end in (value if isinstance(value, tuple) else (value,))]
+                mine[name] = tuple(ends) if isinstance(value, tuple) else ends[0]
+        return mine
+
+    def with_parts(self, ops: Mapping[str, "Op"]) -> "Variant":
+        """This variant with its parts looked up; a VariantError names one that is not an op."""
+        for name in (*self.parts, *self.part_axes):
+            if name not in ops or name not in self.parts:
+                raise VariantError(f"{self.file}: {name!r} is not an op that it could be composed of")
+            if any(variant.parts for variant in ops[name].variants.values()):
+                raise VariantError(f"{self.file}: its part {name!r} is a fusion itself; name that one's parts")
+        for name, axes in self.part_axes.items():
+            if unknown := set(axes) - set(ops[name].contract.axis_by_name):
+                raise VariantError(f"{self.file}: part_axes names no axis of {name}: {sorted(unknown)}")
+        return replace(self, part_ops=tuple(ops[name] for name in self.parts))
 
     def check_supported(self, axes: Axes, device: torch.device) -> None:
         if reason := self.unsupported_reason(axes, device, device_facts(device)):
@@ -148,6 +191,9 @@ def _check_declaration(variant: Variant) -> None:
     expected = list(contract.arguments)
     if variant.launch is not None:
         expected = ["run", *contract.outputs, *expected]
+        if variant.parts:
+            raise VariantError(f"{where}: a variant with parts is a function that calls them, not a launcher")
+    expected = [*variant.parts, *expected]
     entry = variant.launch or variant.function
     assert entry is not None
     if (got := list(inspect.signature(entry).parameters)) != expected:

@@ -55,8 +55,8 @@ class ModelConfig:
     ) -> dict[str, dict[str, Value | tuple[int, int]]]:
         """The ops that the model calls, each with every axis it will call them at: what `tkernels.select` asks for.
 
-        A range is (low, high). The limits are those of one step (tokens, sequences), of one sequence (`max_model_len`)
-        and of the KV cache.
+        These are the widest ops; the parts of a composed fusion follow from them. A range is (low, high). The limits
+        are those of one step (tokens, sequences), of one sequence (`max_model_len`) and of the KV cache.
         """
         tokens, width = (1, max_num_tokens), -(-max_model_len // block_size)
         heads: dict[str, Value | tuple[int, int]] = {"Hq": self.num_heads, "Hkv": self.num_kv_heads, "D": self.head_dim}
@@ -75,7 +75,7 @@ class ModelConfig:
         }
         qkv_width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         inputs = (self.hidden_size, self.num_heads * self.head_dim, self.intermediate_size)
-        outputs = (self.hidden_size, qkv_width, 2 * self.intermediate_size, self.vocab_size)
+        outputs = (self.hidden_size, qkv_width, self.vocab_size)
         return {
             "matmul": {
                 "M": tokens,
@@ -85,28 +85,23 @@ class ModelConfig:
             },
             "rms_norm": {"T": tokens, "H": self.hidden_size},
             "add_rms_norm": {"T": tokens, "H": self.hidden_size},
-            "qk_norm_rope": {
+            "qk_norm_rope_scatter": {
                 **heads,
                 "T": tokens,
+                "Dv": self.head_dim,
                 "R": self.rotary_dim,
                 "L": self.max_position_embeddings,
+                "P": num_blocks,
+                "S": block_size,
                 "q_weight": True,
                 "k_weight": True,
                 "interleaved": False,
-            },
-            "kv_scatter": {
-                "T": tokens,
-                "Hkv": self.num_kv_heads,
-                "D": self.head_dim,
-                "Dv": self.head_dim,
-                "P": num_blocks,
-                "S": block_size,
                 "k_scale": False,
                 "v_scale": False,
             },
             "paged_decode": attention,
             "paged_prefill": {**attention, "T": tokens, "causal": True},
-            "swiglu": {"T": tokens, "I": self.intermediate_size},
+            "gate_up_swiglu": {"T": tokens, "H": self.hidden_size, "I": self.intermediate_size},
         }
 
 

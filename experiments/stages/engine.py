@@ -78,11 +78,10 @@ def _refused(context: Context, index: int, arm: Arm) -> tuple[Status, str] | Non
     """Why an arm is not run: it is unsupported, or a kernel of it was wrong, which is not let loose on a real cache."""
     if index in context.plan.unsupported:
         return "unsupported", context.plan.unsupported[index]
-    for op, picks in context.plan.picks.items():
-        label = arm.picks[op].label if op in arm.picks else picks[0].label
-        if (op, label) in context.verdicts:
-            status, reason = context.verdicts[(op, label)]
-            return status, f"not run, its {op}.{label} is {status}: {reason}"
+    for op, pick in context.plan.running(arm).items():
+        if (op, pick.label) in context.verdicts:
+            status, reason = context.verdicts[(op, pick.label)]
+            return status, f"not run, its {op}.{pick.label} is {status}: {reason}"
     return None
 
 
@@ -104,7 +103,7 @@ def interpreted_ops(llm: LLM) -> list[str]:
     """The ops of an engine that run in Triton's interpreter."""
     if llm.device.type != "cpu":
         return []
-    return [op for op, kernel in llm.kernels.kernels.items() if kernel.variant.kind == "triton"]
+    return [op for op, kernel in llm.kernels.running.items() if kernel.variant.kind == "triton"]
 
 
 def _serve(

@@ -62,7 +62,7 @@ def test_ops_as_json_lists_every_variant() -> None:
             "op", "variant", "kind", "supported", "reason", "deterministic", "batch_invariant", "wins", "file",
         }  # fmt: skip
         assert Path(row["file"]).is_file()
-        assert row["kind"] in ("torch", "triton")
+        assert row["kind"] in ("torch", "triton", "library")
         assert row["supported"]
         assert len(row["wins"]) > 10
 

@@ -194,3 +194,22 @@ def test_a_shape_that_breaks_a_constraint(plan: MakePlan) -> None:
     made = plan(kernels={"paged_decode": "torch"}, shapes={"paged_decode": [{"Hq": 3, "Hkv": 2}]})
     with pytest.raises(ContractError, match="Hq % Hkv == 0"):
         points_of(made)
+
+
+def test_parts_are_picked_only_where_an_arm_composes_them(plan: MakePlan) -> None:
+    made = plan(**TINY, kernels={"gate_up_swiglu": ["composed", "torch"], "swiglu": ["torch", "fused"]})
+    assert [sorted(op for op in made.running(arm) if "swiglu" in op) for arm in made.arms] == [
+        ["gate_up_swiglu", "swiglu"], ["gate_up_swiglu", "swiglu"], ["gate_up_swiglu"], ["gate_up_swiglu"]
+    ]  # fmt: skip
+    assert [pick.variant for pick in made.picks["swiglu"]] == ["torch", "fused"]
+    assert made.ranges["swiglu"]["I"] == made.ranges["gate_up_swiglu"]["I"]
+    assert list(made.unsupported) == [2, 3]
+    assert "does not call its part swiglu, for which 'fused' is chosen" in made.unsupported[3]
+    alone = plan(**TINY, kernels={"gate_up_swiglu": "torch"})
+    assert "swiglu" not in alone.picks
+    assert [pick.variant for pick in alone.picks["kv_scatter"]] == ["torch"]
+
+
+def test_a_part_that_no_arm_calls_is_refused(plan: MakePlan) -> None:
+    with pytest.raises(ExperimentError, match=r"kernels.swiglu.*no arm calls it, for it is a part of gate_up_swiglu"):
+        plan(**TINY, kernels={"gate_up_swiglu": "torch", "swiglu": "fused"})

@@ -74,6 +74,17 @@ def kv_scatter(
                 cache[slot // size, slot % size] = row.to(cache.dtype)
 
 
+def qk_norm_rope_scatter(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor,
+    slots: Tensor, *, q_weight: Tensor | None = None, k_weight: Tensor | None = None, eps: float = 1e-6,
+    interleaved: bool = False, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    wide = k.float()  # rotated keys are rounded once, in the cache
+    options: dict[str, Any] = {"eps": eps, "interleaved": interleaved}
+    qk_norm_rope(q, wide, cos, sin, positions, q_weight=q_weight, k_weight=k_weight, **options)
+    kv_scatter(wide, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
+
+
 def online_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """[R, D] x [N, D] x [N, Dv] with mask [R, N]: softmax online over blocks of 5 keys, last block first."""
     rows, keys = visible.shape
@@ -160,6 +171,10 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return (chunked_sum(products, 3) + (0 if bias is None else bias.float())).to(x.dtype)
 
 
+def gate_up_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    return swiglu(matmul(x.float(), weight.float())).to(x.dtype)  # gate and up are not rounded
+
+
 REORDERED: dict[str, Callable[..., Any]] = {
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
@@ -170,6 +185,8 @@ REORDERED: dict[str, Callable[..., Any]] = {
     "swiglu": swiglu,
     "matmul": matmul,
     "dequant_gemm": dequant_gemm,
+    "qk_norm_rope_scatter": qk_norm_rope_scatter,
+    "gate_up_swiglu": gate_up_swiglu,
 }
 
 

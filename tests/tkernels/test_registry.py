@@ -12,7 +12,7 @@ from tkernels.check import drawn_results
 
 OP_NAMES = {
     "rms_norm", "add_rms_norm", "qk_norm_rope", "kv_scatter", "paged_decode", "paged_prefill", "swiglu", "matmul",
-    "dequant_gemm",
+    "dequant_gemm", "qk_norm_rope_scatter", "gate_up_swiglu",
 }  # fmt: skip
 
 

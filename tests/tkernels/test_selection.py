@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.tkernels.outside import write_variant
-from tkernels import OPS, SelectionError, select
+from tkernels import OPS, SelectionError, VariantError, select
 
 AXES = {"swiglu": {"T": (1, 64), "I": 32}, "rms_norm": {"T": (1, 64), "H": 64}}
 
@@ -98,3 +98,88 @@ def test_a_kernel_set_is_frozen_and_knows_only_its_ops() -> None:
         kernels.swiglu = None  # type: ignore[misc]
     with pytest.raises(AttributeError):
         _ = kernels.paged_decode
+
+
+MODEL = {
+    "matmul": {"M": (1, 8), "N": (32, 96), "K": 64, "bias": (False, True)},
+    "gate_up_swiglu": {"T": (1, 8), "H": 64, "I": 128},
+}
+
+
+def test_a_composed_fusion_calls_the_chosen_parts() -> None:
+    kernels = choose({"swiglu": "fused", "matmul": {"persistent": {"BLOCK_N": 32}}}, axes=MODEL)
+    assert kernels.arm == {
+        "gate_up_swiglu": "composed", "matmul": "persistent[BLOCK_N=32]", "swiglu": "fused"
+    }  # fmt: skip
+    assert set(kernels) == set(MODEL)
+    assert kernels.gate_up_swiglu.parts[0] is kernels.matmul  # one kernel, whoever calls it
+    x, weight = torch.randn(3, 64), torch.randn(256, 64)
+    exact = OPS["swiglu"].variants["fused"](OPS["matmul"].variants["persistent"](x, weight))
+    torch.testing.assert_close(kernels.gate_up_swiglu(x, weight), exact, rtol=1e-4, atol=1e-4)
+    plain = choose({}, axes=MODEL)
+    assert plain.arm == {"gate_up_swiglu": "composed", "matmul": "torch", "swiglu": "torch"}
+    assert torch.equal(plain.gate_up_swiglu(x, weight), OPS["gate_up_swiglu"].variants["composed"](x, weight))
+
+
+def test_a_part_that_no_call_can_reach_is_not_shown_as_if_it_ran() -> None:
+    assert choose({"gate_up_swiglu": "torch"}, axes=MODEL).arm == {"gate_up_swiglu": "torch", "matmul": "torch"}
+
+
+def test_a_fusion_and_a_part_that_it_does_not_call_cannot_both_be_chosen() -> None:
+    both = "kernels.gate_up_swiglu: 'torch' is chosen, which does not call its part swiglu, for which 'fused' is chosen"
+    with pytest.raises(SelectionError, match=both):
+        choose({"gate_up_swiglu": "torch", "swiglu": "fused"}, axes=MODEL)
+    # The model calls matmul itself, whatever becomes of the fusion.
+    kernels = choose({"gate_up_swiglu": "torch", "matmul": "persistent"}, axes=MODEL)
+    assert kernels.arm == {"gate_up_swiglu": "torch", "matmul": "persistent"}
+    with pytest.raises(SelectionError, match=r"it uses gate_up_swiglu, matmul, swiglu$"):
+        choose({"paged_decode": "torch"}, axes=MODEL)
+
+
+def test_a_part_must_support_what_the_fusion_calls_it_at(tmp_path: Path) -> None:
+    changes = (
+        (
+            "VARIANT =",
+            'def few(axes, device):\n    return "at most 100 wide" if axes["I"] > 100 else None\n\n\nVARIANT =',
+        ),
+        ('wins="never"', 'wins="never", supports=few'),
+    )
+    ops = OPS.with_variants_from(write_variant(tmp_path, *changes))
+    with pytest.raises(
+        SelectionError, match=r"kernels.swiglu: variant 'doubled' is unsupported here: at most 100 wide"
+    ):
+        choose({"swiglu": "doubled"}, ops=ops, axes=MODEL)
+    narrow = {**MODEL, "gate_up_swiglu": {"T": (1, 8), "H": 64, "I": 100}}
+    assert choose({"swiglu": "doubled"}, ops=ops, axes=narrow).arm["swiglu"] == "doubled"
+
+
+COMPOSED = """
+from tkernels import Variant
+
+
+def composed(matmul, swiglu, x, weight):
+    return swiglu(matmul(x, weight))
+
+
+VARIANT = Variant(
+    wins="never", parts=("matmul", "swiglu"), part_axes={"matmul": {"M": "T", "N": "2*I", "K": "H"}},
+    function=composed, deterministic=True, batch_invariant=False,
+)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("(matmul, swiglu, x", "(swiglu, matmul, x", r"parameters \['swiglu', 'matmul', 'x', 'weight'\] differ"),
+        ('"swiglu")', '"swigloo")', r"parameters .* differ|'swigloo' is not an op"),
+        ('"M": "T"', '"T": "T"', r"part_axes names no axis of matmul: \['T'\]"),
+        ('{"matmul": {', '{"rms_norm": {', "'rms_norm' is not an op that it could be composed of"),
+    ],
+)
+def test_a_composition_that_breaks_a_rule_is_refused(tmp_path: Path, before: str, after: str, message: str) -> None:
+    assert before in COMPOSED
+    (tmp_path / "gate_up_swiglu").mkdir()
+    (tmp_path / "gate_up_swiglu" / "mine.py").write_text(COMPOSED.replace(before, after))
+    with pytest.raises(VariantError, match=message):
+        OPS.with_variants_from(tmp_path)

@@ -111,23 +111,25 @@ def test_float32_logits_are_those_of_transformers(tmp_path: Path, shape: str) ->
 
 
 def triton_arms() -> list[dict[str, str]]:
-    """Choices without any `torch` kernel that between them use every Triton variant of every op of the model."""
-    ops = (
-        "rms_norm",
-        "add_rms_norm",
-        "qk_norm_rope",
-        "kv_scatter",
-        "paged_decode",
-        "paged_prefill",
-        "swiglu",
-        "matmul",
-    )
-    variants = {op: [name for name in tkernels.OPS[op].variants if name != "torch"] for op in ops}
-    num_arms = max(map(len, variants.values()))
-    return [{op: names[i % len(names)] for op, names in variants.items()} for i in range(num_arms)]
+    """Choices without any `torch` kernel that between them use every Triton variant of every op of the model, each
+    fusion in one launch and composed of every variant of its parts.
+    """
+    ops = ("rms_norm", "add_rms_norm", "paged_decode", "paged_prefill", "matmul")
+    fusions = {"qk_norm_rope_scatter": ("qk_norm_rope", "kv_scatter"), "gate_up_swiglu": ("swiglu",)}
+    triton = {op.name: [v.name for v in op.variants.values() if v.kind == "triton"] for op in tkernels.OPS.values()}
+    parts = [part for parts in fusions.values() for part in parts]
+    composed = [
+        {name: triton[name][i % len(triton[name])] for name in (*ops, *parts)}
+        for i in range(max(len(triton[name]) for name in (*ops, *parts)))
+    ]
+    fused = [
+        {name: triton[name][i % len(triton[name])] for name in (*ops, *fusions)}
+        for i in range(max(len(triton[name]) for name in fusions))
+    ]
+    return composed + fused
 
 
-@pytest.mark.parametrize("choices", triton_arms(), ids=lambda choices: choices["paged_decode"])
+@pytest.mark.parametrize("choices", triton_arms(), ids=lambda choices: "-".join(choices.values()))
 def test_triton_kernels_give_the_logits_of_transformers(tmp_path: Path, choices: dict[str, str]) -> None:
     directory = random_model(tmp_path)
     sequences = random_sequences((13, 3, 9))

@@ -29,7 +29,7 @@ class Layer:
     k_norm: torch.Tensor  # [D]
     output: Linear  # Hq D -> H
     mlp_norm: torch.Tensor  # [H]
-    gate_up: Linear  # H -> 2 I
+    gate_up: torch.Tensor  # [2 I, H]
     down: Linear  # I -> H
     window: int | None
 
@@ -72,7 +72,7 @@ class Qwen3:
                 # Where all T are wanted they go on as they are, for logit_indices ascend.
                 mixed, residual = mixed[batch.logit_indices], residual[batch.logit_indices]
             hidden, residual = kernels.add_rms_norm(layer.output(mixed), residual, layer.mlp_norm, eps)
-            mlp = layer.down(kernels.swiglu(layer.gate_up(hidden)))  # [T, 2I] -> [T, I] -> [T, H]
+            mlp = layer.down(kernels.gate_up_swiglu(hidden, layer.gate_up))  # [T, H] -> [T, I] -> [T, H]
             hidden, residual = kernels.add_rms_norm(mlp, residual, next_norm, eps)
         logits = self.head(hidden)  # [n, vocab]
         return logits if logits.dtype == torch.float64 else logits.float()
@@ -85,10 +85,10 @@ class Qwen3:
         config, kernels = self.config, self.kernels
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         q, k, v = layer.qkv(hidden).view(-1, sum(heads), config.head_dim).split(heads, dim=1)  # views [T, heads, D]
-        kernels.qk_norm_rope(
-            q, k, self.cos, self.sin, batch.positions, q_weight=layer.q_norm, k_weight=layer.k_norm, eps=config.norm_eps
-        )
-        kernels.kv_scatter(k, v, k_cache, v_cache, batch.slots)
+        kernels.qk_norm_rope_scatter(
+            q, k, v, self.cos, self.sin, batch.positions, k_cache, v_cache, batch.slots,
+            q_weight=layer.q_norm, k_weight=layer.k_norm, eps=config.norm_eps,
+        )  # fmt: skip
         return attention(q, k_cache, v_cache, layer.window).flatten(1)
 
 
@@ -100,8 +100,11 @@ def _layer(config: ModelConfig, checkpoint: Checkpoint, kernels: KernelSet, inde
     def norm(name: str, width: int) -> torch.Tensor:
         return checkpoint.tensor(f"{prefix}.{name}.weight", (width,))
 
+    def fused_weight(names: list[str], widths: list[int], inputs: int) -> torch.Tensor:
+        return checkpoint.fused([f"{prefix}.{name}.weight" for name in names], [(n, inputs) for n in widths])
+
     def linear(names: list[str], widths: list[int], inputs: int, bias: bool = False) -> Linear:
-        weight = checkpoint.fused([f"{prefix}.{name}.weight" for name in names], [(n, inputs) for n in widths])
+        weight = fused_weight(names, widths, inputs)
         if not bias:
             return Linear(kernels.matmul, weight)
         biases = checkpoint.fused([f"{prefix}.{name}.bias" for name in names], [(n,) for n in widths])
@@ -115,7 +118,7 @@ def _layer(config: ModelConfig, checkpoint: Checkpoint, kernels: KernelSet, inde
         k_norm=norm("self_attn.k_norm", config.head_dim),
         output=linear(["self_attn.o_proj"], [hidden], q_width, config.attention_bias),
         mlp_norm=norm("post_attention_layernorm", hidden),
-        gate_up=linear(["mlp.gate_proj", "mlp.up_proj"], [intermediate, intermediate], hidden),
+        gate_up=fused_weight(["mlp.gate_proj", "mlp.up_proj"], [intermediate, intermediate], hidden),
         down=linear(["mlp.down_proj"], [hidden], intermediate),
         window=config.windows[index],
     )
