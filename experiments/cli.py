@@ -52,6 +52,29 @@ def check(
 
 
 @app.command()
+def bench(
+    op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
+    variant: Annotated[str | None, typer.Option(help="Only variants (and peers) of this name.")] = None,
+    axes: Annotated[
+        str | None, typer.Option(metavar="a=b,c=d", help="One point, over the op's own; without it, each of those.")
+    ] = None,
+    launch: Annotated[
+        str, typer.Option(metavar="eager|graph", help="On CUDA: launched each time, or replayed.")
+    ] = "eager",
+    l2: Annotated[
+        str, typer.Option("--l2", metavar="cold|warm", help="On CUDA: the L2 cache before a sample.")
+    ] = "cold",
+    samples: Annotated[int, typer.Option(min=2, help="Of each variant at each point.")] = 20,
+    as_json: Json = False,
+    variants_from: VariantsFrom = None,
+) -> None:
+    """Time variants and peers where they are right, beside each other and the roofline."""
+    from experiments.commands.bench import Request, run
+
+    _exit(run, Request(op, variant, axes, launch, l2, samples, variants_from or []), as_json)
+
+
+@app.command()
 def run(
     file: Annotated[Path, typer.Argument(help="The experiment's YAML.", metavar="FILE")],
     overrides: Annotated[
@@ -159,3 +182,7 @@ def _complain(message: str) -> None:
 def main() -> None:
     """The console command `tk`."""
     app()
+
+
+if __name__ == "__main__":
+    main()

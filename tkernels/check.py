@@ -56,7 +56,11 @@ class CheckResult:
     def replay(self) -> str:
         """The one command that runs this case again."""
         axes = ",".join(f"{name}={value}" for name, value in self.axes.items())
-        pins = ",".join(f"{name}={value}" for name, value in self.config.as_dict().items()) if self.config else ""
+        pins = (
+            ",".join(f"{name}={value}" for name, value in self.config.as_dict().items())
+            if self.config is not None
+            else ""
+        )
         config = f" --config {pins}" if pins else ""
         outside = f" --variants-from {shlex.quote(str(self.variants_from))}" if self.variants_from else ""
         return f"tk check{outside} --op {self.op} --variant {self.variant} --axes {axes} --seed {self.seed}{config}"
@@ -79,8 +83,13 @@ def default_door() -> Door:
     return jit_door
 
 
-def check_case(variant: Variant, case: Case, config: Config | None = None, door: Door | None = None) -> CheckResult:
-    """Checks one variant at one point. `config` overrides the resolved one; `door` the sanitizing default."""
+def check_case(
+    variant: Variant, case: Case, config: Config | None = None, door: Door | None = None, slack: float = 1.0
+) -> CheckResult:
+    """Checks one variant at one point. `config` overrides the resolved one; `door` the sanitizing default.
+
+    slack: what the error rule's allowance is multiplied by: 1 for every variant of this project's.
+    """
     contract = case.contract
     device = _device(case)
     arguments = contract.bind_arguments((), case.inputs)
@@ -122,7 +131,7 @@ def check_case(variant: Variant, case: Case, config: Config | None = None, door:
     for name, output in contract.outputs.items():
         if name in got and (expected := [d.size(axes) for d in output.shape]) != list(got[name].shape):
             return result("wrong", f"output {name!r} has shape {list(got[name].shape)}, not {expected}")
-    verdicts, reason = _judge_all(variant, contract, arguments, got)
+    verdicts, reason = _judge_all(variant, contract, arguments, got, slack)
     if reason or not all(v.ok for v in verdicts.values()):
         return result("wrong", reason, verdicts)
     if MODE == "interpret" and variant.launch is not None and config is not None:
@@ -154,7 +163,11 @@ def _results(contract: Contract, arguments: dict[str, Any], function: Any) -> di
 
 
 def _judge_all(
-    variant: Variant, contract: Contract, arguments: Mapping[str, Any], got: Mapping[str, torch.Tensor]
+    variant: Variant,
+    contract: Contract,
+    arguments: Mapping[str, Any],
+    got: Mapping[str, torch.Tensor],
+    slack: float,
 ) -> tuple[dict[str, Verdict], str]:
     original = widened(arguments)
     oracle = _results(contract, widened(arguments), contract.reference)
@@ -168,7 +181,7 @@ def _judge_all(
         natural = judge(baseline[name], expected, stepwise[name], BASELINE_SLACK)
         if not natural.ok:
             return {name: natural}, f"the baseline itself is wrong in {name!r}: {natural.reason}"
-        verdict = natural if variant.kind == "torch" else judge(got[name], expected, baseline[name])
+        verdict = natural if variant.kind == "torch" else judge(got[name], expected, baseline[name], slack)
         if verdict.ok and name in contract.writes:
             start, end = original[name].double(), got[name].double()
             untouched = (expected == start) | (torch.isnan(expected) & torch.isnan(start))

@@ -206,21 +206,27 @@ class Kernel:
     def config(self, axes: Axes, device: torch.device, arguments: Mapping[str, Any] | None = None) -> Config:
         """The config that a call at these axes uses; with its arguments, a searching tuning can find it now."""
         facts = device_facts(device)
+        on_clones = self.on_clones(axes, device, arguments) if arguments is not None else None
+        config = self.tuning.resolve(self.variant, axes, facts, on_clones)
+        return self.variant.pinned(config, self.pins) if self.pins else config
 
-        def on_clones(config: Config) -> Callable[[], None]:
-            # Tuning runs a launch many times: on the caller's tensors it would corrupt what the op writes in place, and
-            # one config's writes would mask another's mistake.
-            contract = self.variant.contract
-            assert arguments is not None
-            mine = {
-                **arguments,
-                **clone_inputs({name: arguments[name] for name in (*contract.writes, *contract.consumes)}),
-            }
+    def on_clones(
+        self, axes: Axes, device: torch.device, arguments: Mapping[str, Any]
+    ) -> Callable[[Config], Callable[[], None]]:
+        """Builds a config's launch on clones of what the op writes, for tuning.
+
+        Tuning runs a launch many times: on the caller's tensors it would corrupt what the op writes in place, and one
+        config's writes would mask another's mistake.
+        """
+        contract, facts = self.variant.contract, device_facts(device)
+
+        def launch(config: Config) -> Callable[[], None]:
+            own = {name: arguments[name] for name in (*contract.writes, *contract.consumes)}
+            mine = {**arguments, **clone_inputs(own)}
             outputs = contract.allocate_outputs(axes, mine, device)
             return lambda: self.launch_into(outputs, mine, axes, device, facts, config)
 
-        config = self.tuning.resolve(self.variant, axes, facts, on_clones if arguments is not None else None)
-        return self.variant.pinned(config, self.pins) if self.pins else config
+        return launch
 
     def launch_into(
         self,

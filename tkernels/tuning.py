@@ -9,7 +9,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,10 +17,13 @@ from typing import Any, Literal
 
 import torch
 import triton
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from tkernels.config import Config
 from tkernels.contract import Axes
 from tkernels.device import INTERPRETER, DeviceFacts
+from tkernels.timing import time_call
 from tkernels.variant import Variant
 
 TuningMode = Literal["nearest", "frozen", "search"]
@@ -28,7 +31,18 @@ Match = Literal["exact", "other Triton version", "stale source", "default"]
 Measure = Callable[[Callable[[], None]], float]
 """Runs a launch as often as it wants and returns microseconds; raises OutOfResources for a config that does not fit."""
 
+ConfigTiming = tuple[Config, float | None, str]
+"""A config, its microseconds or None, and why there are none."""
+
 TUNED_FOLDER = Path(__file__).parent / "tuned"
+
+IN_WORDS: Mapping[Match, str] = {
+    "exact": "tuned",
+    "other Triton version": "tuned under another Triton version",
+    "stale source": "tuned before its code changed",
+    "default": "default, by reasoning",
+}
+"""Where a config came from: only "exact" was measured with this very kernel."""
 
 
 class TuningError(ValueError):
@@ -45,7 +59,14 @@ class Entry:
     triton: str
     bucket: str
     config: Config
-    timings: tuple[tuple[Config, float | None, str], ...]
+    timings: tuple[ConfigTiming, ...]
+
+    def best(self, allowed: Sequence[Config]) -> Config | None:
+        """The fastest config that its variant still offers: one that was taken out may have been wrong."""
+        timed = [
+            (us, index) for index, (config, us, _) in enumerate(self.timings) if us is not None and config in allowed
+        ]
+        return self.timings[min(timed)[1]][0] if timed else None
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:
@@ -101,8 +122,11 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def record(path: Path, device: DeviceFacts, entry: Entry) -> None:
-    """Adds an entry, keeping the timings of configs it did not try again. Atomic, and safe against other processes."""
+def record(path: Path, device: DeviceFacts, entry: Entry) -> Entry:
+    """Adds an entry, keeping the timings of configs it did not try again; returns it as it now stands.
+
+    Atomic, and safe against other processes.
+    """
     with _locked(path):
         entries = read_lockfile(path)
         if before := entries.get(entry.key):
@@ -114,21 +138,28 @@ def record(path: Path, device: DeviceFacts, entry: Entry) -> None:
         scratch = path.with_suffix(f".{os.getpid()}.tmp")
         scratch.write_text(json.dumps({"device": device.name, "arch": device.arch, "entries": rows}, indent=1) + "\n")
         scratch.replace(path)
+        return entry
 
 
-def _best(timings: tuple[tuple[Config, float | None, str], ...]) -> Config:
+def _best(timings: Sequence[ConfigTiming]) -> Config:
     timed = [(us, index) for index, (_, us, _) in enumerate(timings) if us is not None]
     if not timed:
-        reasons = "; ".join(why for _, _, why in timings)
-        raise TuningError(f"no config could be timed: {reasons}")
+        raise TuningError(f"no config could be timed: {_reasons(timings)}")
     return timings[min(timed)[1]][0]
 
 
-def do_bench_us(launch: Callable[[], None]) -> float:
-    """The default measure: Triton's do_bench, cold L2, launch cost included."""
-    from triton.testing import do_bench
+def _reasons(timings: Sequence[ConfigTiming]) -> str:
+    return "; ".join(f"{config.as_dict()}: {why}" for config, _, why in timings)
 
-    return float(do_bench(launch, return_mode="median")) * 1e3
+
+def median_us(launch: Callable[[], None]) -> float:
+    """The default measure: events around eager launches on the current CUDA device, cold L2."""
+    return time_call(launch, torch.device("cuda", torch.cuda.current_device()), warmup=5).median_us
+
+
+def candidates(variant: Variant, arch: str) -> tuple[Config, ...]:
+    """What tuning tries: the configs, and the architecture's default, so that a tuned one is never slower than it."""
+    return tuple(dict.fromkeys((variant.default_config(arch), *variant.configs)))
 
 
 @dataclass(frozen=True)
@@ -136,12 +167,13 @@ class Tuning:
     """How configs are chosen. Interpretation and inspection always use the defaults.
 
     nearest: the exact entry, else another Triton version's, else a stale source's (each said once), else the default.
-    frozen: the exact entry or a TuningError. search: the exact entry, else tune now and record.
+    frozen: the exact entry or a TuningError. search: the exact entry, once every config was timed: what is missing
+    is timed now and recorded.
     """
 
     mode: TuningMode = "nearest"
     folder: Path = TUNED_FOLDER
-    measure: Measure = do_bench_us
+    measure: Measure = median_us
     _resolved: dict[tuple[str, ...], tuple[Config, Match]] = field(default_factory=dict, repr=False, compare=False)
     _files: dict[Path, dict[tuple[str, ...], Entry]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -159,12 +191,18 @@ class Tuning:
         """The config for a call. `launch` builds a launch on clones of the call's tensors, for `search`."""
         if device == INTERPRETER:
             return variant.default_config(device.arch)
-        key = (variant.contract.name, variant.name, str(variant.file), device.name, bucket(variant, axes))
+        key = _resolved_key(variant, axes, device)
         found = self._resolved.get(key)
         if found is None:
             found = self._look_up(variant, axes, device, launch)
             self._resolved[key] = found
         return found[0]
+
+    def match(self, variant: Variant, axes: Axes, device: DeviceFacts) -> Match:
+        """How the config for a call was found; resolves it where that was not done yet."""
+        self.resolve(variant, axes, device)
+        key = _resolved_key(variant, axes, device)
+        return self._resolved[key][1] if key in self._resolved else "default"
 
     @property
     def used(self) -> dict[str, dict[str, Any]]:
@@ -181,31 +219,41 @@ class Tuning:
         if path not in self._files:
             self._files[path] = read_lockfile(path)
         entries, point = self._files[path], bucket(variant, axes)
-        name, source = variant.contract.name, variant.source
-        exact = entries.get((name, variant.name, source, triton.__version__, point))
-        if exact:
-            return exact.config, "exact"
+        name, offered = variant.contract.name, candidates(variant, device.arch)
+        exact = entries.get(_key(variant, point))
+        if (
+            self.mode == "search"
+            and launch is not None
+            and not _capturing()
+            and missing_configs(variant, device, exact)
+        ):
+            exact = entries[_key(variant, point)] = search(variant, device, point, launch, self.measure, path)
+        if exact and (best := exact.best(offered)) is not None:
+            return best, "exact"
         if self.mode == "frozen":
             raise TuningError(
-                f"{name}.{variant.name}: tuning is frozen and {path.name} has no entry for source {source}, "
+                f"{name}.{variant.name}: tuning is frozen and {path.name} has no entry for source {variant.source}, "
                 f"Triton {triton.__version__}, {point}"
             )
-        if self.mode == "search" and launch is not None and not _capturing():
-            entry = search(variant, point, launch, self.measure)
-            record(path, device, entry)
-            entries[entry.key] = entry
-            return entry.config, "exact"
-        candidates = [e for e in entries.values() if (e.op, e.variant, e.bucket) == (name, variant.name, point)]
-        candidates = [e for e in candidates if set(e.config) == set(variant.default[""])]
-        for match, fits in (
-            ("other Triton version", [e for e in candidates if e.source == source]),
-            ("stale source", candidates),
-        ):
-            if fits:
-                best = max(fits, key=lambda e: _version(e.triton))
+        near = [e for e in entries.values() if (e.op, e.variant, e.bucket) == (name, variant.name, point)]
+        near = sorted((e for e in near if e.best(offered) is not None), key=lambda e: _version(e.triton), reverse=True)
+        matches: tuple[tuple[Match, list[Entry]], ...] = (
+            ("other Triton version", [e for e in near if e.source == variant.source]),
+            ("stale source", near),
+        )
+        for match, fits in matches:
+            if fits and (best := fits[0].best(offered)) is not None:
                 warnings.warn(f"{name}.{variant.name} [{point}]: config tuned with {match}", stacklevel=2)
-                return best.config, "other Triton version" if match == "other Triton version" else "stale source"
+                return best, match
         return variant.default_config(device.arch), "default"
+
+
+def _key(variant: Variant, point: str) -> tuple[str, str, str, str, str]:
+    return variant.contract.name, variant.name, variant.source, triton.__version__, point
+
+
+def _resolved_key(variant: Variant, axes: Axes, device: DeviceFacts) -> tuple[str, ...]:
+    return variant.contract.name, variant.name, str(variant.file), device.name, bucket(variant, axes)
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -216,18 +264,63 @@ def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def search(variant: Variant, point: str, launch: Callable[[Config], Callable[[], None]], measure: Measure) -> Entry:
-    """Times every config of a variant; one that does not fit the device is recorded with its reason and skipped."""
-    from triton.runtime.errors import OutOfResources
+def missing_configs(variant: Variant, device: DeviceFacts, entry: Entry | None) -> list[Config]:
+    """The configs that an entry has no timing of, a refusal included."""
+    tried = {config for config, _, _ in entry.timings} if entry else set()
+    return [config for config in candidates(variant, device.arch) if config not in tried]
 
-    timings: list[tuple[Config, float | None, str]] = []
-    for config in variant.configs:
+
+def search(
+    variant: Variant,
+    device: DeviceFacts,
+    point: str,
+    launch: Callable[[Config], Callable[[], None]],
+    measure: Measure,
+    path: Path,
+    tried: Callable[[ConfigTiming], None] = lambda timing: None,
+) -> Entry:
+    """Times the configs that the lockfile's entry lacks, records each as it is known, and returns the whole entry.
+
+    One that does not fit the device, or that its compiler refuses, is recorded with its reason and skipped. An
+    interrupted search goes on where it was.
+
+    Args:
+        point: the shape bucket. launch: builds a config's launch on tensors of its own.
+        path: the lockfile. tried: told each new timing.
+
+    Raises:
+        TuningError: no config could be timed, with every reason.
+    """
+    key = _key(variant, point)
+    known = read_lockfile(path).get(key)
+    pending: list[ConfigTiming] = []
+    for config in missing_configs(variant, device, known):
         try:
-            timings.append((config, measure(launch(config)), ""))
-        except OutOfResources as error:
-            timings.append((config, None, str(error)))
-    op, source = variant.contract.name, variant.source
-    return Entry(op, variant.name, source, triton.__version__, point, _best(tuple(timings)), tuple(timings))
+            timing: ConfigTiming = (config, measure(launch(config)), "")
+        except (OutOfResources, CompilationError, PTXASError) as error:
+            timing = (config, None, " ".join(str(error).split()))
+        tried(timing)
+        pending.append(timing)
+        if known or any(us is not None for _, us, _ in pending):  # an entry names a best config: one must have run
+            known = record(path, device, Entry(*key, config=config, timings=tuple(pending)))
+            pending = []
+    if known is None:
+        raise TuningError(f"{variant.contract.name}.{variant.name}: no config could be timed: {_reasons(pending)}")
+    return known
+
+
+def tuned_devices(variant: Variant, folder: Path = TUNED_FOLDER) -> list[str]:
+    """The devices that this very code was tuned on; where there is none, every config is a default by reasoning."""
+    found = []
+    home = lockfile(variant, INTERPRETER, folder).parent
+    for path in sorted(home.glob("*.json")):
+        try:
+            entries = read_lockfile(path)
+        except TuningError:  # an outside variant's folder may hold any JSON
+            continue
+        if any((e.op, e.variant, e.source) == _key(variant, "")[:3] for e in entries.values()):
+            found.append(str(json.loads(path.read_text())["device"]))
+    return found
 
 
 NEAREST = Tuning("nearest")

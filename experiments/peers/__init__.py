@@ -1,6 +1,11 @@
-"""Other engines that serve the same workload, by name. Kernels of other projects live in `<op>/<variant>.py` here."""
+"""Other engines that serve the same workload, by name. Kernels of other projects: `kernels/<op>/<variant>.py` here."""
 
 from collections.abc import Mapping
+from pathlib import Path
+
+from tkernels import Registry
+from tkernels.check import BASELINE_SLACK
+from tkernels.variant import Variant
 
 PEERS: Mapping[str, str] = {
     "transformers_one_at_a_time": "experiments.peers.transformers_generate",
@@ -8,6 +13,25 @@ PEERS: Mapping[str, str] = {
 }
 """name -> the module whose `make_peer(name, directory, requests, device, dtype)` gives a server with `settings`."""
 
+_KERNELS = Path(__file__).resolve().parent / "kernels"
+
 
 class PeerUnsupportedError(ValueError):
     """A peer cannot serve this workload in a way that compares."""
+
+
+def with_peers(ops: Registry) -> Registry:
+    """The registry and other projects' kernels, as variants: unavailable, with the reason, where one is not
+    installed.
+    """
+    return ops.with_variants_from(_KERNELS)
+
+
+def is_peer(variant: Variant) -> bool:
+    """Whether another project wrote this variant's kernel."""
+    return _KERNELS in variant.file.parents
+
+
+def slack_of(variant: Variant) -> float:
+    """What the error rule's allowance is multiplied by: other projects round where they like, as torch may."""
+    return BASELINE_SLACK if is_peer(variant) else 1.0

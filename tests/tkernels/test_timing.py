@@ -1,8 +1,13 @@
 """The timer and the roofline."""
 
+import sys
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from tkernels.clocks import Clocks, read_clocks
 from tkernels.device import INTERPRETER, DeviceFacts
 from tkernels.roofline import RooflineError, roofline
 from tkernels.timing import Timing, time_call
@@ -71,3 +76,52 @@ def test_what_is_not_known_is_none_with_its_reason(device: DeviceFacts, dtype: s
     assert result.bound is None
     assert result.reason is not None
     assert reason in result.reason
+
+
+def test_what_is_done_once_is_timed_apart() -> None:
+    made = []
+
+    def call() -> None:
+        if not made:
+            made.append(time.sleep(0.02))
+
+    timing = time_call(call, "cpu", samples=3)
+    assert timing.first_call_us is not None
+    assert timing.first_call_us > 20_000
+    assert timing.max_us < 1000
+    assert timing.before.sm_mhz is None
+    assert timing.before.reason == "a CPU's clocks are not read"
+
+
+def test_unknown_ways_to_time_are_refused() -> None:
+    with pytest.raises(ValueError, match="there is eager and graph"):
+        time_call(lambda: None, "cpu", launch="lazy")  # type: ignore[arg-type]
+
+
+class FakeNvml:
+    """The part of pynvml that is asked, on a GPU that is too warm."""
+
+    NVMLError = RuntimeError
+    NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
+    nvmlClocksThrottleReasonSwPowerCap, nvmlClocksThrottleReasonHwThermalSlowdown = 4, 64
+
+    def nvmlInit(self) -> None: ...
+    def nvmlShutdown(self) -> None: ...
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
+    def nvmlDeviceGetClockInfo(self, handle: str, which: int) -> int:
+        return {1: 1410, 2: 3201}[which]
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: str) -> int:
+        return 64 | 1
+
+
+def test_the_clocks_are_what_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    assert read_clocks(torch.device("cuda", 0)) == Clocks(1410, 3201, ("thermal slowdown by hardware",))
+    monkeypatch.setattr(FakeNvml, "nvmlDeviceGetClockInfo", lambda *a: (_ for _ in ()).throw(RuntimeError("no")))
+    assert read_clocks(torch.device("cuda", 0)).reason == "the driver does not tell: no"
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert read_clocks(torch.device("cuda", 0)).reason == "pynvml is not installed"

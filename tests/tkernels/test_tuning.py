@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,20 @@ from tests.tkernels.outside import DOUBLED, write_variant
 from tkernels import OPS, Config, Tuning, TuningError
 from tkernels.device import TARGETS
 from tkernels.source_hash import source_hash
-from tkernels.tuning import Entry, bucket, lockfile, read_lockfile, record, search
+from tkernels.tuning import Entry, bucket, lockfile, read_lockfile, record, search, tuned_devices
 from tkernels.variant import Variant
 
 H200 = TARGETS["sm_90"]
 AXES = {"T": 7, "I": 100, "activation": "bfloat16"}
 
 
+OFFERED = "configs=(Config(), Config(num_warps=8))"
+
+
 def load(folder: Path, *changes: tuple[str, str]) -> Variant:
+    """The outside variant, as if it offered 1, 2, 4, 8 and 16 warps unless the changes say otherwise."""
+    if not any(before == OFFERED for before, _ in changes):
+        changes = ((OFFERED, "configs=tuple(Config(num_warps=w) for w in (1, 2, 4, 8, 16))"), *changes)
     return OPS.with_variants_from(write_variant(folder, *changes))["swiglu"].variants["doubled"]
 
 
@@ -49,6 +56,7 @@ def test_nearest_takes_another_version_then_a_stale_source_then_the_default(tmp_
     variant = load(tmp_path)
     path = lockfile(variant, H200)
     assert Tuning().resolve(variant, AXES, H200) == variant.default_config("sm_90")
+    assert Tuning().match(variant, AXES, H200) == "default"
     record(path, H200, entry_for(variant, Config(num_warps=1), source="0" * 16))
     with pytest.warns(UserWarning, match="tuned with stale source"):
         assert Tuning().resolve(variant, AXES, H200).num_warps == 1
@@ -58,6 +66,20 @@ def test_nearest_takes_another_version_then_a_stale_source_then_the_default(tmp_
         configs = [tuning.resolve(variant, AXES, H200) for _ in range(2)]
     assert [config.num_warps for config in configs] == [2, 2]
     assert len(said) == 1
+    assert tuning.match(variant, AXES, H200) == "other Triton version"
+
+
+def test_a_config_that_its_variant_no_longer_offers_is_not_used(tmp_path: Path) -> None:
+    variant = load(tmp_path)
+    taken_out, kept = Config(num_warps=32), Config(num_warps=2)
+    entry = entry_for(variant, taken_out)
+    record(lockfile(variant, H200), H200, replace(entry, timings=((taken_out, 1.0, ""), (kept, 5.0, ""))))
+    assert Tuning().resolve(variant, AXES, H200) == kept
+    record(lockfile(variant, H200), H200, replace(entry_for(variant, taken_out), bucket="I<=16,activation=bfloat16"))
+    axes = {**AXES, "I": 16}
+    assert Tuning().match(variant, axes, H200) == "default"
+    with pytest.raises(TuningError, match="has no entry"):
+        Tuning("frozen").resolve(variant, axes, H200)
 
 
 def test_frozen_fails_on_anything_but_exact(tmp_path: Path) -> None:
@@ -67,26 +89,81 @@ def test_frozen_fails_on_anything_but_exact(tmp_path: Path) -> None:
         Tuning("frozen").resolve(variant, AXES, H200)
 
 
-def test_search_times_every_config_skips_one_that_does_not_fit_and_records(tmp_path: Path) -> None:
-    variant = load(tmp_path, ("Config(num_warps=8))", "Config(num_warps=8), Config(num_warps=16))"))
-    times = {4: 3.0, 8: 2.0}
-    current: list[Config] = []
+@dataclass
+class FakeTimer:
+    """Measures by a table of microseconds by num_warps; 16 warps do not fit, and the process may be stopped at one."""
 
-    def launch(config: Config) -> Callable[[], None]:
-        current.append(config)
+    times: dict[int, float]
+    stop_at: int | None = None
+    timed: list[int] = field(default_factory=list)
+
+    def launch(self, config: Config) -> Callable[[], None]:
+        self.timed.append(config.num_warps)
         return lambda: None
 
-    def measure(run: Callable[[], None]) -> float:
-        if current[-1].num_warps == 16:
+    def measure(self, run: Callable[[], None]) -> float:
+        warps = self.timed[-1]
+        if warps == self.stop_at:
+            raise KeyboardInterrupt
+        if warps == 16:
             raise OutOfResources(300_000, 232_448, "shared memory")
-        return times[current[-1].num_warps]
+        return self.times[warps]
 
-    tuning = Tuning("search", measure=measure)
-    assert tuning.resolve(variant, AXES, H200, launch) == Config(num_warps=8)
+
+def with_configs(folder: Path, *warps: int) -> Variant:
+    configs = "".join(f"Config(num_warps={w}), " for w in warps)
+    return load(folder, (OFFERED, f"configs=({configs})"))
+
+
+def test_search_times_every_config_skips_one_that_does_not_fit_and_records(tmp_path: Path) -> None:
+    variant, timer = with_configs(tmp_path, 8, 16), FakeTimer({4: 3.0, 8: 2.0})
+    tuning = Tuning("search", measure=timer.measure)
+    assert tuning.resolve(variant, AXES, H200, timer.launch) == Config(num_warps=8)
     (entry,) = read_lockfile(lockfile(variant, H200)).values()
-    assert [us for _, us, _ in entry.timings] == [3.0, 2.0, None]
-    assert "shared memory" in entry.timings[2][2]
+    assert sorted((config.num_warps, us) for config, us, _ in entry.timings if us) == [(4, 3.0), (8, 2.0)]
+    (refused,) = [why for config, _, why in entry.timings if config.num_warps == 16]
+    assert "shared memory" in refused
+    assert timer.timed == [4, 8, 16]  # the default first, whether it is among the configs or not
     assert Tuning("frozen").resolve(variant, AXES, H200) == Config(num_warps=8)
+    assert Tuning("frozen").match(variant, AXES, H200) == "exact"
+
+
+def test_an_interrupted_search_goes_on_where_it_was(tmp_path: Path) -> None:
+    variant, path = with_configs(tmp_path, 8, 2, 16), tmp_path / "H.json"
+    first = FakeTimer({4: 3.0, 8: 2.0, 2: 1.0}, stop_at=2)
+    with pytest.raises(KeyboardInterrupt):
+        search(variant, H200, "I<=128", first.launch, first.measure, path)
+    second = FakeTimer(first.times)
+    entry = search(variant, H200, "I<=128", second.launch, second.measure, path)
+    assert (first.timed, second.timed) == ([4, 8, 2], [2, 16])
+    assert entry.config == Config(num_warps=2)
+    assert len(entry.timings) == 4
+    third = FakeTimer({})
+    assert search(variant, H200, "I<=128", third.launch, third.measure, path) == entry
+    assert third.timed == []
+
+
+def test_one_more_config_is_all_that_is_timed_anew(tmp_path: Path) -> None:
+    before, path = with_configs(tmp_path / "before", 8), tmp_path / "H.json"
+    timer = FakeTimer({4: 3.0, 8: 2.0, 2: 1.0})
+    search(before, H200, "I<=128", timer.launch, timer.measure, path)
+    after = with_configs(tmp_path / "after", 2, 8)  # another file of the same kernel
+    told: list[int] = []
+    search(after, H200, "I<=128", timer.launch, timer.measure, path, lambda timing: told.append(timing[0].num_warps))
+    assert timer.timed == [4, 8, 2]
+    assert told == [2]
+    (entry,) = read_lockfile(path).values()
+    assert {config.num_warps: us for config, us, _ in entry.timings} == timer.times
+
+
+def test_a_comment_in_the_kernel_keeps_its_entries(tmp_path: Path) -> None:
+    before = load(tmp_path)
+    record(lockfile(before, H200), H200, entry_for(before, Config(num_warps=8)))
+    after = load(tmp_path, ("    mask = offs", "    # why\n    mask = offs"))
+    assert Tuning("frozen").resolve(after, AXES, H200) == Config(num_warps=8)
+    assert tuned_devices(after) == ["NVIDIA H200"]
+    changed = load(tmp_path, ("    mask = offs < width", "    mask = offs <= width"))
+    assert tuned_devices(changed) == []
 
 
 def test_recording_keeps_the_timings_of_configs_not_tried_again(tmp_path: Path) -> None:
@@ -105,7 +182,8 @@ def test_search_fails_loudly_where_no_config_fits(tmp_path: Path) -> None:
         raise OutOfResources(2, 1, "shared memory")
 
     with pytest.raises(TuningError, match="no config could be timed"):
-        search(load(tmp_path), "I<=128", lambda config: lambda: None, measure)
+        search(load(tmp_path), H200, "I<=128", lambda config: lambda: None, measure, tmp_path / "H.json")
+    assert not (tmp_path / "H.json").exists()
 
 
 def _record_one(path: Path, index: int, entry: Entry) -> None:

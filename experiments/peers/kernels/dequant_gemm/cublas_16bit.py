@@ -1,0 +1,31 @@
+"""torch's matmul (cuBLAS) on the dense 16-bit weight: what quantization has to beat."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from experiments.peers.installed import needs
+from tkernels import Variant
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, dequantize
+
+
+def prepare(weight: QuantizedWeight) -> torch.Tensor:
+    """The dense weight [N, K], four times the bytes."""
+    return dequantize(weight).contiguous()
+
+
+def dequant_gemm(x: torch.Tensor, weight: Any, *, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The op, on the weight as it is or as prepared."""
+    dense = weight if isinstance(weight, torch.Tensor) else prepare(weight)
+    return F.linear(x, dense.to(x.dtype), bias)
+
+
+VARIANT = Variant(
+    wins="a peer: many rows, where arithmetic is the limit",
+    function=dequant_gemm,
+    prepare=prepare,
+    supports=needs(None),
+    deterministic=False,
+    batch_invariant=False,
+)

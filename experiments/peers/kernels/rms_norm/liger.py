@@ -1,0 +1,19 @@
+"""Liger-Kernel's RMSNorm, forward alone."""
+
+import torch
+
+from experiments.peers.installed import needs
+from tkernels import Variant
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The op."""
+    from liger_kernel.ops.rms_norm import rms_norm_forward
+
+    out: torch.Tensor = rms_norm_forward(x, weight, eps, 0.0, "llama", None)[0]
+    return out
+
+
+VARIANT = Variant(
+    wins="a peer", function=rms_norm, supports=needs("liger_kernel"), deterministic=True, batch_invariant=False
+)

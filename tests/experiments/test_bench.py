@@ -1,0 +1,84 @@
+"""`tk bench`, and that other projects' kernels stand beside ours without being installed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from experiments.cli import app
+from experiments.peers import with_peers
+from tests.tkernels.outside import write_variant
+from tkernels import OPS, UnsupportedError
+from tkernels.contract import Axes
+from tkernels.device import INTERPRETER, TARGETS
+
+RUNNER = CliRunner()
+
+
+def rows_of(*arguments: str) -> list[dict[str, Any]]:
+    done = RUNNER.invoke(app, ["bench", "--json", *arguments])
+    assert done.exit_code == 0, done.output
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return rows
+
+
+def test_torch_is_timed_and_triton_is_not(tmp_path: Path) -> None:
+    folder = str(write_variant(tmp_path))
+    rows = {r["variant"]: r for r in rows_of("--op", "swiglu", "--axes", "T=4,I=64", "--variants-from", folder)}
+    assert rows["torch"]["status"] == "ok"
+    assert rows["torch"]["median_us"] > 0
+    assert rows["torch"]["axes"]["activation"] == "bfloat16"  # what is open is a realistic point's
+    for name in ("fused", "doubled"):
+        assert rows[name]["status"] == "not measured"
+        assert rows[name]["median_us"] is None
+        assert rows[name]["config_source"] == "default"
+    assert rows["liger"]["reason"] in ("liger_kernel is not installed", "it is for NVIDIA GPUs")
+
+
+def test_people_read_that_an_interpreted_time_means_nothing() -> None:
+    done = RUNNER.invoke(app, ["bench", "--op", "swiglu", "--axes", "T=4,I=64"])
+    assert "means nothing" in " ".join(done.stdout.split())
+    assert "swiglu.fused" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--axes", "T=4"], "name it with --op"),
+        (["--op", "swiglu", "--axes", "X=4"], "no axis 'X'"),
+        (["--op", "swiglu", "--launch", "grap"], "did you mean 'graph'"),
+        (["--op", "swiglu", "--l2", "hot"], "there is cold, warm"),
+        (["--op", "swigl"], "did you mean 'swiglu'"),
+    ],
+)
+def test_what_cannot_be_timed_is_said(arguments: list[str], said: str) -> None:
+    done = RUNNER.invoke(app, ["bench", *arguments])
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+PEERS = [
+    (op.name, name)
+    for op in with_peers(OPS).values()
+    for name, variant in op.variants.items()
+    if variant.kind == "library" and name not in OPS[op.name].variants
+]
+
+
+def test_the_peers_are_there() -> None:
+    assert {name for _, name in PEERS} >= {"liger", "flashinfer", "gemlite", "torch_int4", "cublas_16bit", "sdpa_flash"}
+
+
+@pytest.mark.parametrize(("op", "peer"), PEERS)
+def test_a_peer_is_unavailable_with_a_reason(op: str, peer: str) -> None:
+    variant = with_peers(OPS)[op].variants[peer]
+    contract = variant.contract
+    axes: Axes = dict(next(iter(contract.benchmarks.values())))
+    assert variant.supports(axes, INTERPRETER) is not None
+    assert variant.supports({**axes, "activation": "float32"}, TARGETS["sm_90"]) is not None
+    point = contract.draw_axes(lambda name, candidates: candidates[-1], {"activation": "bfloat16"})
+    inputs = contract.case(point, 0).inputs
+    with pytest.raises(UnsupportedError, match="does not support this call"):
+        variant(**inputs)

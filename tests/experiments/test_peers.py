@@ -1,0 +1,72 @@
+"""What can be known of the peers without a GPU: that SDPA on gathered pages and the dense weight are the same ops."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from experiments.peers import with_peers
+from experiments.peers.dense_attention import dense_attention
+from experiments.peers.flashinfer_pages import Pages
+from experiments.peers.installed import MadeOnce
+from tkernels import OPS, UnsupportedError
+from tkernels.measurement import CPU_SIZE, at_most
+
+PAGED = {"D": 32, "Dv": 32, "Hq": 4, "Hkv": 2, "S": 8, "N": 5, "activation": "float64", "kv": "float64"}
+
+
+@pytest.mark.parametrize("op", ["paged_decode", "paged_prefill"])
+def test_attention_on_gathered_pages_is_the_op(op: str) -> None:
+    contract = OPS[op].contract
+    base = next(iter(contract.benchmarks.values()))
+    sizes = {"B": 3, "P": 15} | ({"T": 6} if op == "paged_prefill" else {})
+    axes = at_most(contract, {**base, **PAGED, **sizes}, CPU_SIZE)
+    assert axes is not None
+    inputs = contract.case(axes, 0).inputs
+    got = dense_attention(SDPBackend.MATH)(dict(inputs))
+    assert torch.allclose(got, contract.reference(**inputs), rtol=1e-12, atol=1e-12)
+    uneven = {**inputs, "context_lens": torch.tensor([40, 8, 40], dtype=torch.int32)}
+    with pytest.raises(UnsupportedError, match=r"contexts are \[8, 40\]"):
+        dense_attention(SDPBackend.MATH)(uneven)
+
+
+def test_the_dense_weight_is_the_quantized_one() -> None:
+    contract = OPS["dequant_gemm"].contract
+    peer = with_peers(OPS)["dequant_gemm"].variants["cublas_16bit"]
+    axes = {"M": 3, "N": 16, "K": 64, "group_size": 32, "activation": "bfloat16", "weight": "bfloat16"}
+    point = at_most(contract, {**next(iter(contract.benchmarks.values())), **axes}, CPU_SIZE)
+    assert point is not None
+    x, weight = (contract.case(point, 0).inputs[name] for name in ("x", "weight"))
+    assert peer.function is not None
+    dense = peer.prepare(weight)
+    assert dense.shape == (16, 64)
+    assert torch.equal(peer.function(x, dense), peer.function(x, weight))
+
+
+def test_pages_as_flashinfer_wants_them() -> None:
+    tables = torch.tensor([[5, 7, 99], [2, 99, 99], [1, 0, 3]], dtype=torch.int32)
+    pages = Pages.of(
+        {
+            "block_tables": tables,
+            "context_lens": torch.tensor([9, 8, 17], dtype=torch.int32),
+            "k_cache": torch.empty(8, 8, 1, 4),
+        }
+    )
+    assert pages.indptr.tolist() == [0, 2, 3, 6]
+    assert pages.indices.tolist() == [5, 7, 2, 1, 0, 3]
+    assert pages.last_page_len.tolist() == [1, 8, 1]
+
+
+def test_what_is_made_once_is_made_again_when_its_tensor_was_written() -> None:
+    made: list[int] = []
+    once: MadeOnce[int] = MadeOnce(most=2)
+    x = torch.zeros(3)
+
+    def count() -> int:
+        made.append(len(made))
+        return made[-1]
+
+    assert [once.get({"x": x}, count) for _ in range(2)] == [0, 0]
+    x.add_(1)
+    assert once.get({"x": x}, count) == 1
+    assert [once.get({"x": torch.zeros(3)}, count) for _ in range(2)] == [2, 3]
+    assert once.get({"x": x}, count) == 4  # the oldest made room

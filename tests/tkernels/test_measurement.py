@@ -1,0 +1,92 @@
+"""One variant at one point: no time without a right answer, none that means nothing, and points that fit a CPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tkernels.outside import write_variant
+from tkernels import OPS
+from tkernels.contract import Int
+from tkernels.measurement import CPU_SIZE, INTERPRETED, Method, at_most, benchmark_points, measure
+from tkernels.timing import Timing
+
+CPU = torch.device("cpu")
+AXES = {"T": 4, "I": 64, "activation": "float32", "layout": "contiguous", "values": "ordinary"}
+FEW = Method(samples=2)
+
+
+def test_a_right_variant_has_figures_and_none_that_a_cpu_does_not_give() -> None:
+    row = measure(OPS["swiglu"].variants["torch"], "small", AXES, CPU, method=FEW)
+    assert (row.status, row.config, row.config_source) == ("ok", None, None)
+    assert isinstance(row.timing, Timing)
+    assert row.bytes_moved == 3 * 4 * 64 * 4
+    assert row.bytes_per_s == pytest.approx(row.bytes_moved / row.timing.median_us * 1e6)
+    figures = row.as_dict()
+    assert figures["roofline_fraction"] is None
+    assert figures["roofline_reason"] == "no roofline is known for a CPU"
+    assert figures["clocks"]["before"]["reason"] == "a CPU's clocks are not read"
+    assert len(figures["samples_us"]) == 2
+
+
+def test_an_interpreted_kernel_has_no_time() -> None:
+    row = measure(OPS["swiglu"].variants["fused"], "small", AXES, CPU, method=FEW)
+    assert (row.status, row.reason, row.timing) == ("not measured", INTERPRETED, None)
+    assert row.config_source == "default"
+    assert row.as_dict()["median_us"] is None
+    assert row.as_dict()["roofline_reason"] == INTERPRETED
+
+
+LIBRARY = """
+import torch
+from tkernels import Variant
+
+def function(gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    BODY
+
+VARIANT = Variant(wins="never", function=function, deterministic=True, batch_invariant=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ("return torch.nn.functional.silu(gate) * up", "ok", None),
+        ("return torch.nn.functional.silu(up) * gate", "wrong", "replay: tk check"),
+        ("raise RuntimeError('not today')", "failed", "not today"),
+        ("raise __import__('tkernels').UnsupportedError('odd lengths')", "unsupported", "odd lengths"),
+    ],
+)
+def test_only_a_right_library_variant_is_timed(tmp_path: Path, body: str, status: str, said: str | None) -> None:
+    (tmp_path / "swiglu").mkdir()
+    (tmp_path / "swiglu" / "peer.py").write_text(LIBRARY.replace("BODY", body))
+    variant = OPS.with_variants_from(tmp_path)["swiglu"].variants["peer"]
+    row = measure(variant, "small", AXES, CPU, method=FEW)
+    assert row.status == status
+    assert (row.timing is not None) == (status == "ok")
+    assert said is None or said in str(row.reason)
+
+
+def test_an_outside_variant_is_measured_like_any_other(tmp_path: Path) -> None:
+    variant = OPS.with_variants_from(write_variant(tmp_path))["swiglu"].variants["doubled"]
+    assert measure(variant, "small", AXES, CPU).status == "not measured"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_has_points_for_a_cpu(op: str) -> None:
+    contract = OPS[op].contract
+    points = benchmark_points(contract, CPU)
+    assert 1 <= len(points) <= 2
+    for axes in points.values():
+        assert set(axes) == set(contract.axis_by_name)
+        assert all(int(axes[a.name]) <= CPU_SIZE for a in contract.axes if isinstance(a, Int))
+    assert len(benchmark_points(contract, torch.device("cuda"))) == len(contract.benchmarks) > 0
+
+
+def test_cutting_a_point_down_may_break_a_rule() -> None:
+    contract = OPS["paged_decode"].contract
+    assert at_most(contract, contract.benchmarks["B=64,context=8192"], CPU_SIZE) is None  # 64 x 512 pages of 1024
+    only_batch = at_most(OPS["rms_norm"].contract, {"T": 4096, "H": 2560}, 1024, only_batch=True)
+    assert only_batch is not None
+    assert (only_batch["T"], only_batch["H"]) == (1024, 2560)

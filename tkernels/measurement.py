@@ -1,0 +1,246 @@
+"""One variant at one point: checked first, then timed, and placed on the roofline by the contract's own counts."""
+
+import time
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from tkernels.check import check_case
+from tkernels.config import Config
+from tkernels.contract import Axes, Case, Contract, Int, Value
+from tkernels.device import DeviceFacts, device_facts
+from tkernels.inputs import clone_inputs, map_tensors
+from tkernels.launch import Kernel
+from tkernels.roofline import Roofline, RooflineError, roofline
+from tkernels.timing import Cache, Launch, Timing, time_calls
+from tkernels.tuning import NEAREST, Match, Tuning
+from tkernels.variant import UnsupportedError, Variant
+
+Status = Literal["ok", "wrong", "failed", "unsupported", "void", "not measured"]
+
+INTERPRETED = "interpreted on a CPU, where a Triton kernel's time means nothing"
+
+CPU_SIZE = 1024
+"""The largest size of a point on a CPU, whose contracts' own points are a GPU's."""
+
+# One graph's calls pass this many bytes together: what a call writes may stay in the L2 cache when it ends (60 MB on an
+# H200), and only over many calls in a row does all of it reach the memory that the roofline counts.
+_BYTES_PER_SAMPLE = 2**30
+_MOST_SETS = 64
+
+
+@dataclass(frozen=True)
+class Method:
+    """How calls are timed; see `tkernels.timing.time_calls`."""
+
+    launch: Launch = "eager"
+    l2: Cache = "cold"
+    samples: int = 20
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is known of one variant at one point; the status says whether there is a time, the reason why not.
+
+    config_source: how the config was found; None for a variant that has none. prepare_us, prepared_bytes: making the
+    variant's own weight, once, at load; None where it takes the weight as it is. limit: the share of the roofline.
+    status "void" is a time that the hardware does not allow: it is not reported.
+    """
+
+    op: str
+    variant: str
+    kind: str
+    point: str
+    axes: Axes
+    status: Status
+    reason: str | None = None
+    config: Config | None = None
+    config_source: Match | None = None
+    bytes_moved: int | None = None
+    flops: int | None = None
+    timing: Timing | None = None
+    limit: Roofline | None = None
+    prepare_us: float | None = None
+    prepared_bytes: int | None = None
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Achieved bandwidth, by the contract's bytes."""
+        return self.bytes_moved / self.timing.median_us * 1e6 if self.timing and self.bytes_moved is not None else None
+
+    @property
+    def flops_per_s(self) -> float | None:
+        return self.flops / self.timing.median_us * 1e6 if self.timing and self.flops is not None else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON: what is not known is null, with the reason beside it."""
+        timing, limit = self.timing, self.limit
+        row: dict[str, Any] = {
+            name: getattr(self, name) for name in ("op", "variant", "kind", "point", "status", "reason")
+        }
+        row |= {"axes": dict(self.axes), "dtype": str(self.axes.get("activation", ""))}
+        row |= {
+            "config": self.config.as_dict() if self.config is not None else None,
+            "config_source": self.config_source,
+        }
+        row |= {name: getattr(self, name) for name in ("bytes_moved", "flops", "bytes_per_s", "flops_per_s")}
+        row |= {name: getattr(timing, name, None) for name in ("median_us", "iqr_us", "min_us", "max_us", "timer")}
+        row |= {name: getattr(timing, name, None) for name in ("calls_per_sample", "first_call_us")}
+        row["samples_us"] = list(timing.samples_us) if timing else None
+        row["clocks"] = {when: vars(getattr(timing, when)) for when in ("before", "after")} if timing else None
+        row |= {"prepare_us": self.prepare_us, "prepared_bytes": self.prepared_bytes}
+        row |= {f"roofline_{name}": getattr(limit, name, None) for name in ("fraction", "bound")}
+        row["roofline_reason"] = limit.reason if limit else self.reason
+        return row
+
+
+def benchmark_points(contract: Contract, device: torch.device) -> dict[str, dict[str, Value]]:
+    """Name -> every axis of the contract's realistic points; on a CPU with sizes of at most CPU_SIZE, the first two."""
+    points: dict[str, dict[str, Value]] = {}
+    for name, axes in contract.benchmarks.items():
+        if device.type == "cuda":
+            points[name] = completed(contract, axes)
+            continue
+        point = at_most(contract, axes, CPU_SIZE)
+        if point is not None and point not in points.values() and len(points) < 2:
+            points[name if point == completed(contract, axes) else f"{name} (sizes <= {CPU_SIZE})"] = point
+    return points
+
+
+def completed(contract: Contract, axes: Axes) -> dict[str, Value]:
+    """The point with every axis given: what is open as an op is mostly called, the first of an enum's draws."""
+
+    def choose(name: str, candidates: Any) -> Value:
+        chosen: Value = max(candidates) if isinstance(contract.axis_by_name[name], Int) else candidates[0]
+        return chosen
+
+    return contract.draw_axes(choose, axes)
+
+
+def at_most(contract: Contract, axes: Axes, size: int, *, only_batch: bool = False) -> dict[str, Value] | None:
+    """The point with larger sizes (or those of the batch alone) cut down to `size`; None where that breaks a rule."""
+    cut = dict(axes)
+    for axis in contract.axes:
+        value = cut.get(axis.name)
+        if isinstance(axis, Int) and isinstance(value, int) and (axis.batch or not only_batch):
+            cut[axis.name] = min(value, size)
+    try:
+        return completed(contract, cut)
+    except ValueError:
+        return None
+
+
+def measure(
+    variant: Variant,
+    point: str,
+    axes: Axes,
+    device: torch.device,
+    *,
+    method: Method = Method(),
+    tuning: Tuning = NEAREST,
+    pins: Mapping[str, int] | None = None,
+    seed: int = 0,
+    slack: float = 1.0,
+) -> Measurement:
+    """Checks a variant at a point, times it where it was right, and says what the figures are worth.
+
+    Args:
+        point: what people call it. axes: all of the contract's axes.
+        pins: config values to hold. slack: see `check_case`.
+
+    Nothing is raised for what a variant does wrong: the status and the reason say it.
+    """
+    contract = variant.contract
+    row = Measurement(contract.name, variant.name, variant.kind, point, dict(axes), "failed")
+    facts = device_facts(device)
+    try:
+        case = contract.case(axes, seed, device)
+        row = replace(row, bytes_moved=case.bytes_moved, flops=case.flops)
+        arguments = contract.bind_arguments((), case.inputs)
+        bound, where = contract.bind_axes(arguments)
+        if reason := variant.unsupported_reason(bound, where, facts):
+            return replace(row, status="unsupported", reason=reason)
+        kernel = Kernel(variant, tuning, pins or {})
+        if variant.kind == "triton":
+            config = kernel.config(bound, where, arguments)
+            row = replace(row, config=config, config_source=tuning.match(variant, bound, facts))
+            if device.type == "cpu":
+                return replace(row, status="not measured", reason=INTERPRETED)
+        if wrong := _check(variant, case, row.config, slack):
+            return replace(row, status=wrong[0], reason=wrong[1])
+        return _timed(row, variant, kernel, arguments, method, facts, device)
+    except Exception as error:  # a variant may be anyone's and raise anything
+        return replace(row, status="failed", reason=f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+
+def _check(variant: Variant, case: Case, config: Config | None, slack: float) -> tuple[Status, str] | None:
+    """Why this variant gets no time. Where float64 does not fit the device, a smaller batch is judged instead."""
+    try:
+        result = check_case(variant, case, config, slack=slack)
+    except torch.OutOfMemoryError:
+        smaller = at_most(case.contract, case.axes, CPU_SIZE, only_batch=True)
+        if smaller is None or smaller == dict(case.axes):
+            raise
+        where = next(value.device for value in case.inputs.values() if isinstance(value, torch.Tensor))
+        result = check_case(variant, case.contract.case(smaller, case.seed, where), config, slack=slack)
+    if result.status == "ok":
+        return None
+    if result.reason.startswith(UnsupportedError.__name__):
+        return "unsupported", result.reason
+    status: Status = "wrong" if result.status == "wrong" else "failed"
+    return status, str(result)
+
+
+def _timed(
+    row: Measurement, variant: Variant, kernel: Kernel, arguments: dict[str, Any], method: Method, facts: DeviceFacts,
+    device: torch.device,
+) -> Measurement:  # fmt: skip
+    started = time.perf_counter()
+    prepared = {name: variant.prepare(v) if hasattr(v, "map_tensors") else v for name, v in arguments.items()}
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    spent_us = (time.perf_counter() - started) * 1e6
+    if made := {name: value for name, value in prepared.items() if value is not arguments[name]}:
+        row = replace(row, prepare_us=spent_us, prepared_bytes=_storage_bytes(made))
+    wanted = 1
+    if method.launch == "graph" and method.l2 == "cold":
+        wanted = min(_MOST_SETS, max(1, -(-_BYTES_PER_SAMPLE // max(_storage_bytes(prepared), 1))))
+    calls: list[Callable[[], object]] = []
+    for _ in range(wanted):
+        mine = {name: _own(value) for name, value in clone_inputs(prepared).items()}
+        calls.append(partial(variant.function, **mine) if variant.function is not None else partial(kernel, **mine))
+    timing = time_calls(calls, device, samples=method.samples, launch=method.launch, l2=method.l2)
+    assert row.bytes_moved is not None
+    assert row.flops is not None
+    if device.type == "cuda" and method.l2 == "warm":
+        unknown = Roofline(None, None, "warm L2: the bytes need not come from memory")
+        return replace(row, status="ok", timing=timing, limit=unknown)
+    dtype = str(row.axes.get("activation", ""))
+    try:
+        limit = roofline(timing.median_us, row.bytes_moved, row.flops, dtype, facts)
+    except RooflineError as error:
+        return replace(row, status="void", reason=str(error))
+    return replace(row, status="ok", timing=timing, limit=limit)
+
+
+def _own(value: Any) -> Any:
+    """A copy of what `clone_inputs` passes on: another project's weight object, which must not be warm from the set
+    before.
+    """
+    plain = isinstance(value, torch.Tensor | int | float | str | None) or hasattr(value, "map_tensors")
+    return value if plain else deepcopy(value)
+
+
+def _storage_bytes(inputs: Mapping[str, Any]) -> int:
+    storages: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    map_tensors(inputs, note)
+    return sum(storages.values())
