@@ -35,107 +35,10 @@ CONFIGS = tuple(
 
 
 @triton.jit
-def paged_prefill_packed_gqa_sweep(
-    acc,
-    m,
-    l,  # noqa: E741
-    q,
-    own,
-    begin,
-    end,
-    length,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    stride_k_p,
-    stride_k_s,
-    stride_v_p,
-    stride_v_s,
-    scale_log2,
-    window,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Adds the blocks of keys in begin .. end-1 to (acc [BLOCK_M, BLOCK_DV], m, l) of the rows q [BLOCK_M, BLOCK_D],
-    whose tokens stand at the positions `own`. Unless MASKED, every row sees every key of these blocks.
+def paged_prefill_packed_gqa_sequence(tile, starts_ptr, sequences, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The sequence (int64) that a tile of rows belongs to, its first token in q, how many it has, and the tile's first
+    row in it (int64).
     """
-    BLOCK_M: tl.constexpr = q.shape[0]
-    offs_d = tl.arange(0, q.shape[1])
-    offs_dv = tl.arange(0, acc.shape[1])
-    mask_d = (offs_d < HEAD_DIM)[None, :]
-    mask_dv = (offs_dv < HEAD_DIM_V)[None, :]
-    for start in range(begin, end, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        live = keys < length
-        pages = tl.load(table_ptr + keys // PAGE_SIZE, mask=live, other=0).to(tl.int64)
-        slots = (keys % PAGE_SIZE).to(tl.int64)
-        k_rows = k_ptr + pages * stride_k_p + slots * stride_k_s
-        k = tl.load(k_rows[:, None] + offs_d[None, :], mask=live[:, None] & mask_d, other=0.0)
-        # [BLOCK_M, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_M, BLOCK_N], scaled only once the maximum is subtracted: the
-        # weights that count come from small differences, which lose nothing to the size of the logits.
-        qk = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-        if MASKED:
-            visible = (keys <= own[:, None]) if CAUSAL else live[None, :]
-            if window is not None:
-                visible = visible & (keys[None, :] > own[:, None] - window)
-            qk = tl.where(visible, qk, float("-inf"))
-        m_new = tl.maximum(m, tl.max(qk, axis=1))
-        # A row that has seen nothing yet keeps its -inf, and -inf - -inf is no number.
-        origin = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-        alpha = tl.exp2((m - origin) * scale_log2)
-        p = tl.exp2((qk - origin[:, None]) * scale_log2)
-        l = l * alpha + tl.sum(p, axis=1)  # noqa: E741
-        v_rows = v_ptr + pages * stride_v_p + slots * stride_v_s
-        v = tl.load(v_rows[:, None] + offs_dv[None, :], mask=live[:, None] & mask_dv, other=0.0)
-        acc = dot(p.to(v.dtype), v, acc * alpha[:, None])  # [BLOCK_M, BLOCK_N] @ [BLOCK_N, BLOCK_DV]
-        m = m_new
-    return acc, m, l
-
-
-@triton.jit
-def paged_prefill_packed_gqa(
-    out_ptr,
-    lse_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    tables_ptr,
-    starts_ptr,
-    lens_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    scale_log2,
-    window,
-    sequences,
-    stride_out_t,
-    stride_out_h,
-    stride_lse_t,
-    stride_q_t,
-    stride_q_h,
-    stride_k_p,
-    stride_k_s,
-    stride_k_h,
-    stride_v_p,
-    stride_v_s,
-    stride_v_h,
-    stride_table_b,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
-    # Last tiles first: they have the most keys to sweep, and short work at the end leaves no multiprocessor waiting.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
     # Sequence b begins at tile starts[b] * G // BLOCK_M + b: never before the end of the one before it. Find the last
     # that begins at or before this tile.
     low = tl.full((), 0, tl.int64)
@@ -148,27 +51,124 @@ def paged_prefill_packed_gqa(
             high = middle
     start = tl.load(starts_ptr + low)
     queries = tl.load(starts_ptr + low + 1) - start
-    length = tl.load(lens_ptr + low)
-    first_row = (tile - (start * GROUP // BLOCK_M + low)) * BLOCK_M  # int64, as low is, and so all that follows from it
+    first_row = (tile - (start * GROUP // BLOCK_M + low)) * BLOCK_M
+    return low, start, queries, first_row
+
+
+@triton.jit
+def paged_prefill_packed_gqa_key_range(own_first, own_end, length, window, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+    """(begin, full_begin, full_end, end) for rows at positions own_first .. own_end-1: all see the blocks of keys in
+    full_begin .. full_end-1, none sees a block before `begin` or a key from `end` on.
+    """
+    end = own_end if CAUSAL else length
+    full_end = (own_first if CAUSAL else length) // BLOCK_N * BLOCK_N
+    begin = 0
+    full_begin = 0
+    if window is not None:
+        begin = tl.maximum(own_first + 1 - window, 0) // BLOCK_N * BLOCK_N
+        full_begin = tl.cdiv(tl.maximum(own_end - window, 0), BLOCK_N) * BLOCK_N
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def paged_prefill_packed_gqa_attend(
+    acc, m, l, q, k, v, keys, own, length, scale_log2, window, CAUSAL: tl.constexpr, MASKED: tl.constexpr  # noqa: E741
+):  # fmt: skip
+    """Adds the keys k [BLOCK_N, BLOCK_D] and values v [BLOCK_N, BLOCK_DV] at the positions `keys` to the running
+    (acc [BLOCK_M, BLOCK_DV], maximum m, sum l) of the rows q [BLOCK_M, BLOCK_D] at the positions `own`. Unless MASKED,
+    every row sees all of them.
+    """
+    # [BLOCK_M, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_M, BLOCK_N], scaled only once the maximum is subtracted: the
+    # weights that count come from small differences, which lose nothing to the size of the logits.
+    qk = dot(q, tl.trans(k.to(q.dtype)), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
+    if MASKED:
+        visible = (keys <= own[:, None]) if CAUSAL else (keys < length)[None, :]
+        if window is not None:
+            visible = visible & (keys[None, :] > own[:, None] - window)
+        qk = tl.where(visible, qk, float("-inf"))
+    m_new = tl.maximum(m, tl.max(qk, axis=1))
+    # A row that has seen nothing yet keeps its -inf, and -inf - -inf is no number.
+    origin = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
+    alpha = tl.exp2((m - origin) * scale_log2)
+    p = tl.exp2((qk - origin[:, None]) * scale_log2)
+    l = l * alpha + tl.sum(p, axis=1)  # noqa: E741
+    acc = dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None])  # [BLOCK_M, BLOCK_N] @ [BLOCK_N, BLOCK_DV]
+    return acc, m_new, l
+
+
+@triton.jit
+def paged_prefill_packed_gqa_store(
+    out_ptr, lse_ptr, v_scale_ptr, acc, m, l, tokens, heads, mask_m, kv_head, scale_log2,  # noqa: E741
+    stride_out_t, stride_out_h, stride_lse_t, HEAD_DIM_V: tl.constexpr,
+):  # fmt: skip
+    """Writes the rows' weighted means, and their log-sum-exps where wanted."""
+    total = tl.maximum(l, 1.0)  # the largest weight is 1; only rows that pad the tile may have seen nothing
+    out = acc / total[:, None]
+    if v_scale_ptr is not None:
+        out = out * tl.load(v_scale_ptr + kv_head)
+    offs_dv = tl.arange(0, acc.shape[1])
+    out_rows = out_ptr + tokens * stride_out_t + heads * stride_out_h
+    mask_out = mask_m[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
+    tl.store(out_rows[:, None] + offs_dv[None, :], out.to(out_ptr.dtype.element_ty), mask=mask_out)
+    if lse_ptr is not None:
+        lse = (m * scale_log2 + tl.log2(total)) * 0.6931471805599453  # natural
+        tl.store(lse_ptr + tokens * stride_lse_t + heads, lse, mask=mask_m)
+
+
+@triton.jit
+def paged_prefill_packed_gqa_sweep(
+    acc, m, l, q, own, begin, end, length, k_ptr, v_ptr, table_ptr,  # noqa: E741
+    stride_k_p, stride_k_s, stride_v_p, stride_v_s, scale_log2, window,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Attends to the blocks of keys in begin .. end-1; all of them lie within the context unless MASKED."""
+    offs_d = tl.arange(0, q.shape[1])
+    offs_dv = tl.arange(0, acc.shape[1])
+    # Constant masks vanish when compiled: heads that fill their tiles, in blocks that every row sees, load unmasked.
+    mask_d = (offs_d < HEAD_DIM) if q.shape[1] > HEAD_DIM else tl.full([q.shape[1]], True, tl.int1)
+    mask_dv = (offs_dv < HEAD_DIM_V) if acc.shape[1] > HEAD_DIM_V else tl.full([acc.shape[1]], True, tl.int1)
+    for start in range(begin, end, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        live = (keys < length) if MASKED else tl.full([BLOCK_N], True, tl.int1)
+        pages = tl.load(table_ptr + keys // PAGE_SIZE, mask=live, other=0).to(tl.int64)
+        slots = (keys % PAGE_SIZE).to(tl.int64)
+        k_rows = k_ptr + pages * stride_k_p + slots * stride_k_s
+        k = tl.load(k_rows[:, None] + offs_d[None, :], mask=live[:, None] & mask_d[None, :], other=0.0)
+        v_rows = v_ptr + pages * stride_v_p + slots * stride_v_s
+        v = tl.load(v_rows[:, None] + offs_dv[None, :], mask=live[:, None] & mask_dv[None, :], other=0.0)
+        acc, m, l = paged_prefill_packed_gqa_attend(  # noqa: E741
+            acc, m, l, q, k, v, keys, own, length, scale_log2, window, CAUSAL, MASKED
+        )
+    return acc, m, l
+
+
+@triton.jit
+def paged_prefill_packed_gqa(
+    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, starts_ptr, lens_ptr, k_scale_ptr, v_scale_ptr,
+    scale_log2, window, sequences, stride_out_t, stride_out_h, stride_lse_t, stride_q_t, stride_q_h,
+    stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h, stride_table_b,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    # Last tiles first: they have the most keys to sweep, and short work at the end leaves no multiprocessor waiting.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    sequence, start, queries, first_row = paged_prefill_packed_gqa_sequence(tile, starts_ptr, sequences, GROUP, BLOCK_M)
     if first_row < queries * GROUP:  # else a tile to spare: of padding, or the slack of the bound
+        length = tl.load(lens_ptr + sequence)
         rows = first_row + tl.arange(0, BLOCK_M)
         mask_m = rows < queries * GROUP
         tokens = start + rows // GROUP
         heads = kv_head * GROUP + rows % GROUP
-        # Positions in the sequence: each row's own, the tile's first, and the end of the tile's.
         cached = length - queries
-        own = cached + (rows // GROUP).to(tl.int32)  # [BLOCK_M]
+        own = cached + (rows // GROUP).to(tl.int32)  # [BLOCK_M], each row's position in its sequence
         own_first = cached + (first_row // GROUP).to(tl.int32)
         own_end = tl.minimum(cached + tl.cdiv(first_row + BLOCK_M, GROUP).to(tl.int32), length)
-        # Every row sees the keys in full_begin .. full_end-1, and those before `begin` and from `end` on are
-        # seen by none.
-        end = own_end if CAUSAL else length
-        full_end = (own_first if CAUSAL else length) // BLOCK_N * BLOCK_N
-        begin = 0
-        full_begin = 0
-        if window is not None:
-            begin = tl.maximum(own_first - window, 0) // BLOCK_N * BLOCK_N
-            full_begin = tl.cdiv(tl.maximum(own_end - window, 0), BLOCK_N) * BLOCK_N
+        begin, full_begin, full_end, end = paged_prefill_packed_gqa_key_range(
+            own_first, own_end, length, window, BLOCK_N, CAUSAL
+        )
         offs_d = tl.arange(0, BLOCK_D)
         q_rows = q_ptr + tokens * stride_q_t + heads * stride_q_h
         q = tl.load(q_rows[:, None] + offs_d[None, :], mask=mask_m[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
@@ -176,7 +176,7 @@ def paged_prefill_packed_gqa(
             scale_log2 = scale_log2 * tl.load(k_scale_ptr + kv_head)
         k_head = k_ptr + kv_head * stride_k_h
         v_head = v_ptr + kv_head * stride_v_h
-        table_ptr = tables_ptr + low * stride_table_b
+        table_ptr = tables_ptr + sequence * stride_table_b
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -196,17 +196,21 @@ def paged_prefill_packed_gqa(
             stride_k_p, stride_k_s, stride_v_p, stride_v_s, scale_log2, window,
             HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_N, CAUSAL, True,
         )  # fmt: skip
-        total = tl.maximum(l, 1.0)  # the largest weight is 1; only rows that pad the tile may have seen nothing
-        out = acc / total[:, None]
-        if v_scale_ptr is not None:
-            out = out * tl.load(v_scale_ptr + kv_head)
-        offs_dv = tl.arange(0, BLOCK_DV)
-        out_rows = out_ptr + tokens * stride_out_t + heads * stride_out_h
-        mask_out = mask_m[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
-        tl.store(out_rows[:, None] + offs_dv[None, :], out.to(out_ptr.dtype.element_ty), mask=mask_out)
-        if lse_ptr is not None:
-            lse = (m * scale_log2 + tl.log2(total)) * 0.6931471805599453  # natural
-            tl.store(lse_ptr + tokens * stride_lse_t + heads, lse, mask=mask_m)
+        paged_prefill_packed_gqa_store(
+            out_ptr, lse_ptr, v_scale_ptr, acc, m, l, tokens, heads, mask_m, kv_head, scale_log2,
+            stride_out_t, stride_out_h, stride_lse_t, HEAD_DIM_V,
+        )  # fmt: skip
+
+
+def tile_sizes(config: Config, width: int, itemsize: int) -> tuple[int, int]:
+    """BLOCK_M and BLOCK_N for heads of `width`. A config is meant for heads of up to 128 in 16 bits."""
+    if itemsize < 4:  # wider rows get tiles of as many bytes
+        shrink = max(1, width * itemsize // 256)
+        return max(16, config["BLOCK_M"] // shrink), max(16, config["BLOCK_N"] // shrink)
+    # fp32 products run on FMA units, whose operands are whole rows in registers: at D 128, 64 x 32 tiles spilled 840
+    # bytes on sm_90 and 32 x 16 ones 456 on sm_120; 16 x 16 none anywhere.
+    most = max(16, 2048 // width)
+    return min(config["BLOCK_M"], most), min(config["BLOCK_N"], most)
 
 
 def launch(
@@ -232,10 +236,8 @@ def launch(
     sequences, group = context_lens.shape[0], heads // heads_kv
     if sequences == 0:
         return  # every row is padding
-    # The config's tile is meant for heads of up to 128 in 16 bits; wider rows get tiles of as many bytes.
     block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
-    shrink = max(1, max(block_d, block_dv) * q.element_size() // 256)
-    block_m, block_n = (max(16, run.config[name] // shrink) for name in ("BLOCK_M", "BLOCK_N"))
+    block_m, block_n = tile_sizes(run.config, max(block_d, block_dv), q.element_size())
     run.launch(
         paged_prefill_packed_gqa,
         (tokens * group // block_m + sequences, heads_kv),
