@@ -264,7 +264,8 @@ def paged_inputs(
         if kind == "peaked" and length > 0:
             for position, level in _peaks(draws, length, query_lens[sequence], window, page):
                 k[position] += level * peak * shared
-        k = on_grid(k)
+        # Peaks take products past 2**8, of which fp32 has no room for the whole grid: theirs is coarser.
+        k = on_grid(k / 4) * 4 if kind == "peaked" else on_grid(k)
         for cache, values in ((k_cache, k), (v_cache, v)):
             fitting = (values * cached).clamp(-448.0, 448.0) if kv_dtype == torch.float8_e4m3fn else values * cached
             fitting[length:] = poison(dtype)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from tkernels import Axes, Config, DeviceFacts, Run, Variant
 from tkernels.language import dot
+from tkernels.ops.paged_decode.paged_cache import unsupported_kv
 
 CONFIGS = tuple(
     Config(BLOCK_M=rows, BLOCK_N=keys, num_warps=warps, num_stages=stages)
@@ -207,9 +208,9 @@ def tile_sizes(config: Config, width: int, itemsize: int) -> tuple[int, int]:
     if itemsize < 4:  # wider rows get tiles of as many bytes
         shrink = max(1, width * itemsize // 256)
         return max(16, config["BLOCK_M"] // shrink), max(16, config["BLOCK_N"] // shrink)
-    # fp32 products run on FMA units, whose operands are whole rows in registers: at D 128, 64 x 32 tiles spilled 840
-    # bytes on sm_90 and 32 x 16 ones 456 on sm_120; 16 x 16 none anywhere.
-    most = max(16, 2048 // width)
+    # fp32 products run on FMA units, whose operands are whole rows in registers: 64 x 32 tiles at D 128 spilled 840
+    # bytes on sm_90, 32 x 16 ones 456 on sm_120, and 32 x 32 ones at D 64 56; 16 x 16 none anywhere.
+    most = max(16, 1024 // width)
     return min(config["BLOCK_M"], most), min(config["BLOCK_N"], most)
 
 
@@ -279,8 +280,8 @@ def launch(
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    if axes["kv"] != axes["activation"]:
-        return "it multiplies keys as they are cached, so at the dtype of the queries"
+    if reason := unsupported_kv(axes, device):
+        return reason
     if int(axes.get("T", 0)) * int(axes["Hq"]) // int(axes["Hkv"]) >= 2**31 - 2**16:
         return "rows of queries (tokens x query heads of a KV head) are counted in 32 bits"
     return None
