@@ -133,11 +133,14 @@ class Tensor:
     """A tensor argument: `dims` as a string of sizes ("T Hq D"), `dtype` a role axis or a fixed dtype's name.
 
     Unit stride in the last dim and any other stride. An optional tensor binds its own name as an axis: given or not.
+    One that may come by tensor descriptor (`copied_in_boxes`) binds `<name>_aligned`: whether its address and all its
+    strides but the last are multiples of 16 bytes, as a descriptor needs them.
     """
 
     dims: str
     dtype: str
     optional: bool = False
+    copied_in_boxes: bool = False
 
     @cached_property
     def shape(self) -> tuple[Dim, ...]:
@@ -176,6 +179,9 @@ class Tensor:
             raise ContractError(
                 f"{op}: argument {name!r} needs unit stride in its last dim, got strides {value.stride()}"
             )
+        if self.copied_in_boxes:
+            steps = (stride * value.element_size() for stride in value.stride()[:-1])
+            axes[f"{name}_aligned"] = all(step % 16 == 0 for step in (value.data_ptr(), *steps))
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@ may read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 KINDS = ("ordinary", "huge", "tiny")
 LAYOUTS = ("contiguous", "padded")
@@ -91,11 +93,15 @@ def poisoned_views(parts: Sequence[torch.Tensor], dim: int) -> list[torch.Tensor
 
 
 def map_tensors(inputs: Mapping[str, Any], function: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-    """`function` of every tensor among the inputs, those inside a weight (which has `map_tensors` itself) included."""
+    """`function` of every tensor among the inputs, those inside a weight (which has `map_tensors` itself) and under a
+    tensor descriptor included.
+    """
 
     def mapped(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return function(value)
+        if isinstance(value, TensorDescriptor):
+            return replace(value, base=function(value.base))
         return value.map_tensors(function) if hasattr(value, "map_tensors") else value
 
     return {name: mapped(value) for name, value in inputs.items()}

@@ -111,7 +111,11 @@ MAX_ACCESSES = 50_000
 """Of one program. 64k tokens in blocks of 16 take 12,000; a loop without end reaches the bound within seconds."""
 
 Access = Callable[[np.ndarray, np.ndarray, int, str], None]
-"""(addresses, mask, bytes per element, "load" or "store" or "atomic") -> None, or raises."""
+"""(addresses, mask, bytes per element, "load" or "store" or "atomic") -> None, or raises.
+
+A tensor descriptor's access comes twice: as "box load" or "box store" with the whole box, masked where it leaves the
+descriptor's shape, and as the masked load or store that it is made of.
+"""
 
 
 @contextmanager
@@ -135,6 +139,7 @@ def watch_accesses(check: Access) -> Iterator[None]:
     """Calls `check` before every load, store and atomic that the interpreter makes, and stops a loop without end."""
     builder = triton_interpreter.interpreter_builder
     load, store = builder.create_masked_load, builder.create_masked_store
+    box_load, box_store = builder.create_descriptor_load, builder.create_descriptor_store
     rmw, cas = builder.create_atomic_rmw, builder.create_atomic_cas
     program, count = None, 0
 
@@ -148,13 +153,25 @@ def watch_accesses(check: Access) -> Iterator[None]:
     def element_bytes(pointers: Any) -> int:
         return max(1, pointers.get_element_ty().primitive_bitwidth // 8)
 
-    def watched_load(ptrs: Any, mask: Any, *rest: Any) -> Any:
+    def watched_load(ptrs: Any, mask: Any, *rest: Any, **options: Any) -> Any:
         watch(ptrs.data, mask.data, element_bytes(ptrs), "load")
-        return load(ptrs, mask, *rest)
+        return load(ptrs, mask, *rest, **options)
 
     def watched_store(ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
         watch(ptrs.data, mask.data, element_bytes(ptrs), "store")
         return store(ptrs, value, mask, *rest)
+
+    def watch_box(descriptor: Any, offsets: Any, access: str) -> None:
+        pointers, mask = descriptor.materialize_pointers(offsets)
+        watch(pointers.data, mask, element_bytes(pointers), access)
+
+    def watched_box_load(descriptor: Any, offsets: Any, *rest: Any) -> Any:
+        watch_box(descriptor, offsets, "box load")
+        return box_load(descriptor, offsets, *rest)
+
+    def watched_box_store(descriptor: Any, value: Any, offsets: Any) -> Any:
+        watch_box(descriptor, offsets, "box store")
+        return box_store(descriptor, value, offsets)
 
     def watched_rmw(op: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
         watch(ptr.data, mask.data, element_bytes(ptr), "atomic")
@@ -167,6 +184,8 @@ def watch_accesses(check: Access) -> Iterator[None]:
     with replaced_methods(
         create_masked_load=watched_load,
         create_masked_store=watched_store,
+        create_descriptor_load=watched_box_load,
+        create_descriptor_store=watched_box_store,
         create_atomic_rmw=watched_rmw,
         create_atomic_cas=watched_cas,
     ):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tkernels.config import Config
 from tkernels.inputs import poisoned_views
@@ -22,6 +23,12 @@ def copy_kernel(out_ptr, x_ptr, n, stride_t, extra, BLOCK: tl.constexpr):
 def gather_kernel(out_ptr, x_ptr, index_ptr, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
     tl.store(out_ptr + offs, tl.load(x_ptr + tl.load(index_ptr + offs)))
+
+
+@triton.jit
+def box_kernel(out_ptr, box, row, BLOCK: tl.constexpr):
+    offs = tl.arange(0, 2)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(out_ptr + offs, box.load([row, 0]))
 
 
 @triton.jit
@@ -67,6 +74,29 @@ def test_a_bad_index_in_an_indirect_load_is_caught() -> None:
     arguments = {"out_ptr": torch.empty(8), "x_ptr": torch.ones(8), "index_ptr": index, "BLOCK": 8}
     with pytest.raises(triton.runtime.errors.InterpreterError, match="load of 4 bytes outside every argument, 1 lanes"):
         sanitizing_door(gather_kernel, (1,), arguments, Config())
+
+
+@pytest.mark.parametrize(
+    ("rows", "row", "message"),
+    [
+        (4, 0, ""),
+        (4, 3, ""),  # the second row of the box leaves the shape, and is not read
+        (4, 4, "box load wholly outside its descriptor's shape"),
+        (4, -2, "box load wholly outside its descriptor's shape"),
+        (6, 3, "load of 4 bytes outside every argument"),  # a descriptor of more rows than there are
+    ],
+)
+def test_what_a_descriptor_reads_is_checked_against_the_tensor_under_it(rows: int, row: int, message: str) -> None:
+    x, _ = poisoned_views([torch.ones(4, 8), torch.full((4, 4), float("nan"))], dim=1)
+    descriptor = TensorDescriptor(x, [rows, 8], [x.stride(0), 1], [2, 8])
+    out = torch.full((2, 8), 5.0)
+    arguments = {"out_ptr": out, "box": descriptor, "row": row, "BLOCK": 8}
+    if message:
+        with pytest.raises(triton.runtime.errors.InterpreterError, match=message):
+            sanitizing_door(box_kernel, (1,), arguments, Config())
+    else:
+        sanitizing_door(box_kernel, (1,), arguments, Config())
+        assert torch.equal(out[:, 0], torch.tensor([1.0, 1.0 if row < 3 else 0.0]))
 
 
 def test_a_loop_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,9 +44,9 @@ def _floats_untouched() -> Iterator[None]:
     def is_float(pointers: Any) -> bool:
         return bool(pointers.get_element_ty().is_floating())
 
-    def zero_load(ptrs: Any, mask: Any, *rest: Any) -> Any:
+    def zero_load(ptrs: Any, mask: Any, *rest: Any, **options: Any) -> Any:
         nowhere = triton_interpreter.TensorHandle(np.zeros_like(mask.data, dtype=bool), mask.dtype)
-        return load(ptrs, nowhere if is_float(ptrs) else mask, *rest)
+        return load(ptrs, nowhere if is_float(ptrs) else mask, *rest, **options)
 
     def no_store(ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
         return None if is_float(ptrs) else store(ptrs, value, mask, *rest)
