@@ -72,7 +72,7 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 def dtype_axis(role: str, *more: str) -> Choice:
     """A dtype by role. float64 is legal (the torch variants take it, as an oracle for whole models) but not drawn."""
-    return Choice(role, (*FLOATS, *more), f"dtype of the {role} tensors", legal=(*FLOATS, *more, "float64"))
+    return Choice(role, (*more, *FLOATS), f"dtype of the {role} tensors", legal=(*more, *FLOATS, "float64"))
 
 
 @dataclass(frozen=True)

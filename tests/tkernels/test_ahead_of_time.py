@@ -28,10 +28,11 @@ def test_no_two_variants_compile_to_the_same_code(compiled: list[CompiledKernel]
     assert not [names for names in owners.values() if len(names) > 1]
 
 
-def test_split_kv_is_two_kernels_and_its_grid_follows_its_splits(compiled: list[CompiledKernel]) -> None:
-    rows = [row for row in compiled if row.variant == "split_kv"]
-    assert len(rows) == 2
-    assert rows[0].config["num_splits"] in rows[0].grid
+def test_split_kv_is_two_kernels_and_the_last_arriver_one(compiled: list[CompiledKernel]) -> None:
+    assert [row.kernel for row in compiled if row.variant == "split_kv"] == [
+        "paged_decode_split_kv_part", "paged_decode_split_kv_reduce"
+    ]  # fmt: skip
+    assert [row.kernel for row in compiled if row.variant == "last_arriver"] == ["paged_decode_last_arriver"]
 
 
 def test_the_same_code_under_another_name_is_seen_and_another_target_gives_other_code(tmp_path: Path) -> None:

@@ -1,19 +1,25 @@
 """paged_decode: the definition against dense attention, batch invariance, splits, empty contexts, cost, bad calls."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from triton.runtime.interpreter import interpreter_builder
 
-from tkernels import OPS, ContractError
+from tkernels import OPS, Config, ContractError
 from tkernels.check import check_case
 from tkernels.contract import Axes, Case
 from tkernels.inputs import Draws
+from tkernels.interpreter import replaced_methods
+from tkernels.launch import Kernel, jit_door
 from tkernels.ops.paged_decode.contract import CONTRACT, reference
 from tkernels.ops.paged_decode.paged_cache import gather_context, paged_inputs
+from tkernels.tuning import NEAREST
 
+SPLITTING = ["split_kv", "last_arriver"]
 TRITON = [name for name, v in OPS["paged_decode"].variants.items() if v.kind == "triton"]
 AXES: Axes = {
     "B": 3, "lengths": "edges", "S": 8, "N": 9, "P": 32, "Hkv": 2, "Hq": 6, "D": 32, "Dv": 64, "activation": "float32",
@@ -68,12 +74,64 @@ def test_the_batch_around_a_sequence_changes_no_bit(variant: str, window: int) -
         assert torch.equal(lse_alone[0], lse[sequence])
 
 
+@pytest.mark.parametrize("variant", SPLITTING)
 @pytest.mark.parametrize("num_splits", [1, 2, 5, 8])
-def test_any_number_of_splits_is_right(num_splits: int) -> None:
-    split_kv = OPS["paged_decode"].variants["split_kv"]
-    config = split_kv.default_config("interpreter").pinned({"num_splits": num_splits})
-    result = check_case(split_kv, case_with_contexts((72, 0, 17), Hq=2), config)
+def test_any_number_of_splits_is_right(variant: str, num_splits: int) -> None:
+    splitting = OPS["paged_decode"].variants[variant]
+    config = splitting.default_config("interpreter").pinned({"num_splits": num_splits})
+    result = check_case(splitting, case_with_contexts((72, 0, 17), Hq=2, Hkv=1), config)
     assert result.status == "ok", result
+
+
+def launched(variant: str, inputs: dict[str, Any], num_splits: int = 8) -> int:
+    """Programs of the first kernel; the interpreter counts as a device of 4 multiprocessors."""
+    splitting = OPS["paged_decode"].variants[variant]
+    grids: list[tuple[int, ...]] = []
+
+    def noting_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
+        grids.append(grid)
+
+    Kernel(splitting, NEAREST, {"num_splits": num_splits}, noting_door)(**inputs)
+    return math.prod(grids[0])
+
+
+@pytest.mark.parametrize("variant", SPLITTING)
+def test_splits_follow_the_device_and_the_hosts_bound_but_never_the_batch(variant: str) -> None:
+    alone = case_with_contexts((72,), Hkv=1).inputs
+    assert launched(variant, alone, num_splits=5) == 5  # five blocks of 16 keys
+    assert launched(variant, alone, num_splits=128) == 5
+    assert launched(variant, {**alone, "max_context_len": 33}) == 3
+    assert launched(variant, {**alone, "window": 17}) == 2
+    assert launched(variant, case_with_contexts((72,), N=32).inputs) == 2 * 4  # two programs for each multiprocessor
+    assert launched(variant, case_with_contexts((72, 8, 1), N=9).inputs) == 3 * 2 * 4
+
+
+def backwards(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
+    """Runs the programs in the opposite order, so that another one of a sequence's arrives last."""
+    place = interpreter_builder.set_grid_idx
+    last = [size - 1 for size in (*grid, 1, 1)[:3]]
+    with replaced_methods(set_grid_idx=lambda *program: place(*(n - i for n, i in zip(last, program, strict=True)))):
+        jit_door(kernel, grid, arguments, config)
+
+
+def test_the_last_arriver_leaves_its_counts_at_zero_and_the_same_bits_whoever_is_last() -> None:
+    decode = OPS["paged_decode"].variants["last_arriver"]
+    inputs = case_with_contexts((72, 0, 17), Hkv=1).inputs
+    first, again = decode(**inputs), decode(**inputs)
+    for out, lse in (again, Kernel(decode, NEAREST, {}, backwards)(**inputs)):
+        assert torch.equal(out, first[0])
+        assert torch.equal(lse, first[1])
+    assert decode.zeroed.not_zero() == []
+
+
+def test_a_combined_context_of_one_split_is_that_split() -> None:
+    inputs = case_with_contexts((72, 5, 17), Hkv=1).inputs
+    one_pass = OPS["paged_decode"].variants["one_pass"]
+    expected = Kernel(one_pass, NEAREST, {"BLOCK_N": 16})(**inputs)
+    for name in SPLITTING:
+        got = Kernel(OPS["paged_decode"].variants[name], NEAREST, {"num_splits": 1})(**inputs)
+        assert torch.equal(got[0], expected[0])
+        assert torch.equal(got[1], expected[1])
 
 
 @pytest.mark.parametrize("variant", list(OPS["paged_decode"].variants))

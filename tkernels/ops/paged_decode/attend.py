@@ -1,0 +1,250 @@
+"""What the Triton variants share: attention of a tile of query heads over a range of keys, and what becomes of its
+parts.
+
+A part is (acc, m, l): the sum of the values by unnormalized weights, the maximum of the logits in units of log 2, and
+the sum of the weights. Parts of disjoint ranges combine to the part of their union (Milakov and Gimelshein, 2018).
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels import Config, DeviceFacts
+from tkernels.language import dot
+
+MAX_SPLITS = 128
+"""All maxima of a head's parts are held at once. As num_splits, it leaves the number to the device."""
+
+
+@triton.jit
+def heads_of_tile(tile, GROUP: tl.constexpr, TILES: tl.constexpr, BLOCK_H: tl.constexpr):
+    """(KV head, query heads [BLOCK_H], which of them exist). A KV head has one tile, or several if over 64."""
+    kv_head = (tile // TILES).to(tl.int64)
+    offs_g = tile % TILES * BLOCK_H + tl.arange(0, BLOCK_H)
+    return kv_head, kv_head * GROUP + offs_g, offs_g < GROUP
+
+
+@triton.jit
+def split_bounds(length, window, NUM_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr):
+    """(first visible key, where its block begins, keys per split, splits that have any) of a context.
+
+    Nothing but the context, the window and the config decides where the splits lie.
+    """
+    first = 0
+    if window is not None:
+        first = tl.maximum(length - window, 0)
+    begin = first // BLOCK_N * BLOCK_N
+    blocks = tl.cdiv(length - begin, BLOCK_N)
+    per_split = tl.maximum(tl.cdiv(blocks, NUM_SPLITS), MIN_BLOCKS)
+    return first, begin, per_split * BLOCK_N, tl.cdiv(blocks, per_split)
+
+
+@triton.jit
+def attend_keys(
+    q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, scale_log2,
+    sequence, kv_head, heads, mask_g, begin, first, end,
+    stride_q_b, stride_q_h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h, stride_table_b,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The part of one sequence's query heads [BLOCK_H], all of one KV head, over the keys first .. end-1, in blocks
+    that start at `begin`. Every block must hold a key.
+
+    Returns acc [BLOCK_H, BLOCK_DV], m and l [BLOCK_H].
+    """
+    BLOCK_H: tl.constexpr = heads.shape[0]
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    q_rows = q_ptr + sequence * stride_q_b + heads * stride_q_h
+    q = tl.load(q_rows[:, None] + offs_d[None, :], mask=mask_g[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+    if k_scale_ptr is not None:
+        scale_log2 = scale_log2 * tl.load(k_scale_ptr + kv_head)
+    k_ptr += kv_head * stride_k_h
+    v_ptr += kv_head * stride_v_h
+    table_ptr = tables_ptr + sequence * stride_table_b
+    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_H], tl.float32)  # noqa: E741
+    acc = tl.zeros([BLOCK_H, BLOCK_DV], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        live = (keys >= first) & (keys < end)
+        pages = tl.load(table_ptr + keys // PAGE_SIZE, mask=live, other=0).to(tl.int64)
+        slots = (keys % PAGE_SIZE).to(tl.int64)
+        k_rows = k_ptr + pages * stride_k_p + slots * stride_k_s
+        k = tl.load(k_rows[:, None] + offs_d[None, :], mask=live[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+        v_rows = v_ptr + pages * stride_v_p + slots * stride_v_s
+        v = tl.load(v_rows[:, None] + offs_dv[None, :], mask=live[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0)
+        k, v = k.to(q.dtype), v.to(q.dtype)  # an fp8 cache is moved as bytes and widened here
+        # [BLOCK_H, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_H, BLOCK_N], scaled only once the maximum is subtracted: the
+        # weights that count come from small differences, which lose nothing to the size of the logits.
+        qk = dot(q, tl.trans(k), tl.zeros([BLOCK_H, BLOCK_N], tl.float32))
+        qk = tl.where(live[None, :], qk, float("-inf"))
+        m_new = tl.maximum(m, tl.max(qk, axis=1))
+        alpha = tl.exp2((m - m_new) * scale_log2)
+        p = tl.exp2((qk - m_new[:, None]) * scale_log2)
+        l = l * alpha + tl.sum(p, axis=1)  # noqa: E741
+        acc = dot(p.to(v.dtype), v, acc * alpha[:, None])  # [BLOCK_H, BLOCK_N] @ [BLOCK_N, BLOCK_DV]
+        m = m_new
+    return acc, m * scale_log2, l
+
+
+@triton.jit
+def store_part(
+    acc_ptr, m_ptr, l_ptr, acc, m, l, sequence, heads, mask_g, split, stride_acc_b, stride_m_b,  # noqa: E741
+    NUM_SPLITS: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+):  # fmt: skip
+    """Writes a part [heads] to acc [B, Hq, NUM_SPLITS, Dv], m and l [B, Hq, NUM_SPLITS], all fp32."""
+    parts = heads * NUM_SPLITS + split
+    offs_dv = tl.arange(0, acc.shape[1])
+    rows = acc_ptr + sequence * stride_acc_b + parts * HEAD_DIM_V
+    tl.store(rows[:, None] + offs_dv[None, :], acc, mask=mask_g[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
+    tl.store(m_ptr + sequence * stride_m_b + parts, m, mask=mask_g)
+    tl.store(l_ptr + sequence * stride_m_b + parts, l, mask=mask_g)
+
+
+@triton.jit
+def combine_parts(
+    acc_ptr, m_ptr, l_ptr, sequence, heads, mask_g, used, stride_acc_b, stride_m_b,
+    NUM_SPLITS: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The part that the first `used` of a sequence's parts make together, for heads [BLOCK_H]. They are added in the
+    order of the splits, CHUNK at a time, so that nothing depends on who finished first.
+
+    Returns acc [BLOCK_H, BLOCK_DV], m and l [BLOCK_H].
+    """
+    m_ptr += sequence * stride_m_b
+    l_ptr += sequence * stride_m_b
+    offs_s = tl.arange(0, BLOCK_S)
+    # Past the L1, here and below: it may hold what these addresses held before another multiprocessor wrote them.
+    m_parts = tl.load(
+        m_ptr + heads[None, :] * NUM_SPLITS + offs_s[:, None],
+        mask=(offs_s < used)[:, None] & mask_g[None, :],
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )
+    m = tl.max(m_parts, axis=0)  # [BLOCK_H]
+    origin = tl.where(m == float("-inf"), 0.0, m)[None, :]
+    offs_dv = tl.arange(0, BLOCK_DV)
+    mask_dv = (offs_dv < HEAD_DIM_V)[None, None, :]
+    l = tl.zeros([heads.shape[0]], tl.float32)  # noqa: E741
+    acc = tl.zeros([heads.shape[0], BLOCK_DV], tl.float32)
+    for start in range(0, used, CHUNK):
+        splits = start + tl.arange(0, CHUNK)
+        mask = (splits < used)[:, None] & mask_g[None, :]
+        parts = heads[None, :] * NUM_SPLITS + splits[:, None]  # [CHUNK, BLOCK_H]
+        weight = tl.exp2(tl.load(m_ptr + parts, mask=mask, other=float("-inf"), cache_modifier=".cg") - origin)
+        l_parts = tl.load(l_ptr + parts, mask=mask, other=0.0, cache_modifier=".cg")
+        l = l + tl.sum(l_parts * weight, axis=0)  # noqa: E741
+        rows = (acc_ptr + sequence * stride_acc_b + parts * HEAD_DIM_V)[:, :, None]
+        values = tl.load(
+            rows + offs_dv[None, None, :], mask=mask[:, :, None] & mask_dv, other=0.0, cache_modifier=".cg"
+        )
+        acc += tl.sum(values * weight[:, :, None], axis=0)
+    return acc, m, l
+
+
+@triton.jit
+def store_attention(
+    out_ptr, lse_ptr, v_scale_ptr, acc, m, l, sequence, heads, mask_g,  # noqa: E741
+    stride_out_b, stride_out_h, stride_lse_b, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+):  # fmt: skip
+    """Writes the attention of heads [BLOCK_H] from their part over all keys."""
+    total = tl.maximum(l, 1.0)  # the largest weight is 1; with nothing cached: zeros, and not 0 / 0
+    out = acc / total[:, None]
+    if v_scale_ptr is not None:
+        out = out * tl.load(v_scale_ptr + heads // GROUP, mask=mask_g, other=0.0)[:, None]
+    offs_dv = tl.arange(0, acc.shape[1])
+    rows = out_ptr + sequence * stride_out_b + heads * stride_out_h
+    mask_out = mask_g[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
+    tl.store(rows[:, None] + offs_dv[None, :], out.to(out_ptr.dtype.element_ty), mask=mask_out)
+    if lse_ptr is not None:
+        lse = (m + tl.log2(total)) * 0.6931471805599453  # natural; m is -inf where nothing is cached
+        tl.store(lse_ptr + sequence * stride_lse_b + heads, lse, mask=mask_g)
+
+
+def head_tile(group: int) -> tuple[int, int]:
+    """(rows of a tile, tiles per KV head) for a group of query heads."""
+    block = max(16, min(64, triton.next_power_of_2(group)))
+    return block, triton.cdiv(group, block)
+
+
+def keys_per_block(block: int, rows: torch.Tensor) -> int:
+    """The config's block of keys, shrunk to as many bytes where a row has more than 256; at least 16 keys."""
+    row_bytes = triton.next_power_of_2(rows.shape[-1]) * rows.element_size()
+    return max(16, block * 256 // max(256, row_bytes))
+
+
+def max_splits(config: Config, programs: int, device: DeviceFacts) -> int:
+    """NUM_SPLITS: the most parts that a context is cut into, where one sequence takes `programs` without splits.
+
+    As many as the config says, but no more than give every multiprocessor two programs, whose loads overlap, when one
+    long sequence is alone. How many sequences there are decides nothing, or a sequence's bits would depend on others.
+    """
+    return min(config["num_splits"], triton.cdiv(2 * device.multiprocessors, programs))
+
+
+def launched_splits(num_splits: int, min_keys: int, block_n: int, longest: int, window: int | None) -> int:
+    """How many splits the longest possible context can use: the grid follows from what the host knows, so that it is
+    the same in every replay of a CUDA graph. Splits beyond a sequence's own leave at once; where they lie is not
+    touched.
+    """
+    visible = longest if window is None else min(longest, window + block_n - 1)
+    return max(1, min(num_splits, triton.cdiv(visible, min_keys)))
+
+
+def part_chunk(num_splits: int, heads: int, dim_v: int) -> int:
+    """CHUNK: how many parts of so many heads are added at once, at most 64 registers a thread at 4 warps."""
+    return max(1, min(triton.next_power_of_2(num_splits), 8192 // (heads * triton.next_power_of_2(dim_v))))
+
+
+def longest_context(block_tables: torch.Tensor, page_size: int, max_context_len: int | None) -> int:
+    """The host's upper bound of all contexts."""
+    most = block_tables.shape[1] * page_size
+    return most if max_context_len is None else min(most, max_context_len)
+
+
+def part_arguments(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    window: int | None,
+    k_scale: torch.Tensor | None,
+    block_n: int,
+) -> dict[str, Any]:
+    """What every kernel that reads the cache is given, by the names that all of them use."""
+    (_, heads, dim), (_, page_size, heads_kv, dim_v) = q.shape, v_cache.shape
+    block_h, tiles = head_tile(heads // heads_kv)
+    return {
+        "q_ptr": q,
+        "k_ptr": k_cache,
+        "v_ptr": v_cache,
+        "tables_ptr": block_tables,
+        "lens_ptr": context_lens,
+        "k_scale_ptr": k_scale,
+        "scale_log2": scale * 1.4426950408889634,
+        "window": window,
+        "stride_q_b": q.stride(0),
+        "stride_q_h": q.stride(1),
+        "stride_k_p": k_cache.stride(0),
+        "stride_k_s": k_cache.stride(1),
+        "stride_k_h": k_cache.stride(2),
+        "stride_v_p": v_cache.stride(0),
+        "stride_v_s": v_cache.stride(1),
+        "stride_v_h": v_cache.stride(2),
+        "stride_table_b": block_tables.stride(0),
+        "GROUP": heads // heads_kv,
+        "TILES": tiles,
+        "HEAD_DIM": dim,
+        "HEAD_DIM_V": dim_v,
+        "BLOCK_H": block_h,
+        "BLOCK_D": triton.next_power_of_2(dim),
+        "BLOCK_DV": triton.next_power_of_2(dim_v),
+        "PAGE_SIZE": page_size,
+        "BLOCK_N": keys_per_block(block_n, k_cache if dim > dim_v else v_cache),
+    }

@@ -1,0 +1,182 @@
+"""The keys of a sequence are split over several programs; the one that finishes last combines all their parts.
+
+As split_kv, but in one launch: each program leaves its part in the workspace and counts itself in; the one that counts
+to the end knows that the others' parts are there, combines all of them and takes the count back to zero for the next
+launch. It adds the parts in the order of the splits, its own from memory like the others', so it does not matter who is
+last, and where the splits lie follows from the sequence's own context alone: neither the batch nor the run changes a
+bit. Wins over split_kv where a launch counts (1.3 us in a CUDA graph, and the tail of the first kernel that the second
+waits for), over one_pass where sequences x KV heads do not fill the device evenly.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
+from tkernels.ops.paged_decode.attend import (
+    MAX_SPLITS,
+    attend_keys,
+    combine_parts,
+    head_tile,
+    heads_of_tile,
+    launched_splits,
+    longest_context,
+    max_splits,
+    part_arguments,
+    part_chunk,
+    split_bounds,
+    store_attention,
+    store_part,
+)
+from tkernels.ops.paged_decode.paged_cache import unsupported_kv
+
+# At least 512 keys to a split by default: a part takes (Dv + 2) * 8 bytes for each query head
+# to write and read again, at a group of 4 and bf16 3% of what 512 keys take.
+CONFIGS = tuple(
+    Config(num_splits=splits, BLOCK_N=block, MIN_BLOCKS=blocks, num_warps=warps, num_stages=stages)
+    for splits in (16, MAX_SPLITS)
+    for block, blocks, warps, stages in (
+        (32, 8, 2, 5),
+        (32, 16, 4, 5),
+        (64, 2, 4, 5),
+        (64, 4, 4, 5),
+        (64, 8, 4, 3),
+        (64, 8, 4, 5),
+        (64, 16, 4, 5),
+        (128, 4, 8, 5),
+    )
+)
+
+
+@triton.jit
+def paged_decode_last_arriver(
+    out_ptr, lse_ptr, arrived_ptr, acc_ptr, m_ptr, l_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr,
+    k_scale_ptr, v_scale_ptr, scale_log2, window, splits,
+    stride_out_b, stride_out_h, stride_lse_b, stride_acc_b, stride_m_b, stride_q_b, stride_q_h,
+    stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h, stride_table_b,
+    NUM_SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    # A sequence's splits run side by side, so that they are combined while their parts are in the L2.
+    sequence = (tl.program_id(0) // splits).to(tl.int64)
+    split = tl.program_id(0) % splits
+    tile = tl.program_id(1)
+    kv_head, heads, mask_g = heads_of_tile(tile, GROUP, TILES, BLOCK_H)
+    length = tl.load(lens_ptr + sequence)
+    first, begin, keys_per_split, used = split_bounds(length, window, NUM_SPLITS, BLOCK_N, MIN_BLOCKS)
+    used = tl.maximum(used, 1)  # somebody has to write the zeros of a sequence without keys
+    if split < used:
+        begin += split * keys_per_split
+        acc, m, l = attend_keys(  # noqa: E741
+            q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, scale_log2,
+            sequence, kv_head, heads, mask_g, begin, first, tl.minimum(begin + keys_per_split, length),
+            stride_q_b, stride_q_h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h,
+            stride_table_b, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N,
+        )  # fmt: skip
+        store_part(
+            acc_ptr, m_ptr, l_ptr, acc, m, l, sequence, heads, mask_g, split, stride_acc_b, stride_m_b,
+            NUM_SPLITS, HEAD_DIM_V,
+        )  # fmt: skip
+        # One thread counts for all: the barrier puts the others' stores before its release, as the barrier by which the
+        # count reaches the others puts their loads after its acquire.
+        tl.debug_barrier()
+        count_ptr = arrived_ptr + sequence * tl.num_programs(1) + tile
+        if tl.atomic_add(count_ptr, 1, sem="acq_rel") == used - 1:
+            tl.store(count_ptr, 0)
+            # Without the rows that only pad the tile to what a matrix instruction takes.
+            _, own_heads, mask_own = heads_of_tile(tile, GROUP, TILES, ROWS)
+            all_acc, all_m, all_l = combine_parts(
+                acc_ptr, m_ptr, l_ptr, sequence, own_heads, mask_own, used, stride_acc_b, stride_m_b,
+                NUM_SPLITS, HEAD_DIM_V, BLOCK_S, BLOCK_DV, CHUNK,
+            )  # fmt: skip
+            store_attention(
+                out_ptr, lse_ptr, v_scale_ptr, all_acc, all_m, all_l, sequence, own_heads, mask_own,
+                stride_out_b, stride_out_h, stride_lse_b, GROUP, HEAD_DIM_V,
+            )  # fmt: skip
+
+
+def launch(
+    run: Run,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    *,
+    max_context_len: int | None,
+    window: int | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    return_lse: bool,
+) -> None:
+    (sequences, heads, _), (_, page_size, heads_kv, dim_v) = q.shape, v_cache.shape
+    config = run.config
+    part = part_arguments(q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale, config["BLOCK_N"])
+    acc, m, l, arrived = (run.workspace[name] for name in ("acc", "m", "l", "arrived"))  # noqa: E741
+    num_splits, block_n = acc.shape[2], part["BLOCK_N"]
+    longest = longest_context(block_tables, page_size, max_context_len)
+    splits = launched_splits(num_splits, config["MIN_BLOCKS"] * block_n, block_n, longest, window)
+    rows = min(part["BLOCK_H"], triton.next_power_of_2(part["GROUP"]))
+    run.launch(
+        paged_decode_last_arriver,
+        (sequences * splits, heads_kv * part["TILES"]),
+        **part,
+        out_ptr=out,
+        lse_ptr=lse,
+        arrived_ptr=arrived,
+        acc_ptr=acc,
+        m_ptr=m,
+        l_ptr=l,
+        v_scale_ptr=v_scale,
+        splits=splits,
+        stride_out_b=out.stride(0),
+        stride_out_h=out.stride(1),
+        stride_lse_b=heads,
+        stride_acc_b=acc.stride(0),
+        stride_m_b=m.stride(0),
+        NUM_SPLITS=num_splits,
+        MIN_BLOCKS=config["MIN_BLOCKS"],
+        BLOCK_S=triton.next_power_of_2(num_splits),
+        ROWS=rows,
+        CHUNK=part_chunk(num_splits, rows, dim_v),
+    )
+
+
+def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
+    sequences, heads, heads_kv = int(axes["B"]), int(axes["Hq"]), int(axes["Hkv"])
+    programs = heads_kv * head_tile(heads // heads_kv)[1]
+    parts = (sequences, heads, max_splits(config, programs, device))
+    return {
+        "arrived": Buffer((sequences, programs), torch.int32, zeroed=True),
+        "acc": Buffer((*parts, int(axes["Dv"])), torch.float32),
+        "m": Buffer(parts, torch.float32),
+        "l": Buffer(parts, torch.float32),
+    }
+
+
+VARIANT = Variant(
+    wins="contexts are long and sequences x KV heads leave multiprocessors idle, now or in the last wave",
+    launch=launch,
+    configs=CONFIGS,
+    limits={"num_splits": (1, MAX_SPLITS), "BLOCK_N": (16, 256)},  # a tensor core's tile has 16 keys at least
+    default={
+        "": Config(num_splits=MAX_SPLITS, BLOCK_N=32, MIN_BLOCKS=16, num_warps=4, num_stages=5),
+        "sm_80": Config(num_splits=MAX_SPLITS, BLOCK_N=64, MIN_BLOCKS=8, num_warps=4, num_stages=5),
+        "sm_90": Config(num_splits=MAX_SPLITS, BLOCK_N=64, MIN_BLOCKS=8, num_warps=4, num_stages=5),
+        "sm_100": Config(num_splits=MAX_SPLITS, BLOCK_N=64, MIN_BLOCKS=8, num_warps=4, num_stages=5),
+        "gfx942": Config(num_splits=MAX_SPLITS, BLOCK_N=32, MIN_BLOCKS=16, num_warps=4, num_stages=2),
+        "interpreter": Config(num_splits=3, BLOCK_N=16, MIN_BLOCKS=1, num_warps=4, num_stages=1),
+    },
+    supports=unsupported_kv,
+    workspace=workspace,
+    key=("Hq", "Hkv", "D", "Dv", "S"),
+    deterministic=True,
+    batch_invariant=True,
+)
