@@ -75,6 +75,23 @@ def bench(
 
 
 @app.command()
+def tune(
+    op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
+    variant: Annotated[str | None, typer.Option(help="Only variants of this name.")] = None,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(metavar="POINT|a=b,c=d", help="A realistic point's name, or axes. Repeatable; all by default."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda, or cuda:1.")] = "cuda",
+    variants_from: VariantsFrom = None,
+) -> None:
+    """Time the configs that the device's lockfile does not have yet, and keep them there."""
+    from experiments.commands.tune import Request, run
+
+    _exit(run, Request(op, variant, shapes or [], device, variants_from or []))
+
+
+@app.command()
 def run(
     file: Annotated[Path, typer.Argument(help="The experiment's YAML.", metavar="FILE")],
     overrides: Annotated[
