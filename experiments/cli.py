@@ -36,19 +36,24 @@ def ops(as_json: Json = False, variants_from: VariantsFrom = None) -> None:
 def check(
     op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
     variant: Annotated[str | None, typer.Option(help="Only variants of this name.")] = None,
-    examples: Annotated[int, typer.Option(min=1, help="Cases to draw for each variant.")] = 20,
+    examples: Annotated[
+        int | None, typer.Option(min=1, help="Cases to draw for each variant: 20, or each sanitizer's own number.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the first case; the next has the next seed.")] = 0,
     axes: Annotated[
         str | None, typer.Option(metavar="a=b,c=d", help="Axes to hold; all of an op's axes replay one case.")
     ] = None,
     config: Annotated[str | None, typer.Option(metavar="k=v,...", help="Config values to hold.")] = None,
+    sanitize: Annotated[
+        str | None, typer.Option(metavar="all|NAME,...", help="Look for what results do not show, instead.")
+    ] = None,
     as_json: Json = False,
     variants_from: VariantsFrom = None,
 ) -> None:
-    """Check variants against the float64 oracle, under the sanitizers."""
+    """Check variants against the float64 oracle, or put them under the sanitizers."""
     from experiments.commands.check import Request, run
 
-    _exit(run, Request(op, variant, examples, seed, axes, config, variants_from or []), as_json)
+    _exit(run, Request(op, variant, examples, seed, axes, config, variants_from or [], sanitize), as_json)
 
 
 @app.command()
