@@ -50,8 +50,7 @@ def call(
     contract = variant.contract
     bound = contract.bind_arguments((), arguments)
     if variant.launch is None:
-        assert variant.function is not None
-        outputs = dict(zip(wanted_outputs(contract, bound), unpack(variant.function(**bound)), strict=True))
+        outputs = dict(zip(wanted_outputs(contract, bound), unpack(variant(**bound)), strict=True))
     else:
         axes, device = contract.bind_axes(bound)
         facts = device_facts(device)

@@ -84,7 +84,7 @@ def _search(variant: Variant, case: Case, too_large: bool) -> str | None:
         return f"a config that is too large for the device was not recorded with its reason: {entry.timings}"
     expected = call(variant, clone_inputs(case.inputs), entry.config)
     # What the op leaves untouched is NaN in `expected`, and whatever was there in what the entry allocated.
-    got = {name: torch.where(expected[name].isnan(), expected[name], tensor) for name, tensor in got.items()}
+    got = {name: torch.where(expected[name].float().isnan(), expected[name], tensor) for name, tensor in got.items()}
     if variant.deterministic and (why := first_difference(expected, got)):
         return f"a call that tuned itself first returns other bits, so its tensors were tuned on: {why}"
     return None
