@@ -2,20 +2,25 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tkernels import OPS, ContractError
+from tkernels import OPS, ContractError, UnsupportedError
 from tkernels.contract import Axes, Case
+from tkernels.device import TARGETS
 from tkernels.inputs import Draws
+from tkernels.interpreter import watch_accesses
+from tkernels.launch import Kernel, jit_door
 from tkernels.ops.paged_decode.paged_cache import paged_inputs
 from tkernels.ops.paged_prefill.contract import CONTRACT, reference
+from tkernels.tuning import NEAREST
 
 PREFILL = OPS["paged_prefill"].variants
 TRITON = [name for name, v in PREFILL.items() if v.kind == "triton"]
 AXES: Axes = {
-    "B": 1, "T": 40, "lengths": "edges", "S": 8, "N": 6, "P": 18, "Hkv": 2, "Hq": 4, "D": 32, "Dv": 64,
+    "B": 1, "T": 40, "lengths": "edges", "S": 16, "N": 4, "P": 18, "Hkv": 2, "Hq": 4, "D": 32, "Dv": 64,
     "activation": "float32", "kv": "float32", "window": 0, "k_scale": False, "v_scale": False, "return_lse": True,
     "bound": "none", "layout": "contiguous", "values": "ordinary", "causal": True,
 }  # fmt: skip
@@ -44,8 +49,8 @@ def chunk(inputs: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
 def test_the_definition_is_dense_attention(window: int, causal: bool) -> None:
     inputs = whole_prompt(activation="float64", kv="float64", window=window, causal=causal)
     out, lse = reference(**inputs)
-    pages = inputs["block_tables"][0, :5]
-    k, v = (inputs[name][pages].flatten(0, 1).transpose(0, 1) for name in ("k_cache", "v_cache"))  # [Hkv, 40, D]
+    pages = inputs["block_tables"][0, :3]
+    k, v = (inputs[name][pages].flatten(0, 1)[:40].transpose(0, 1) for name in ("k_cache", "v_cache"))  # [Hkv, 40, D]
     k, v = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)
     visible = torch.ones(40, 40, dtype=torch.bool)
     visible = visible.tril() if causal else visible
@@ -106,13 +111,94 @@ def test_there_may_be_no_sequence_or_no_token(variant: str, sequences: int, toke
     assert PREFILL[variant](**inputs).shape == (tokens, 4, 64)
 
 
+def keys_read(variant: str, inputs: dict[str, Any]) -> set[int]:
+    """The positions of the one sequence whose keys, or the boxes that they lie in, are read."""
+    read: set[int] = set()
+    k_cache, pages = inputs["k_cache"], inputs["block_tables"][0].tolist()
+    page_bytes, key_bytes = k_cache.stride(0) * 4, k_cache.stride(1) * 4
+
+    def door(kernel: Any, grid: tuple[int, ...], arguments: Any, config: Any) -> None:
+        def note(addresses: Any, mask: Any, width: int, access: str) -> None:
+            if access == "load" and width == 4:
+                offsets = addresses[np.broadcast_to(mask, addresses.shape)].astype(np.int64) - k_cache.data_ptr()
+                offsets = offsets[(offsets >= 0) & (offsets < k_cache.numel() * 4)]
+                for page, key in {*zip(offsets // page_bytes, offsets % page_bytes // key_bytes, strict=True)}:
+                    read.add(pages.index(page) * k_cache.shape[1] + int(key))
+
+        with watch_accesses(note):
+            jit_door(kernel, grid, arguments, config)
+
+    Kernel(PREFILL[variant], NEAREST, {"BLOCK_M": 16, "BLOCK_N": 16}, door)(**inputs)
+    return read
+
+
+@pytest.mark.parametrize("variant", TRITON)
+@pytest.mark.parametrize(
+    ("begin", "end", "window", "causal", "first", "last"),
+    [
+        (0, 8, 0, True, 0, 16),  # the first tile alone holds what 8 tokens see
+        (8, 16, 0, True, 0, 16),  # the next one lies wholly above the diagonal
+        (16, 17, 0, True, 0, 32),
+        (32, 40, 17, True, 16, 40),  # the key at 16 is the first that token 32 sees
+        (32, 40, 16, True, 16, 40),
+        (31, 32, 16, True, 16, 32),
+        (32, 40, 1, True, 32, 40),
+        (32, 40, 17, False, 16, 40),
+        (0, 8, 0, False, 0, 40),
+    ],
+)
+def test_no_tile_of_keys_that_nobody_sees_is_visited(
+    variant: str, begin: int, end: int, window: int, causal: bool, first: int, last: int
+) -> None:
+    inputs = chunk(whole_prompt(window=window, causal=causal), begin, end)
+    inputs["context_lens"] = torch.tensor([end if causal else 40], dtype=torch.int32)
+    if not causal:  # the queries are the last of the context
+        inputs["q"] = inputs["q"][-(end - begin) :]
+    read = keys_read(variant, inputs)
+    live = 40 if not causal else end
+    assert {key // 16 for key in read} == set(range(first // 16, -(-min(last, live) // 16)))
+
+
+@pytest.mark.parametrize(
+    ("axes", "arch", "reason"),
+    [
+        ({}, "sm_90", None),
+        ({}, "sm_120", None),
+        ({}, "sm_89", "from sm_90 on; this is sm_89"),
+        ({}, "gfx942", "from sm_90 on; this is gfx942"),
+        ({"S": 8, "N": 8}, "sm_90", "matrix products take 16 keys at least; pages have 8"),
+        ({"D": 100, "activation": "float16", "kv": "float16"}, "sm_90", "k_cache's address and strides"),
+        ({"Dv": 100, "activation": "float16", "kv": "float16"}, "sm_90", "v_cache's address and strides"),
+        ({"D": 100}, "sm_90", None),  # 400 bytes
+    ],
+)
+def test_what_a_tensor_descriptor_cannot_copy_is_refused_with_the_reason(
+    axes: dict[str, Any], arch: str, reason: str | None
+) -> None:
+    inputs = CONTRACT.case({**AXES, **axes}, 0).inputs
+    bound, _ = CONTRACT.bind_axes(CONTRACT.bind_arguments((), inputs))
+    got = PREFILL["tensor_descriptor"].supports(bound, TARGETS[arch])
+    assert (got is None) if reason is None else (got is not None and reason in got)
+
+
+def test_a_cache_that_begins_off_a_16_byte_boundary_is_refused_even_after_one_that_does_not() -> None:
+    kernel = Kernel(PREFILL["tensor_descriptor"], NEAREST, {})
+    inputs = whole_prompt()
+    kernel(**inputs)
+    storage = torch.zeros(inputs["k_cache"].numel() + 1)
+    shifted = storage[1:].view(inputs["k_cache"].shape)
+    assert shifted.stride() == inputs["k_cache"].stride()
+    with pytest.raises(UnsupportedError, match="k_cache's address and strides to be multiples of 16 bytes"):
+        kernel(**{**inputs, "k_cache": shifted})
+
+
 def test_cost_counts_visible_pairs_and_cached_rows_once() -> None:
     point = {**AXES, "window": 10}
     inputs = chunk(whole_prompt(window=10), 25, 40)
     case = Case(CONTRACT, point, 0, inputs)
     assert case.flops == 2 * 4 * (32 + 64) * 15 * 10
     rows = 10 + 15 - 1
-    pages = 5 - 16 // 8
+    pages = 3 - 16 // 16
     assert case.bytes_moved == rows * 2 * (32 + 64) * 4 + 15 * 4 * (4 * (32 + 64) + 4) + 4 * (pages + 1 + 2)
 
 

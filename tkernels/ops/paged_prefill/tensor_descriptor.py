@@ -1,0 +1,200 @@
+"""packed_gqa with its tiles of keys and values copied by tensor descriptors (TMA), a page or a part of one at a time.
+
+One thread asks for a whole tile and the copy engine writes it into shared memory, swizzled as the matrix units want it:
+no lane computes addresses, and no register holds them. A box of a descriptor cannot be gathered from several pages
+(sm_100 alone gathers, and only rows of matrices), so a tile ends where its page does. Wins on sm_90 and newer where
+pages have 64 tokens or more; smaller pages make tiles too narrow to keep the matrix units busy.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tkernels import Axes, Config, DeviceFacts, Run, Variant
+from tkernels.ops.paged_prefill import packed_gqa
+from tkernels.ops.paged_prefill.packed_gqa import (
+    paged_prefill_packed_gqa_attend,
+    paged_prefill_packed_gqa_key_range,
+    paged_prefill_packed_gqa_sequence,
+    paged_prefill_packed_gqa_store,
+    tile_sizes,
+)
+
+CONFIGS = tuple(
+    Config(BLOCK_M=rows, BLOCK_N=keys, num_warps=warps, num_stages=stages)
+    for rows, keys, warps, stages in (
+        (64, 64, 4, 2),
+        (64, 64, 4, 3),
+        (64, 128, 4, 2),
+        (128, 32, 8, 3),
+        (128, 64, 8, 2),
+        (128, 64, 8, 3),
+        (128, 64, 8, 4),
+        (128, 128, 8, 2),
+        (128, 128, 8, 3),
+    )
+)
+
+
+@triton.jit
+def paged_prefill_tensor_descriptor_sweep(
+    acc, m, l, q, own, begin, end, length, k_pages, v_pages, table_ptr, kv_head, scale_log2, window,  # noqa: E741
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Attends to the blocks of keys in begin .. end-1; all of them lie within the context unless MASKED."""
+    for start in range(begin, end, BLOCK_N):
+        # A block begins within the context and ends with its page: no table entry past the context is read.
+        page = tl.load(table_ptr + start // PAGE_SIZE)
+        keys = start + tl.arange(0, BLOCK_N)
+        k = k_pages.load([page, start % PAGE_SIZE, kv_head, 0]).reshape([BLOCK_N, q.shape[1]])
+        v = v_pages.load([page, start % PAGE_SIZE, kv_head, 0]).reshape([BLOCK_N, acc.shape[1]])
+        if MASKED:  # what a page holds past the context may be NaN, which no weight of 0 removes
+            v = tl.where((keys < length)[:, None], v.to(q.dtype), 0.0)
+        acc, m, l = paged_prefill_packed_gqa_attend(  # noqa: E741
+            acc, m, l, q, k, v, keys, own, length, scale_log2, window, CAUSAL, MASKED
+        )
+    return acc, m, l
+
+
+@triton.jit
+def paged_prefill_tensor_descriptor(
+    out_ptr, lse_ptr, q_ptr, k_pages, v_pages, tables_ptr, starts_ptr, lens_ptr, k_scale_ptr, v_scale_ptr,
+    scale_log2, window, sequences, stride_out_t, stride_out_h, stride_lse_t, stride_q_t, stride_q_h, stride_table_b,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    # Last tiles first: they have the most keys to sweep, and short work at the end leaves no multiprocessor waiting.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence, start, queries, first_row = paged_prefill_packed_gqa_sequence(tile, starts_ptr, sequences, GROUP, BLOCK_M)
+    if first_row < queries * GROUP:  # else a tile to spare: of padding, or the slack of the bound
+        length = tl.load(lens_ptr + sequence)
+        rows = first_row + tl.arange(0, BLOCK_M)
+        mask_m = rows < queries * GROUP
+        tokens = start + rows // GROUP
+        heads = kv_head * GROUP + rows % GROUP
+        cached = length - queries
+        own = cached + (rows // GROUP).to(tl.int32)  # [BLOCK_M], each row's position in its sequence
+        own_first = cached + (first_row // GROUP).to(tl.int32)
+        own_end = tl.minimum(cached + tl.cdiv(first_row + BLOCK_M, GROUP).to(tl.int32), length)
+        begin, full_begin, full_end, end = paged_prefill_packed_gqa_key_range(
+            own_first, own_end, length, window, BLOCK_N, CAUSAL
+        )
+        offs_d = tl.arange(0, BLOCK_D)
+        q_rows = q_ptr + tokens * stride_q_t + heads * stride_q_h
+        q = tl.load(q_rows[:, None] + offs_d[None, :], mask=mask_m[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+        if k_scale_ptr is not None:
+            scale_log2 = scale_log2 * tl.load(k_scale_ptr + kv_head)
+        table_ptr = tables_ptr + sequence * stride_table_b
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        if window is not None:
+            acc, m, l = paged_prefill_tensor_descriptor_sweep(  # noqa: E741
+                acc, m, l, q, own, begin, full_begin, length, k_pages, v_pages, table_ptr, kv_head, scale_log2, window,
+                PAGE_SIZE, BLOCK_N, CAUSAL, True,
+            )  # fmt: skip
+        acc, m, l = paged_prefill_tensor_descriptor_sweep(  # noqa: E741
+            acc, m, l, q, own, full_begin, full_end, length, k_pages, v_pages, table_ptr, kv_head, scale_log2, window,
+            PAGE_SIZE, BLOCK_N, CAUSAL, False,
+        )  # fmt: skip
+        acc, m, l = paged_prefill_tensor_descriptor_sweep(  # noqa: E741
+            acc, m, l, q, own, tl.maximum(full_begin, full_end), end, length, k_pages, v_pages, table_ptr, kv_head,
+            scale_log2, window, PAGE_SIZE, BLOCK_N, CAUSAL, True,
+        )  # fmt: skip
+        paged_prefill_packed_gqa_store(
+            out_ptr, lse_ptr, v_scale_ptr, acc, m, l, tokens, heads, mask_m, kv_head, scale_log2,
+            stride_out_t, stride_out_h, stride_lse_t, HEAD_DIM_V,
+        )  # fmt: skip
+
+
+def launch(
+    run: Run,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    *,
+    max_context_len: int | None,
+    window: int | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    return_lse: bool,
+    causal: bool,
+) -> None:
+    (tokens, heads, dim), (_, page_size, heads_kv, dim_v) = q.shape, v_cache.shape
+    sequences, group = context_lens.shape[0], heads // heads_kv
+    if sequences == 0:
+        return  # every row is padding
+    block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
+    block_m, block_n = tile_sizes(run.config, max(block_d, block_dv), q.element_size())
+    block_n = min(block_n, page_size)
+    # What a box has beyond a head's size is outside the descriptor's shape, and comes as zeros.
+    run.launch(
+        paged_prefill_tensor_descriptor,
+        (tokens * group // block_m + sequences, heads_kv),
+        out_ptr=out,
+        lse_ptr=lse,
+        q_ptr=q,
+        k_pages=TensorDescriptor.from_tensor(k_cache, [1, block_n, 1, block_d]),
+        v_pages=TensorDescriptor.from_tensor(v_cache, [1, block_n, 1, block_dv]),
+        tables_ptr=block_tables,
+        starts_ptr=cu_seqlens_q,
+        lens_ptr=context_lens,
+        k_scale_ptr=k_scale,
+        v_scale_ptr=v_scale,
+        scale_log2=scale * 1.4426950408889634,
+        window=window,
+        sequences=sequences,
+        stride_out_t=out.stride(0),
+        stride_out_h=out.stride(1),
+        stride_lse_t=heads,
+        stride_q_t=q.stride(0),
+        stride_q_h=q.stride(1),
+        stride_table_b=block_tables.stride(0),
+        GROUP=group,
+        HEAD_DIM=dim,
+        HEAD_DIM_V=dim_v,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        PAGE_SIZE=page_size,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        CAUSAL=causal,
+    )
+
+
+def supports(axes: Axes, device: DeviceFacts) -> str | None:
+    if device.arch != "interpreter" and not (device.arch.startswith("sm_") and int(device.arch[3:]) >= 90):
+        return f"tensor descriptors are copied by hardware from sm_90 on; this is {device.arch}"
+    if int(axes["S"]) < 16:
+        return f"a tile of keys is a page at most, and matrix products take 16 keys at least; pages have {axes['S']}"
+    for name in ("k_cache", "v_cache"):
+        if not axes.get(f"{name}_aligned", True):
+            return f"a tensor descriptor needs {name}'s address and strides to be multiples of 16 bytes"
+    return packed_gqa.supports(axes, device)
+
+
+VARIANT = Variant(
+    wins="prefill on sm_90 and newer, pages of 64 tokens and more",
+    launch=launch,
+    supports=supports,
+    configs=CONFIGS,
+    limits={"BLOCK_M": (16, 256), "BLOCK_N": (16, 256)},  # a box has at most 256 elements along a dim
+    default={
+        "": Config(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2),
+        "sm_90": Config(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
+        "sm_100": Config(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
+        "interpreter": Config(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=1),
+    },
+    key=("Hq", "Hkv", "D", "Dv", "S"),
+    deterministic=True,
+    batch_invariant=True,
+)
