@@ -203,10 +203,14 @@ VARIANT = Variant(
     wins="everywhere: each head is read and written once, in one launch for queries and keys",
     launch=launch,
     configs=CONFIGS,
-    # 8 heads of 128 over 4 warps: a warp reads whole 128-byte lines of each half, angles and weights arrive in the
-    # heads' own layout (with 2 warps they go through shared memory: seen in the machine code), and one token of
-    # Qwen3-4B is 5 programs. Interpreted, 5 and 7 heads are two tiles.
-    default={"": Config(BLOCK_HEADS=8), "interpreter": Config(BLOCK_HEADS=4)},
+    # 16 heads of 128 over 4 warps: 16-byte accesses to each half of a head, and angles and weights arrive in the heads'
+    # own layout (8 heads: 8 bytes; 8 over 2 warps: the angles go through shared memory; seen in the machine code). One
+    # token of Qwen3-4B is 3 programs. gfx942 has 64 threads in a warp. Interpreted, 5 and 7 heads are two tiles.
+    default={
+        "": Config(BLOCK_HEADS=16),
+        "gfx942": Config(BLOCK_HEADS=16, num_warps=2),
+        "interpreter": Config(BLOCK_HEADS=4),
+    },
     key=("Hq", "Hkv", "D", "R"),
     deterministic=True,
     batch_invariant=True,

@@ -1,0 +1,118 @@
+"""One program multiplies a tile of rows with a tile of gate columns and with the tile of up columns that belongs to it,
+and writes silu(gate) * up.
+
+Wins where there are many tiles of output: gate and up never leave their fp32 accumulators, which saves 4TI elements of
+traffic, a launch and a rounding, and x is read from shared memory once for both products. As many programs as the
+device has multiprocessors walk the tiles, GROUP_M rows deep before the next column, so that the programs running
+together share their operands in the L2 cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels import Config, Run, Variant
+from tkernels.language import dot
+
+CONFIGS = tuple(
+    Config(BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=depth, GROUP_M=8, num_warps=warps, num_stages=stages)
+    for rows, columns, depth, warps, stages in (
+        (16, 32, 128, 4, 4),
+        (16, 64, 128, 4, 3),
+        (32, 64, 64, 4, 4),
+        (64, 32, 64, 4, 4),
+        (64, 64, 64, 4, 3),
+        (64, 64, 64, 4, 4),
+        (64, 128, 64, 8, 3),
+        (128, 64, 64, 4, 3),
+        (128, 64, 64, 8, 3),
+        (128, 64, 64, 8, 4),
+        (128, 128, 64, 8, 3),
+    )
+)
+
+
+@triton.jit
+def gate_up_swiglu_paired_tiles(
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    stride_out_t,
+    stride_x_t,
+    stride_weight_n,
+    tokens,
+    width,
+    inputs,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    tiles_m, tiles_n = tl.cdiv(tokens, BLOCK_M), tl.cdiv(width, BLOCK_N)
+    up_rows = width.to(tl.int64) * stride_weight_n  # from a gate row to its up row; 2I * stride can pass 2**31
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        first_m = tile // (GROUP_M * tiles_n) * GROUP_M
+        depth = min(GROUP_M, tiles_m - first_m)
+        inside = tile % (GROUP_M * tiles_n)
+        # T * stride and I * stride can pass 2**31.
+        offs_m = (first_m + inside % depth).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        offs_n = (inside // depth).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_m, mask_n = offs_m < tokens, offs_n < width
+        x_ptrs = x_ptr + offs_m[:, None] * stride_x_t
+        gate_ptrs = weight_ptr + offs_n[:, None] * stride_weight_n
+        gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start in range(0, inputs, BLOCK_K):
+            offs_k = start + tl.arange(0, BLOCK_K)
+            mask_k = (offs_k < inputs)[None, :]
+            mask_weight = mask_n[:, None] & mask_k
+            x = tl.load(x_ptrs + offs_k[None, :], mask=mask_m[:, None] & mask_k, other=0.0)  # [BLOCK_M, BLOCK_K]
+            gate_weight = tl.load(gate_ptrs + offs_k[None, :], mask=mask_weight, other=0.0)
+            up_weight = tl.load(gate_ptrs + up_rows + offs_k[None, :], mask=mask_weight, other=0.0)
+            gate = dot(x, tl.trans(gate_weight), gate)  # [BLOCK_M, BLOCK_K] @ [BLOCK_K, BLOCK_N]
+            up = dot(x, tl.trans(up_weight), up)
+        out = (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty)
+        out_ptrs = out_ptr + offs_m[:, None] * stride_out_t + offs_n[None, :]
+        tl.store(out_ptrs, out, mask=mask_m[:, None] & mask_n[None, :])
+
+
+def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    tokens, width = out.shape
+    block_m, block_n = run.config["BLOCK_M"], run.config["BLOCK_N"]
+    tiles = triton.cdiv(tokens, block_m) * triton.cdiv(width, block_n)
+    run.launch(
+        gate_up_swiglu_paired_tiles,
+        (min(tiles, run.device.multiprocessors),),
+        out_ptr=out,
+        x_ptr=x,
+        weight_ptr=weight,
+        stride_out_t=out.stride(0),
+        stride_x_t=x.stride(0),
+        stride_weight_n=weight.stride(0),
+        tokens=tokens,
+        width=width,
+        inputs=x.shape[1],
+        GROUP_M=run.config["GROUP_M"],
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=run.config["BLOCK_K"],
+    )
+
+
+VARIANT = Variant(
+    wins="many tiles of output: prefill, where gate and up would go to memory and back",
+    launch=launch,
+    configs=CONFIGS,
+    # 64 rows are the least that Hopper's asynchronous matrix units take. One config for every T, or a row's bits would
+    # depend on the batch. gfx942 has 64 kB of shared memory: two stages. Interpreted, tiles are the smallest legal
+    # ones, so that shapes of the tests cross them.
+    default={
+        "": Config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, GROUP_M=8, num_warps=4, num_stages=3),
+        "sm_90": Config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, GROUP_M=8, num_warps=4, num_stages=4),
+        "gfx942": Config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, GROUP_M=8, num_warps=4, num_stages=2),
+        "interpreter": Config(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, GROUP_M=2, num_warps=4, num_stages=2),
+    },
+    key=("I", "H"),
+    deterministic=True,
+    batch_invariant=True,
+)
