@@ -63,7 +63,7 @@ def qk_norm_rope_scatter_head_tile_rotate(
     first, second = qk_norm_rope_head_tile_load(x_ptrs, mask_h, HALF, INTERLEAVED, BLOCK_HEADS, BLOCK_HALF)
     scale = None
     if scale_ptr is not None:
-        scale = tl.load(scale_ptr + offs_h, mask=mask_h)
+        scale = tl.load(scale_ptr + offs_h, mask=mask_h, other=1.0)
     offs_rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
     mask_rest = mask_h & (offs_rest < HEAD_DIM)
     if weight_ptr is not None:
@@ -119,7 +119,7 @@ def qk_norm_rope_scatter_head_tile_copy(
     values = tl.load(x_ptr + wide_h * stride_x_h + offs_d, mask=mask).to(tl.float32)  # [BLOCK_HEADS, BLOCK_D]
     scale = None
     if scale_ptr is not None:
-        scale = tl.load(scale_ptr + offs_h, mask=offs_h < heads)
+        scale = tl.load(scale_ptr + offs_h, mask=offs_h < heads, other=1.0)
     stored = qk_norm_rope_scatter_head_tile_stored(values, scale, out_ptr.dtype.element_ty)
     tl.store(out_ptr + wide_h * stride_out_h + offs_d, stored, mask=mask)
 
