@@ -36,19 +36,24 @@ def ops(as_json: Json = False, variants_from: VariantsFrom = None) -> None:
 def check(
     op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
     variant: Annotated[str | None, typer.Option(help="Only variants of this name.")] = None,
-    examples: Annotated[int, typer.Option(min=1, help="Cases to draw for each variant.")] = 20,
+    examples: Annotated[
+        int | None, typer.Option(min=1, help="Cases to draw for each variant: 20, or each sanitizer's own number.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the first case; the next has the next seed.")] = 0,
     axes: Annotated[
         str | None, typer.Option(metavar="a=b,c=d", help="Axes to hold; all of an op's axes replay one case.")
     ] = None,
     config: Annotated[str | None, typer.Option(metavar="k=v,...", help="Config values to hold.")] = None,
+    sanitize: Annotated[
+        str | None, typer.Option(metavar="all|NAME,...", help="Look for what results do not show, instead.")
+    ] = None,
     as_json: Json = False,
     variants_from: VariantsFrom = None,
 ) -> None:
-    """Check variants against the float64 oracle, under the sanitizers."""
+    """Check variants against the float64 oracle, or put them under the sanitizers."""
     from experiments.commands.check import Request, run
 
-    _exit(run, Request(op, variant, examples, seed, axes, config, variants_from or []), as_json)
+    _exit(run, Request(op, variant, examples, seed, axes, config, variants_from or [], sanitize), as_json)
 
 
 @app.command()
@@ -72,6 +77,23 @@ def bench(
     from experiments.commands.bench import Request, run
 
     _exit(run, Request(op, variant, axes, launch, l2, samples, variants_from or []), as_json)
+
+
+@app.command()
+def tune(
+    op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
+    variant: Annotated[str | None, typer.Option(help="Only variants of this name.")] = None,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(metavar="POINT|a=b,c=d", help="A realistic point's name, or axes. Repeatable; all by default."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda, or cuda:1.")] = "cuda",
+    variants_from: VariantsFrom = None,
+) -> None:
+    """Time the configs that the device's lockfile does not have yet, and keep them there."""
+    from experiments.commands.tune import Request, run
+
+    _exit(run, Request(op, variant, shapes or [], device, variants_from or []))
 
 
 @app.command()

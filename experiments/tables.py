@@ -13,7 +13,7 @@ from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow
 from experiments.run_folder import AnyRow
 from experiments.schema import PromptsWorkload
 
-_STYLES = {"ok": "green", "wrong": "bold red", "failed": "red", "unsupported": "yellow"}
+_STYLES = {"ok": "green", "wrong": "bold red", "failed": "red", "unsupported": "yellow", "finding": "bold red"}
 
 
 def status_text(status: str) -> Text:

@@ -55,15 +55,7 @@ class CheckResult:
     @property
     def replay(self) -> str:
         """The one command that runs this case again."""
-        axes = ",".join(f"{name}={value}" for name, value in self.axes.items())
-        pins = (
-            ",".join(f"{name}={value}" for name, value in self.config.as_dict().items())
-            if self.config is not None
-            else ""
-        )
-        config = f" --config {pins}" if pins else ""
-        outside = f" --variants-from {shlex.quote(str(self.variants_from))}" if self.variants_from else ""
-        return f"tk check{outside} --op {self.op} --variant {self.variant} --axes {axes} --seed {self.seed}{config}"
+        return replay_command(self.op, self.variant, self.axes, self.seed, self.config, self.variants_from)
 
     def __str__(self) -> str:
         lines = [f"{self.op}.{self.variant}: {self.status}{': ' + self.reason if self.reason else ''}"]
@@ -72,6 +64,29 @@ class CheckResult:
                 where = f"{name}{list(verdict.index)}: expected {verdict.expected:.9g}, got {verdict.got:.9g}"
                 lines.append(f"  {where} ({verdict.reason}; error / allowed = {verdict.max_ratio:.3g})")
         return "\n".join([*lines, f"  replay: {self.replay}"])
+
+
+def replay_command(
+    op: str,
+    variant: str,
+    axes: Axes,
+    seed: int,
+    config: Config | None,
+    variants_from: Path | None,
+    sanitizer: str | None = None,
+) -> str:
+    """The one command that puts a variant on this case again, under a sanitizer where one is named."""
+    points = ",".join(f"{name}={value}" for name, value in axes.items())
+    pins = ",".join(f"{name}={value}" for name, value in config.as_dict().items()) if config is not None else ""
+    what = f" --sanitize {sanitizer}" if sanitizer else ""
+    outside = f" --variants-from {shlex.quote(str(variants_from))}" if variants_from else ""
+    pinned = f" --config {pins}" if pins else ""
+    return f"tk check{what}{outside} --op {op} --variant {variant} --axes {points} --seed {seed}{pinned}"
+
+
+def outside_folder(variant: Variant) -> Path | None:
+    """The folder that `--variants-from` must name for this variant to be there; None for a built-in one."""
+    return None if _BUILTIN in variant.file.parents else variant.file.parent.parent
 
 
 def default_door() -> Door:
@@ -99,9 +114,8 @@ def check_case(
         config = NEAREST.resolve(variant, axes, facts)
 
     def result(status: str, reason: str = "", verdicts: Mapping[str, Verdict] | None = None) -> CheckResult:
-        outside = None if _BUILTIN in variant.file.parents else variant.file.parent.parent
         named = (contract.name, variant.name, case.axes, case.seed, config)
-        return CheckResult(*named, status, reason, verdicts or {}, outside)
+        return CheckResult(*named, status, reason, verdicts or {}, outside_folder(variant))
 
     if reason := variant.unsupported_reason(axes, device, facts):
         return result("unsupported", reason)
@@ -226,6 +240,11 @@ def count_programs(variant: Variant, case: Case, config: Config) -> int:
     return total
 
 
+def configs_of(variant: Variant, arch: str) -> tuple[Config, ...]:
+    """The configs that a call of a Triton variant may run with, each once: the default, and what tuning tries."""
+    return tuple(dict.fromkeys((variant.default_config(arch), *variant.configs)))
+
+
 MAX_PROGRAMS = 8
 """Of a drawn case: the interpreter's cost follows the number of programs, a fault shows itself in the first few."""
 
@@ -252,10 +271,9 @@ def draw(
         return None
     if variant.kind != "triton":
         return case, None
-    default = variant.default_config(facts.arch)
-    configs = {str(index): config for index, config in enumerate((default, *variant.configs))}
-    chosen = configs[str(choose("config", tuple(configs)))]
-    for config in (chosen, default):
+    configs = configs_of(variant, facts.arch)
+    chosen = configs[int(choose("config", range(len(configs))))]
+    for config in (chosen, configs[0]):
         try:
             count = count_programs(variant, case, config)
         except Exception:  # a launcher that raises is for `check_case` to report

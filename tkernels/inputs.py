@@ -123,6 +123,50 @@ def clone_inputs(inputs: Mapping[str, Any], device: torch.device | None = None) 
     return map_tensors(inputs, clone)
 
 
+def _changed(inputs: Mapping[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """Clones of the inputs; `change` maps the elements [n] of each whole storage, floats widened, to new ones."""
+    copies = clone_inputs(inputs)
+    seen: set[int] = set()
+
+    def in_place(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen and storage.nbytes():
+            seen.add(storage.data_ptr())
+            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+            whole.copy_(change(whole).to(tensor.dtype))
+        return tensor
+
+    return map_tensors(copies, in_place)
+
+
+def repoisoned(inputs: Mapping[str, Any], fill: Callable[[torch.dtype], float | int]) -> dict[str, Any]:
+    """Clones of the inputs with `fill` of the dtype wherever there is `poison`: between, beyond and inside tensors."""
+
+    def change(whole: torch.Tensor) -> torch.Tensor:
+        if whole.is_floating_point():
+            wide = whole.double()
+            return wide.masked_fill(wide.isnan(), fill(whole.dtype))
+        return whole.masked_fill(whole == poison(whole.dtype), fill(whole.dtype))
+
+    return _changed(inputs, change)
+
+
+def roughened(inputs: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Clones of the inputs whose floats have all their digits: each times its own factor from 1 to 1.25.
+
+    Drawn values may lie on a grid on which fp32 sums are exact in any order; the bits of these show the order.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def change(whole: torch.Tensor) -> torch.Tensor:
+        if not whole.is_floating_point():
+            return whole
+        factors = 1 + torch.rand(whole.shape, generator=generator, dtype=torch.float64) / 4
+        return whole.double() * factors.to(whole.device)
+
+    return _changed(inputs, change)
+
+
 def widened(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The already rounded inputs in float64: what the oracle computes on.
 

@@ -220,14 +220,14 @@ class Tuning:
             self._files[path] = read_lockfile(path)
         entries, point = self._files[path], bucket(variant, axes)
         name, offered = variant.contract.name, candidates(variant, device.arch)
-        exact = entries.get(_key(variant, point))
+        exact = entries.get(tuning_key(variant, point))
         if (
             self.mode == "search"
             and launch is not None
             and not _capturing()
             and missing_configs(variant, device, exact)
         ):
-            exact = entries[_key(variant, point)] = search(variant, device, point, launch, self.measure, path)
+            exact = entries[tuning_key(variant, point)] = search(variant, device, point, launch, self.measure, path)
         if exact and (best := exact.best(offered)) is not None:
             return best, "exact"
         if self.mode == "frozen":
@@ -248,7 +248,8 @@ class Tuning:
         return variant.default_config(device.arch), "default"
 
 
-def _key(variant: Variant, point: str) -> tuple[str, str, str, str, str]:
+def tuning_key(variant: Variant, point: str) -> tuple[str, str, str, str, str]:
+    """The key of an entry: op, variant, hash of the code, Triton version, shape bucket."""
     return variant.contract.name, variant.name, variant.source, triton.__version__, point
 
 
@@ -291,7 +292,7 @@ def search(
     Raises:
         TuningError: no config could be timed, with every reason.
     """
-    key = _key(variant, point)
+    key = tuning_key(variant, point)
     known = read_lockfile(path).get(key)
     pending: list[ConfigTiming] = []
     for config in missing_configs(variant, device, known):
@@ -318,7 +319,7 @@ def tuned_devices(variant: Variant, folder: Path = TUNED_FOLDER) -> list[str]:
             entries = read_lockfile(path)
         except TuningError:  # an outside variant's folder may hold any JSON
             continue
-        if any((e.op, e.variant, e.source) == _key(variant, "")[:3] for e in entries.values()):
+        if any((e.op, e.variant, e.source) == tuning_key(variant, "")[:3] for e in entries.values()):
             found.append(str(json.loads(path.read_text())["device"]))
     return found
 

@@ -21,18 +21,24 @@ from tkernels.check import CheckResult, check_case, drawn_results
 from tkernels.contract import Contract, Int, Value
 from tkernels.variant import Variant
 
+_EXAMPLES = 20
+
 
 @dataclass(frozen=True)
 class Request:
-    """What `tk check` was asked: which variants, on how many draws, with which axes and config held."""
+    """What `tk check` was asked: which variants, on how many draws, with which axes and config held.
+
+    sanitize: the sanitizers to put them under instead, "all" or names.
+    """
 
     op: str | None
     variant: str | None
-    examples: int
+    examples: int | None
     seed: int
     axes: str | None
     config: str | None
     variants_from: Sequence[Path]
+    sanitize: str | None = None
 
 
 def run(request: Request, as_json: bool) -> int:
@@ -41,6 +47,13 @@ def run(request: Request, as_json: bool) -> int:
     if (request.axes or request.config) and len({v.contract.name for v in variants}) != 1:
         raise ExperimentError(["--axes and --config belong to one op: name it with --op"])
     held = parse_axes(variants[0].contract, request.axes) if request.axes else {}
+    if request.sanitize is not None:
+        from experiments.commands import sanitize
+
+        config = parse_config(variants[0], request.config) if request.config else None
+        draws = sanitize.Draws(request.examples, request.seed, held, config)
+        return sanitize.run(variants, sanitize.named(request.sanitize), draws, as_json)
+    examples = request.examples or _EXAMPLES
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     columns = (
         TextColumn("check"),
@@ -53,7 +66,7 @@ def run(request: Request, as_json: bool) -> int:
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         replayed = bool(held) and set(held) == set(variants[0].contract.axis_by_name)
-        task = progress.add_task("", total=len(variants) * (1 if replayed else request.examples), doing="")
+        task = progress.add_task("", total=len(variants) * (1 if replayed else examples), doing="")
         for variant in variants:
             progress.update(task, doing=f"{variant.contract.name}.{variant.name}")
             results: list[CheckResult] = []
@@ -82,7 +95,7 @@ def _results(
     if replayed:
         yield check_case(variant, variant.contract.case(held, request.seed, device), config)
     else:
-        yield from drawn_results(variant, request.examples, request.seed, held, config, device)
+        yield from drawn_results(variant, request.examples or _EXAMPLES, request.seed, held, config, device)
 
 
 def parse_axes(contract: Contract, text: str) -> dict[str, Value]:

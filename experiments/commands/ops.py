@@ -15,6 +15,7 @@ from experiments.commands.registry import open_registry
 from experiments.tables import add_row, new_table
 from tkernels.check import chooser
 from tkernels.device import device_facts
+from tkernels.tuning import tuned_devices
 from tkernels.variant import Variant
 
 _DRAWS = 32
@@ -37,6 +38,8 @@ def describe(variant: Variant, device: torch.device) -> dict[str, Any]:
     """One row of `tk ops --json`.
 
     supported: on this device, somewhere in the contract's draws. reason: why not, or where it is not.
+    tuned_on: the devices in whose lockfiles it is; none means that its configs are defaults, by reasoning. Null for a
+        variant without configs.
     """
     reasons = [_reason(variant, seed, device) for seed in range(_DRAWS)]
     # "not M = 2" and "not M = 17" are one reason.
@@ -49,6 +52,7 @@ def describe(variant: Variant, device: torch.device) -> dict[str, Any]:
         "reason": "; ".join(sorted(refused.values())) or None,
         "deterministic": variant.deterministic,
         "batch_invariant": variant.batch_invariant,
+        "tuned_on": tuned_devices(variant) if variant.kind == "triton" else None,
         "wins": variant.wins,
         "file": str(variant.file),
     }
@@ -84,6 +88,14 @@ def _print(rows: Sequence[dict[str, Any]], device: torch.device) -> None:
     )
     table.caption_justify = "left"
     console.print(table)
+    untuned = sum(row["tuned_on"] == [] for row in rows)
+    if untuned:
+        console.print(
+            Text(
+                f"{untuned} of {sum(row['kind'] == 'triton' for row in rows)} Triton variants are tuned on "
+                "no device: their configs are defaults, by reasoning."
+            )
+        )
     for row in rows:
         if row["reason"]:
             console.print(Text(f"{row['op']}.{row['variant']}: {row['reason']}"))

@@ -12,9 +12,14 @@ import numpy as np
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tkernels.calls import call
 from tkernels.config import Config
+from tkernels.contract import Case
+from tkernels.inputs import clone_inputs
 from tkernels.interpreter import overflow_checks, watch_accesses
 from tkernels.launch import jit_door
+from tkernels.sanitizers.base import Sanitizer, launches
+from tkernels.variant import Variant
 
 
 class AddressError(RuntimeError):
@@ -82,3 +87,13 @@ def sanitizing_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, 
 
     with watch_accesses(check), overflow_checks():
         jit_door(kernel, grid, arguments, config)
+
+
+def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
+    call(variant, clone_inputs(case.inputs), config, door=sanitizing_door)
+    return None
+
+
+SANITIZER = Sanitizer(
+    "address", "an access outside every tensor of the launch; int32 arithmetic that overflows", _run, unfit=launches
+)

@@ -1,17 +1,20 @@
 """int32 offsets into large tensors, found without allocating one.
 
 The launcher sees tensors whose outer strides are faked to 2**30 elements, so that index 2 lies at 2**31, and the
-interpreter checks every integer +, - and *. Float data is not touched at all (loads give zeros, stores go nowhere); the
-integer tensors, which steer the kernel, keep their real contents and strides.
+interpreter checks every integer +, - and *. Float data is not touched at all (loads give zeros, stores go nowhere). The
+integer tensors, which steer the kernel, keep their contents, in an address space as large as their strides, of which
+only the pages that hold an element are ever backed by memory.
 """
 
+import ctypes
+import itertools
+import mmap
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
-import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 
 from tkernels.config import Config
@@ -20,21 +23,61 @@ from tkernels.device import INTERPRETER
 from tkernels.inputs import map_tensors
 from tkernels.interpreter import overflow_checks, replaced_methods, watch_accesses
 from tkernels.launch import Kernel, jit_door
+from tkernels.sanitizers.base import Sanitizer, launches
 from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
 
 FAKED_STRIDE = 2**30
 """Below 2**31, or Triton would pass the stride itself as int64 and hide the fault."""
 
+_MAP_NORESERVE = 0x4000
+"""Linux's on every architecture that Triton runs on; Python 3.11's mmap has no name for it."""
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """FAKED_STRIDE for every dim but the last."""
+    return (*[FAKED_STRIDE] * (tensor.dim() - 1), 1) if tensor.dim() > 1 else tensor.stride()
+
 
 def _faked(tensor: torch.Tensor) -> torch.Tensor:
-    """A meta tensor of the same shape whose strides, but for the last, are FAKED_STRIDE; an integer tensor as it is."""
-    if not tensor.is_floating_point():
+    """A meta tensor of the same shape on faked strides; an integer tensor with its contents there."""
+    if tensor.is_floating_point():
+        return torch.empty_strided(tensor.shape, _strides(tensor), dtype=tensor.dtype, device="meta")
+    if tensor.dim() < 2 or tensor.numel() == 0:
         return tensor
-    if tensor.dim() < 2:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    strides = [FAKED_STRIDE] * (tensor.dim() - 1) + [1]
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
+    # A dim of one keeps its stride: what a kernel computes for its other, masked, rows reaches no memory.
+    pairs = zip(tensor.shape, tensor.stride(), _strides(tensor), strict=True)
+    strides = [faked if n > 1 else real for n, real, faked in pairs]
+    elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    memory = mmap.mmap(-1, elements * tensor.element_size(), flags=flags)
+    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
+
+
+def _faked_part_by_part(value: Any) -> Any:
+    """A tensor, or a weight whose tensors are faked one by one: one whose span its class bounds stays as it is.
+
+    A QuantizedWeight refuses a packed part of 2**31 words, so no kernel can meet such a stride.
+    """
+    if isinstance(value, torch.Tensor):
+        return _faked(value)
+    count = 0
+
+    def number(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return tensor
+
+    value.map_tensors(number)
+    for wanted in range(count):
+        seen = itertools.count()
+
+        def one(tensor: torch.Tensor, wanted: int = wanted, seen: Iterator[int] = seen) -> torch.Tensor:
+            return _faked(tensor) if next(seen) == wanted else tensor
+
+        with suppress(ValueError):
+            value = value.map_tensors(one)
+    return value
 
 
 @contextmanager
@@ -46,7 +89,7 @@ def _floats_untouched() -> Iterator[None]:
         return bool(pointers.get_element_ty().is_floating())
 
     def zero_load(ptrs: Any, mask: Any, *rest: Any, **options: Any) -> Any:
-        nowhere = triton_interpreter.TensorHandle(np.zeros(ptrs.data.shape, dtype=bool), tl.int1)
+        nowhere = triton_interpreter.TensorHandle(np.zeros_like(mask.data, dtype=bool), mask.dtype)
         return load(ptrs, nowhere if is_float(ptrs) else mask, *rest, **options)
 
     def no_store(ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
@@ -68,15 +111,40 @@ def check_offsets(variant: Variant, case: Case, config: Config) -> None:
     contract = case.contract
     real = contract.bind_arguments((), case.inputs)
     axes, device = contract.bind_axes(real)
-    arguments = map_tensors(real, _faked)
+    arguments = {n: _faked_part_by_part(v) if _has_tensors(v) else v for n, v in real.items()}
     outputs = map_tensors(contract.allocate_outputs(axes, real, device), _faked)
 
     def real_pointer(tensor: torch.Tensor) -> torch.Tensor:
-        # Float memory is never touched, so any address of the right type will do.
-        return torch.empty(1, dtype=tensor.dtype) if tensor.device.type == "meta" else tensor
+        if tensor.device.type == "meta":  # float memory is never touched: any address of the right type will do
+            return torch.empty(1, dtype=tensor.dtype)
+        if tensor.untyped_storage().nbytes() < FAKED_STRIDE:
+            return tensor
+        # Only its address: the interpreter copies every argument's storage onto itself, and this one has gigabytes.
+        element = (ctypes.c_char * tensor.element_size()).from_address(tensor.data_ptr())
+        return torch.frombuffer(element, dtype=tensor.dtype)
 
     def faking_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
         with _floats_untouched(), overflow_checks():
             jit_door(kernel, grid, map_tensors(arguments, real_pointer), config)
 
     Kernel(variant, NEAREST, {}, faking_door).launch_into(outputs, arguments, axes, device, INTERPRETER, config)
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or hasattr(value, "map_tensors")
+
+
+def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
+    assert config is not None
+    check_offsets(variant, case, config)
+    return None
+
+
+SANITIZER = Sanitizer(
+    "overflow",
+    "offsets that overflow int32 in large tensors, by strides faked to 2**30",
+    _run,
+    unfit=launches,
+    draws=12,
+    max_programs=64,  # sizes of 3 and more in every dim: index 2 is the first past 2**31
+)

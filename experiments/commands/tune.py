@@ -1,0 +1,130 @@
+"""`tk tune`: times the configs that the device's lockfile does not have, and keeps them there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from experiments.commands.check import parse_axes
+from experiments.commands.registry import matching, open_registry
+from experiments.document import ExperimentError, nearest
+from experiments.tables import add_row, microseconds, new_table
+from experiments.tuning_session import Tuned, TuningPoint, points_of, tune
+from tkernels import ContractError
+from tkernels.device import DeviceFacts, device_facts
+from tkernels.measurement import completed
+from tkernels.tuning import TUNED_FOLDER, ConfigTiming, Measure, candidates, lockfile, median_us
+from tkernels.variant import Variant
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `tk tune` was asked. shapes: names of realistic points, or axes "T=64,H=2560"; none is every point."""
+
+    op: str | None
+    variant: str | None
+    shapes: Sequence[str]
+    device: str
+    variants_from: Sequence[Path]
+
+
+def run(request: Request) -> int:
+    """Tunes and prints a table; 1 where a point could not be tuned."""
+    points = plan(request)
+    device = cuda_device(request.device, "tk tune")
+    with torch.cuda.device(device):
+        results = carry_out(points, device, device_facts(device), TUNED_FOLDER, median_us)
+    return print_results(results, device_facts(device))
+
+
+def cuda_device(name: str, command: str) -> torch.device:
+    """The CUDA device of that name; an ExperimentError says what is missing."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ExperimentError([f"--device {name}: not a device; cuda or cuda:1 is meant"]) from None
+    if device.type != "cuda":
+        raise ExperimentError([f"--device {name}: {command} times kernels on a CUDA device"])
+    if not torch.cuda.is_available():
+        build = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no GPU or no driver"
+        raise ExperimentError([f"{command} needs a CUDA device, and there is none here: {build}"])
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
+        raise ExperimentError([f"--device {name}: there are {torch.cuda.device_count()} devices here"])
+    return torch.device("cuda", index)
+
+
+def plan(request: Request) -> list[TuningPoint]:
+    """The points that were asked for; an ExperimentError names what is not one."""
+    variants = matching(open_registry(request.variants_from), request.op, request.variant)
+    tunable = [variant for variant in variants if variant.kind == "triton"]
+    if not tunable:
+        raise ExperimentError(["nothing to tune: none of these is a Triton variant"])
+    every = points_of(tunable, torch.device("cuda"))
+    if not request.shapes:
+        return every
+    return [point for shape in request.shapes for point in _shaped(shape, tunable, every)]
+
+
+def _shaped(shape: str, variants: Sequence[Variant], every: Sequence[TuningPoint]) -> list[TuningPoint]:
+    if named := [point for point in every if point.name == shape]:
+        return named
+    if len({variant.contract.name for variant in variants}) != 1:
+        known = sorted({point.name for point in every})
+        hint = nearest(shape, known)
+        raise ExperimentError([f"--shapes {shape}: no realistic point has that name{hint}; axes need an --op"])
+    contract = variants[0].contract
+    try:
+        axes = completed(contract, {**next(iter(contract.benchmarks.values()), {}), **parse_axes(contract, shape)})
+    except ContractError as error:
+        raise ExperimentError([f"--shapes {shape}: {error}"]) from None
+    return [TuningPoint(variant, shape, axes) for variant in variants]
+
+
+def carry_out(
+    points: Sequence[TuningPoint], device: torch.device, facts: DeviceFacts, folder: Path, measure: Measure
+) -> list[Tuned]:
+    """Tunes under a progress bar of configs. What an interrupted run timed is kept, and the next one goes on there."""
+    console = Console(stderr=True)
+    columns = (TextColumn("tune"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
+    doing = TextColumn("{task.fields[doing]}", style="dim", markup=False)
+    total = sum(len(candidates(point.variant, facts.arch)) for point in points)
+    with Progress(*columns, doing, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total, doing="")
+
+        def tried(point: TuningPoint, timing: ConfigTiming) -> None:
+            progress.update(task, advance=1, doing=point.title)
+
+        results = []
+        for result in tune(points, device, facts=facts, folder=folder, measure=measure, tried=tried):
+            progress.update(task, advance=len(candidates(result.point.variant, facts.arch)) - result.timed)
+            results.append(result)
+    return results
+
+
+def print_results(results: Sequence[Tuned], facts: DeviceFacts) -> int:
+    """One row per point; 1 where any has no entry."""
+    console = Console()
+    right = ["timed", "kept", "skipped", "us", "default us"]
+    table = new_table(f"Tuned configs on {facts.name}", ["point", *right, "config"], right)
+    for result in results:
+        if result.entry is None:
+            continue
+        times = result.microseconds
+        default = times.get(result.point.variant.default_config(facts.arch))
+        config = ", ".join(f"{name}={value}" for name, value in result.entry.config.as_dict().items())
+        skipped = sum(us is None for _, us, _ in result.entry.timings)
+        cells = [str(result.timed), str(result.known), str(skipped), microseconds(times[result.entry.config])]
+        add_row(table, result.point.title, *cells, microseconds(default) if default is not None else "-", config)
+    console.print(table)
+    for result in results:
+        if result.reason is not None:
+            console.print(Text(f"{result.point.title}: {result.reason}"))
+    paths = {lockfile(result.point.variant, facts) for result in results if result.entry is not None}
+    for path in sorted(paths):
+        console.print(Text(f"Lockfile: {path}"), soft_wrap=True)
+    return 1 if any(result.entry is None for result in results) else 0

@@ -1,0 +1,115 @@
+"""Tuning several variants at several points: what there is to time, and timing what no lockfile has yet."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tkernels.config import Config
+from tkernels.contract import Value
+from tkernels.device import DeviceFacts, device_facts
+from tkernels.launch import Kernel
+from tkernels.measurement import benchmark_points
+from tkernels.tuning import (
+    NEAREST,
+    TUNED_FOLDER,
+    ConfigTiming,
+    Entry,
+    Measure,
+    TuningError,
+    bucket,
+    lockfile,
+    median_us,
+    missing_configs,
+    read_lockfile,
+    search,
+    tuning_key,
+)
+from tkernels.variant import Variant
+
+
+@dataclass(frozen=True)
+class TuningPoint:
+    """A Triton variant at a point. Points of one shape bucket share a config: the first of them stands for it."""
+
+    variant: Variant
+    name: str
+    axes: Mapping[str, Value]
+
+    @property
+    def title(self) -> str:
+        return f"{self.variant.contract.name}.{self.variant.name} {self.name}"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a point's bucket came to. timed: how many configs now; known: before. Without an entry, the reason why."""
+
+    point: TuningPoint
+    entry: Entry | None
+    timed: int
+    known: int
+    reason: str | None = None
+
+    @property
+    def microseconds(self) -> Mapping[Config, float]:
+        return {config: us for config, us, _ in self.entry.timings if us is not None} if self.entry else {}
+
+
+def points_of(variants: Sequence[Variant], device: torch.device) -> list[TuningPoint]:
+    """Every realistic point of every Triton variant that has something to choose from."""
+    return [
+        TuningPoint(variant, name, axes)
+        for variant in variants
+        if variant.kind == "triton"
+        for name, axes in benchmark_points(variant.contract, device).items()
+    ]
+
+
+def tune(
+    points: Sequence[TuningPoint],
+    device: torch.device,
+    *,
+    facts: DeviceFacts | None = None,
+    folder: Path = TUNED_FOLDER,
+    measure: Measure = median_us,
+    tried: Callable[[TuningPoint, ConfigTiming], None] = lambda point, timing: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[Tuned]:
+    """Times what the lockfiles in `folder` do not have yet, and yields each point as it is done.
+
+    Args:
+        facts: of the device that is tuned, where it is not the one that the tensors are made on.
+        tried: told each timing. stop: asked before each point; the rest is left for another run.
+    """
+    facts = device_facts(device) if facts is None else facts
+    for point in points:
+        if stop():
+            return
+        try:
+            yield _tune(point, device, facts, folder, measure, tried)
+        except (TuningError, ValueError, torch.OutOfMemoryError) as error:
+            yield Tuned(point, None, 0, 0, " ".join(str(error).split()))
+
+
+def _tune(
+    point: TuningPoint, device: torch.device, facts: DeviceFacts, folder: Path, measure: Measure,
+    tried: Callable[[TuningPoint, ConfigTiming], None],
+) -> Tuned:  # fmt: skip
+    variant = point.variant
+    contract, path = variant.contract, lockfile(variant, facts, folder)
+    case = contract.case(point.axes, 0, device)
+    arguments = contract.bind_arguments((), case.inputs)
+    axes, where = contract.bind_axes(arguments)
+    if reason := variant.supports(axes, facts):
+        return Tuned(point, None, 0, 0, reason)
+    named = bucket(variant, axes)
+    known = read_lockfile(path).get(tuning_key(variant, named))
+    missing = missing_configs(variant, facts, known)
+    before = len(known.timings) if known is not None else 0
+    if known is not None and not missing:
+        return Tuned(point, known, 0, before)
+    launch = Kernel(variant, NEAREST, {}).on_clones(axes, where, arguments)
+    entry = search(variant, facts, named, launch, measure, path, lambda timing: tried(point, timing))
+    return Tuned(point, entry, len(missing), before)

@@ -1,0 +1,106 @@
+"""`tk tune`: what it plans, that it goes on where it was, and what it says where there is no GPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from experiments.cli import app
+from experiments.commands import tune as command
+from experiments.commands.tune import Request, carry_out, plan, print_results
+from experiments.document import ExperimentError
+from experiments.tuning_session import TuningPoint, tune
+from tkernels.device import TARGETS
+from tkernels.measurement import CPU_SIZE, at_most
+from tkernels.tuning import Tuning, lockfile
+
+H200 = TARGETS["sm_90"]
+CPU = torch.device("cpu")
+
+
+def request(*shapes: str, op: str | None = "swiglu", variant: str | None = "fused") -> Request:
+    return Request(op, variant, shapes, "cuda", [])
+
+
+def small(points: list[TuningPoint]) -> list[TuningPoint]:
+    """The same, at sizes that can be made here; no launch of theirs is ever run."""
+    cut = [(p, at_most(p.variant.contract, p.axes, CPU_SIZE)) for p in points]
+    return [TuningPoint(p.variant, p.name, axes) for p, axes in cut if axes is not None]
+
+
+class Measured:
+    """A measure that never runs the launch, and counts: every next config is faster."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, launch: Callable[[], None]) -> float:
+        self.count += 1
+        return 100.0 / self.count
+
+
+def test_the_plan_is_every_realistic_point_of_every_triton_variant() -> None:
+    every = plan(request(op=None, variant=None))
+    assert {p.variant.kind for p in every} == {"triton"}
+    assert {p.name for p in every if p.variant.contract.name == "swiglu"} >= {"T=1,I=9728", "T=8192,I=14336"}
+    assert [p.name for p in plan(request("T=1,I=9728"))] == ["T=1,I=9728"]
+    (own,) = plan(request("T=5,I=640"))
+    assert (own.axes["T"], own.axes["I"], own.axes["activation"]) == (5, 640, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (request("T=1,I=9729", op=None, variant=None), "did you mean 'T=1,I=9728'"),
+        (request("X=3"), "no axis 'X'"),
+        (request(variant="torch"), "none of these is a Triton variant"),
+    ],
+)
+def test_what_is_no_point_is_named(asked: Request, said: str) -> None:
+    with pytest.raises(ExperimentError) as error:
+        plan(asked)
+    assert said in error.value.problems[0]
+
+
+def test_a_second_run_times_nothing_and_the_first_is_what_frozen_finds(tmp_path: Path) -> None:
+    points, measure = small(plan(request())), Measured()
+    first = carry_out(points, CPU, H200, tmp_path, measure)
+    assert measure.count == sum(result.timed for result in first) > 0
+    assert all(result.entry is not None for result in first)
+    again = carry_out(points, CPU, H200, tmp_path, measure)
+    assert sum(result.timed for result in again) == 0
+    variant, axes = points[0].variant, points[0].axes
+    assert Tuning("frozen", tmp_path).match(variant, axes, H200) == "exact"
+    assert lockfile(variant, H200, tmp_path).exists()
+
+
+def test_it_stops_when_it_is_told_and_goes_on_from_there(tmp_path: Path) -> None:
+    points, measure = small(plan(request(op="rms_norm", variant=None))), Measured()
+    done = list(tune(points, CPU, facts=H200, folder=tmp_path, measure=measure, stop=lambda: measure.count > 0))
+    assert len(done) == 1
+    rest = list(tune(points, CPU, facts=H200, folder=tmp_path, measure=measure))
+    assert len(rest) == len(points)
+    assert rest[0].timed == 0
+
+
+def test_the_table_shows_the_default_beside_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "Console", lambda **options: Console(width=160, **options))
+    results = carry_out(small(plan(request())), CPU, H200, tmp_path, Measured())
+    assert print_results(results, H200) == 0
+    shown = capsys.readouterr().out
+    assert "swiglu.fused T=1,I=9728" in shown
+    assert "100.0" in shown  # the default is timed first
+    assert "NVIDIA_H200.json" in shown
+
+
+def test_without_a_gpu_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = CliRunner().invoke(app, ["tune", "--op", "swiglu"])
+    assert done.exit_code == 2
+    assert "needs a CUDA device, and there is none here" in done.stderr
+    assert CliRunner().invoke(app, ["tune", "--device", "cpu"]).exit_code == 2
