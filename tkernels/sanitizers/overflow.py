@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 
 from tkernels.config import Config
@@ -89,7 +90,7 @@ def _floats_untouched() -> Iterator[None]:
         return bool(pointers.get_element_ty().is_floating())
 
     def zero_load(ptrs: Any, mask: Any, *rest: Any, **options: Any) -> Any:
-        nowhere = triton_interpreter.TensorHandle(np.zeros_like(mask.data, dtype=bool), mask.dtype)
+        nowhere = triton_interpreter.TensorHandle(np.zeros(ptrs.data.shape, dtype=bool), tl.int1)
         return load(ptrs, nowhere if is_float(ptrs) else mask, *rest, **options)
 
     def no_store(ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
