@@ -11,6 +11,7 @@ from tkernels.config import Config
 from tkernels.contract import Axes, Case, Choice, Constraint, Contract, ContractError, Int, Output, Scalar, Tensor
 from tkernels.device import DeviceFacts
 from tkernels.launch import Buffer, Kernel, Run
+from tkernels.preparation import PrepareReport, prepared
 from tkernels.registry import Op, Registry, UnknownNameError, builtin_ops
 from tkernels.selection import KernelSet, SelectionError, select
 from tkernels.tuning import Tuning, TuningError
@@ -35,6 +36,7 @@ __all__ = [
     "KernelSet",
     "Op",
     "Output",
+    "PrepareReport",
     "Registry",
     "Run",
     "Scalar",
@@ -47,5 +49,6 @@ __all__ = [
     "Variant",
     "VariantError",
     "builtin_ops",
+    "prepared",
     "select",
 ]

@@ -8,7 +8,14 @@ import torch.nn.functional as F
 from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Output, Tensor, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, QuantizedWeightArgument, dequantize, pack
+from tkernels.ops.dequant_gemm.weight import (
+    ORDERS,
+    QuantizedWeight,
+    QuantizedWeightArgument,
+    dequantize,
+    interleaved,
+    pack,
+)
 
 
 def reference(x: torch.Tensor, weight: QuantizedWeight, *, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -40,13 +47,16 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     zeros[:, 0], zeros[:, -1] = 0, 15
     # So that outputs are of x's size whatever K is: codes less zero-points are uniform, of variance 42.
     scales = (draws.normal((groups, outputs), torch.float64).abs() + 0.1) / (6 * inputs**0.5)
-    parts = {"packed": pack(codes, dim=0).to(device), "scales": scales.to(dtype_of(axes["weight"]))}
-    if not axes["symmetric"]:
-        parts["zeros"] = pack(zeros, dim=-1).to(device)
-    parts = {name: draws.laid_out(part, axes["weight_layout"]) for name, part in parts.items()}
     weight = QuantizedWeight(
-        parts["packed"], parts["scales"], parts.get("zeros"), int(axes["bits"]), int(axes["group_size"])
+        pack(codes, dim=0).to(device),
+        scales.to(dtype_of(axes["weight"])).to(device),
+        None if axes["symmetric"] else pack(zeros, dim=-1).to(device),
+        int(axes["bits"]),
+        int(axes["group_size"]),
     )
+    if axes["order"] == "interleaved":
+        weight = interleaved(weight)
+    weight = weight.map_tensors(lambda part: draws.laid_out(part, axes["weight_layout"]))
     x = draws.laid_out(draws.normal((tokens, inputs), dtype, axes["values"]), axes["layout"])
     # Of the product's size: a GEMM that starts its sum from a far larger bias loses the product's own digits.
     bias = draws.laid_out(draws.normal((outputs,), dtype, axes["values"]), "contiguous") if axes["bias"] else None
@@ -78,6 +88,8 @@ CONTRACT = Contract(
         dtype_axis("activation"),
         dtype_axis("weight"),
         Choice("symmetric", (False, True), "whether zero-points are all 8 and not stored"),
+        # Interleaved last, for the same reason.
+        Choice("order", ORDERS, "of the codes in a word: a checkpoint's, or as `prepare` makes it"),
         Choice("bias", (False, True)),
         Choice("layout", LAYOUTS, "of x"),
         Choice("weight_layout", LAYOUTS, "of the weight's parts"),
@@ -110,10 +122,12 @@ CONTRACT = Contract(
             "activation": "bfloat16",
             "weight": "bfloat16",
             "symmetric": False,
+            "order": "interleaved",
             "bias": False,
         }
         for tokens in (1, 16, 64, 128, 2048)
-        for outputs, inputs in ((19456, 2560), (8192, 8192))
+        # Qwen3-4B's qkv, attention output, gate-up and down projections, and the square of the published figures.
+        for outputs, inputs in ((6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728), (8192, 8192))
     },
     batching=row_batching("x"),
 )

@@ -1,7 +1,8 @@
 """Matrix-vector product: the codes stream through registers once, are multiplied in fp32, and summed in a fixed order.
 
 Wins at one token, where the weight's bytes are all that counts: no tile of the input is padded to a matrix unit's
-rows, and K is split over programs until the device is full, whatever N is.
+rows, nothing passes through shared memory but the loads in flight, and K is split over programs until the device is
+full, whatever N is.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,9 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight
+from tkernels.ops.dequant_gemm.split_sums import summed_by_the_last, words_per_split
+from tkernels.ops.dequant_gemm.unpack import weight_tile
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved, needs_interleaved
 
 CONFIGS = tuple(
     Config(BLOCK_N=columns, BLOCK_W=words, PROGRAMS_PER_SM=programs, num_warps=warps, num_stages=3)
@@ -19,12 +22,35 @@ CONFIGS = tuple(
     for programs in (1, 2, 4, 8)
 )
 MAX_SPLITS = 64
-REDUCED_PER_PROGRAM = 32
+
+
+@triton.jit
+def dequant_gemm_gemv_difference(packed, zero, NIBBLE: tl.constexpr):
+    """code - zero-point of one nibble of each word, exact, in fp32.
+
+    The code stays where it is in the word and becomes the low mantissa bits of a number whose bit there counts 1, of
+    which that number and the zero-point are subtracted: three operations at the full rate, where a conversion from an
+    integer runs at a quarter of it (see unpack.py).
+    """
+    SHIFT: tl.constexpr = 0 if NIBBLE < 5 else 12  # fp32 has 23 bits of mantissa: nibbles 5 to 7 are shifted down
+    PLACE: tl.constexpr = 4 * NIBBLE - SHIFT
+    EXPONENT: tl.constexpr = (127 + 23 - PLACE) << 23
+    code = (((packed >> SHIFT) & (15 << PLACE)) | EXPONENT).to(tl.float32, bitcast=True)  # 2**(23 - PLACE) + code
+    return code - (zero + 2.0 ** (23 - PLACE))
+
+
+@triton.jit
+def dequant_gemm_gemv_x(x_ptr, offs_w, mask_w, NIBBLE: tl.constexpr):
+    """The input of each word that one nibble is multiplied with: words are interleaved."""
+    K: tl.constexpr = 2 * NIBBLE if NIBBLE < 4 else 2 * NIBBLE - 7
+    return tl.load(x_ptr + offs_w * 8 + K, mask=mask_w, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def dequant_gemm_gemv(
-    target_ptr,
+    out_ptr,
+    partial_ptr,
+    arrived_ptr,
     x_ptr,
     packed_ptr,
     scales_ptr,
@@ -35,124 +61,101 @@ def dequant_gemm_gemv(
     stride_zeros_g,
     outputs,
     words,
-    words_per_split,
+    words_of_split,
+    splits,
     GROUP_WORDS: tl.constexpr,
     ONE_GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A row of 8 codes is a word row. target is out[N], or partial sums [splits, N] in fp32, one row a split."""
+    """A word row is a row of `packed`: 8 inputs for each output. partial [splits, N] and arrived: None, one split."""
     split = tl.program_id(1)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < outputs
-    first = split * words_per_split
-    end = tl.minimum(first + words_per_split, words)
+    first = split * words_of_split
+    end = tl.minimum(first + words_of_split, words)
     sums = tl.zeros((BLOCK_W, BLOCK_N), dtype=tl.float32)
     for start in tl.range(first, end, BLOCK_W, num_stages=STAGES):
         offs_w = start + tl.arange(0, BLOCK_W)
         mask_w = offs_w < end
-        mask = mask_w[:, None] & mask_n[None, :]
-        row_ptrs = packed_ptr + offs_w[:, None] * stride_packed_w  # below 2**31: QuantizedWeight refuses more
-        packed = tl.load(row_ptrs + offs_n[None, :], mask=mask, other=0)  # [BLOCK_W, BLOCK_N]
-        if ONE_GROUP:  # the whole tile shares one row of scales
-            group = tl.full((1, 1), start // GROUP_WORDS, dtype=tl.int64)
-            mask_g = mask_n[None, :]
-        else:
-            group = (offs_w // GROUP_WORDS).to(tl.int64)[:, None]
-            mask_g = mask
-        scale_ptrs = scales_ptr + group * stride_scales_g + offs_n[None, :]
-        scale = tl.load(scale_ptrs, mask=mask_g, other=0.0).to(tl.float32)  # [1 or BLOCK_W, BLOCK_N]
-        if zeros_ptr is not None:
-            zero_ptrs = zeros_ptr + group * stride_zeros_g + (offs_n // 8)[None, :]
-            zero = (tl.load(zero_ptrs, mask=mask_g, other=0) >> (4 * (offs_n % 8))[None, :]) & 15
-        else:
-            zero = 8
+        packed, zero, scale = weight_tile(
+            packed_ptr, scales_ptr, zeros_ptr, stride_packed_w, stride_scales_g, stride_zeros_g,
+            start, end, offs_n, mask_n, GROUP_WORDS, ONE_GROUP, BLOCK_W,
+        )  # fmt: skip
+        zero = zero.to(tl.float32)
         products = tl.zeros((BLOCK_W, BLOCK_N), dtype=tl.float32)
         for nibble in tl.static_range(8):
-            x = tl.load(x_ptr + offs_w * 8 + nibble, mask=mask_w, other=0.0).to(tl.float32)  # [BLOCK_W]
-            # The difference is taken while both are integers: no cancellation is left for the sum.
-            products += (((packed >> (4 * nibble)) & 15) - zero).to(tl.float32) * x[:, None]
-        sums += products * scale
+            x = dequant_gemm_gemv_x(x_ptr, offs_w, mask_w, nibble)  # [BLOCK_W]
+            products += dequant_gemm_gemv_difference(packed, zero, nibble) * x[:, None]
+        sums += products * scale.to(tl.float32)
     total = tl.sum(sums, axis=0)  # [BLOCK_N]
+    mask = mask_n
+    if partial_ptr is not None:
+        is_last, total = summed_by_the_last(
+            total, partial_ptr + offs_n, mask_n, arrived_ptr + tl.program_id(0), split, splits, outputs
+        )  # at most MAX_SPLITS * 2**24
+        mask = mask & is_last
     if bias_ptr is not None:
         total += tl.load(bias_ptr + offs_n, mask=mask_n).to(tl.float32)
-    target_ptrs = target_ptr + split * outputs + offs_n  # at most MAX_SPLITS * 2**24
-    tl.store(target_ptrs, total.to(target_ptr.dtype.element_ty), mask=mask_n)
+    tl.store(out_ptr + offs_n, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def dequant_gemm_gemv_reduce(
-    out_ptr, partial_ptr, bias_ptr, outputs, splits, BLOCK_N: tl.constexpr, BLOCK_SPLITS: tl.constexpr
-):
-    """Sums the splits of each output: partial [splits, N] -> out [N]."""
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_s = tl.arange(0, BLOCK_SPLITS)
-    mask_n = offs_n < outputs
-    partial_ptrs = partial_ptr + offs_s[:, None] * outputs + offs_n[None, :]
-    mask = (offs_s < splits)[:, None] & mask_n[None, :]
-    total = tl.sum(tl.load(partial_ptrs, mask=mask, other=0.0), axis=0)  # [BLOCK_SPLITS, BLOCK_N] -> [BLOCK_N]
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + offs_n, mask=mask_n).to(tl.float32)
-    tl.store(out_ptr + offs_n, total.to(out_ptr.dtype.element_ty), mask=mask_n)
-
-
-def word_rows_per_split(outputs: int, inputs: int, config: Config, device: DeviceFacts) -> int:
-    """Word rows (of 8 inputs) that one program walks: as few as give every multiprocessor PROGRAMS_PER_SM programs."""
-    words, block = inputs // 8, config["BLOCK_W"]
-    wanted = device.multiprocessors * config["PROGRAMS_PER_SM"] // triton.cdiv(outputs, config["BLOCK_N"])
-    return triton.cdiv(triton.cdiv(words, min(max(wanted, 1), MAX_SPLITS)), block) * block
+def split_words(outputs: int, inputs: int, config: Config, device: DeviceFacts) -> int:
+    """Word rows for one program: enough programs for PROGRAMS_PER_SM on every multiprocessor."""
+    programs = device.multiprocessors * config["PROGRAMS_PER_SM"]
+    return words_per_split(
+        inputs // 8, config["BLOCK_W"], triton.cdiv(outputs, config["BLOCK_N"]), programs, MAX_SPLITS
+    )
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
     outputs, inputs = int(axes["N"]), int(axes["K"])
-    splits = triton.cdiv(inputs // 8, word_rows_per_split(outputs, inputs, config, device))
-    return {"partial": Buffer((splits, outputs), torch.float32)} if splits > 1 else {}
+    splits = triton.cdiv(inputs // 8, split_words(outputs, inputs, config, device))
+    if splits == 1:
+        return {}
+    tiles = triton.cdiv(outputs, config["BLOCK_N"])
+    return {
+        "partial": Buffer((splits, outputs), torch.float32),
+        "arrived": Buffer((tiles,), torch.int32, zeroed=True),
+    }
+
+
+def supports(axes: Axes, device: DeviceFacts) -> str | None:
+    if int(axes["M"]) > 1:
+        return f"it takes one token at a time, not M = {axes['M']}"
+    return needs_interleaved(axes)
 
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
     outputs, inputs = weight.shape
     words, block_n = inputs // 8, run.config["BLOCK_N"]
-    words_per_split = word_rows_per_split(outputs, inputs, run.config, run.device)
-    splits = triton.cdiv(words, words_per_split)
-    partial = run.workspace.get("partial")
+    words_of_split = split_words(outputs, inputs, run.config, run.device)
+    splits = triton.cdiv(words, words_of_split)
     run.launch(
         dequant_gemm_gemv,
         (x.shape[0] * triton.cdiv(outputs, block_n), splits),
-        target_ptr=out if partial is None else partial,
+        out_ptr=out,
+        partial_ptr=run.workspace.get("partial"),
+        arrived_ptr=run.workspace.get("arrived"),
         x_ptr=x,
         packed_ptr=weight.packed,
         scales_ptr=weight.scales,
         zeros_ptr=weight.zeros,
-        bias_ptr=bias if partial is None else None,
+        bias_ptr=bias,
         stride_packed_w=weight.packed.stride(0),
         stride_scales_g=weight.scales.stride(0),
         stride_zeros_g=0 if weight.zeros is None else weight.zeros.stride(0),
         outputs=outputs,
         words=words,
+        words_of_split=words_of_split,
+        splits=splits,
         GROUP_WORDS=weight.group_size // 8,
-        words_per_split=words_per_split,
         ONE_GROUP=weight.group_size // 8 % run.config["BLOCK_W"] == 0,
         BLOCK_N=block_n,
         BLOCK_W=run.config["BLOCK_W"],
         STAGES=run.config.num_stages,
     )
-    if partial is not None:
-        run.launch(
-            dequant_gemm_gemv_reduce,
-            (x.shape[0] * triton.cdiv(outputs, REDUCED_PER_PROGRAM),),
-            out_ptr=out,
-            partial_ptr=partial,
-            bias_ptr=bias,
-            outputs=outputs,
-            splits=splits,
-            BLOCK_N=REDUCED_PER_PROGRAM,
-            BLOCK_SPLITS=triton.next_power_of_2(splits),
-        )
-
-
-def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    return None if int(axes["M"]) <= 1 else f"it multiplies one token at a time, not M = {axes['M']}"
 
 
 VARIANT = Variant(
@@ -169,6 +172,7 @@ VARIANT = Variant(
     supports=supports,
     workspace=workspace,
     key=("N", "K", "group_size"),
+    prepare=interleaved,
     deterministic=True,
     batch_invariant=True,
 )

@@ -1,32 +1,44 @@
 """QuantizedWeight: a linear layer's weight as 4-bit codes with a scale and a zero-point for each group of inputs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
-from tkernels.contract import ContractError, Tensor, Value
+from tkernels.contract import Axes, ContractError, Tensor, Value
 
 CODES_PER_WORD = 8
-"""4-bit codes in an int32 word, the first in its lowest bits."""
+"""4-bit codes in an int32 word."""
+
+Order = Literal["sequential", "interleaved"]
+"""Where a word keeps its eight codes. See QuantizedWeight."""
+
+ORDERS: tuple[Order, ...] = get_args(Order)
+
+INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The code that each nibble of an interleaved word holds, lowest bits first."""
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
     """W[n, k] = (code[k, n] - zero[k // group_size, n]) * scale[k // group_size, n], for N outputs and K inputs.
 
-    packed: [K/8, N] int32: word [r, n] holds the codes of k = 8r .. 8r + 7, lowest bits first.
+    packed: [K/8, N] int32: word [r, n] holds the codes of k = 8r .. 8r + 7, in `order`.
     scales: [G, N] floating, G = K / group_size groups.
     zeros: [G, N/8] int32, packed along N in the same way; None (symmetric) stands for 2**(bits - 1) everywhere.
     bits: 4. group_size: inputs that share a scale, a multiple of 8 that divides K; -1 means all K of them.
+    order: of a word's codes, lowest bits first: "sequential", or "interleaved", which has the even ones (0, 2, 4, 6) in
+        the low half and the odd ones in the high half, so that one shift and one mask give two neighbours, each in 16
+        bits of its own (Kim et al., 2022, "Who Says Elephants Can't Run", section 3). `zeros` stay sequential.
 
-    The layout is GPTQ's (Frantar et al., 2023) with zero-points as they are, not less one. At group size 128 it takes
-    0.26 times the bytes of bf16. Unit stride in the last dim of each tensor.
+    A sequential weight is GPTQ's (Frantar et al., 2023) with zero-points as they are, not less one. At group size 128 a
+    weight takes 0.26 times the bytes of bf16. Unit stride in the last dim of each tensor.
 
     Raises:
-        ValueError: parts whose shapes, dtypes or strides do not fit together, or a packed part of 2**31 words (8 GB).
+        ValueError: parts whose shapes, dtypes or strides do not fit together, an unknown order, or a packed part of
+            2**31 words (8 GB).
     """
 
     packed: torch.Tensor
@@ -34,10 +46,13 @@ class QuantizedWeight:
     zeros: torch.Tensor | None
     bits: int = 4
     group_size: int = 128
+    order: Order = "sequential"
 
     def __post_init__(self) -> None:
         if self.bits != 4:
             raise ValueError(f"QuantizedWeight: bits must be 4, got {self.bits!r}")
+        if self.order not in ORDERS:
+            raise ValueError(f"QuantizedWeight: order must be {' or '.join(ORDERS)}, got {self.order!r}")
         parts = {"packed": self.packed, "scales": self.scales}
         if self.zeros is not None:
             parts["zeros"] = self.zeros
@@ -95,7 +110,7 @@ class QuantizedWeight:
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "QuantizedWeight":
         """The weight with `function` applied to each of its tensors."""
         zeros = None if self.zeros is None else function(self.zeros)
-        return QuantizedWeight(function(self.packed), function(self.scales), zeros, self.bits, self.group_size)
+        return replace(self, packed=function(self.packed), scales=function(self.scales), zeros=zeros)
 
     def to(self, device: torch.device | str) -> "QuantizedWeight":
         """The weight on another device."""
@@ -123,6 +138,30 @@ def unpack(words: torch.Tensor, dim: int) -> torch.Tensor:
     codes = (words.unsqueeze(-1) >> shifts) & 15  # the shift is arithmetic; the mask drops the sign's copies
     dim = dim % words.dim()
     return codes.movedim(-1, dim + 1).flatten(dim, dim + 1)
+
+
+def _swapped(words: torch.Tensor, mask: int, distance: int) -> torch.Tensor:
+    """The words with the bits in `mask` and those `distance` above them in each other's place."""
+    moved = (words ^ (words >> distance)) & mask
+    return words ^ moved ^ (moved << distance)
+
+
+def interleaved(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same weight with its codes interleaved: what the Triton variants of dequant_gemm read."""
+    if weight.order == "interleaved":
+        return weight
+    # In each half of a word the middle nibbles change places, then in the word the middle bytes: 01234567 -> 02134657
+    # -> 02461357. Elementwise on whole words: a weight of 8192 x 8192 needs scratch of its own size, not of its codes'.
+    words = _swapped(_swapped(weight.packed, 0x00F000F0, 4), 0x0000FF00, 8)
+    return replace(weight, packed=words, order="interleaved")
+
+
+def sequential(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same weight with its codes in the order of a checkpoint."""
+    if weight.order == "sequential":
+        return weight
+    words = _swapped(_swapped(weight.packed, 0x0000FF00, 8), 0x00F000F0, 4)
+    return replace(weight, packed=words, order="sequential")
 
 
 def quantize(
@@ -176,7 +215,7 @@ def quantize(
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The dense weight [N, K] in `dtype` (the scales' by default): the product of two exact numbers, rounded once."""
     wide = torch.promote_types(dtype or weight.dtype, torch.float32)
-    codes = unpack(weight.packed, dim=0).unflatten(0, (-1, weight.group_size))  # [G, group_size, N]
+    codes = unpack(sequential(weight).packed, dim=0).unflatten(0, (-1, weight.group_size))  # [G, group_size, N]
     zeros = 2 ** (weight.bits - 1) if weight.zeros is None else unpack(weight.zeros, dim=-1).unsqueeze(1)  # [G, 1, N]
     dense = (codes - zeros).to(wide) * weight.scales.to(wide).unsqueeze(1)
     return dense.flatten(0, 1).t().to(dtype or weight.dtype)
@@ -184,7 +223,7 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> tor
 
 @dataclass(frozen=True)
 class QuantizedWeightArgument:
-    """The rule for a QuantizedWeight: binds N, K, G, weight (the scales' dtype), bits, group_size and symmetric."""
+    """The rule for a QuantizedWeight: binds N, K, G, weight (the scales' dtype), bits, group_size, symmetric and order."""
 
     @cached_property
     def parts(self) -> dict[str, Tensor]:
@@ -201,3 +240,14 @@ class QuantizedWeightArgument:
             if (tensor := getattr(value, part)) is not None:
                 rule.bind(op, f"{name}.{part}", tensor, axes, device)
         axes["bits"], axes["group_size"], axes["symmetric"] = value.bits, value.group_size, value.symmetric
+        axes["order"] = value.order
+
+
+def needs_interleaved(axes: Axes) -> str | None:
+    """Why a variant that reads interleaved words cannot take this weight, or None where it can.
+
+    A weight that is yet to be loaded has no order: `prepare` sees to it.
+    """
+    if axes.get("order", "interleaved") == "interleaved":
+        return None
+    return f"its weight must be interleaved, not {axes['order']}: pass what tkernels.prepared(variant, weight) returns"

@@ -1,0 +1,185 @@
+"""Tiles of few rows on the matrix units, K split over programs, whose partial sums the last to arrive adds up in order.
+
+Wins from two tokens to 32: there are too few tiles of the output to fill the device, and, as at one token, the weight's
+bytes are what counts, so the rows ride along for nothing.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
+from tkernels.language import dot
+from tkernels.ops.dequant_gemm.split_sums import summed_by_the_last, words_per_split
+from tkernels.ops.dequant_gemm.unpack import unpacked, weight_tile
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved, needs_interleaved
+
+CONFIGS = tuple(
+    Config(BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=depth, PROGRAMS_PER_SM=programs, num_warps=warps, num_stages=stages)
+    for rows, columns, depth, warps, stages in (
+        (16, 64, 128, 4, 3),
+        (16, 64, 128, 4, 4),
+        (16, 128, 128, 8, 3),
+        (16, 128, 128, 8, 4),
+        (32, 64, 128, 4, 3),
+        (32, 64, 128, 4, 4),
+        (32, 128, 64, 4, 4),
+        (32, 128, 128, 8, 3),
+    )
+    for programs in (1, 2, 4)
+)
+MAX_ROWS = 64
+MAX_SPLITS = 32
+
+
+@triton.jit
+def dequant_gemm_split_k(
+    out_ptr,
+    partial_ptr,
+    arrived_ptr,
+    x_ptr,
+    packed_ptr,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    stride_out_m,
+    stride_x_m,
+    stride_packed_w,
+    stride_scales_g,
+    stride_zeros_g,
+    tokens,
+    outputs,
+    words,
+    words_of_split,
+    splits,
+    GROUP_WORDS: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A word row is a row of `packed`: 8 inputs for each output. partial [splits, M, N] and arrived: None, one split."""
+    BLOCK_W: tl.constexpr = BLOCK_K // 8
+    split = tl.program_id(2)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_m = rows.to(tl.int64)  # M * stride can pass 2**31
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_m, mask_n = rows < tokens, offs_n < outputs
+    first = split * words_of_split
+    end = tl.minimum(first + words_of_split, words)
+    x_ptrs = x_ptr + offs_m[:, None] * stride_x_m
+    # Transposed, so that the weight's 64 rows and more are the side of the product that Hopper's matrix units want.
+    sums = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for start in tl.range(first, end, BLOCK_W):
+        offs_k = start * 8 + tl.arange(0, BLOCK_K)
+        mask_k = offs_k < end * 8
+        x = tl.load(x_ptrs + offs_k[None, :], mask=mask_m[:, None] & mask_k[None, :], other=0.0)  # [BLOCK_M, BLOCK_K]
+        packed, zero, scale = weight_tile(
+            packed_ptr, scales_ptr, zeros_ptr, stride_packed_w, stride_scales_g, stride_zeros_g,
+            start, end, offs_n, mask_n, GROUP_WORDS, ONE_GROUP, BLOCK_W,
+        )  # fmt: skip
+        if ONE_GROUP:
+            # A scale for each sum, not for each weight: 16 to 32 products instead of BLOCK_K, and no rounding.
+            weight = unpacked(packed, zero, None, x_ptr.dtype.element_ty, BLOCK_N, BLOCK_K)
+            products = dot(weight, tl.trans(x), tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32))
+            sums += products * tl.trans(scale).to(tl.float32)
+        else:
+            weight = unpacked(packed, zero, scale, x_ptr.dtype.element_ty, BLOCK_N, BLOCK_K)
+            sums = dot(weight, tl.trans(x), sums)  # [BLOCK_N, BLOCK_K] @ [BLOCK_K, BLOCK_M]
+    sums = tl.trans(sums)
+    mask = mask_m[:, None] & mask_n[None, :]
+    if partial_ptr is not None:
+        partial_ptrs = partial_ptr + rows[:, None] * outputs + offs_n[None, :]  # splits * M * N: see `supports`
+        count_ptr = arrived_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        is_last, sums = summed_by_the_last(sums, partial_ptrs, mask, count_ptr, split, splits, tokens * outputs)
+        mask = mask & is_last
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    out_ptrs = out_ptr + offs_m[:, None] * stride_out_m + offs_n[None, :]
+    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def split_words(outputs: int, inputs: int, config: Config, device: DeviceFacts) -> int:
+    """Word rows for one program: enough programs for PROGRAMS_PER_SM on every multiprocessor."""
+    programs = device.multiprocessors * config["PROGRAMS_PER_SM"]
+    tiles = triton.cdiv(outputs, config["BLOCK_N"])
+    return words_per_split(inputs // 8, config["BLOCK_K"] // 8, tiles, programs, MAX_SPLITS)
+
+
+def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
+    tokens, outputs, inputs = int(axes["M"]), int(axes["N"]), int(axes["K"])
+    splits = triton.cdiv(inputs // 8, split_words(outputs, inputs, config, device))
+    if splits == 1:
+        return {}
+    # The counts for the most rows there may be: one buffer serves every batch.
+    tiles = triton.cdiv(MAX_ROWS, config["BLOCK_M"]) * triton.cdiv(outputs, config["BLOCK_N"])
+    return {
+        "partial": Buffer((splits, tokens, outputs), torch.float32),
+        "arrived": Buffer((tiles,), torch.int32, zeroed=True),
+    }
+
+
+def supports(axes: Axes, device: DeviceFacts) -> str | None:
+    # Also what keeps the workspace's offsets in 32 bits: splits * N is at most the programs times BLOCK_N.
+    if int(axes["M"]) > MAX_ROWS:
+        return f"it keeps a partial sum for every row and split, and takes {MAX_ROWS} rows, not M = {axes['M']}"
+    return needs_interleaved(axes)
+
+
+def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
+    outputs, inputs = weight.shape
+    block_m, block_n, block_k = (run.config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+    words = inputs // 8
+    words_of_split = split_words(outputs, inputs, run.config, run.device)
+    splits = triton.cdiv(words, words_of_split)
+    run.launch(
+        dequant_gemm_split_k,
+        (triton.cdiv(x.shape[0], block_m), triton.cdiv(outputs, block_n), splits),
+        out_ptr=out,
+        partial_ptr=run.workspace.get("partial"),
+        arrived_ptr=run.workspace.get("arrived"),
+        x_ptr=x,
+        packed_ptr=weight.packed,
+        scales_ptr=weight.scales,
+        zeros_ptr=weight.zeros,
+        bias_ptr=bias,
+        stride_out_m=out.stride(0),
+        stride_x_m=x.stride(0),
+        stride_packed_w=weight.packed.stride(0),
+        stride_scales_g=weight.scales.stride(0),
+        stride_zeros_g=0 if weight.zeros is None else weight.zeros.stride(0),
+        tokens=x.shape[0],
+        outputs=outputs,
+        words=words,
+        words_of_split=words_of_split,
+        splits=splits,
+        GROUP_WORDS=weight.group_size // 8,
+        ONE_GROUP=weight.group_size % block_k == 0,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+    )
+
+
+VARIANT = Variant(
+    wins="two to 32 tokens: as many programs as fill the device, and the rows cost next to nothing beside the weight",
+    launch=launch,
+    configs=CONFIGS,
+    # 64 outputs are the least that Hopper's asynchronous matrix units take, and rows come by 8 there: 32 cost no more
+    # than 16. BLOCK_K 128 is the usual group, whose scale is then left to the sums. Four programs of 4 warps on a
+    # multiprocessor have 48 kB of codes in flight, twice what hides the latency of its share of 4.3 TB/s.
+    default={
+        "": Config(BLOCK_M=16, BLOCK_N=64, BLOCK_K=128, PROGRAMS_PER_SM=4, num_warps=4, num_stages=3),
+        "sm_90": Config(BLOCK_M=32, BLOCK_N=64, BLOCK_K=128, PROGRAMS_PER_SM=4, num_warps=4, num_stages=4),
+        "gfx942": Config(BLOCK_M=16, BLOCK_N=64, BLOCK_K=128, PROGRAMS_PER_SM=2, num_warps=4, num_stages=2),
+        "interpreter": Config(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, PROGRAMS_PER_SM=2, num_warps=4, num_stages=2),
+    },
+    supports=supports,
+    workspace=workspace,
+    prepare=interleaved,
+    key=("N", "K", "group_size"),
+    deterministic=True,
+    batch_invariant=True,
+)
