@@ -16,7 +16,9 @@ from tkernels.registry import Names, Op, Registry
 from tkernels.sanitizers.overflow import check_offsets
 from tkernels.variant import Variant
 
-TRITON = [(op.name, v.name) for op in tkernels.OPS.values() for v in op.variants.values() if v.kind == "triton"]
+TRITON = [
+    (op.name, v.name) for op in tkernels.OPS.values() for v in op.variants.values() if v.kind == "triton" and v.kernels
+]
 DRAWS = 60
 OFFSET_DRAWS = 12
 SECONDS = 300

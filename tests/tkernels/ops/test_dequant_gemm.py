@@ -5,13 +5,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tkernels import OPS, Config, ContractError, UnsupportedError
+from tkernels import OPS, Config, ContractError, UnsupportedError, prepared, select
 from tkernels.check import check_case
 from tkernels.device import INTERPRETER, TARGETS
-from tkernels.ops.dequant_gemm.gemv import word_rows_per_split, workspace
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, dequantize, pack, quantize, unpack
+from tkernels.ops.dequant_gemm.auto import by_tokens, chosen
+from tkernels.ops.dequant_gemm.weight import (
+    INTERLEAVED,
+    QuantizedWeight,
+    dequantize,
+    interleaved,
+    pack,
+    quantize,
+    sequential,
+    unpack,
+)
+from tkernels.variant import Variant
 
-GEMV, TILED = (OPS["dequant_gemm"].variants[name] for name in ("gemv", "tiled"))
+VARIANTS = OPS["dequant_gemm"].variants
+AUTO, GEMV, SPLIT_K, TILED = (VARIANTS[name] for name in ("auto", "gemv", "split_k", "tiled"))
 
 
 def dense(outputs: int = 16, inputs: int = 64, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -36,7 +47,8 @@ def by_hand(weight: QuantizedWeight) -> torch.Tensor:
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_the_layout_is_the_documented_one(symmetric: bool) -> None:
     axes = {"M": 1, "N": 16, "K": 64, "bits": 4, "group_size": 16, "activation": "float32", "weight": "float32"}
-    choices = {"symmetric": symmetric, "bias": False, "layout": "contiguous", "weight_layout": "padded"}
+    choices = {"symmetric": symmetric, "order": "sequential", "bias": False, "layout": "contiguous"}
+    choices["weight_layout"] = "padded"
     case = GEMV.contract.case({**axes, **choices, "values": "ordinary"}, seed=0)
     weight = case.inputs["weight"]
     assert {0, 15} <= set(unpack(weight.packed, dim=0).unique().tolist())
@@ -112,6 +124,7 @@ def test_map_tensors_reaches_every_part() -> None:
     ("change", "message"),
     [
         ({"bits": 3}, "bits must be 4, got 3"),
+        ({"order": "planar"}, "order must be sequential or interleaved, got 'planar'"),
         ({"group_size": 24}, "group_size must be -1 or a multiple of 8 that divides K = 64, got 24"),
         ({"group_size": 4}, "group_size must be -1 or a multiple of 8"),
         ({"group_size": 32}, r"scales has shape \[4, 16\], not \[2, 16\] = \[K / group_size, N\]"),
@@ -147,7 +160,7 @@ def test_quantize_refuses_bad_input(weight: torch.Tensor, options: dict[str, int
 
 
 def test_a_call_with_the_wrong_weight_names_it() -> None:
-    weight, x = quantize(dense(), group_size=16), torch.zeros(1, 64)
+    weight, x = interleaved(quantize(dense(), group_size=16)), torch.zeros(1, 64)
     with pytest.raises(ContractError, match="'weight' must be a QuantizedWeight, got Tensor"):
         TILED(x, dense())
     with pytest.raises(ContractError, match="'weight.packed' gives K = 64, but K = 72"):
@@ -160,42 +173,125 @@ def test_a_call_with_the_wrong_weight_names_it() -> None:
         TILED(x, weight, bias=torch.zeros(8))
 
 
-def test_gemv_says_why_it_takes_one_token_only() -> None:
+def test_interleaving_moves_every_code_to_its_documented_place_and_back() -> None:
     weight = quantize(dense(), group_size=16)
+    words = interleaved(weight)
+    codes = unpack(weight.packed, dim=0).unflatten(0, (-1, 8))  # [K/8, 8, N]
+    assert torch.equal(unpack(words.packed, dim=0).unflatten(0, (-1, 8)), codes[:, list(INTERLEAVED)])
+    assert words.order == "interleaved"
+    assert words.nbytes == weight.nbytes
+    assert torch.equal(sequential(words).packed, weight.packed)
+    assert torch.equal(dequantize(words), dequantize(weight))
+    assert interleaved(words) is words
+    assert sequential(weight) is weight
+
+
+def test_preparing_says_what_it_cost_and_a_kernel_refuses_what_was_not_prepared() -> None:
+    weight, x = quantize(dense(), group_size=16), torch.ones(1, 64)
+    for variant in VARIANTS.values():
+        mine, report = prepared(variant, weight)
+        assert report.bytes_before == report.bytes_after == weight.nbytes
+        assert report.seconds >= 0
+        assert (mine is weight) == (variant.name == "torch")
+        torch.testing.assert_close(variant(x, mine), x @ dequantize(weight).t())
+        if variant.name != "torch":
+            with pytest.raises(UnsupportedError, match=f"{variant.name}.*interleaved, not sequential.*prepared"):
+                variant(x, weight)
+    both = report + report
+    assert both.bytes_after == 2 * weight.nbytes
+    assert "MiB as loaded" in str(both)
+
+
+def test_a_variant_is_selected_before_there_is_a_weight_to_prepare() -> None:
+    sizes = {"M": (0, 64), "N": 64, "K": 64, "group_size": 64, "bits": 4, "symmetric": True, "bias": False}
+    chosen = select({"dequant_gemm": "auto"}, device="cpu", dtype=torch.bfloat16, axes={"dequant_gemm": sizes})
+    assert chosen.arm == {"dequant_gemm": "auto"}
+
+
+def test_auto_runs_what_its_number_of_tokens_asks_for_or_what_was_tuned() -> None:
+    axes = {"N": 64, "K": 64, "group_size": 64}
+    by_default = {m: chosen({**axes, "M": m}, AUTO.default_config("sm_90"), INTERPRETER).name for m in (1, 2, 32, 33)}
+    assert by_default == {1: "gemv", 2: "split_k", 32: "split_k", 33: "tiled"}
+    assert by_tokens(4096) == "dequantize_then_matmul"
+    names = [chosen({**axes, "M": 1}, config, INTERPRETER).name for config in AUTO.configs]
+    assert names == ["gemv", "split_k", "tiled", "dequantize_then_matmul"]
+    # gemv takes one token: tuned so for a bucket, it would still give way.
+    assert chosen({**axes, "M": 3}, AUTO.configs[0], INTERPRETER).name == "split_k"
+
+
+def test_auto_gives_the_bits_of_the_algorithm_that_it_runs() -> None:
+    weight = interleaved(quantize(dense(40, 136, torch.bfloat16), group_size=8))
+    x = dense(40, 136, torch.bfloat16)
+    for rows, variant in ((1, GEMV), (17, SPLIT_K), (40, TILED)):
+        assert torch.equal(AUTO(x[:rows], weight), variant(x[:rows], weight))
+
+
+def test_a_variant_says_how_many_tokens_it_takes() -> None:
+    weight = interleaved(quantize(dense(), group_size=16))
     with pytest.raises(UnsupportedError, match="one token at a time, not M = 2"):
         GEMV(torch.zeros(2, 64), weight)
-    assert GEMV(torch.zeros(0, 64), weight).shape == (0, 16)
+    with pytest.raises(UnsupportedError, match="takes 64 rows, not M = 65"):
+        SPLIT_K(torch.zeros(65, 64), weight)
+    for variant in VARIANTS.values():
+        assert variant(torch.zeros(0, 64), weight).shape == (0, 16)
 
 
+@pytest.mark.parametrize("variant", [GEMV, SPLIT_K])
 @pytest.mark.parametrize(("outputs", "inputs"), [(8, 8), (2560, 9728), (19456, 2560), (2560, 65536), (152064, 2560)])
-def test_gemv_splits_cover_k_and_fill_the_device(outputs: int, inputs: int) -> None:
+def test_splits_cover_k_and_fill_the_device(variant: Variant, outputs: int, inputs: int) -> None:
     device = TARGETS["sm_90"]
-    config = GEMV.default_config(device.arch)
-    rows = word_rows_per_split(outputs, inputs, config, device)
+    config = variant.default_config(device.arch)
+    block_w = config["BLOCK_W"] if variant is GEMV else config["BLOCK_K"] // 8
+    assert variant.module is not None
+    rows = variant.module.split_words(outputs, inputs, config, device)
     splits = -(-(inputs // 8) // rows)
-    assert rows % config["BLOCK_W"] == 0
+    assert rows % block_w == 0
     assert 1 <= splits <= 64
-    assert (splits - 1) * rows < inputs // 8 <= splits * rows  # none is empty, so that no partial sum stays unwritten
-    buffers = workspace({"M": 1, "N": outputs, "K": inputs}, config, device)
-    assert [b.shape for b in buffers.values()] == ([(splits, outputs)] if splits > 1 else [])
-    if splits == 1 and inputs // 8 > config["BLOCK_W"]:
+    assert (splits - 1) * rows < inputs // 8 <= splits * rows  # none is empty: each is counted
+    shapes = {}
+    for tokens in (1, 16):
+        buffers = variant.workspace({"M": tokens, "N": outputs, "K": inputs}, config, device)
+        assert bool(buffers) == (splits > 1)
+        shapes[tokens] = buffers["arrived"].shape if buffers else ()
+    assert shapes[1] == shapes[16]  # one zeroed buffer for every batch
+    if splits == 1 and inputs // 8 > block_w:
         assert outputs // config["BLOCK_N"] >= device.multiprocessors
+
+
+def axes_of(**given: object) -> dict[str, object]:
+    axes = {"bits": 4, "activation": "bfloat16", "weight": "bfloat16", "symmetric": False, "bias": True}
+    return {
+        **axes,
+        "order": "interleaved",
+        "layout": "contiguous",
+        "weight_layout": "padded",
+        "values": "ordinary",
+    } | given
 
 
 @pytest.mark.parametrize("programs", [1, 8])
 def test_gemv_is_right_with_one_split_and_with_several(programs: int) -> None:
     config = Config(BLOCK_N=16, BLOCK_W=4, PROGRAMS_PER_SM=programs)
-    axes = {"M": 1, "N": 40, "K": 256, "bits": 4, "group_size": 64, "activation": "bfloat16", "weight": "bfloat16"}
-    choices = {"symmetric": False, "bias": True, "layout": "contiguous", "weight_layout": "padded"}
-    case = GEMV.contract.case({**axes, **choices, "values": "ordinary"}, seed=1)
-    assert len(workspace(axes, config, INTERPRETER)) == (programs == 8)
+    case = GEMV.contract.case(axes_of(M=1, N=40, K=256, group_size=64), seed=1)
+    assert len(GEMV.workspace({"M": 1, "N": 40, "K": 256}, config, INTERPRETER)) == (2 if programs == 8 else 0)
     result = check_case(GEMV, case, config)
     assert result.status == "ok", str(result)
 
 
-def test_tiled_gives_a_row_the_same_bits_in_every_batch() -> None:
-    weight = quantize(dense(40, 136, torch.bfloat16), group_size=8)
+@pytest.mark.parametrize("group_size", [128, 16])
+@pytest.mark.parametrize("programs", [1, 4])
+def test_split_k_is_right_with_one_split_and_with_several(programs: int, group_size: int) -> None:
+    config = Config(BLOCK_M=16, BLOCK_N=32, BLOCK_K=32, PROGRAMS_PER_SM=programs)
+    case = SPLIT_K.contract.case(axes_of(M=17, N=40, K=256, group_size=group_size), seed=1)
+    assert bool(SPLIT_K.workspace({"M": 17, "N": 40, "K": 256}, config, INTERPRETER)) == (programs == 4)
+    result = check_case(SPLIT_K, case, config)
+    assert result.status == "ok", str(result)
+
+
+@pytest.mark.parametrize("variant", [TILED, SPLIT_K])
+def test_a_row_has_the_same_bits_in_every_batch(variant: Variant) -> None:
+    weight = interleaved(quantize(dense(40, 136, torch.bfloat16), group_size=8))
     x = dense(19, 136, torch.bfloat16)
-    whole = TILED(x, weight)
+    whole = variant(x, weight)
     for rows in (slice(0, 1), slice(3, 5), slice(16, 19)):
-        assert torch.equal(TILED(x[rows], weight), whole[rows])
+        assert torch.equal(variant(x[rows], weight), whole[rows])

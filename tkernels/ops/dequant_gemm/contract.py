@@ -80,7 +80,7 @@ CONTRACT = Contract(
     baseline=baseline,
     axes=(
         # 1 last: compiling ahead of time takes the last draw, and that one every variant supports.
-        Int("M", 0, 2**31 - 1, (0, 2, 3, 17, 1), "tokens", batch=True),
+        Int("M", 0, 2**31 - 1, (0, 2, 3, 17, 33, 1), "tokens", batch=True),
         Int("N", 8, 2**24, (8, 16, 40, 72), "output features"),
         Int("K", 8, 2**24, (8, 64, 72, 136, 256), "input features"),
         Choice("bits", (4,)),
@@ -111,7 +111,7 @@ CONTRACT = Contract(
     make_inputs=make_inputs,
     bytes_moved=bytes_moved,
     flops=flops,
-    default="tiled",
+    default="auto",
     benchmarks={
         f"M={tokens},N={outputs},K={inputs},g=128": {
             "M": tokens,

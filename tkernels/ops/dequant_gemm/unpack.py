@@ -35,11 +35,11 @@ def unpacked(packed, zero, scale, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BL
     # shared memory as one 16-byte store, not eight of 2 bytes (seen in the machine code of the configs here).
     pairs = tl.join(tl.join(packed, packed >> 8), tl.join(packed >> 4, packed >> 12)) & 0x000F000F
     zero = for_each_code(zero, BLOCK_N, BLOCK_K)
-    if DTYPE == tl.float32:
+    if tl.float32 == DTYPE:
         codes = tl.join(pairs & 15, pairs >> 16)
     else:
         # 1024 in fp16, 128 in bf16: the smallest number whose mantissa's last bit counts 1.
-        MAGIC: tl.constexpr = 0x4300 if DTYPE == tl.bfloat16 else 0x6400
+        MAGIC: tl.constexpr = 0x4300 if tl.bfloat16 == DTYPE else 0x6400
         pairs = pairs | (MAGIC * 0x10001)
         codes = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).to(DTYPE, bitcast=True)
         zero = (zero | MAGIC).to(tl.int16).to(DTYPE, bitcast=True)
@@ -48,7 +48,7 @@ def unpacked(packed, zero, scale, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BL
     # The bits of k within its word are the last three dims: [BLOCK_N, BLOCK_K / 8, 2, 2, 2].
     codes = tl.reshape(tl.permute(codes, (1, 0, 2, 3, 4)), (BLOCK_N, BLOCK_K))
     weight = codes - zero
-    if DTYPE == tl.float32:
+    if tl.float32 == DTYPE:
         weight = weight.to(tl.float32)
     if scale is not None:
         weight = weight * for_each_code(scale, BLOCK_N, BLOCK_K).to(weight.dtype)

@@ -1,0 +1,90 @@
+"""One of the other algorithms, picked by the number of tokens: from this device's timings, or by reasoning.
+
+Wins wherever the number of tokens varies. Every algorithm reads the same interleaved weight, so the choice is made at
+each call, on shapes alone. Its tuned config is the algorithm: tuning times each one, with the config that it has itself
+by then, for every bucket of M, N and K. Where nothing was tuned the choice follows from which resource is scarce.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
+from tkernels.contract import Value
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved, needs_interleaved
+
+ALGORITHMS = ("gemv", "split_k", "tiled", "dequantize_then_matmul")
+BY_TOKENS = 1
+CONFIGS = tuple(Config(ALGORITHM=BY_TOKENS + 1 + index) for index in range(len(ALGORITHMS)))
+
+SPLIT_K_TOKENS = 32
+"""Its rows cost nothing up to here; beyond, each 32 more unpack the weight once more."""
+
+TILED_TOKENS = 512
+"""By reasoning: at 8192 x 8192 on an H200 the dense weight's way to memory and back costs 250 MB, 60 us, and 512 tokens
+take cuBLAS 90; the tiles that unpack as they go run at perhaps two thirds of its rate."""
+
+
+def by_tokens(tokens: int) -> str:
+    """The algorithm for a number of tokens where nothing was tuned."""
+    if tokens <= 1:
+        return "gemv"
+    if tokens <= SPLIT_K_TOKENS:
+        return "split_k"
+    return "tiled" if tokens <= TILED_TOKENS else "dequantize_then_matmul"
+
+
+@cache
+def _variants() -> dict[str, Variant]:
+    from tkernels.registry import builtin_ops  # not while the registry itself is being made
+
+    return {name: builtin_ops()["dequant_gemm"].variants[name] for name in ALGORITHMS}
+
+
+def chosen(axes: Axes, config: Config, device: DeviceFacts) -> Variant:
+    """The algorithm that a call at these axes runs; one that does not take so many tokens gives way to the default."""
+    default = by_tokens(int(axes["M"]))
+    wanted = config["ALGORITHM"] - BY_TOKENS - 1
+    variant = _variants()[default if wanted < 0 else ALGORITHMS[wanted]]
+    return _variants()[default] if variant.supports(axes, device) else variant
+
+
+def _own_config(variant: Variant, axes: Axes, device: DeviceFacts) -> Config:
+    from tkernels.tuning import NEAREST
+
+    return NEAREST.resolve(variant, axes, device)
+
+
+def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
+    variant = chosen(axes, config, device)
+    return variant.workspace(axes, _own_config(variant, axes, device), device)
+
+
+def supports(axes: Axes, device: DeviceFacts) -> str | None:
+    return needs_interleaved(axes)
+
+
+def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
+    axes: dict[str, Value] = {"M": x.shape[0], "N": weight.shape[0], "K": weight.shape[1]}
+    axes |= {"bits": weight.bits, "group_size": weight.group_size, "order": weight.order}
+    axes |= {"activation": str(x.dtype).removeprefix("torch."), "weight": str(weight.dtype).removeprefix("torch.")}
+    variant = chosen(axes, run.config, run.device)
+    assert variant.launch is not None, "every algorithm here is launched"
+    variant.launch(replace(run, config=_own_config(variant, axes, run.device)), out, x, weight, bias)
+
+
+VARIANT = Variant(
+    wins="wherever the number of tokens varies: each call runs the algorithm that is the fastest at its size",
+    launch=launch,
+    configs=CONFIGS,
+    default={"": Config(ALGORITHM=BY_TOKENS)},
+    limits={"ALGORITHM": (BY_TOKENS, BY_TOKENS + len(ALGORITHMS))},
+    supports=supports,
+    workspace=workspace,
+    prepare=interleaved,
+    key=("M", "N", "K", "group_size"),
+    deterministic=True,
+    batch_invariant=False,  # another number of tokens may be another algorithm
+)
