@@ -11,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tkernels import Config, DeviceFacts
+from tkernels import Axes, Config, DeviceFacts
 from tkernels.language import dot
+from tkernels.ops.paged_decode.paged_cache import unsupported_kv
 
 MAX_SPLITS = 128
 """All maxima of a head's parts are held at once. As num_splits, it leaves the number to the device."""
@@ -42,6 +43,15 @@ def split_bounds(length, window, NUM_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr
 
 
 @triton.jit
+def fp16_queries(q):
+    """q [BLOCK_H, BLOCK_D] as fp16 of at most 2, and the powers of two [BLOCK_H] that it was divided by."""
+    wide = q.to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(wide), axis=1), 1.1754943508222875e-38)  # the smallest normal fp32
+    units = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # without its mantissa
+    return (wide / units[:, None]).to(tl.float16), units
+
+
+@triton.jit
 def attend_keys(
     q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, scale_log2,
     sequence, kv_head, heads, mask_g, begin, first, end,
@@ -61,6 +71,12 @@ def attend_keys(
     q = tl.load(q_rows[:, None] + offs_d[None, :], mask=mask_g[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
     if k_scale_ptr is not None:
         scale_log2 = scale_log2 * tl.load(k_scale_ptr + kv_head)
+    scales = tl.full([BLOCK_H], 1.0, tl.float32) * scale_log2
+    if k_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
+        # e4m3 becomes fp16 two at a time, bf16 only by way of it, one at a time. So the queries turn fp16: divided by a
+        # power of two that brings each head's largest to 1 .. 2, they lose nothing that fp32 sums would keep.
+        q, units = fp16_queries(q)
+        scales *= units
     k_ptr += kv_head * stride_k_h
     v_ptr += kv_head * stride_v_h
     table_ptr = tables_ptr + sequence * stride_table_b
@@ -75,19 +91,25 @@ def attend_keys(
         k_rows = k_ptr + pages * stride_k_p + slots * stride_k_s
         k = tl.load(k_rows[:, None] + offs_d[None, :], mask=live[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
         v_rows = v_ptr + pages * stride_v_p + slots * stride_v_s
-        v = tl.load(v_rows[:, None] + offs_dv[None, :], mask=live[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0)
-        k, v = k.to(q.dtype), v.to(q.dtype)  # an fp8 cache is moved as bytes and widened here
+        mask_v = live[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
+        if v_ptr.dtype.element_ty == tl.float8e4nv:
+            # By its transpose: loaded as it is, Triton would put it into shared memory in the order of the product's
+            # operand, 8 bytes at a time.
+            v = tl.trans(tl.load(v_rows[None, :] + offs_dv[:, None], mask=tl.trans(mask_v), other=0.0).to(q.dtype))
+        else:
+            v = tl.load(v_rows[:, None] + offs_dv[None, :], mask=mask_v, other=0.0)
+        k = k.to(q.dtype)  # of fp8
         # [BLOCK_H, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_H, BLOCK_N], scaled only once the maximum is subtracted: the
         # weights that count come from small differences, which lose nothing to the size of the logits.
         qk = dot(q, tl.trans(k), tl.zeros([BLOCK_H, BLOCK_N], tl.float32))
         qk = tl.where(live[None, :], qk, float("-inf"))
         m_new = tl.maximum(m, tl.max(qk, axis=1))
-        alpha = tl.exp2((m - m_new) * scale_log2)
-        p = tl.exp2((qk - m_new[:, None]) * scale_log2)
+        alpha = tl.exp2((m - m_new) * scales)
+        p = tl.exp2((qk - m_new[:, None]) * scales[:, None])
         l = l * alpha + tl.sum(p, axis=1)  # noqa: E741
         acc = dot(p.to(v.dtype), v, acc * alpha[:, None])  # [BLOCK_H, BLOCK_N] @ [BLOCK_N, BLOCK_DV]
         m = m_new
-    return acc, m * scale_log2, l
+    return acc, m * scales, l
 
 
 @triton.jit
@@ -165,15 +187,25 @@ def store_attention(
         tl.store(lse_ptr + sequence * stride_lse_b + heads, lse, mask=mask_g)
 
 
+def unsupported(axes: Axes, device: DeviceFacts) -> str | None:
+    """Why none of the Triton variants can read such a cache for such queries, or None where they can."""
+    if axes["kv"] == "float8_e4m3fn" and axes["activation"] == "float32":
+        return "fp8 keys widened to fp32 stay in registers, which spill (152 bytes on sm_90); queries in 16 bits do not"
+    return unsupported_kv(axes, device)
+
+
 def head_tile(group: int) -> tuple[int, int]:
     """(rows of a tile, tiles per KV head) for a group of query heads."""
     block = max(16, min(64, triton.next_power_of_2(group)))
     return block, triton.cdiv(group, block)
 
 
-def keys_per_block(block: int, rows: torch.Tensor) -> int:
-    """The config's block of keys, shrunk to as many bytes where a row has more than 256; at least 16 keys."""
-    row_bytes = triton.next_power_of_2(rows.shape[-1]) * rows.element_size()
+def keys_per_block(block: int, dim: int, dtype: torch.dtype) -> int:
+    """The config's block of keys, shrunk in proportion where a row of `dim` in the queries' dtype has more than 256
+    bytes; at least 16 keys. fp32 is shrunk twice: tensor cores do not take it, and a product on the other cores holds
+    its operands in registers (32 keys of 128: 352 bytes spilled on sm_90; 16 keys: 80 registers).
+    """
+    row_bytes = triton.next_power_of_2(dim) * dtype.itemsize * (2 if dtype.itemsize == 4 else 1)
     return max(16, block * 256 // max(256, row_bytes))
 
 
@@ -246,5 +278,5 @@ def part_arguments(
         "BLOCK_D": triton.next_power_of_2(dim),
         "BLOCK_DV": triton.next_power_of_2(dim_v),
         "PAGE_SIZE": page_size,
-        "BLOCK_N": keys_per_block(block_n, k_cache if dim > dim_v else v_cache),
+        "BLOCK_N": keys_per_block(block_n, max(dim, dim_v), q.dtype),
     }

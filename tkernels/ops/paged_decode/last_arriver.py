@@ -29,8 +29,8 @@ from tkernels.ops.paged_decode.attend import (
     split_bounds,
     store_attention,
     store_part,
+    unsupported,
 )
-from tkernels.ops.paged_decode.paged_cache import unsupported_kv
 
 # At least 512 keys to a split by default: a part takes (Dv + 2) * 8 bytes for each query head
 # to write and read again, at a group of 4 and bf16 3% of what 512 keys take.
@@ -174,7 +174,7 @@ VARIANT = Variant(
         "gfx942": Config(num_splits=MAX_SPLITS, BLOCK_N=32, MIN_BLOCKS=16, num_warps=4, num_stages=2),
         "interpreter": Config(num_splits=3, BLOCK_N=16, MIN_BLOCKS=1, num_warps=4, num_stages=1),
     },
-    supports=unsupported_kv,
+    supports=unsupported,
     workspace=workspace,
     key=("Hq", "Hkv", "D", "Dv", "S"),
     deterministic=True,

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
-from tkernels.ops.paged_decode.attend import attend_keys, heads_of_tile, part_arguments, store_attention
-from tkernels.ops.paged_decode.paged_cache import unsupported_kv
+from tkernels.ops.paged_decode.attend import attend_keys, heads_of_tile, part_arguments, store_attention, unsupported
 
 # Page ids are loaded a stage before the keys that wait for them, so two stages more are one block of keys more in
 # flight: for sm_90 at D 128, 64 keys take 38 KB of shared memory with 3 or 4 stages, 71 KB with 5 or 6, 103 KB with 7.
@@ -97,7 +96,7 @@ VARIANT = Variant(
     wins="sequences x KV heads alone fill the device (at 8 KV heads, some 32 sequences)",
     launch=launch,
     configs=CONFIGS,
-    supports=unsupported_kv,
+    supports=unsupported,
     limits={"BLOCK_N": (16, 256)},  # a tensor core's tile has 16 keys at least
     default={
         "": Config(BLOCK_N=32, num_warps=4, num_stages=5),  # two programs to 100 KB of shared memory

@@ -29,8 +29,8 @@ from tkernels.ops.paged_decode.attend import (
     split_bounds,
     store_attention,
     store_part,
+    unsupported,
 )
-from tkernels.ops.paged_decode.paged_cache import unsupported_kv
 
 CONFIGS = tuple(
     Config(num_splits=splits, BLOCK_N=block, MIN_BLOCKS=blocks, REDUCE_HEADS=1, num_warps=warps, num_stages=stages)
@@ -173,7 +173,7 @@ VARIANT = Variant(
         # Interpreting costs by the program: few splits, and all heads of a sequence reduced by one.
         "interpreter": Config(num_splits=3, BLOCK_N=16, MIN_BLOCKS=1, REDUCE_HEADS=32, num_warps=4, num_stages=1),
     },
-    supports=unsupported_kv,
+    supports=unsupported,
     workspace=workspace,
     key=("Hq", "Hkv", "D", "Dv", "S"),
     deterministic=True,
