@@ -93,7 +93,7 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
 
 
 VARIANT = Variant(
-    wins="from many hundreds of tokens on: unpacked once, however many tiles of rows there are, and multiplied by cuBLAS",
+    wins="from many hundreds of tokens on: unpacked once, whatever the rows, and multiplied by cuBLAS",
     launch=launch,
     configs=CONFIGS,
     # A tile of 64 x 128 codes is 4 kB read and 16 kB written; rows of 64 outputs are 128 bytes, a whole line.

@@ -60,7 +60,7 @@ def dequant_gemm_split_k(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A word row is a row of `packed`: 8 inputs for each output. partial [splits, M, N] and arrived: None, one split."""
+    """A word row is a row of `packed`: 8 inputs for each output. partial [splits, M, N], arrived: None, one split."""
     BLOCK_W: tl.constexpr = BLOCK_K // 8
     split = tl.program_id(2)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -223,7 +223,7 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> tor
 
 @dataclass(frozen=True)
 class QuantizedWeightArgument:
-    """The rule for a QuantizedWeight: binds N, K, G, weight (the scales' dtype), bits, group_size, symmetric and order."""
+    """The rule for a QuantizedWeight: binds N, K, G, weight (its scales' dtype), bits, group_size, symmetric, order."""
 
     @cached_property
     def parts(self) -> dict[str, Tensor]:
