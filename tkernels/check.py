@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tkernels.accuracy import Verdict, judge
+from tkernels.calls import wanted_outputs
 from tkernels.config import Config
 from tkernels.contract import Axes, Case, Choose, Contract, ContractError, Value, unpack
 from tkernels.device import device_facts
@@ -134,7 +135,7 @@ def check_case(
                 return result("wrong", f"the launch did not leave its zeroed workspace at zero: {', '.join(left)}")
         else:
             results = unpack(Kernel(variant, NEAREST, {}, door or default_door())(**mine))
-            outputs = dict(zip((n for n in contract.outputs if _wanted(contract, n, mine)), results, strict=True))
+            outputs = dict(zip(wanted_outputs(contract, mine), results, strict=True))
     except Exception as error:
         return result("failed", f"{type(error).__name__}: {error}")
     changed = _changed_outside(before, outside_views(mine, (*contract.writes, *contract.consumes)))
@@ -158,11 +159,6 @@ def check_case(
     return result("ok", "", verdicts)
 
 
-def _wanted(contract: Contract, output: str, arguments: Mapping[str, Any]) -> bool:
-    when = contract.outputs[output].when
-    return when is None or bool(arguments[when])
-
-
 def _device(case: Case) -> torch.device:
     _, device = case.contract.bind_axes(case.contract.bind_arguments((), case.inputs))
     return device
@@ -171,8 +167,7 @@ def _device(case: Case) -> torch.device:
 def _results(contract: Contract, arguments: dict[str, Any], function: Any) -> dict[str, torch.Tensor]:
     """Every output and written argument of a reference-like function, by name."""
     results = unpack(function(**arguments))
-    names = [name for name in contract.outputs if _wanted(contract, name, arguments)]
-    named = dict(zip(names, results, strict=True))
+    named = dict(zip(wanted_outputs(contract, arguments), results, strict=True))
     return named | {name: arguments[name] for name in contract.writes}
 
 

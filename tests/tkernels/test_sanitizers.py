@@ -1,14 +1,26 @@
 """Each sanitizer fires on a planted bug and stays silent on a clean kernel."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tests.tkernels.outside import write_variant
+from tkernels import OPS
+from tkernels.check import drawn_results
 from tkernels.config import Config
 from tkernels.inputs import poisoned_views
+from tkernels.launch import Kernel
 from tkernels.sanitizers.address import sanitizing_door
+from tkernels.sanitizers.base import Finding, sanitized, unfit_reason
+from tkernels.sanitizers.guard import crash_of
+from tkernels.sanitizers.suite import SANITIZERS
+from tkernels.variant import Variant
 
 
 @triton.jit
@@ -114,3 +126,136 @@ def test_int32_overflow_is_caught_and_int64_is_not() -> None:
     run(2**33, torch.int64)
     with pytest.raises(triton.runtime.errors.InterpreterError, match="int32 overflow"):
         run(2**30, torch.int32)
+
+
+LOADED = "up = tl.load(gate_up_ptr + row * stride_gate_up_t + width + offs, mask=mask, other=0.0).to(tl.float32)"
+BEYOND = "    beyond = tl.load(gate_up_ptr + row * stride_gate_up_t + 2 * width).to(tl.float32)\n"
+STORED = "    out = gate / (1 + tl.exp(-gate)) * up * FACTOR\n"
+TOKENS = [("FACTOR=1,", "FACTOR=1, tokens=tokens,"), ("width, FACTOR: ", "width, tokens, FACTOR: ")]
+BLOCKS = [("FACTOR=1,", 'FACTOR=run.config["FACTOR"],'), ("Config()}", "Config(FACTOR=1)}")]
+
+# What is planted in a kernel whose results pass the check, and the sanitizer that must find it.
+PLANTED: list[tuple[str, list[tuple[str, str]], str]] = [
+    # One element past the row, where the next row or nothing lies.
+    ("address", [(STORED, BEYOND + STORED)], "outside every argument"),
+    ("overflow", [("tl.program_id(0).to(tl.int64)", "tl.program_id(0)")], "int32 overflow"),
+    # All programs store to one element: each its own value, the last one stays.
+    (
+        "order",
+        [*TOKENS, (STORED, STORED + "    tl.store(out_ptr + (tokens - 1) * stride_out_t, tl.sum(up) * row)\n")],
+        "store different values",
+    ),
+    # Each program reads what the one before it may or may not have written by now.
+    (
+        "order",
+        [
+            (
+                STORED,
+                "    before = tl.load(out_ptr + tl.maximum(row - 1, 0) * stride_out_t).to(tl.float32)\n"
+                + STORED
+                + "    out *= tl.where(before == before, 1.0, 1.0 + 1.0e-6)\n",
+            )
+        ],
+        "with its programs reversed",
+    ),
+    # In a batch of one, another order of rounding.
+    ("batch", [*TOKENS, (STORED, STORED + "    out *= tl.where(tokens > 1, 1.0 + 1.0e-6, 1.0)\n")], "its bits alone"),
+    # The last member of a batch is not like the others.
+    (
+        "batch",
+        [*TOKENS, (STORED, STORED + "    out *= tl.where(row == tokens - 1, 1.0, 1.0 + 1e-6)\n")],
+        "its bits alone",
+    ),
+    # A comparison hides NaN.
+    ("poison", [(STORED, BEYOND + STORED + "    out = tl.where(beyond > 1e20, 0.0, out)\n")], "where nobody may read"),
+    ("guard", [(STORED, BEYOND + STORED + "    out = tl.where(beyond > 1e20, 0.0, out)\n")], "died of SIGSEGV"),
+    (
+        "tuning",
+        [*BLOCKS, ("(Config(), Config(num_warps=8))", "(Config(FACTOR=1), Config(FACTOR=2))")],
+        "alone, the config is wrong",
+    ),
+]
+
+
+def load(folder: Path, *changes: tuple[str, str]) -> Variant:
+    return OPS.with_variants_from(write_variant(folder, *changes))["swiglu"].variants["doubled"]
+
+
+def findings(name: str, variant: Variant, examples: int = 8) -> list[Finding]:
+    return [finding for finding in sanitized(SANITIZERS[name], variant, examples) if finding is not None]
+
+
+@pytest.mark.parametrize("name", SANITIZERS)
+def test_a_clean_variant_is_not_reported(name: str, tmp_path: Path) -> None:
+    assert unfit_reason(SANITIZERS[name], load(tmp_path)) is None
+    assert findings(name, load(tmp_path)) == []
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), PLANTED, ids=[f"{p[0]}{i}" for i, p in enumerate(PLANTED)])
+def test_a_planted_bug_is_found(name: str, changes: list[tuple[str, str]], message: str, tmp_path: Path) -> None:
+    found = findings(name, load(tmp_path, *changes), 12)
+    assert found
+    assert message in found[0].message
+    assert found[0].replay.startswith(f"tk check --sanitize {name} --variants-from {tmp_path} --op swiglu")
+
+
+def test_a_planted_order_dependence_passes_the_oracle_and_not_the_sanitizer(tmp_path: Path) -> None:
+    _, changes, _ = PLANTED[3]
+    variant = load(tmp_path, *changes)
+    # The next row's first element may be NaN in the poisoned output, and a factor of 1 + 1e-6 is within fp32's error.
+    assert {r.status for r in drawn_results(variant, 10, fixed={"activation": "float16"})} == {"ok"}
+    assert findings("order", variant)
+
+
+def test_a_variant_that_claims_nothing_is_held_to_the_oracle_in_every_order(tmp_path: Path) -> None:
+    _, changes, _ = PLANTED[3]
+    honest = [("deterministic=True, batch_invariant=True", "deterministic=False, batch_invariant=False")]
+    variant = load(tmp_path, *changes, *honest)
+    assert [f for f in sanitized(SANITIZERS["order"], variant, 8, fixed={"activation": "float16"}) if f] == []
+    assert unfit_reason(SANITIZERS["batch"], variant) == "it does not claim to be batch-invariant"
+
+
+def test_a_search_on_the_callers_own_tensors_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = OPS["qk_norm_rope"].variants["head_tile"]
+    assert findings("tuning", variant, 2) == []
+    original = Kernel.on_clones
+
+    def on_the_callers(self: Kernel, *args: object) -> Callable[[Config], Callable[[], None]]:
+        careless = replace(self.variant, _contract=replace(self.variant.contract, writes=(), consumes=()))
+        return original(replace(self, variant=careless), *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Kernel, "on_clones", on_the_callers)
+    assert "its tensors were tuned on" in findings("tuning", variant, 2)[0].message
+
+
+def test_a_search_that_ends_at_a_config_too_large_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class NotOutOfResources(Exception):
+        pass
+
+    monkeypatch.setattr("tkernels.tuning.OutOfResources", NotOutOfResources)
+    assert "OutOfResources" in findings("tuning", load(tmp_path))[0].message
+
+
+def test_an_int32_offset_into_an_integer_tensor_is_found(tmp_path: Path) -> None:
+    original = OPS["paged_prefill"].variants["packed_gqa"]
+    source, offset = original.file.read_text(), "tables_ptr + sequence * stride_table_b"
+    assert offset in source
+    narrow = source.replace(offset, offset.replace("sequence", "sequence.to(tl.int32)"))
+    (tmp_path / "paged_prefill").mkdir()
+    (tmp_path / "paged_prefill" / "narrow.py").write_text(narrow.replace("packed_gqa", "narrow"))
+    variant = OPS.with_variants_from(tmp_path)["paged_prefill"].variants["narrow"]
+    assert any("int32 overflow" in finding.message for finding in findings("overflow", variant, 4))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda: None, None),
+        (lambda: torch.zeros(1).as_strided((1,), (1,), 2**40).sum(), "RuntimeError"),
+        (lambda: __import__("os").kill(__import__("os").getpid(), 11), "died of SIGSEGV"),
+        (lambda: __import__("time").sleep(30), "did not end within 1 s"),
+    ],
+)
+def test_a_child_reports_how_it_ended(function: Callable[[], None], message: str | None) -> None:
+    said = crash_of(function, seconds=1)
+    assert said is None if message is None else message in str(said)
