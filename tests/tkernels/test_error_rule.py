@@ -175,6 +175,15 @@ def gate_up_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     return swiglu(matmul(x.float(), weight.float())).to(x.dtype)  # gate and up are not rounded
 
 
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    total = torch.logaddexp(lse_b.double(), lse_a.double()).float()
+    share = torch.sigmoid(lse_a.double() - lse_b.double()).float()  # NaN of two empty parts
+    a = torch.where((lse_a > -math.inf)[..., None], out_a.float(), 0.0)
+    b = torch.where((lse_b > -math.inf)[..., None], out_b.float(), 0.0)
+    out = b + torch.where(total > -math.inf, share, 0.0)[..., None] * (a - b)
+    return out.to(out_a.dtype), total
+
+
 REORDERED: dict[str, Callable[..., Any]] = {
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
@@ -182,6 +191,7 @@ REORDERED: dict[str, Callable[..., Any]] = {
     "kv_scatter": kv_scatter,
     "paged_decode": paged_decode,
     "paged_prefill": paged_prefill,
+    "merge_states": merge_states,
     "swiglu": swiglu,
     "matmul": matmul,
     "dequant_gemm": dequant_gemm,

@@ -12,7 +12,7 @@ from tkernels.check import drawn_results
 
 OP_NAMES = {
     "rms_norm", "add_rms_norm", "qk_norm_rope", "kv_scatter", "paged_decode", "paged_prefill", "swiglu", "matmul",
-    "dequant_gemm", "qk_norm_rope_scatter", "gate_up_swiglu",
+    "dequant_gemm", "qk_norm_rope_scatter", "gate_up_swiglu", "merge_states",
 }  # fmt: skip
 
 
@@ -20,7 +20,7 @@ def test_the_ops_and_their_variants_are_there() -> None:
     assert set(OPS) == OP_NAMES
     triton = [v for op in OPS.values() for v in op.variants.values() if v.kind == "triton"]
     assert len(triton) >= 10
-    assert {"one_pass", "split_kv"} <= set(OPS["paged_decode"].variants)
+    assert {"one_pass", "split_kv", "last_arriver"} <= set(OPS["paged_decode"].variants)
     assert all(v.wins and v.configs and v.file.exists() for v in triton)
     assert all(op.variants["torch"].kind == "torch" for op in OPS.values())
 
@@ -77,7 +77,9 @@ def test_a_duplicate_an_unknown_op_and_a_missing_folder_are_refused(tmp_path: Pa
 
 
 def test_an_unknown_name_lists_the_alternatives_and_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match=r"there is one_pass, split_kv, torch; did you mean 'split_kv'\?"):
+    with pytest.raises(
+        UnknownNameError, match=r"there is last_arriver, one_pass, split_kv, torch; did you mean 'split_kv'\?"
+    ):
         OPS["paged_decode"].variants["splitkv"]
     with pytest.raises(UnknownNameError, match="did you mean 'paged_decode'"):
         OPS["paged_decod"]
