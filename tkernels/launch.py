@@ -15,7 +15,7 @@ import nvtx
 import torch
 
 from tkernels.config import Config
-from tkernels.contract import Axes, pack
+from tkernels.contract import Axes, ContractError, pack
 from tkernels.device import DeviceFacts, device_facts
 from tkernels.inputs import clone_inputs
 
@@ -178,7 +178,11 @@ class Kernel:
         self, structure: tuple[Any, ...] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Axes, torch.device]:
         contract = self.variant.contract
-        axes, device = contract.bind_axes(contract.bind_arguments(args, kwargs))
+        bound = contract.bind_arguments(args, kwargs)
+        axes, device = contract.bind_axes(bound)
+        if device.type not in ("cpu", "cuda"):
+            first = next(name for name, value in bound.items() if getattr(value, "device", None) == device)
+            raise ContractError(f"{contract.name}: argument {first!r} is on {device}; it must be on cpu or cuda")
         if self.parts:  # the ones that were chosen, where the variant itself would ask the defaults
             for op, part in zip(self.variant.part_ops, self.parts, strict=True):
                 part.variant.check_supported(self.variant.axes_of_part(op, axes), device)

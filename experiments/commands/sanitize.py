@@ -1,6 +1,7 @@
 """`tk check --sanitize`: variants under the sanitizers, and what each found."""
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,13 +115,19 @@ def _found(sanitizer: Sanitizer, variant: Variant, draws: Draws) -> Iterator[Fin
 
 
 def _row(variant: Variant, sanitizer: Sanitizer, found: Sequence[Finding | None]) -> Row:
-    findings = tuple(finding for finding in found if finding is not None)
+    findings = tuple(sorted((finding for finding in found if finding is not None), key=_size))
     reason = unfit_reason(sanitizer, variant)
     if reason is None and not found:
         reason = "no case that it supports was drawn"
     verdict = "finding" if findings else "not applicable" if reason else "ok"
     reason = findings[0].message if findings else reason
     return Row(variant.contract.name, variant.name, sanitizer.name, len(found), verdict, reason, findings)
+
+
+def _size(finding: Finding) -> int:
+    """Of the case: the smallest comes first."""
+    sizes = [value for value in finding.case.axes.values() if isinstance(value, int) and not isinstance(value, bool)]
+    return math.prod(max(1, size) for size in sizes)
 
 
 def _print(rows: Sequence[Row]) -> None:
@@ -137,11 +144,7 @@ def _print(rows: Sequence[Row]) -> None:
         before = row
     findings = [finding for row in rows for finding in row.findings[:1]]
     ok, not_applicable = (sum(row.verdict == verdict for row in rows) for verdict in ("ok", "not applicable"))
-    table.caption = (
-        f"{ok} ok, {len(findings)} with findings, {not_applicable} not applicable; the first finding of each:"
-    )
-    if not findings:
-        count = f"{len(findings)} with findings (the first of each below)" if findings else "none with findings"
+    count = f"{len(findings)} with findings (the first of each below)" if findings else "none with findings"
     table.caption = f"{ok} ok, {count}, {not_applicable} not applicable."
     table.caption_justify = "left"
     console.print(table)

@@ -1,0 +1,104 @@
+"""A call that breaks a contract is a ValueError that names op, argument and rule, before any launch, for every op."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tkernels
+from tkernels.check import drawn_cases
+from tkernels.contract import Tensor
+from tkernels.launch import Kernel
+from tkernels.tuning import NEAREST
+
+
+def two_apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with a stride of two in the last dim."""
+    return torch.stack((tensor, tensor), dim=-1).flatten(-2)[..., ::2]
+
+
+def other_dtype(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex64 if tensor.is_floating_point() else torch.int16)
+
+
+# What is done to one tensor, and the rule that the message must state.
+BROKEN: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "dtype": (other_dtype, r"must be|in \(|from the arguments before"),
+    "dims": (lambda tensor: tensor.unsqueeze(0), "must have shape"),
+    "size": (lambda tensor: torch.cat((tensor, tensor[:1])), r"from the arguments before|is needed|does not hold"),
+    "device": (lambda tensor: tensor.to("meta"), "the first tensor is on|must be on cpu or cuda"),
+    "stride": (two_apart, "needs unit stride in its last dim"),
+    "type": (lambda tensor: tensor.tolist(), "must be a tensor"),
+}
+
+
+def tensor_arguments(op: str) -> list[str]:
+    return [name for name, rule in tkernels.OPS[op].contract.arguments.items() if isinstance(rule, Tensor)]
+
+
+def is_shared(op: str, name: str) -> bool:
+    """Whether an argument that is always given has the axis of this one's first dim: else any size of it is right."""
+    rules = tkernels.OPS[op].contract.arguments
+    given = [rule for other, rule in rules.items() if other != name and not getattr(rule, "optional", False)]
+    parts = [part for rule in given for part in getattr(rule, "parts", {"": rule}).values()]
+    return rules[name].shape[0].name in {dim.name for part in parts if isinstance(part, Tensor) for dim in part.shape}
+
+
+CALLS = [
+    (op, name, rule)
+    for op in tkernels.OPS
+    for name in tensor_arguments(op)
+    for rule in BROKEN
+    if rule != "size" or is_shared(op, name)
+]
+
+
+def launched(*arguments: Any) -> None:
+    raise AssertionError("a launch was made")
+
+
+def inputs_with(op: str, name: str) -> dict[str, Any]:
+    """A right call in which the tensor is given and has two elements along its last dim."""
+    contract = tkernels.OPS[op].contract
+    for case, _ in drawn_cases(tkernels.OPS[op].variants["torch"], 400):
+        tensor = case.inputs[name]
+        if tensor is not None and tensor.numel() and tensor.shape[-1] > 1:
+            return contract.bind_arguments((), case.inputs)
+    raise AssertionError(f"no draw of {op} gives {name}")
+
+
+@pytest.mark.parametrize(("op", "name", "rule"), CALLS)
+def test_a_broken_argument_is_named_with_its_rule_before_any_launch(op: str, name: str, rule: str) -> None:
+    contract = tkernels.OPS[op].contract
+    inputs = inputs_with(op, name)
+    break_it, message = BROKEN[rule]
+    first, broken = next(iter(contract.arguments)), {**inputs, name: break_it(inputs[name])}
+    for variant in tkernels.OPS[op].variants.values():
+        if variant.launch is None and variant.name != "torch":
+            continue
+        with pytest.raises(tkernels.ContractError, match=message) as caught:
+            Kernel(variant, NEAREST, {}, door=launched)(**broken)
+        assert str(caught.value).startswith(f"{op}: ")
+        # Where the first tensor is on another device or has another size, the next one is found to disagree with it.
+        assert f"'{name}" in str(caught.value) or name == first or rule in ("size", "dtype")
+
+
+@pytest.mark.parametrize("op", tkernels.OPS)
+def test_a_call_of_the_wrong_form_is_a_value_error_with_the_signature(op: str) -> None:
+    variant = tkernels.OPS[op].variants["torch"]
+    with pytest.raises(ValueError, match=f"^{op}: missing a required argument: .*; the signature is {op}"):
+        variant()
+    with pytest.raises(ValueError, match="unexpected keyword argument 'surprise'"):
+        variant(surprise=1, **inputs_with(op, next(iter(tensor_arguments(op)))))
+
+
+def scalar_arguments(op: str) -> list[str]:
+    return [n for n, rule in tkernels.OPS[op].contract.arguments.items() if isinstance(rule, tkernels.contract.Scalar)]
+
+
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in tkernels.OPS for name in scalar_arguments(op)])
+def test_a_scalar_of_another_type_is_refused(op: str, name: str) -> None:
+    variant = tkernels.OPS[op].variants["torch"]
+    with pytest.raises(ValueError, match=f"^{op}: argument '{name}' must be "):
+        variant(**{**inputs_with(op, tensor_arguments(op)[0]), name: "many"})
