@@ -96,6 +96,29 @@ def tune(
     _exit(run, Request(op, variant, shapes or [], device, variants_from or []))
 
 
+@app.command("gpu-report")
+def gpu_report(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The report's folder; one that was begun goes on.")],
+    minutes: Annotated[float, typer.Option(min=0.1, help="The time that it may take.")] = 9.0,
+    device: Annotated[str, typer.Option(help="cuda, or cuda:1.")] = "cuda",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the steps; needs no GPU.")] = False,
+) -> None:
+    """Measure all that needs a GPU, the most valuable first: checks, tuning, timings beside peers, the engine."""
+    from experiments.commands.gpu_report import run
+
+    _exit(run, out, minutes, device, dry_run)
+
+
+@app.command("results-table")
+def results_table(
+    update: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it between the file's markers.")] = None,
+) -> None:
+    """The performance table, made of experiments/results/."""
+    from experiments.commands.results_table import run
+
+    _exit(run, update)
+
+
 @app.command()
 def run(
     file: Annotated[Path, typer.Argument(help="The experiment's YAML.", metavar="FILE")],

@@ -1,5 +1,6 @@
 """Tuning several variants at several points: what there is to time, and timing what no lockfile has yet."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,10 +8,10 @@ from pathlib import Path
 import torch
 
 from tkernels.config import Config
-from tkernels.contract import Value
+from tkernels.contract import Int, Value
 from tkernels.device import DeviceFacts, device_facts
 from tkernels.launch import Kernel
-from tkernels.measurement import benchmark_points
+from tkernels.measurement import benchmark_points, prepare
 from tkernels.tuning import (
     NEAREST,
     TUNED_FOLDER,
@@ -31,7 +32,7 @@ from tkernels.variant import Variant
 
 @dataclass(frozen=True)
 class TuningPoint:
-    """A Triton variant at a point. Points of one shape bucket share a config: the first of them stands for it."""
+    """A Triton variant at a point."""
 
     variant: Variant
     name: str
@@ -58,13 +59,31 @@ class Tuned:
 
 
 def points_of(variants: Sequence[Variant], device: torch.device) -> list[TuningPoint]:
-    """Every realistic point of every Triton variant that has something to choose from."""
+    """Every realistic point of every Triton variant."""
     return [
         TuningPoint(variant, name, axes)
         for variant in variants
         if variant.kind == "triton"
         for name, axes in benchmark_points(variant.contract, device).items()
     ]
+
+
+def one_per_bucket(points: Sequence[TuningPoint]) -> list[TuningPoint]:
+    """The point that stands for each variant's bucket of shapes: the one of the largest batch.
+
+    The points of a bucket share a config, and at a small batch a kernel's time is its latency, whatever the config.
+    """
+    chosen: dict[tuple[str, str, str], TuningPoint] = {}
+    for point in points:
+        key = (point.variant.contract.name, point.variant.name, bucket(point.variant, point.axes))
+        if key not in chosen or _batch(point) > _batch(chosen[key]):
+            chosen[key] = point
+    return list(chosen.values())
+
+
+def _batch(point: TuningPoint) -> int:
+    axes = point.variant.contract.axes
+    return math.prod(int(point.axes[a.name]) for a in axes if isinstance(a, Int) and a.batch and a.name in point.axes)
 
 
 def tune(
@@ -99,7 +118,7 @@ def _tune(
 ) -> Tuned:  # fmt: skip
     variant = point.variant
     contract, path = variant.contract, lockfile(variant, facts, folder)
-    case = contract.case(point.axes, 0, device)
+    case = prepare(variant, contract.case(point.axes, 0, device)).case  # tuned on the weight that it keeps
     arguments = contract.bind_arguments((), case.inputs)
     axes, where = contract.bind_axes(arguments)
     if reason := variant.supports(axes, facts):

@@ -134,6 +134,36 @@ def at_most(contract: Contract, axes: Axes, size: int, *, only_batch: bool = Fal
         return None
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A call with its weight as the variant wants it.
+
+    case: with that weight, or, where another project's object stands for it, with the contract's own. arguments: what
+    is timed. microseconds, made_bytes: of making the weight; None where it is taken as it is.
+    """
+
+    case: Case
+    arguments: Mapping[str, Any]
+    microseconds: float | None = None
+    made_bytes: int | None = None
+
+
+def prepare(variant: Variant, case: Case) -> Prepared:
+    """Makes the weight that a variant keeps from the case's, as loading a model does."""
+    given = case.contract.bind_arguments((), case.inputs)
+    started = time.perf_counter()
+    arguments = {name: variant.prepare(v) if hasattr(v, "map_tensors") else v for name, v in given.items()}
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    spent_us = (time.perf_counter() - started) * 1e6
+    made = {name: value for name, value in arguments.items() if value is not given[name]}
+    if not made:
+        return Prepared(case, arguments)
+    ours = all(isinstance(value, type(given[name])) for name, value in made.items())
+    taken = replace(case, inputs=arguments) if ours else case
+    return Prepared(taken, arguments, spent_us, _storage_bytes(made))
+
+
 def measure(
     variant: Variant,
     point: str,
@@ -160,19 +190,22 @@ def measure(
     try:
         case = contract.case(axes, seed, device)
         row = replace(row, bytes_moved=case.bytes_moved, flops=case.flops)
-        arguments = contract.bind_arguments((), case.inputs)
-        bound, where = contract.bind_axes(arguments)
+        bound, where = contract.bind_axes(contract.bind_arguments((), case.inputs))
         if reason := variant.unsupported_reason(bound, where, facts):
             return replace(row, status="unsupported", reason=reason)
+        ready = prepare(variant, case)
+        row = replace(row, prepare_us=ready.microseconds, prepared_bytes=ready.made_bytes)
+        arguments = contract.bind_arguments((), ready.case.inputs)
+        bound, where = contract.bind_axes(arguments)
         kernel = Kernel(variant, tuning, pins or {})
         if variant.kind == "triton":
             config = kernel.config(bound, where, arguments)
             row = replace(row, config=config, config_source=tuning.match(variant, bound, facts))
             if device.type == "cpu":
                 return replace(row, status="not measured", reason=INTERPRETED)
-        if wrong := _check(variant, case, row.config, slack):
+        if wrong := _check(variant, ready.case, row.config, slack):
             return replace(row, status=wrong[0], reason=wrong[1])
-        return _timed(row, variant, kernel, arguments, method, facts, device)
+        return _timed(row, variant, kernel, ready.arguments, method, facts, device)
     except Exception as error:  # a variant may be anyone's and raise anything
         return replace(row, status="failed", reason=f"{type(error).__name__}: {' '.join(str(error).split())}")
 
@@ -186,7 +219,8 @@ def _check(variant: Variant, case: Case, config: Config | None, slack: float) ->
         if smaller is None or smaller == dict(case.axes):
             raise
         where = next(value.device for value in case.inputs.values() if isinstance(value, torch.Tensor))
-        result = check_case(variant, case.contract.case(smaller, case.seed, where), config, slack=slack)
+        cut = prepare(variant, case.contract.case(smaller, case.seed, where)).case
+        result = check_case(variant, cut, config, slack=slack)
     if result.status == "ok":
         return None
     if result.reason.startswith(UnsupportedError.__name__):
@@ -196,16 +230,9 @@ def _check(variant: Variant, case: Case, config: Config | None, slack: float) ->
 
 
 def _timed(
-    row: Measurement, variant: Variant, kernel: Kernel, arguments: dict[str, Any], method: Method, facts: DeviceFacts,
+    row: Measurement, variant: Variant, kernel: Kernel, prepared: Mapping[str, Any], method: Method, facts: DeviceFacts,
     device: torch.device,
 ) -> Measurement:  # fmt: skip
-    started = time.perf_counter()
-    prepared = {name: variant.prepare(v) if hasattr(v, "map_tensors") else v for name, v in arguments.items()}
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    spent_us = (time.perf_counter() - started) * 1e6
-    if made := {name: value for name, value in prepared.items() if value is not arguments[name]}:
-        row = replace(row, prepare_us=spent_us, prepared_bytes=_storage_bytes(made))
     wanted = 1
     if method.launch == "graph" and method.l2 == "cold":
         wanted = min(_MOST_SETS, max(1, -(-_BYTES_PER_SAMPLE // max(_storage_bytes(prepared), 1))))

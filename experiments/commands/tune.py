@@ -13,7 +13,7 @@ from experiments.commands.check import parse_axes
 from experiments.commands.registry import matching, open_registry
 from experiments.document import ExperimentError, nearest
 from experiments.tables import add_row, microseconds, new_table
-from experiments.tuning_session import Tuned, TuningPoint, points_of, tune
+from experiments.tuning_session import Tuned, TuningPoint, one_per_bucket, points_of, tune
 from tkernels import ContractError
 from tkernels.device import DeviceFacts, device_facts
 from tkernels.measurement import completed
@@ -23,7 +23,7 @@ from tkernels.variant import Variant
 
 @dataclass(frozen=True)
 class Request:
-    """What `tk tune` was asked. shapes: names of realistic points, or axes "T=64,H=2560"; none is every point."""
+    """What `tk tune` was asked. shapes: names of realistic points, or axes "T=64,H=2560"; none: one a bucket."""
 
     op: str | None
     variant: str | None
@@ -38,7 +38,7 @@ def run(request: Request) -> int:
     device = cuda_device(request.device, "tk tune")
     with torch.cuda.device(device):
         results = carry_out(points, device, device_facts(device), TUNED_FOLDER, median_us)
-    return print_results(results, device_facts(device))
+    return print_results(results, device_facts(device), TUNED_FOLDER)
 
 
 def cuda_device(name: str, command: str) -> torch.device:
@@ -66,7 +66,7 @@ def plan(request: Request) -> list[TuningPoint]:
         raise ExperimentError(["nothing to tune: none of these is a Triton variant"])
     every = points_of(tunable, torch.device("cuda"))
     if not request.shapes:
-        return every
+        return one_per_bucket(every)
     return [point for shape in request.shapes for point in _shaped(shape, tunable, every)]
 
 
@@ -106,7 +106,7 @@ def carry_out(
     return results
 
 
-def print_results(results: Sequence[Tuned], facts: DeviceFacts) -> int:
+def print_results(results: Sequence[Tuned], facts: DeviceFacts, folder: Path) -> int:
     """One row per point; 1 where any has no entry."""
     console = Console()
     right = ["timed", "kept", "skipped", "us", "default us"]
@@ -124,7 +124,7 @@ def print_results(results: Sequence[Tuned], facts: DeviceFacts) -> int:
     for result in results:
         if result.reason is not None:
             console.print(Text(f"{result.point.title}: {result.reason}"))
-    paths = {lockfile(result.point.variant, facts) for result in results if result.entry is not None}
+    paths = {lockfile(result.point.variant, facts, folder) for result in results if result.entry is not None}
     for path in sorted(paths):
         console.print(Text(f"Lockfile: {path}"), soft_wrap=True)
     return 1 if any(result.entry is None for result in results) else 0

@@ -59,7 +59,8 @@ def test_ops_as_json_lists_every_variant() -> None:
     }
     for row in rows:
         assert set(row) == {
-            "op", "variant", "kind", "supported", "reason", "deterministic", "batch_invariant", "tuned_on", "wins", "file",
+            "op", "variant", "kind", "supported", "reason", "deterministic", "batch_invariant", "wins", "file",
+            "tuned_on",
         }  # fmt: skip
         assert Path(row["file"]).is_file()
         assert row["kind"] in ("torch", "triton", "library")

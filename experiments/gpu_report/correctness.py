@@ -1,0 +1,139 @@
+"""Every variant on the hardware itself: drawn cases at few compile signatures, reruns, and last arrivers under load."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tkernels.check import check_case, chooser, draw
+from tkernels.config import Config
+from tkernels.contract import FLOATS, Axes, Case, ContractError, Value
+from tkernels.inputs import clone_inputs
+from tkernels.launch import Kernel
+from tkernels.measurement import prepare
+from tkernels.tuning import NEAREST, Tuning
+from tkernels.variant import Variant
+
+_NO_LIMIT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What decides how a kernel is compiled: the axes that do not depend on the batch, and the config."""
+
+    axes: Mapping[str, Value]
+    config: Config | None
+
+    @property
+    def text(self) -> str:
+        config = ",".join(f"{k}={v}" for k, v in self.config.as_dict().items()) if self.config is not None else ""
+        return ",".join(f"{name}={value}" for name, value in self.axes.items()) + (f" [{config}]" if config else "")
+
+
+def signatures(variant: Variant, device: torch.device, most: int) -> list[Signature]:
+    """Up to `most` different ones, of every dtype in turn; the same in every process."""
+    found: list[Signature] = []
+    fixed = [name for name in ("activation",) if name in variant.contract.axis_by_name]
+    for seed in range(20 * most):
+        if len(found) == most:
+            break
+        dtype = {name: FLOATS[seed % len(FLOATS)] for name in fixed}
+        drawn = draw(variant, chooser(seed), seed, dtype, device, _NO_LIMIT)
+        if drawn is None:
+            continue
+        case, config = drawn
+        axes = {a.name: case.axes[a.name] for a in variant.contract.axes if not a.batch and a.name != "values"}
+        if (signature := Signature(axes, config)) not in found:
+            found.append(signature)
+    return found
+
+
+def cases(variant: Variant, signature: Signature, count: int, device: torch.device) -> Iterator[Case]:
+    """Cases of one signature: other batches, values and seeds. Draws that its fixed axes rule out are drawn again."""
+    made = seed = 0
+    while made < count:
+        seed += 1
+        try:
+            axes = variant.contract.draw_axes(chooser(seed), signature.axes)
+        except ContractError:
+            if seed > 50 * (made + 1):
+                return
+            continue
+        made += 1
+        yield variant.contract.case(axes, seed, device)
+
+
+def check(variant: Variant, signature: Signature, count: int, device: torch.device) -> dict[str, Any]:
+    """The fact of one signature: how many cases were right, and the replay of the first that was not."""
+    results = [check_case(variant, case, signature.config) for case in cases(variant, signature, count, device)]
+    judged = [result for result in results if result.status != "unsupported"]
+    return {
+        "kind": "correctness",
+        "signature": signature.text,
+        "cases": len(judged),
+        "ok": sum(result.status == "ok" for result in judged),
+        "failures": [str(result) for result in judged if result.status != "ok"][:3],
+    }
+
+
+def prepared_call(
+    variant: Variant, axes: Axes, device: torch.device, tuning: Tuning = NEAREST
+) -> tuple[Kernel, dict[str, Any]]:
+    """A variant's public entry and the arguments of one call."""
+    case = prepare(variant, variant.contract.case(axes, 0, device)).case
+    return Kernel(variant, tuning, {}), variant.contract.bind_arguments((), case.inputs)
+
+
+def results_of(kernel: Kernel, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+    """What one call returns and writes, on copies of what it writes."""
+    contract = kernel.variant.contract
+    mine = {**arguments, **clone_inputs({n: arguments[n] for n in (*contract.writes, *contract.consumes)})}
+    returned = kernel(**mine)
+    outputs = returned if isinstance(returned, tuple) else () if returned is None else (returned,)
+    return [*outputs, *(mine[name] for name in contract.writes)]
+
+
+def rerun(variant: Variant, axes: Axes, device: torch.device, runs: int) -> dict[str, Any]:
+    """Runs a call again and again and compares every bit, on the device and without waiting for it in between."""
+    kernel, arguments = prepared_call(variant, axes, device)
+    first = results_of(kernel, arguments)
+    different = torch.zeros((), dtype=torch.int64, device=device)
+    for _ in range(runs):
+        different += _differ(first, results_of(kernel, arguments))
+    count = int(different)
+    return {"kind": "rerun", "runs": runs, "verdict": "ok" if count == 0 else f"{count} runs gave other bits"}
+
+
+def _differ(first: list[torch.Tensor], again: list[torch.Tensor]) -> torch.Tensor:
+    """1 where any bit of any tensor differs, NaN's included."""
+    unequal = [(_bits(a) != _bits(b)).any() for a, b in zip(first, again, strict=True)]
+    return torch.stack(unequal).any().long()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.view(kind)
+
+
+def stress(variant: Variant, axes: Axes, device: torch.device, runs: int) -> dict[str, Any]:
+    """A last arriver's launches while another stream keeps memory busy, so that its programs arrive in other orders.
+
+    Every run must give the first one's bits where the variant is deterministic, and all must leave the counters at
+    zero.
+    """
+    kernel, arguments = prepared_call(variant, axes, device)
+    first = results_of(kernel, arguments)
+    different = torch.zeros((), dtype=torch.int64, device=device)
+    noise = torch.empty(2**26, dtype=torch.float32, device=device)
+    side = torch.cuda.Stream(device) if device.type == "cuda" else None
+    for run in range(runs):
+        if side is not None and run % 4 == 0:
+            with torch.cuda.stream(side):
+                noise[: 2 ** (16 + run % 11)].mul_(1.0001)  # of lengths that fall out of step with the launches
+        different += _differ(first, results_of(kernel, arguments))
+    count, left = int(different), variant.zeroed.not_zero()
+    problems = [f"counters not at zero: {', '.join(left)}"] if left else []
+    if count and variant.deterministic:
+        problems.append(f"{count} runs gave other bits")
+    return {"kind": "stress", "runs": runs, "verdict": "; ".join(problems) or "ok"}

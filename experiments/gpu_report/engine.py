@@ -1,0 +1,181 @@
+"""Prefill and decode of whole models on random weights, ours and transformers' on the same ones."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from tkernels import Registry, Tuning, select
+from tkernels.timing import Launch, time_call
+from tmodel import allocate_kv_cache
+from tmodel.architectures import Model, find_architecture
+from tmodel.batch import Batch
+from tmodel.config import ModelConfig, parse_config
+from tmodel.kv_cache import KVCache
+from tmodel.weights import Checkpoint
+
+_PAGE = 16
+_QWEN3 = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1e6,
+          "num_key_value_heads": 8, "tie_word_embeddings": True}  # fmt: skip
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "Qwen3-0.6B": {
+        **_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+    },
+    "Qwen3-4B": {
+        **_QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+    },
+}  # fmt: skip
+"""The published configurations, of which the weights are drawn."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step of a model: `sequences` prompts of `tokens`, or one token each after contexts of `tokens`."""
+
+    kind: str
+    sequences: int
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} B={self.sequences}, {self.tokens} tokens"
+
+
+WORKS = (Work("decode", 1, 1024), Work("decode", 64, 1024), Work("prefill", 1, 4096), Work("prefill", 8, 512))
+
+
+@dataclass(frozen=True)
+class RandomWeights:
+    """transformers' state under the names of a checkpoint's: stands where a `Checkpoint` is read."""
+
+    state: Mapping[str, torch.Tensor]
+    device: torch.device
+    dtype: torch.dtype
+
+    def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        found = self.state[name]
+        if tuple(found.shape) != tuple(shape):
+            raise ValueError(f"{name} has shape {tuple(found.shape)}, not {tuple(shape)}")
+        return found
+
+    def fused(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
+        return torch.cat([self.tensor(name, shape) for name, shape in zip(names, shapes, strict=True)])
+
+    def require_equal(self, name: str, expected: torch.Tensor) -> None:
+        """Tied weights are one tensor here."""
+
+
+def models(
+    shape: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: Registry,
+    tuning: Tuning,
+    works: Sequence[Work],
+) -> tuple[Any, Model]:
+    """transformers' model, and ours on its weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    settings = Qwen3Config(**shape, dtype=str(dtype).removeprefix("torch."), attn_implementation="sdpa")
+    with device:
+        theirs = Qwen3ForCausalLM(settings).to(dtype).eval()
+    architecture = find_architecture("Qwen3ForCausalLM")
+    config = architecture.resolve(parse_config(settings.to_dict()), ())
+    longest, most = max(work.tokens for work in works), max(work.sequences for work in works)
+    axes = config.kernel_axes(
+        max_num_tokens=max(work.sequences * work.tokens for work in works),
+        max_num_seqs=most,
+        max_model_len=longest,
+        block_size=_PAGE,
+        num_blocks=max(_blocks(work) for work in works),
+    )
+    kernels = select({}, device=device, dtype=dtype, axes=axes, tuning=tuning, ops=ops)
+    weights = RandomWeights(theirs.state_dict(), device, dtype)
+    return theirs, architecture.build(config, cast(Checkpoint, weights), kernels)
+
+
+def _blocks(work: Work) -> int:
+    return work.sequences * -(-work.tokens // _PAGE)
+
+
+def our_step(work: Work, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[Batch, KVCache]:
+    """The packed batch of a work, over pages in a random order, in a cache of random contexts."""
+    generator = torch.Generator().manual_seed(0)
+    width = -(-work.tokens // _PAGE)
+    tables = torch.randperm(_blocks(work), generator=generator).view(work.sequences, width)  # [B, N]
+    every = torch.arange(work.tokens)
+    slots = tables[:, every // _PAGE] * _PAGE + every % _PAGE  # [B, tokens]
+    decoding = work.kind == "decode"
+    count = 1 if decoding else work.tokens
+    positions = every[-count:].repeat(work.sequences)
+    cache = allocate_kv_cache(config, _blocks(work), _PAGE, device=device, dtype=dtype)
+    for pair in cache:
+        for tensor in pair:
+            tensor.normal_()
+    starts = [0] if decoding else [count * i for i in range(work.sequences + 1)]
+    batch = Batch(
+        token_ids=_tokens(work, config).flatten().to(device),
+        positions=positions.to(device),
+        slots=slots[:, -count:].flatten().contiguous().to(device),
+        block_tables=tables.int().to(device),
+        context_lens=torch.full((work.sequences,), work.tokens, dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=device),
+        num_decodes=work.sequences if decoding else 0,
+        max_context_len=work.tokens,
+        logit_indices=torch.arange(1, work.sequences + 1, device=device) * count - 1,
+    )
+    return batch, cache
+
+
+def _tokens(work: Work, config: ModelConfig) -> torch.Tensor:
+    """[B, tokens of the step] int64."""
+    shape = (work.sequences, 1 if work.kind == "decode" else work.tokens)
+    return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+
+
+def their_step(work: Work, theirs: Any, config: ModelConfig, device: torch.device) -> Callable[[], torch.Tensor]:
+    """The same step in transformers, its keys and values kept, the last token's logits alone."""
+    from transformers.cache_utils import DynamicCache
+
+    tokens = _tokens(work, config).to(device)
+    decoding = work.kind == "decode"
+    before = work.tokens - 1 if decoding else 0
+    cache = DynamicCache(config=theirs.config)
+    shape = (work.sequences, config.num_kv_heads, before, config.head_dim)
+    dtype = next(theirs.parameters()).dtype
+    for layer in range(config.num_layers if decoding else 0):
+        cache.update(*(torch.randn(shape, device=device).to(dtype) for _ in range(2)), layer)
+
+    @torch.inference_mode()
+    def step() -> torch.Tensor:
+        used = cache if decoding else DynamicCache(config=theirs.config)
+        logits: torch.Tensor = theirs(tokens, past_key_values=used, use_cache=True, logits_to_keep=1).logits
+        if decoding:
+            cache.crop(-1)  # so that the next call meets the same context
+        return logits
+
+    return step
+
+
+def compare(
+    model: str, work: Work, theirs: Any, ours: Model, device: torch.device, dtype: torch.dtype, samples: int = 10
+) -> dict[str, Any]:
+    """The fact of one work: microseconds of a step, ours eager and from a CUDA graph, and transformers'."""
+    batch, cache = our_step(work, ours.config, device, dtype)
+    fact: dict[str, Any] = {"kind": "engine", "model": model, "work": work.name, "tokens": batch.token_ids.numel()}
+
+    def timed(name: str, call: Callable[[], object], launch: Launch) -> None:
+        try:
+            timing = time_call(call, device, samples=samples, launch=launch, l2="warm")
+            fact[name], fact[f"{name}_iqr"] = timing.median_us, timing.iqr_us
+        except Exception as error:  # a capture may be refused for reasons of any library's
+            fact[name], fact[f"{name}_reason"] = None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+    timed("ours_us", lambda: ours(batch, cache), "eager")
+    if device.type == "cuda":
+        timed("ours_graph_us", lambda: ours(batch, cache), "graph")
+    timed("transformers_us", their_step(work, theirs, ours.config, device), "eager")
+    return fact

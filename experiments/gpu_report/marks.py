@@ -1,0 +1,93 @@
+"""What the kernels are to reach on an H200, and what was published of the peers: the yardsticks of the table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tkernels.contract import Value
+
+Against = Literal["read", "copy", "peer"]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One figure that the project is judged by.
+
+    against: "read" and "copy" are shares of the bandwidth measured on the same card; "peer" is how many times as fast
+        as the fastest of `peers`.
+    ideal: a ratio that no kernel can exceed, where the contract's roofline does not say so already.
+    axes: the point, where no realistic point of the contract has its name.
+    """
+
+    op: str
+    point: str
+    against: Against
+    target: float
+    peers: tuple[str, ...] = ()
+    ideal: float | None = None
+    axes: Mapping[str, Value] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        if self.against == "peer":
+            return f">= {self.target:g}x {' or '.join(self.peers)}"
+        return f">= {self.target:.0%} of {self.against} bandwidth"
+
+
+_DECODE = ("flashinfer", "sdpa_flash", "sdpa_cudnn")
+_PREFILL = ("sdpa_flash", "sdpa_cudnn", "torch")
+_NORM = ("liger", "flashinfer", "torch")
+
+
+def _quantized(rows: int, target: float, ideal: float) -> tuple[Mark, Mark]:
+    point, axes = f"M={rows},N=8192,K=8192,g=128", {"M": rows, "N": 8192, "K": 8192}
+    return (
+        Mark("dequant_gemm", point, "peer", target, ("cublas_16bit",), ideal, axes),
+        Mark("dequant_gemm", point, "peer", 1.0, ("gemlite",), None, axes),
+    )
+
+
+MARKS: tuple[Mark, ...] = (
+    Mark("paged_decode", "B=64,context=8192", "read", 0.90, _DECODE),
+    Mark("paged_decode", "B=64,context=1024", "read", 0.75, _DECODE),
+    Mark("paged_decode", "B=1,context=65536", "read", 0.80, _DECODE),
+    Mark("paged_prefill", "B=8,chunk=512,context=512", "peer", 1.0, _PREFILL),
+    Mark("paged_prefill", "B=1,chunk=4096,context=4096", "peer", 1.0, _PREFILL),
+    Mark("paged_prefill", "B=1,chunk=512,context=16384", "peer", 1.0, _PREFILL),
+    Mark("paged_prefill", "B=1,chunk=16384,context=16384", "peer", 1.0, _PREFILL),
+    Mark("qk_norm_rope_scatter", "T=4096,Hq=32,Hkv=8,D=128", "copy", 0.85, ("torch",)),
+    Mark("rms_norm", "T=4096,H=2560", "copy", 0.90, _NORM),
+    Mark("add_rms_norm", "T=4096,H=2560", "copy", 0.90, _NORM),
+    Mark("swiglu", "T=4096,I=9728", "copy", 0.90, _NORM),
+    *_quantized(1, 3.0, 3.85),
+    *_quantized(16, 3.0, 3.85),
+    *_quantized(64, 2.0, 2.86),
+    *_quantized(128, 1.2, 1.43),
+)
+
+
+@dataclass(frozen=True)
+class Published:
+    """What others measured of a peer: a share of the data sheet's bandwidth, or times as fast as another variant."""
+
+    op: str
+    peer: str
+    point: str
+    value: float
+    over: str | None
+    source: str
+
+
+PUBLISHED: tuple[Published, ...] = (
+    Published("paged_decode", "flashinfer", "B=64,context=1024", 0.60, None, "FlashInfer, H100"),
+    Published("paged_decode", "flashinfer", "B=64,context=8192", 0.89, None, "FlashInfer, H100"),
+    Published("paged_decode", "flashinfer", "B=1,context=65536", 0.59, None, "FlashInfer, H100"),
+    Published("add_rms_norm", "liger", "T=4096,H=2560", 0.87, None, "Liger-Kernel, H100"),
+    Published("dequant_gemm", "gemlite", "M=1,N=8192,K=8192,g=128", 1.78, "cublas_16bit", "GemLite, H100"),
+    Published("dequant_gemm", "gemlite", "M=16,N=8192,K=8192,g=128", 1.29, "cublas_16bit", "GemLite, H100"),
+    Published("dequant_gemm", "gemlite", "M=64,N=8192,K=8192,g=128", 0.73, "cublas_16bit", "GemLite, H100"),
+    Published("dequant_gemm", "gemlite", "M=128,N=8192,K=8192,g=128", 0.54, "cublas_16bit", "GemLite, H100"),
+)
+
+FAR_UNDER = 0.7
+"""A peer below this share of its published figure was not run as its authors run it: its row is void."""

@@ -1,0 +1,107 @@
+"""Fills Triton's cache from several processes at once, so that the steps after it find everything compiled."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from experiments.gpu_report.correctness import cases, signatures
+from experiments.gpu_report.marks import MARKS
+from experiments.gpu_report.steps import SIGNATURES, report_points
+from tkernels.check import check_case
+from tkernels.config import Config
+from tkernels.device import device_facts
+from tkernels.inputs import map_tensors
+from tkernels.launch import Kernel
+from tkernels.measurement import at_most, prepare
+from tkernels.registry import Registry
+from tkernels.tuning import NEAREST, candidates
+from tkernels.variant import Variant
+
+MOST_PROCESSES = 16
+
+# Sizes of the batch at which candidates are compiled: a multiple of every alignment that Triton specializes on.
+_BATCH = 64
+
+
+def processes() -> int:
+    return max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) - 1))
+
+
+def in_parallel(device: torch.device, seconds: float) -> dict[str, Any]:
+    """Runs one share of the work in each process; one that dies or is too slow loses nothing but time."""
+    count = processes()
+    command = [sys.executable, "-m", "experiments.gpu_report.worker", "--device", str(device), "--share"]
+    started = [
+        subprocess.Popen([*command, f"{index}/{count}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for index in range(count)
+    ]
+    problems = []
+    for process in started:
+        try:
+            _, said = process.communicate(timeout=max(seconds, 1.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            problems.append("stopped: out of time")
+            continue
+        if process.returncode:
+            problems.append(f"exit {process.returncode}: {said.strip().splitlines()[-1] if said.strip() else ''}")
+    return {"kind": "precompile", "processes": count, "problems": problems}
+
+
+def compile_share(ops: Registry, device: torch.device, index: int, count: int) -> None:
+    """Every `count`-th piece of the work, from `index` on. What does not compile is for its own step to report."""
+    for number, (variant, piece) in enumerate(_pieces(ops, device)):
+        if number % count != index:
+            continue
+        try:
+            if isinstance(piece, int):
+                _compile_signature(variant, piece, device)
+            else:
+                _compile_config(variant, piece[0], piece[1], device)
+        except Exception as error:
+            print(f"{variant.contract.name}.{variant.name}: {error}", file=sys.stderr)
+
+
+def _pieces(ops: Registry, device: torch.device) -> Iterator[tuple[Variant, Any]]:
+    arch = device_facts(device).arch
+    triton = [v for op in ops.values() for v in op.variants.values() if v.kind == "triton"]
+    for variant in triton:
+        for place in range(SIGNATURES):
+            yield variant, place
+    for variant in triton:
+        points = report_points(variant.contract)
+        for name in dict.fromkeys(mark.point for mark in MARKS if mark.op == variant.contract.name):
+            for config in candidates(variant, arch) if name in points else ():
+                yield variant, (points[name], config)
+
+
+def _compile_signature(variant: Variant, place: int, device: torch.device) -> None:
+    found = signatures(variant, device, place + 1)
+    if len(found) > place:
+        for case in cases(variant, found[place], 1, device):
+            check_case(variant, case, found[place].config)
+
+
+def _compile_config(variant: Variant, axes: Mapping[str, Any], config: Config, device: torch.device) -> None:
+    """Compiles what the launcher would launch at a small batch of the point, without running it."""
+    contract, facts = variant.contract, device_facts(device)
+    small = at_most(contract, axes, _BATCH, only_batch=True) or axes
+    case = prepare(variant, contract.case(small, 0, device)).case
+    arguments = contract.bind_arguments((), case.inputs)
+    bound, _ = contract.bind_axes(arguments)
+    meta = torch.device("meta")
+
+    def to_meta(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=meta)
+
+    def compiling(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
+        kernel.warmup(grid=grid, **arguments, num_warps=config.num_warps, num_stages=config.num_stages)
+
+    shapes = map_tensors(arguments, to_meta)
+    outputs = contract.allocate_outputs(bound, shapes, meta)
+    Kernel(variant, NEAREST, {}, compiling).launch_into(outputs, shapes, bound, meta, facts, config)

@@ -1,0 +1,147 @@
+"""What a report does, in order: the figures that the project is judged by before everything else."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from experiments.gpu_report.marks import MARKS
+from experiments.peers import is_peer
+from experiments.tuning_session import TuningPoint, one_per_bucket
+from tkernels.contract import Contract, Value
+from tkernels.device import DeviceFacts
+from tkernels.measurement import benchmark_points, completed
+from tkernels.registry import Registry
+from tkernels.tuning import bucket, candidates
+from tkernels.variant import Variant
+
+Kind = Literal["device", "precompile", "check", "tune", "time", "engine", "rerun", "stress", "sanitizer"]
+
+SIGNATURES = 8
+"""Compile signatures that a variant is checked at, at most."""
+
+CASES = 200
+RERUNS = 1000
+
+# Seconds, by reasoning: a signature or a config compiles in 1-2 s, a process starts in 15, a timed point takes two,
+# mostly for making and judging inputs. They decide the dry run's sums and when a step is taken to hang, no more.
+_COMPILE_S, _PROCESS_S, _TIME_S, _CHECK_S, _CONFIG_S = 2.0, 15.0, 2.0, 5.0, 0.2
+
+MODELS = ("Qwen3-0.6B", "Qwen3-4B")
+
+DOES: Mapping[Kind, str] = {
+    "device": "copy and read bandwidth, bf16 matmul rate, versions",
+    "precompile": "every signature and candidate config into Triton's cache, in parallel processes",
+    "check": f"{CASES} drawn cases at up to {SIGNATURES} compile signatures against float64",
+    "tune": "every config that the lockfile lacks",
+    "time": "checked, then timed: CUDA graph, cold L2",
+    "engine": "prefill and decode beside transformers, the same random weights",
+    "rerun": f"{RERUNS} runs, bit by bit the same",
+    "stress": "the last arriver under load: same bits, counters left at zero",
+    "sanitizer": "compute-sanitizer over a few cases",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to do. `source` is the hash of the variant's code, so that changed code is done anew."""
+
+    kind: Kind
+    seconds: float
+    op: str = ""
+    variant: str = ""
+    source: str = ""
+    point: str = ""
+
+    @property
+    def name(self) -> str:
+        """Unique within a report, and the same in the next run of the same code."""
+        subject = f"{self.op}.{self.variant}@{self.source}" if self.variant else self.op
+        return " ".join(part for part in (self.kind, subject, self.point) if part)
+
+    @property
+    def title(self) -> str:
+        subject = f"{self.op}.{self.variant}" if self.variant else self.op
+        return " ".join(part for part in (self.kind, subject, self.point) if part)
+
+
+def report_points(contract: Contract) -> dict[str, dict[str, Value]]:
+    """The contract's realistic points, and those that a mark adds."""
+    points = benchmark_points(contract, torch.device("cuda"))
+    for mark in MARKS:
+        if mark.op == contract.name and mark.point not in points and mark.axes:
+            base = next(iter(contract.benchmarks.values()), {})
+            points[mark.point] = completed(contract, {**base, **mark.axes})
+    return points
+
+
+def make_steps(ops: Registry, facts: DeviceFacts, processes: int) -> list[Step]:
+    """Every step for a registry with peers, the most valuable first."""
+    mine = [v for op in ops.values() for v in op.variants.values() if not is_peer(v)]
+    triton = [variant for variant in mine if variant.kind == "triton"]
+    marked = dict.fromkeys((mark.op, mark.point) for mark in MARKS if mark.op in ops)
+    others = [(op.name, point) for op in ops.values() for point in report_points(op.contract)]
+    compiled = sum(SIGNATURES + len(candidates(variant, facts.arch)) for variant in triton)
+    steps = [Step("device", 15.0), Step("precompile", _PROCESS_S + compiled * _COMPILE_S / processes)]
+    steps += [_step("check", variant, _CHECK_S) for variant in triton]
+    steps += _measured(ops, facts, list(marked))
+    steps += [Step("engine", 40.0, op=model) for model in MODELS]
+    steps += [_step("rerun", variant, 3.0) for variant in triton if variant.deterministic]
+    steps += [_step("stress", variant, 5.0) for variant in triton if has_counters(variant, facts)]
+    steps += [_step("sanitizer", variant, 25.0) for variant in triton]
+    steps += _measured(ops, facts, [place for place in others if place not in marked])
+    return list({step.name: step for step in steps}.values())
+
+
+def _measured(ops: Registry, facts: DeviceFacts, places: Sequence[tuple[str, str]]) -> list[Step]:
+    """For each op and point: its variants tuned, once for each bucket of shapes, then timed beside the peers."""
+    steps = []
+    for op, point in places:
+        axes = report_points(ops[op].contract)[point]
+        variants = list(ops[op].variants.values())
+        for variant in variants:
+            if variant.kind == "triton":
+                seconds = _TIME_S + _CONFIG_S * len(candidates(variant, facts.arch))
+                steps.append(_step("tune", variant, seconds, bucket(variant, axes)))
+        for variant in variants:
+            absent = is_peer(variant) and variant.supports(axes, facts) is not None
+            steps.append(_step("time", variant, 0.0 if absent else _TIME_S, point))
+    return steps
+
+
+def _step(kind: Kind, variant: Variant, seconds: float, point: str = "") -> Step:
+    source = variant.source if variant.kernels else "-"
+    return Step(kind, seconds, variant.contract.name, variant.name, source, point)
+
+
+def has_counters(variant: Variant, facts: DeviceFacts) -> bool:
+    """Whether a variant keeps zeroed counters in its workspace at any realistic point, as a last arriver does."""
+    config = variant.default_config(facts.arch)
+    for axes in report_points(variant.contract).values():
+        # Axes that a call binds and a point does not name are options that are off.
+        bound = {**dict.fromkeys(variant.contract.arguments, 0), **axes}
+        if any(buffer.zeroed for buffer in variant.workspace(bound, config, facts).values()):
+            return True
+    return False
+
+
+def tuning_point(variant: Variant, named: str) -> TuningPoint:
+    """The realistic point that stands for a shape bucket."""
+    points = [TuningPoint(variant, name, axes) for name, axes in report_points(variant.contract).items()]
+    return next(p for p in one_per_bucket(points) if bucket(variant, p.axes) == named)
+
+
+def pending(steps: Sequence[Step], done: Iterable[str]) -> list[Step]:
+    """The steps that are not done yet, in order."""
+    known = set(done)
+    return [step for step in steps if step.name not in known]
+
+
+def schedule(steps: Sequence[Step], seconds: float) -> list[tuple[Step, float, bool]]:
+    """Each step with the time at which it should end, by estimate, and whether that is within `seconds`."""
+    rows, ends = [], 0.0
+    for step in steps:
+        ends += step.seconds
+        rows.append((step, ends, ends <= seconds))
+    return rows

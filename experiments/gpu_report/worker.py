@@ -1,0 +1,224 @@
+"""One process of a report: carries out steps, one after the other, and writes down each fact as it is known.
+
+A kernel that reads where it must not takes its whole process with it; the supervisor then starts another one, which
+goes on after the step that failed.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.gpu_report import engine, hardware, precompile
+from experiments.gpu_report.correctness import check, rerun, signatures, stress
+from experiments.gpu_report.journal import Journal, facts
+from experiments.gpu_report.steps import CASES, RERUNS, SIGNATURES, Kind, Step, make_steps, report_points, tuning_point
+from experiments.peers import is_peer, slack_of, with_peers
+from experiments.tuning_session import tune
+from tkernels import OPS, Registry, Tuning
+from tkernels.device import device_facts
+from tkernels.measurement import Measurement, Method, measure
+from tkernels.variant import Variant
+
+METHOD = Method("graph", "cold", 30)
+
+SANITIZED_CASES = 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a step is carried out with. `deadline`: seconds since the epoch, after which nothing is begun."""
+
+    journal: Journal
+    ops: Registry
+    device: torch.device
+    deadline: float
+
+    def left(self) -> float:
+        return self.deadline - time.time()
+
+    def variant(self, step: Step) -> Variant:
+        return self.ops[step.op].variants[step.variant]
+
+    def tuning(self) -> Tuning:
+        """The lockfile that this report writes."""
+        return Tuning("nearest", self.journal.folder)
+
+
+class OutOfTimeError(Exception):
+    """The deadline passed within a step; what it found is kept and the next run goes on."""
+
+
+Actions = Mapping[Kind, Callable[[Step, Job], None]]
+
+
+def carry_out(steps: Sequence[Step], job: Job, actions: Actions | None = None) -> None:
+    """Runs the steps in order until the deadline. One that raises is written down and the next one begins.
+
+    A CUDA error leaves nothing in this process that could go on, so that one is raised again.
+    """
+    known = ACTIONS if actions is None else actions
+    for step in steps:
+        if job.left() <= 0:
+            return
+        job.journal.append(step.name, "begin")
+        started = time.monotonic()
+        try:
+            known[step.kind](step, job)
+            status, reason = "done", None
+        except OutOfTimeError:
+            status, reason = "stopped", "out of time"
+        except Exception as error:
+            status, reason = "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+            if isinstance(error, torch.AcceleratorError):
+                job.journal.append(step.name, "end", status=status, reason=reason)
+                raise
+        job.journal.append(step.name, "end", status=status, reason=reason, seconds=round(time.monotonic() - started, 2))
+
+
+def _device(step: Step, job: Job) -> None:
+    job.journal.append(step.name, "fact", **hardware.describe(job.device))
+    job.journal.append(step.name, "fact", **hardware.rates(job.device))
+
+
+def _precompile(step: Step, job: Job) -> None:
+    job.journal.append(step.name, "fact", **precompile.in_parallel(job.device, min(job.left(), 3 * step.seconds)))
+
+
+def _check(step: Step, job: Job) -> None:
+    variant = job.variant(step)
+    kept = {fact["signature"] for fact in facts(job.journal.lines(), step.name)}
+    found = signatures(variant, job.device, SIGNATURES)
+    for signature in found:
+        if signature.text in kept:
+            continue
+        if job.left() <= 0:
+            raise OutOfTimeError
+        fact = check(variant, signature, -(-CASES // len(found)), job.device)
+        job.journal.append(step.name, "fact", op=step.op, variant=step.variant, **fact)
+
+
+def _tune(step: Step, job: Job) -> None:
+    variant = job.variant(step)
+    point = tuning_point(variant, step.point)
+    with torch.cuda.device(job.device):
+        (result,) = tune([point], job.device, folder=job.journal.folder)
+    entry = result.entry
+    fact: dict[str, Any] = {"timed": result.timed, "known": result.known, "reason": result.reason}
+    fact |= {"config": entry.config.as_dict() if entry is not None else None}
+    job.journal.append(step.name, "fact", kind="tuning", op=step.op, variant=step.variant, point=step.point, **fact)
+
+
+def _time(step: Step, job: Job) -> None:
+    variant = job.variant(step)
+    axes = report_points(variant.contract)[step.point]
+    side = "peer" if is_peer(variant) else "torch" if variant.kind == "torch" else "ours"
+    if side == "peer" and (reason := variant.supports(axes, device_facts(job.device))):
+        row = Measurement(step.op, step.variant, variant.kind, step.point, axes, "unsupported", reason)
+    else:
+        settings: dict[str, Any] = {"tuning": job.tuning(), "slack": slack_of(variant)}
+        row = measure(variant, step.point, axes, job.device, method=METHOD, **settings)
+        if row.status == "failed":  # what cannot be captured is launched: the timer's name says so
+            again = measure(variant, step.point, axes, job.device, method=replace(METHOD, launch="eager"), **settings)
+            row = again if again.status == "ok" else row
+    job.journal.append(step.name, "fact", side=side, **{**row.as_dict(), "kind": "timing"})
+
+
+def _engine(step: Step, job: Job) -> None:
+    kept = {fact["work"] for fact in facts(job.journal.lines(), step.name)}
+    works = [work for work in engine.WORKS if work.name not in kept]
+    if not works:
+        return
+    dtype = torch.bfloat16
+    theirs, ours = engine.models(engine.SHAPES[step.op], job.device, dtype, job.ops, job.tuning(), works)
+    for work in works:
+        if job.left() <= 0:
+            raise OutOfTimeError
+        job.journal.append(step.name, "fact", **engine.compare(step.op, work, theirs, ours, job.device, dtype))
+
+
+def _rerun(step: Step, job: Job) -> None:
+    variant = job.variant(step)
+    name, axes = next(iter(report_points(variant.contract).items()))
+    fact = rerun(variant, axes, job.device, RERUNS)
+    job.journal.append(step.name, "fact", op=step.op, variant=step.variant, point=name, **fact)
+
+
+def _stress(step: Step, job: Job) -> None:
+    variant = job.variant(step)
+    for name, axes in list(report_points(variant.contract).items())[:2]:
+        fact = stress(variant, axes, job.device, RERUNS)
+        job.journal.append(step.name, "fact", op=step.op, variant=step.variant, point=name, **fact)
+
+
+def _sanitizer(step: Step, job: Job) -> None:
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        fact = {"verdict": "not run: compute-sanitizer is not installed", "runs": 0}
+    else:
+        command = [
+            tool,
+            "--tool",
+            "memcheck",
+            "--error-exitcode",
+            "9",
+            sys.executable,
+            "-m",
+            "experiments.cli",
+            "check",
+        ]
+        command += ["--op", step.op, "--variant", step.variant, "--examples", str(SANITIZED_CASES)]
+        limit = max(1.0, min(job.left(), 4 * step.seconds))
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        except subprocess.TimeoutExpired:
+            raise OutOfTimeError from None
+        last = (done.stdout.strip().splitlines() or [""])[-1]
+        fact = {"verdict": "ok" if done.returncode == 0 else f"exit {done.returncode}: {last}", "runs": SANITIZED_CASES}
+    job.journal.append(step.name, "fact", kind="sanitizer", op=step.op, variant=step.variant, **fact)
+
+
+ACTIONS: Actions = {
+    "device": _device,
+    "precompile": _precompile,
+    "check": _check,
+    "tune": _tune,
+    "time": _time,
+    "engine": _engine,
+    "rerun": _rerun,
+    "stress": _stress,
+    "sanitizer": _sanitizer,
+}
+
+
+def main() -> None:
+    """Runs the steps named on stdin, one a line, or one share of the precompilation."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.gpu_report.worker")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--deadline", type=float, default=0.0)
+    parser.add_argument("--share", help="i/n: compile this share and leave")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", message=".*config tuned with.*")
+    device = torch.device(arguments.device)
+    torch.cuda.set_device(device)
+    if arguments.share:
+        index, count = map(int, arguments.share.split("/"))
+        precompile.compile_share(OPS, device, index, count)
+        return
+    ops = with_peers(OPS)
+    by_name = {step.name: step for step in make_steps(ops, device_facts(device), precompile.processes())}
+    steps = [by_name[line.rstrip("\n")] for line in sys.stdin]
+    carry_out(steps, Job(Journal(arguments.out), ops, device, arguments.deadline))
+
+
+if __name__ == "__main__":
+    main()
