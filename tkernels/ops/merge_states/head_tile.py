@@ -85,7 +85,11 @@ VARIANT = Variant(
     launch=launch,
     configs=CONFIGS,
     # 8 heads of 128 are 8 elements a thread: one 16-byte access for each part. Interpreted, 5 heads are two tiles.
-    default={"": Config(BLOCK_HEADS=8), "interpreter": Config(BLOCK_HEADS=4)},
+    default={
+        "": Config(BLOCK_HEADS=8),
+        "gfx942": Config(BLOCK_HEADS=8, num_warps=2),  # of 64 lanes each
+        "interpreter": Config(BLOCK_HEADS=4),
+    },
     key=("Hq", "Dv"),
     deterministic=True,
     batch_invariant=True,
