@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tkernels import OPS
+from tkernels import OPS, UnsupportedError
 
 VARIANTS = OPS["add_rms_norm"].variants
 TRITON = [name for name, variant in VARIANTS.items() if variant.kind == "triton"]
@@ -38,3 +38,22 @@ def test_a_row_has_the_same_bits_alone(variant: str) -> None:
     whole = VARIANTS[variant](x, residual, weight, 1e-6)
     alone = VARIANTS[variant](x[2:3], residual[2:3], weight, 1e-6)
     assert all(torch.equal(a, w[2:3]) for a, w in zip(alone, whole, strict=True))
+
+
+def test_rows_that_share_a_program_have_the_bits_that_each_has_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, residual = (torch.randn(37, 24, generator=generator).bfloat16() for _ in range(2))
+    x[3::4] *= 1e3  # neighbours of another size
+    arguments = torch.ones(24).bfloat16(), 1e-6
+    variant = VARIANTS["rows_per_program"]
+    whole = variant(x, residual, *arguments)
+    for row in (slice(0, 1), slice(7, 8), slice(30, 31), slice(36, 37), slice(5, 22)):
+        alone = variant(x[row], residual[row], *arguments)
+        assert all(torch.equal(a, b[row]) for a, b in zip(alone, whole, strict=True))
+
+
+@pytest.mark.parametrize(("variant", "widest"), [("rows_per_program", 2048), ("row_per_program", 32768)])
+def test_a_row_too_wide_for_an_algorithm_is_refused(variant: str, widest: int) -> None:
+    row = torch.ones(1, widest + 1)
+    with pytest.raises(UnsupportedError, match=f"rows wider than {widest}.*H = {widest + 1}"):
+        VARIANTS[variant](row, row, row[0], 1e-6)

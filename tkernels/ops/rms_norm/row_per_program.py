@@ -1,6 +1,6 @@
 """One program normalizes one row, which it reads once and keeps in registers.
 
-Wins wherever a row fits into a program's registers (H up to about 16k) and there are enough rows to fill the device:
+Wins wherever a row fits into a program's registers (H up to 16k) and there are enough rows to fill the device:
 the bytes moved are the minimum, and no reduction leaves the program.
 """
 
@@ -8,9 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tkernels import Config, Run, Variant
+from tkernels import Axes, Config, DeviceFacts, Run, Variant
 
 CONFIGS = tuple(Config(num_warps=warps) for warps in (1, 2, 4, 8, 16))
+WIDEST = 16384
 
 
 @triton.jit
@@ -42,11 +43,20 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, e
     )
 
 
+def supports(axes: Axes, device: DeviceFacts) -> str | None:
+    if int(axes["H"]) > WIDEST:
+        return f"rows wider than {WIDEST} leave a program's registers; this is H = {axes['H']}: two_pass"
+    return None
+
+
 VARIANT = Variant(
     wins="rows up to 16k wide, and enough of them to fill the device",
     launch=launch,
     configs=CONFIGS,
-    default={"": Config(num_warps=4)},
+    supports=supports,
+    # 8 warps keep a thread at 16 elements for widths of 2k to 4k, two 16-byte loads in flight, and at 128 registers for
+    # 16k (4 warps: 211).
+    default={"": Config(num_warps=8)},
     key=("H",),
     deterministic=True,
     batch_invariant=True,

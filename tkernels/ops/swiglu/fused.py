@@ -58,9 +58,13 @@ VARIANT = Variant(
     wins="batches of up to a few waves of tiles, single tokens among them",
     launch=launch,
     configs=CONFIGS,
-    # 8 elements a thread: one 16-byte load from each half, and enough programs at one token. Interpreted, tiles have
-    # two rows, so that rows past the end occur.
-    default={"": Config(BLOCK_T=1, BLOCK_I=1024), "interpreter": Config(BLOCK_T=2, BLOCK_I=1024)},
+    # 8 elements a thread: one 16-byte load from each half, and enough programs at one token. gfx942 has 64 threads in a
+    # warp. Interpreted, tiles have two rows, so that rows past the end occur.
+    default={
+        "": Config(BLOCK_T=1, BLOCK_I=1024),
+        "gfx942": Config(BLOCK_T=1, BLOCK_I=1024, num_warps=2),
+        "interpreter": Config(BLOCK_T=2, BLOCK_I=1024),
+    },
     key=("I",),
     deterministic=True,
     batch_invariant=True,

@@ -68,10 +68,11 @@ VARIANT = Variant(
     wins="large batches: one wave of programs, whose next tiles are on their way while this one is computed",
     launch=launch,
     configs=CONFIGS,
-    # 8 programs of 4 warps fill half of a multiprocessor's 64 warps; three stages make up for the other half.
-    # Interpreted, 4 programs have several tiles each.
+    # 8 programs of 4 warps fill half of a multiprocessor's 64 warps; three stages make up for the other half. gfx942
+    # has 64 threads in a warp. Interpreted, 4 programs have several tiles each.
     default={
         "": Config(BLOCK_I=1024, PROGRAMS_PER_SM=8, num_stages=3),
+        "gfx942": Config(BLOCK_I=1024, PROGRAMS_PER_SM=8, num_warps=2, num_stages=3),
         "interpreter": Config(BLOCK_I=64, PROGRAMS_PER_SM=1),
     },
     key=("I",),

@@ -1,0 +1,101 @@
+"""One program adds and normalizes as many rows as fill its tile, and reads the weight once for all of them.
+
+Wins for narrow rows (H up to 2048), of which one alone leaves most threads of a program without a 16-byte access.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels import Axes, Config, DeviceFacts, Run, Variant
+
+CONFIGS = tuple(
+    Config(BLOCK_ELEMENTS=elements, num_warps=warps)
+    for elements, warps in ((1024, 1), (2048, 2), (2048, 4), (4096, 4), (4096, 8), (8192, 8))
+)
+WIDEST = 2048
+
+
+@triton.jit
+def add_rms_norm_rows_per_program(
+    out_ptr,
+    new_residual_ptr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    stride_out_t,
+    stride_new_residual_t,
+    stride_x_t,
+    stride_residual_t,
+    tokens,
+    hidden,
+    eps,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # T * stride can pass 2**31
+    offs = tl.arange(0, BLOCK_H)[None, :]
+    mask = (rows < tokens) & (offs < hidden)
+    x = tl.load(x_ptr + rows * stride_x_t + offs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_H]
+    residual = tl.load(residual_ptr + rows * stride_residual_t + offs, mask=mask, other=0.0).to(tl.float32)
+    total = x + residual
+    # The norm goes on with the sum in fp32; what is stored is rounded once.
+    new_residual = total.to(new_residual_ptr.dtype.element_ty)
+    tl.store(new_residual_ptr + rows * stride_new_residual_t + offs, new_residual, mask=mask)
+    # Along the row alone, by threads whose places follow from BLOCK_T and BLOCK_H: no row's bits depend on another's.
+    scale = tl.rsqrt(tl.sum(total * total, axis=1, keep_dims=True) / hidden + eps)  # [BLOCK_T, 1]
+    weight = tl.load(weight_ptr + offs, mask=offs < hidden, other=0.0).to(tl.float32)  # [1, BLOCK_H]
+    out = (total * scale * weight).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + rows * stride_out_t + offs, out, mask=mask)
+
+
+def launch(
+    run: Run,
+    out: torch.Tensor,
+    new_residual: torch.Tensor,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+) -> None:
+    tokens, hidden = x.shape
+    block_h = triton.next_power_of_2(hidden)
+    block_t = max(1, run.config["BLOCK_ELEMENTS"] // block_h)
+    run.launch(
+        add_rms_norm_rows_per_program,
+        (triton.cdiv(tokens, block_t),),
+        out_ptr=out,
+        new_residual_ptr=new_residual,
+        x_ptr=x,
+        residual_ptr=residual,
+        weight_ptr=weight,
+        stride_out_t=out.stride(0),
+        stride_new_residual_t=new_residual.stride(0),
+        stride_x_t=x.stride(0),
+        stride_residual_t=residual.stride(0),
+        tokens=tokens,
+        hidden=hidden,
+        eps=eps,
+        BLOCK_T=block_t,
+        BLOCK_H=block_h,
+    )
+
+
+def supports(axes: Axes, device: DeviceFacts) -> str | None:
+    if int(axes["H"]) > WIDEST:
+        return f"rows wider than {WIDEST} fill a program each; this is H = {axes['H']}: row_per_program"
+    return None
+
+
+VARIANT = Variant(
+    wins="rows up to 2048 wide, many of them",
+    launch=launch,
+    configs=CONFIGS,
+    supports=supports,
+    # 4096 elements over 4 warps: four 16-byte loads of each operand a thread in flight; 32 rows of 128, 2 of 2048.
+    # Interpreted, tiles hold a few rows, so that there are several and the last is not full.
+    default={"": Config(BLOCK_ELEMENTS=4096), "interpreter": Config(BLOCK_ELEMENTS=256)},
+    key=("H",),
+    deterministic=True,
+    batch_invariant=True,
+)

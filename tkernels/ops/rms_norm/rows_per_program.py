@@ -1,0 +1,81 @@
+"""One program normalizes as many rows as fill its tile: it reads each once and the weight once for all of them.
+
+Wins for narrow rows (H up to 2048), of which one alone leaves most threads of a program without a 16-byte access: a
+tile of them has every thread busy, and a fraction of the programs and of the weight's reads.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels import Axes, Config, DeviceFacts, Run, Variant
+
+CONFIGS = tuple(
+    Config(BLOCK_ELEMENTS=elements, num_warps=warps)
+    for elements, warps in ((1024, 1), (2048, 2), (2048, 4), (4096, 4), (8192, 4), (8192, 8))
+)
+WIDEST = 2048
+
+
+@triton.jit
+def rms_norm_rows_per_program(
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    stride_x_t,
+    stride_out_t,
+    tokens,
+    hidden,
+    eps,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # T * stride can pass 2**31
+    offs = tl.arange(0, BLOCK_H)[None, :]
+    mask = (rows < tokens) & (offs < hidden)
+    x = tl.load(x_ptr + rows * stride_x_t + offs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_H]
+    # Along the row alone, by threads whose places follow from BLOCK_T and BLOCK_H: no row's bits depend on another's.
+    scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / hidden + eps)  # [BLOCK_T, 1]
+    weight = tl.load(weight_ptr + offs, mask=offs < hidden, other=0.0).to(tl.float32)  # [1, BLOCK_H]
+    out = (x * scale * weight).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + rows * stride_out_t + offs, out, mask=mask)
+
+
+def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    tokens, hidden = x.shape
+    block_h = triton.next_power_of_2(hidden)
+    block_t = max(1, run.config["BLOCK_ELEMENTS"] // block_h)
+    run.launch(
+        rms_norm_rows_per_program,
+        (triton.cdiv(tokens, block_t),),
+        out_ptr=out,
+        x_ptr=x,
+        weight_ptr=weight,
+        stride_x_t=x.stride(0),
+        stride_out_t=out.stride(0),
+        tokens=tokens,
+        hidden=hidden,
+        eps=eps,
+        BLOCK_T=block_t,
+        BLOCK_H=block_h,
+    )
+
+
+def supports(axes: Axes, device: DeviceFacts) -> str | None:
+    if int(axes["H"]) > WIDEST:
+        return f"rows wider than {WIDEST} fill a program each; this is H = {axes['H']}: row_per_program"
+    return None
+
+
+VARIANT = Variant(
+    wins="rows up to 2048 wide, many of them",
+    launch=launch,
+    configs=CONFIGS,
+    supports=supports,
+    # 4096 elements over 4 warps: four 16-byte loads a thread in flight; 32 rows of 128, 2 of 2048. Interpreted, tiles
+    # hold a few rows, so that there are several and the last is not full.
+    default={"": Config(BLOCK_ELEMENTS=4096), "interpreter": Config(BLOCK_ELEMENTS=256)},
+    key=("H",),
+    deterministic=True,
+    batch_invariant=True,
+)
