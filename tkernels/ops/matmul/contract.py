@@ -75,8 +75,8 @@ CONTRACT = Contract(
     ),
     constraints=(Constraint("weight == activation"),),
     arguments={
-        "x": Tensor("M K", "activation"),
-        "weight": Tensor("N K", "weight"),
+        "x": Tensor("M K", "activation", copied_in_boxes=True),
+        "weight": Tensor("N K", "weight", copied_in_boxes=True),
         "bias": Tensor("N", "activation", optional=True),
     },
     outputs={"out": Output("M N", "activation")},

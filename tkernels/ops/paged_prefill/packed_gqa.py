@@ -24,9 +24,7 @@ CONFIGS = tuple(
         (64, 64, 4, 2),
         (64, 64, 4, 3),
         (64, 64, 4, 5),
-        (64, 128, 4, 3),
         (128, 32, 8, 3),
-        (128, 64, 4, 3),
         (128, 64, 8, 2),
         (128, 64, 8, 3),
         (128, 64, 8, 5),
@@ -127,8 +125,8 @@ def paged_prefill_packed_gqa_sweep(
     offs_d = tl.arange(0, q.shape[1])
     offs_dv = tl.arange(0, acc.shape[1])
     # Constant masks vanish when compiled: heads that fill their tiles, in blocks that every row sees, load unmasked.
-    mask_d = (offs_d < HEAD_DIM) if q.shape[1] > HEAD_DIM else tl.full([q.shape[1]], True, tl.int1)
-    mask_dv = (offs_dv < HEAD_DIM_V) if acc.shape[1] > HEAD_DIM_V else tl.full([acc.shape[1]], True, tl.int1)
+    mask_d = (offs_d < HEAD_DIM) if q.shape[1] != HEAD_DIM else tl.full([q.shape[1]], True, tl.int1)
+    mask_dv = (offs_dv < HEAD_DIM_V) if acc.shape[1] != HEAD_DIM_V else tl.full([acc.shape[1]], True, tl.int1)
     for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         live = (keys < length) if MASKED else tl.full([BLOCK_N], True, tl.int1)
@@ -295,10 +293,13 @@ VARIANT = Variant(
     limits={"BLOCK_M": (16, 256), "BLOCK_N": (16, 256)},  # a tensor core's tile has 16 rows and 16 keys at least
     default={
         "": Config(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2),
-        # 64 keys would spill on sm_80 (96 bytes of stack, compiled at D 128), whose products read from registers.
+        # Compiled at D 128 in bf16. 64 keys would spill on sm_80 (104 bytes of stack) and sm_120 (96), whose products
+        # read from registers, and so would 128 rows of 32 keys (32 and 40). On sm_90, where 64 rows or more are HGMMA,
+        # 128 keys spill 40 bytes. 229 registers x 256 threads leave room for one program to a multiprocessor, so shared
+        # memory is free: 5 stages are three buffers of keys (132 KB), 3 or 4 are two.
         "sm_80": Config(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=5),
-        "sm_90": Config(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
-        "sm_100": Config(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
+        "sm_90": Config(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=5),
+        "sm_100": Config(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=5),
         "interpreter": Config(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=1),
     },
     key=("Hq", "Hkv", "D", "Dv", "S"),
