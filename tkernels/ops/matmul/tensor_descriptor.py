@@ -85,11 +85,12 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, b
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    if device.arch != "interpreter" and not (device.arch.startswith("sm_") and int(device.arch[3:]) >= 90):
-        return f"tensor descriptors are copied by hardware from sm_90 on; this is {device.arch}"
-    if axes["activation"] == "float32":
-        # Compiled with 64 x 64 tiles for sm_90: 4936 bytes of stack, where persistent has none.
-        return "fp32 products run on FMA units from registers, which swizzled tiles fill by spilling"
+    if device.arch != "interpreter":
+        if not (device.arch.startswith("sm_") and int(device.arch[3:]) >= 90):
+            return f"tensor descriptors are copied by hardware from sm_90 on; this is {device.arch}"
+        if axes.get("activation") == "float32":
+            # Compiled with 64 x 64 tiles for sm_90: 4936 bytes of stack, where persistent has none.
+            return "fp32 products run on FMA units from registers, which swizzled tiles fill by spilling"
     for name in ("x", "weight"):
         if not axes.get(f"{name}_aligned", True):
             return f"a tensor descriptor needs {name}'s address and row stride to be multiples of 16 bytes"
