@@ -45,6 +45,16 @@ class Job:
     def left(self) -> float:
         return self.deadline - time.time()
 
+    def lost(self) -> str | None:
+        """Why this process can do nothing more with its device: what a kernel broke stays broken until it ends."""
+        if self.device.type != "cuda":
+            return None
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            return " ".join(str(error).split())[:200]
+        return None
+
     def variant(self, step: Step) -> Variant:
         return self.ops[step.op].variants[step.variant]
 
@@ -57,13 +67,17 @@ class OutOfTimeError(Exception):
     """The deadline passed within a step; what it found is kept and the next run goes on."""
 
 
+class DeviceLostError(RuntimeError):
+    """A kernel broke the connection of this process to its device."""
+
+
 Actions = Mapping[Kind, Callable[[Step, Job], None]]
 
 
 def carry_out(steps: Sequence[Step], job: Job, actions: Actions | None = None) -> None:
     """Runs the steps in order until the deadline. One that raises is written down and the next one begins.
 
-    A CUDA error leaves nothing in this process that could go on, so that one is raised again.
+    Raises DeviceLostError after a step whose kernel left the device unusable: another process has to go on.
     """
     known = ACTIONS if actions is None else actions
     for step in steps:
@@ -78,10 +92,11 @@ def carry_out(steps: Sequence[Step], job: Job, actions: Actions | None = None) -
             status, reason = "stopped", "out of time"
         except Exception as error:
             status, reason = "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-            if isinstance(error, torch.AcceleratorError):
-                job.journal.append(step.name, "end", status=status, reason=reason)
-                raise
+        if broken := job.lost():  # whether the step raised, or took the error for a variant's failure
+            status, reason = "failed", f"the device is lost to this process: {broken}"
         job.journal.append(step.name, "end", status=status, reason=reason, seconds=round(time.monotonic() - started, 2))
+        if broken:
+            raise DeviceLostError(broken)
 
 
 def _device(step: Step, job: Job) -> None:

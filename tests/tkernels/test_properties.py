@@ -1,7 +1,8 @@
 """Every variant of every op against the float64 oracle. A new variant file is tested here with no new code.
 
 Poisoned outputs, tails, unused pages and padding, the address check on every access and the int32-overflow check are
-part of `check_case`; `tk check --examples N` runs the same with as many draws as asked.
+part of `check_case`; `tk check --examples N` runs the same with as many draws as asked. `pytest --device cuda` runs
+them on a GPU as they are.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 import tkernels
+from tests.conftest import DEVICE
 from tkernels.check import check_case, draw
 from tkernels.contract import FLOATS, Value
 
@@ -34,7 +36,7 @@ def test_variant_is_right(op: str, variant: str, dtype: str, data: st.DataObject
 
     seed = data.draw(st.integers(0, 2**31 - 1), label="seed")
     subject = tkernels.OPS[op].variants[variant]
-    drawn = draw(subject, choose, seed, {"activation": dtype})
+    drawn = draw(subject, choose, seed, {"activation": dtype}, DEVICE)
     assume(drawn is not None)
     assert drawn is not None
     result = check_case(subject, *drawn)

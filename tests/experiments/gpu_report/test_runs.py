@@ -10,7 +10,7 @@ import torch
 from experiments.gpu_report.journal import Journal, done_steps, facts
 from experiments.gpu_report.steps import Step
 from experiments.gpu_report.supervisor import Process, supervise
-from experiments.gpu_report.worker import Job, OutOfTimeError, carry_out
+from experiments.gpu_report.worker import DeviceLostError, Job, OutOfTimeError, carry_out
 from tkernels import OPS
 
 STEPS = [Step("device", 1.0), Step("check", 1.0, "swiglu", "fused", "0"), Step("engine", 1.0, "Qwen3-0.6B")]
@@ -53,11 +53,13 @@ def test_nothing_begins_past_the_deadline_and_a_stopped_step_is_not_done(tmp_pat
     assert ends(tmp_path)[STEPS[1].name] == "stopped"
 
 
-def test_a_device_error_ends_the_process(tmp_path: Path) -> None:
-    actions = {"device": raises(torch.AcceleratorError("illegal address")), "check": note, "engine": note}
-    with pytest.raises(torch.AcceleratorError):
-        carry_out(STEPS, job(tmp_path), actions)
-    assert ends(tmp_path) == {STEPS[0].name: "failed"}
+def test_a_lost_device_ends_the_process_whoever_caught_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Job, "lost", lambda self: "illegal address" if ends(tmp_path) else None)
+    with pytest.raises(DeviceLostError):
+        carry_out(STEPS, job(tmp_path), {"device": note, "check": note, "engine": note})
+    assert ends(tmp_path) == {STEPS[0].name: "done", STEPS[1].name: "failed"}
 
 
 class Finished:
