@@ -33,7 +33,8 @@ class Sanitizer:
     run: (variant, case, config) -> what is wrong, or None. An exception is a finding too.
     unfit: variant -> why it cannot be put under this sanitizer, or None.
     draws: how many cases a run over the registry takes; with `each_config`, for each config of the variant.
-    max_programs: of a drawn case. fixed: axes that every draw holds, where the op has them.
+    max_programs: of a drawn case. fixed: axes that every other draw holds, where the op has them.
+    interpreted: it watches the interpreter; otherwise it also runs where kernels are compiled.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Sanitizer:
     max_programs: int = 16
     each_config: bool = False
     fixed: Mapping[str, Value] = field(default_factory=dict)
+    interpreted: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ class Finding:
 
 def unfit_reason(sanitizer: Sanitizer, variant: Variant) -> str | None:
     """Why a variant is not put under a sanitizer in this process, or None where it is."""
-    if MODE != "interpret":
-        return "sanitizers watch the interpreter, and this process compiles (a CUDA device is there)"
+    if sanitizer.interpreted and MODE != "interpret":
+        return "it watches the interpreter, and this process compiles"
     return sanitizer.unfit(variant)
 
 
@@ -112,10 +114,11 @@ def sanitized(
 ) -> Iterator[Finding | None]:
     """Draws cases and puts each under the sanitizer. Fewer than planned where the variant supports next to none."""
     known = variant.contract.axis_by_name
-    held = {name: value for name, value in sanitizer.fixed.items() if name in known} | dict(fixed or {})
+    narrowed = {name: value for name, value in sanitizer.fixed.items() if name in known}
     configs = _configs(sanitizer, variant)
     for index in range(planned_draws(sanitizer, variant, examples)):
         wanted = index % len(configs) if configs else None
+        held = {**(narrowed if index % 2 == 0 else {}), **(fixed or {})}
         for attempt in range(_TRIES):
             choose = _holding_config(chooser(seed + index + _APART * attempt), wanted)
             most = sanitizer.max_programs * (_MORE if attempt >= _TRIES // 2 else 1)

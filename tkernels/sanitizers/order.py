@@ -21,6 +21,7 @@ from tkernels.contract import Case
 from tkernels.inputs import clone_inputs, roughened
 from tkernels.interpreter import replaced_methods
 from tkernels.launch import Door, jit_door
+from tkernels.mode import MODE
 from tkernels.sanitizers.base import Sanitizer
 from tkernels.variant import Variant
 
@@ -121,7 +122,8 @@ def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
     first = call(variant, clone_inputs(inputs), config)
     if variant.deterministic and (why := first_difference(first, call(variant, clone_inputs(inputs), config))):
         return f"a rerun differs: {why}"
-    for order in ORDERS if variant.launch is not None else ():
+    permutable = variant.launch is not None and MODE == "interpret"  # a GPU orders programs as it likes
+    for order in ORDERS if permutable else ():
         if variant.deterministic:
             again = call(variant, clone_inputs(inputs), config, door=permuting_door(order))
             if why := first_difference(first, again):
@@ -134,5 +136,11 @@ def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
 
 
 SANITIZER = Sanitizer(
-    "order", "bits that depend on the run or on the order of programs; stores that conflict", _run, max_programs=32
+    "order",
+    "bits that depend on the run or on the order of programs; stores that conflict",
+    _run,
+    max_programs=32,
+    # The bits of fp32 results show an order of summation that a rounding to 16 bits hides.
+    fixed={"activation": "float32"},
+    interpreted=False,
 )

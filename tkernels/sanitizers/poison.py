@@ -20,7 +20,8 @@ def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
     two = call(variant, repoisoned(case.inputs, finite_poison), config, fill=finite_poison)
     for name, result in one.items():
         # An element that the op leaves untouched holds its poison in both.
-        second = torch.tensor(finite_poison(result.dtype), dtype=result.dtype).float()  # rounded as it was stored
+        value = finite_poison(result.dtype)
+        second = torch.tensor(value, dtype=result.dtype, device=result.device).float()  # rounded as it was stored
         untouched = result.float().isnan() & (two[name].float() == second)
         differ = (bits(result) != bits(two[name])) & ~untouched
         if differ.any():
@@ -32,4 +33,4 @@ def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
     return None
 
 
-SANITIZER = Sanitizer("poison", "results that depend on memory which nobody may read", _run)
+SANITIZER = Sanitizer("poison", "results that depend on memory which nobody may read", _run, interpreted=False)
