@@ -54,7 +54,9 @@ class Draws:
         return (on_grid(self.normal(shape, torch.float64)) * _SCALE[kind]).to(dtype)
 
     def normal(self, shape: Sequence[int], dtype: torch.dtype, kind: Any = "ordinary") -> torch.Tensor:
-        """Normal values of the kind's scale, rounded to `dtype`, contiguous."""
+        """Normal values of the kind's scale, rounded to `dtype`, contiguous; on a meta device none are drawn."""
+        if self.device.type == "meta":
+            return torch.empty(tuple(shape), dtype=dtype, device=self.device)
         values = torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64) * _SCALE[str(kind)]
         return values.to(dtype).to(self.device)
 

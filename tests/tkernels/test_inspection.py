@@ -1,0 +1,192 @@
+"""What is read from machine code: loops, access widths, matrix instructions, occupancy; and the gates on it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tkernels.device import TARGETS
+from tkernels.inspection import amdgcn, expected, gates, sass
+from tkernels.inspection.accesses import access_shares, elements_by_line, narrow_accesses
+from tkernels.inspection.occupancy import LIMITS, occupancy, resident_blocks
+from tkernels.inspection.rows import CompiledKernel
+
+SASS = """\t.section\t.text.some_kernel,"ax",@progbits
+\t//## File "/a/kernel.py", line 7 inlined at "/a/kernel.py", line 30
+\t//## File "/a/kernel.py", line 30
+        /*0000*/                   LDG.E R0, desc[UR12][R6.64] ;
+.L_x_1:
+\t//## File "/a/kernel.py", line 9
+        /*0010*/              @!P1 LDG.E.128 R16, desc[UR12][R4.64] ;
+        /*0020*/                   LDGSTS.E.BYPASS.128 [R10], desc[UR12][R38.64], P1 ;
+.L_x_2:
+\t//## File "/a/kernel.py", line 10
+        /*0030*/                   LDG.E.U16.CONSTANT R8, desc[UR12][R4.64] ;
+        /*0040*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*0050*/                   STG.E.64 desc[UR4][R2.64], R6 ;
+        /*0060*/               @P0 BRA `(.L_x_2) ;
+        /*0070*/               @P2 BRA `(.L_x_1) ;
+        /*0080*/                   HMMA.16816.F32.BF16 R4, R4, R8, RZ ;
+.L_x_3:
+        /*0090*/                   BRA `(.L_x_3);
+\t.section\t.nv.info,"a",@progbits
+        /*0000*/                   LDG.E.128 R0, desc[UR12][R6.64] ;
+"""
+
+TTIR = """#loc = loc("/a/kernel.py":1:0)
+#loc5 = loc("k"(#loc9))
+    %k = tt.load %p, %m, %z : tensor<64x128x!tt.ptr<bf16>> loc(#loc20)
+    %t = tt.load %p, %m, %z : tensor<64x!tt.ptr<i32>> loc(#loc9)
+    tt.store %a, %b, %c : tensor<16x!tt.ptr<f8E4M3FN>> loc(#loc8)
+#loc8 = loc("/a/kernel.py":12:4)
+#loc9 = loc("/a/kernel.py":10:20)
+#loc10 = loc("/a/kernel.py":30:2)
+#loc20 = loc(callsite(#loc5 at #loc10))
+"""
+
+
+def test_the_main_loop_is_the_innermost_that_loads() -> None:
+    code = sass.parse(SASS)
+    assert [one.opcode for one in code.main_loop()] == [
+        "LDG.E.U16.CONSTANT", "HGMMA.64x64x16.F32.BF16", "STG.E.64", "BRA",
+    ]  # fmt: skip
+    assert access_shares(code.main_loop()) == {"8": 0.8, "2": 0.2}
+    assert code.matrix_instructions == {"HGMMA": 1, "HMMA": 1}
+
+
+def test_instructions_carry_the_line_of_the_callee_and_other_sections_are_left_out() -> None:
+    code = sass.parse(SASS)
+    assert len(code.instructions) == 10
+    assert [one.line for one in code.instructions[:3]] == ["kernel.py:7", "kernel.py:9", "kernel.py:9"]
+    assert [one.loads for one in code.instructions[:4]] == [4, 16, 16, 2]
+
+
+def test_a_kernel_without_a_loop_that_loads_has_no_main_loop() -> None:
+    assert sass.parse(SASS.split(".L_x_1:")[0] + ".L_x_3:\n        /*0090*/   BRA `(.L_x_3);\n").main_loop() == []
+
+
+def test_narrow_accesses_are_those_of_small_floats_by_their_source_line() -> None:
+    elements = elements_by_line(TTIR)
+    assert elements == {"kernel.py:10": "bf16", "kernel.py:12": "f8E4M3FN"}
+    assert narrow_accesses(sass.parse(SASS).main_loop(), elements) == ("kernel.py:10 bf16 2", "kernel.py:10 bf16 8")
+
+
+def test_amd_text_is_read_with_its_lines_and_widths() -> None:
+    text = """
+\t.file\t1 "/a" "kernel.py"
+.LBB0_1:
+\t.loc\t1 10 4 is_stmt 1              ; kernel.py:10:4
+\tbuffer_load_dwordx4 v[2:5], v1, s[0:3], 0 offen
+\tglobal_load_ushort v6, v[0:1], off
+\tv_mfma_f32_32x32x8_bf16 a[0:15], v[0:1], v[2:3], a[0:15]
+\ts_cbranch_scc1 .LBB0_1
+\tglobal_store_dwordx2 v[0:1], v[2:3], off
+    .vgpr_count:     96
+    .private_segment_fixed_size: 24
+"""
+    code = amdgcn.parse(text)
+    assert access_shares(code.main_loop()) == {"16": 0.8889, "2": 0.1111}
+    assert narrow_accesses(code.main_loop(), {"kernel.py:10": "bf16"}) == ("kernel.py:10 bf16 2",)
+    assert code.matrix_instructions == {"MFMA": 1}
+    assert amdgcn.metadata(text) == {"vgpr_count": 96, "private_segment_fixed_size": 24}
+
+
+@pytest.mark.parametrize(
+    ("arch", "warps", "registers", "shared", "blocks"),
+    [
+        ("sm_80", 4, 32, 0, 16),  # 64 warps
+        ("sm_80", 1, 32, 0, 32),  # 32 blocks
+        ("sm_86", 4, 32, 0, 12),  # 48 warps
+        ("sm_90", 4, 168, 0, 3),  # 65536 registers: 5376 a warp, 3 warps to a scheduler
+        ("sm_90", 4, 255, 0, 2),
+        ("sm_90", 4, 32, 72192, 3),  # 228 KB, of which each block costs 1 KB more
+        ("sm_86", 4, 32, 72192, 1),
+        ("sm_86", 4, 32, 102000, 0),  # 99 KB are the most
+        ("sm_90", 32, 255, 0, 0),  # 32 warps of 255 registers
+        ("gfx942", 4, 96, 16384, 4),  # 64 KB
+        ("gfx942", 4, 183, 0, 2),  # 512 VGPRs a lane: 2 waves to a SIMD
+        ("gfx942", 1, 24, 0, 16),
+    ],
+)  # fmt: skip
+def test_blocks_on_a_multiprocessor(arch: str, warps: int, registers: int, shared: int, blocks: int) -> None:
+    assert resident_blocks(LIMITS[arch], warps, registers, shared) == blocks
+    assert occupancy(LIMITS[arch], warps, blocks) == warps * blocks / LIMITS[arch].warps
+
+
+def test_tensor_memory_limits_blocks_too_and_every_target_has_limits() -> None:
+    assert resident_blocks(LIMITS["sm_100"], 4, 32, 0, tensor_columns=256) == 2
+    assert set(LIMITS) == set(TARGETS)
+
+
+DECODE = CompiledKernel(
+    "paged_decode", "one_pass", "paged_decode_one_pass", "sm_90", {"BLOCK_N": 64}, "ok", loop=True, spill_bytes=0,
+    registers=168, matrix_instructions={"HMMA": 32}, access_bytes={"16": 0.98, "4": 0.02},
+)  # fmt: skip
+MATMUL = replace(
+    DECODE, op="matmul", config={"BLOCK_M": 64}, matrix_instructions={"HGMMA": 4}, axes={"M": 2048}, narrow=("a 2",)
+)
+
+
+def test_good_rows_pass_the_gates() -> None:
+    assert gates.failing([DECODE, MATMUL]) == []
+    assert gates.failures(replace(DECODE, status="unsupported", reason="why")) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (replace(DECODE, status="failed", reason="too big"), "too big"),
+        (replace(DECODE, spill_bytes=8), "spills 8 bytes"),
+        (replace(DECODE, narrow=("a.py:1 bf16 2",)), "narrow: a.py:1 bf16 2"),
+        (replace(DECODE, op="swiglu", loop=False, narrow=("a.py:1 bf16 8",)), "narrow: a.py:1 bf16 8"),
+        (replace(MATMUL, matrix_instructions={"HMMA": 4}), "no HGMMA"),
+        (replace(MATMUL, config={"BLOCK_M": 32}), "tile of 32 rows, 64 are the least"),
+    ],
+)
+def test_a_row_that_fails_a_gate_is_named(row: CompiledKernel, words: str) -> None:
+    assert gates.failures(row) == [words]
+    assert gates.failing([row]) == [f"{row.name}: {words}"]
+
+
+def test_gates_spare_what_they_are_not_about() -> None:
+    assert gates.failures(replace(DECODE, point="unaligned", spill_bytes=8, narrow=("a.py:1 bf16 2",))) == []
+    assert gates.failures(replace(DECODE, default=False, spill_bytes=8)) == []
+    assert gates.failures(replace(DECODE, loop=False, launch=1, narrow=("a.py:1 bf16 2",))) == []
+    assert gates.failures(replace(MATMUL, axes={"M": 1}, matrix_instructions={})) == []
+    assert gates.failures(replace(MATMUL, arch="sm_80", matrix_instructions={"HMMA": 4})) == []
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        (replace(DECODE, status="failed", reason="why"), "failed: why"),
+        (replace(DECODE, spill_bytes=16), "spills 16 bytes, 0 before"),
+        (replace(DECODE, matrix_instructions={}), "lost HMMA, has no matrix instruction"),
+        (replace(DECODE, narrow=("a.py:1 bf16 2",)), "narrower: bf16 2"),
+        (replace(DECODE, access_bytes={"16": 0.5, "8": 0.5}), "50% of the main loop's bytes in 16-byte accesses"),
+    ],
+)
+def test_what_got_worse_since_the_expected_table_is_said(now: CompiledKernel, words: str) -> None:
+    (found,) = expected.regressions(DECODE, now)
+    assert words in found
+    assert expected.regressions(DECODE, DECODE) == []
+
+
+def test_what_got_better_or_moved_is_no_regression() -> None:
+    was = replace(DECODE, spill_bytes=16, narrow=("a.py:1 bf16 2",), registers=100)
+    assert expected.regressions(was, replace(was, narrow=("a.py:9 bf16 2",))) == []
+    assert expected.regressions(was, DECODE) == []
+    assert expected.regressions(replace(DECODE, status="unsupported", reason="why"), DECODE) == []
+
+
+def test_a_table_is_read_as_it_was_written_and_its_lines_are_sorted(tmp_path: Path) -> None:
+    path = expected.table_path("3.7.1").name
+    assert path == "triton-3.7.jsonl"
+    gone = replace(DECODE, arch="gfx942", status="unsupported", reason="why", registers=None, spill_bytes=None)
+    expected.write(tmp_path / path, [DECODE, gone])
+    table = expected.read(tmp_path / path)
+    assert [*table] == sorted(expected.key(row) for row in (DECODE, gone))
+    assert not expected.changed(table[expected.key(DECODE)], DECODE)
+    assert expected.read(tmp_path / "none") == {}
+    spilled = replace(DECODE, spill_bytes=4)
+    assert expected.changed(DECODE, spilled) == {"spill_bytes": (0, 4)}

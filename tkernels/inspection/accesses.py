@@ -1,0 +1,103 @@
+"""Where a kernel spends its time and how wide it reads there: machine instructions, their loops, their source lines."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One machine instruction.
+
+    line: "file.py:74", the source line it came from ("" where unknown). target: the label that it may jump to.
+    loads, stores: bytes that a lane moves from or to global memory. bulk: a copy of a whole tile (TMA).
+    matrix: the kind of a matrix instruction.
+    """
+
+    opcode: str
+    line: str = ""
+    target: str = ""
+    loads: int = 0
+    stores: int = 0
+    bulk: bool = False
+    matrix: str = ""
+
+
+@dataclass(frozen=True)
+class Code:
+    """Instructions in order, and the position of the instruction after each label."""
+
+    instructions: Sequence[Instruction]
+    labels: Mapping[str, int]
+
+    def main_loop(self) -> list[Instruction]:
+        """The innermost loops that load from global memory; empty where none does.
+
+        A loop is what lies between a label and a later jump back to it.
+        """
+        loops = {
+            (self.labels[one.target], end)
+            for end, one in enumerate(self.instructions)
+            if one.target in self.labels and self.labels[one.target] <= end
+        }
+        loading = [loop for loop in loops if any(one.loads or one.bulk for one in self._inside(loop))]
+        innermost = [
+            (start, end)
+            for start, end in loading
+            if not any((a, b) != (start, end) and start <= a and b <= end for a, b in loading)
+        ]
+        return [one for loop in sorted(innermost) for one in self._inside(loop)]
+
+    def _inside(self, loop: tuple[int, int]) -> Sequence[Instruction]:
+        return self.instructions[loop[0] : loop[1] + 1]
+
+    @property
+    def matrix_instructions(self) -> dict[str, int]:
+        """{kind: how many there are in the code}, by kind."""
+        return dict(sorted(Counter(one.matrix for one in self.instructions if one.matrix).items()))
+
+
+def access_shares(loop: Sequence[Instruction]) -> dict[str, float]:
+    """{width in bytes: share of the bytes that the instructions move}, widest first."""
+    moved: Counter[int] = Counter()
+    for one in loop:
+        for width in (one.loads, one.stores):
+            moved[width] += width
+    total = sum(moved.values())
+    return {str(width): round(moved[width] / total, 4) for width in sorted(moved, reverse=True) if width}
+
+
+# %k = tt.load %p, %mask, %other : tensor<64x128x!tt.ptr<bf16>> loc(#loc261)
+_ACCESS = re.compile(r"\btt\.(?:load|store) .*tensor<[\dx]+x!tt\.ptr<(\w+)>.*loc\(#(\w+)\)")
+_LOCATION = re.compile(r'^#(\w+) = loc\((?:"([^"]*)":(\d+):\d+|"[^"]*"\(#(\w+)\)|callsite\(#(\w+) at #\w+\))')
+_NARROW_FLOATS = re.compile(r"bf16|f16|f8\w+")
+
+
+def elements_by_line(ttir: str) -> dict[str, str]:
+    """ "file.py:74" -> element type ("bf16") of each line that loads or stores a tensor of 8- or 16-bit floats."""
+    places: dict[str, tuple[str, str]] = {}  # loc -> (the line it is, "") or ("", the loc that it is about)
+    for text in ttir.splitlines():
+        if found := _LOCATION.match(text):
+            loc, file, line, named, callee = found.groups()
+            places[loc] = (f"{file.rsplit('/', 1)[-1]}:{line}", "") if file else ("", named or callee)
+    elements: dict[str, str] = {}
+    for text in ttir.splitlines():
+        if found := _ACCESS.search(text):
+            element, loc = found.groups()
+            line = ""
+            while not line and loc in places:
+                line, loc = places[loc]
+            if line and _NARROW_FLOATS.fullmatch(element):
+                elements[line] = element
+    return elements
+
+
+def narrow_accesses(loop: Sequence[Instruction], elements: Mapping[str, str]) -> tuple[str, ...]:
+    """ "file.py:74 bf16 2" for each access of `elements_by_line` that is less than 16 bytes wide."""
+    found = {
+        f"{one.line} {elements[one.line]} {one.loads or one.stores}"
+        for one in loop
+        if one.line in elements and 0 < (one.loads or one.stores) < 16
+    }
+    return tuple(sorted(found))

@@ -1,0 +1,118 @@
+"""What kernels are compiled for: the engine's shapes and strides, on meta tensors, and one case without alignment.
+
+Triton compiles for dtypes, for which integers are 1 or divisible by 16 and for which pointers are 16-byte aligned, not
+for values. So a benchmark point of the contract, with the strides that the engine passes, stands for all its like.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tkernels.contract import Axes, Contract, ContractError, Value
+from tkernels.device import DeviceFacts
+from tkernels.inputs import map_tensors
+from tkernels.variant import Variant
+
+POINTS = ("engine", "fp8", "unaligned")
+"""engine: the last of the contract's benchmark points that the variant supports. fp8: the same over an e4m3 cache with
+scales, where the contract has one. unaligned: the same, strides odd, pointers on no more than an element's boundary."""
+
+_FP8 = "float8_e4m3fn"
+_META = torch.device("meta")
+_GROUP = 4  # query heads to a KV head, where an op sees only the keys' and values' part of the fused row: Qwen3-4B's
+
+
+@dataclass(frozen=True)
+class Point:
+    """One call of a variant, in meta tensors. `axes` are those that the call binds; `drawn` those it was made from."""
+
+    name: str
+    drawn: Axes
+    axes: Axes
+    arguments: Mapping[str, Any]
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class UnalignedPointer:
+    """What Triton sees of a tensor: a dtype, and an address one element past a 16-byte boundary."""
+
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.dtype.itemsize
+
+
+def point(variant: Variant, name: str, facts: DeviceFacts, held: Axes | None = None) -> Point | None:
+    """The named point of a variant; None where its contract has none of that name.
+
+    Args:
+        held: axes to hold; then nothing is searched for and the rest is the last benchmark point's, where they agree.
+
+    Returns:
+        A point whose `reason` says why the variant does not support it, where it does not.
+    """
+    contract = variant.contract
+    if name == "fp8":
+        kv = contract.axis_by_name.get("kv")
+        if kv is None or not kv.allows(_FP8):
+            return None
+    found: Point | None = None
+    for axes in _candidates(contract, held or {}):
+        drawn = {**axes, "kv": _FP8, "k_scale": True, "v_scale": True} if name == "fp8" else axes
+        here = _bound(variant, name, drawn, facts)
+        if here.reason is None:
+            return here
+        found = found or here
+    return found
+
+
+def _candidates(contract: Contract, held: Axes) -> list[dict[str, Value]]:
+    """The benchmark points, last first, with `held` over them; axes that they leave open take their first draw."""
+    usual: dict[str, Value] = {"activation": "bfloat16"} if "activation" in contract.axis_by_name else {}
+    points = [one for one in contract.benchmarks.values() if one.get("kv") != _FP8][::-1] or [usual]
+    if held:
+        points = points[:1]
+    completed = []
+    for one in points:
+        try:
+            completed.append(contract.draw_axes(lambda name, candidates: candidates[0], {**one, **held}))
+        except ContractError:
+            if not held:
+                raise
+            # What is held does not go with the benchmark's other sizes: those are drawn, the largest that fit.
+            completed.append(contract.draw_axes(lambda name, candidates: candidates[-1], {**usual, **held}))
+    return completed
+
+
+def _bound(variant: Variant, name: str, drawn: Axes, facts: DeviceFacts) -> Point:
+    contract = variant.contract
+    arguments = contract.bind_arguments((), contract.make_inputs(drawn, 0, _META))
+    arguments = map_tensors(arguments, lambda tensor: tensor.to(_META))
+    for which in ("q", "k", "v"):
+        if isinstance(heads := arguments.get(which), torch.Tensor) and heads.dim() == 3:
+            arguments[which] = _in_fused_row(heads, drawn)
+    if name == "unaligned":
+        arguments = map_tensors(arguments, _oddly_strided)
+    axes, _ = contract.bind_axes(arguments)
+    return Point(name, drawn, axes, arguments, variant.unsupported_reason(axes, _META, facts))
+
+
+def _in_fused_row(heads: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """[T, heads, D] as the view that the engine passes: part of a row of all query, key and value heads."""
+    kv_heads = int(axes["Hkv"])
+    row = int(axes.get("Hq", _GROUP * kv_heads)) + 2 * kv_heads
+    dim = heads.shape[-1]
+    return torch.empty_strided(heads.shape, (row * dim, dim, 1), dtype=heads.dtype, device=_META)
+
+
+def _oddly_strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same shape with every stride but the last's odd."""
+    strides, step = [1], 1
+    for size in reversed(tensor.shape[1:]):
+        step = step * size + 1 - step * size % 2
+        strides.append(step)
+    shape_strides = tuple(reversed(strides)) if tensor.dim() else ()
+    return torch.empty_strided(tensor.shape, shape_strides, dtype=tensor.dtype, device=_META)

@@ -1,0 +1,72 @@
+"""The row of the inspection table: one kernel of one variant, compiled for one architecture at one point."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """One launch as compiled.
+
+    status: ok; unsupported (the variant says so) or failed (the compiler says so, or it needs more shared memory than
+        a block may have), each with its `reason`.
+    default: the config is the variant's default for the architecture.
+    point: "engine", "fp8" or "unaligned" (see `points`), or "axes" where axes were held by hand.
+    registers: of a thread. spill_bytes: of a thread, in its code (NVIDIA: ptxas' spill stores or loads, whichever are
+        more) or in scratch memory (AMD).
+    shared_bytes: of a block. occupancy: resident warps over the most that a multiprocessor holds.
+    matrix_instructions: {kind: instructions in the code}.
+    access_bytes: {width in bytes: share of the main loop's bytes}, of accesses to global memory, each instruction
+        counted once; bulk_copies (TMA) are counted beside them. loop: there is a main loop; where there is none, the
+        whole kernel stands for it.
+    narrow: main-loop accesses to 8- and 16-bit floats of less than 16 bytes, "file.py:line float width".
+    launch: its position among the variant's launches. grid: programs by axis. waves: grid over what is resident.
+    workspace_bytes: of the variant, for all its launches. compile_s: without any cache.
+    code: a hash of the instructions, whatever the kernel's name.
+    """
+
+    op: str
+    variant: str
+    kernel: str
+    arch: str
+    config: Mapping[str, int]
+    status: str
+    default: bool = True
+    point: str = "engine"
+    reason: str = ""
+    axes: Mapping[str, Any] = field(default_factory=dict)
+    launch: int = 0
+    grid: tuple[int, ...] = ()
+    waves: float | None = None
+    registers: int | None = None
+    spill_bytes: int | None = None
+    shared_bytes: int | None = None
+    occupancy: float | None = None
+    matrix_instructions: Mapping[str, int] = field(default_factory=dict)
+    access_bytes: Mapping[str, float] = field(default_factory=dict)
+    bulk_copies: int = 0
+    loop: bool = False
+    narrow: tuple[str, ...] = ()
+    workspace_bytes: int = 0
+    compile_s: float | None = None
+    code: str = ""
+
+    @property
+    def name(self) -> str:
+        """What the row is about, in one line: "paged_decode.one_pass engine sm_90 (paged_decode_one_pass)"."""
+        kernel = f" ({self.kernel})" if self.kernel else ""
+        return f"{self.op}.{self.variant} {self.point} {self.arch}{kernel}"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> "CompiledKernel":
+        """The inverse of `as_json`, after a passage through JSON."""
+        return CompiledKernel(**{**values, "grid": tuple(values["grid"]), "narrow": tuple(values["narrow"])})
+
+    @staticmethod
+    def parse(line: str) -> "CompiledKernel":
+        return CompiledKernel.of(json.loads(line))
