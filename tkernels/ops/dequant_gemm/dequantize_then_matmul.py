@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
 from tkernels.inputs import dtype_of
-from tkernels.ops.dequant_gemm.unpack import unpacked, weight_tile
+from tkernels.ops.dequant_gemm.unpack import magic_of, unpacked, weight_tile
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved, needs_interleaved
 
 CONFIGS = tuple(
@@ -34,6 +34,7 @@ def dequant_gemm_dequantize_then_matmul(
     stride_zeros_g,
     outputs,
     inputs,
+    magic,
     GROUP_WORDS: tl.constexpr,
     ONE_GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -47,7 +48,7 @@ def dequant_gemm_dequantize_then_matmul(
         packed_ptr, scales_ptr, zeros_ptr, stride_packed_w, stride_scales_g, stride_zeros_g,
         start // 8, inputs // 8, offs_n, mask_n, GROUP_WORDS, ONE_GROUP, BLOCK_K // 8,
     )  # fmt: skip
-    weight = tl.trans(unpacked(packed, zero, scale, dense_ptr.dtype.element_ty, BLOCK_N, BLOCK_K))
+    weight = tl.trans(unpacked(packed, zero, scale, magic, dense_ptr.dtype.element_ty, BLOCK_N, BLOCK_K))
     offs_k = start + tl.arange(0, BLOCK_K)
     dense_ptrs = dense_ptr + offs_k.to(tl.int64)[:, None] * stride_dense_k + offs_n[None, :]  # K * N can pass 2**31
     tl.store(dense_ptrs, weight, mask=(offs_k < inputs)[:, None] & mask_n[None, :])
@@ -79,6 +80,7 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
         stride_zeros_g=0 if weight.zeros is None else weight.zeros.stride(0),
         outputs=outputs,
         inputs=inputs,
+        magic=magic_of(weight.dtype),
         GROUP_WORDS=weight.group_size // 8,
         ONE_GROUP=weight.group_size % block_k == 0,
         BLOCK_N=block_n,

@@ -13,7 +13,7 @@ import triton.language as tl
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
 from tkernels.language import dot
 from tkernels.ops.dequant_gemm.split_sums import summed_by_the_last, words_per_split
-from tkernels.ops.dequant_gemm.unpack import unpacked, weight_tile
+from tkernels.ops.dequant_gemm.unpack import magic_of, unpacked, weight_tile
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved, needs_interleaved
 
 CONFIGS = tuple(
@@ -54,6 +54,7 @@ def dequant_gemm_split_k(
     words,
     words_of_split,
     splits,
+    magic,
     GROUP_WORDS: tl.constexpr,
     ONE_GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -82,11 +83,11 @@ def dequant_gemm_split_k(
         )  # fmt: skip
         if ONE_GROUP:
             # A scale for each sum, not for each weight: 16 to 32 products instead of BLOCK_K, and no rounding.
-            weight = unpacked(packed, zero, None, x_ptr.dtype.element_ty, BLOCK_N, BLOCK_K)
+            weight = unpacked(packed, zero, None, magic, x_ptr.dtype.element_ty, BLOCK_N, BLOCK_K)
             products = dot(weight, tl.trans(x), tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32))
             sums += products * tl.trans(scale).to(tl.float32)
         else:
-            weight = unpacked(packed, zero, scale, x_ptr.dtype.element_ty, BLOCK_N, BLOCK_K)
+            weight = unpacked(packed, zero, scale, magic, x_ptr.dtype.element_ty, BLOCK_N, BLOCK_K)
             sums = dot(weight, tl.trans(x), sums)  # [BLOCK_N, BLOCK_K] @ [BLOCK_K, BLOCK_M]
     sums = tl.trans(sums)
     mask = mask_m[:, None] & mask_n[None, :]
@@ -155,6 +156,7 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
         words=words,
         words_of_split=words_of_split,
         splits=splits,
+        magic=magic_of(weight.dtype),
         GROUP_WORDS=weight.group_size // 8,
         ONE_GROUP=weight.group_size % block_k == 0,
         BLOCK_M=block_m,

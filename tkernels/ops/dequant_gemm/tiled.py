@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tkernels import Axes, Config, DeviceFacts, Run, Variant
 from tkernels.language import dot
-from tkernels.ops.dequant_gemm.unpack import unpacked, weight_tile
+from tkernels.ops.dequant_gemm.unpack import magic_of, unpacked, weight_tile
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved, needs_interleaved
 
 CONFIGS = tuple(
@@ -23,11 +23,15 @@ CONFIGS = tuple(
         (32, 64, 128, 4, 4),
         (64, 64, 64, 4, 4),
         (64, 64, 128, 4, 3),
+        (64, 64, 128, 4, 4),
+        (64, 128, 128, 8, 3),
+        (64, 256, 64, 8, 3),
         (64, 128, 64, 8, 3),
         (64, 128, 64, 8, 4),
         (128, 64, 64, 8, 4),
         (128, 128, 64, 8, 3),
         (128, 128, 64, 8, 4),
+        (128, 128, 128, 8, 3),
     )
 )
 
@@ -48,6 +52,7 @@ def dequant_gemm_tiled(
     tokens,
     outputs,
     inputs,
+    magic,
     GROUP_WORDS: tl.constexpr,
     ONE_GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -68,7 +73,7 @@ def dequant_gemm_tiled(
             packed_ptr, scales_ptr, zeros_ptr, stride_packed_w, stride_scales_g, stride_zeros_g,
             start // 8, inputs // 8, offs_n, mask_n, GROUP_WORDS, ONE_GROUP, BLOCK_K // 8,
         )  # fmt: skip
-        weight = unpacked(packed, zero, scale, x_ptr.dtype.element_ty, BLOCK_N, BLOCK_K)
+        weight = unpacked(packed, zero, scale, magic, x_ptr.dtype.element_ty, BLOCK_N, BLOCK_K)
         sums = dot(x, tl.trans(weight), sums)  # [BLOCK_M, BLOCK_K] @ [BLOCK_K, BLOCK_N]
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + offs_n, mask=mask_n).to(tl.float32)[None, :]
@@ -83,6 +88,10 @@ def supports(axes: Axes, device: DeviceFacts) -> str | None:
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
     outputs, inputs = weight.shape
     block_m, block_n, block_k = (run.config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+    if x.dtype == torch.float32:
+        # It has no matrix unit that multiplies it exactly: a larger product, unrolled in registers, spills (1.6 kB for
+        # 64 x 64 x 64 on sm_80 to sm_90).
+        block_m, block_n, block_k = min(block_m, 32), min(block_n, 64), min(block_k, 32)
     run.launch(
         dequant_gemm_tiled,
         # Tokens on the faster axis: the programs that run together share their tile of the weight in the L2 cache.
@@ -101,6 +110,7 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
         tokens=x.shape[0],
         outputs=outputs,
         inputs=inputs,
+        magic=magic_of(weight.dtype),
         GROUP_WORDS=weight.group_size // 8,
         ONE_GROUP=weight.group_size % block_k == 0,
         BLOCK_M=block_m,
@@ -113,12 +123,14 @@ VARIANT = Variant(
     wins="from a handful of tokens on: a tile of codes is read and unpacked once for all tokens of its rows",
     launch=launch,
     configs=CONFIGS,
-    # 64 rows are the least that Hopper's asynchronous matrix units take; BLOCK_K 64 divides the usual groups of 64 and
-    # 128. One config for every M, or a row's bits would depend on the batch. gfx942 has 64 kB of shared memory: two
-    # stages. Interpreted, tiles are the smallest legal ones, so that shapes of the tests cross them.
+    # 64 rows are the least that Hopper's asynchronous matrix units take. There, a tile of 64 outputs, so that 64 tokens
+    # at N = 8192 are 128 programs, and one group of 128 deep: 5.3 instructions for each weight, 7.2 at half the depth.
+    # BLOCK_K 64 divides the usual groups of 64 and 128. One config for every M, or a row's bits would depend on the
+    # batch. gfx942 has 64 kB of shared memory: two stages. Interpreted, tiles are the smallest legal ones, so that
+    # shapes of the tests cross them.
     default={
         "": Config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=3),
-        "sm_90": Config(BLOCK_M=64, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=4),
+        "sm_90": Config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=4),
         "gfx942": Config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2),
         "interpreter": Config(BLOCK_M=16, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=2),
     },

@@ -3,14 +3,27 @@
 A conversion from an integer runs at a quarter of the rate of other arithmetic or less on every NVIDIA GPU. So a code is
 put into the low mantissa bits of a number whose last of these bits counts 1 (1024 in fp16, 128 in bf16), which makes it
 1024 + code, and the same sum with the zero-point is subtracted: exact, for both are integers of few bits. Two codes at
-a time, in the halves of one register. (Kim et al., 2022, "Who Says Elephants Can't Run"; Frantar et al., 2024,
+a time, in the halves of one register, the even one above: the order in which ptxas pairs the two subtractions, so that
+it need not turn the pair around. (Kim et al., 2022, "Who Says Elephants Can't Run"; Frantar et al., 2024,
 "MARLIN", whose kernels do it in assembly, as does NVIDIA's FasterTransformer.)
 """
 
+import torch
 import triton
 import triton.language as tl
 
 from tkernels.language import INTERPRETING
+
+
+def magic_of(dtype: torch.dtype) -> int:
+    """In both halves of a word, the bits of the smallest number of a dtype whose mantissa's last bit counts 1: 1024 in
+    fp16, 128 in bf16; 0 for fp32, which has no use for it.
+
+    A kernel takes it as an argument, not as a constant: with mask and magic both written into the instruction, ptxas
+    makes two of what is one with the magic in a register, and LLVM computes the halves of the word apart (seen on
+    sm_90: 5.8 instructions for each weight in split_k, against 4.9).
+    """
+    return {torch.float16: 0x64006400, torch.bfloat16: 0x43004300}.get(dtype, 0)
 
 
 @triton.jit
@@ -26,23 +39,22 @@ def for_each_code(values, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def unpacked(packed, zero, scale, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def unpacked(packed, zero, scale, magic, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """(code - zero-point) * scale as a tile of the weight, [BLOCK_N, BLOCK_K] in DTYPE, rounded once.
 
-    packed [BLOCK_K / 8, BLOCK_N]; zero (integers) and scale (in DTYPE; None stands for 1) [BLOCK_K / 8 or 1, BLOCK_N].
+    packed [BLOCK_K / 8, BLOCK_N]; zero (integers) and scale (in DTYPE; None stands for 1) [BLOCK_K / 8 or 1, BLOCK_N];
+    magic: magic_of(DTYPE).
     """
     # Joins, unlike a broadcast against shifts, let a thread keep a word's 8 weights side by side, so that they reach
     # shared memory as one 16-byte store, not eight of 2 bytes (seen in the machine code of the configs here).
     pairs = tl.join(tl.join(packed, packed >> 8), tl.join(packed >> 4, packed >> 12)) & 0x000F000F
     zero = for_each_code(zero, BLOCK_N, BLOCK_K)
     if tl.float32 == DTYPE:
-        codes = tl.join(pairs & 15, pairs >> 16)
+        codes = tl.join(pairs >> 16, pairs & 15)
     else:
-        # 1024 in fp16, 128 in bf16: the smallest number whose mantissa's last bit counts 1.
-        MAGIC: tl.constexpr = 0x4300 if tl.bfloat16 == DTYPE else 0x6400
-        pairs = pairs | (MAGIC * 0x10001)
-        codes = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).to(DTYPE, bitcast=True)
-        zero = (zero | MAGIC).to(tl.int16).to(DTYPE, bitcast=True)
+        pairs = pairs | magic
+        codes = tl.join((pairs >> 16).to(tl.int16), pairs.to(tl.int16)).to(DTYPE, bitcast=True)
+        zero = (zero | magic).to(tl.int16).to(DTYPE, bitcast=True)
         if INTERPRETING:  # it has no arithmetic on bf16
             codes, zero = codes.to(tl.float32), zero.to(tl.float32)
     # The bits of k within its word are the last three dims: [BLOCK_N, BLOCK_K / 8, 2, 2, 2].

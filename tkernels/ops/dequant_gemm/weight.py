@@ -17,7 +17,7 @@ Order = Literal["sequential", "interleaved"]
 
 ORDERS: tuple[Order, ...] = get_args(Order)
 
-INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)
+INTERLEAVED = (1, 3, 5, 7, 0, 2, 4, 6)
 """The code that each nibble of an interleaved word holds, lowest bits first."""
 
 
@@ -29,9 +29,9 @@ class QuantizedWeight:
     scales: [G, N] floating, G = K / group_size groups.
     zeros: [G, N/8] int32, packed along N in the same way; None (symmetric) stands for 2**(bits - 1) everywhere.
     bits: 4. group_size: inputs that share a scale, a multiple of 8 that divides K; -1 means all K of them.
-    order: of a word's codes, lowest bits first: "sequential", or "interleaved", which has the even ones (0, 2, 4, 6) in
-        the low half and the odd ones in the high half, so that one shift and one mask give two neighbours, each in 16
-        bits of its own (Kim et al., 2022, "Who Says Elephants Can't Run", section 3). `zeros` stay sequential.
+    order: of a word's codes, lowest bits first: "sequential", or "interleaved", which has the odd ones (1, 3, 5, 7) in
+        the low half and the even ones in the high half, so that one shift and one mask give two neighbours, each in 16
+        bits of its own (Kim et al., 2022, "Who Says Elephants Can't Run"). `zeros` stay sequential.
 
     A sequential weight is GPTQ's (Frantar et al., 2023) with zero-points as they are, not less one. At group size 128 a
     weight takes 0.26 times the bytes of bf16. Unit stride in the last dim of each tensor.
@@ -150,9 +150,9 @@ def interleaved(weight: QuantizedWeight) -> QuantizedWeight:
     """The same weight with its codes interleaved: what the Triton variants of dequant_gemm read."""
     if weight.order == "interleaved":
         return weight
-    # In each half of a word the middle nibbles change places, then in the word the middle bytes: 01234567 -> 02134657
-    # -> 02461357. Elementwise on whole words: a weight of 8192 x 8192 needs scratch of its own size, not of its codes'.
-    words = _swapped(_swapped(weight.packed, 0x00F000F0, 4), 0x0000FF00, 8)
+    # In each half of a word the middle nibbles change places, then in the word the middle bytes, then its halves:
+    # 01234567 -> 02134657 -> 02461357 -> 13570246. On whole words: scratch of the weight's size, not of its codes'.
+    words = _swapped(_swapped(_swapped(weight.packed, 0x00F000F0, 4), 0x0000FF00, 8), 0x0000FFFF, 16)
     return replace(weight, packed=words, order="interleaved")
 
 
@@ -160,7 +160,7 @@ def sequential(weight: QuantizedWeight) -> QuantizedWeight:
     """The same weight with its codes in the order of a checkpoint."""
     if weight.order == "sequential":
         return weight
-    words = _swapped(_swapped(weight.packed, 0x0000FF00, 8), 0x00F000F0, 4)
+    words = _swapped(_swapped(_swapped(weight.packed, 0x0000FFFF, 16), 0x0000FF00, 8), 0x00F000F0, 4)
     return replace(weight, packed=words, order="sequential")
 
 
