@@ -34,6 +34,7 @@ def ops(as_json: Json = False, variants_from: VariantsFrom = None) -> None:
 
 @app.command()
 def check(
+    only: Annotated[str | None, typer.Argument(metavar="[OP]", help="Only this op; --op says the same.")] = None,
     op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
     variant: Annotated[str | None, typer.Option(help="Only variants of this name.")] = None,
     examples: Annotated[
@@ -47,13 +48,23 @@ def check(
     sanitize: Annotated[
         str | None, typer.Option(metavar="all|NAME,...", help="Look for what results do not show, instead.")
     ] = None,
+    mutate: Annotated[bool, typer.Option("--mutate", help="Plant faults in kernels: is each one noticed?")] = False,
+    quota: Annotated[int, typer.Option(min=1, help="With --mutate: mutants of each op and kind of fault.")] = 10,
+    verify_equivalent: Annotated[
+        bool, typer.Option("--verify-equivalent", help="With --mutate: compare the bits of declared equivalents.")
+    ] = False,
     as_json: Json = False,
     variants_from: VariantsFrom = None,
 ) -> None:
-    """Check variants against the float64 oracle, or put them under the sanitizers."""
+    """Check variants against the float64 oracle, put them under the sanitizers, or plant faults in them."""
+    if mutate:
+        from experiments.commands import mutate as command
+
+        asked = command.Request(only or op, variant, quota, seed, variants_from or [])
+        _exit(command.verify if verify_equivalent else command.run, asked, as_json)
     from experiments.commands.check import Request, run
 
-    _exit(run, Request(op, variant, examples, seed, axes, config, variants_from or [], sanitize), as_json)
+    _exit(run, Request(only or op, variant, examples, seed, axes, config, variants_from or [], sanitize), as_json)
 
 
 @app.command()

@@ -91,7 +91,7 @@ class _AbsentDriver:
         return 0
 
 
-def _activate(arch: str) -> None:
+def activate(arch: str) -> None:
     """Makes this process compile for `arch`; a RuntimeError names a tool that is missing."""
     from triton import knobs
     from triton.backends import backends
@@ -141,7 +141,7 @@ def main() -> None:
     for folder in arguments.variants_from:
         ops = ops.with_variants_from(folder)
     try:
-        _activate(arguments.arch)
+        activate(arguments.arch)
     except RuntimeError as error:
         parser.error(str(error))
     held = parse_axes(",".join(arguments.axis))

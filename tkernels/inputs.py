@@ -60,12 +60,13 @@ class Draws:
         values = torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64) * _SCALE[str(kind)]
         return values.to(dtype).to(self.device)
 
-    def laid_out(self, values: torch.Tensor, layout: Any) -> torch.Tensor:
+    def laid_out(self, values: torch.Tensor, layout: Any, padding: int = 3) -> torch.Tensor:
         """The same values, in storage that has NaN (or the top integer) beyond and, if "padded", between its rows."""
         if layout == "contiguous":
             return poisoned_views([values], dim=0)[0]
         if layout == "padded":
-            return poisoned_views([values, torch.full_like(values[..., :3], poison(values.dtype))], dim=-1)[0]
+            gap = torch.full_like(values[..., :1], poison(values.dtype)).repeat_interleave(padding, dim=-1)
+            return poisoned_views([values, gap], dim=-1)[0]
         raise ValueError(f"layout {layout!r}: there is {', '.join(LAYOUTS)}")
 
 

@@ -65,11 +65,20 @@ def _as_float(handle: Any) -> np.ndarray:
     return np.asarray(handle.data)
 
 
+def _undefined(pointers: Any) -> Any:
+    """What a lane that nobody loads may hold: NaN, or a number that is no index of anything."""
+    kind = pointers.get_element_ty()
+    codes = {tl.bfloat16: 0x7FC0, tl.float8e4nv: 0x7F, tl.float8e5: 0x7F}
+    dtype = triton_interpreter._get_np_dtype(kind)
+    value = codes.get(kind, np.nan if kind.is_floating() else min(1_000_003, 2 ** (8 * dtype.itemsize - 1) - 1))
+    return triton_interpreter.TensorHandle(np.full(pointers.data.shape, value, dtype=dtype), kind)
+
+
 def install() -> None:
     """Patches the interpreter of this process. Called once, when tkernels is imported in an interpreting process."""
     builder = triton_interpreter.InterpreterBuilder
     cast_impl, fp_to_fp, binary_op = builder.cast_impl, builder.create_fp_to_fp, builder.binary_op
-    patch_lang_tensor = triton_interpreter._patch_lang_tensor
+    patch_lang_tensor, masked_load = triton_interpreter._patch_lang_tensor, builder.create_masked_load
 
     def rounding_cast(self: Any, src: Any, dst_type: Any) -> Any:
         if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
@@ -97,7 +106,15 @@ def install() -> None:
         patch_lang_tensor(tensor, scope)
         tensor.__index__ = lambda self: int(self.handle.data.squeeze())
 
+    def undefined_load(self: Any, ptrs: Any, mask: Any, other: Any, *rest: Any, **options: Any) -> Any:
+        # A GPU leaves what is masked off undefined where `other` does not say; the interpreter would give zeros, on
+        # which a kernel could come to rely.
+        if other is None and not mask.data.all():
+            other = _undefined(ptrs)
+        return masked_load(self, ptrs, mask, other, *rest, **options)
+
     triton_interpreter._patch_lang_tensor = indexable
+    builder.create_masked_load = undefined_load
     builder.cast_impl = rounding_cast
     builder.create_fp_to_fp = rounding_fp_to_fp
     builder.binary_op = refusing_binary_op

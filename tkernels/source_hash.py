@@ -28,6 +28,20 @@ def _referenced(tree: ast.AST, scope: dict[str, Any]) -> list[tuple[str, Any]]:
     return sorted(found.items())
 
 
+def called_functions(kernels: dict[str, Any]) -> list[Any]:
+    """The jit functions given, and all that they call, Triton's own aside; each once, callers first."""
+    found: dict[int, Any] = {}
+    waiting = list(kernels.values())
+    while waiting:
+        function = waiting.pop(0)
+        if id(function) in found or function.fn.__module__.startswith("triton."):
+            continue
+        found[id(function)] = function
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.fn)))
+        waiting += [value for _, value in _referenced(tree, function.fn.__globals__) if is_jit(value)]
+    return list(found.values())
+
+
 def _parts(function: Any, seen: dict[int, str]) -> None:
     """Adds the code of a function and of what it calls; keyed by identity, since a file's location must not count."""
     from triton.language import constexpr

@@ -116,3 +116,17 @@ def test_dot_is_exact_to_fp32_at_every_dtype(dtype: torch.dtype) -> None:
     dot_kernel[(1,)](out, a, b, BLOCK=16)
     oracle = a.double() @ b.double()
     assert (out.double() - oracle).abs().max() <= 16 * 2.0**-24 * (a.double().abs() @ b.double().abs()).max()
+
+
+@triton.jit
+def masked_copy(out_ptr, x_ptr, size, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < size))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+def test_lanes_that_are_masked_off_are_undefined(dtype: torch.dtype) -> None:
+    x, out = torch.ones(8, dtype=dtype), torch.zeros(8, dtype=dtype)
+    masked_copy[(1,)](out, x, 5, BLOCK=8)
+    assert out[:5].float().eq(1).all()
+    assert out[5:].float().isnan().all()

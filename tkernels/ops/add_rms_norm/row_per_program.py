@@ -39,7 +39,7 @@ def add_rms_norm_row_per_program(
     new_residual = total.to(new_residual_ptr.dtype.element_ty)
     tl.store(new_residual_ptr + row * stride_new_residual_t + offs, new_residual, mask=mask)
     scale = tl.rsqrt(tl.sum(total * total, axis=0) / hidden + eps)
-    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + offs, mask=mask).to(tl.float32)
     out = (total * scale * weight).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * stride_out_t + offs, out, mask=mask)
 

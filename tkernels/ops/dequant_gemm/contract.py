@@ -56,7 +56,10 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     )
     if axes["order"] == "interleaved":
         weight = interleaved(weight)
-    weight = weight.map_tensors(lambda part: draws.laid_out(part, axes["weight_layout"]))
+    # The codes' stride taken for the scales', which have as many columns, must show.
+    weight = weight.map_tensors(
+        lambda part: draws.laid_out(part, axes["weight_layout"], padding=5 if part.is_floating_point() else 3)
+    )
     x = draws.laid_out(draws.normal((tokens, inputs), dtype, axes["values"]), axes["layout"])
     # Of the product's size: a GEMM that starts its sum from a far larger bias loses the product's own digits.
     bias = draws.laid_out(draws.normal((outputs,), dtype, axes["values"]), "contiguous") if axes["bias"] else None

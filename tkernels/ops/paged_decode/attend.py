@@ -86,7 +86,7 @@ def attend_keys(
     for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         live = (keys >= first) & (keys < end)
-        pages = tl.load(table_ptr + keys // PAGE_SIZE, mask=live, other=0).to(tl.int64)
+        pages = tl.load(table_ptr + keys // PAGE_SIZE, mask=live).to(tl.int64)
         slots = (keys % PAGE_SIZE).to(tl.int64)
         k_rows = k_ptr + pages * stride_k_p + slots * stride_k_s
         k = tl.load(k_rows[:, None] + offs_d[None, :], mask=live[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
@@ -177,7 +177,7 @@ def store_attention(
     total = tl.maximum(l, 1.0)  # the largest weight is 1; with nothing cached: zeros, and not 0 / 0
     out = acc / total[:, None]
     if v_scale_ptr is not None:
-        out = out * tl.load(v_scale_ptr + heads // GROUP, mask=mask_g, other=0.0)[:, None]
+        out = out * tl.load(v_scale_ptr + heads // GROUP, mask=mask_g)[:, None]
     offs_dv = tl.arange(0, acc.shape[1])
     rows = out_ptr + sequence * stride_out_b + heads * stride_out_h
     mask_out = mask_g[:, None] & (offs_dv < HEAD_DIM_V)[None, :]

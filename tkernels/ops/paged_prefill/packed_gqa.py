@@ -130,7 +130,7 @@ def paged_prefill_packed_gqa_sweep(
     for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         live = (keys < length) if MASKED else tl.full([BLOCK_N], True, tl.int1)
-        pages = tl.load(table_ptr + keys // PAGE_SIZE, mask=live, other=0).to(tl.int64)
+        pages = tl.load(table_ptr + keys // PAGE_SIZE, mask=live).to(tl.int64)
         slots = (keys % PAGE_SIZE).to(tl.int64)
         k_rows = k_ptr + pages * stride_k_p + slots * stride_k_s
         k = tl.load(k_rows[:, None] + offs_d[None, :], mask=live[:, None] & mask_d[None, :], other=0.0)

@@ -21,7 +21,7 @@ def rms_norm_row_per_program(out_ptr, x_ptr, weight_ptr, stride_x_t, stride_out_
     mask = offs < hidden
     x = tl.load(x_ptr + row * stride_x_t + offs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_H]
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
-    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + offs, mask=mask).to(tl.float32)
     # One rounding, at the end: rounding before the weight, as some models do, costs up to one bit of bf16's eight.
     out = (x * scale * weight).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * stride_out_t + offs, out, mask=mask)

@@ -1,0 +1,39 @@
+"""Mutation testing: faults put into kernels on purpose, to see whether the checks notice.
+
+`tk check --mutate` is the command. A fault (`faults`) is planted in a fork of a worker process (`worker`), which runs
+the op's drawn cases until one of them shows it. What survives is a hole in the checks, or an equivalent (`equivalent`).
+"""
+
+from tkernels.mutation.campaign import (
+    VERIFIED_CASES,
+    Comparison,
+    Outcome,
+    Score,
+    Trial,
+    comparisons,
+    outcomes,
+    sampled,
+    score,
+    trials,
+)
+from tkernels.mutation.faults import KINDS, Mutant, mutants
+from tkernels.mutation.pool import Fate, MutationError, Pool
+
+__all__ = [
+    "KINDS",
+    "VERIFIED_CASES",
+    "Comparison",
+    "Fate",
+    "Mutant",
+    "MutationError",
+    "Outcome",
+    "Pool",
+    "Score",
+    "Trial",
+    "comparisons",
+    "mutants",
+    "outcomes",
+    "sampled",
+    "score",
+    "trials",
+]

@@ -1,0 +1,311 @@
+"""Faults put into a kernel's source, one at a time: what the tests of a kernel must notice.
+
+Only what a kernel computes is touched. Performance hints (stages, cache modifiers, promises about alignment) and shapes
+are left alone: the first are no faults, and a wrong shape does not compile. A fault is spliced into the text, so that a
+diff of the file shows it and nothing else.
+"""
+
+import ast
+import copy
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+_HINT_KEYWORDS = frozenset(
+    (
+        "num_stages", "num_warps", "eviction_policy", "cache_modifier", "volatile", "loop_unroll_factor", "flatten",
+        "warp_specialize", "disallow_acc_multi_buffer", "disable_licm", "input_precision", "sem", "scope",
+    )
+)  # fmt: skip
+_PROMISES = frozenset(("multiple_of", "max_contiguous", "max_constancy"))
+_NO_EFFECT = frozenset(("assume", "debug_barrier", "static_assert", "device_assert", "static_print", "device_print"))
+_SHAPED = frozenset(("zeros", "full", "reshape", "view", "broadcast_to", "permute", "trans"))
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A source file with one fault. before, after: the expression that changed, at `line` of the original file; the
+    `nth` such one of the function, from 0. source: the whole file with the fault in it.
+    """
+
+    kind: str
+    file: Path
+    function: str
+    line: int
+    before: str
+    after: str
+    nth: int
+    source: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.function}:{self.line}: {self.kind}: {self.before} -> {self.after}"
+
+    @property
+    def diff(self) -> str:
+        """The unified diff from the original file."""
+        original = self.file.read_text().splitlines()
+        lines = difflib.unified_diff(original, self.source.splitlines(), self.file.name, "mutant", n=1, lineterm="")
+        return "\n".join(lines)
+
+
+Replacement = tuple[ast.expr, ast.expr]
+
+
+def _called(node: ast.AST) -> str:
+    """The last part of a called function's name: "load" of `tl.load(...)`; "" where nothing is called by name."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr=name)) | ast.Call(func=ast.Name(id=name)):
+            return name
+    return ""
+
+
+def _parts(node: ast.AST) -> Iterator[ast.AST]:
+    """The node and all below it that a fault may touch: no hints, no annotations, no docstrings."""
+    yield node
+    name = _called(node)
+    for field, value in ast.iter_fields(node):
+        if field in ("decorator_list", "annotation", "returns") or name in _NO_EFFECT:
+            continue
+        children = value if isinstance(value, list) else [value]
+        if name in _PROMISES and field == "args":
+            children = children[:1]
+        for child in children:
+            if isinstance(child, ast.keyword) and child.arg in _HINT_KEYWORDS:
+                continue
+            if isinstance(child, ast.AST):
+                yield from _parts(child)
+
+
+def _body(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    for statement in function.body:
+        yield from _parts(statement)
+
+
+def _masks_dropped(function: ast.FunctionDef) -> Iterator[Replacement]:
+    """The whole `mask=`, and each part of a mask that is a conjunction."""
+    for node in _body(function):
+        if isinstance(node, ast.Call) and any(keyword.arg == "mask" for keyword in node.keywords):
+            bare = copy.copy(node)
+            bare.keywords = [keyword for keyword in node.keywords if keyword.arg not in ("mask", "other")]
+            yield node, bare
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd) and not _is_number(node.right):
+            yield node, node.left
+            yield node, node.right
+
+
+_SHIFTED: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
+_FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq
+}  # fmt: skip
+
+
+def _compared(function: ast.FunctionDef, other: Mapping[type[ast.cmpop], type[ast.cmpop]]) -> Iterator[Replacement]:
+    for node in _body(function):
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in other:
+            yield node, ast.Compare(node.left, [other[type(node.ops[0])]()], node.comparators)
+
+
+def _comparisons_shifted(function: ast.FunctionDef) -> Iterator[Replacement]:
+    return _compared(function, _SHIFTED)
+
+
+def _comparisons_flipped(function: ast.FunctionDef) -> Iterator[Replacement]:
+    return _compared(function, _FLIPPED)
+
+
+def _strides_swapped(function: ast.FunctionDef) -> Iterator[Replacement]:
+    """For another stride of the same tensor, or, of a tensor that has one only, for another tensor's."""
+    strides = [arg.arg for arg in function.args.args if arg.arg.startswith("stride_")]
+    for node in _body(function):
+        if isinstance(node, ast.Name) and node.id in strides:
+            tensor = node.id.rsplit("_", 1)[0]
+            others = [s for s in strides if s != node.id and s.rsplit("_", 1)[0] == tensor]
+            others += [s for s in strides if s != node.id and s not in others]
+            if others:
+                yield node, ast.Name(others[0])
+
+
+def _axes_swapped(function: ast.FunctionDef) -> Iterator[Replacement]:
+    """Of a reduction, of the grid, and of an expanded dim: x[:, None] and x[None, :]."""
+    for node in _body(function):
+        if _called(node) in ("program_id", "num_programs"):
+            assert isinstance(node, ast.Call)
+            (axis,) = node.args
+            if isinstance(axis, ast.Constant):
+                yield axis, ast.Constant(0 if axis.value else 1)
+        elif isinstance(node, ast.Call):
+            for keyword in node.keywords:
+                if keyword.arg == "axis" and isinstance(keyword.value, ast.Constant):
+                    yield keyword.value, ast.Constant(0 if keyword.value.value else 1)
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
+            dims = node.slice.elts[::-1]
+            if [ast.dump(dim) for dim in dims] != [ast.dump(dim) for dim in node.slice.elts]:
+                yield node, ast.Subscript(node.value, ast.Tuple(dims))
+
+
+def _is_number(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
+
+
+def _off_by_one(function: ast.FunctionDef) -> Iterator[Replacement]:
+    """A 1 that is added or subtracted is lost; an index, or the address of an access, is one too high."""
+    for node in _body(function):
+        match node:
+            case ast.BinOp(op=ast.Add() | ast.Sub(), right=ast.Constant(value=1)):
+                yield node, node.left
+            case ast.Call(args=[pointer, *_]) if _called(node) in ("load", "store") or "atomic" in _called(node):
+                yield pointer, ast.BinOp(pointer, ast.Add(), ast.Constant(1))
+            case ast.Call() if _called(node) == "arange":
+                yield node, ast.BinOp(node, ast.Add(), ast.Constant(1))
+
+
+def _constants_changed(function: ast.FunctionDef) -> Iterator[Replacement]:
+    """A whole number is one higher, another twice itself, an infinity nothing, and lanes that are masked off hold what
+    undefined ones may. Axes and shapes are not constants.
+    """
+    fixed: set[ast.AST] = set()
+    for node in _body(function):
+        is_shape = isinstance(node, ast.Tuple | ast.List) or _called(node) in ("program_id", "num_programs", "arange")
+        if node in fixed or is_shape:
+            fixed.update(ast.iter_child_nodes(node))
+        elif isinstance(node, ast.Subscript):
+            fixed.add(node.slice)
+        elif isinstance(node, ast.keyword) and node.arg in ("axis", "dim", "keep_dims"):
+            fixed.add(node.value)
+        elif isinstance(node, ast.keyword) and node.arg == "other" and _is_number(node.value):
+            assert isinstance(node.value, ast.Constant)
+            fixed.add(node.value)
+            yield node.value, _undefined(node.value)
+        elif _called(node) == "float":
+            fixed.update(ast.iter_child_nodes(node))
+            assert isinstance(node, ast.Call)
+            yield node, ast.Constant(0.0)
+        elif isinstance(node, ast.Constant) and _is_number(node):
+            value = node.value
+            assert isinstance(value, int | float)
+            yield node, ast.Constant(value + 1 if isinstance(value, int) else 2 * value or 1.0)
+        if _called(node) in _SHAPED:
+            assert isinstance(node, ast.Call)
+            fixed.update(node.args[:1] if _called(node) in ("zeros", "full") else node.args[1:])
+
+
+def _undefined(value: ast.Constant) -> ast.expr:
+    if isinstance(value.value, int):
+        return ast.Constant(2**31 - 1)
+    return ast.Call(ast.Name("float"), [ast.Constant("nan")], [])
+
+
+def _casts_removed(function: ast.FunctionDef) -> Iterator[Replacement]:
+    """Those that widen: to fp32 and to 64-bit offsets."""
+    for node in _body(function):
+        match node:
+            case ast.Call(func=ast.Attribute(value=value, attr="to"), args=[ast.Attribute(attr="float32" | "int64")]):
+                yield node, value
+
+
+def _is_made(value: ast.expr) -> bool:
+    return _called(value) in ("zeros", "full")
+
+
+def _accumulators_lowered(function: ast.FunctionDef) -> Iterator[Replacement]:
+    """An fp32 sum that a loop carries is rounded to fp16 in every step; a 64-bit index is made with 32 bits."""
+    carried: set[str] = set()
+    for node in _body(function):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as made) if _called(made) in (
+                "zeros",
+                "full",
+            ):
+                kinds = {part.attr: part for part in ast.walk(made) if isinstance(part, ast.Attribute)}
+                if "float32" in kinds:
+                    carried.add(name)
+                if "int64" in kinds:
+                    wide = kinds["int64"]
+                    yield wide, ast.Attribute(wide.value, "int32")
+    for loop in _body(function):
+        if not isinstance(loop, ast.For | ast.While):
+            continue
+        for node in loop.body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in carried and not _is_made(value):
+                    yield value, _rounded(value)
+                case ast.AugAssign(target=ast.Name(id=name), value=value, op=ast.Add()) if name in carried:
+                    # (sum + value) rounded, less the sum: what has to be added for the sum to be of fp16's precision.
+                    total = ast.BinOp(ast.Name(name), ast.Add(), value)
+                    yield value, ast.BinOp(_rounded(total), ast.Sub(), ast.Name(name))
+
+
+def _rounded(value: ast.expr) -> ast.expr:
+    for dtype in ("float16", "float32"):
+        method = ast.Attribute(value, "to")
+        value = ast.Call(method, [ast.Attribute(ast.Name("tl"), dtype)], [])
+    return value
+
+
+def _named(node: ast.AST, *words: str) -> bool:
+    return any(isinstance(part, ast.Name) and any(word in part.id for word in words) for part in ast.walk(node))
+
+
+def _scales_dropped(function: ast.FunctionDef) -> Iterator[Replacement]:
+    """A factor or divisor: a scale, a weight, what rescales a running sum. Offsets are no such products."""
+    for node in _body(function):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
+            is_factor = _named(node.right, "scale", "weight", "alpha") and not isinstance(node.right, ast.BinOp)
+            if is_factor and not _named(node.left, "stride", "offs"):
+                yield node, node.left
+
+
+def _zero_points_dropped(function: ast.FunctionDef) -> Iterator[Replacement]:
+    for node in _body(function):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and _named(node.right, "zero"):
+            yield node, node.left
+
+
+_SITES: dict[str, Callable[[ast.FunctionDef], Iterator[Replacement]]] = {
+    "mask_dropped": _masks_dropped,
+    "mask_shifted": _comparisons_shifted,
+    "comparison_flipped": _comparisons_flipped,
+    "stride_swapped": _strides_swapped,
+    "axis_swapped": _axes_swapped,
+    "off_by_one": _off_by_one,
+    "constant_changed": _constants_changed,
+    "cast_removed": _casts_removed,
+    "accumulator_lowered": _accumulators_lowered,
+    "scale_dropped": _scales_dropped,
+    "zero_point_dropped": _zero_points_dropped,
+}
+KINDS = tuple(_SITES)
+
+_ATOMS = ast.Name | ast.Call | ast.Subscript | ast.Attribute
+
+
+def _splice(source: bytes, starts: list[int], old: ast.expr, new: ast.expr) -> str:
+    """The text with one expression replaced; in parentheses, unless it needs none wherever it stands."""
+    assert old.end_lineno is not None
+    assert old.end_col_offset is not None
+    begin = starts[old.lineno - 1] + old.col_offset
+    end = starts[old.end_lineno - 1] + old.end_col_offset
+    text = ast.unparse(new)
+    if not (isinstance(new, _ATOMS) or _is_number(new)):
+        text = f"({text})"
+    return (source[:begin] + text.encode() + source[end:]).decode()
+
+
+def mutants(file: Path, functions: frozenset[str], kinds: tuple[str, ...] = KINDS) -> Iterator[Mutant]:
+    """Every mutant of the named functions of a file, function by function, in the order of `kinds` and of the file."""
+    text = file.read_bytes()
+    starts = [0]
+    starts += [index + 1 for index, byte in enumerate(text) if byte == ord("\n")]
+    for function in ast.parse(text).body:
+        if not isinstance(function, ast.FunctionDef) or function.name not in functions:
+            continue
+        for kind in kinds:
+            seen: dict[tuple[str, str], Iterator[int]] = {}
+            for old, new in _SITES[kind](function):
+                before, after = ast.unparse(old), ast.unparse(new)
+                nth = next(seen.setdefault((before, after), count()))
+                spliced = _splice(text, starts, old, new)
+                yield Mutant(kind, file, function.name, old.lineno, before, after, nth, spliced)
