@@ -2,6 +2,7 @@
 may read.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 KINDS = ("ordinary", "huge", "tiny")
 LAYOUTS = ("contiguous", "padded")
+
+_READ = 1 << 20  # indices, of which an op has a few for each token
 
 # Of |x|: large enough that a lost upcast overflows or loses everything, small enough that fp16 results stay finite.
 _SCALE = {"ordinary": 1.0, "huge": 128.0, "tiny": 2.0**-10}
@@ -42,7 +45,11 @@ class Draws:
         self.device = device
 
     def integers(self, low: int, high: int, shape: Sequence[int]) -> torch.Tensor:
-        """int64 in [low, high], both included, on the CPU."""
+        """int64 in [low, high], both included, on the CPU; for a meta device, more than what is read while drawing are
+        not drawn: a weight's codes, where lengths and slots are.
+        """
+        if self.device.type == "meta" and math.prod(shape) > _READ:
+            return torch.empty(tuple(shape), dtype=torch.int64, device=self.device)
         return torch.randint(low, high + 1, tuple(shape), generator=self.generator)
 
     def permutation(self, n: int) -> torch.Tensor:

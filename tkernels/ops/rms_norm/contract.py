@@ -65,7 +65,7 @@ CONTRACT = Contract(
     default="row_per_program",
     benchmarks={
         f"T={tokens},H={hidden}": {"T": tokens, "H": hidden, "activation": "bfloat16"}
-        for tokens, hidden in ((1, 2560), (64, 2560), (4096, 2560), (8192, 4096))
+        for tokens, hidden in ((4096, 1024), (1, 2560), (64, 2560), (4096, 2560), (8192, 4096))
     },
     batching=row_batching("x"),
 )
