@@ -276,7 +276,7 @@ def test_gemv_is_right_with_one_split_and_with_several(programs: int) -> None:
 @pytest.mark.parametrize("group_size", [128, 16])
 @pytest.mark.parametrize("programs", [1, 4])
 def test_split_k_is_right_with_one_split_and_with_several(programs: int, group_size: int) -> None:
-    config = Config(BLOCK_M=16, BLOCK_N=32, BLOCK_K=32 if programs == 4 else 256, PROGRAMS_PER_SM=programs)
+    config = Config(BLOCK_TOKENS=16, BLOCK_N=32, BLOCK_K=32 if programs == 4 else 256, PROGRAMS_PER_SM=programs)
     case = SPLIT_K.contract.case(axes_of(M=17, N=40, K=256, group_size=group_size), seed=1)
     assert bool(SPLIT_K.workspace({"M": 17, "N": 40, "K": 256}, config, INTERPRETER)) == (programs == 4)
     result = check_case(SPLIT_K, case, config)

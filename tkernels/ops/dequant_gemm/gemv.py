@@ -18,8 +18,8 @@ from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved, needs
 
 CONFIGS = tuple(
     Config(BLOCK_N=columns, BLOCK_W=words, PROGRAMS_PER_SM=programs, num_warps=warps, num_stages=3)
-    for columns, words, warps in ((64, 16, 1), (128, 8, 1), (128, 16, 1), (128, 16, 2), (256, 16, 2), (256, 16, 4))
-    for programs in (1, 2, 4, 8)
+    for columns, words, warps in ((64, 16, 1), (128, 8, 1), (128, 16, 2), (256, 16, 4))
+    for programs in (2, 4, 8)
 )
 MAX_SPLITS = 64
 

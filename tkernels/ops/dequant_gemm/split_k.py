@@ -16,19 +16,25 @@ from tkernels.ops.dequant_gemm.split_sums import summed_by_the_last, words_per_s
 from tkernels.ops.dequant_gemm.unpack import magic_of, unpacked, weight_tile
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved, needs_interleaved
 
+# BLOCK_TOKENS, not BLOCK_M: the product is transposed, and its rows are outputs.
 CONFIGS = tuple(
-    Config(BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=depth, PROGRAMS_PER_SM=programs, num_warps=warps, num_stages=stages)
-    for rows, columns, depth, warps, stages in (
+    Config(
+        BLOCK_TOKENS=tokens,
+        BLOCK_N=columns,
+        BLOCK_K=depth,
+        PROGRAMS_PER_SM=programs,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    for tokens, columns, depth, warps, stages in (
         (16, 64, 128, 4, 3),
         (16, 64, 128, 4, 4),
         (16, 128, 128, 8, 3),
-        (16, 128, 128, 8, 4),
         (32, 64, 128, 4, 3),
         (32, 64, 128, 4, 4),
-        (32, 128, 64, 4, 4),
         (32, 128, 128, 8, 3),
     )
-    for programs in (1, 2, 4)
+    for programs in (2, 4)
 )
 MAX_ROWS = 64
 MAX_SPLITS = 32
@@ -57,14 +63,14 @@ def dequant_gemm_split_k(
     magic,
     GROUP_WORDS: tl.constexpr,
     ONE_GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """A word row is a row of `packed`: 8 inputs for each output. partial [splits, M, N], arrived: None, one split."""
     BLOCK_W: tl.constexpr = BLOCK_K // 8
     split = tl.program_id(2)
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     offs_m = rows.to(tl.int64)  # M * stride can pass 2**31
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m, mask_n = rows < tokens, offs_n < outputs
@@ -72,11 +78,13 @@ def dequant_gemm_split_k(
     end = tl.minimum(first + words_of_split, words)
     x_ptrs = x_ptr + offs_m[:, None] * stride_x_m
     # Transposed, so that the weight's 64 rows and more are the side of the product that Hopper's matrix units want.
-    sums = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    sums = tl.zeros((BLOCK_N, BLOCK_TOKENS), dtype=tl.float32)
     for start in tl.range(first, end, BLOCK_W):
         offs_k = start * 8 + tl.arange(0, BLOCK_K)
         mask_k = offs_k < end * 8
-        x = tl.load(x_ptrs + offs_k[None, :], mask=mask_m[:, None] & mask_k[None, :], other=0.0)  # [BLOCK_M, BLOCK_K]
+        x = tl.load(
+            x_ptrs + offs_k[None, :], mask=mask_m[:, None] & mask_k[None, :], other=0.0
+        )  # [BLOCK_TOKENS, BLOCK_K]
         packed, zero, scale = weight_tile(
             packed_ptr, scales_ptr, zeros_ptr, stride_packed_w, stride_scales_g, stride_zeros_g,
             start, end, offs_n, mask_n, GROUP_WORDS, ONE_GROUP, BLOCK_W,
@@ -84,11 +92,11 @@ def dequant_gemm_split_k(
         if ONE_GROUP:
             # A scale for each sum, not for each weight: 16 to 32 products instead of BLOCK_K, and no rounding.
             weight = unpacked(packed, zero, None, magic, x_ptr.dtype.element_ty, BLOCK_N, BLOCK_K)
-            products = dot(weight, tl.trans(x), tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32))
+            products = dot(weight, tl.trans(x), tl.zeros((BLOCK_N, BLOCK_TOKENS), dtype=tl.float32))
             sums += products * tl.trans(scale).to(tl.float32)
         else:
             weight = unpacked(packed, zero, scale, magic, x_ptr.dtype.element_ty, BLOCK_N, BLOCK_K)
-            sums = dot(weight, tl.trans(x), sums)  # [BLOCK_N, BLOCK_K] @ [BLOCK_K, BLOCK_M]
+            sums = dot(weight, tl.trans(x), sums)  # [BLOCK_N, BLOCK_K] @ [BLOCK_K, BLOCK_TOKENS]
     sums = tl.trans(sums)
     mask = mask_m[:, None] & mask_n[None, :]
     if partial_ptr is not None:
@@ -115,7 +123,7 @@ def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, B
     if splits == 1:
         return {}
     # The counts for the most rows there may be: one buffer serves every batch.
-    tiles = triton.cdiv(MAX_ROWS, config["BLOCK_M"]) * triton.cdiv(outputs, config["BLOCK_N"])
+    tiles = triton.cdiv(MAX_ROWS, config["BLOCK_TOKENS"]) * triton.cdiv(outputs, config["BLOCK_N"])
     return {
         "partial": Buffer((splits, tokens, outputs), torch.float32),
         "arrived": Buffer((tiles,), torch.int32, zeroed=True),
@@ -131,7 +139,7 @@ def supports(axes: Axes, device: DeviceFacts) -> str | None:
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
     outputs, inputs = weight.shape
-    block_m, block_n, block_k = (run.config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+    block_m, block_n, block_k = (run.config[name] for name in ("BLOCK_TOKENS", "BLOCK_N", "BLOCK_K"))
     words = inputs // 8
     words_of_split = split_words(outputs, inputs, run.config, run.device)
     splits = triton.cdiv(words, words_of_split)
@@ -159,7 +167,7 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
         magic=magic_of(weight.dtype),
         GROUP_WORDS=weight.group_size // 8,
         ONE_GROUP=weight.group_size % block_k == 0,
-        BLOCK_M=block_m,
+        BLOCK_TOKENS=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
     )
@@ -173,10 +181,10 @@ VARIANT = Variant(
     # than 16. BLOCK_K 128 is the usual group, whose scale is then left to the sums. Four programs of 4 warps on a
     # multiprocessor have 48 kB of codes in flight, twice what hides the latency of its share of 4.3 TB/s.
     default={
-        "": Config(BLOCK_M=16, BLOCK_N=64, BLOCK_K=128, PROGRAMS_PER_SM=4, num_warps=4, num_stages=3),
-        "sm_90": Config(BLOCK_M=32, BLOCK_N=64, BLOCK_K=128, PROGRAMS_PER_SM=4, num_warps=4, num_stages=4),
-        "gfx942": Config(BLOCK_M=16, BLOCK_N=64, BLOCK_K=128, PROGRAMS_PER_SM=2, num_warps=4, num_stages=2),
-        "interpreter": Config(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, PROGRAMS_PER_SM=2, num_warps=4, num_stages=2),
+        "": Config(BLOCK_TOKENS=16, BLOCK_N=64, BLOCK_K=128, PROGRAMS_PER_SM=4, num_warps=4, num_stages=3),
+        "sm_90": Config(BLOCK_TOKENS=32, BLOCK_N=64, BLOCK_K=128, PROGRAMS_PER_SM=4, num_warps=4, num_stages=4),
+        "gfx942": Config(BLOCK_TOKENS=16, BLOCK_N=64, BLOCK_K=128, PROGRAMS_PER_SM=2, num_warps=4, num_stages=2),
+        "interpreter": Config(BLOCK_TOKENS=16, BLOCK_N=16, BLOCK_K=32, PROGRAMS_PER_SM=2, num_warps=4, num_stages=2),
     },
     supports=supports,
     workspace=workspace,
