@@ -147,7 +147,7 @@ class Kernel:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    _defaults: dict[torch.device, tuple["Kernel", ...]] = field(
+    _callables: dict[torch.device, tuple[Callable[..., Any], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -164,7 +164,7 @@ class Kernel:
         try:
             if self.variant.function is not None:
                 if self.variant.parts:
-                    return self.variant.function(*(self.parts or self._default_parts(device)), *args, **kwargs)
+                    return self.variant.function(*self._part_callables(device), *args, **kwargs)
                 return self.variant.function(*args, **kwargs)
             arguments = self.variant.contract.bind_arguments(args, kwargs)
             if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -194,11 +194,27 @@ class Kernel:
             self._checked[structure] = (axes, device)
         return axes, device
 
-    def _default_parts(self, device: torch.device) -> tuple["Kernel", ...]:
-        if device not in self._defaults:
-            variants = (op.variants[op.default_on(device)] for op in self.variant.part_ops)
-            self._defaults[device] = tuple(Kernel(variant, self.tuning, {}, self.door) for variant in variants)
-        return self._defaults[device]
+    def _part_callables(self, device: torch.device) -> tuple[Callable[..., Any], ...]:
+        """What a composed fusion calls, in its variant's order."""
+        found = self._callables.get(device)
+        if found is None:
+            parts = self.parts
+            if not parts:
+                defaults = (op.variants[op.default_on(device)] for op in self.variant.part_ops)
+                parts = tuple(Kernel(variant, self.tuning, {}, self.door) for variant in defaults)
+            # The fusion has checked the call: a part that is a plain function, with no config to find, is called as it
+            # is. Looking its structure up again would cost 3 us in every layer.
+            found = tuple(part._call_function if part.variant.function is not None else part for part in parts)
+            self._callables[device] = found
+        return found
+
+    def _call_function(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.variant.function is not None, "a variant with a launcher is launched"
+        _NVTX.push_range(self._range)  # type: ignore[attr-defined]
+        try:
+            return self.variant.function(*args, **kwargs)
+        finally:
+            _NVTX.pop_range()
 
     def _launch(self, arguments: dict[str, Any], axes: Axes, device: torch.device) -> Any:
         facts = device_facts(device)
