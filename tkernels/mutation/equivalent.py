@@ -25,6 +25,7 @@ class Equivalent:
 
 _ONE = "[1, 1] of one element either way"
 _SKIPPED = "what heads past the last are divided by is not stored"
+_NO_ROWS = "a tile that begins where its sequence ends has no rows: every store is masked"
 _OUTPUTS = "the entry allocates both outputs, contiguous and of one shape"
 
 EQUIVALENT: tuple[Equivalent, ...] = (
@@ -55,6 +56,18 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         "qk_norm_rope_scatter", "qk_norm_rope_scatter_head_tile_copy", "constant_changed",
         "1.0", "float('nan')", _SKIPPED,
+    ),
+    Equivalent(
+        "paged_prefill", "paged_prefill_packed_gqa_key_range", "off_by_one", "own_first + 1", "own_first",
+        "a block more is read, of which no row sees a key: test_paged_prefill counts the blocks",
+    ),
+    Equivalent(
+        "paged_prefill", "paged_prefill_packed_gqa", "mask_shifted",
+        "first_row < queries * GROUP", "first_row <= queries * GROUP", _NO_ROWS,
+    ),
+    Equivalent(
+        "paged_prefill", "paged_prefill_tensor_descriptor", "mask_shifted",
+        "first_row < queries * GROUP", "first_row <= queries * GROUP", _NO_ROWS,
     ),
     Equivalent(
         "matmul", "matmul_persistent", "axis_swapped", "0", "1",

@@ -61,11 +61,12 @@ def paged_prefill_packed_gqa_key_range(own_first, own_end, length, window, BLOCK
     """
     end = own_end if CAUSAL else length
     full_end = (own_first if CAUSAL else length) // BLOCK_N * BLOCK_N
-    begin = 0
-    full_begin = 0
     if window is not None:
-        begin = tl.maximum(own_first + 1 - window, 0) // BLOCK_N * BLOCK_N
-        full_begin = tl.cdiv(tl.maximum(own_end - window, 0), BLOCK_N) * BLOCK_N
+        begin = tl.maximum((own_first + 1 - window) // BLOCK_N * BLOCK_N, 0)
+        full_begin = tl.maximum(tl.cdiv(own_end - window, BLOCK_N) * BLOCK_N, 0)
+    else:
+        full_begin = 0
+        begin = full_begin
     return begin, full_begin, full_end, end
 
 
@@ -237,6 +238,9 @@ def launch(
         return  # every row is padding
     block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
     block_m, block_n = tile_sizes(run.config, max(block_d, block_dv), q.element_size())
+    if k_cache.element_size() == 1 and run.device.arch in ("sm_89", "sm_120"):
+        # mma.sync takes keys from registers, where e4m3 widens: 32 keys spilled 28 bytes on sm_89, 40 on sm_120.
+        block_n = max(16, block_n // 2)
     run.launch(
         paged_prefill_packed_gqa,
         (tokens * group // block_m + sequences, heads_kv),
