@@ -62,6 +62,10 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "a block more is read, of which no row sees a key: test_paged_prefill counts the blocks",
     ),
     Equivalent(
+        "paged_prefill", "paged_prefill_packed_gqa_attend", "constant_changed", "0.0", "1.0",
+        "the origin of rows that have seen nothing: from any finite one, -inf is as far",
+    ),
+    Equivalent(
         "paged_prefill", "paged_prefill_packed_gqa", "mask_shifted",
         "first_row < queries * GROUP", "first_row <= queries * GROUP", _NO_ROWS,
     ),
