@@ -82,7 +82,7 @@ def _launches(
         kernel.device_caches.clear()  # launched by another variant too, it compiles again, and is timed
         begun = time.perf_counter()
         try:
-            with contextlib.redirect_stdout(log):  # ptxas' figures: _activate asks Triton to print them
+            with contextlib.redirect_stdout(log):  # ptxas' figures: activate asks Triton to print them
                 options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
                 binary = kernel.warmup(grid=grid, **arguments, **options)
         except Exception as error:  # whatever the compiler raises is the row's reason

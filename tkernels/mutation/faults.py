@@ -163,8 +163,8 @@ def _off_by_one(function: ast.FunctionDef) -> Iterator[Replacement]:
 
 
 def _constants_changed(function: ast.FunctionDef) -> Iterator[Replacement]:
-    """A whole number is one higher, another twice itself, an infinity nothing, and lanes that are masked off hold what
-    undefined ones may. Axes and shapes are not constants.
+    """A whole number is one higher, another twice itself, an infinity nothing, a mask of bits one bit short, and lanes
+    that are masked off hold what undefined ones may. Axes and shapes are not constants.
     """
     fixed: set[ast.AST] = set()
     for node in _body(function):
@@ -183,6 +183,10 @@ def _constants_changed(function: ast.FunctionDef) -> Iterator[Replacement]:
             fixed.update(ast.iter_child_nodes(node))
             assert isinstance(node, ast.Call)
             yield node, ast.Constant(0.0)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd) and _is_number(node.right):
+            assert isinstance(node.right, ast.Constant)
+            fixed.add(node.right)
+            yield node.right, ast.Constant(int(node.right.value) // 2)
         elif isinstance(node, ast.Constant) and _is_number(node):
             value = node.value
             assert isinstance(value, int | float)
