@@ -23,59 +23,49 @@ class Equivalent:
         return mine == (op, mutant.function, mutant.kind, mutant.before, mutant.after, mutant.nth)
 
 
-_ONE = "[1, 1] of one element either way"
-_SKIPPED = "what heads past the last are divided by is not stored"
-_NO_ROWS = "a tile that begins where its sequence ends has no rows: every store is masked"
 _OUTPUTS = "the entry allocates both outputs, contiguous and of one shape"
+_NO_ROWS = "a tile that begins where its sequence ends has no rows: every store is masked"
+_SKIPPED = "what heads past the last are divided by is not stored"
+_EMPTY = "what -inf is compared with decides nothing: exp2 of -inf less any finite origin is 0"
+_REPEATED = "in steps of one, every program computes all tiles from its own on: too often, and each time the same"
+
+
+def _outputs_swapped(function: str) -> tuple[Equivalent, Equivalent]:
+    out, residual = "stride_out_t", "stride_new_residual_t"
+    return (
+        Equivalent("add_rms_norm", function, "stride_swapped", out, residual, _OUTPUTS),
+        Equivalent("add_rms_norm", function, "stride_swapped", residual, out, _OUTPUTS),
+    )
+
+
+def _steps_of_one(op: str, function: str) -> Equivalent:
+    return Equivalent(op, function, "axis_swapped", "0", "1", _REPEATED, nth=1)
+
+
+def _skipped_scale(op: str, function: str) -> Equivalent:
+    return Equivalent(op, function, "constant_changed", "1.0", "float('nan')", _SKIPPED)
+
+
+def _no_rows(function: str) -> Equivalent:
+    inside, at_the_end = "first_row < queries * GROUP", "first_row <= queries * GROUP"
+    return Equivalent("paged_prefill", function, "mask_shifted", inside, at_the_end, _NO_ROWS)
+
 
 EQUIVALENT: tuple[Equivalent, ...] = (
-    Equivalent(
-        "add_rms_norm", "add_rms_norm_row_per_program", "stride_swapped",
-        "stride_new_residual_t", "stride_out_t", _OUTPUTS,
-    ),
-    Equivalent(
-        "add_rms_norm", "add_rms_norm_row_per_program", "stride_swapped",
-        "stride_out_t", "stride_new_residual_t", _OUTPUTS,
-    ),
-    Equivalent(
-        "qk_norm_rope", "qk_norm_rope_head_tile_rotate", "axis_swapped",
-        "tl.arange(0, 1)[:, None]", "tl.arange(0, 1)[None, :]", _ONE,
-    ),
-    Equivalent(
-        "kv_scatter", "kv_scatter_token_per_program_heads", "constant_changed",
-        "1.0", "float('nan')", _SKIPPED,
-    ),
-    Equivalent(
-        "qk_norm_rope_scatter", "qk_norm_rope_scatter_head_tile_rotate", "axis_swapped",
-        "tl.arange(0, 1)[:, None]", "tl.arange(0, 1)[None, :]", _ONE,
-    ),
-    Equivalent(
-        "qk_norm_rope_scatter", "qk_norm_rope_scatter_head_tile_rotate", "constant_changed",
-        "1.0", "float('nan')", _SKIPPED,
-    ),
-    Equivalent(
-        "qk_norm_rope_scatter", "qk_norm_rope_scatter_head_tile_copy", "constant_changed",
-        "1.0", "float('nan')", _SKIPPED,
-    ),
+    *_outputs_swapped("add_rms_norm_row_per_program"),
+    *_outputs_swapped("add_rms_norm_rows_per_program"),
+    _steps_of_one("matmul", "matmul_persistent"),
+    _steps_of_one("matmul", "matmul_tensor_descriptor"),
+    _steps_of_one("gate_up_swiglu", "gate_up_swiglu_paired_tiles"),
+    _skipped_scale("kv_scatter", "kv_scatter_token_per_program_heads"),
+    _skipped_scale("qk_norm_rope_scatter", "qk_norm_rope_scatter_head_tile_rotate"),
+    _skipped_scale("qk_norm_rope_scatter", "qk_norm_rope_scatter_head_tile_copy"),
+    Equivalent("merge_states", "merge_states_head_tile", "constant_changed", "0.0", "1.0", _EMPTY),
+    Equivalent("paged_prefill", "paged_prefill_packed_gqa_attend", "constant_changed", "0.0", "1.0", _EMPTY),
+    _no_rows("paged_prefill_packed_gqa"),
+    _no_rows("paged_prefill_tensor_descriptor"),
     Equivalent(
         "paged_prefill", "paged_prefill_packed_gqa_key_range", "off_by_one", "own_first + 1", "own_first",
         "a block more is read, of which no row sees a key: test_paged_prefill counts the blocks",
-    ),
-    Equivalent(
-        "paged_prefill", "paged_prefill_packed_gqa_attend", "constant_changed", "0.0", "1.0",
-        "the origin of rows that have seen nothing: from any finite one, -inf is as far",
-    ),
-    Equivalent(
-        "paged_prefill", "paged_prefill_packed_gqa", "mask_shifted",
-        "first_row < queries * GROUP", "first_row <= queries * GROUP", _NO_ROWS,
-    ),
-    Equivalent(
-        "paged_prefill", "paged_prefill_tensor_descriptor", "mask_shifted",
-        "first_row < queries * GROUP", "first_row <= queries * GROUP", _NO_ROWS,
-    ),
-    Equivalent(
-        "matmul", "matmul_persistent", "axis_swapped", "0", "1",
-        "in steps of one, every program computes all tiles from its own on: too many times, and each time the same",
-        nth=1,
     ),
 )  # fmt: skip

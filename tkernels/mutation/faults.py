@@ -184,9 +184,9 @@ def _constants_changed(function: ast.FunctionDef) -> Iterator[Replacement]:
             assert isinstance(node, ast.Call)
             yield node, ast.Constant(0.0)
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd) and _is_number(node.right):
-            assert isinstance(node.right, ast.Constant)
             fixed.add(node.right)
-            yield node.right, ast.Constant(int(node.right.value) // 2)
+            bits = ast.literal_eval(node.right)
+            yield node.right, ast.Constant(bits // 2)
         elif isinstance(node, ast.Constant) and _is_number(node):
             value = node.value
             assert isinstance(value, int | float)

@@ -44,7 +44,7 @@ def add_rms_norm_rows_per_program(
     tl.store(new_residual_ptr + rows * stride_new_residual_t + offs, new_residual, mask=mask)
     # Along the row alone, by threads whose places follow from BLOCK_T and BLOCK_H: no row's bits depend on another's.
     scale = tl.rsqrt(tl.sum(total * total, axis=1, keep_dims=True) / hidden + eps)  # [BLOCK_T, 1]
-    weight = tl.load(weight_ptr + offs, mask=offs < hidden, other=0.0).to(tl.float32)  # [1, BLOCK_H]
+    weight = tl.load(weight_ptr + offs, mask=offs < hidden).to(tl.float32)  # [1, BLOCK_H]
     out = (total * scale * weight).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows * stride_out_t + offs, out, mask=mask)
 

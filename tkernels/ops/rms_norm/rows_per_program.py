@@ -36,7 +36,7 @@ def rms_norm_rows_per_program(
     x = tl.load(x_ptr + rows * stride_x_t + offs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_H]
     # Along the row alone, by threads whose places follow from BLOCK_T and BLOCK_H: no row's bits depend on another's.
     scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / hidden + eps)  # [BLOCK_T, 1]
-    weight = tl.load(weight_ptr + offs, mask=offs < hidden, other=0.0).to(tl.float32)  # [1, BLOCK_H]
+    weight = tl.load(weight_ptr + offs, mask=offs < hidden).to(tl.float32)  # [1, BLOCK_H]
     out = (x * scale * weight).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows * stride_out_t + offs, out, mask=mask)
 
