@@ -94,7 +94,11 @@ VARIANT = Variant(
     supports=supports,
     # 4096 elements over 4 warps: four 16-byte loads of each operand a thread in flight; 32 rows of 128, 2 of 2048.
     # Interpreted, tiles hold a few rows, so that there are several and the last is not full.
-    default={"": Config(BLOCK_ELEMENTS=4096), "interpreter": Config(BLOCK_ELEMENTS=256)},
+    default={
+        "": Config(BLOCK_ELEMENTS=4096),
+        "gfx942": Config(BLOCK_ELEMENTS=4096, num_warps=2),  # of 64 threads: 4 would read the weight 8 bytes at a time
+        "interpreter": Config(BLOCK_ELEMENTS=256),
+    },
     key=("H",),
     deterministic=True,
     batch_invariant=True,
