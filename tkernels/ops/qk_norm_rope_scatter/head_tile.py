@@ -252,7 +252,9 @@ def launch(
     v_scale: torch.Tensor | None,
 ) -> None:
     tokens, q_heads, head_dim = q.shape
-    kv_heads, half, block_heads = k.shape[1], cos.shape[1], run.config["BLOCK_HEADS"]
+    kv_heads, half = k.shape[1], cos.shape[1]
+    # Twice the heads over an 8-bit cache: 16 values a thread, which is what a 16-byte store of it takes.
+    block_heads = run.config["BLOCK_HEADS"] * (2 if k_cache.element_size() == 1 else 1)
     q_tiles = triton.cdiv(q_heads, block_heads)
     run.launch(
         qk_norm_rope_scatter_head_tile,
