@@ -62,9 +62,10 @@ def compile_variants(
         for line in process.stdout:
             rows.append(CompiledKernel.parse(line))
             on_row(rows[-1])
-        said = complaints.result()
+        said = complaints.result().strip()
     if process.returncode:
-        raise CompilationError(f"compiling for {arch} failed: {said.strip()[-2000:]}")
+        said = said.rpartition(" error: ")[2] if said.startswith("usage: ") else said[-2000:]
+        raise CompilationError(f"compiling for {arch} failed: {said}")
     return rows
 
 

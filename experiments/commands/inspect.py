@@ -1,6 +1,7 @@
 """`tk inspect`: what every launcher compiles to, for GPUs that are not there."""
 
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,9 @@ from tkernels.inspection.points import POINTS
 from tkernels.inspection.rows import CompiledKernel
 from tkernels.variant import Variant
 
-DUMPS = {"ptx": "ptx", "sass": "sass"}
+DUMPS = ("ptx", "sass")
+_NUMBER = re.compile(r"; this is \w+$")  # of the architecture, which the line names
+_ROOMY = 110  # columns of a terminal that has room for occupancies beside registers
 
 
 @dataclass(frozen=True)
@@ -242,12 +245,12 @@ def _print(rows: Sequence[CompiledKernel], found: Mapping[str, Sequence[str]]) -
     for row in rows:
         if found[row.name]:
             console.print(Text(f"FAIL {row.name}: {'; '.join(found[row.name])}", "red"), soft_wrap=True)
-    unsupported: dict[tuple[str, str], list[str]] = {}
+    unsupported: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         if row.status == "unsupported":
-            unsupported.setdefault((f"{row.op}.{row.variant} {row.point}", row.reason), []).append(row.arch)
+            unsupported.setdefault((f"{row.op}.{row.variant}", _NUMBER.sub("", row.reason)), {})[row.arch] = None
     for (name, reason), where in unsupported.items():
-        console.print(Text(f"unsupported {name} ({', '.join(where)}): {reason}", "yellow"), soft_wrap=True)
+        console.print(Text(f"- {name} ({', '.join(where)}): {reason}", "yellow"), soft_wrap=True)
     failing = sum(bool(one) for one in found.values())
     console.print(Text(f"{len(rows)} rows, {failing} failing", "red" if failing else "green"))
 
@@ -256,23 +259,29 @@ def _print_overview(
     console: Console, rows: Sequence[CompiledKernel], archs: Sequence[str], found: Mapping[str, Sequence[str]]
 ) -> None:
     """A line for each kernel and point, a column for each architecture."""
-    table = new_table("Compiled kernels: registers and occupancy", ["kernel", *archs], archs)
-    lines: dict[tuple[str, str, int, str], dict[str, CompiledKernel]] = {}
-    for row in rows:
-        lines.setdefault((row.op, row.variant, row.launch, row.point), {})[row.arch] = row
+    roomy = console.width >= _ROOMY
+    table = new_table("Registers of a thread" + (" and occupancy" if roomy else ""), ["kernel", *archs], archs)
+    for column in table.columns[1:]:
+        column.min_width = 6  # "sm_100"; a long name breaks instead
+    lines: dict[tuple[str, str], dict[str, CompiledKernel]] = {}
+    for row in _in_order(rows):
+        lines.setdefault((row.op, _label(row)), {})[row.arch] = row
+    # An architecture that does not support a point has no kernel's name: its mark goes to the point's lines.
+    nameless = {(row.op, row.variant, row.point, row.arch) for row in rows if not row.kernel}
     last = None
-    for (op, *_), cells in lines.items():
+    for (op, label), cells in lines.items():
+        one = next((row for row in cells.values() if row.kernel), next(iter(cells.values())))
+        if not one.kernel and any(row.kernel and _point(row) == _point(one) for row in rows):
+            continue
         if op != last:
             add_row(table, Text(op, "bold"))
         last = op
-        add_row(
-            table,
-            f"  {_label(next(iter(cells.values())))}",
-            *(_cell(cells[arch], found) if arch in cells else Text("") for arch in archs),
-        )
+        marked = [_cell(cells[arch], found, roomy) if arch in cells else _absent((*_point(one), arch) in nameless)
+                  for arch in archs]  # fmt: skip
+        add_row(table, f"  {label}", *marked)
     table.caption = (
-        "Registers of a thread, and resident warps over the most there can be. ! fails a gate; + spills without "
-        "alignment; - is unsupported. One --op and --variant, or one --arch, shows everything."
+        "! fails a gate, + spills without alignment, - is unsupported. One --op and --variant, or one --arch, shows "
+        "everything: occupancy, spills, instructions, access widths."
     )
     table.caption_justify = "left"
     console.print(table)
@@ -280,17 +289,32 @@ def _print_overview(
 
 def _label(row: CompiledKernel) -> str:
     """ "split_kv reduce fp8": the variant, what its kernel's name adds, and the point where it is not the engine's."""
-    suffix = row.kernel.removeprefix(f"{row.op}_{row.variant}").strip("_")
+    suffix = row.kernel.removeprefix(f"{row.op}_").removeprefix(row.variant).strip("_")
     return " ".join(filter(None, (row.variant, suffix, "" if row.point == "engine" else row.point)))
 
 
-def _cell(row: CompiledKernel, found: Mapping[str, Sequence[str]]) -> Text:
+def _point(row: CompiledKernel) -> tuple[str, str, str]:
+    return row.op, row.variant, row.point
+
+
+def _in_order(rows: Sequence[CompiledKernel]) -> list[CompiledKernel]:
+    """Variants as they came; of each, its points, their launches, their architectures as they came."""
+    variants = list(dict.fromkeys((row.op, row.variant) for row in rows))
+    points = list(dict.fromkeys(row.point for row in rows))
+    return sorted(rows, key=lambda row: (variants.index((row.op, row.variant)), points.index(row.point), row.launch))
+
+
+def _absent(unsupported: bool) -> Text:
+    return Text("-" if unsupported else "", "yellow")
+
+
+def _cell(row: CompiledKernel, found: Mapping[str, Sequence[str]], roomy: bool) -> Text:
     if row.status == "unsupported":
-        return Text("-", "yellow")
+        return _absent(True)
     mark, style = ("!", "bold red") if found[row.name] else ("+", "yellow") if row.spill_bytes else ("", "")
     if row.registers is None:
         return Text(f"failed{mark}", style)
-    return Text(f"{row.registers} {row.occupancy or 0:.0%}{mark}", style)
+    return Text(f"{row.registers}" + (f" {row.occupancy or 0:.0%}" if roomy else "") + mark, style)
 
 
 def _print_details(console: Console, rows: Sequence[CompiledKernel], found: Mapping[str, Sequence[str]]) -> None:
@@ -302,9 +326,8 @@ def _print_details(console: Console, rows: Sequence[CompiledKernel], found: Mapp
     table = new_table(title, columns if len(archs) > 1 else [one for one in columns if one != "arch"], right)
     for column in table.columns:
         column.no_wrap = True
-    order = list(dict.fromkeys((row.op, row.variant, row.point, row.launch) for row in rows))
     last = ""
-    for row in sorted(rows, key=lambda row: order.index((row.op, row.variant, row.point, row.launch))):
+    for row in _in_order(rows):
         name = _label(row) if len(ops) == 1 else f"{row.op}.{_label(row)}"
         arch = [Text(row.arch, "bold red" if found[row.name] else "")] if len(archs) > 1 else []
         label = Text("" if name == last else name, "bold red" if found[row.name] and not arch else "")

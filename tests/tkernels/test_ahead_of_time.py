@@ -6,7 +6,9 @@ import pytest
 
 from tests.tkernels.outside import write_variant
 from tkernels import OPS
-from tkernels.ahead_of_time import CompilationError, CompiledKernel, compile_variants
+from tkernels.ahead_of_time import CompilationError, activate, compile_variants
+from tkernels.inspection import compile as compiling
+from tkernels.inspection.rows import CompiledKernel
 
 TRITON = [f"{op.name}.{v.name}" for op in OPS.values() for v in op.variants.values() if v.kind == "triton"]
 
@@ -56,3 +58,9 @@ def test_a_kernel_that_does_not_compile_is_a_row_with_its_reason(tmp_path: Path)
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     with pytest.raises(CompilationError, match="unknown architecture 'sm_1': there is sm_80"):
         compile_variants("sm_1", ["swiglu.fused"])
+
+
+def test_a_tool_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "nvdisasm", lambda: Path("/nowhere/nvdisasm"))
+    with pytest.raises(RuntimeError, match="/nowhere/nvdisasm is missing, and inspection needs it"):
+        activate("sm_90")
