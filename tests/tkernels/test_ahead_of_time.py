@@ -26,6 +26,8 @@ def test_every_variant_compiles_for_sm_90(compiled: list[CompiledKernel]) -> Non
 def test_no_two_variants_compile_to_the_same_code(compiled: list[CompiledKernel]) -> None:
     owners: dict[str, set[str]] = {}
     for row in compiled:
+        if not OPS[row.op].variants[row.variant].kernels:
+            continue  # `auto` has no code of its own: it picks among the others'
         owners.setdefault(row.code, set()).add(f"{row.op}.{row.variant}")
     assert not [names for names in owners.values() if len(names) > 1]
 

@@ -11,7 +11,7 @@ import torch
 import tkernels
 from tmodel import Batch, Model, ModelConfig, allocate_kv_cache, load_config, load_model
 
-BLOCK_SIZE = 8
+BLOCK_SIZE = 16  # the least that every variant of paged_prefill takes
 Step = Sequence[tuple[int, int]]
 """(sequence, how many of its tokens) in the order of the batch: decode rows are those of one token past the first."""
 

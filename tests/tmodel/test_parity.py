@@ -132,7 +132,7 @@ def triton_arms() -> list[dict[str, str]]:
 @pytest.mark.parametrize("choices", triton_arms(), ids=lambda choices: "-".join(choices.values()))
 def test_triton_kernels_give_the_logits_of_transformers(tmp_path: Path, choices: dict[str, str]) -> None:
     directory = random_model(tmp_path)
-    sequences = random_sequences((13, 3, 9))
+    sequences = random_sequences((21, 3, 9))
     expected = transformers_logits(directory, sequences, torch.float32)
     model = load(directory, torch.float32, choices)
     for schedule in SCHEDULES:
