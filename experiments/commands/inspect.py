@@ -324,8 +324,8 @@ def _print_details(console: Console, rows: Sequence[CompiledKernel], found: Mapp
     right = ["regs", "spill", "KB", "occ.", "16 B", "waves", "ms"]
     columns = ["kernel", "arch", *right[:4], "matrix", "16 B", "grid", *right[5:]]
     table = new_table(title, columns if len(archs) > 1 else [one for one in columns if one != "arch"], right)
-    for column in table.columns:
-        column.no_wrap = True
+    for column in table.columns[1:]:
+        column.no_wrap = True  # a long name breaks instead
     last = ""
     for row in _in_order(rows):
         name = _label(row) if len(ops) == 1 else f"{row.op}.{_label(row)}"
