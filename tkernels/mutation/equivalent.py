@@ -62,6 +62,14 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     _skipped_scale("qk_norm_rope_scatter", "qk_norm_rope_scatter_head_tile_copy"),
     Equivalent("merge_states", "merge_states_head_tile", "constant_changed", "0.0", "1.0", _EMPTY),
     Equivalent("paged_prefill", "paged_prefill_packed_gqa_attend", "constant_changed", "0.0", "1.0", _EMPTY),
+    Equivalent(
+        "paged_decode", "fp16_queries", "constant_changed", "1.1754943508222875e-38", "2.350988701644575e-38",
+        "a row of subnormal numbers is divided by a power of two more, and multiplied by it again",
+    ),
+    Equivalent(
+        "paged_decode", "fp16_queries", "cast_removed", "q.to(tl.float32)", "q",
+        "the largest absolute value is exact in any dtype, and the division widens",
+    ),
     _no_rows("paged_prefill_packed_gqa"),
     _no_rows("paged_prefill_tensor_descriptor"),
     Equivalent(

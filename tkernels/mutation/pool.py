@@ -146,7 +146,7 @@ class Pool:
         elif compiled:
             fate = self._compared(fate, variants, seed)
         if thorough and fate.verdict == "survived":
-            fate, _ = self._checked(mutant, variants, seed + ANOTHER_SEED, MORE_DRAWS)
+            fate, _ = self._checked(mutant, variants, seed + ANOTHER_SEED, MORE_DRAWS // len(variants))
         return fate
 
     def _checked(self, mutant: Mutant, variants: Sequence[Variant], seed: int, draws: int) -> tuple[Fate, list[Any]]:
@@ -178,15 +178,15 @@ class Pool:
 
     def _compared(self, fate: Fate, variants: Sequence[Variant], seed: int) -> Fate:
         """A survivor, unless it does not compile, or compiles to its original's code in every variant."""
-        same = True
         for variant in variants:
             cases = self.ask({**task("draw", None, variant, seed), "wanted": COMPILED_DRAWS})["cases"]
             before, _ = self._codes(None, variant, seed, cases)
             after, reason = self._codes(fate.mutant, variant, seed, cases)
             if any(one is not None and other is None for one, other in zip(before, after, strict=True)):
                 return replace(fate, verdict="does_not_compile", reason=reason)
-            same &= None not in before and before == after
-        return replace(fate, verdict="same_code") if same else fate
+            if None in before or before != after:
+                return fate
+        return replace(fate, verdict="same_code")
 
     def _codes(
         self, mutant: Mutant | None, variant: Variant, seed: int, cases: Sequence[Any]
