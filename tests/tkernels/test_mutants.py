@@ -9,6 +9,7 @@ import pytest
 
 import tkernels
 from tkernels.mutation import KINDS, Pool, Trial, outcomes, trials
+from tkernels.mutation.pool import task
 
 VARIANTS = [v for op in tkernels.OPS.values() for v in op.variants.values() if v.kind == "triton" and v.kernels]
 EVERYTHING = list(trials(VARIANTS))
@@ -30,6 +31,13 @@ def alive(pool: Pool, chosen: list[Trial]) -> list[str]:
 
 def of(op: str, *kinds: str) -> list[Trial]:
     return [trial for trial in EVERYTHING if trial.op == op and trial.mutant.kind in kinds]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.contract.name}-{v.name}")
+def test_the_original_survives(variant: tkernels.Variant, pool: Pool) -> None:
+    """Under a mutant's own limits, or what is said to have killed a mutant may have been they."""
+    answer = pool.ask(task("check", None, variant, seed=1, draws=8))
+    assert answer["verdict"] == "survived", answer
 
 
 @pytest.mark.parametrize("op", OPS)

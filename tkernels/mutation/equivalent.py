@@ -70,6 +70,10 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "paged_decode", "fp16_queries", "cast_removed", "q.to(tl.float32)", "q",
         "the largest absolute value is exact in any dtype, and the division widens",
     ),
+    Equivalent(
+        "paged_decode", "paged_decode_split_kv_part", "mask_shifted", "split < used", "split <= used",
+        "the part of a split without keys is written where the reduction never looks",
+    ),
     _no_rows("paged_prefill_packed_gqa"),
     _no_rows("paged_prefill_tensor_descriptor"),
     Equivalent(

@@ -160,19 +160,21 @@ class Pool:
                 if answer["verdict"] == "survived":
                     break
                 case = answer.get("case")
-                if case is None or self._is_fair(variant, seed, case):
+                if case is None or self._is_fair(variant, seed, case, answer["stage"]):
                     fate = Fate(mutant, variant, answer["verdict"], answer["reason"])
                     return fate, [case] if case is not None else []
                 unfair.append(case["seed"])
         return Fate(mutant, variants[0], "survived"), []
 
-    def _is_fair(self, variant: Variant, seed: int, case: Mapping[str, Any]) -> bool:
+    def _is_fair(self, variant: Variant, seed: int, case: Mapping[str, Any], stage: str) -> bool:
         """Whether the original passes this case. The error rule measures against torch's error, which is nearly none in
         one case of hundreds, by luck: what fails there has not been shown to be wrong.
         """
-        key = json.dumps([variant.contract.name, variant.name, case])
+        key = json.dumps([variant.contract.name, variant.name, case, stage])
         if key not in self._fair:
-            answer = self.ask({**task("original", None, variant, seed), "cases": [case]})
+            answer = self.ask({**task("original", None, variant, seed), "cases": [case], "stage": stage})
+            if answer["verdict"] == "crash":  # which is nobody's luck
+                raise MutationError(f"a kernel that fails its own check has no mutants: {answer['reason']}")
             self._fair[key] = answer["verdict"] == "survived"
         return self._fair[key]
 

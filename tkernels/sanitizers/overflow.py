@@ -11,6 +11,7 @@ import itertools
 import mmap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from tkernels.contract import Case
 from tkernels.device import INTERPRETER
 from tkernels.inputs import map_tensors
 from tkernels.interpreter import overflow_checks, replaced_methods, watch_accesses
-from tkernels.launch import Kernel, jit_door
+from tkernels.launch import Kernel, Run, jit_door
 from tkernels.sanitizers.base import Sanitizer, launches
 from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
@@ -128,7 +129,13 @@ def check_offsets(variant: Variant, case: Case, config: Config) -> None:
         with _floats_untouched(), overflow_checks():
             jit_door(kernel, grid, map_tensors(arguments, real_pointer), config)
 
-    Kernel(variant, NEAREST, {}, faking_door).launch_into(outputs, arguments, axes, device, INTERPRETER, config)
+    def launch(run: Run, *args: Any, **kwargs: Any) -> None:
+        assert variant.launch is not None
+        faked = {name: _faked(t) if t.is_floating_point() else t for name, t in run.workspace.items()}
+        variant.launch(replace(run, workspace=faked), *args, **kwargs)
+
+    kernel = Kernel(replace(variant, launch=launch), NEAREST, {}, faking_door)
+    kernel.launch_into(outputs, arguments, axes, device, INTERPRETER, config)
 
 
 def _has_tensors(value: Any) -> bool:

@@ -86,8 +86,6 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
         BLOCK_N=block_n,
         BLOCK_K=block_k,
     )
-    if out.device != dense.device:
-        return  # the arguments are stand-ins on "meta" beside a real workspace: offsets are checked, not products
     if bias is None:
         torch.mm(x, dense, out=out)
     else:
