@@ -5,8 +5,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 
 README = Path(__file__).parent.parent / "README.md"
@@ -48,3 +50,15 @@ def test_the_outside_variant_is_checked_by_its_yaml_alone(status: str, tmp_path:
     assert checked == [status] * len(checked)
     assert checked
     assert done.returncode == (0 if status == "ok" else 1), done.stderr
+
+
+def test_the_kernels_called_alone_agree() -> None:
+    source = block("python", "tkernels.prepared")
+    source = source.replace("return_lse=True)\n", "return_lse=True)\n    outs[name] = out, lse\n")
+    names: dict[str, Any] = {"outs": {}}
+    exec(source, names)
+    expected = names["outs"].pop("torch")
+    assert len(names["outs"]) == 3
+    for out, lse in names["outs"].values():
+        torch.testing.assert_close(out, expected[0], atol=2e-3, rtol=1e-2)
+        torch.testing.assert_close(lse, expected[1], atol=1e-3, rtol=1e-3)
