@@ -74,6 +74,10 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "paged_decode", "paged_decode_split_kv_part", "mask_shifted", "split < used", "split <= used",
         "the part of a split without keys is written where the reduction never looks",
     ),
+    Equivalent(
+        "dequant_gemm", "weight_tile", "constant_changed", "0", "2147483647",
+        "a masked zero-point is any of 0 to 15, and multiplied by a masked scale, which is 0", nth=1,
+    ),
     _no_rows("paged_prefill_packed_gqa"),
     _no_rows("paged_prefill_tensor_descriptor"),
     Equivalent(
