@@ -177,7 +177,7 @@ class Engine:
             num_waiting=scheduler.num_waiting,
             num_blocks=pool.num_blocks,
             block_size=pool.block_size,
-            num_used_blocks=pool.num_used,
+            num_used_blocks=pool.num_referenced,
             peak_used_blocks=self._peak_used,
             peak_occupancy=self._peak_used / pool.num_blocks,
             last_page_waste=self._waste_at_peak,
@@ -203,7 +203,7 @@ class Engine:
             return self._commit(plan, sampled)
 
     def _note_peak(self) -> None:
-        used = self.scheduler.pool.num_used
+        used = self.scheduler.pool.num_referenced
         if used > self._peak_used:
             self._peak_used = used
             self._waste_at_peak = self.scheduler.last_page_waste()

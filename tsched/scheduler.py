@@ -21,48 +21,11 @@ from tsched.block_pool import BlockPool
 from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES, find_policy
 from tsched.sampling_params import SamplingParams
 from tsched.sequence import Ints, Sequence, SequenceTable
+from tsched.step_plan import NO_PAIRS, NO_ROWS, StepPlan
 
 
 class RefusedError(ValueError):
     """A request that could never run to its end here."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step: n rows of the sequence table advance, those by one token (`num_decodes` of them) first.
-
-    It names rows and places, never token values, so the next plan can be made before this one's tokens are known.
-    Whatever is built from it is built before the next call to the scheduler.
-
-    rows            [n] int64, rows of the table
-    starts          [n] int64, the place of each row's first token in its sequence
-    counts          [n] int64, tokens of each row, at least 1
-    ends            [n] int64, starts + counts
-    num_tokens      the sum of counts
-    sampled         [m] int64, the entries whose last token's logits are wanted, one new token each
-    sampled_rows    [m] int64, rows[sampled]
-    sampled_epochs  [m] int64, the rows' epochs when the plan was made
-    lengths         [m] int64, ends[sampled]: the tokens that the logits have seen, and the new token's place
-    num_departures  the table's when the plan was made
-    num_preempted   sequences that gave way to this plan
-    """
-
-    rows: Ints
-    starts: Ints
-    counts: Ints
-    ends: Ints
-    num_decodes: int
-    num_tokens: int
-    sampled: Ints
-    sampled_rows: Ints
-    sampled_epochs: Ints
-    lengths: Ints
-    num_departures: int
-    num_preempted: int
-
-    @property
-    def is_empty(self) -> bool:
-        return self.num_tokens == 0
 
 
 @dataclass(slots=True)
@@ -122,6 +85,7 @@ class Scheduler:
         self._running: Ints = np.empty(0, dtype=np.int64)  # rows in the order of admission
         self._in_flight: deque[StepPlan] = deque()
         self._num_arrived = 0
+        self._placed: list[int] = []  # rows that changed hands in the plan being made
         # The last plan, where every running row got a token by it and nobody has come or gone since.
         self._repeatable: StepPlan | None = None
 
@@ -148,8 +112,16 @@ class Scheduler:
         lent = int(capacity.sum())
         return 1.0 - int(np.minimum(known, capacity).sum()) / lent if lent else 0.0
 
-    def add(self, sequence_id: int, prompt: Items[int] | NDArray[Any], params: SamplingParams) -> Sequence:
-        """Queue a new sequence of `prompt` [n] int, n >= 1, and return it.
+    def add(
+        self,
+        sequence_id: int,
+        prompt: Items[int] | NDArray[Any],
+        params: SamplingParams,
+        *,
+        cache_salt: bytes = b"",
+    ) -> Sequence:
+        """Queue a new sequence of `prompt` [n] int, n >= 1, and return it. Only sequences of one `cache_salt` share
+        cached prefixes.
 
         Raises RefusedError, and nothing changes, where it could never run to its end here. Without a max_tokens it
         may run to what max_model_len and the whole pool allow.
@@ -175,9 +147,10 @@ class Scheduler:
                 f"a prompt of {len(prompt)} tokens and an output up to {max_length} in all need {needed} blocks of "
                 f"{pool.block_size} tokens, the pool has {pool.num_blocks}"
             )
-        sequence = Sequence.create(sequence_id, prompt, params, max_length)
+        sequence = Sequence.create(sequence_id, prompt, params, max_length, cache_salt)
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
+        self._cache.prepare(sequence)
         self._unfinished[sequence_id] = sequence
         self._order.add(sequence)
         self._repeatable = None
@@ -199,11 +172,12 @@ class Scheduler:
             raise RuntimeError("two plans are under way; commit the older one before making a third")
         plan = self._repeat() if self._repeatable is not None and not self._in_flight else None
         if plan is None:
-            counts, num_preempted = self._advance_running()
+            self._placed.clear()
+            counts, num_preempted, grown = self._advance_running()
             budget = self.max_num_batched_tokens - int(counts.sum())
             if num_preempted == 0 and budget > 0 and len(self._order):
                 counts = self._admit(counts, budget)
-            plan = self._plan(self._running, counts, num_preempted)
+            plan = self._plan(self._running, counts, num_preempted, grown)
         all_got_a_token = plan.num_decodes == plan.sampled.size == self._running.size
         self._repeatable = plan if all_got_a_token and plan.num_preempted == 0 else None
         self._in_flight.append(plan)
@@ -264,9 +238,9 @@ class Scheduler:
         for sequence_id in list(self._unfinished):
             self.abort(sequence_id)
 
-    def _advance_running(self) -> tuple[Ints, int]:
-        """Tokens [num_running] for each running row, with blocks allocated for them, and how many rows had to give
-        way.
+    def _advance_running(self) -> tuple[Ints, int, Ints]:
+        """Tokens [num_running] for each running row, with blocks allocated for them, how many rows had to give way,
+        and the rows that got a block.
         """
         table, num_preempted = self.table, 0
         while True:
@@ -279,10 +253,10 @@ class Scheduler:
             # Blocks for all known tokens were allocated at admission, so a row grows by one block at most.
             growing = rows[computed + counts > table.capacity[rows]]
             if growing.size == 0:
-                return counts, num_preempted
+                return counts, num_preempted, growing
             if growing.size <= self._cache.num_available:
                 table.extend_each(growing, self._cache.allocate(growing.size))
-                return counts, num_preempted
+                return counts, num_preempted, growing
             if rows.size < 2:
                 raise RuntimeError("a sequence that runs alone found no block: the pool's accounts are wrong")
             self._preempt(self._order.victim(rows, table))
@@ -297,12 +271,12 @@ class Scheduler:
             sequence = self._order.head()
             if sequence is None:
                 break
-            matched = cache.match(sequence.tokens)
+            matched = cache.match(sequence)
             missing = self.pool.blocks_for(sequence.tokens.size) - matched.size
             # One block is kept back for each running sequence to grow into; else the newcomer would be preempted at
             # once.
             if missing + self.num_running + len(rows) > cache.num_available:
-                cache.release(sequence.tokens[: matched.size * self.pool.block_size], matched)
+                cache.release(sequence, matched, 0)
                 break
             self._order.remove(sequence)
             num_computed = matched.size * self.pool.block_size
@@ -310,13 +284,14 @@ class Scheduler:
             count = min(budget, sequence.tokens.size - num_computed)
             budget -= count
             rows.append(row)
+            self._placed.append(row)
             added.append(count)
         if not rows:
             return counts
         self._running = np.concatenate((self._running, np.array(rows, dtype=np.int64)))
         return np.concatenate((counts, np.array(added, dtype=np.int64)))
 
-    def _plan(self, rows: Ints, counts: Ints, num_preempted: int) -> StepPlan:
+    def _plan(self, rows: Ints, counts: Ints, num_preempted: int, grown: Ints) -> StepPlan:
         """The plan in which `rows` advance by `counts`, decode rows first, and the table's accounts of it."""
         table = self.table
         is_decode = counts == 1
@@ -344,6 +319,12 @@ class Scheduler:
             lengths=lengths,
             num_departures=table.num_departures,
             num_preempted=num_preempted,
+            swap_outs=NO_PAIRS,
+            swap_ins=NO_PAIRS,
+            copies=NO_PAIRS,
+            placed=np.array(self._placed, dtype=np.int64) if self._placed else NO_ROWS,
+            rewritten=NO_ROWS,
+            grown=grown,
         )
 
     def _repeat(self) -> StepPlan | None:
@@ -377,6 +358,12 @@ class Scheduler:
             lengths=ends,
             num_departures=last.num_departures,
             num_preempted=0,
+            swap_outs=NO_PAIRS,
+            swap_ins=NO_PAIRS,
+            copies=NO_PAIRS,
+            placed=NO_ROWS,
+            rewritten=NO_ROWS,
+            grown=growing,
         )
 
     def _stopped(self, rows: Ints, tokens: Ints, lengths: Ints) -> np.ndarray:
@@ -395,14 +382,16 @@ class Scheduler:
 
     def _preempt(self, row: int) -> None:
         self._running = self._running[self._running != row]
-        self._order.add(self._preemption.preempt(self.table, row, self._cache))
+        sequence = self._preemption.preempt(self.table, row, self._cache)
+        self._cache.prepare(sequence)
+        self._order.add(sequence)
         self.counters.num_preemptions += 1
 
     def _finish_row(self, row: int, reason: str) -> Sequence:
         computed = min(int(self.table.computed[row]), int(self.table.known[row]))
         sequence, blocks = self.table.remove(row)
         self._running = self._running[self._running != row]
-        self._cache.release(sequence.tokens[:computed], blocks)
+        self._cache.release(sequence, blocks, computed)
         return self._mark_finished(sequence, reason)
 
     def _mark_finished(self, sequence: Sequence, reason: str) -> Sequence:

@@ -33,12 +33,22 @@ class Sequence:
     finish_reason: str | None = None  # "stop", "length" or "abort"
     num_preemptions: int = 0
     stop_ids: frozenset[int] = field(default_factory=frozenset)
+    cache_salt: bytes = b""  # only sequences with the same one share cached prefixes
+    prefix: object = None  # what the prefix cache has prepared of its tokens; nobody else's business
 
     @classmethod
-    def create(cls, id: int, prompt: Items[int] | NDArray[Any], params: SamplingParams, max_length: int) -> Sequence:
+    def create(
+        cls,
+        id: int,
+        prompt: Items[int] | NDArray[Any],
+        params: SamplingParams,
+        max_length: int,
+        cache_salt: bytes = b"",
+    ) -> Sequence:
         """A new sequence of `prompt` [n] that ends at `max_length` tokens at the latest."""
         tokens = np.array(prompt, dtype=np.int64).reshape(-1)
-        return cls(id, tokens.size, max_length, params, tokens, stop_ids=frozenset(params.stop_ids))
+        stop_ids = frozenset(params.stop_ids)
+        return cls(id, tokens.size, max_length, params, tokens, stop_ids=stop_ids, cache_salt=cache_salt)
 
     @property
     def output_token_ids(self) -> list[int]:

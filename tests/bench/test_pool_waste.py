@@ -42,9 +42,9 @@ def test_last_page_waste_of_a_full_pool(benchmark: Any) -> None:
     def serve() -> None:
         while scheduler.num_waiting:
             step(scheduler)
-            if scheduler.pool.num_used > 0.9 * NUM_BLOCKS:
+            if scheduler.pool.num_referenced > 0.9 * NUM_BLOCKS:
                 waste.append(scheduler.last_page_waste())
-                occupancy.append(scheduler.pool.num_used / NUM_BLOCKS)
+                occupancy.append(scheduler.pool.num_referenced / NUM_BLOCKS)
                 lengths.append(scheduler.table.known[scheduler.running].mean())
 
     benchmark.pedantic(serve, rounds=1)

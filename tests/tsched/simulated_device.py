@@ -92,8 +92,8 @@ def check_accounts(scheduler: Scheduler) -> None:
     table, pool, rows = scheduler.table, scheduler.pool, scheduler.running
     held = np.concatenate([table.blocks[row, : table.num_blocks[row]] for row in rows] or [np.empty(0, np.int32)])
     assert np.unique(held).size == held.size
-    assert pool.num_used == held.size
-    assert pool.num_free + pool.num_used == pool.num_blocks
+    assert pool.num_referenced == held.size
+    assert pool.num_free + pool.num_cached + pool.num_referenced == pool.num_blocks
     assert (table.capacity[rows] == table.num_blocks[rows] * pool.block_size).all()
     assert (table.computed[rows] <= table.capacity[rows]).all()
     assert rows.size + table.num_free_rows == table.num_rows

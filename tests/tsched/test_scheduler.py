@@ -95,7 +95,7 @@ def test_everybody_gets_the_tokens_they_get_alone(
     sequences = [scheduler.add(i, prompt, params) for i, (prompt, params) in enumerate(requests)]
     # The oldest advances by a token a step, and nobody's progress is needed for that.
     drive(scheduler, SimulatedDevice(scheduler), max_steps=2 * sum(lengths) + 10, lag=lag)
-    assert scheduler.pool.num_used == 0
+    assert scheduler.pool.num_referenced == 0
     for sequence, (prompt, params) in zip(sequences, requests, strict=True):
         assert (sequence.output_token_ids, sequence.finish_reason) == tokens_alone(prompt, params, MAX_MODEL_LEN)
 
@@ -309,7 +309,7 @@ def test_an_outsider_can_end_a_sequence_anywhere() -> None:
     assert scheduler.finish(0, "stop") is running
     assert len(running.output_token_ids) == 1
     assert (waiting.output_token_ids, waiting.finish_reason) == ([], "stop")
-    assert scheduler.pool.num_used == 0
+    assert scheduler.pool.num_referenced == 0
     assert scheduler.schedule().is_empty
 
 

@@ -1,13 +1,10 @@
-"""No prefix cache: every block is either one sequence's or free."""
+"""No prefix cache: a block is in use or free."""
 
 from __future__ import annotations
 
-import numpy as np
-
-from tsched.block_pool import BlockIds, BlockPool
-from tsched.sequence import Ints
-
-_NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
+from tsched.block_pool import NO_BLOCKS, BlockIds, BlockPool
+from tsched.policies.base import CacheStats
+from tsched.sequence import Sequence
 
 
 class NoPrefixCache:
@@ -20,11 +17,26 @@ class NoPrefixCache:
     def num_available(self) -> int:
         return self._pool.num_free
 
-    def match(self, tokens: Ints) -> BlockIds:
-        return _NO_BLOCKS
+    def prepare(self, sequence: Sequence) -> None:
+        pass
+
+    def adopt(self, child: Sequence, parent: Sequence) -> None:
+        pass
+
+    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
+        pass
+
+    def match(self, sequence: Sequence) -> BlockIds:
+        return NO_BLOCKS
 
     def allocate(self, count: int) -> BlockIds:
         return self._pool.allocate(count)
 
-    def release(self, tokens: Ints, blocks: BlockIds) -> None:
-        self._pool.free(blocks)
+    def insert(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> BlockIds:
+        return blocks
+
+    def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
+        self._pool.release(blocks)
+
+    def stats(self) -> CacheStats:
+        return CacheStats()

@@ -13,5 +13,5 @@ class Recompute:
         computed = min(int(table.computed[row]), int(table.known[row]))
         sequence, blocks = table.remove(row)
         sequence.num_preemptions += 1
-        cache.release(sequence.tokens[:computed], blocks)
+        cache.release(sequence, blocks, computed)
         return sequence
