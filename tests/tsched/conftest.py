@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-import tkernels  # noqa: F401  before transformers: it decides whether Triton interprets
+from tests.tsched.random_model import save_random_qwen3
 
 TEXT = "def scan(line, start=0):\n    return [word for word in line.split(' ') if word != 'ünïcode 🐍']\n" * 3
 
@@ -19,7 +18,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     The weights are wide enough that greedy tokens vary and no two logits are near.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     directory = tmp_path_factory.mktemp("checkpoint")
     tokenizer = Tokenizer(models.BPE())
@@ -31,21 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     tokenizer.train_from_iterator([TEXT], trainer)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(directory)
-    config = Qwen3Config(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=128,
-        initializer_range=0.4,
-        eos_token_id=0,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    save_random_qwen3(directory)
     return directory
 
 

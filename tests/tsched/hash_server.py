@@ -1,0 +1,143 @@
+"""A scheduler with a device whose pages hold plain facts: which token of whom, at which place.
+
+The next token is a hash of all that a sequence reads back through its block table, of its tenant, and, where it is
+sampled, of the uniform number for that output: one wrong slot, stale page, copy that came late or foreign block
+changes every token from there on, and text that collapses into repetition hides nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.tsched.schedules import EOS, MAX_MODEL_LEN, VOCAB_SIZE, Request, Schedule
+from tests.tsched.simulated_device import check_plan
+from tsched.random_numbers import UniformTable, philox_key, uniforms
+from tsched.scheduler import Scheduler, StepPlan
+from tsched.sequence import Ints, Sequence
+
+Floats = NDArray[np.float64]
+
+EMPTY = -1
+
+
+def next_token(history: Ints, tenant: int, uniform: float) -> int:
+    """What follows `history` [n, 2], each a token and its place; every 23rd is the end."""
+    facts = zlib.crc32(np.ascontiguousarray(history, dtype=np.int64).tobytes())
+    value = zlib.crc32(np.array([facts, tenant, uniform], dtype=np.float64).tobytes())
+    return EOS if value % 23 == 0 else 1 + value % (VOCAB_SIZE - 1)
+
+
+def tenant_of(salt: bytes) -> int:
+    return zlib.crc32(salt)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A plan with all that is the host's as it was when the plan was made, and what it sampled."""
+
+    plan: StepPlan
+    tokens: Ints
+
+
+class PagedDevice:
+    """Pages [num_blocks, block_size, 3]: token, place and tenant. It carries plans out in the order it gets them."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        pool = scheduler.pool
+        self.scheduler = scheduler
+        self.pages = np.full((pool.num_blocks, pool.block_size, 3), EMPTY, dtype=np.int64)
+        self._uniforms = UniformTable(scheduler.table, seed=0)
+        self.tenants: dict[int, int] = {}  # of the sequences, by number
+        self._under_way: dict[tuple[int, int], int] = {}  # (row, epoch) -> the token that the last plan sampled
+
+    def carry_out(self, plan: StepPlan) -> Ints:
+        """[m] int64, the tokens for plan.sampled."""
+        self._write(plan)
+        return self._sample(plan)
+
+    def _write(self, plan: StepPlan) -> None:
+        table, block_size = self.scheduler.table, self.scheduler.pool.block_size
+        written: list[Ints] = []
+        for row, start, end in zip(plan.rows.tolist(), plan.starts.tolist(), plan.ends.tolist(), strict=True):
+            tokens = table.tokens[row, start : min(end, int(table.known[row]))]
+            if tokens.size < end - start:  # the last one is known to the device alone
+                assert tokens.size == end - start - 1, "a plan computes tokens that nobody knows"
+                tokens = np.append(tokens, self._under_way[row, int(table.epoch[row])])
+            places = np.arange(start, end)
+            blocks = table.blocks[row][places // block_size]
+            page = self.pages[blocks, places % block_size]
+            page[:, 0], page[:, 1], page[:, 2] = tokens, places, self._tenant(row)
+            self.pages[blocks, places % block_size] = page
+            written.append(blocks.astype(np.int64) * block_size + places % block_size)
+        slots = np.concatenate(written) if written else np.empty(0, dtype=np.int64)
+        assert np.unique(slots).size == slots.size, "two rows write to one slot"
+
+    def _sample(self, plan: StepPlan) -> Ints:
+        table, block_size = self.scheduler.table, self.scheduler.pool.block_size
+        rows = plan.sampled_rows
+        drawn = self._uniforms.at(rows, plan.lengths - table.prompt_len[rows])
+        tokens = np.empty(rows.size, dtype=np.int64)
+        for i, (row, length) in enumerate(zip(rows.tolist(), plan.lengths.tolist(), strict=True)):
+            places = np.arange(length)
+            facts = self.pages[table.blocks[row][places // block_size], places % block_size]  # [length, 3]
+            tenants = np.unique(facts[:, 2])
+            tenant = int(tenants[0]) if tenants.size == 1 else EMPTY
+            uniform = float(drawn[i]) if table.temperature[row] > 0 else 0.0
+            tokens[i] = next_token(facts[:, :2], tenant, uniform)
+        self._under_way = {
+            (row, int(table.epoch[row])): token for row, token in zip(rows.tolist(), tokens.tolist(), strict=True)
+        }
+        return tokens
+
+    def _tenant(self, row: int) -> int:
+        sequence = self.scheduler.table.sequences[row]
+        assert sequence is not None, "a plan names an empty row"
+        return self.tenants[sequence.id]
+
+
+class HashServer:
+    """The scheduler and such a device; `commit` comes the schedule's lag late."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.scheduler = Scheduler(**schedule.options)
+        self.device = PagedDevice(self.scheduler)
+        self._lag = schedule.lag
+        self._launches: deque[Launch] = deque()
+
+    def add(self, number: int, request: Request) -> Sequence:
+        self.device.tenants[number] = tenant_of(request.salt)
+        return self.scheduler.add(number, request.prompt, request.params)
+
+    def abort(self, number: int) -> None:
+        assert self.scheduler.abort(number) is not None
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        check_plan(self.scheduler, plan)
+        self._launches.append(Launch(plan, self.device.carry_out(plan)))
+        while len(self._launches) > (0 if plan.is_empty else self._lag):
+            launch = self._launches.popleft()
+            self.scheduler.commit(launch.plan, launch.tokens)
+
+    def output_of(self, sequence: Sequence) -> list[int]:
+        return self.scheduler.output_of(sequence)
+
+    def alone(self, request: Request, number: int) -> tuple[list[int], str]:
+        params, length = request.params, len(request.prompt)
+        tokens = list(request.prompt)
+        ends = {*params.stop_ids} | (set() if params.ignore_eos else {EOS})
+        key = philox_key(0, Sequence.create(number, request.prompt, params, MAX_MODEL_LEN))
+        drawn = uniforms(key, 0, MAX_MODEL_LEN) if params.temperature > 0 else np.zeros(MAX_MODEL_LEN)
+        while True:
+            history = np.stack((np.array(tokens), np.arange(len(tokens))), axis=1)
+            tokens.append(next_token(history, tenant_of(request.salt), float(drawn[len(tokens) - length])))
+            num_output = len(tokens) - length
+            if tokens[-1] in ends and num_output > params.min_tokens:
+                return tokens[length:], "stop"
+            if num_output == params.max_tokens or len(tokens) == MAX_MODEL_LEN:
+                return tokens[length:], "length"

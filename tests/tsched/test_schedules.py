@@ -1,0 +1,29 @@
+"""Random schedules, at a small size: each request gets the tokens that it gets alone, and nothing is left behind.
+
+The full size: python -m tests.tsched.schedules --count 2000 --model hash | float64, and --count 50 --model rowwise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.tsched.schedules import draw_schedule, serve_or_say_how_to_replay, server_factory
+
+
+@pytest.mark.parametrize(("model", "count"), [("hash", 80), ("float64", 8), ("rowwise", 2)])
+def test_each_request_gets_the_tokens_it_gets_alone(model: str, count: int) -> None:
+    make_server = server_factory(model)
+    happened: Counter[str] = Counter()
+    for seed in range(count):
+        happened += serve_or_say_how_to_replay(draw_schedule(seed), make_server, model).happened
+    assert happened["tokens"] > 0
+    if model == "hash":
+        assert happened["preemptions"] > 0
+        assert min(happened[f"abort: {state}"] for state in ("new", "prefill", "decode", "preempted")) > 0
+
+
+def test_a_schedule_is_a_function_of_its_seed() -> None:
+    assert draw_schedule(3) == draw_schedule(3) != draw_schedule(4)
+    assert all(1.1 <= draw_schedule(seed).pressure <= 4.0 for seed in range(100))
