@@ -45,23 +45,51 @@ class Launch:
 
 
 class PagedDevice:
-    """Pages [num_blocks, block_size, 3]: token, place and tenant. It carries plans out in the order it gets them."""
+    """Pages [num_blocks, block_size, 3]: token, place and tenant. It carries plans out in the order it gets them.
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        pool = scheduler.pool
+    Its block tables are its own, kept up by what a plan says has changed.
+    """
+
+    def __init__(self, scheduler: Scheduler, num_host_blocks: int = 0) -> None:
+        pool, table = scheduler.pool, scheduler.table
         self.scheduler = scheduler
         self.pages = np.full((pool.num_blocks, pool.block_size, 3), EMPTY, dtype=np.int64)
-        self._uniforms = UniformTable(scheduler.table, seed=0)
+        self.host_pages = np.full((num_host_blocks, pool.block_size, 3), EMPTY, dtype=np.int64)
+        self.tables = np.full_like(table.blocks, EMPTY)
         self.tenants: dict[int, int] = {}  # of the sequences, by number
+        self._uniforms = UniformTable(table, seed=0)
         self._under_way: dict[tuple[int, int], int] = {}  # (row, epoch) -> the token that the last plan sampled
 
     def carry_out(self, plan: StepPlan) -> Ints:
         """[m] int64, the tokens for plan.sampled."""
+        self._follow(plan)
+        for pairs, source, target in (
+            (plan.swap_outs, self.pages, self.host_pages),
+            (plan.swap_ins, self.host_pages, self.pages),
+            (plan.copies, self.pages, self.pages),
+        ):
+            assert np.unique(pairs[1]).size == pairs.shape[1], "two pages are copied to one place"
+            target[pairs[1]] = source[pairs[0]]
         self._write(plan)
         return self._sample(plan)
 
+    def _follow(self, plan: StepPlan) -> None:
+        table = self.scheduler.table
+        for row in (*plan.placed.tolist(), *plan.rewritten.tolist()):
+            count = int(table.num_blocks[row])
+            self.tables[row] = EMPTY
+            self.tables[row, :count] = table.blocks[row, :count]
+        last = table.num_blocks[plan.grown] - 1
+        self.tables[plan.grown, last] = table.blocks[plan.grown, last]
+
+    def _slots(self, row: int, places: Ints) -> tuple[Ints, Ints]:
+        block_size = self.scheduler.pool.block_size
+        blocks = self.tables[row][places // block_size].astype(np.int64)
+        assert (blocks >= 0).all(), "a token has no block"
+        return blocks, places % block_size
+
     def _write(self, plan: StepPlan) -> None:
-        table, block_size = self.scheduler.table, self.scheduler.pool.block_size
+        table = self.scheduler.table
         written: list[Ints] = []
         for row, start, end in zip(plan.rows.tolist(), plan.starts.tolist(), plan.ends.tolist(), strict=True):
             tokens = table.tokens[row, start : min(end, int(table.known[row]))]
@@ -69,22 +97,20 @@ class PagedDevice:
                 assert tokens.size == end - start - 1, "a plan computes tokens that nobody knows"
                 tokens = np.append(tokens, self._under_way[row, int(table.epoch[row])])
             places = np.arange(start, end)
-            blocks = table.blocks[row][places // block_size]
-            page = self.pages[blocks, places % block_size]
-            page[:, 0], page[:, 1], page[:, 2] = tokens, places, self._tenant(row)
-            self.pages[blocks, places % block_size] = page
-            written.append(blocks.astype(np.int64) * block_size + places % block_size)
+            blocks, offsets = self._slots(row, places)
+            self.pages[blocks, offsets, 0] = tokens
+            self.pages[blocks, offsets, 1] = places
+            self.pages[blocks, offsets, 2] = self._tenant(row)
+            written.append(blocks * self.pages.shape[1] + offsets)
         slots = np.concatenate(written) if written else np.empty(0, dtype=np.int64)
         assert np.unique(slots).size == slots.size, "two rows write to one slot"
 
     def _sample(self, plan: StepPlan) -> Ints:
-        table, block_size = self.scheduler.table, self.scheduler.pool.block_size
-        rows = plan.sampled_rows
+        table, rows = self.scheduler.table, plan.sampled_rows
         drawn = self._uniforms.at(rows, plan.lengths - table.prompt_len[rows])
         tokens = np.empty(rows.size, dtype=np.int64)
         for i, (row, length) in enumerate(zip(rows.tolist(), plan.lengths.tolist(), strict=True)):
-            places = np.arange(length)
-            facts = self.pages[table.blocks[row][places // block_size], places % block_size]  # [length, 3]
+            facts = self.pages[self._slots(row, np.arange(length))]  # [length, 3]
             tenants = np.unique(facts[:, 2])
             tenant = int(tenants[0]) if tenants.size == 1 else EMPTY
             uniform = float(drawn[i]) if table.temperature[row] > 0 else 0.0
@@ -105,13 +131,13 @@ class HashServer:
 
     def __init__(self, schedule: Schedule) -> None:
         self.scheduler = Scheduler(**schedule.options)
-        self.device = PagedDevice(self.scheduler)
+        self.device = PagedDevice(self.scheduler, schedule.options.get("num_host_blocks", 0))
         self._lag = schedule.lag
         self._launches: deque[Launch] = deque()
 
     def add(self, number: int, request: Request) -> Sequence:
         self.device.tenants[number] = tenant_of(request.salt)
-        return self.scheduler.add(number, request.prompt, request.params)
+        return self.scheduler.add(number, request.prompt, request.params, cache_salt=request.salt)
 
     def abort(self, number: int) -> None:
         assert self.scheduler.abort(number) is not None

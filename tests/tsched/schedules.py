@@ -274,7 +274,8 @@ def is_behind(run: Run, other: int, number: int) -> bool:
 def check_nothing_is_left(scheduler: Scheduler) -> None:
     """No block, row or sequence outlives its request."""
     pool, table = scheduler.pool, scheduler.table
-    assert pool.num_used == 0, f"{pool.num_used} blocks are left behind"
+    assert pool.num_referenced == 0, f"{pool.num_referenced} blocks are left behind"
+    assert pool.num_free + pool.num_cached == pool.num_blocks
     assert table.num_free_rows == table.num_rows, "a row is left behind"
     assert all(sequence is None for sequence in table.sequences)
     assert (scheduler.num_waiting, scheduler.num_running, scheduler.has_unfinished) == (0, 0, False)
