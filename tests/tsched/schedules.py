@@ -184,8 +184,7 @@ def serve(schedule: Schedule, make_server: Callable[[Schedule], Server]) -> Run:
             _note_arrival(run, number, request, server.add(number, request))
         while events and events[0].step <= run.num_steps:
             _carry_out(run, server, events.pop(0))
-        server.step()
-        run.num_steps += 1
+        _step(run, server)
         for number, sequence in run.sequences.items():
             if sequence.finish_reason is not None:
                 run.ended.setdefault(number, run.num_steps)
@@ -198,6 +197,19 @@ def serve(schedule: Schedule, make_server: Callable[[Schedule], Server]) -> Run:
     check_waiting_times(run)
     check_nothing_is_left(scheduler)
     return run
+
+
+def _step(run: Run, server: Server) -> None:
+    """One step, after which nobody has given way to one behind him."""
+    running = {n: s.num_preemptions for n, s in run.sequences.items() if s.row >= 0}
+    server.step()
+    run.num_steps += 1
+    sequences = run.sequences
+    gave_way = [number for number, before in running.items() if sequences[number].num_preemptions > before]
+    for number in gave_way:
+        for other in running:
+            went_on = sequences[other].row >= 0 and other not in gave_way
+            assert not (went_on and is_behind(run, other, number)), f"{number} gave way to {other}, which is behind it"
 
 
 def _note_arrival(run: Run, number: int, request: Request, sequence: Sequence) -> None:

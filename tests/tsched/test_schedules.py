@@ -11,8 +11,10 @@ import pytest
 
 from tests.tsched.schedules import draw_schedule, serve_or_say_how_to_replay, server_factory
 
+NUM_HASH_SCHEDULES = 80
 
-@pytest.mark.parametrize(("model", "count"), [("hash", 80), ("float64", 8), ("rowwise", 2)])
+
+@pytest.mark.parametrize(("model", "count"), [("hash", NUM_HASH_SCHEDULES), ("float64", 8), ("rowwise", 2)])
 def test_each_request_gets_the_tokens_it_gets_alone(model: str, count: int) -> None:
     make_server = server_factory(model)
     happened: Counter[str] = Counter()
