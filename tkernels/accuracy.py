@@ -4,6 +4,7 @@ Per output tensor, with the baseline's (torch's own) error at the same dtype:
     max |error| <= 2 x baseline's + 2 eps max|oracle|, and, on 256 elements or more,
     rms error <= 1.25 x baseline's + eps/4 rms|oracle|.
 Below the normal range a dtype's spacing no longer shrinks, so eps x size is at least the smallest subnormal there.
+Integers have no eps: they are equal or wrong.
 Neither a loose absolute tolerance nor a single rounding: the natural error of the computation itself is the measure.
 """
 
@@ -46,8 +47,7 @@ def judge(got: torch.Tensor, oracle: torch.Tensor, baseline: torch.Tensor, slack
         got: any shape, at the output's dtype. oracle: the same shape, float64. baseline: as got, by torch.
         slack: what the allowance is multiplied by: 1 for every variant; the check of the baseline itself takes more.
     """
-    info = torch.finfo(got.dtype)
-    spacing = float(info.smallest_normal) * info.eps
+    eps, spacing = _precision(got.dtype)
     wide, base = got.double(), baseline.double()
     odd = _mismatch(wide, oracle)
     if odd.any():
@@ -61,18 +61,26 @@ def judge(got: torch.Tensor, oracle: torch.Tensor, baseline: torch.Tensor, slack
     truth = torch.where(finite, oracle, zero)
     error = torch.where(finite, (wide - oracle).abs(), zero)
     natural = torch.where(finite & torch.isfinite(base), (base - oracle).abs(), zero)
-    allowed_max = 2 * float(natural.max()) + 2 * max(info.eps * float(truth.abs().max()), spacing)
+    allowed_max = 2 * float(natural.max()) + 2 * max(eps * float(truth.abs().max()), spacing)
     max_ratio = _ratio(float(error.max()), slack * allowed_max)
     rms_ratio = None
     if int(finite.sum()) >= RMS_FROM_ELEMENTS:
         count = int(finite.sum())
         rms = [float((t.square().sum() / count).sqrt()) for t in (error, natural, truth)]
-        rms_ratio = _ratio(rms[0], slack * (1.25 * rms[1] + max(info.eps * rms[2], spacing) / 4))
+        rms_ratio = _ratio(rms[0], slack * (1.25 * rms[1] + max(eps * rms[2], spacing) / 4))
     flat = int(error.argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), error.shape))
     ok = max_ratio <= 1 and (rms_ratio is None or rms_ratio <= 1)
     reason = "" if ok else "max error" if max_ratio > 1 else "rms error"
     return Verdict(ok, max_ratio, rms_ratio, index, float(oracle[index]), float(wide[index]), reason)
+
+
+def _precision(dtype: torch.dtype) -> tuple[float, float]:
+    """The dtype's eps and its smallest subnormal number; zeros for integers."""
+    if not dtype.is_floating_point:
+        return 0.0, 0.0
+    info = torch.finfo(dtype)
+    return float(info.eps), float(info.smallest_normal) * float(info.eps)
 
 
 def _ratio(error: float, allowed: float) -> float:

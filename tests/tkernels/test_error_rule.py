@@ -184,6 +184,34 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     return out.to(out_a.dtype), total
 
 
+def copy_pages(caches: Tensor, src: Tensor, dst: Tensor) -> None:
+    for source, target in zip(src.flip(0).tolist(), dst.flip(0).tolist(), strict=True):
+        if source >= 0 and target >= 0:
+            caches[:, target].copy_(caches[:, source])
+
+
+def step_inputs(
+    tokens: Tensor, blocks: Tensor, rows: Tensor, starts: Tensor, cu_counts: Tensor, sampled: Tensor,
+    num_tokens: int, width: int, page_size: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    token_ids, positions = torch.zeros(2, num_tokens, dtype=torch.int64)
+    slots = torch.full((num_tokens,), -1)
+    tables, lens = torch.zeros(len(rows), width, dtype=torch.int32), torch.zeros(len(rows), dtype=torch.int32)
+    begins = cu_counts.tolist()
+    for b in reversed(range(len(rows))):
+        row, start, count = int(rows[b]), int(starts[b]), begins[b + 1] - begins[b]
+        for i in range(count if row >= 0 else 0):
+            token, page, offset = begins[b] + i, *divmod(start + i, page_size)
+            token_ids[token], positions[token] = int(tokens[row, start + i]), start + i
+            slots[token] = int(blocks[row, page]) * page_size + offset
+        if row >= 0:
+            lens[b] = start + count
+            pages = -(-(start + count) // page_size)
+            tables[b, :pages] = blocks[row, :pages]
+    logits = [begins[b + 1] - 1 if b >= 0 else 0 for b in sampled.tolist()]
+    return token_ids, positions, slots, tables, lens, torch.tensor(logits, dtype=torch.int64)
+
+
 REORDERED: dict[str, Callable[..., Any]] = {
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
@@ -197,6 +225,8 @@ REORDERED: dict[str, Callable[..., Any]] = {
     "dequant_gemm": dequant_gemm,
     "qk_norm_rope_scatter": qk_norm_rope_scatter,
     "gate_up_swiglu": gate_up_swiglu,
+    "copy_pages": copy_pages,
+    "step_inputs": step_inputs,
 }
 
 
