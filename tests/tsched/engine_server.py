@@ -9,7 +9,7 @@ import torch
 
 import tmodel
 from tests.tsched.random_model import random_qwen3
-from tests.tsched.schedules import MAX_MODEL_LEN, Request, Schedule
+from tests.tsched.random_schedules import MAX_MODEL_LEN, Request, Schedule
 from tsched.engine import Engine
 from tsched.engine import Request as EngineRequest
 from tsched.scheduler import Scheduler

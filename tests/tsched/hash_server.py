@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.tsched.schedules import EOS, MAX_MODEL_LEN, VOCAB_SIZE, Request, Schedule
+from tests.tsched.random_schedules import EOS, MAX_MODEL_LEN, VOCAB_SIZE, Request, Schedule
 from tests.tsched.simulated_device import check_plan
 from tsched.random_numbers import UniformTable, philox_key, uniforms
 from tsched.scheduler import Scheduler, StepPlan

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.tsched.schedules import draw_schedule, serve, server_factory
+from tests.tsched.random_schedules import draw_schedule
+from tests.tsched.schedules import serve, server_factory
 from tsched.block_pool import BlockPool
 from tsched.policies.fcfs import FirstComeFirstServed
 from tsched.scheduler import Scheduler

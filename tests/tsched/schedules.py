@@ -9,62 +9,23 @@ Whatever happens around it, each request must get the tokens that it gets alone.
 from __future__ import annotations
 
 import argparse
-import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
 
-from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
+from tests.tsched.random_schedules import Event, Request, Schedule, draw_schedule
 from tsched.sampling_params import SamplingParams
 from tsched.scheduler import Scheduler
 from tsched.sequence import Sequence
 
-MAX_MODEL_LEN = 72
-VOCAB_SIZE = 300
-EOS = 0
 SERVERS = {  # loaded by name: what the others serve needs torch
     "hash": ("tests.tsched.hash_server", "HashServer"),
     "float64": ("tests.tsched.engine_server", "EngineServer"),
     "rowwise": ("tests.tsched.engine_server", "RowwiseServer"),
 }
-
-
-@dataclass(frozen=True)
-class Request:
-    """What it gets alone depends on the prompt, the parameters and the salt; not on when and how it is served."""
-
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    salt: bytes = b""
-    arrival: int = 0  # the step before which it comes
-    priority: int = 0
-
-
-@dataclass(frozen=True)
-class Event:
-    """Before `step`, one of those present is aborted, or forked where `fork` has the child's parameters.
-
-    Who it is follows from `pick` in [0, 1): first a state is chosen, then one in that state, so that rare states have
-    their share. A child takes over the share `kept` of its parent's tokens, all of them where it is 1.
-    """
-
-    step: int
-    pick: float
-    fork: SamplingParams | None = None
-    kept: float = 1.0
-
-
-@dataclass(frozen=True)
-class Schedule:
-    seed: int
-    options: dict[str, Any]  # of the Scheduler
-    lag: int  # plans that commit is behind
-    requests: tuple[Request, ...]
-    events: tuple[Event, ...]
-    pressure: float  # blocks that max_num_seqs of the requests need at their longest, over those of the pool
 
 
 class Server(Protocol):
@@ -97,77 +58,6 @@ class Run:
     ended: dict[int, int] = field(default_factory=dict)
     happened: Counter[str] = field(default_factory=Counter)
     num_steps: int = 0
-
-
-def draw_schedule(seed: int) -> Schedule:
-    """The schedule of `seed`: its pressure lies between 110% and 400%."""
-    rng = random.Random(seed)
-    while True:
-        block_size = rng.choice((1, 2, 4, 8, 16))
-        max_num_seqs = rng.randint(2, 8)
-        requests = tuple(_draw_requests(rng, rng.randint(max_num_seqs, 14), block_size))
-        needs = sorted((-(-(_max_length(r) - 1) // block_size) for r in requests), reverse=True)
-        demand = sum(needs[:max_num_seqs])
-        num_blocks = max(needs[0], int(demand / rng.uniform(1.1, 4.0)))
-        if 1.1 <= demand / num_blocks <= 4.0:
-            break
-    whole = rng.random() < 0.1
-    preemption = rng.choice(sorted(PREEMPTIONS))
-    options: dict[str, Any] = {
-        "num_blocks": num_blocks,
-        "block_size": block_size,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": MAX_MODEL_LEN + rng.randint(0, 16) if whole else rng.choice((1, 3, 8, 16, 33, 64)),
-        "max_model_len": MAX_MODEL_LEN,
-        "eos_token_ids": (EOS,),
-        "order": rng.choice(sorted(ORDERS)),
-        "preemption": preemption,
-        "prefix_cache": rng.choice(sorted(PREFIX_CACHES)),
-    }
-    last = max(request.arrival for request in requests) + 40
-    events = [Event(rng.randint(0, last), rng.random()) for _ in range(rng.choice((0, 1, 2, 4)))]
-    return Schedule(
-        seed=seed,
-        options=options,
-        lag=rng.randint(0, 1),
-        requests=requests,
-        events=tuple(sorted(events, key=lambda event: event.step)),
-        pressure=demand / num_blocks,
-    )
-
-
-def _draw_requests(rng: random.Random, count: int, block_size: int) -> Iterator[Request]:
-    """Prompts that begin alike: often at a block's edge, now and then the whole of one that came before."""
-    texts = [[rng.randrange(1, VOCAB_SIZE) for _ in range(40)] for _ in range(rng.randint(1, 3))]
-    spread = rng.choice((0, 10, 60))
-    salts = rng.choice(((b"",), (b"", b"tenant"), (b"one", b"other")))
-    for _ in range(count):
-        shared = rng.choice((0, rng.randint(0, 40), rng.randint(0, 40 // block_size) * block_size))
-        own = rng.choice((0, 1, rng.randint(1, 8))) if shared else rng.randint(1, 24)
-        prompt = rng.choice(texts)[:shared] + [rng.randrange(1, VOCAB_SIZE) for _ in range(own)]
-        yield Request(
-            prompt=tuple(prompt),
-            params=_draw_params(rng),
-            salt=rng.choice(salts),
-            arrival=rng.randint(0, spread),
-            priority=rng.choice((0, 0, 1, 2)),
-        )
-
-
-def _draw_params(rng: random.Random) -> SamplingParams:
-    max_tokens = rng.choice((1, rng.randint(1, 32), rng.randint(16, 32)))
-    return SamplingParams(
-        temperature=rng.choice((0.0, 1.0)),
-        seed=rng.randrange(2**32),
-        max_tokens=max_tokens,
-        min_tokens=rng.choice((0, 0, max_tokens // 2)),
-        ignore_eos=rng.random() < 0.5,
-        stop_token_ids=[rng.randrange(1, VOCAB_SIZE) for _ in range(rng.choice((0, 0, 5)))],
-    )
-
-
-def _max_length(request: Request) -> int:
-    return min(len(request.prompt) + (request.params.max_tokens or MAX_MODEL_LEN), MAX_MODEL_LEN)
 
 
 def serve(schedule: Schedule, make_server: Callable[[Schedule], Server]) -> Run:
@@ -239,7 +129,7 @@ def _carry_out(run: Run, server: Server, event: Event) -> None:
 
 def _work(requests: Any) -> int:
     """Steps in which each request, alone, is surely done, with a step's slack at either end."""
-    return sum(_max_length(request) + 4 for request in requests)
+    return sum(request.max_length + 4 for request in requests)
 
 
 def _count_what_happened(run: Run, scheduler: Scheduler) -> None:

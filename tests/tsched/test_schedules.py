@@ -9,7 +9,8 @@ from collections import Counter
 
 import pytest
 
-from tests.tsched.schedules import draw_schedule, serve_or_say_how_to_replay, server_factory
+from tests.tsched.random_schedules import draw_schedule
+from tests.tsched.schedules import serve_or_say_how_to_replay, server_factory
 
 NUM_HASH_SCHEDULES = 80
 
