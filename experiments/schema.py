@@ -97,8 +97,8 @@ def _as_length(value: Any) -> Any:
 
 LengthField = Annotated[Length, BeforeValidator(_as_length)]
 
-# Set elsewhere in the experiment (max_tokens, output_len) or by the stages themselves (logprobs).
-_NOT_SAMPLING = frozenset({"n", "max_tokens", "logprobs"})
+# Set elsewhere in the experiment (max_tokens, output_len), by the stages themselves (logprobs), or code.
+_NOT_SAMPLING = frozenset({"n", "max_tokens", "logprobs", "logits_processors", "stopping_criteria"})
 SAMPLING_KEYS = tuple(f.name for f in fields(SamplingParams) if f.name not in _NOT_SAMPLING)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
+import numpy as np
 import nvtx
 import torch
 
@@ -14,10 +15,12 @@ from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
 from tsched.batch_builder import BatchBuilder
 from tsched.detokenizer import IncrementalDetokenizer
+from tsched.logits_processors import RequestFault
 from tsched.sampler import NOT_FINITE, Sampled, Sampler, TokenLogprobs
 from tsched.sampling_params import SamplingParams
 from tsched.scheduler import RefusedError, Scheduler, StepPlan
 from tsched.sequence import Ints, Sequence
+from tsched.stopping import is_met
 
 Forward = Callable[[Batch, KVCache], torch.Tensor]
 
@@ -59,7 +62,8 @@ class Request:
     @property
     def is_watched(self) -> bool:
         """Whether each of its tokens must be looked at as it comes."""
-        return self.detokenizer is not None or self.sequence.params.logprobs is not None
+        params = self.sequence.params
+        return self.detokenizer is not None or params.logprobs is not None or bool(params.criteria)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +216,7 @@ class Engine:
         """Hand the tokens to the scheduler; returns the requests that finished."""
         tokens, rows = sampled.token_ids, plan.sampled_rows
         begun = self._requests_in(rows) if self._num_unbegun else []
-        broken = [] if sampled.all_finite else self._requests_in(rows[tokens == NOT_FINITE])
+        broken = [] if sampled.all_finite else self._broken(rows, sampled)
         watched = self._requests_in(rows) if self._num_watched else []
 
         finished = [self._requests[sequence.id] for sequence in self.scheduler.commit(plan, tokens)]
@@ -226,8 +230,8 @@ class Engine:
                 self._look_at(
                     request, int(tokens[entry]), int(plan.lengths[entry]) + 1, sampled.logprobs.get(entry), finished
                 )
-        for request in broken:
-            self._break_off(request, finished)
+        for request, fault in broken:
+            self._break_off(request, fault, finished)
         for request in finished:
             self._forget(request, now)
         return finished
@@ -236,27 +240,47 @@ class Engine:
         sequences = self.scheduler.table.sequences
         return [self._requests[sequence.id] for row in rows.tolist() if (sequence := sequences[row]) is not None]
 
+    def _broken(self, rows: Ints, sampled: Sampled) -> list[tuple[Request, str | None]]:
+        """The requests that got no token, with what their logits processors did, where those are at fault."""
+        entries = np.flatnonzero(sampled.token_ids == NOT_FINITE)
+        requests = self._requests_in(rows[entries])
+        return [(request, sampled.faults.get(entry)) for request, entry in zip(requests, entries.tolist(), strict=True)]
+
     def _look_at(
         self, request: Request, token: int, length: int, logprobs: TokenLogprobs | None, finished: list[Request]
     ) -> None:
-        """Keep a new token's log-probabilities, and end its request where its text now has a stop string."""
+        """Keep a new token's log-probabilities, and end its request where its text now has a stop string, or where one
+        of its stopping criteria says so.
+        """
         if logprobs is not None:
             request.logprobs.append(logprobs)
-        detokenizer, sequence = request.detokenizer, request.sequence
-        if detokenizer is None:
-            return
-        detokenizer.append(token, may_stop=length - sequence.prompt_len > sequence.params.min_tokens)
-        if detokenizer.is_stopped and self.scheduler.finish(sequence.id, "stop") is not None:
+        sequence = request.sequence
+        may_stop = length - sequence.prompt_len > sequence.params.min_tokens
+        reason = None
+        if may_stop and sequence.params.criteria and sequence.finish_reason is None:
+            known = self.scheduler.table.tokens[sequence.row, :length]
+            known.flags.writeable = False
+            try:
+                stops = is_met(sequence.params.criteria, known[: sequence.prompt_len], known[sequence.prompt_len :])
+                reason = "stop" if stops else None
+            except RequestFault as fault:
+                reason, request.error = "error", str(fault)
+        detokenizer = request.detokenizer
+        if detokenizer is not None:
+            detokenizer.append(token, may_stop=may_stop)
+            if detokenizer.is_stopped and reason is None:
+                reason = "stop"
+        if reason is not None and self.scheduler.finish(sequence.id, reason) is not None:
             finished.append(request)
 
-    def _break_off(self, request: Request, finished: list[Request]) -> None:
-        """End a request that got no token because its logits were not finite."""
+    def _break_off(self, request: Request, fault: str | None, finished: list[Request]) -> None:
+        """End a request that got no token: by the `fault` of a logits processor, or its logits were not finite."""
         sequence = request.sequence
         if self.scheduler.finish(sequence.id, "error") is not None:
             finished.append(request)
         sequence.tokens = sequence.tokens[:-1]
         sequence.finish_reason = "error"
-        request.error = (
+        request.error = fault or (
             f"the model's logits for output token {sequence.tokens.size - sequence.prompt_len} are not finite: "
             "a kernel, the weights or the dtype's range is at fault"
         )
@@ -269,7 +293,6 @@ class Engine:
         request.finish_time = now
         if request.detokenizer is not None:
             request.detokenizer.finish()
-            if request.detokenizer.is_stopped:
-                request.sequence.finish_reason = (
-                    "stop"  # the last token may have allowed "length" too; the text decides
-                )
+            if request.detokenizer.is_stopped and request.error is None:
+                # The last token may have allowed "length" too; the text decides.
+                request.sequence.finish_reason = "stop"

@@ -1,22 +1,24 @@
 """From logits to tokens, for all rows at once.
 
-The order is vLLM's: penalties, temperature, min-p, top-k, top-p. The draw is an inverse CDF over the row's own tokens
-in the order of their ids, in float64, with a uniform number that depends on the request's seed and output index
-alone, so the rows around a request do not change its tokens.
+The order is vLLM's: logits processors, penalties, temperature, min-p, top-k, top-p. The draw is an inverse CDF over
+the row's own tokens in the order of their ids, in float64, with a uniform number that depends on the request's seed
+and output index alone, so the rows around a request do not change its tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tsched.logits_processors import RequestFault, process
 from tsched.random_numbers import UniformTable
 from tsched.sequence import Ints, Sequence, SequenceTable
 
-NOT_FINITE = -1  # in place of a token id: the row's logits hold a NaN, or no finite maximum
+# In place of a token id: the row's logits hold a NaN, or no finite maximum, or a logits processor failed.
+NOT_FINITE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """`token_ids` [m] int64 on the host, NOT_FINITE where the logits had no finite maximum; `logprobs` by entry, for
-    those whose requests ask for them."""
+    """`token_ids` [m] int64 on the host, NOT_FINITE where there was nothing to choose from; `logprobs` by entry, for
+    those whose requests ask for them; `faults` by entry, for those whose logits processors failed."""
 
     token_ids: Ints
     logprobs: dict[int, TokenLogprobs]
     all_finite: bool
+    faults: dict[int, str] = field(default_factory=dict)
 
 
 _NO_LOGPROBS: dict[int, TokenLogprobs] = {}
@@ -60,7 +63,8 @@ class Sampler:
         if not finite.all():
             # A broken kernel ends the requests that it broke, by name; what the others get does not change.
             sound = self.sample(logits.masked_fill(_on(~finite, logits).unsqueeze(1), 0.0), rows, lengths)
-            return Sampled(np.where(finite, sound.token_ids, NOT_FINITE), sound.logprobs, all_finite=False)
+            faults = {entry: fault for entry, fault in sound.faults.items() if finite[entry]}
+            return Sampled(np.where(finite, sound.token_ids, NOT_FINITE), sound.logprobs, False, faults)
         plain = table.plain[rows]
         if plain.all():
             return Sampled(tokens, _NO_LOGPROBS, all_finite=True)
@@ -68,7 +72,9 @@ class Sampler:
         special_rows = rows[special]
         sequences = [_present(table.sequences[row]) for row in special_rows.tolist()]
         chosen_logits = logits.index_select(0, _on(special, logits))  # [s, V], a copy
-        scores = self._penalized(chosen_logits, sequences)
+        scores = chosen_logits.to(torch.float64, copy=True)  # log-probabilities are of the model's own logits
+        faults = {int(special[i]): fault for i, fault in self._processed(scores, sequences).items()}
+        scores = self._penalized(scores, sequences)
         tokens[special] = scores.argmax(dim=-1).cpu().numpy()
         drawing = np.flatnonzero(table.temperature[special_rows] > 0.0)
         if drawing.size:
@@ -82,18 +88,39 @@ class Sampler:
                 top_p=table.top_p[drawn_rows],
             )
             tokens[special[drawing]] = draw(probabilities, self._uniforms.at(drawn_rows, output_indices))
-        wanted = {i: s.params.logprobs for i, s in enumerate(sequences) if s.params.logprobs is not None}
+        tokens[list(faults)] = NOT_FINITE
+        wanted = {
+            i: s.params.logprobs
+            for i, s in enumerate(sequences)
+            if s.params.logprobs is not None and int(special[i]) not in faults
+        }
         if not wanted:
-            return Sampled(tokens, _NO_LOGPROBS, all_finite=True)
+            return Sampled(tokens, _NO_LOGPROBS, not faults, faults)
         entries = np.fromiter(wanted, dtype=np.int64)
         found = token_logprobs(
             chosen_logits.index_select(0, _on(entries, logits)), tokens[special[entries]], list(wanted.values())
         )
-        return Sampled(tokens, dict(zip(special[entries].tolist(), found, strict=True)), all_finite=True)
+        return Sampled(tokens, dict(zip(special[entries].tolist(), found, strict=True)), not faults, faults)
 
-    def _penalized(self, logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-        """[s, V] float64: `logits` with penalties, and with what must not come yet at -inf."""
-        scores = logits.double()
+    def _processed(self, scores: torch.Tensor, sequences: list[Sequence]) -> dict[int, str]:
+        """Let the logits processors change their rows of `scores` [s, V] float64, in place; returns what failed, by
+        row.
+        """
+        faults: dict[int, str] = {}
+        for i, sequence in enumerate(sequences):
+            if sequence.params.processors:
+                known = self._known(sequence)
+                known.flags.writeable = False
+                prompt, output = known[: sequence.prompt_len], known[sequence.prompt_len :]
+                try:
+                    scores[i] = process(sequence.params.processors, prompt, output, scores[i])
+                except RequestFault as fault:
+                    scores[i] = 0.0
+                    faults[i] = str(fault)
+        return faults
+
+    def _penalized(self, scores: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+        """[s, V] float64: `scores`, changed, with penalties, and with what must not come yet at -inf."""
         vocab_size = scores.shape[1]
         penalized = [i for i, sequence in enumerate(sequences) if sequence.params.has_penalties]
         if penalized:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:  # the scheduler reads this file, and loads no torch
+    from tsched.logits_processors import LogitsProcessor
+    from tsched.stopping import StoppingCriterion
+
+MAX_SAMPLES = 128
 MAX_LOGPROBS = 1000
 MAX_STOPS = 1000
+MAX_CALLBACKS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Immutable; every field is checked when the object is made, and a bad one raises ValueError with its name.
 
-    n                   completions per prompt; 1 is the only one offered
+    n                   in [1, 128]; completions per prompt, 1 where temperature is 0: the others would be equal.
+                        Completion 0 draws from `seed`, completion i from a seed derived from (seed, i)
     temperature         >= 0; 0 is greedy, which ignores top_k, top_p, min_p and seed
     top_k               keep the k most likely tokens (ties go to the lower id); 0 or -1 keeps all
     top_p               in (0, 1]; keep the fewest most likely tokens whose probabilities reach top_p
@@ -26,13 +34,16 @@ class SamplingParams:
     frequency_penalty   in [-2, 2]; subtracted once per occurrence in the output
     seed                in [0, 2**64); None takes a stream of its own from the engine's seed
     logprobs            in [0, 1000]; report the chosen token's log-probability and those of that many most likely
-    tokens stop                strings that end the output, which is cut off before them
+                        tokens
+    stop                strings that end the output, which is cut off before them
     stop_token_ids      token ids that end the output; they are the last of its token_ids
     max_tokens          >= 1 output tokens; None is as many as the model's length and the cache allow
     min_tokens          no end-of-sequence, stop token or stop string before this many output tokens
     ignore_eos          go on after the model's end-of-sequence token
+    logits_processors   up to 64, called in this order with the model's logits, see tsched.logits_processors
+    stopping_criteria   up to 64, any of which may end the output after min_tokens, see tsched.stopping
 
-    Filters are applied in the order penalties, temperature, min_p, top_k, top_p. Names and meanings are vLLM's.
+    The order is logits processors, penalties, temperature, min_p, top_k, top_p. Names and meanings are vLLM's.
     """
 
     n: int = 1
@@ -50,11 +61,14 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     ignore_eos: bool = False
+    logits_processors: Iterable[LogitsProcessor] = ()
+    stopping_criteria: Iterable[StoppingCriterion] = ()
 
     def __post_init__(self) -> None:
-        if _integer("n", self.n) != 1:
-            raise ValueError(f"n must be 1 (one completion per prompt), got {self.n!r}")
+        self._set_integer("n", 1, MAX_SAMPLES)
         self._set_float("temperature", 0.0, math.inf)
+        if self.n > 1 and self.is_greedy:
+            raise ValueError(f"n must be 1 where temperature is 0, for all completions would be equal; got {self.n}")
         self._set_float("top_p", 0.0, 1.0, above=True)
         self._set_float("min_p", 0.0, 1.0)
         self._set_float("repetition_penalty", 0.0, math.inf, above=True)
@@ -69,6 +83,8 @@ class SamplingParams:
             raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
         object.__setattr__(self, "stop", _strings("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logits_processors", _callbacks("logits_processors", self.logits_processors, 3))
+        object.__setattr__(self, "stopping_criteria", _callbacks("stopping_criteria", self.stopping_criteria, 2))
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -79,6 +95,16 @@ class SamplingParams:
     def stop_ids(self) -> tuple[int, ...]:
         """`stop_token_ids`, in the one form that it has once checked."""
         return self.stop_token_ids  # type: ignore[return-value]
+
+    @property
+    def processors(self) -> tuple[LogitsProcessor, ...]:
+        """`logits_processors`, in the one form that it has once checked."""
+        return self.logits_processors  # type: ignore[return-value]
+
+    @property
+    def criteria(self) -> tuple[StoppingCriterion, ...]:
+        """`stopping_criteria`, in the one form that it has once checked."""
+        return self.stopping_criteria  # type: ignore[return-value]
 
     @property
     def is_greedy(self) -> bool:
@@ -134,10 +160,29 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     return ids
 
 
-def _tuple(name: str, value: Any) -> tuple[Any, ...]:
+def _callbacks(name: str, value: Any, num_arguments: int) -> tuple[Any, ...]:
+    """Things that can be called with `num_arguments` arguments, as far as can be seen without calling them."""
+    callbacks = _tuple(name, () if value is None else value, MAX_CALLBACKS)
+    for callback in callbacks:
+        if not callable(callback) or isinstance(callback, type):
+            raise ValueError(f"{name} must hold functions or callable objects, got {callback!r}")
+        try:
+            signature = inspect.signature(callback)
+        except (TypeError, ValueError):  # of some functions that are written in C nothing is known
+            continue
+        try:
+            signature.bind(*range(num_arguments))
+        except TypeError:
+            raise ValueError(
+                f"{name} are called with {num_arguments} arguments, but {callback!r} takes {signature}"
+            ) from None
+    return callbacks
+
+
+def _tuple(name: str, value: Any, longest: int = MAX_STOPS) -> tuple[Any, ...]:
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
         raise ValueError(f"{name} must be a list, got {value!r}")
     items = tuple(value)
-    if len(items) > MAX_STOPS:
-        raise ValueError(f"{name} may hold at most {MAX_STOPS} entries, got {len(items)}")
+    if len(items) > longest:
+        raise ValueError(f"{name} may hold at most {longest} entries, got {len(items)}")
     return items

@@ -124,7 +124,11 @@ class SequenceTable:
         self.min_p[row] = params.min_p
         self.top_k[row] = max(params.top_k, 0)
         self.plain[row] = (
-            params.is_greedy and not params.has_penalties and params.logprobs is None and params.min_tokens == 0
+            params.is_greedy
+            and not params.has_penalties
+            and params.logprobs is None
+            and params.min_tokens == 0
+            and not params.processors
         )
         return row
 

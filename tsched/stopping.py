@@ -1,0 +1,47 @@
+"""What may end a request besides tokens, strings and lengths: a small protocol for the user's own code.
+
+class Repeats:
+    def __call__(self, prompt, output):
+        return output.size >= 3 and len(set(output[-3:].tolist())) == 1
+
+SamplingParams(stopping_criteria=[Repeats()])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from tsched.logits_processors import RequestFault, name_of
+from tsched.sequence import Ints
+
+
+class StoppingCriterion(Protocol):
+    """Says whether an output is to end. It must be a function of its arguments alone: it is shared by a request's
+    samples, and it is asked once for each output token past the first min_tokens, in their order.
+    """
+
+    def __call__(self, prompt: Ints, output: Ints, /) -> bool:
+        """prompt [n] and output [m] int64, m >= 1: the tokens so far, read-only. True ends the output with its last
+        token and the finish_reason "stop".
+        """
+
+
+def is_met(criteria: Sequence[StoppingCriterion], prompt: Ints, output: Ints) -> bool:
+    """Whether one of `criteria` ends the output.
+
+    Raises RequestFault, which names the criterion, where one raises or answers neither True nor False.
+    """
+    for criterion in criteria:
+        where = f"stopping criterion {name_of(criterion)} at output token {output.size - 1}"
+        try:
+            answer = criterion(prompt, output)
+        except Exception as error:
+            raise RequestFault(f"{where} raised {type(error).__name__}: {error}") from error
+        if not isinstance(answer, (bool, np.bool_)):
+            raise RequestFault(f"{where} answered {answer!r}, which is neither True nor False")
+        if answer:
+            return True
+    return False
