@@ -131,6 +131,7 @@ class Engine:
         *,
         detokenizer: IncrementalDetokenizer | None = None,
         arrival_time: float | None = None,
+        cache_salt: bytes = b"",
     ) -> Request:
         """Queue a request for `prompt` [n] token ids; RefusedError where it could never finish here.
 
@@ -138,7 +139,7 @@ class Engine:
         """
         if params.stop_strings and detokenizer is None:
             raise RefusedError("stop strings are looked for in text, and there is no tokenizer to make it")
-        sequence = self.scheduler.add(request_id, prompt, params)
+        sequence = self.scheduler.add(request_id, prompt, params, cache_salt=cache_salt)
         arrival = time.perf_counter() if arrival_time is None else arrival_time
         request = Request(sequence, arrival, detokenizer)
         self._requests[request_id] = request

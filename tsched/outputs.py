@@ -40,7 +40,7 @@ class CompletionOutput:
 
     token_ids           with the token that ended it, where one did
     text                without special tokens, cut off before a stop string; "" where there is no tokenizer
-    finish_reason       "stop", "length", "abort" or "error"
+    finish_reason       "stop", "length", "abort" or "error"; None while it goes on
     logprobs            per output token, its own and the most likely tokens', by token id; None unless asked for
     cumulative_logprob  the sum over the output tokens; None unless logprobs were asked for
     """
@@ -48,22 +48,28 @@ class CompletionOutput:
     index: int
     token_ids: list[int]
     text: str
-    finish_reason: str
+    finish_reason: str | None
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A request's prompt and completions. `error` says why it failed, and is None where it did not."""
+    """A request's prompt and completions.
 
-    request_id: int
+    LLM gives it whole. AsyncLLM gives parts of it, as deltas: a completion's token_ids, text and logprobs are what came
+    since the part before, so that the parts put together are the whole; its cumulative_logprob is the sum so far; a
+    completion that has nothing new is left out.
+
+    outputs   by index, SamplingParams.n of them
+    finished  whether this is the last part
+    error     why it failed, None where it did not; with n > 1, of each completion that failed
+    """
+
+    request_id: int | str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
     error: str | None = None
-
-    @property
-    def finished(self) -> bool:
-        return True
+    finished: bool = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,11 @@ from tsched.scheduler import RefusedError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
+
+Salt = str | bytes | None
+"""What keeps one tenant's cached prefixes from another's; None is the empty one."""
+
+ValueT = TypeVar("ValueT")
 
 _PLAIN = frozenset({int})  # a list of nothing else needs no look at each entry
 
@@ -76,6 +81,38 @@ def check_stop_ids(params: SamplingParams, vocab_size: int) -> None:
         raise RefusedError(f"stop_token_ids holds {max(params.stop_ids)}; ids go from 0 to {vocab_size - 1}")
     if params.min_tokens and len(params.stop_ids) >= vocab_size:
         raise RefusedError("stop_token_ids holds the whole vocabulary, so min_tokens leaves no token to choose")
+
+
+def check_salt(salt: Salt) -> bytes:
+    """The salt as bytes; TypeError where it is none."""
+    if salt is None or isinstance(salt, bytes):
+        return salt or b""
+    if not isinstance(salt, str):
+        raise TypeError(f"cache_salt must be a str, bytes or None, got {type(salt).__name__}")
+    return salt.encode("utf-8", "surrogatepass")
+
+
+def one_each(
+    name: str, value: ValueT | Sequence[ValueT] | None, num_prompts: int, *types: type, default: ValueT
+) -> list[ValueT]:
+    """[num_prompts]: `value`, of one of `types`, for all, or a list of one each; None, alone or in a list, is
+    `default`.
+    """
+    names = " or ".join(kind.__name__ for kind in types)
+    if value is None or _is_one(value, types):
+        return [default if value is None else value] * num_prompts  # type: ignore[list-item]
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise TypeError(f"{name} must be {names} or a list of them, got {type(value).__name__}")
+    for one in value:
+        if one is not None and not _is_one(one, types):
+            raise TypeError(f"{name} must hold {names}, got {type(one).__name__}")
+    if len(value) != num_prompts:
+        raise ValueError(f"{len(value)} {name} for {num_prompts} prompts: give one for all, or one each")
+    return [default if one is None else one for one in value]
+
+
+def _is_one(value: Any, types: tuple[type, ...]) -> bool:
+    return isinstance(value, types) and not isinstance(value, bool)
 
 
 def _is_integer(entry: Any) -> bool:

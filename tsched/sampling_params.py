@@ -6,8 +6,10 @@ import inspect
 import math
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:  # the scheduler reads this file, and loads no torch
     from tsched.logits_processors import LogitsProcessor
@@ -113,6 +115,17 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def of_sample(self, index: int) -> SamplingParams:
+        """Those of completion `index` alone: n is 1, and the seed is this one's, derived from (seed, index) after
+        completion 0, by numpy's SeedSequence. Without a seed each completion takes a stream from the engine's.
+        """
+        if self.n == 1:
+            return self
+        seed = self.seed
+        if seed is not None and index > 0:
+            seed = int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0])
+        return replace(self, n=1, seed=seed)
 
     def _set_float(self, name: str, low: float, high: float, *, above: bool = False) -> None:
         value = getattr(self, name)

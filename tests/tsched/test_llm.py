@@ -193,12 +193,41 @@ def test_a_seeded_run_is_repeatable(checkpoint: Path) -> None:
         (b"text", None, TypeError, "got bytes"),
         ([[1]], {"temperature": 0}, TypeError, "SamplingParams"),
         ([[1]], [0.5], TypeError, "SamplingParams, got float"),
-        ([[1], [2]], [GREEDY], ValueError, "1 SamplingParams for 2 prompts"),
+        ([[1], [2]], [GREEDY, None, GREEDY], ValueError, "3 params for 2 prompts"),
+        ([[1], [2]], [GREEDY], ValueError, "1 params for 2 prompts"),
     ],
 )
 def test_wrong_arguments_raise(llm: LLM, prompts: Any, params: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         llm.generate(prompts, params)
+
+
+def test_completions_draw_from_streams_of_their_own(llm: LLM) -> None:
+    params = SamplingParams(n=4, seed=7, temperature=1.5, max_tokens=12, ignore_eos=True, logprobs=0)
+    both = llm.generate([PROMPTS[4], PROMPTS[5]], params)
+    for prompt, output in zip([PROMPTS[4], PROMPTS[5]], both, strict=True):
+        assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
+        assert len({tuple(completion.token_ids) for completion in output.outputs}) == 4
+        for index, completion in enumerate(output.outputs):
+            (alone,) = llm.generate([prompt], params.of_sample(index))
+            assert completion.token_ids == alone.outputs[0].token_ids
+            assert completion.cumulative_logprob == pytest.approx(alone.outputs[0].cumulative_logprob, abs=1e-9)
+    assert params.of_sample(0).seed == 7
+    assert len({params.of_sample(index).seed for index in range(4)}) == 4
+    (unseeded,) = llm.generate([PROMPTS[4]], dataclasses.replace(params, seed=None))
+    assert len({tuple(completion.token_ids) for completion in unseeded.outputs}) == 4
+    (refused,) = llm.generate([[5, 300]], params)
+    assert [(c.index, c.finish_reason) for c in refused.outputs] == [(i, "error") for i in range(4)]
+    assert llm.stats().num_used_blocks == 0
+
+
+def test_a_salt_is_a_text_or_bytes_and_changes_no_token(llm: LLM) -> None:
+    plain, *salted = llm.generate([PROMPTS[4]] * 3, GREEDY, cache_salt=[None, "tenant", b"tenant"])
+    assert all(completion(output) == completion(plain) for output in salted)
+    with pytest.raises(TypeError, match="cache_salt must be str or bytes or a list of them, got int"):
+        llm.generate([PROMPTS[4]], GREEDY, cache_salt=5)
+    with pytest.raises(ValueError, match="1 cache_salt for 2 prompts"):
+        llm.generate(PROMPTS[:2], GREEDY, cache_salt=["tenant"])
 
 
 def test_prompts_come_in_many_forms(llm: LLM) -> None:

@@ -12,7 +12,8 @@ from tsched.sampling_params import SamplingParams
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        ("n", 2, "must be 1"),
+        ("n", 0, "from 1 to 128"),
+        ("n", 129, "from 1 to 128"),
         ("n", 1.0, "integer"),
         ("temperature", -0.1, "at least 0"),
         ("temperature", math.nan, "finite"),
@@ -48,11 +49,22 @@ from tsched.sampling_params import SamplingParams
         ("min_tokens", 17, "from 0 to 16"),
         ("min_tokens", None, "integer"),
         ("ignore_eos", 1, "True or False"),
+        ("logits_processors", 5, "list"),
+        ("logits_processors", [5], "functions or callable objects, got 5"),
+        ("logits_processors", [int], "functions or callable objects"),
+        ("logits_processors", [lambda logits: logits], "called with 3 arguments"),
+        ("logits_processors", [max] * 65, "at most 64"),
+        ("stopping_criteria", [lambda tokens: True], "called with 2 arguments"),
     ],
 )
 def test_a_bad_value_is_named_with_what_is_allowed(name: str, value: object, allowed: str) -> None:
     with pytest.raises(ValueError, match=rf"\b{name}\b.*{allowed}"):
         SamplingParams(**{name: value})
+
+
+def test_equal_completions_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"n must be 1 where temperature is 0.*got 2"):
+        SamplingParams(n=2, temperature=0)
 
 
 def test_good_values_are_kept_in_one_form() -> None:

@@ -1,0 +1,312 @@
+"""A Hugging Face directory made ready to serve: the one place where LLM and AsyncLLM get their engine."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tkernels
+import tmodel
+from tkernels.selection import Choices
+from tkernels.tuning import TuningMode
+from tsched.cache_size import num_kv_blocks
+from tsched.detokenizer import IncrementalDetokenizer
+from tsched.engine import Engine, EngineStats, Request
+from tsched.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from tsched.prompts import Salt, check_salt, check_stop_ids, check_token_ids, parse_prompt
+from tsched.sampler import TokenLogprobs
+from tsched.sampling_params import SamplingParams
+from tsched.scheduler import RefusedError, Scheduler
+
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a caller asked for, in the form that the engine takes. `refusal` says why it takes it not."""
+
+    request_id: Any
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+    arrival_time: float
+    priority: int = 0
+    cache_salt: bytes = b""
+    refusal: str | None = None
+
+
+class ServedModel:
+    """A model, its engine and its tokenizer; the arguments are those of LLM and AsyncLLM.
+
+    model                   a Hugging Face directory: config.json, safetensors and, for text, a tokenizer
+    kernels                 {op: variant} or {op: {variant: {config value: number}}}; other ops get the default
+    dtype                   "auto" (the checkpoint's), a name or a torch.dtype: of the activations, weights and KV cache
+    device                  None takes CUDA where there is one, else the CPU
+    max_model_len           tokens a request, prompt and output together; None is what the model was made for
+    max_num_seqs            requests in one step
+    max_num_batched_tokens  tokens in one step
+    kv_cache_bytes          None takes 9/10 of what a GPU has left, or up to 1 GiB of a CPU's memory
+    block_size              tokens a cache block, a power of two
+    seed                    of the requests that bring none
+    order, preemption, prefix_cache   the scheduler's policies by name, see tsched.policies
+    tuning, ops             handed to tkernels.select: how tuned configs are found, and the registry of variants
+
+    Raises, before any weight is loaded: tmodel.ConfigError for a directory that cannot be served,
+    tkernels.SelectionError for a kernel that is unknown or unsupported here, ValueError for any other argument.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        kernels: Choices | None = None,
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        kv_cache_bytes: int | None = None,
+        block_size: int = 16,
+        seed: int = 0,
+        order: str = "fcfs",
+        preemption: str = "recompute",
+        prefix_cache: str = "none",
+        tuning: TuningMode | tkernels.Tuning = "nearest",
+        ops: tkernels.Registry | None = None,
+    ) -> None:
+        directory = self.directory = Path(model)
+        seed = _integer("seed", seed, 0, "an integer of at least 0")
+        max_num_seqs = _integer("max_num_seqs", max_num_seqs, 1, "an integer of at least 1")
+        max_num_batched_tokens = _integer(
+            "max_num_batched_tokens", max_num_batched_tokens, 1, "an integer of at least 1"
+        )
+        block_size = _integer("block_size", block_size, 1, "an integer that is a power of two")
+        if kv_cache_bytes is not None:
+            kv_cache_bytes = _integer("kv_cache_bytes", kv_cache_bytes, 1, "None or an integer of at least 1")
+        self.config = tmodel.load_config(directory)
+        self.device = _device(device)
+        self.dtype = _dtype(dtype, self.config.dtype)
+        self.max_model_len = _max_model_len(max_model_len, self.config.max_position_embeddings)
+        num_blocks = num_kv_blocks(
+            directory,
+            self.config,
+            kv_cache_bytes=kv_cache_bytes,
+            block_size=block_size,
+            dtype=self.dtype,
+            device=self.device,
+            max_tokens=max_num_seqs * self.max_model_len,
+        )
+        scheduler = Scheduler(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.config.eos_token_ids,
+            order=order,
+            preemption=preemption,
+            prefix_cache=prefix_cache,
+        )
+        axes = self.config.kernel_axes(
+            max_num_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=self.max_model_len,
+            block_size=block_size,
+            num_blocks=num_blocks,
+        )
+        self.kernels = tkernels.select(
+            kernels or {}, device=self.device, dtype=self.dtype, axes=axes, tuning=tuning, ops=ops
+        )
+        # tkernels decides at import how Triton runs, so transformers, which imports Triton too, comes after it.
+        self.tokenizer = _load_tokenizer(directory)
+        network = tmodel.load_model(directory, self.config, self.kernels, device=self.device, dtype=self.dtype)
+        kv_cache = tmodel.allocate_kv_cache(self.config, num_blocks, block_size, device=self.device, dtype=self.dtype)
+        self._engine = Engine(
+            network, kv_cache, scheduler, device=self.device, seed=seed, eos_token_ids=self.config.eos_token_ids
+        )
+        self._ids = count()  # of sequences
+        self._request_ids = count()
+
+    @property
+    def arm(self) -> dict[str, str]:
+        """op -> the variant that serves it."""
+        return self.kernels.arm
+
+    def stats(self) -> EngineStats:
+        """Steps, tokens, preemptions and the pool's use since the LLM was made."""
+        return self._engine.stats()
+
+    def _prepare(
+        self,
+        request_id: Any,
+        entry: Any,
+        params: SamplingParams,
+        arrival: float,
+        *,
+        priority: int = 0,
+        cache_salt: Salt = None,
+    ) -> Prepared:
+        """Read and check a prompt; what is wrong with it is told in `refusal`, not raised."""
+        text: str | None = None
+        token_ids: list[int] = []
+        refusal = None
+        try:
+            prompt = parse_prompt(entry)
+            text = prompt if isinstance(prompt, str) else None
+            token_ids = self._encode(prompt) if isinstance(prompt, str) else prompt
+            check_token_ids(token_ids, self.config.vocab_size)
+            check_stop_ids(params, self.config.vocab_size)
+        except RefusedError as error:
+            refusal = str(error)
+        return Prepared(request_id, text, token_ids, params, arrival, priority, check_salt(cache_salt), refusal)
+
+    def _start(self, prepared: Prepared) -> list[Request]:
+        """Queue what was prepared: a request for each of its n samples. RefusedError where it could never finish."""
+        if prepared.refusal is not None:
+            raise RefusedError(prepared.refusal)
+        requests: list[Request] = []
+        for index in range(prepared.params.n):
+            params = prepared.params.of_sample(index)
+            needs_text = bool(params.stop_strings) and self.tokenizer is not None
+            request = self._engine.add(
+                next(self._ids),
+                prepared.token_ids,
+                params,
+                detokenizer=IncrementalDetokenizer(self._decode, params.stop_strings) if needs_text else None,
+                arrival_time=prepared.arrival_time,
+                cache_salt=prepared.cache_salt,
+            )
+            requests.append(request)
+        return requests
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise RefusedError(
+                f"the prompt is text, and {self.directory} has no tokenizer ({', '.join(_TOKENIZER_FILES)}): "
+                "pass token ids"
+            )
+        try:
+            text.encode()
+        except UnicodeError as error:  # a lone surrogate
+            raise RefusedError(f"the prompt cannot be encoded as UTF-8: {error}") from error
+        return list(self.tokenizer(text)["input_ids"])
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        if self.tokenizer is None:
+            return ""
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def _refused(self, prepared: Prepared, reason: str, now: float) -> RequestOutput:
+        """The output of a request that was never served."""
+        outputs = [CompletionOutput(i, [], "", "error") for i in range(prepared.params.n)]
+        metrics = RequestMetrics(prepared.arrival_time, None, now)
+        return RequestOutput(prepared.request_id, prepared.text, prepared.token_ids, outputs, metrics, error=reason)
+
+    def _completion(self, index: int, request: Request) -> CompletionOutput:
+        """The whole of a request that has finished."""
+        sequence = request.sequence
+        token_ids = sequence.output_token_ids
+        wants_logprobs = sequence.params.logprobs is not None
+        return CompletionOutput(
+            index=index,
+            token_ids=token_ids,
+            text=self._decode(token_ids) if request.detokenizer is None else request.detokenizer.text,
+            finish_reason=sequence.finish_reason or "abort",
+            logprobs=[self._logprobs(place) for place in request.logprobs] if wants_logprobs else None,
+            cumulative_logprob=sum(place.logprobs[0] for place in request.logprobs) if wants_logprobs else None,
+        )
+
+    def _logprobs(self, place: TokenLogprobs) -> dict[int, Logprob]:
+        """By token id; the chosen token is the first, also where it is among the most likely."""
+        found: dict[int, Logprob] = {}
+        for token_id, logprob, rank in zip(place.token_ids, place.logprobs, place.ranks, strict=True):
+            if token_id not in found:
+                decoded = self._decode([token_id]) if self.tokenizer is not None else None
+                found[token_id] = Logprob(logprob, rank, decoded)
+        return found
+
+
+def joint_metrics(requests: Sequence[Request]) -> RequestMetrics:
+    """Of the samples [n >= 1] of one request: from the first's first token to the last's last."""
+    begun = [request.first_token_time for request in requests if request.first_token_time is not None]
+    ended = [request.finish_time for request in requests if request.finish_time is not None]
+    return RequestMetrics(
+        requests[0].arrival_time,
+        min(begun) if begun else None,
+        max(ended) if len(ended) == len(requests) else None,
+        sum(request.sequence.num_preemptions for request in requests),
+    )
+
+
+def joint_error(requests: Sequence[Request]) -> str | None:
+    """Why samples failed; with several, each with its index."""
+    errors = [(index, request.error) for index, request in enumerate(requests) if request.error is not None]
+    if len(requests) == 1:
+        return errors[0][1] if errors else None
+    return "; ".join(f"completion {index}: {error}" for index, error in errors) or None
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device {device!r} is none that torch knows: {error}") from None
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device!r}, and torch finds no CUDA here; there is 'cpu'")
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
+    return chosen
+
+
+def _dtype(dtype: torch.dtype | str, of_checkpoint: torch.dtype) -> torch.dtype:
+    if dtype == "auto":
+        return of_checkpoint
+    chosen = _DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if chosen is None or chosen not in _DTYPES.values():
+        raise ValueError(f"dtype must be 'auto' or one of {', '.join(_DTYPES)}, got {dtype!r}")
+    return chosen
+
+
+def _max_model_len(wanted: int | None, max_position_embeddings: int) -> int:
+    if wanted is None:
+        return max_position_embeddings
+    allowed = f"None or an integer from 1 to {max_position_embeddings}, the model's max_position_embeddings"
+    number = _integer("max_model_len", wanted, 1, allowed)
+    if number > max_position_embeddings:
+        raise ValueError(f"max_model_len must be {allowed}, got {number}")
+    return number
+
+
+def _load_tokenizer(directory: Path) -> Any:
+    """The directory's tokenizer, or None where it has none."""
+    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
+        return None
+    # Late: importing transformers takes seconds, and a directory without a tokenizer does not need it.
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # tokenizers raises bare Exceptions too
+        reason = f"{type(error).__name__}: {error}"
+        raise tmodel.ConfigError(f"{directory}: its tokenizer cannot be loaded: {reason}") from error
+
+
+def _integer(name: str, value: Any, low: int, allowed: str) -> int:
+    """`value` as an int, where it is an integer of at least `low`; `allowed` says so in words."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < low:
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+    return number
