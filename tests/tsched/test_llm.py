@@ -263,7 +263,7 @@ def test_prompts_come_in_many_forms(llm: LLM) -> None:
         ({"kv_cache_bytes": 100}, ValueError, "kv_cache_bytes is 100"),
         ({"seed": -1}, ValueError, "seed"),
         ({"order": "lifo"}, ValueError, "fcfs"),
-        ({"prefix_cache": "radix"}, ValueError, "none"),
+        ({"prefix_cache": "lru"}, ValueError, "'hash', 'none', 'radix'"),
     ],
 )
 def test_bad_settings_fail_before_any_weight_is_read(

@@ -337,7 +337,7 @@ def test_limits_below_one_are_named(name: str) -> None:
     [
         ("order", "fcsf", "did you mean 'fcfs'"),
         ("preemption", "swap", "there is 'recompute'"),
-        ("prefix_cache", "radix", "there is 'none'"),
+        ("prefix_cache", "radiks", "did you mean 'radix'"),
     ],
 )
 def test_unknown_policies_list_the_known_ones(kind: str, name: str, hint: str) -> None:

@@ -13,12 +13,18 @@ from typing import TypeVar
 
 from tsched.policies.base import Order, Preemption, PrefixCache
 from tsched.policies.fcfs import FirstComeFirstServed
+from tsched.policies.hash_prefix_cache import HashPrefixCache
 from tsched.policies.no_prefix_cache import NoPrefixCache
+from tsched.policies.radix_prefix_cache import RadixPrefixCache
 from tsched.policies.recompute import Recompute
 
 ORDERS: Mapping[str, type[Order]] = {"fcfs": FirstComeFirstServed}
 PREEMPTIONS: Mapping[str, type[Preemption]] = {"recompute": Recompute}
-PREFIX_CACHES: Mapping[str, type[PrefixCache]] = {"none": NoPrefixCache}
+PREFIX_CACHES: Mapping[str, type[PrefixCache]] = {
+    "none": NoPrefixCache,
+    "hash": HashPrefixCache,
+    "radix": RadixPrefixCache,
+}
 
 PolicyT = TypeVar("PolicyT")
 

@@ -30,8 +30,9 @@ class Order(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Sums since the cache was made. A lookup is one call of `match`; what it looks for are the prompt's blocks,
-    the last, partial one included, and the prompt's tokens.
+    """Sums since the cache was made. A lookup is one call of `match`, or several for a sequence that is first in the
+    queue and finds no room; what it looks for are the prompt's blocks, the last, partial one included, and the prompt's
+    tokens.
     """
 
     num_lookups: int = 0

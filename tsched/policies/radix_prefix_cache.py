@@ -1,0 +1,212 @@
+"""A prefix cache as a radix tree over tokens (RadixAttention, Zheng et al., "SGLang", 2023).
+
+The tokens themselves are compared, whole runs at a time, so nothing can collide; each salt has a tree of its own.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+
+from tsched.block_pool import NO_BLOCKS, BlockIds, BlockPool
+from tsched.policies.base import CacheStats
+from tsched.policies.lookups import Lookups
+from tsched.sequence import Sequence
+
+
+class _Node:
+    """A run of blocks that follow each other, with what may come after it.
+
+    tokens    the run's tokens, as bytes; past `blocks`, those of blocks evicted since, until the next cut
+    blocks    [n] int32, n >= 1; none at a root
+    children  by the bytes of their first block's tokens
+    parent    None at a root, whose `tokens` are its salt
+    """
+
+    __slots__ = ("blocks", "children", "parent", "tokens")
+
+    def __init__(self, tokens: bytes, blocks: BlockIds, parent: _Node | None) -> None:
+        self.tokens = tokens
+        self.blocks = blocks
+        self.children: dict[bytes, _Node] = {}
+        self.parent = parent
+
+
+class RadixPrefixCache:
+    """Trees of runs of blocks; a run is split, between blocks, where sequences part.
+
+    Whoever refers to a kept block refers to all before it, and a node is used whenever one under it is: the order of
+    last use has children before their parents, so the least recently used node is always a leaf. Eviction takes its
+    blocks from the end.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._width = pool.block_size * 8  # bytes of a block's tokens, which are int64
+        self._roots: dict[bytes, _Node] = {}
+        self._node_of = np.full(pool.num_blocks, None, dtype=object)  # the node that holds each kept block
+        # Every node with a cached block, the least recently used first. Nodes whose last block is referenced again
+        # fall out when an eviction meets them; they are back at the block's release.
+        self._unused: OrderedDict[_Node, None] = OrderedDict()
+        self._lookups = Lookups(pool.block_size)
+        self._num_evictions = 0
+
+    @property
+    def num_available(self) -> int:
+        return self._pool.num_free + self._pool.num_cached
+
+    def prepare(self, sequence: Sequence) -> None:
+        pass  # the tokens are the key
+
+    def adopt(self, child: Sequence, parent: Sequence) -> None:
+        pass
+
+    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
+        pass
+
+    def match(self, sequence: Sequence) -> BlockIds:
+        blocks = NO_BLOCKS
+        root = self._roots.get(sequence.cache_salt)
+        if root is not None:
+            count = (sequence.tokens.size - 1) // self._pool.block_size
+            blocks = self._walk(root, sequence.tokens[: count * self._pool.block_size].tobytes())[0]
+            if blocks.size:
+                self._pool.share(blocks)
+        self._lookups.record(sequence, blocks.size)
+        return blocks
+
+    def allocate(self, count: int) -> BlockIds:
+        missing = count - self._pool.num_free
+        if missing > 0:
+            self._evict(missing)
+        return self._pool.allocate(count)
+
+    def insert(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> BlockIds:
+        pool = self._pool
+        end = num_computed // pool.block_size
+        # A kept block came out of the tree, and so did all before it.
+        if end == 0 or pool.is_kept(blocks[end - 1 : end]).all():
+            return blocks
+        root = self._roots.setdefault(sequence.cache_salt, _Node(sequence.cache_salt, NO_BLOCKS, None))
+        tokens = sequence.tokens[: end * pool.block_size].tobytes()
+        known, node, taken = self._walk(root, tokens)
+        own = blocks[: known.size]
+        differs = known != own
+        if differs.any():
+            pool.share(known[differs])
+            pool.release(own[differs])
+            blocks = np.concatenate((known, blocks[known.size :]))
+        if taken < node.blocks.size:
+            node = self._split(node, taken)
+        new = blocks[known.size : end].copy()
+        # A block that a fork has too waits for the last who has it: the others may have other blocks before it.
+        is_shared = pool.refs(new) > 1
+        if is_shared.any():
+            new = new[: is_shared.argmax()]
+        if new.size:
+            pool.keep(new)
+            start = known.size * self._width
+            self._append(node, tokens[start : start + new.size * self._width], new)
+        return blocks
+
+    def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
+        cached = self._pool.release(self.insert(sequence, blocks, num_computed))
+        if cached.size:
+            node, unused = self._node_of[cached[-1]], self._unused
+            while node.parent is not None:
+                unused[node] = None
+                unused.move_to_end(node)
+                node = node.parent
+
+    def stats(self) -> CacheStats:
+        return self._lookups.stats(self._num_evictions)
+
+    def _walk(self, root: _Node, tokens: bytes) -> tuple[BlockIds, _Node, int]:
+        """Down from `root` along `tokens`, whole blocks of them: the blocks found [n], the last node reached and how
+        many of its blocks were found.
+        """
+        width, node, taken, place = self._width, root, 0, 0
+        found: list[BlockIds] = []
+        while taken == node.blocks.size and place < len(tokens):
+            child = node.children.get(tokens[place : place + width])
+            if child is None:
+                break
+            node, size = child, child.blocks.size * width
+            if len(child.tokens) == size and tokens.startswith(child.tokens, place):
+                taken = child.blocks.size
+            else:
+                size = min(size, len(tokens) - place)
+                run = np.frombuffer(child.tokens, np.int64, size // 8)
+                differs = run != np.frombuffer(tokens, np.int64, size // 8, place)
+                same = int(differs.argmax()) if differs.any() else differs.size
+                taken = same * 8 // width
+            found.append(child.blocks[:taken])
+            place += taken * width
+        return np.concatenate(found) if found else NO_BLOCKS, node, taken
+
+    def _split(self, node: _Node, count: int) -> _Node:
+        """Part `node` after its first `count` blocks and return the node of those, new; the old one is now its child,
+        with its place in the order of use.
+        """
+        parent = node.parent
+        if parent is None:
+            raise RuntimeError("a root has no blocks to part")
+        width, cut = self._width, count * self._width
+        head = _Node(node.tokens[:cut], node.blocks[:count], parent)
+        parent.children[head.tokens[:width]] = head
+        self._node_of[head.blocks] = head
+        node.tokens, node.blocks, node.parent = node.tokens[cut:], node.blocks[count:], head
+        head.children[node.tokens[:width]] = node
+        return head
+
+    def _append(self, node: _Node, tokens: bytes, blocks: BlockIds) -> None:
+        """Let `blocks` with `tokens` follow all of `node`: a leaf grows, others get a child."""
+        if node.children or node.parent is None:
+            child = _Node(tokens, blocks, node)
+            node.children[tokens[: self._width]] = child
+            self._node_of[blocks] = child
+        else:
+            node.tokens = node.tokens[: node.blocks.size * self._width] + tokens
+            node.blocks = np.concatenate((node.blocks, blocks))
+            self._node_of[blocks] = node
+
+    def _evict(self, count: int) -> None:
+        """Free `count` blocks, from the ends of the least recently used leaves; RuntimeError, and nothing changes,
+        where fewer are cached.
+        """
+        pool, unused = self._pool, self._unused
+        if count > pool.num_cached:
+            raise RuntimeError(
+                f"{count} blocks asked for over the {pool.num_free} free ones, {pool.num_cached} are cached"
+            )
+        evicted: list[BlockIds] = []
+        while count:
+            node = next(iter(unused))
+            end = node.blocks[-count:][::-1]
+            is_used = pool.refs(end) > 0
+            if is_used.any():
+                end = end[: is_used.argmax()]
+            if end.size:
+                self._trim(node, end.size)
+                evicted.append(end)
+                count -= end.size
+            if is_used.any() or node.blocks.size == 0:
+                del unused[node]
+        blocks = np.concatenate(evicted)
+        self._node_of[blocks] = None
+        pool.forget(blocks)
+        self._num_evictions += blocks.size
+
+    def _trim(self, leaf: _Node, count: int) -> None:
+        """Take the last `count` blocks from `leaf`, and the leaf from the tree when none is left."""
+        first = leaf.tokens[: self._width]
+        leaf.blocks = leaf.blocks[:-count]
+        size = leaf.blocks.size * self._width
+        if size == 0 and leaf.parent is not None:
+            parent = leaf.parent
+            del parent.children[first]
+            if parent.parent is None and not parent.children:
+                del self._roots[parent.tokens]
+        elif 2 * size <= len(leaf.tokens):  # rarely, so that trimming block by block copies each token once
+            leaf.tokens = leaf.tokens[:size]
