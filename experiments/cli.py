@@ -175,6 +175,43 @@ def run(
 
 
 @app.command()
+def simulate(
+    trace: Annotated[str, typer.Option(metavar="FILE|synthetic:N", help="Azure .csv, Mooncake .jsonl, or generated.")],
+    policy: Annotated[str, typer.Option(metavar="none,...", help="Prefix caches, side by side.")] = "none",
+    gpu: Annotated[str, typer.Option(help="Whose roofline gives the time of a step.")] = "H100",
+    model: Annotated[str, typer.Option(metavar="NAME|DIR", help="A model's shape, or a Hugging Face directory's.")] = (
+        "Llama-3.1-8B"
+    ),
+    pool_blocks: Annotated[
+        str | None, typer.Option(metavar="N,...|unbounded", help="Pool sizes; what the GPU holds by default.")
+    ] = None,
+    kv_bytes: Annotated[str | None, typer.Option(metavar="40GB", help="The pool in bytes instead.")] = None,
+    page_size: Annotated[
+        str | None, typer.Option(metavar="N,...|contiguous", help="Tokens a block; the trace's own (16, 512) by default.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, max=65536, help="Sequences running at once.")] = 256,
+    budget: Annotated[int, typer.Option(min=1, help="Tokens a step.")] = 8192,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=2, help="Tokens a sequence; the trace's longest by default.")
+    ] = None,
+    order: Annotated[str, typer.Option(help="Who is admitted first.")] = "fcfs",
+    preemption: Annotated[str, typer.Option(help="What becomes of a sequence that gives way.")] = "recompute",
+    rate: Annotated[float | None, typer.Option(min=1e-6, help="Requests a second, in the mean.")] = None,
+    speedup: Annotated[float | None, typer.Option(min=1e-6, help="Arrivals this many times as dense.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the trace's first requests.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Drive the real scheduler and prefix caches with a trace and a roofline: no model, no GPU."""
+    from experiments.commands.simulate import Request, run
+
+    asked = Request(
+        trace, policy, gpu, model, pool_blocks, kv_bytes, page_size, max_num_seqs, budget, max_model_len, order,
+        preemption, rate, speedup, limit,
+    )  # fmt: skip
+    _exit(run, asked, as_json)
+
+
+@app.command()
 def generate(
     model: Annotated[str, typer.Option(metavar="DIR|PRESET", help="A Hugging Face directory, or a preset: tiny.")],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],

@@ -1,0 +1,170 @@
+"""What is compared: arms of settings, and one arm's run as a row of facts."""
+
+from __future__ import annotations
+
+import itertools
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.document import ExperimentError
+from experiments.simulation.hardware import Gpu
+from experiments.simulation.metrics import Metrics
+from experiments.simulation.replay import Replay
+from experiments.simulation.shapes import ModelShape
+from experiments.simulation.step_time import StepTime
+from experiments.simulation.traces import Extent, Trace
+from tsched.scheduler import Scheduler
+
+_MEMORY_SHARE = 0.9  # of the GPU's memory, for weights, keys and values; the rest is for activations
+
+CONTIGUOUS = "contiguous"
+UNBOUNDED = "unbounded"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One run's settings. pool_blocks "unbounded" is as many as all requests fill; page_size "contiguous" is one block
+    for each sequence, as long as the longest may be.
+    """
+
+    policy: str
+    pool_blocks: int | str | None
+    page_size: int | str
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all arms share."""
+
+    trace: Trace
+    extent: Extent
+    gpu: Gpu
+    model: ModelShape
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    kv_bytes: int | None
+    order: str
+    preemption: str
+    times_factor: float
+
+
+def arms_of(policies: Sequence[str], pools: Sequence[int | str | None], pages: Sequence[int | str]) -> list[Arm]:
+    """Every combination, the policies side by side."""
+    return [Arm(policy, pool, page) for page, pool, policy in itertools.product(pages, pools, policies)]
+
+
+def default_kv_bytes(gpu: Gpu, model: ModelShape) -> int:
+    """What 9/10 of the GPU's memory leave beside the weights; ExperimentError where that is nothing."""
+    available = int(gpu.memory_bytes * _MEMORY_SHARE) - model.weight_bytes
+    if available <= 0:
+        raise ExperimentError(
+            [
+                f"--model {model.name}: its weights take {model.weight_bytes / 1e9:.1f} GB, "
+                f"{gpu.name} has {gpu.memory_bytes / 1e9:.0f} GB"
+            ]
+        )
+    return available
+
+
+def page_size_of(arm: Arm, setup: Setup) -> int:
+    return setup.max_model_len if isinstance(arm.page_size, str) else arm.page_size
+
+
+def num_blocks_of(arm: Arm, setup: Setup) -> int:
+    """The arm's blocks; ExperimentError where the bytes hold none."""
+    page_size = page_size_of(arm, setup)
+    if isinstance(arm.pool_blocks, int):
+        return arm.pool_blocks
+    if arm.pool_blocks == UNBOUNDED:
+        return setup.extent.num_blocks[page_size]
+    available = setup.kv_bytes if setup.kv_bytes is not None else default_kv_bytes(setup.gpu, setup.model)
+    block_bytes = setup.model.kv_bytes_per_token * page_size
+    if available < block_bytes:
+        raise ExperimentError([f"{available} bytes hold no block of {page_size} tokens, which takes {block_bytes}"])
+    return available // block_bytes
+
+
+def make_scheduler(arm: Arm, setup: Setup) -> Scheduler:
+    try:
+        return Scheduler(
+            num_blocks=num_blocks_of(arm, setup),
+            block_size=page_size_of(arm, setup),
+            max_num_seqs=setup.max_num_seqs,
+            max_num_batched_tokens=setup.max_num_batched_tokens,
+            max_model_len=setup.max_model_len,
+            order=setup.order,
+            preemption=setup.preemption,
+            prefix_cache=arm.policy,
+        )
+    except ValueError as error:
+        raise ExperimentError([str(error)]) from None
+
+
+def simulate(arm: Arm, setup: Setup, on_progress: Callable[[int], None] = lambda finished: None) -> dict[str, Any]:
+    """The arm's row."""
+    scheduler = make_scheduler(arm, setup)
+    step_time = StepTime(setup.gpu, setup.model, scheduler.pool.block_size)
+    lookahead = setup.max_num_seqs + 1 if setup.order == "fcfs" else None
+    replay = Replay(scheduler, setup.trace.requests(), step_time, lookahead=lookahead)
+    began = time.perf_counter()
+    metrics = replay.run(on_progress)
+    return row_of(arm, setup, scheduler, metrics, time.perf_counter() - began)
+
+
+def row_of(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics, wall_seconds: float) -> dict[str, Any]:
+    """Times in seconds. hit_rate: prompt blocks found over all prompt blocks, ceil(prompt / page_size) each."""
+    pool, clock = scheduler.pool, metrics.clock
+    return {
+        "trace": setup.trace.name,
+        "gpu": setup.gpu.name,
+        "model": setup.model.name,
+        "prefix_cache": arm.policy,
+        "order": setup.order,
+        "preemption": setup.preemption,
+        "page_size": pool.block_size,
+        "pool_blocks": pool.num_blocks,
+        "pool": str(arm.pool_blocks) if arm.pool_blocks is not None else "memory",
+        "pool_bytes": pool.num_blocks * pool.block_size * setup.model.kv_bytes_per_token,
+        "max_num_seqs": setup.max_num_seqs,
+        "max_num_batched_tokens": setup.max_num_batched_tokens,
+        "max_model_len": setup.max_model_len,
+        "speedup": setup.times_factor,
+        "requests": metrics.num_requests,
+        "finished": metrics.num_finished,
+        "refused": metrics.num_refused,
+        "seconds": clock,
+        "busy_share": _ratio(metrics.busy_seconds, clock),
+        "requests_per_s": _ratio(metrics.num_finished, clock),
+        "prompt_tokens_per_s": _ratio(metrics.prompt_tokens, clock),
+        "output_tokens_per_s": _ratio(metrics.output_tokens, clock),
+        "time_to_first_token_s": metrics.time_to_first_token.summary(),
+        "time_per_output_token_s": metrics.time_per_output_token.summary(),
+        "end_to_end_s": metrics.end_to_end.summary(),
+        "hit_rate": _ratio(metrics.hit_blocks, metrics.wanted_blocks),
+        "hit_blocks": metrics.hit_blocks,
+        "prompt_blocks": metrics.wanted_blocks,
+        "hit_rate_tokens": _ratio(metrics.hit_tokens, metrics.prompt_tokens),
+        "hit_tokens": metrics.hit_tokens,
+        "bytes_saved": metrics.hit_tokens * setup.model.kv_bytes_per_token,
+        "evictions": 0,
+        "preemptions": scheduler.counters.num_preemptions,
+        "steps": scheduler.counters.num_steps,
+        "running_mean": metrics.running.mean,
+        "running_peak": int(metrics.running.peak),
+        "pool_used_mean": metrics.used.mean / pool.num_blocks,
+        "pool_used_peak": metrics.used.peak / pool.num_blocks,
+        "empty_slots": _ratio(metrics.empty_slot_seconds, metrics.lent_slot_seconds),
+        "pool_bin_seconds": metrics.used.bin_seconds,
+        "pool_used_over_time": [level / pool.num_blocks for level in metrics.used.means()],
+        "wall_seconds": wall_seconds,
+        "requests_per_minute_of_wall": _ratio(metrics.num_requests * 60, wall_seconds),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

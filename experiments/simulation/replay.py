@@ -1,0 +1,145 @@
+"""The loop: requests arrive, the scheduler plans, the clock goes on by the plan's time, the plan is committed.
+
+Every step is the scheduler's own schedule() and commit(). Time in which nobody is there is skipped.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from experiments.simulation.metrics import Arrived, Metrics
+from experiments.simulation.step_time import StepTime, Work
+from experiments.simulation.traces import OUTPUT_TOKENS, Request
+from tsched.sampling_params import SamplingParams
+from tsched.scheduler import RefusedError, Scheduler, StepPlan
+
+_SAMPLE_EVERY = 16  # steps between looks at the pool, which take as long as a step
+_KNOWN_PARAMS = 4096
+
+
+class Replay:
+    """Drives `scheduler` with `requests`, which come in the order of arrival.
+
+    lookahead: requests that wait inside the scheduler at most, None for all that have arrived. The others wait outside,
+    without their tokens. First come, first served looks at the head of the queue alone, and no step admits more than
+    its rows, so a lookahead of that many changes nothing; an order that looks further needs None.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        requests: Iterator[Request],
+        step_time: StepTime,
+        *,
+        lookahead: int | None,
+    ) -> None:
+        self.metrics = Metrics(scheduler.pool.block_size)
+        self._scheduler = scheduler
+        self._requests = requests
+        self._step_time = step_time
+        self._lookahead = lookahead
+        self._next = next(requests, None)
+        self._here: dict[int, Arrived] = {}  # unfinished, in the scheduler
+        self._params: OrderedDict[tuple[int, int], SamplingParams] = OrderedDict()
+        self._row_epochs = np.full(scheduler.table.num_rows, -1, dtype=np.int64)
+        self._work: tuple[StepPlan, Work] | None = None
+
+    def run(self, on_progress: Callable[[int], None] = lambda finished: None) -> Metrics:
+        """Until every request has finished. RuntimeError where the scheduler stands still although somebody waits."""
+        scheduler, metrics = self._scheduler, self.metrics
+        table, num_rows = scheduler.table, scheduler.table.num_rows
+        step, looked_at = 0, 0.0
+        while True:
+            self._feed()
+            if not self._here:
+                if self._next is None:
+                    break
+                self._look(looked_at)
+                looked_at = metrics.clock = self._next.arrival
+                continue
+            plan = scheduler.schedule()
+            if plan.is_empty:
+                raise RuntimeError(f"{len(self._here)} requests are unfinished and the plan is empty")
+            seconds = self._seconds(plan)
+            metrics.clock += seconds
+            metrics.busy_seconds += seconds
+            self._note_starts(plan)
+            # Tokens of one row's one tenancy are equal, and nobody else's are: outputs are shared by no one.
+            finished = scheduler.commit(plan, plan.sampled_epochs * num_rows + plan.sampled_rows + OUTPUT_TOKENS)
+            for sequence in finished:
+                request = self._here.pop(sequence.id)
+                metrics.finish(request, sequence.tokens.size - sequence.prompt_len, metrics.clock)
+            step += 1
+            if step % _SAMPLE_EVERY == 0:
+                self._look(looked_at)
+                looked_at = metrics.clock
+                on_progress(metrics.num_finished + metrics.num_refused)
+        self._look(looked_at)
+        on_progress(metrics.num_finished + metrics.num_refused)
+        return metrics
+
+    def _feed(self) -> None:
+        """Hand the scheduler what has arrived by now, as far as the lookahead goes."""
+        scheduler, metrics = self._scheduler, self.metrics
+        while self._next is not None and self._next.arrival <= metrics.clock:
+            if self._lookahead is not None and scheduler.num_waiting >= self._lookahead:
+                return
+            request = self._next
+            self._next = next(self._requests, None)
+            metrics.num_requests += 1
+            try:
+                scheduler.add(request.id, request.prompt(), self._params_of(request))
+            except RefusedError:
+                metrics.num_refused += 1
+                continue
+            self._here[request.id] = Arrived(request.arrival, request.input_len)
+
+    def _params_of(self, request: Request) -> SamplingParams:
+        """Greedy, to the length that the trace tells; parameters are checked as they are made, so they are kept."""
+        key = (request.output_len, request.priority)
+        params = self._params.get(key)
+        if params is None:
+            params = SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True)
+            self._params[key] = params
+            if len(self._params) > _KNOWN_PARAMS:
+                self._params.popitem(last=False)
+        return params
+
+    def _seconds(self, plan: StepPlan) -> float:
+        return self._step_time.step(Work.of(plan))
+
+    def _note_starts(self, plan: StepPlan) -> None:
+        """Requests that this plan admits for the first time, and those that it gives their first token."""
+        table, rows = self._scheduler.table, plan.rows
+        is_new = self._row_epochs[rows] != table.epoch[rows]
+        if is_new.any():
+            self._row_epochs[rows] = table.epoch[rows]
+            for i in np.flatnonzero(is_new).tolist():
+                request = self._request_in(int(rows[i]))
+                if not request.started:
+                    self.metrics.start(request, int(plan.starts[i]))
+        is_first = plan.lengths == table.prompt_len[plan.sampled_rows]
+        if is_first.any():
+            for row in plan.sampled_rows[is_first].tolist():
+                request = self._request_in(row)
+                if request.first_token is None:
+                    self.metrics.first_token(request, self.metrics.clock)
+
+    def _request_in(self, row: int) -> Arrived:
+        sequence = self._scheduler.table.sequences[row]
+        if sequence is None:
+            raise RuntimeError(f"row {row} of a plan that was just made is empty")
+        return self._here[sequence.id]
+
+    def _look(self, since: float) -> None:
+        """Account for the pool from `since` until now, as it is now."""
+        scheduler, metrics = self._scheduler, self.metrics
+        pool, now = scheduler.pool, metrics.clock
+        metrics.used.add(since, now, pool.num_used)
+        metrics.running.add(since, now, scheduler.num_running)
+        used_slots = pool.num_used * pool.block_size * (now - since)
+        metrics.lent_slot_seconds += used_slots
+        metrics.empty_slot_seconds += used_slots * scheduler.last_page_waste()

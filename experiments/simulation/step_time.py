@@ -1,0 +1,78 @@
+"""How long a step takes: the roofline of a GPU, no more.
+
+    seconds = max(FLOPs / peak, bytes / bandwidth) + launches + copies
+
+FLOPs: 2 for each weight of the layers and token, 2 for each weight of the last projection and sampled token, and 4 Hq D
+a layer for each pair of a token and a key that it sees. Bytes: the weights once, each row's keys and values once, those
+of the step's tokens written. Prefills and decodes share one step and one maximum: the decodes' reads hide behind the
+prefills' products.
+
+What is assumed: every kernel reaches the data sheet's peak, activations stay in the caches, the host's work is hidden
+behind the GPU's. So a time is a lower bound; the launches are the one allowance: ten a layer, replayed from a CUDA
+graph at 1.3 us each. Swapped blocks cross the host's link at its full speed before the step begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from experiments.simulation.hardware import Gpu
+from experiments.simulation.shapes import ELEMENT_BYTES, ModelShape
+from tsched.scheduler import StepPlan
+
+_KERNELS_PER_LAYER = 10
+_LAUNCH_SECONDS = 1.3e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step does: tokens; rows that sample; pairs of a token and a key it sees; tokens of context, summed over
+    the rows."""
+
+    num_tokens: int
+    num_sampled: int
+    num_pairs: int
+    num_context: int
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Work:
+        context = int(plan.ends.sum())
+        if plan.num_tokens == plan.rows.size:
+            return cls(plan.num_tokens, plan.sampled.size, context, context)
+        # A row's token i of `counts` sees starts + i + 1 keys.
+        pairs = int(np.dot(plan.counts, plan.starts + plan.ends + 1)) // 2
+        return cls(plan.num_tokens, plan.sampled.size, pairs, context)
+
+
+class StepTime:
+    """The seconds of a step of `model` on `gpu`, with blocks of `page_size` tokens."""
+
+    def __init__(self, gpu: Gpu, model: ModelShape, page_size: int) -> None:
+        heads = model.num_layers * model.num_heads * model.head_dim
+        self._token_seconds = 2 * model.layer_weights / gpu.flops_per_s
+        self._sample_seconds = 2 * model.head_weights / gpu.flops_per_s
+        self._pair_seconds = 4 * heads / gpu.flops_per_s
+        self._weight_seconds = ELEMENT_BYTES * model.layer_weights / gpu.memory_bytes_per_s
+        self._head_seconds = ELEMENT_BYTES * model.head_weights / gpu.memory_bytes_per_s
+        self._kv_seconds = model.kv_bytes_per_token / gpu.memory_bytes_per_s
+        self._launch_seconds = _KERNELS_PER_LAYER * _LAUNCH_SECONDS * model.num_layers
+        self._swap_seconds = page_size * model.kv_bytes_per_token / gpu.host_bytes_per_s
+        self._copy_seconds = 2 * page_size * self._kv_seconds
+
+    def step(self, work: Work) -> float:
+        """Seconds of a step that does `work`."""
+        compute = (
+            work.num_tokens * self._token_seconds
+            + work.num_sampled * self._sample_seconds
+            + work.num_pairs * self._pair_seconds
+        )
+        memory = self._weight_seconds + (work.num_context + work.num_tokens) * self._kv_seconds
+        if work.num_sampled:
+            memory += self._head_seconds
+        return max(compute, memory) + self._launch_seconds
+
+    def copies(self, num_swapped: int, num_copied: int) -> float:
+        """Seconds for blocks that cross to or from the host, and for blocks copied on the device."""
+        return num_swapped * self._swap_seconds + num_copied * self._copy_seconds
