@@ -187,7 +187,8 @@ def simulate(
     ] = None,
     kv_bytes: Annotated[str | None, typer.Option(metavar="40GB", help="The pool in bytes instead.")] = None,
     page_size: Annotated[
-        str | None, typer.Option(metavar="N,...|contiguous", help="Tokens a block; the trace's own (16, 512) by default.")
+        str | None,
+        typer.Option(metavar="N,...|contiguous", help="Tokens a block; the trace's own (16, 512) by default."),
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, max=65536, help="Sequences running at once.")] = 256,
     budget: Annotated[int, typer.Option(min=1, help="Tokens a step.")] = 8192,

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from tsched.block_pool import BlockPool
 from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES, find_policy
+from tsched.policies.base import CacheStats
 from tsched.sampling_params import SamplingParams
 from tsched.sequence import Ints, Sequence, SequenceTable
 from tsched.step_plan import NO_PAIRS, NO_ROWS, StepPlan
@@ -105,6 +106,10 @@ class Scheduler:
     def running(self) -> Ints:
         """[n] int64, the running rows in the order of admission."""
         return self._running.copy()
+
+    def cache_stats(self) -> CacheStats:
+        """What the prefix cache has found and evicted."""
+        return self._cache.stats()
 
     def last_page_waste(self) -> float:
         """Of the slots lent to running sequences, the fraction past their known tokens."""

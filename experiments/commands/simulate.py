@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 from experiments.document import ExperimentError, nearest
@@ -160,22 +161,29 @@ def _bytes(option: str, text: str) -> int:
 def _print(rows: Sequence[Row], setup: Setup) -> None:
     console = Console()
     where = f"{setup.model.name} on {setup.gpu.name}, {setup.extent.num_requests:,} requests of {setup.trace.name}"
-    labels = _labels(rows)
-    console.print(_latency_table(rows, labels, where))
-    console.print(_memory_table(rows, labels))
-    if len({row["pool_blocks"] for row in rows}) > 1:
+    console.print(Text(f"Simulated: {where}", "bold"))
+    console.print(_throughput_table(rows))
+    console.print(_latency_table(rows))
+    console.print(_cache_table(rows))
+    if len({(row["page_size"], row["pool_blocks"]) for row in rows}) > len({row["page_size"] for row in rows}):
+        console.print(Text("Hit rate by pool size", "bold"))
         console.print(_curve(rows))
     console.print(Text("Pool use over time, full at the top", "bold"))
     for row in rows:
-        name = " ".join(label(row) for _, label in labels)
-        console.print(Text(f"{sparkline(row['pool_used_over_time'], 1.0, _SPARK_WIDTH):{_SPARK_WIDTH}} {name}"))
-    if any(row["refused"] for row in rows):
-        console.print(Text("Refused: requests that could never fit the pool or the longest sequence.", "yellow"))
+        bars = sparkline(row["pool_used_over_time"], 1.0, _SPARK_WIDTH)
+        console.print(Text(f"{bars:{_SPARK_WIDTH}} {' '.join(cell(row) for _, cell in _labels(rows))}"))
+    refused = max(row["refused"] for row in rows)
+    if refused:
+        words = f"up to {refused:,} refused: they could never fit the pool or the longest sequence"
+        console.print(Text(words, "yellow"))
 
 
-def _labels(rows: Sequence[Row]) -> list[tuple[str, Callable[[Row], str]]]:
+Column = tuple[str, Callable[[Row], str]]
+
+
+def _labels(rows: Sequence[Row]) -> list[Column]:
     """The columns that tell the rows apart, each with its cell."""
-    labels: list[tuple[str, Callable[[Row], str]]] = [("cache", lambda row: row["prefix_cache"])]
+    labels: list[Column] = [("cache", lambda row: row["prefix_cache"])]
     if len({row["pool_blocks"] for row in rows}) > 1:
         labels.append(("blocks", lambda row: f"{row['pool_blocks']:,}"))
     if len({row["page_size"] for row in rows}) > 1:
@@ -183,60 +191,75 @@ def _labels(rows: Sequence[Row]) -> list[tuple[str, Callable[[Row], str]]]:
     return labels
 
 
-def _latency_table(rows: Sequence[Row], labels: Sequence[tuple[str, Callable[[Row], str]]], where: str) -> Any:
-    right = ["req/s", "tok/s", "TTFT s", "TPOT ms", "end to end s"]
-    table = new_table(f"Simulated: {where}", [*(name for name, _ in labels), *right], [*right, "blocks", "page"])
+def _table(rows: Sequence[Row], title: str, columns: Sequence[Column], caption: str) -> Table:
+    columns = [*_labels(rows), *columns]
+    names = [name for name, _ in columns]
+    table = new_table(title, names, names[1:])
+    table.columns[0].no_wrap = True
     for row in rows:
-        add_row(
-            table,
-            *(label(row) for _, label in labels),
-            f"{row['requests_per_s']:.3g}",
-            f"{row['output_tokens_per_s']:,.0f}",
-            _three(row["time_to_first_token_s"], 1),
-            _three(row["time_per_output_token_s"], 1e3),
-            _three(row["end_to_end_s"], 1),
-        )
-    table.caption = "p50/p90/p99. A roofline's times, not a GPU's: lower bounds."
-    table.caption_justify = "left"
+        add_row(table, *(cell(row) for _, cell in columns))
+    table.caption, table.caption_justify = caption, "left"
     return table
 
 
-def _memory_table(rows: Sequence[Row], labels: Sequence[tuple[str, Callable[[Row], str]]]) -> Any:
-    right = ["hits", "of tokens", "evicted", "preempted", "used", "peak", "running", "empty", "refused"]
-    table = new_table("Memory", [*(name for name, _ in labels), *right], [*right, "blocks", "page"])
-    for row in rows:
-        add_row(
-            table,
-            *(label(row) for _, label in labels),
-            f"{row['hit_rate']:.1%}",
-            f"{row['hit_rate_tokens']:.1%}",
-            f"{row['evictions']:,}",
-            f"{row['preemptions']:,}",
-            f"{row['pool_used_mean']:.1%}",
-            f"{row['pool_used_peak']:.1%}",
-            f"{row['running_mean']:.1f}/{row['running_peak']}",
-            f"{row['empty_slots']:.1%}",
-            f"{row['refused']:,}",
-        )
-    table.caption = (
-        "hits: prompt blocks found in the cache; used: of the pool, by sequences; running: mean/peak; empty: of the "
-        "slots lent, those without a token."
+def _throughput_table(rows: Sequence[Row]) -> Table:
+    columns: list[Column] = [
+        ("req/s", lambda row: f"{row['requests_per_s']:.3g}"),
+        ("tok/s", lambda row: f"{row['output_tokens_per_s']:,.0f}"),
+        ("busy", lambda row: f"{row['busy_share']:.0%}"),
+        ("running", lambda row: f"{row['running_mean']:.1f}/{row['running_peak']}"),
+        ("pool", lambda row: f"{row['pool_used_mean'] * 100:.0f}/{row['pool_used_peak'] * 100:.0f}%"),
+        ("empty", lambda row: f"{row['empty_slots']:.1%}"),
+        ("preempted", lambda row: f"{row['preemptions']:,}"),
+    ]
+    caption = (
+        "tok/s: output; running, pool: mean/peak of the sequences and of the blocks that they hold; empty: of the "
+        "slots lent to them, those without a token."
     )
-    table.caption_justify = "left"
-    return table
+    return _table(rows, "Throughput", columns, caption)
 
 
-def _curve(rows: Sequence[Row]) -> Any:
+def _latency_table(rows: Sequence[Row]) -> Table:
+    columns: list[Column] = [
+        ("TTFT s", lambda row: _three(row["time_to_first_token_s"], 1)),
+        ("TPOT ms", lambda row: _three(row["time_per_output_token_s"], 1e3)),
+        ("end to end s", lambda row: _three(row["end_to_end_s"], 1)),
+    ]
+    return _table(rows, "Latency: p50/p90/p99", columns, "A roofline's times, not a GPU's: lower bounds.")
+
+
+def _cache_table(rows: Sequence[Row]) -> Table:
+    columns: list[Column] = [
+        ("hit rate", lambda row: f"{row['hit_rate']:.1%}"),
+        ("of tokens", lambda row: f"{row['hit_rate_tokens']:.1%}"),
+        ("GB saved", lambda row: f"{row['bytes_saved'] / 1e9:,.0f}"),
+        ("evicted", lambda row: f"{row['evictions']:,}"),
+        ("cached", lambda row: f"{row['pool_cached_mean']:.0%}"),
+    ]
+    caption = "hit rate: of the prompts' blocks; cached: of the pool, in the mean, held by the cache alone."
+    return _table(rows, "Prefix cache", columns, caption)
+
+
+def _curve(rows: Sequence[Row]) -> Table:
     """Hit rate by pool size, the policies side by side."""
     policies = list(dict.fromkeys(row["prefix_cache"] for row in rows))
     pages = list(dict.fromkeys(row["page_size"] for row in rows))
-    table = new_table("Hit rate by pool size", ["page", "blocks", *policies], ["page", "blocks", *policies])
+    columns = [*(["page"] if len(pages) > 1 else []), "blocks", *policies]
+    table = new_table("", columns, columns)
     for page in pages:
-        for blocks in dict.fromkeys(row["pool_blocks"] for row in rows if row["page_size"] == page):
-            rates = {r["prefix_cache"]: r["hit_rate"] for r in rows if (r["page_size"], r["pool_blocks"]) == (page, blocks)}
-            add_row(table, f"{page:,}", f"{blocks:,}", *(f"{rates[p]:.1%}" if p in rates else "-" for p in policies))
+        mine = [row for row in rows if row["page_size"] == page]
+        for blocks in dict.fromkeys(row["pool_blocks"] for row in mine):
+            rates = {row["prefix_cache"]: row["hit_rate"] for row in mine if row["pool_blocks"] == blocks}
+            sizes = [*([f"{page:,}"] if len(pages) > 1 else []), f"{blocks:,}"]
+            add_row(table, *sizes, *(f"{rates[name]:.1%}" for name in policies))
     return table
 
 
 def _three(summary: Mapping[str, float | None], scale: float) -> str:
-    return "/".join("-" if (value := summary[p]) is None else f"{value * scale:.3g}" for p in ("p50", "p90", "p99"))
+    return "/".join(_short(summary[name], scale) for name in ("p50", "p90", "p99"))
+
+
+def _short(value: float | None, scale: float) -> str:
+    if value is None:
+        return "-"
+    return f"{value * scale:.3g}" if value * scale < 999.5 else f"{value * scale:,.0f}"

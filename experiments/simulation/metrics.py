@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,11 +57,9 @@ class OverTime:
         self._areas = [0.0] * num_bins
         self._width = 1.0
         self._end = 0.0
-        self.peak = 0.0
 
     def add(self, start: float, end: float, level: float) -> None:
         """`level` from `start` to `end`, seconds; `start` is no earlier than the last `end`."""
-        self.peak = max(self.peak, level)
         while end > self._width * len(self._areas):
             pairs = [a + b for a, b in zip(self._areas[::2], self._areas[1::2], strict=True)]
             self._areas = pairs + [0.0] * len(pairs)
@@ -84,9 +83,7 @@ class OverTime:
     def means(self) -> list[float]:
         """One per bin, from time 0; the last may be shorter than the others."""
         bins = math.ceil(self._end / self._width)
-        return [
-            self._areas[i] / (min((i + 1) * self._width, self._end) - i * self._width) for i in range(bins)
-        ]
+        return [self._areas[i] / (min((i + 1) * self._width, self._end) - i * self._width) for i in range(bins)]
 
 
 def sparkline(values: Sequence[float], top: float, width: int) -> str:
@@ -95,7 +92,7 @@ def sparkline(values: Sequence[float], top: float, width: int) -> str:
         return ""
     width = min(width, len(values))
     edges = [i * len(values) // width for i in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     return "".join(_BARS[min(int(mean / top * len(_BARS)), len(_BARS) - 1)] for mean in means)
 
 
@@ -120,8 +117,8 @@ class Metrics:
         self.used = OverTime()  # blocks that sequences hold
         self.cached = OverTime()  # blocks that only the prefix cache holds
         self.running = OverTime()  # sequences
-        self.lent_slot_seconds = 0.0
-        self.empty_slot_seconds = 0.0
+        self.peak_used = self.peak_running = 0
+        self.lent_slot_seconds = self.filled_slot_seconds = 0.0
         self.num_requests = 0
         self.num_refused = 0
         self.num_finished = 0

@@ -16,7 +16,7 @@ from experiments.simulation.traces import OUTPUT_TOKENS, Request
 from tsched.sampling_params import SamplingParams
 from tsched.scheduler import RefusedError, Scheduler, StepPlan
 
-_SAMPLE_EVERY = 16  # steps between looks at the pool, which take as long as a step
+_SPAN = 16  # steps whose mean goes into the levels over time; sums and peaks are exact
 _KNOWN_PARAMS = 4096
 
 
@@ -45,27 +45,26 @@ class Replay:
         self._here: dict[int, Arrived] = {}  # unfinished, in the scheduler
         self._params: OrderedDict[tuple[int, int], SamplingParams] = OrderedDict()
         self._row_epochs = np.full(scheduler.table.num_rows, -1, dtype=np.int64)
-        self._work: tuple[StepPlan, Work] | None = None
+        self._span_start = 0.0
+        self._used_area = self._running_area = 0.0
 
     def run(self, on_progress: Callable[[int], None] = lambda finished: None) -> Metrics:
         """Until every request has finished. RuntimeError where the scheduler stands still although somebody waits."""
-        scheduler, metrics = self._scheduler, self.metrics
-        table, num_rows = scheduler.table, scheduler.table.num_rows
-        step, looked_at = 0, 0.0
+        scheduler, metrics, num_rows = self._scheduler, self.metrics, self._scheduler.table.num_rows
+        step = 0
         while True:
             self._feed()
             if not self._here:
+                self._end_span()
                 if self._next is None:
                     break
-                self._look(looked_at)
-                looked_at = metrics.clock = self._next.arrival
+                metrics.clock = self._next.arrival
+                self._end_span()  # of nothing
                 continue
             plan = scheduler.schedule()
             if plan.is_empty:
                 raise RuntimeError(f"{len(self._here)} requests are unfinished and the plan is empty")
-            seconds = self._seconds(plan)
-            metrics.clock += seconds
-            metrics.busy_seconds += seconds
+            self._pass_time(plan)
             self._note_starts(plan)
             # Tokens of one row's one tenancy are equal, and nobody else's are: outputs are shared by no one.
             finished = scheduler.commit(plan, plan.sampled_epochs * num_rows + plan.sampled_rows + OUTPUT_TOKENS)
@@ -73,11 +72,9 @@ class Replay:
                 request = self._here.pop(sequence.id)
                 metrics.finish(request, sequence.tokens.size - sequence.prompt_len, metrics.clock)
             step += 1
-            if step % _SAMPLE_EVERY == 0:
-                self._look(looked_at)
-                looked_at = metrics.clock
+            if step % _SPAN == 0:
+                self._end_span()
                 on_progress(metrics.num_finished + metrics.num_refused)
-        self._look(looked_at)
         on_progress(metrics.num_finished + metrics.num_refused)
         return metrics
 
@@ -108,8 +105,30 @@ class Replay:
                 self._params.popitem(last=False)
         return params
 
-    def _seconds(self, plan: StepPlan) -> float:
-        return self._step_time.step(Work.of(plan))
+    def _pass_time(self, plan: StepPlan) -> None:
+        """The clock goes on by the plan's time, in which the pool is as the plan has made it."""
+        scheduler, metrics = self._scheduler, self.metrics
+        work = Work.of(plan)
+        seconds = self._step_time.step(work)
+        metrics.clock += seconds
+        metrics.busy_seconds += seconds
+        used, running = scheduler.pool.num_referenced, scheduler.num_running
+        metrics.peak_used = max(metrics.peak_used, used)
+        metrics.peak_running = max(metrics.peak_running, running)
+        self._used_area += used * seconds
+        self._running_area += running * seconds
+        metrics.lent_slot_seconds += int(scheduler.table.capacity[plan.rows].sum()) * seconds
+        metrics.filled_slot_seconds += work.num_context * seconds
+
+    def _end_span(self) -> None:
+        """Put the mean levels since the last call into the metrics."""
+        metrics, start, end = self.metrics, self._span_start, self.metrics.clock
+        if end > start:
+            metrics.used.add(start, end, self._used_area / (end - start))
+            metrics.running.add(start, end, self._running_area / (end - start))
+            metrics.cached.add(start, end, self._scheduler.pool.num_cached)
+        self._span_start = end
+        self._used_area = self._running_area = 0.0
 
     def _note_starts(self, plan: StepPlan) -> None:
         """Requests that this plan admits for the first time, and those that it gives their first token."""
@@ -133,13 +152,3 @@ class Replay:
         if sequence is None:
             raise RuntimeError(f"row {row} of a plan that was just made is empty")
         return self._here[sequence.id]
-
-    def _look(self, since: float) -> None:
-        """Account for the pool from `since` until now, as it is now."""
-        scheduler, metrics = self._scheduler, self.metrics
-        pool, now = scheduler.pool, metrics.clock
-        metrics.used.add(since, now, pool.num_used)
-        metrics.running.add(since, now, scheduler.num_running)
-        used_slots = pool.num_used * pool.block_size * (now - since)
-        metrics.lent_slot_seconds += used_slots
-        metrics.empty_slot_seconds += used_slots * scheduler.last_page_waste()

@@ -1,0 +1,102 @@
+"""`tk simulate`, as a user meets it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from experiments.cli import app
+from tsched.policies import PREFIX_CACHES
+
+DATA = Path(__file__).parent / "data"
+AZURE, MOONCAKE = DATA / "azure.csv", DATA / "mooncake.jsonl"
+ALL = ",".join(PREFIX_CACHES)
+
+
+def tk(*arguments: Any, columns: int = 80) -> Result:
+    words = [str(argument) for argument in arguments]
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(app, ["simulate", *words], catch_exceptions=False)
+
+
+def rows_of(*arguments: Any) -> list[dict[str, Any]]:
+    result = tk(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    rows: list[dict[str, Any]] = json.loads(result.stdout)
+    return rows
+
+
+def test_policies_side_by_side_as_json() -> None:
+    rows = rows_of("--trace", MOONCAKE, "--policy", ALL, "--pool-blocks", "unbounded")
+    assert [row["prefix_cache"] for row in rows] == list(PREFIX_CACHES)
+    for row in rows:
+        assert (row["page_size"], row["finished"], row["requests"], row["refused"]) == (512, 36, 36, 0)
+        assert row["hit_rate"] == row["hit_blocks"] / row["prompt_blocks"]
+        assert row["time_to_first_token_s"]["p50"] <= row["time_to_first_token_s"]["p99"]
+        assert 0 < row["pool_used_peak"] <= 1
+        assert row["evictions"] == 0
+    assert rows[0]["hit_rate"] == 0
+
+
+def test_tables_fit_80_columns_and_name_each_arm() -> None:
+    result = tk("--trace", MOONCAKE, "--policy", ALL, "--pool-blocks", "40,400,unbounded", "--page-size", "256,512")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in result.stdout
+    for name in PREFIX_CACHES:
+        assert sum(line.split()[:1] == [name] for line in lines) == 18  # six arms in three tables
+    assert "Hit rate by pool size" in result.stdout
+
+
+def test_pages_against_contiguous_reservation() -> None:
+    """The same bytes hold more sequences in pages."""
+    paged, reserved = rows_of(
+        "--trace", AZURE, "--page-size", "16,contiguous", "--kv-bytes", "2GB", "--speedup", 100
+    )  # fmt: skip
+    assert reserved["page_size"] == reserved["max_model_len"] == paged["max_model_len"]
+    assert reserved["pool_bytes"] <= 2e9
+    assert paged["running_peak"] > 1.5 * reserved["running_peak"]
+    assert reserved["empty_slots"] > 10 * paged["empty_slots"]
+
+
+def test_the_pool_is_what_the_gpu_has_left() -> None:
+    (row,) = rows_of("--trace", AZURE, "--gpu", "A100-40GB", "--model", "Qwen3-4B", "--limit", 5)
+    assert row["requests"] == 5
+    assert row["pool_bytes"] <= 36e9 - 8.04e9 < row["pool_bytes"] + 17 * 16 * 147_456
+
+
+def test_rate_and_speedup_say_the_same() -> None:
+    (plain,) = rows_of("--trace", AZURE)
+    (fast,) = rows_of("--trace", AZURE, "--rate", 10)
+    (same,) = rows_of("--trace", AZURE, "--speedup", fast["speedup"])
+    assert fast["speedup"] > 1 == plain["speedup"]
+    assert same["seconds"] == fast["seconds"] < plain["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "radiks"], "--policy radiks: there is "),
+        (["--gpu", "H10"], "did you mean 'H100'"),
+        (["--model", "Qwen3-4"], "did you mean 'Qwen3-4B'"),
+        (["--order", "lifo"], "--order lifo: there is "),
+        (["--preemption", "drop"], "--preemption drop: there is "),
+        (["--pool-blocks", "10,x"], "--pool-blocks x: there is whole numbers from 1, or unbounded"),
+        (["--pool-blocks", "unbound"], "did you mean 'unbounded'"),
+        (["--page-size", "0"], "--page-size 0: there is whole numbers from 1, or contiguous"),
+        (["--kv-bytes", "3XB"], "must be a number of bytes from 1"),
+        (["--kv-bytes", "nan"], "must be a number of bytes from 1"),
+        (["--kv-bytes", "10"], "hold no block of 16 tokens"),
+        (["--kv-bytes", "1GB", "--pool-blocks", "5"], "give one"),
+        (["--rate", "3", "--speedup", "2"], "give one"),
+        (["--model", "Qwen3-32B", "--gpu", "A100-40GB"], "its weights take 65.5 GB, A100-40GB has 40 GB"),
+        (["--trace", "no.csv"], "no such file"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_what_there_is(arguments: list[str], message: str) -> None:
+    result = tk("--trace", AZURE, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""

@@ -1,0 +1,94 @@
+"""The time model, against figures worked out by hand."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.document import ExperimentError
+from experiments.gpu_report.engine import SHAPES as REPORTED
+from experiments.simulation.hardware import Gpu, find_gpu
+from experiments.simulation.shapes import SHAPES, ModelShape, find_shape
+from experiments.simulation.step_time import StepTime, Work
+from tsched.sampling_params import SamplingParams
+from tsched.scheduler import Scheduler
+
+GPU = Gpu("slow", 10**9, memory_bytes_per_s=1e9, flops_per_s=1e12, host_bytes_per_s=1e8)
+MODEL = ModelShape("small", 8, 16, 2, num_heads=4, num_kv_heads=2, head_dim=2, vocab_size=100, tied=True)
+LAUNCHES = 2 * 10 * 1.3e-6
+
+
+def test_qwen3_4b_weighs_what_is_published() -> None:
+    shape = SHAPES["Qwen3-4B"]
+    assert shape.kv_bytes_per_token == 147_456
+    assert shape.weight_bytes / 1e9 == pytest.approx(8.04, abs=0.005)
+    assert SHAPES["Llama-3.1-8B"].weight_bytes / 2 / 1e9 == pytest.approx(8.03, abs=0.005)
+
+
+@pytest.mark.parametrize("name", sorted(REPORTED))
+def test_shapes_are_those_that_the_gpu_report_builds(name: str) -> None:
+    ours, theirs = SHAPES[name], REPORTED[name]
+    assert (ours.hidden_size, ours.intermediate_size, ours.num_layers, ours.num_heads) == (
+        theirs["hidden_size"], theirs["intermediate_size"], theirs["num_hidden_layers"], theirs["num_attention_heads"],
+    )  # fmt: skip
+    assert (ours.num_kv_heads, ours.head_dim, ours.vocab_size, ours.tied) == (
+        theirs["num_key_value_heads"], theirs["head_dim"], theirs["vocab_size"], theirs["tie_word_embeddings"],
+    )  # fmt: skip
+
+
+def test_a_decode_step_waits_for_memory() -> None:
+    layer_weights = 2 * (8 * 16 + 8 * 8 + 3 * 8 * 16)  # two layers of QKV, output, and gate, up and down
+    assert MODEL.layer_weights == layer_weights
+    kv = 2 * 2 * 2 * 2 * 2  # bytes, keys and values, layers, heads, dims
+    assert MODEL.kv_bytes_per_token == kv
+    moved = 2 * layer_weights + 2 * 800 + (30 + 2) * kv  # two rows with 30 tokens of context between them
+    assert StepTime(GPU, MODEL, 16).step(Work(2, 2, 30, 30)) == pytest.approx(moved / 1e9 + LAUNCHES, rel=1e-12)
+
+
+def test_a_long_prefill_waits_for_products() -> None:
+    tokens = 10_000
+    pairs = tokens * (tokens + 1) // 2
+    flops = 2 * MODEL.layer_weights * tokens + 2 * 800 + 4 * 2 * 4 * 2 * pairs
+    assert StepTime(GPU, MODEL, 16).step(Work(tokens, 1, pairs, tokens)) == pytest.approx(flops / 1e12 + LAUNCHES)
+
+
+def test_copies_take_their_bytes_time() -> None:
+    block = 16 * MODEL.kv_bytes_per_token
+    assert StepTime(GPU, MODEL, 16).copies(3, 5) == pytest.approx(3 * block / 1e8 + 5 * 2 * block / 1e9)
+
+
+def test_work_of_a_plan_counts_each_pair_of_a_token_and_a_key() -> None:
+    scheduler = Scheduler(num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=9, max_model_len=40)
+    for i, length in enumerate((3, 17, 5)):
+        scheduler.add(i, list(range(length)), SamplingParams(max_tokens=6, ignore_eos=True))
+    kinds = set()
+    while scheduler.has_unfinished:
+        plan = scheduler.schedule()
+        pairs = sum(
+            place + 1
+            for start, count in zip(plan.starts.tolist(), plan.counts.tolist(), strict=True)
+            for place in range(start, start + count)
+        )
+        expected = Work(plan.num_tokens, plan.sampled.size, pairs, sum(plan.ends.tolist()))
+        assert Work.of(plan) == expected
+        kinds.add((plan.num_decodes > 0, plan.num_decodes < plan.rows.size))
+        scheduler.commit(plan, np.zeros(plan.sampled.size, dtype=np.int64))
+    assert kinds == {(False, True), (True, True), (True, False)}
+
+
+def test_a_directory_gives_its_shape(tmp_path: Path) -> None:
+    config = {
+        "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert find_shape(str(tmp_path)) == ModelShape(tmp_path.name, 32, 48, 2, 4, 2, 16, 300, False)
+
+
+def test_unknown_names_list_the_known() -> None:
+    with pytest.raises(ExperimentError, match="H200, H100.*did you mean 'H100'"):
+        find_gpu("H10")
+    with pytest.raises(ExperimentError, match="did you mean 'Qwen3-4B'"):
+        find_shape("Qwen3-4")
+    assert find_gpu("H200").memory_bytes_per_s == 4.8e12
