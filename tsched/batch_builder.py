@@ -2,75 +2,158 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from tmodel.batch import Batch
-from tsched.scheduler import StepPlan
+from tsched.device_state import DeviceState
 from tsched.sequence import Ints, SequenceTable
+from tsched.step_plan import StepPlan
 
 _NO_PREFILLS = np.zeros(1, dtype=np.int32)
 
 
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """A plan's n entries in the order of the batch: a row that goes on decoding keeps its place.
+
+    rows, starts, counts, ends  [n] int64, as in the plan
+    num_decodes                 the first of them
+    sampled                     [m] int64, ascending, the places whose last token's logits are wanted
+    sampled_rows, sampled_epochs, lengths   [m] int64, of these
+    order                       [m] int64, where each of them is among the plan's sampled; None: in the same order
+    """
+
+    rows: Ints
+    starts: Ints
+    counts: Ints
+    ends: Ints
+    num_decodes: int
+    sampled: Ints
+    sampled_rows: Ints
+    sampled_epochs: Ints
+    lengths: Ints
+    order: Ints | None
+
+    @property
+    def all_decode(self) -> bool:
+        """Whether every entry decodes one token and wants the next."""
+        return self.num_decodes == self.rows.size == self.sampled.size
+
+
 class BatchBuilder:
-    """Builds a step's Batch on `device`. The tokens that the plan names must be known to the table."""
+    """Builds steps' batches over a persistent `state`, on its device."""
 
-    def __init__(self, table: SequenceTable, device: torch.device) -> None:
+    def __init__(self, table: SequenceTable, state: DeviceState, *, on_device: bool | None = None) -> None:
+        """on_device: whether inputs are prepared by the device's own operations; None says no on a CPU alone."""
         self._table = table
-        self._device = device
-        self._width = table.blocks.shape[1]
-        # Flat views: one index array is cheaper than two.
-        self._tokens = table.tokens.reshape(-1)
-        self._blocks = table.blocks.reshape(-1)
+        self._state = state
+        self._on_device = state.device.type != "cpu" if on_device is None else on_device
+        self._tokens = table.tokens.reshape(-1)  # a flat view: one index array is cheaper than two
         self._tokens_stride = table.tokens.shape[1]
+        self._decoding: Ints = np.empty(0, dtype=np.int64)  # the rows at the first places, as of the last step
+        self._planned: Ints = self._decoding  # the last plan's rows, and what `_in_order` said of them
+        self._ordered: tuple[Ints, Ints | None] = (self._decoding, None)
+        self._entry_of = np.zeros(table.num_rows, dtype=np.int64)
 
-    def build(self, plan: StepPlan) -> Batch:
-        """`plan`, which is not empty, as one Batch: its decode rows, then its prefill chunks, no padding."""
-        rows, starts = plan.rows, plan.starts
+    def arrange(self, plan: StepPlan) -> Arranged:
+        """The order of `plan`, which is not empty, in the batch; brings the state up to date with it."""
         num_decodes = plan.num_decodes
-        context = plan.ends
-        if num_decodes == rows.size:
-            token_rows, positions, logits = rows, starts, plan.sampled
-            cu_seqlens = _NO_PREFILLS
+        rows, entries = self._in_order(plan)
+        if entries is None:
+            arranged = Arranged(
+                rows, plan.starts, plan.counts, plan.ends, num_decodes, plan.sampled, plan.sampled_rows,
+                plan.sampled_epochs, plan.lengths, None,
+            )  # fmt: skip
         else:
-            ends = np.cumsum(plan.counts)
-            token_rows = np.repeat(rows, plan.counts)  # [T]
-            positions = np.arange(plan.num_tokens) + np.repeat(context - ends, plan.counts)  # [T]
-            logits = ends[plan.sampled] - 1
+            place_of = np.full(rows.size, -1, dtype=np.int64)
+            place_of[plan.sampled] = np.arange(plan.sampled.size)
+            order = place_of[entries]  # [n], -1 where nothing is sampled
+            sampled = np.flatnonzero(order >= 0)
+            order = order[sampled]
+            arranged = Arranged(
+                rows, plan.starts[entries], plan.counts[entries], plan.ends[entries], num_decodes, sampled,
+                plan.sampled_rows[order], plan.sampled_epochs[order], plan.lengths[order], order,
+            )  # fmt: skip
+        self._state.forget_tables(plan.rewritten)
+        self._state.update_tables(rows)
+        if num_decodes:
+            self._state.update_tokens(rows[:num_decodes], arranged.starts[:num_decodes])
+        return arranged
+
+    def build(self, step: Arranged) -> Batch:
+        """The batch of `step`, the last that was arranged: its decode rows, then its prefill chunks, no padding."""
+        rows, starts, ends, num_decodes = step.rows, step.starts, step.ends, step.num_decodes
+        if num_decodes == rows.size:
+            owners, positions, logits = np.arange(rows.size), starts, step.sampled
+            cu_seqlens, prefill_tokens = _NO_PREFILLS, rows[:0]
+        else:
+            last = np.cumsum(step.counts)
+            owners = np.repeat(np.arange(rows.size), step.counts)  # [T]
+            positions = np.arange(owners.size) + np.repeat(ends - last, step.counts)  # [T]
+            logits = last[step.sampled] - 1
             cu_seqlens = np.zeros(rows.size - num_decodes + 1, dtype=np.int32)
-            np.subtract(ends[num_decodes:], num_decodes, out=cu_seqlens[1:], casting="same_kind")
-        block_size = self._table.block_size
-        token_ids = self._tokens.take(token_rows * self._tokens_stride + positions)
+            np.subtract(last[num_decodes:], num_decodes, out=cu_seqlens[1:], casting="same_kind")
+            prefill_tokens = self._tokens.take(
+                rows[owners[num_decodes:]] * self._tokens_stride + positions[num_decodes:]
+            )
+        if self._on_device:
+            return self._state.mixed_batch(
+                decoded=rows[:num_decodes], owners=owners, positions=positions, prefill_tokens=prefill_tokens,
+                ends=ends, cu_seqlens=cu_seqlens.astype(np.int64), logits=logits,
+            )  # fmt: skip
+        return self._host_batch(step, owners, positions, prefill_tokens, cu_seqlens, logits)
+
+    def _host_batch(
+        self, step: Arranged, owners: Ints, positions: Ints, prefill_tokens: Ints, cu_seqlens: np.ndarray, logits: Ints
+    ) -> Batch:
+        table, num_decodes = self._table, step.num_decodes
+        block_size, width = table.block_size, table.blocks.shape[1]
+        max_context_len = int(step.ends.max())
         page, offset = np.divmod(positions, block_size)
-        slots = self._blocks.take(token_rows * self._width + page) * np.int64(block_size) + offset
-        max_context = int(context.max())
-        num_pages = -(-max_context // block_size)
-        tables = self._table.blocks[:, :num_pages].take(rows, axis=0)  # [B, N]
-        wide, narrow = self._tensors(
-            (token_ids, positions, slots, logits), (tables.reshape(-1), context.astype(np.int32), cu_seqlens)
-        )
+        slots = table.blocks.reshape(-1).take(step.rows[owners] * width + page) * np.int64(block_size) + offset
+        token_ids = self._state.host_tokens(step.rows[:num_decodes])
+        if prefill_tokens.size:
+            token_ids = np.concatenate((token_ids, prefill_tokens))
         return Batch(
-            token_ids=wide[0],
-            positions=wide[1],
-            slots=wide[2],
-            block_tables=narrow[0].view(rows.size, num_pages),
-            context_lens=narrow[1],
-            cu_seqlens_q=narrow[2],
+            token_ids=torch.from_numpy(token_ids),
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(slots),
+            block_tables=self._state.block_tables[: step.rows.size, : -(-max_context_len // block_size)],
+            context_lens=torch.from_numpy(step.ends.astype(np.int32)),
+            cu_seqlens_q=torch.from_numpy(cu_seqlens),
             num_decodes=num_decodes,
-            max_context_len=max_context,
-            logit_indices=wide[3],
+            max_context_len=max_context_len,
+            logit_indices=torch.from_numpy(logits),
         )
 
-    def _tensors(
-        self, wide: tuple[Ints, ...], narrow: tuple[np.ndarray, ...]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """int64 and int32 arrays as tensors on the device; to a GPU in two copies, because a copy's cost is its
-        launch.
-        """
-        if self._device.type == "cpu":
-            return [torch.from_numpy(a) for a in wide], [torch.from_numpy(a) for a in narrow]
-        return self._copied(wide), self._copied(narrow)
+    def _in_order(self, plan: StepPlan) -> tuple[Ints, Ints | None]:
+        """The plan's rows [n] in the order of the batch, and the entry of the plan that each is; None for the plan's
+        own order.
 
-    def _copied(self, arrays: tuple[np.ndarray, ...]) -> list[torch.Tensor]:
-        packed = torch.from_numpy(np.concatenate(arrays)).to(self._device)
-        return list(packed.split([array.size for array in arrays]))
+        Decode rows keep their places. Where one has left, its gap is filled from behind and by newcomers, so that what
+        is sent for an arrival or a departure is a table or two, not all behind them.
+        """
+        rows, num, before = plan.rows, plan.num_decodes, self._decoding
+        if before.size == num and self._planned.size == rows.size and (self._planned == rows).all():
+            return self._ordered
+        decoding = rows[:num]
+        stays = np.zeros(self._table.num_rows, dtype=np.bool_)
+        stays[decoding] = True
+        kept = stays[before]  # [b]
+        stays[before] = False
+        both = min(before.size, num)
+        order = np.empty(num, dtype=np.int64)
+        order[:both] = before[:both]
+        gaps = np.concatenate((np.flatnonzero(~kept[:both]), np.arange(both, num)))
+        order[gaps] = np.concatenate((before[num:][kept[num:]], decoding[stays[decoding]]))
+        self._decoding = order
+        if num < rows.size:
+            order = np.concatenate((order, rows[num:]))
+        self._entry_of[rows] = np.arange(rows.size)
+        entries = self._entry_of[order]
+        in_order = bool((entries[1:] > entries[:-1]).all())
+        self._planned, self._ordered = rows, (order, None if in_order else entries)
+        return self._ordered

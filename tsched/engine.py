@@ -1,4 +1,11 @@
-"""One step of serving: the scheduler's plan, the model's logits, the sampler's tokens, back to the scheduler."""
+"""One step of serving: the scheduler's plan, the model's logits, the sampler's tokens, back to the scheduler.
+
+With overlap the host is one step behind the device. While step n runs, step n+1 is planned, prepared and launched: its
+input tokens are those that step n leaves on the device, so nobody waits for their values. Then the host takes in step
+n's tokens, and only then launches the sampling of step n+1, behind its forward. By that time penalties, logits
+processors and the row's own end know every token, and no GPU idles for it as long as the host's part of a step is
+shorter than the device's. What a sequence that ended at step n computes in step n+1 is dropped.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +13,43 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import nvtx
 import torch
+from numpy.typing import NDArray
 
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
-from tsched.batch_builder import BatchBuilder
+from tsched.batch_builder import Arranged, BatchBuilder
+from tsched.block_pool import BlockIds
+from tsched.cuda_graphs import CudaRecorder, DecodeGraphs, EagerRecorder
 from tsched.detokenizer import IncrementalDetokenizer
+from tsched.device_state import DeviceState
 from tsched.logits_processors import RequestFault
-from tsched.sampler import NOT_FINITE, Sampled, Sampler, TokenLogprobs
+from tsched.readback import HostReader, Outcome, Readback
+from tsched.sampler import NOT_FINITE, Sampler, TokenLogprobs
 from tsched.sampling_params import SamplingParams
-from tsched.scheduler import RefusedError, Scheduler, StepPlan
-from tsched.sequence import Ints, Sequence
+from tsched.scheduler import RefusedError, Scheduler
+from tsched.sequence import Sequence
+from tsched.step_plan import StepPlan
 from tsched.stopping import is_met
 
 Forward = Callable[[Batch, KVCache], torch.Tensor]
+
+
+class PageMover(Protocol):
+    """Copies whole pages of every layer's keys and values, in the order of its calls and of the model's."""
+
+    def swap_out(self, pages: BlockIds) -> None:
+        """pages: [2, n] int32, pages of the device and where they go in the host's cache."""
+
+    def swap_in(self, pages: BlockIds) -> None:
+        """pages: [2, n] int32, pages of the host's cache and where they go on the device."""
+
+    def copy(self, pages: BlockIds) -> None:
+        """pages: [2, n] int32, pages of the device and where they go on it."""
 
 
 class _Range:
@@ -41,7 +68,9 @@ class _Range:
         self._domain.pop_range()
 
 
-_SCHEDULE, _PREPARE, _FORWARD, _SAMPLE, _COMMIT = map(_Range, ("schedule", "prepare", "forward", "sample", "commit"))
+_SCHEDULE, _PREPARE, _FORWARD, _SAMPLE, _WAIT, _COMMIT = map(
+    _Range, ("schedule", "prepare", "forward", "sample", "wait", "commit")
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -64,6 +93,15 @@ class Request:
         """Whether each of its tokens must be looked at as it comes."""
         params = self.sequence.params
         return self.detokenizer is not None or params.logprobs is not None or bool(params.criteria)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step whose tokens are on their way to the host."""
+
+    plan: StepPlan
+    step: Arranged
+    readback: Readback
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +130,10 @@ class Engine:
     model     maps (Batch, caches) to logits [n, V], float32 or wider, one row for each of the batch's logit_indices
     kv_cache  per layer (k_cache, v_cache), with the scheduler's blocks and block size
     seed      of the requests that bring none
+    pages     copies pages for forks and swaps, where the scheduler makes some
+    overlap   whether the host is one step behind the device, with the same tokens; None: where that is a GPU
+    cuda_graphs  whether decode steps are recorded and replayed; None: on a GPU. On a CPU they are padded as for a
+                 graph, and run
     """
 
     def __init__(
@@ -103,12 +145,26 @@ class Engine:
         device: torch.device,
         seed: int = 0,
         eos_token_ids: tuple[int, ...] = (),
+        pages: PageMover | None = None,
+        overlap: bool | None = None,
+        cuda_graphs: bool | None = None,
     ) -> None:
+        is_gpu = device.type == "cuda"
         self.scheduler = scheduler
+        self.overlap = is_gpu if overlap is None else overlap
         self._model = model
         self._kv_cache = kv_cache
-        self._builder = BatchBuilder(scheduler.table, device)
+        self._pages = pages
+        self._state = DeviceState(scheduler.table, device)
+        self._builder = BatchBuilder(scheduler.table, self._state)
         self._sampler = Sampler(scheduler.table, seed=seed, eos_token_ids=eos_token_ids)
+        self._reader = HostReader(device)
+        self._launched: _Launched | None = None  # the step under way that has not been committed
+        self._graphs: DecodeGraphs | None = None
+        if is_gpu if cuda_graphs is None else cuda_graphs:
+            recorder = CudaRecorder(device) if is_gpu else EagerRecorder()
+            rows, longest = scheduler.table.num_rows, scheduler.max_model_len
+            self._graphs = DecodeGraphs(model, kv_cache, self._state, recorder, max_rows=rows, max_model_len=longest)
         self._requests: dict[int, Request] = {}
         self._num_watched = 0  # unfinished requests whose tokens are looked at as they come
         self._num_unbegun = 0  # and those without a token yet
@@ -153,16 +209,20 @@ class Engine:
             return None
         request = self._requests[sequence_id]
         self._forget(request, time.perf_counter())
+        if self._launched is not None and not self._requests:  # nobody waits for the step under way
+            self._settle(self._launched)
         return request
 
     def step(self) -> list[Request]:
-        """Advance every sequence that can advance; returns the requests that finished.
+        """Advance every sequence that can advance; returns the requests that finished, with overlap those that the
+        step before finished.
 
         Raises what the model raises; every request is aborted then, because what the caches hold is not known any more.
         """
         try:
             return self._step()
         except BaseException:
+            self._launched = None
             self.scheduler.abort_all()
             self._requests.clear()
             self._num_watched = self._num_unbegun = 0
@@ -192,20 +252,49 @@ class Engine:
         with _SCHEDULE:
             plan = self.scheduler.schedule()
             self._note_peak()
+            self._move_pages(plan)
+        launched = self._launched
         if plan.is_empty:
-            if self._requests:  # by the scheduler's promise this cannot be; a caller's loop would never end
+            self._state.forget_tables(plan.rewritten)
+            if launched is None and self._requests:  # by the scheduler's promise this cannot be; a loop would not end
                 raise RuntimeError(f"{len(self._requests)} requests are unfinished and none can advance")
+            finished = [] if launched is None else self._settle(launched)
             self.scheduler.commit(plan, plan.sampled)
-            return []
+            return finished
         with _PREPARE:
-            batch = self._builder.build(plan)
+            step = self._builder.arrange(plan)
         with torch.inference_mode():
             with _FORWARD:
-                logits = self._model(batch, self._kv_cache)
+                logits = self._forward(step)
+            finished = [] if launched is None else self._settle(launched)
             with _SAMPLE:
-                sampled = self._sampler.sample(logits, plan.sampled_rows, plan.lengths)
-        with _COMMIT:
-            return self._commit(plan, sampled)
+                rows, lengths, epochs = step.sampled_rows, step.lengths, step.sampled_epochs
+                sampled = self._sampler.sample(logits, rows, lengths, epochs)
+                self._state.keep_tokens(rows, lengths, epochs, sampled.token_ids)
+                self._launched = _Launched(plan, step, self._reader.start(sampled))
+        if self.overlap and self._requests:
+            return finished
+        return finished + self._settle(self._launched)
+
+    def _forward(self, step: Arranged) -> torch.Tensor:
+        """Logits [m, V] of the step's sampled rows."""
+        if self._graphs is not None and step.all_decode:
+            return self._graphs.run(step.rows, step.starts)
+        return self._model(self._builder.build(step), self._kv_cache)
+
+    def _move_pages(self, plan: StepPlan) -> None:
+        """Copy pages as the plan asks, before its forward and in this order."""
+        if not (plan.swap_outs.size or plan.swap_ins.size or plan.copies.size):
+            return
+        if self._pages is None:
+            raise RuntimeError("the plan copies pages, and the engine was made without a way to")
+        for pairs, move in (
+            (plan.swap_outs, self._pages.swap_out),
+            (plan.swap_ins, self._pages.swap_in),
+            (plan.copies, self._pages.copy),
+        ):
+            if pairs.size:
+                move(pairs)
 
     def _note_peak(self) -> None:
         used = self.scheduler.pool.num_referenced
@@ -213,39 +302,53 @@ class Engine:
             self._peak_used = used
             self._waste_at_peak = self.scheduler.last_page_waste()
 
-    def _commit(self, plan: StepPlan, sampled: Sampled) -> list[Request]:
-        """Hand the tokens to the scheduler; returns the requests that finished."""
-        tokens, rows = sampled.token_ids, plan.sampled_rows
-        begun = self._requests_in(rows) if self._num_unbegun else []
-        broken = [] if sampled.all_finite else self._broken(rows, sampled)
-        watched = self._requests_in(rows) if self._num_watched else []
+    def _settle(self, launched: _Launched) -> list[Request]:
+        """Wait for a step's tokens and hand them to the scheduler; returns the requests that finished."""
+        self._launched = None
+        with _WAIT:
+            outcome = launched.readback()
+        with _COMMIT:
+            return self._commit(launched, outcome)
 
-        finished = [self._requests[sequence.id] for sequence in self.scheduler.commit(plan, tokens)]
+    def _commit(self, launched: _Launched, outcome: Outcome) -> list[Request]:
+        plan, step, tokens = launched.plan, launched.step, outcome.token_ids
+        # By entry, looked up before the commit takes out those that end.
+        begun = self._requests_of(step) if self._num_unbegun else {}
+        broken = {} if outcome.all_finite else self._requests_of(step, tokens == NOT_FINITE)
+        watched = self._requests_of(step, tokens != NOT_FINITE) if self._num_watched else {}
+
+        in_plan = tokens
+        if step.order is not None:
+            in_plan = np.empty_like(tokens)
+            in_plan[step.order] = tokens
+        finished = [self._requests[sequence.id] for sequence in self.scheduler.commit(plan, in_plan)]
         now = time.perf_counter()
-        for request in begun:
+        for request in begun.values():
             if request.first_token_time is None:
                 request.first_token_time = now
                 self._num_unbegun -= 1
-        for entry, request in enumerate(watched):
-            if request.is_watched and tokens[entry] != NOT_FINITE:
-                self._look_at(
-                    request, int(tokens[entry]), int(plan.lengths[entry]) + 1, sampled.logprobs.get(entry), finished
-                )
-        for request, fault in broken:
-            self._break_off(request, fault, finished)
+        for entry, request in watched.items():
+            if request.is_watched:
+                length = int(step.lengths[entry]) + 1
+                self._look_at(request, int(tokens[entry]), length, outcome.logprobs.get(entry), finished)
+        for entry, request in broken.items():
+            self._break_off(request, outcome.faults.get(entry), finished)
         for request in finished:
             self._forget(request, now)
         return finished
 
-    def _requests_in(self, rows: Ints) -> list[Request]:
-        sequences = self.scheduler.table.sequences
-        return [self._requests[sequence.id] for row in rows.tolist() if (sequence := sequences[row]) is not None]
-
-    def _broken(self, rows: Ints, sampled: Sampled) -> list[tuple[Request, str | None]]:
-        """The requests that got no token, with what their logits processors did, where those are at fault."""
-        entries = np.flatnonzero(sampled.token_ids == NOT_FINITE)
-        requests = self._requests_in(rows[entries])
-        return [(request, sampled.faults.get(entry)) for request, entry in zip(requests, entries.tolist(), strict=True)]
+    def _requests_of(self, step: Arranged, wanted: NDArray[np.bool_] | None = None) -> dict[int, Request]:
+        """By entry among the sampled, the requests whose rows have not changed hands since the plan; the `wanted` [m]
+        ones, or all.
+        """
+        table, rows = self.scheduler.table, step.sampled_rows
+        live = table.epoch[rows] == step.sampled_epochs
+        requests = {}
+        for entry in np.flatnonzero(live if wanted is None else live & wanted).tolist():
+            sequence = table.sequences[rows[entry]]
+            if sequence is not None:
+                requests[entry] = self._requests[sequence.id]
+        return requests
 
     def _look_at(
         self, request: Request, token: int, length: int, logprobs: TokenLogprobs | None, finished: list[Request]

@@ -7,12 +7,13 @@ and output index alone, so the rows around a request do not change its tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tsched.device_state import to_device
 from tsched.logits_processors import RequestFault, process
 from tsched.random_numbers import UniformTable
 from tsched.sequence import Ints, Sequence, SequenceTable
@@ -31,104 +32,124 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class RawLogprobs:
+    """Log-probabilities as they lie on the device: of l entries, each the chosen token's and its k most likely ones'.
+
+    entries: l places among the sampled; num_top: l numbers, at most k; tensors: chosen [l], ranks [l] int64,
+    top_values [l, k], top_ids [l, k] int64.
+    """
+
+    entries: list[int]
+    num_top: list[int]
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
-    """`token_ids` [m] int64 on the host, NOT_FINITE where there was nothing to choose from; `logprobs` by entry, for
-    those whose requests ask for them; `faults` by entry, for those whose logits processors failed."""
+    """What a step sampled, on the device, not waited for.
 
-    token_ids: Ints
-    logprobs: dict[int, TokenLogprobs]
-    all_finite: bool
-    faults: dict[int, str] = field(default_factory=dict)
+    token_ids  [m] int64, NOT_FINITE where there was nothing to choose from
+    logprobs   of the entries whose requests ask for them
+    faults     by entry, why its logits processors gave it no token
+    """
+
+    token_ids: torch.Tensor
+    logprobs: RawLogprobs | None
+    faults: dict[int, str]
 
 
-_NO_LOGPROBS: dict[int, TokenLogprobs] = {}
+_NO_FAULTS: dict[int, str] = {}
 
 
 class Sampler:
-    """Chooses a token for rows of `table`; `seed` is that of requests without one of their own."""
+    """Chooses a token for rows of `table`; `seed` is that of requests without one of their own.
+
+    It never waits for a GPU: what it needs of the host (parameters, random numbers, the tokens that penalties count) is
+    sent, and the tokens stay there. Logits processors alone wait: they run on the host.
+    """
 
     def __init__(self, table: SequenceTable, *, seed: int, eos_token_ids: tuple[int, ...]) -> None:
         self._table = table
         self._eos_token_ids = eos_token_ids
         self._uniforms = UniformTable(table, seed)
 
-    def sample(self, logits: torch.Tensor, rows: Ints, lengths: Ints) -> Sampled:
+    def sample(self, logits: torch.Tensor, rows: Ints, lengths: Ints, epochs: Ints | None = None) -> Sampled:
         """A token for each of `rows` [m] from `logits` [m, V] float32 or wider, not changed.
 
-        lengths: [m] int64, the tokens, prompt and output, that each row's logits have seen: all that the table knows
-        of it.
+        lengths: [m] int64, the tokens, prompt and output, that each row's logits have seen; the table holds them all.
+        epochs: [m] int64, the rows' epochs when the step was planned: a row that has changed hands since gets some
+        token, which nobody reads. None where none can have.
         """
         table = self._table
         tokens, finite = _most_likely_tokens(logits)
-        if not finite.all():
-            # A broken kernel ends the requests that it broke, by name; what the others get does not change.
-            sound = self.sample(logits.masked_fill(_on(~finite, logits).unsqueeze(1), 0.0), rows, lengths)
-            faults = {entry: fault for entry, fault in sound.faults.items() if finite[entry]}
-            return Sampled(np.where(finite, sound.token_ids, NOT_FINITE), sound.logprobs, False, faults)
         plain = table.plain[rows]
+        if epochs is not None:
+            plain |= table.epoch[rows] != epochs
         if plain.all():
-            return Sampled(tokens, _NO_LOGPROBS, all_finite=True)
+            return Sampled(tokens.masked_fill_(~finite, NOT_FINITE), None, _NO_FAULTS)
         special = np.flatnonzero(~plain)
-        special_rows = rows[special]
-        sequences = [_present(table.sequences[row]) for row in special_rows.tolist()]
         chosen_logits = logits.index_select(0, _on(special, logits))  # [s, V], a copy
-        scores = chosen_logits.to(torch.float64, copy=True)  # log-probabilities are of the model's own logits
-        faults = {int(special[i]): fault for i, fault in self._processed(scores, sequences).items()}
-        scores = self._penalized(scores, sequences)
-        tokens[special] = scores.argmax(dim=-1).cpu().numpy()
-        drawing = np.flatnonzero(table.temperature[special_rows] > 0.0)
+        chosen, faults = self._choose(chosen_logits, rows[special], lengths[special])
+        tokens.index_copy_(0, _on(special, logits), chosen)
+        tokens.masked_fill_(~finite, NOT_FINITE)
+        raw = self._raw_logprobs(logits, tokens, rows, special)
+        return Sampled(tokens, raw, {int(special[i]): fault for i, fault in faults.items()})
+
+    def _raw_logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, rows: Ints, special: Ints
+    ) -> RawLogprobs | None:
+        """Of those entries among `special` [s] whose requests ask for them; of the logits as the model gave them."""
+        entries, num_top = [], []
+        for entry in special.tolist():
+            wanted = _present(self._table.sequences[rows[entry]]).params.logprobs
+            if wanted is not None:
+                entries.append(entry)
+                num_top.append(wanted)
+        if not entries:
+            return None
+        index = _on(np.array(entries), logits)
+        chosen = tokens.index_select(0, index).clamp_min_(0)  # where there is no token, nobody reads what comes of it
+        return RawLogprobs(entries, num_top, token_logprobs(logits.index_select(0, index), chosen, max(num_top)))
+
+    def _choose(self, logits: torch.Tensor, rows: Ints, lengths: Ints) -> tuple[torch.Tensor, dict[int, str]]:
+        """[s] int64, the tokens of `rows` [s] from their `logits` [s, V], NOT_FINITE where there is none; and why,
+        where a logits processor failed.
+        """
+        table = self._table
+        scores, faults = self._scores(logits, [_present(table.sequences[row]) for row in rows.tolist()], lengths)
+        highest, tokens = scores.max(dim=-1)
+        finite = highest.isfinite()
+        drawing = np.flatnonzero(table.temperature[rows] > 0.0)
         if drawing.size:
-            drawn_rows = special_rows[drawing]
-            output_indices = lengths[special][drawing] - table.prompt_len[drawn_rows]
+            drawn_rows, all_draw = rows[drawing], drawing.size == rows.size
+            index = _on(drawing, scores)
             probabilities = filtered_probabilities(
-                scores if drawing.size == special.size else scores.index_select(0, _on(drawing, scores)),
+                scores if all_draw else scores.index_select(0, index),
                 temperature=table.temperature[drawn_rows],
                 min_p=table.min_p[drawn_rows],
                 top_k=table.top_k[drawn_rows],
                 top_p=table.top_p[drawn_rows],
             )
-            tokens[special[drawing]] = draw(probabilities, self._uniforms.at(drawn_rows, output_indices))
-        tokens[list(faults)] = NOT_FINITE
-        wanted = {
-            i: s.params.logprobs
-            for i, s in enumerate(sequences)
-            if s.params.logprobs is not None and int(special[i]) not in faults
-        }
-        if not wanted:
-            return Sampled(tokens, _NO_LOGPROBS, not faults, faults)
-        entries = np.fromiter(wanted, dtype=np.int64)
-        found = token_logprobs(
-            chosen_logits.index_select(0, _on(entries, logits)), tokens[special[entries]], list(wanted.values())
-        )
-        return Sampled(tokens, dict(zip(special[entries].tolist(), found, strict=True)), not faults, faults)
+            uniform = self._uniforms.at(drawn_rows, lengths[drawing] - table.prompt_len[drawn_rows])
+            drawn = draw(probabilities, uniform)
+            tokens = drawn if all_draw else tokens.index_copy_(0, index, drawn)
+        return tokens.masked_fill_(~finite, NOT_FINITE), faults
 
-    def _processed(self, scores: torch.Tensor, sequences: list[Sequence]) -> dict[int, str]:
-        """Let the logits processors change their rows of `scores` [s, V] float64, in place; returns what failed, by
-        row.
+    def _scores(
+        self, logits: torch.Tensor, sequences: list[Sequence], lengths: Ints
+    ) -> tuple[torch.Tensor, dict[int, str]]:
+        """[s, V] float64: `logits` after processors and penalties, with what must not come yet at -inf; NaN in a row
+        whose processor failed, and why it did.
         """
-        faults: dict[int, str] = {}
-        for i, sequence in enumerate(sequences):
-            if sequence.params.processors:
-                known = self._known(sequence)
-                known.flags.writeable = False
-                prompt, output = known[: sequence.prompt_len], known[sequence.prompt_len :]
-                try:
-                    scores[i] = process(sequence.params.processors, prompt, output, scores[i])
-                except RequestFault as fault:
-                    scores[i] = 0.0
-                    faults[i] = str(fault)
-        return faults
-
-    def _penalized(self, scores: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-        """[s, V] float64: `scores`, changed, with penalties, and with what must not come yet at -inf."""
+        scores = logits.double()
         vocab_size = scores.shape[1]
+        faults = self._processed(scores, sequences, lengths)
         penalized = [i for i, sequence in enumerate(sequences) if sequence.params.has_penalties]
         if penalized:
-            known = [self._known(sequences[i]) for i in penalized]
             apply_penalties(
                 scores,
                 np.array(penalized),
-                known,
+                [self._table.tokens[sequences[i].row, : lengths[i]] for i in penalized],
                 np.array([sequences[i].prompt_len for i in penalized]),
                 np.array(
                     [
@@ -137,31 +158,46 @@ class Sampler:
                     ]
                 ),
             )
+        barred: list[int] = []  # places in the flat scores
         for i, sequence in enumerate(sequences):
             params = sequence.params
-            if params.min_tokens and self._table.known[sequence.row] - sequence.prompt_len < params.min_tokens:
-                barred = set(params.stop_ids) | (set() if params.ignore_eos else set(self._eos_token_ids))
-                if barred:
-                    scores[i, [token for token in barred if token < vocab_size]] = -torch.inf
-        return scores
+            if params.min_tokens and lengths[i] - sequence.prompt_len < params.min_tokens:
+                ends = set(params.stop_ids) | (set() if params.ignore_eos else set(self._eos_token_ids))
+                barred += [i * vocab_size + token for token in ends if token < vocab_size]
+        if barred:
+            scores.view(-1).index_fill_(0, _on(np.array(barred), scores), -torch.inf)
+        return scores, faults
 
-    def _known(self, sequence: Sequence) -> Ints:
-        tokens: Ints = self._table.tokens[sequence.row, : self._table.known[sequence.row]]
-        return tokens
+    def _processed(self, scores: torch.Tensor, sequences: list[Sequence], lengths: Ints) -> dict[int, str]:
+        """Let the logits processors change their rows of `scores` [s, V] float64, in place; returns what failed, by
+        row.
+        """
+        faults: dict[int, str] = {}
+        for i, sequence in enumerate(sequences):
+            if sequence.params.processors and bool(scores[i].max().isfinite()):  # else it is not their fault
+                known = self._table.tokens[sequence.row, : lengths[i]]
+                known.flags.writeable = False
+                prompt, output = known[: sequence.prompt_len], known[sequence.prompt_len :]
+                try:
+                    scores[i] = process(sequence.params.processors, prompt, output, scores[i])
+                except RequestFault as fault:
+                    scores[i] = torch.nan
+                    faults[i] = str(fault)
+        return faults
 
 
-def _most_likely_tokens(logits: torch.Tensor) -> tuple[Ints, NDArray[np.bool_]]:
+def _most_likely_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """For each row of `logits` [m, V], the token of the largest logit [m] int64, and whether that logit is finite [m].
 
     A NaN counts as the largest.
     """
     if logits.device.type == "cpu":  # numpy's argmax: a tenth of torch's time on [32, 1024]
         array = logits.numpy()
-        best: Ints = array.argmax(axis=-1)
-        return best, np.isfinite(array[np.arange(best.size), best])
+        best = array.argmax(axis=-1)
+        finite = np.isfinite(array[np.arange(best.size), best])
+        return torch.from_numpy(best), torch.from_numpy(finite)
     highest, places = logits.max(dim=-1)
-    on_host: Ints = places.masked_fill_(~highest.isfinite(), NOT_FINITE).cpu().numpy()  # one copy, one wait
-    return on_host, on_host != NOT_FINITE
+    return places, highest.isfinite()
 
 
 def apply_penalties(
@@ -224,7 +260,8 @@ def _most_likely(probabilities: torch.Tensor, top_k: Ints, top_p: NDArray[np.flo
     num_kept = torch.minimum(num_reached + 1, limits)  # [n, 1]
     threshold = largest.gather(1, num_kept - 1)
     keep = probabilities >= threshold
-    if bool((keep.sum(dim=-1, keepdim=True) > num_kept).any()):
+    # To look whether there are ties would be to wait for a GPU.
+    if keep.is_cuda or bool((keep.sum(dim=-1, keepdim=True) > num_kept).any()):
         # Of the tokens equal to the last one kept, those with the lower ids.
         above = probabilities > threshold
         ties = probabilities == threshold
@@ -244,7 +281,7 @@ def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
     return torch.from_numpy(np.sort(array, axis=-1)[:, ::-1].copy())
 
 
-def draw(probabilities: torch.Tensor, uniform: NDArray[np.float64]) -> Ints:
+def draw(probabilities: torch.Tensor, uniform: NDArray[np.float64]) -> torch.Tensor:
     """[n] int64: for each row the first token whose cumulated probability exceeds uniform * total.
 
     probabilities: [n, V] float64, >= 0, with a positive sum; uniform: [n] in [0, 1).
@@ -253,34 +290,24 @@ def draw(probabilities: torch.Tensor, uniform: NDArray[np.float64]) -> Ints:
     total = cdf[:, -1:]
     # A uniform is at most 1 - 2**-53, so the product stays below the total also when it is rounded.
     target = _on(uniform, probabilities).unsqueeze(1) * total
-    tokens: Ints = torch.searchsorted(cdf, target, right=True).squeeze(1).cpu().numpy()
-    return tokens
+    return torch.searchsorted(cdf, target, right=True).squeeze(1)
 
 
-def token_logprobs(logits: torch.Tensor, tokens: Ints, num_top: list[int]) -> list[TokenLogprobs]:
-    """For each of n rows of `logits` [n, V], the log-probabilities of its `tokens` [n] and of its `num_top` [n] most
-    likely.
+def token_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For each of n rows of `logits` [n, V]: its `tokens`' [n] log-probability [n] and rank [n], from 1, and the
+    log-probabilities [n, k] and ids [n, k] of its k most likely, `num_top` or the whole vocabulary.
     """
     logprobs = logits.log_softmax(dim=-1)
-    chosen = logprobs.gather(1, _on(tokens, logits).unsqueeze(1))  # [n, 1]
+    chosen = logprobs.gather(1, tokens.unsqueeze(1))  # [n, 1]
     ranks = (logprobs > chosen).sum(dim=-1) + 1
-    top = logprobs.topk(min(max(num_top), logits.shape[1]), dim=-1)
-    return [
-        TokenLogprobs([token, *ids[:n]], [value, *values[:n]], [rank, *range(1, min(n, len(ids)) + 1)])
-        for token, value, rank, ids, values, n in zip(
-            tokens.tolist(),
-            chosen.squeeze(1).tolist(),
-            ranks.tolist(),
-            top.indices.tolist(),
-            top.values.tolist(),
-            num_top,
-            strict=True,
-        )
-    ]
+    top = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
+    return chosen.squeeze(1), ranks, top.values, top.indices
 
 
 def _on(array: NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(like.device)
+    return to_device(array, like.device)
 
 
 def _present(sequence: Sequence | None) -> Sequence:

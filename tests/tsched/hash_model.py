@@ -24,9 +24,11 @@ class HashModel:
         self.batches.append(batch)
         tokens, positions = (cache.reshape(-1) for cache in kv_cache[0])
         block_size = kv_cache[0][0].shape[1]
-        assert batch.slots.unique().numel() == batch.slots.numel()
-        tokens[batch.slots] = batch.token_ids.double()
-        positions[batch.slots] = batch.positions.double()
+        kept = batch.slots >= 0
+        slots = batch.slots[kept]
+        assert slots.unique().numel() == slots.numel()
+        tokens[slots] = batch.token_ids[kept].double()
+        positions[slots] = batch.positions[kept].double()
         # The row of each token, and the context it sees, as the kernels work them out.
         rows = torch.arange(batch.num_decodes)
         starts = batch.cu_seqlens_q
@@ -35,11 +37,14 @@ class HashModel:
         rows = torch.repeat_interleave(torch.arange(counts.numel()), counts)
         assert rows.numel() == batch.token_ids.numel()
         ends = counts.cumsum(0)
-        assert int(batch.context_lens.max()) == batch.max_context_len
+        assert int(batch.context_lens.max()) <= batch.max_context_len
         logits = torch.zeros(batch.logit_indices.numel(), VOCAB)
         for i, index in enumerate(batch.logit_indices.tolist()):
             row = int(rows[index])
             context = int(batch.context_lens[row]) - int(ends[row] - 1 - index)
+            if context == 0:  # padding
+                assert not kept[index]
+                continue
             assert int(batch.positions[index]) == context - 1
             place = torch.arange(context)
             slots = batch.block_tables[row].long()[place // block_size] * block_size + place % block_size

@@ -1,0 +1,174 @@
+"""What the device keeps between steps: each batch place's block table and each row's newest token.
+
+A step changes little of it: a block for a row that crossed a page, a table for a row that has just come. Only that is
+sent, so a step's cost does not grow with the context. The newest tokens are written where they are sampled, so the next
+step can be prepared before the host has seen them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tmodel.batch import Batch
+from tsched.sequence import Ints, SequenceTable
+
+_NO_PREFILLS = np.zeros(1, dtype=np.int32)
+
+
+class DeviceState:
+    """Arrays on `device` that mirror what running rows of `table` need, changed in place.
+
+    R rows of the table and as many places in a batch, W blocks a sequence at most.
+
+    block_tables  [R, W] int32, by place in the batch; entries past a sequence's last block are undefined
+    last_tokens   [R] int64, by row of the table: the token that a decode of the row reads
+    """
+
+    def __init__(self, table: SequenceTable, device: torch.device) -> None:
+        self._table = table
+        self.device = device
+        rows, width = table.blocks.shape
+        self.block_tables = torch.zeros(rows, width, dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._width = width
+        self._block_size = table.block_size
+        self._no_prefills = to_device(_NO_PREFILLS, device)
+        self._places = torch.arange(rows, device=device)
+        # What each place of `block_tables` holds: that many blocks of a row, in that row's epoch.
+        self._row_at = np.full(rows, -1, dtype=np.int64)
+        self._epoch_at = np.full(rows, -1, dtype=np.int64)
+        self._count_at = np.zeros(rows, dtype=np.int64)
+        # And which token of its sequence each entry of `last_tokens` is.
+        self._token_place = np.full(rows, -1, dtype=np.int64)
+        self._token_epoch = np.full(rows, -1, dtype=np.int64)
+        # On a CPU the arrays are numpy's too, whose small operations take a third of torch's time.
+        on_cpu = device.type == "cpu"
+        self._host_tables: NDArray[np.int32] | None = self.block_tables.numpy().reshape(-1) if on_cpu else None
+        self._host_tokens: Ints | None = self.last_tokens.numpy() if on_cpu else None
+
+    def forget_tables(self, rows: Ints) -> None:
+        """Blocks in the middle of the lists of `rows` [n] are others now: send these lists anew when they are used."""
+        if rows.size:
+            self._epoch_at[np.isin(self._row_at, rows)] = -1
+
+    def update_tables(self, rows: Ints) -> None:
+        """Make the first places those of `rows` [B], in this order, with all blocks that the table has of them."""
+        table, num = self._table, rows.size
+        epochs, counts = table.epoch[rows], table.num_blocks[rows]
+        held = np.where((self._row_at[:num] == rows) & (self._epoch_at[:num] == epochs), self._count_at[:num], 0)
+        missing = counts - held  # [B]
+        behind = np.flatnonzero(missing)
+        if behind.size == 0:
+            return
+        places, columns = behind, held[behind]
+        if int(missing.max()) > 1:
+            lens = missing[behind]
+            places = np.repeat(behind, lens)  # [sum of lens]
+            columns = np.arange(places.size) + np.repeat(columns - (np.cumsum(lens) - lens), lens)
+        index, blocks = places * self._width + columns, table.blocks[rows[places], columns]
+        if self._host_tables is not None:
+            self._host_tables[index] = blocks
+        else:
+            sent = to_device(np.stack((index, blocks.astype(np.int64))), self.device)  # [2, sum of lens]
+            self.block_tables.view(-1).index_copy_(0, sent[0], sent[1].int())
+        self._row_at[:num], self._epoch_at[:num], self._count_at[:num] = rows, epochs, counts
+
+    def update_tokens(self, rows: Ints, places: Ints) -> None:
+        """Have in `last_tokens` the tokens at `places` [n] of the sequences in `rows` [n]: those that were not sampled
+        here last are sent.
+        """
+        table = self._table
+        known = (self._token_place[rows] == places) & (self._token_epoch[rows] == table.epoch[rows])
+        if known.all():
+            return
+        rows, places = rows[~known], places[~known]
+        if (places >= table.known[rows]).any():
+            raise RuntimeError("a plan reads a token that is neither on the host nor on the device")
+        self._write_tokens(rows, table.tokens[rows, places])
+        self._token_place[rows], self._token_epoch[rows] = places, table.epoch[rows]
+
+    def keep_tokens(self, rows: Ints, places: Ints, epochs: Ints, tokens: torch.Tensor) -> None:
+        """The step has sampled `tokens` [n] int64 for `rows` [n] of these epochs, at `places` [n] of their sequences.
+
+        A row without a token (below 0) ends when the host sees it; until then its next step reads token 0.
+        """
+        if self._host_tokens is not None:
+            self._host_tokens[rows] = np.maximum(tokens.numpy(), 0)
+        else:
+            self.last_tokens.index_copy_(0, to_device(rows, self.device), tokens.clamp_min(0))
+        self._token_place[rows], self._token_epoch[rows] = places, epochs
+
+    def host_tokens(self, rows: Ints) -> Ints:
+        """[n] int64, the last tokens of `rows` [n]; on a CPU alone."""
+        if self._host_tokens is None:
+            raise RuntimeError(f"the last tokens are on {self.device}")
+        return self._host_tokens[rows]
+
+    def decode_batch(self, rows: torch.Tensor, starts: torch.Tensor, max_context_len: int) -> Batch:
+        """The batch in which place i decodes row `rows[i]` at place `starts[i]` of its sequence, made on the device
+        from tensors [B] int64. A start of -1 is padding: slot -1, context 0.
+
+        Reads no value on the host, so a CUDA graph can hold it.
+        """
+        num = rows.shape[0]
+        num_pages = -(-max_context_len // self._block_size)
+        tables = self.block_tables[:num, :num_pages]
+        positions = starts.clamp_min(0)
+        return Batch(
+            token_ids=self.last_tokens.index_select(0, rows),
+            positions=positions,
+            slots=torch.where(starts >= 0, self._slots(tables, self._places[:num], positions), -1),
+            block_tables=tables,
+            context_lens=(starts + 1).int(),
+            cu_seqlens_q=self._no_prefills,
+            num_decodes=num,
+            max_context_len=max_context_len,
+            logit_indices=self._places[:num],
+        )
+
+    def mixed_batch(
+        self, *, decoded: Ints, owners: Ints, positions: Ints, prefill_tokens: Ints, ends: Ints, cu_seqlens: Ints,
+        logits: Ints,
+    ) -> Batch:  # fmt: skip
+        """Any batch, made on the device of what is sent in one copy, because a copy's cost is its launch.
+
+        decoded: [d] rows that decode; owners, positions: [T] place in the batch and in its sequence of each token;
+        prefill_tokens: [T - d]; ends: [B]; cu_seqlens: [B - d + 1]; logits: [m]; all int64.
+        """
+        parts = (decoded, owners, positions, prefill_tokens, ends, cu_seqlens, logits)
+        sent = to_device(np.concatenate(parts), self.device).split([part.size for part in parts])
+        max_context_len = int(ends.max())
+        tables = self.block_tables[: ends.size, : -(-max_context_len // self._block_size)]
+        return Batch(
+            token_ids=torch.cat((self.last_tokens.index_select(0, sent[0]), sent[3])),
+            positions=sent[2],
+            slots=self._slots(tables, sent[1], sent[2]),
+            block_tables=tables,
+            context_lens=sent[4].int(),
+            cu_seqlens_q=sent[5].int(),
+            num_decodes=decoded.size,
+            max_context_len=max_context_len,
+            logit_indices=sent[6],
+        )
+
+    def _slots(self, tables: torch.Tensor, owners: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[T] int64, where the tokens at `positions` [T] of the sequences at places `owners` [T] go."""
+        pages = tables[owners, positions // self._block_size].long()
+        return pages * self._block_size + positions % self._block_size
+
+    def _write_tokens(self, rows: Ints, tokens: Ints) -> None:
+        if self._host_tokens is not None:
+            self._host_tokens[rows] = tokens
+        else:
+            sent = to_device(np.stack((rows, tokens)), self.device)  # [2, n]
+            self.last_tokens.index_copy_(0, sent[0], sent[1])
+
+
+def to_device(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """`array` as a tensor on `device`. To a GPU it goes through pinned memory, which the copy alone does not wait for;
+    on a CPU it is `array` itself.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
