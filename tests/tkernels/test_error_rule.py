@@ -191,25 +191,21 @@ def copy_pages(caches: Tensor, src: Tensor, dst: Tensor) -> None:
 
 
 def step_inputs(
-    tokens: Tensor, blocks: Tensor, rows: Tensor, starts: Tensor, cu_counts: Tensor, sampled: Tensor,
-    num_tokens: int, width: int, page_size: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    token_ids, positions = torch.zeros(2, num_tokens, dtype=torch.int64)
-    slots = torch.full((num_tokens,), -1)
-    tables, lens = torch.zeros(len(rows), width, dtype=torch.int32), torch.zeros(len(rows), dtype=torch.int32)
-    begins = cu_counts.tolist()
-    for b in reversed(range(len(rows))):
-        row, start, count = int(rows[b]), int(starts[b]), begins[b + 1] - begins[b]
-        for i in range(count if row >= 0 else 0):
-            token, page, offset = begins[b] + i, *divmod(start + i, page_size)
-            token_ids[token], positions[token] = int(tokens[row, start + i]), start + i
-            slots[token] = int(blocks[row, page]) * page_size + offset
-        if row >= 0:
-            lens[b] = start + count
-            pages = -(-(start + count) // page_size)
-            tables[b, :pages] = blocks[row, :pages]
-    logits = [begins[b + 1] - 1 if b >= 0 else 0 for b in sampled.tolist()]
-    return token_ids, positions, slots, tables, lens, torch.tensor(logits, dtype=torch.int64)
+    tokens: Tensor, last_tokens: Tensor, block_tables: Tensor, starts: Tensor, cu_counts: Tensor, page_size: int
+) -> tuple[Tensor, ...]:
+    token_ids, positions = torch.zeros(2, len(tokens), dtype=torch.int64)
+    slots, lens = torch.full_like(tokens, -1), torch.zeros(len(starts), dtype=torch.int32)
+    for b in reversed(range(len(starts))):
+        begin, end, start = int(cu_counts[b]), int(cu_counts[b + 1]), int(starts[b])
+        if start < 0:
+            continue
+        lens[b] = start + end - begin
+        for t in range(begin, end):
+            token, position = int(tokens[t]), start + t - begin
+            page, offset = divmod(position, page_size)
+            token_ids[t] = token if token >= 0 else last_tokens[-1 - token]
+            positions[t], slots[t] = position, int(block_tables[b, page]) * page_size + offset
+    return token_ids, positions, slots, lens
 
 
 REORDERED: dict[str, Callable[..., Any]] = {

@@ -44,7 +44,7 @@ class _Stores:
 
         None where programs use atomics: they may hand an element on, and only the permutations can tell.
         """
-        if self.atomics or not self.kept:
+        if self.atomics or not any(len(where) for _, where, _ in self.kept):
             return None
         programs = np.concatenate([np.full(len(where), program) for program, where, _ in self.kept])
         addresses, values = (np.concatenate([kept[i] for kept in self.kept]) for i in (1, 2))

@@ -1,4 +1,4 @@
-"""step_inputs: one step's packed inputs, gathered on the device from what is kept there for every row."""
+"""step_inputs: one step's packed inputs, made on the device from a few integers a sequence and what is kept there."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,163 +6,144 @@ from typing import Any
 import torch
 
 from tkernels.batching import Batching, Inputs, like_laid_out
-from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Output, Scalar, Tensor
+from tkernels.contract import Axes, Case, Choice, Contract, Int, Output, Scalar, Tensor
 from tkernels.inputs import LAYOUTS, Draws, poison
 
-Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def reference(
     tokens: torch.Tensor,
-    blocks: torch.Tensor,
-    rows: torch.Tensor,
+    last_tokens: torch.Tensor,
+    block_tables: torch.Tensor,
     starts: torch.Tensor,
     cu_counts: torch.Tensor,
-    sampled: torch.Tensor,
-    num_tokens: int,
-    width: int,
     page_size: int,
 ) -> Step:
-    """The tensors that a model reads, of a step in which row rows[b] advances by cu_counts[b+1] - cu_counts[b] tokens.
+    """What a model reads in a step in which sequence b advances by cu_counts[b+1] - cu_counts[b] tokens.
 
-    A step is named by a few integers a sequence, and nothing that it computes is read on the host: so the tokens of the
-    step before may still be on their way, and one CUDA graph can hold this launch and the model's. To replay it with
-    fewer sequences or tokens, pad: rows of -1, and T greater than cu_counts[B].
+    A token that the step before samples is named by its row, so this step can be prepared before anyone has seen it;
+    and nothing is read on the host, so one CUDA graph can hold this launch and the model's. A graph is replayed with
+    fewer sequences by padding: a start of -1, or T greater than cu_counts[B].
 
     Args:
-        tokens: [R, L] int32, each row's token ids by position. Read at a step's positions only.
-        blocks: [R, W] int32, each row's pages in order; entries past ceil(context / page_size) are never read.
-        rows: [B] int32, the rows that advance, or -1 for padding, whose tokens get id 0, position 0 and slot -1.
-        starts: [B] int32, the position of each row's first token of this step; nothing of a padding row's is read.
+        tokens: [T] int64, token ids, or -1 - r for last_tokens[r].
+        last_tokens: [R] int64, the newest token of each row.
+        block_tables: [B, N] int32, each sequence's pages in order, a free stride; entries past those of a sequence's
+            tokens are never read.
+        starts: [B] int64, the position of each sequence's first token of this step, or -1 for a sequence that is
+            padding: its tokens get id 0, position 0 and slot -1, whatever they are.
         cu_counts: [B+1] int32, where each sequence's tokens begin in the step, from 0; ascending, the last at most T.
-        sampled: [M] int32, the sequences (0 to B-1) whose last token's logits are wanted, or -1 for padding.
-        num_tokens: T, tokens in the step with padding. Those past cu_counts[B] get id 0, position 0 and slot -1.
-        width: N, columns of the gathered tables, at most W; at least ceil(context / page_size) of every row.
+            Tokens past it are padding too.
         page_size: tokens a page.
 
     Returns:
         token_ids [T] int64.
-        positions [T] int64, starts[b], starts[b] + 1, ...
-        slots [T] int64, page * page_size + offset of each position, -1 for padding.
-        block_tables [B, N] int32, each sequence's pages, 0 past its last.
-        context_lens [B] int32, starts[b] plus its tokens, 0 for padding.
-        logit_indices [M] int64, where the sampled sequences' last tokens are, 0 for padding.
+        positions [T] int64: starts[b], starts[b] + 1, ...
+        slots [T] int64: page * page_size + offset of each position.
+        context_lens [B] int32: starts[b] plus its tokens, 0 for padding.
 
     Raises ContractError for shapes and dtypes; values are not checked: that would wait for the device.
+
+    Source: the block tables of Kwon et al., PagedAttention, 2023.
     """
-    counts = cu_counts.diff()  # [B]
-    live = rows >= 0
-    context_lens = torch.where(live, starts + counts, 0)
-    inside = torch.arange(width) < -(-context_lens // page_size)[:, None]  # [B, N]
-    block_tables = torch.where(inside, blocks[rows.clamp(min=0), :width], 0)
-    token_ids, positions = (torch.zeros(num_tokens, dtype=torch.int64) for _ in range(2))
-    slots = torch.full((num_tokens,), -1)
-    where = torch.arange(int(cu_counts[-1]))  # tokens of sequences, padding ones among them
-    owner = torch.repeat_interleave(torch.arange(len(rows)), counts)
-    where, owner = where[live[owner]], owner[live[owner]]
-    positions[where] = (starts[owner] + where - cu_counts[owner]).long()
-    row, position = rows[owner], positions[where]
-    token_ids[where] = tokens[row, position].long()
-    slots[where] = blocks[row, position // page_size].long() * page_size + position % page_size
-    logit_indices = torch.where(sampled >= 0, cu_counts[sampled + 1] - 1, 0).long()
-    return token_ids, positions, slots, block_tables, context_lens.int(), logit_indices
+    counts, live = cu_counts.diff(), starts >= 0  # [B]
+    token_ids, positions = torch.zeros(2, tokens.shape[0], dtype=torch.int64)
+    slots = torch.full_like(tokens, -1)
+    owner = torch.repeat_interleave(torch.arange(len(starts)), counts)  # [cu_counts[B]]
+    which = torch.where(live[owner])[0]
+    owner = owner[which]
+    positions[which] = starts[owner] + which - cu_counts[owner]
+    ids, kept = tokens[which], tokens[which] < 0
+    ids[kept] = last_tokens[-1 - ids[kept]]
+    token_ids[which] = ids
+    pages = block_tables[owner, positions[which] // page_size].long()
+    slots[which] = pages * page_size + positions[which] % page_size
+    return token_ids, positions, slots, torch.where(live, starts + counts, 0).int()
 
 
 def baseline(
     tokens: torch.Tensor,
-    blocks: torch.Tensor,
-    rows: torch.Tensor,
+    last_tokens: torch.Tensor,
+    block_tables: torch.Tensor,
     starts: torch.Tensor,
     cu_counts: torch.Tensor,
-    sampled: torch.Tensor,
-    num_tokens: int,
-    width: int,
     page_size: int,
 ) -> Step:
-    """Without a sync: a token past the last sequence belongs to one more, which is padding."""
-    device, begins, ends = rows.device, cu_counts[:-1], cu_counts[1:]
-    live = rows >= 0
-    lens = torch.where(live, starts + ends - begins, 0)  # [B]
-    kept_rows = rows.clamp(min=0)
-    inside = torch.arange(width, device=device) < ((lens + page_size - 1) // page_size)[:, None]  # [B, N]
-    block_tables = torch.where(inside, blocks[:, :width].index_select(0, kept_rows), 0)
-
-    index = torch.arange(num_tokens, device=device)
+    """Without a sync. A token past the last sequence belongs to one more, which is padding."""
+    begins, ends = cu_counts[:-1], cu_counts[1:]
+    context_lens = torch.where(starts >= 0, starts + ends - begins, 0).int()
+    if starts.shape[0] == 0:
+        zeros = torch.zeros_like(tokens)
+        return zeros, zeros.clone(), zeros - 1, context_lens
+    index = torch.arange(tokens.shape[0], device=tokens.device)
     owner = torch.searchsorted(ends, index, right=True)  # [T], B for a token past the last sequence
-    padding = torch.full((1,), -1, dtype=torch.int32, device=device)
-    token_rows = torch.cat((rows, padding))[owner]  # [T]
-    # What is added to a token's index to give its position; a sequence more for the tokens past the last.
-    shifts = torch.cat((starts - begins, padding))[owner]
-    is_token = token_rows >= 0
-    positions = torch.where(is_token, index + shifts, 0)
-    token_rows = token_rows.clamp(min=0)
-    token_ids = torch.where(is_token, tokens[token_rows, positions], 0).long()
-    slots = blocks[token_rows, positions // page_size].long() * page_size + positions % page_size
-    slots = torch.where(is_token, slots, -1)
-    logit_indices = torch.where(sampled >= 0, cu_counts[sampled + 1] - 1, 0).long()
-    return token_ids, positions, slots, block_tables, lens.int(), logit_indices
+    inside = owner < starts.shape[0]
+    owner = owner.clamp(max=starts.shape[0] - 1)
+    first = starts[owner]
+    is_token = inside & (first >= 0)
+    positions = torch.where(is_token, first + index - begins[owner], 0)
+    ids = torch.where(tokens < 0, last_tokens[torch.where(is_token, -1 - tokens, 0).clamp(min=0)], tokens)
+    slots = block_tables[owner, positions // page_size].long() * page_size + positions % page_size
+    return torch.where(is_token, ids, 0), positions, torch.where(is_token, slots, -1), context_lens
 
 
 def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     draws = Draws(seed, device)
-    row_count, sequences, num_tokens = int(axes["R"]), int(axes["B"]), int(axes["num_tokens"])
-    page_size, width = int(axes["page_size"]), int(axes["width"])
-    room = min(int(axes["L"]), width * page_size)  # the longest context
-    kept = 0 if axes["padding"] == "all" else min(sequences, row_count)
+    rows, sequences, num_tokens = int(axes["R"]), int(axes["B"]), int(axes["T"])
+    page_size, width = int(axes["page_size"]), int(axes["N"])
+    longest = width * page_size
+    live = torch.full((sequences,), axes["padding"] != "all")
+    used = num_tokens
     if axes["padding"] == "some":
-        kept -= int(draws.integers(0, kept, ()))
-        num_tokens -= int(draws.integers(0, num_tokens, ()))
-    live = draws.permutation(sequences)[:kept]
-    rows = torch.full((sequences,), -1, dtype=torch.int32)
-    rows[live] = draws.permutation(row_count)[:kept].int()
-    counts = _counts(draws, sequences, num_tokens, 1 if axes["step"] == "decodes" else room)
-    starts = draws.integers(0, 2**31 - 1, (sequences,)) % (room - counts + 1)
-    starts = torch.where(draws.integers(0, 2, (sequences,)) == 0, room - counts, starts).int()  # some tables full
-    starts[rows < 0] = poison(torch.int32)
+        live = draws.integers(0, 1, (sequences,)) == 1
+        used -= int(draws.integers(0, num_tokens, ()))
+    counts = _counts(draws, sequences, used, 1 if axes["step"] == "decodes" else longest)
+    starts = draws.integers(0, 2**31 - 1, (sequences,)) % (longest - counts + 1)
+    starts = torch.where(draws.integers(0, 2, (sequences,)) == 0, longest - counts, starts)  # some tables are full
+    starts[~live] = -1
     cu_counts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).int()
-    tokens = torch.full((row_count, int(axes["L"])), poison(torch.int32), dtype=torch.int32)
-    blocks = torch.full((row_count, int(axes["W"])), poison(torch.int32), dtype=torch.int32)
-    for b in live.tolist():
-        row, start, end = int(rows[b]), int(starts[b]), int(starts[b] + counts[b])
-        tokens[row, start:end] = draws.integers(0, 2**18, (end - start,)).int()
-        pages = -(-end // page_size)
-        blocks[row, :pages] = draws.integers(0, 2**31 - 2, (pages,)).int()  # slots are int64
-    sampled = torch.full((int(axes["M"]),), -1, dtype=torch.int32)
-    chosen = torch.where(counts > 0)[0][: len(sampled)]
-    sampled[draws.permutation(len(sampled))[: len(chosen)]] = chosen.int()
-    one_dim = {"rows": rows, "starts": starts, "cu_counts": cu_counts, "sampled": sampled}
+    tokens = draws.integers(0, 2**18, (num_tokens,))
+    kept = draws.integers(0, 1, (num_tokens,)) == 1
+    if axes["step"] == "decodes":
+        kept[:] = True
+    tokens[kept] = -1 - draws.integers(0, rows - 1, (int(kept.sum()),))
+    block_tables = torch.full((sequences, width), poison(torch.int32), dtype=torch.int32)
+    for b in torch.where(live & (counts > 0))[0].tolist():
+        first, end = int(starts[b]) // page_size, -(-int(starts[b] + counts[b]) // page_size)
+        block_tables[b, first:end] = draws.integers(0, 2**31 - 2, (end - first,)).int()  # slots are int64
+    plain = {
+        "tokens": tokens,
+        "last_tokens": draws.integers(0, 2**18, (rows,)),
+        "starts": starts,
+        "cu_counts": cu_counts,
+    }
     return {
-        "tokens": draws.laid_out(tokens.to(device), axes["layout"]),
-        "blocks": draws.laid_out(blocks.to(device), axes["layout"]),
-        **{name: draws.laid_out(tensor.to(device), "contiguous") for name, tensor in one_dim.items()},
-        **{name: int(axes[name]) for name in ("num_tokens", "width", "page_size")},
+        "block_tables": draws.laid_out(block_tables.to(device), axes["layout"]),
+        **{name: draws.laid_out(tensor.to(device), "contiguous") for name, tensor in plain.items()},
+        "page_size": page_size,
     }
 
 
 def _counts(draws: Draws, sequences: int, num_tokens: int, most: int) -> torch.Tensor:
-    """[B] int64, each at most `most`, `num_tokens` in all or as near as that allows; some are 0 where there is room."""
+    """[B] int64, each at most `most`, in all `num_tokens` or as near to it as that allows."""
     counts = torch.zeros(sequences, dtype=torch.int64)
     left = num_tokens
     for b in range(sequences):
-        after = (sequences - b - 1) * most  # what the rest can take
-        low, high = max(0, left - after), min(most, left)
-        counts[b] = low if low >= high else draws.integers(low, high, ())
-        counts[b] = counts[b].clamp(max=most)
+        least = min(most, max(0, left - (sequences - b - 1) * most))  # what those after it cannot take
+        counts[b] = draws.integers(least, min(most, left), ())
         left -= int(counts[b])
     return counts
 
 
 def bytes_moved(case: Case) -> int:
-    inputs = case.inputs
-    counts = inputs["cu_counts"].diff()
-    live = inputs["rows"] >= 0
-    read_tokens = int(counts[live].sum())
-    contexts = (inputs["starts"] + counts)[live]
-    pages = int((-(-contexts // inputs["page_size"])).sum())
-    step = 4 * sum(inputs[name].numel() for name in ("rows", "cu_counts", "sampled")) + 4 * int(live.sum())
-    sequences = len(live)
-    written = 8 * 3 * inputs["num_tokens"] + 4 * sequences * (inputs["width"] + 1) + 8 * inputs["sampled"].numel()
-    return 4 * (read_tokens + pages) + step + written
+    tokens, starts, cu_counts = (case.inputs[name] for name in ("tokens", "starts", "cu_counts"))
+    counts, live = cu_counts.diff(), starts >= 0
+    first, last = starts[live], starts[live] + counts[live] - 1
+    pages = int((last // case.inputs["page_size"] - first // case.inputs["page_size"] + 1)[counts[live] > 0].sum())
+    kept = int(tokens[tokens < 0].unique().numel())
+    read = 8 * (tokens.numel() + kept + starts.numel()) + 4 * (cu_counts.numel() + pages)
+    return int(read + 8 * 3 * tokens.numel() + 4 * starts.numel())
 
 
 def flops(case: Case) -> int:
@@ -171,31 +152,29 @@ def flops(case: Case) -> int:
 
 def _take(inputs: Inputs, picks: Sequence[int]) -> dict[str, Any]:
     taken = dict(inputs)
-    chosen = torch.tensor(picks, dtype=torch.long, device=inputs["rows"].device)
-    for name in ("rows", "starts"):
+    cu_counts, tokens = inputs["cu_counts"], inputs["tokens"]
+    chosen = torch.tensor(picks, dtype=torch.long, device=tokens.device)
+    for name in ("block_tables", "starts"):
         taken[name] = like_laid_out(inputs[name][chosen], inputs[name])
-    counts = inputs["cu_counts"].diff()[chosen]
-    cu_counts = torch.cat((torch.zeros_like(inputs["cu_counts"][:1]), counts.cumsum(0))).int()
-    taken["cu_counts"] = like_laid_out(cu_counts, inputs["cu_counts"])
-    wanted = set(inputs["sampled"].tolist())
-    sampled = [b for b, pick in enumerate(picks) if pick in wanted]
-    taken["sampled"] = like_laid_out(torch.tensor(sampled).to(inputs["sampled"]), inputs["sampled"])
-    taken["num_tokens"] = int(cu_counts[-1])
+    begun = torch.cat((torch.zeros_like(cu_counts[:1]), cu_counts.diff()[chosen].cumsum(0)))
+    taken["cu_counts"] = like_laid_out(begun.int(), cu_counts)
+    parts = [tokens[int(cu_counts[b]) : int(cu_counts[b + 1])] for b in picks]
+    taken["tokens"] = like_laid_out(torch.cat([tokens[:0], *parts]), tokens)
     return taken
 
 
 def _part(inputs: Inputs, results: Mapping[str, torch.Tensor], member: int) -> dict[str, torch.Tensor]:
     begin, end = inputs["cu_counts"][member : member + 2].tolist()
-    pages = -(-int(results["context_lens"][member]) // inputs["page_size"])
     parts = {name: results[name][begin:end] for name in ("token_ids", "positions", "slots")}
-    parts["block_tables"] = results["block_tables"][member, :pages]  # past them: as wide as the caller likes
-    parts["context_lens"] = results["context_lens"][member]
-    parts["logit_indices"] = results["logit_indices"][inputs["sampled"] == member] - begin
-    return parts
+    return {**parts, "context_lens": results["context_lens"][member]}
 
 
 def _loosen(inputs: Inputs) -> dict[str, Any]:
-    return {**inputs, "width": inputs["blocks"].shape[1], "num_tokens": inputs["num_tokens"] + 3}
+    """Behind wider tables, and with tokens more that are nobody's."""
+    tables, tokens = inputs["block_tables"], inputs["tokens"]
+    wider = torch.cat((tables, torch.full_like(tables, poison(tables.dtype))), dim=1)
+    longer = torch.cat((tokens, torch.full_like(tokens[:1], -1).expand(3))) if tokens.numel() else tokens
+    return {**inputs, "block_tables": wider, "tokens": longer}
 
 
 CONTRACT = Contract(
@@ -203,37 +182,28 @@ CONTRACT = Contract(
     reference=reference,
     baseline=baseline,
     axes=(
-        Int("R", 1, 2**31 - 1, (1, 2, 3, 5), "rows that are kept on the device"),
-        Int("L", 1, 2**31 - 1, (1, 7, 16, 33), "positions a row"),
-        Int("W", 1, 2**31 - 1, (1, 2, 5, 9), "pages a row"),
-        Int("B", 0, 2**31 - 2, (0, 1, 2, 3), "sequences in the step", batch=True),
-        Int("M", 0, 2**31 - 1, (0, 1, 3), "sequences whose logits are wanted", batch=True),
-        Int("num_tokens", 0, 2**31 - 1, (0, 1, 3, 9, 20), "tokens in the step", batch=True),
-        Int("width", 1, 2**31 - 1, (1, 2, 5, 9), "pages a gathered table", batch=True),
+        Int("R", 1, 2**31 - 1, (1, 2, 5), "rows with a newest token"),
+        Int("B", 0, 2**31 - 2, (0, 1, 2, 3), "sequences", batch=True),
+        Int("T", 0, 2**31 - 1, (0, 1, 3, 9, 20), "tokens", batch=True),
+        Int("N", 1, 2**31 - 1, (1, 2, 5, 9), "table width", batch=True),
         Int("page_size", 1, 65536, (1, 2, 3, 16), "tokens a page"),
-        Choice("layout", LAYOUTS, "of tokens and blocks"),
+        Choice("layout", LAYOUTS, "of the tables"),
         Choice("step", ("mixed", "decodes"), "tokens a sequence"),
-        Choice("padding", ("none", "some", "all"), "of rows and tokens"),
+        Choice("padding", ("none", "some", "all"), "of sequences and tokens"),
     ),
-    constraints=(Constraint("width <= W"),),
     arguments={
-        "tokens": Tensor("R L", "int32"),
-        "blocks": Tensor("R W", "int32"),
-        "rows": Tensor("B", "int32"),
-        "starts": Tensor("B", "int32"),
+        "tokens": Tensor("T", "int64"),
+        "last_tokens": Tensor("R", "int64"),
+        "block_tables": Tensor("B N", "int32"),
+        "starts": Tensor("B", "int64"),
         "cu_counts": Tensor("B+1", "int32"),
-        "sampled": Tensor("M", "int32"),
-        "num_tokens": Scalar(int, low=0, axis=True),
-        "width": Scalar(int, low=1, axis=True),
         "page_size": Scalar(int, low=1, axis=True),
     },
     outputs={
-        "token_ids": Output("num_tokens", "int64"),
-        "positions": Output("num_tokens", "int64"),
-        "slots": Output("num_tokens", "int64"),
-        "block_tables": Output("B width", "int32"),
+        "token_ids": Output("T", "int64"),
+        "positions": Output("T", "int64"),
+        "slots": Output("T", "int64"),
         "context_lens": Output("B", "int32"),
-        "logit_indices": Output("M", "int64"),
     },
     make_inputs=make_inputs,
     bytes_moved=bytes_moved,
@@ -242,12 +212,9 @@ CONTRACT = Contract(
     benchmarks={
         name: {
             "R": 256,
-            "L": 32768,
-            "W": 2048,
             "B": sequences,
-            "M": sequences,
-            "num_tokens": num_tokens,
-            "width": 2048,
+            "T": num_tokens,
+            "N": 2048,
             "page_size": 16,
             "layout": "contiguous",
             "step": step,
@@ -259,5 +226,5 @@ CONTRACT = Contract(
             ("decode_256", 256, 256, "decodes"),
         )
     },
-    batching=Batching(lambda inputs: int(inputs["rows"].shape[0]), _take, _part, _loosen),
+    batching=Batching(lambda inputs: int(inputs["starts"].shape[0]), _take, _part, _loosen),
 )
