@@ -3,51 +3,47 @@
 Plain Python and numpy; no torch, no model. Why nothing waits for ever:
 - a request whose longest form needs more blocks than the pool has is refused at the door, so any one sequence, alone,
   can run to its end;
-- when the blocks run out the newest sequences give way until the rest fit, so the oldest always goes on;
-- a preempted sequence takes its old place in the queue, so no later one overtakes it for ever.
+- when the blocks run out, first those that waiting sequences hold are taken back, then the last in the order give way
+  until the rest fit, so the first always goes on;
+- a preempted sequence keeps its place in the order, so only finitely many ever overtake it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tsched.block_pool import BlockPool
+from tsched.kv_memory import KVMemory
+from tsched.planner import Counters, Planner, UnderWay
 from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES, find_policy
 from tsched.policies.base import CacheStats
+from tsched.refusal import RefusedError, longest_form
 from tsched.sampling_params import SamplingParams
 from tsched.sequence import Ints, Sequence, SequenceTable
-from tsched.step_plan import NO_PAIRS, NO_ROWS, StepPlan
+from tsched.sibling_groups import SiblingGroups
+from tsched.step_plan import StepPlan
+from tsched.token_budget import TokenBudget
+from tsched.waiting_queue import WaitingQueue
 
+__all__ = ["Counters", "RefusedError", "Scheduler", "StepPlan"]
 
-class RefusedError(ValueError):
-    """A request that could never run to its end here."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """Plain sums since the scheduler was made."""
-
-    num_steps: int = 0
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_output_tokens: int = 0
-    num_preemptions: int = 0
-    num_finished: int = 0
+_MAX_PRIORITY = 2**31  # keys are int64
 
 
 class Scheduler:
     """Makes plans and takes in their outcome. `commit` may lag `schedule` by one plan.
 
     num_blocks, block_size   the KV cache: blocks, and tokens a block
+    num_host_blocks          blocks in host memory for preemption by swapping; 0 is none
     max_num_seqs             sequences running at once
     max_num_batched_tokens   tokens a plan
     max_model_len            tokens a sequence, prompt and output together
+    max_chunk_tokens, decode_share, chunked_prefill   how a plan's tokens are shared, see TokenBudget
     eos_token_ids            end a sequence unless its parameters say ignore_eos
     order, preemption, prefix_cache   policies by name, see tsched.policies
     """
@@ -60,6 +56,10 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        max_chunk_tokens: int | None = None,
+        decode_share: float = 0.0,
+        chunked_prefill: bool = True,
+        num_host_blocks: int = 0,
         eos_token_ids: tuple[int, ...] = (),
         order: str = "fcfs",
         preemption: str = "recompute",
@@ -73,30 +73,42 @@ class Scheduler:
         for name, value in limits.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if num_host_blocks < 0:
+            raise ValueError(f"num_host_blocks must be at least 0, got {num_host_blocks}")
+        budget = TokenBudget(max_num_batched_tokens, max_chunk_tokens, decode_share, chunked_prefill)
+        budget.check(max_model_len)
         self.pool = BlockPool(num_blocks, block_size)
+        self.host_pool = BlockPool(num_host_blocks, block_size) if num_host_blocks else None
         self.table = SequenceTable(max_num_seqs, max_model_len, block_size)
         self.counters = Counters()
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._order = find_policy("order", order, ORDERS)()
-        self._preemption = find_policy("preemption", preemption, PREEMPTIONS)()
         self._cache = find_policy("prefix_cache", prefix_cache, PREFIX_CACHES)(self.pool)
+        self._memory = KVMemory(self.pool, self._cache, self.host_pool)
+        self._waiting = WaitingQueue()
+        self._planner = Planner(
+            self.table,
+            self._memory,
+            self._waiting,
+            budget,
+            find_policy("preemption", preemption, PREEMPTIONS)(),
+            self.counters,
+        )
+        self._groups = SiblingGroups()
         self._unfinished: dict[int, Sequence] = {}
-        self._running: Ints = np.empty(0, dtype=np.int64)  # rows in the order of admission
-        self._in_flight: deque[StepPlan] = deque()
+        self._in_flight: deque[UnderWay] = deque()
         self._num_arrived = 0
-        self._placed: list[int] = []  # rows that changed hands in the plan being made
-        # The last plan, where every running row got a token by it and nobody has come or gone since.
-        self._repeatable: StepPlan | None = None
+        self._num_created = 0
 
     @property
     def num_waiting(self) -> int:
-        return len(self._order)
+        return len(self._waiting) + len(self._groups)
 
     @property
     def num_running(self) -> int:
-        return int(self._running.size)
+        return int(self._planner.running.size)
 
     @property
     def has_unfinished(self) -> bool:
@@ -104,8 +116,8 @@ class Scheduler:
 
     @property
     def running(self) -> Ints:
-        """[n] int64, the running rows in the order of admission."""
-        return self._running.copy()
+        """[n] int64, the running rows, the first in the order first."""
+        return self._planner.running.copy()
 
     def cache_stats(self) -> CacheStats:
         """What the prefix cache has found and evicted."""
@@ -113,7 +125,8 @@ class Scheduler:
 
     def last_page_waste(self) -> float:
         """Of the slots lent to running sequences, the fraction past their known tokens."""
-        capacity, known = self.table.capacity[self._running], self.table.known[self._running]
+        rows = self._planner.running
+        capacity, known = self.table.capacity[rows], self.table.known[rows]
         lent = int(capacity.sum())
         return 1.0 - int(np.minimum(known, capacity).sum()) / lent if lent else 0.0
 
@@ -123,43 +136,106 @@ class Scheduler:
         prompt: Items[int] | NDArray[Any],
         params: SamplingParams,
         *,
+        priority: int = 0,
         cache_salt: bytes = b"",
     ) -> Sequence:
-        """Queue a new sequence of `prompt` [n] int, n >= 1, and return it. Only sequences of one `cache_salt` share
-        cached prefixes.
+        """Queue a new sequence of `prompt` [n] int, n >= 1, and return it.
 
-        Raises RefusedError, and nothing changes, where it could never run to its end here. Without a max_tokens it
-        may run to what max_model_len and the whole pool allow.
+        priority: lower goes first, where the order looks at it. Only sequences of one `cache_salt` share cached
+        prefixes. Raises RefusedError, and nothing changes, where it could never run to its end here. Without a
+        max_tokens it may run to what max_model_len and the whole pool allow.
         """
-        if sequence_id in self._unfinished:
-            raise ValueError(f"a sequence {sequence_id} is already here")
-        if len(prompt) < 1:
-            raise RefusedError("the prompt is empty: there is no token to go on from")
-        if len(prompt) >= self.max_model_len:
-            raise RefusedError(
-                f"the prompt has {len(prompt)} tokens, max_model_len is {self.max_model_len} for prompt and output "
-                f"together: a prompt may have {self.max_model_len - 1} at most"
-            )
-        pool = self.pool
-        if params.max_tokens is None:
-            max_length = max(len(prompt), pool.num_blocks * pool.block_size) + 1
-        else:
-            max_length = len(prompt) + params.max_tokens
-        max_length = min(max_length, self.max_model_len)
-        needed = pool.blocks_for(max_length - 1)  # the last token is never fed back
-        if needed > pool.num_blocks:
-            raise RefusedError(
-                f"a prompt of {len(prompt)} tokens and an output up to {max_length} in all need {needed} blocks of "
-                f"{pool.block_size} tokens, the pool has {pool.num_blocks}"
-            )
-        sequence = Sequence.create(sequence_id, prompt, params, max_length, cache_salt)
-        sequence.arrival = self._num_arrived
+        return self.add_group([sequence_id], prompt, [params], priority=priority, cache_salt=cache_salt)[0]
+
+    def add_group(
+        self,
+        sequence_ids: Items[int],
+        prompt: Items[int] | NDArray[Any],
+        params: Items[SamplingParams],
+        *,
+        priority: int = 0,
+        cache_salt: bytes = b"",
+    ) -> list[Sequence]:
+        """Queue n sequences of one prompt, which is computed once: the first one's blocks are forked to the others
+        when it has been. Any of them may be aborted at any moment. Raises what `add` raises.
+        """
+        if len(sequence_ids) != len(params) or len(sequence_ids) < 1 or len(set(sequence_ids)) < len(sequence_ids):
+            raise ValueError(f"a group is distinct ids and as many parameters, got {sequence_ids} and {len(params)}")
+        self._require_new(sequence_ids)
+        if not -_MAX_PRIORITY <= priority <= _MAX_PRIORITY:
+            raise ValueError(f"priority must be from {-_MAX_PRIORITY} to {_MAX_PRIORITY}, got {priority}")
+        lengths = [longest_form(len(prompt), one, self.pool, self.max_model_len) for one in params]
+        group = [
+            Sequence.create(i, prompt, one, length, priority=priority, cache_salt=cache_salt)
+            for i, one, length in zip(sequence_ids, params, lengths, strict=True)
+        ]
+        for sequence in group:
+            self._enlist(sequence, self._num_arrived)
         self._num_arrived += 1
-        self._cache.prepare(sequence)
-        self._unfinished[sequence_id] = sequence
-        self._order.add(sequence)
-        self._repeatable = None
-        return sequence
+        self._cache.prepare(group[0])
+        for follower in group[1:]:
+            self._cache.adopt(follower, group[0])
+        self._waiting.add(group[0])
+        self._groups.form(group[0], group[1:])
+        return group
+
+    def fork(self, sequence_id: int, new_id: int, params: SamplingParams, *, num_tokens: int | None = None) -> Sequence:
+        """Queue a sequence `new_id` that begins with the first `num_tokens` tokens (None: all known) of an unfinished
+        one, whose blocks it shares and whose place in the order it has.
+
+        It computes its last token itself, so that its logits come from a row like any other. max_tokens counts from
+        the end of the parent's prompt. ValueError where there is no such sequence or no such number of tokens;
+        RefusedError where the fork could never run to its end, or has reached it.
+        """
+        parent = self._unfinished.get(sequence_id)
+        if parent is None:
+            raise ValueError(f"no sequence {sequence_id} is unfinished: there is nothing to fork")
+        self._require_new([new_id])
+        table, row = self.table, parent.row
+        tokens = parent.tokens if row < 0 else table.tokens[row, : table.known[row]]
+        count = tokens.size if num_tokens is None else num_tokens
+        if not 1 <= count <= tokens.size:
+            raise ValueError(f"sequence {sequence_id} has {tokens.size} tokens, a fork of {count} was asked for")
+        prompt_len = min(parent.prompt_len, count)
+        max_length = longest_form(prompt_len, params, self.pool, self.max_model_len)
+        if count >= max_length:
+            raise RefusedError(f"a fork of {count} tokens has reached its end already: {max_length} tokens at most")
+        child = Sequence.create(
+            new_id,
+            tokens[:count],
+            params,
+            max_length,
+            prompt_len=prompt_len,
+            priority=parent.priority,
+            cache_salt=parent.cache_salt,
+        )
+        self._enlist(child, parent.arrival)
+        self._cache.adopt(child, parent)
+        self._share_blocks(parent, child)
+        self._waiting.add(child)
+        self.counters.num_forks += 1
+        return child
+
+    def replace_last(self, sequence_id: int, token: int) -> None:
+        """Put `token` in the place of the last output token of an unfinished sequence, which no plan has run yet.
+
+        RuntimeError where a plan is under way, ValueError where there is no such sequence or token.
+        """
+        if self._in_flight:
+            raise RuntimeError("a plan is under way: the last token may be running already")
+        sequence = self._unfinished.get(sequence_id)
+        if sequence is None:
+            raise ValueError(f"no sequence {sequence_id} is unfinished")
+        row = sequence.row
+        last = (int(self.table.known[row]) if row >= 0 else sequence.tokens.size) - 1
+        if last < sequence.prompt_len:
+            raise ValueError(f"sequence {sequence_id} has no output token yet")
+        if last < sequence.tokens.size:  # what the prefix cache has seen of it
+            sequence.tokens[last] = token
+            self._cache.truncate(sequence, last)
+        if row >= 0:
+            self.table.tokens[row, last] = token
+            self._planner.note_replaced(row)
 
     def output_of(self, sequence: Sequence) -> list[int]:
         """The output's token ids so far, whether the sequence waits, runs or has finished."""
@@ -175,17 +251,9 @@ class Scheduler:
         """
         if len(self._in_flight) > 1:
             raise RuntimeError("two plans are under way; commit the older one before making a third")
-        plan = self._repeat() if self._repeatable is not None and not self._in_flight else None
-        if plan is None:
-            self._placed.clear()
-            counts, num_preempted, grown = self._advance_running()
-            budget = self.max_num_batched_tokens - int(counts.sum())
-            if num_preempted == 0 and budget > 0 and len(self._order):
-                counts = self._admit(counts, budget)
-            plan = self._plan(self._running, counts, num_preempted, grown)
-        all_got_a_token = plan.num_decodes == plan.sampled.size == self._running.size
-        self._repeatable = plan if all_got_a_token and plan.num_preempted == 0 else None
-        self._in_flight.append(plan)
+        under_way = self._planner.make(is_late=bool(self._in_flight))
+        plan = under_way.plan
+        self._in_flight.append(under_way)
         counters = self.counters
         counters.num_steps += not plan.is_empty
         counters.num_decode_tokens += plan.num_decodes
@@ -198,12 +266,12 @@ class Scheduler:
         Tokens of sequences that have stopped or given way since the plan was made are dropped. Returns the sequences
         that finished, which have left the table.
         """
-        if not self._in_flight or self._in_flight[0] is not plan:
+        if not self._in_flight or self._in_flight[0].plan is not plan:
             raise RuntimeError("plans are committed once each, in the order in which they were made")
         rows = plan.sampled_rows
         if tokens.shape != rows.shape:
             raise ValueError(f"the plan samples {rows.size} tokens, got an array of shape {tokens.shape}")
-        self._in_flight.popleft()
+        under_way = self._in_flight.popleft()
         table, places = self.table, plan.lengths
         if table.num_departures != plan.num_departures:
             live = table.epoch[rows] == plan.sampled_epochs
@@ -211,7 +279,12 @@ class Scheduler:
         table.tokens[rows, places] = tokens
         lengths = places + 1
         table.known[rows] = lengths
+        table.committed[rows] = places
         self.counters.num_output_tokens += rows.size
+        if under_way.restored:
+            self._memory.free_restored(under_way.restored)
+        if under_way.prefills:
+            self._take_in(under_way.prefills)
         stopped = self._stopped(rows, tokens, lengths)
         ended = stopped | (lengths >= table.max_length[rows])
         if not ended.any():
@@ -230,7 +303,9 @@ class Scheduler:
             return None
         if sequence.row >= 0:
             return self._finish_row(sequence.row, reason)
-        self._order.remove(sequence)
+        if not self._groups.leaves(sequence):
+            self._waiting.remove(sequence)
+            self._memory.drop(sequence)
         return self._mark_finished(sequence, reason)
 
     def abort(self, sequence_id: int) -> Sequence | None:
@@ -239,137 +314,56 @@ class Scheduler:
 
     def abort_all(self) -> None:
         """Abort every sequence and forget the plans under way: the outcome of a step is lost."""
+        for under_way in self._in_flight:
+            self._memory.free_restored(under_way.restored)
         self._in_flight.clear()
         for sequence_id in list(self._unfinished):
             self.abort(sequence_id)
 
-    def _advance_running(self) -> tuple[Ints, int, Ints]:
-        """Tokens [num_running] for each running row, with blocks allocated for them, how many rows had to give way,
-        and the rows that got a block.
-        """
-        table, num_preempted = self.table, 0
-        while True:
-            rows = self._running
-            length = table.length[rows]
-            if self._in_flight:  # a sequence whose last token is under way has nothing left to compute
-                length = np.minimum(length, table.max_length[rows] - 1)
-            computed = table.computed[rows]
-            counts = _share(length - computed, self.max_num_batched_tokens)
-            # Blocks for all known tokens were allocated at admission, so a row grows by one block at most.
-            growing = rows[computed + counts > table.capacity[rows]]
-            if growing.size == 0:
-                return counts, num_preempted, growing
-            if growing.size <= self._cache.num_available:
-                table.extend_each(growing, self._cache.allocate(growing.size))
-                return counts, num_preempted, growing
-            if rows.size < 2:
-                raise RuntimeError("a sequence that runs alone found no block: the pool's accounts are wrong")
-            self._preempt(self._order.victim(rows, table))
-            num_preempted += 1
+    def _require_new(self, sequence_ids: Items[int]) -> None:
+        for sequence_id in sequence_ids:
+            if sequence_id in self._unfinished:
+                raise ValueError(f"a sequence {sequence_id} is already here")
 
-    def _admit(self, counts: Ints, budget: int) -> Ints:
-        """Admit from the queue while rows, blocks and `budget` tokens last; returns `counts` with theirs appended."""
-        table, cache = self.table, self._cache
-        rows: list[int] = []
-        added: list[int] = []
-        while budget > 0 and table.num_free_rows:
-            sequence = self._order.head()
-            if sequence is None:
-                break
-            matched = cache.match(sequence)
-            missing = self.pool.blocks_for(sequence.tokens.size) - matched.size
-            # One block is kept back for each running sequence to grow into; else the newcomer would be preempted at
-            # once.
-            if missing + self.num_running + len(rows) > cache.num_available:
-                cache.release(sequence, matched, 0)
-                break
-            self._order.remove(sequence)
-            num_computed = matched.size * self.pool.block_size
-            row = table.place(sequence, np.concatenate((matched, cache.allocate(missing))), num_computed)
-            count = min(budget, sequence.tokens.size - num_computed)
-            budget -= count
-            rows.append(row)
-            self._placed.append(row)
-            added.append(count)
-        if not rows:
-            return counts
-        self._running = np.concatenate((self._running, np.array(rows, dtype=np.int64)))
-        return np.concatenate((counts, np.array(added, dtype=np.int64)))
+    def _enlist(self, sequence: Sequence, arrival: int) -> None:
+        sequence.arrival, sequence.serial = arrival, self._num_created
+        sequence.key = self._order.key(sequence)
+        self._num_created += 1
+        self._unfinished[sequence.id] = sequence
+        self._planner.disturb()
 
-    def _plan(self, rows: Ints, counts: Ints, num_preempted: int, grown: Ints) -> StepPlan:
-        """The plan in which `rows` advance by `counts`, decode rows first, and the table's accounts of it."""
-        table = self.table
-        is_decode = counts == 1
-        num_decodes = int(np.count_nonzero(is_decode))
-        if num_decodes < counts.size:
-            order = np.concatenate((np.flatnonzero(is_decode), np.flatnonzero(counts > 1)))
-            rows, counts = rows[order], counts[order]
-        starts = table.computed[rows]
-        ends = starts + counts
-        table.computed[rows] = ends
-        sampled = np.flatnonzero(ends == table.length[rows])
-        sampled_rows = rows[sampled]
-        lengths = ends[sampled]
-        table.length[sampled_rows] = lengths + 1
-        return StepPlan(
-            rows=rows,
-            starts=starts,
-            counts=counts,
-            ends=ends,
-            num_decodes=num_decodes,
-            num_tokens=int(counts.sum()),
-            sampled=sampled,
-            sampled_rows=sampled_rows,
-            sampled_epochs=table.epoch[sampled_rows],
-            lengths=lengths,
-            num_departures=table.num_departures,
-            num_preempted=num_preempted,
-            swap_outs=NO_PAIRS,
-            swap_ins=NO_PAIRS,
-            copies=NO_PAIRS,
-            placed=np.array(self._placed, dtype=np.int64) if self._placed else NO_ROWS,
-            rewritten=NO_ROWS,
-            grown=grown,
-        )
+    def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
+        """The waiting `child`, which begins with `parent`'s tokens, holds the blocks of those that are computed."""
+        table, row, most = self.table, parent.row, child.tokens.size - 1
+        if row >= 0:
+            # What a plan under way computes is there before any later plan reads it.
+            num_computed = min(int(table.computed[row]), most)
+            self._memory.share(child, table.blocks[row, : table.num_blocks[row]], num_computed)
+            self._planner.note_forked(row)
+        elif parent.host_blocks.size:
+            self._memory.share_host(child, parent.host_blocks, min(parent.num_computed, most))
+        else:
+            self._memory.share(child, parent.blocks, min(parent.num_computed, most))
 
-    def _repeat(self) -> StepPlan | None:
-        """The last plan one token on, or None where its rows need more blocks than there are.
-
-        Most plans are such. Nobody could be admitted then, so nobody can be now: the free blocks have only become
-        fewer.
-        """
-        table, last = self.table, self._repeatable
-        if last is None:
-            return None
-        rows, starts = last.rows, last.ends
-        growing = rows[starts >= table.capacity[rows]]
-        if growing.size:
-            if growing.size > self._cache.num_available:
-                return None
-            table.extend_each(growing, self._cache.allocate(growing.size))
-        ends = starts + 1
-        table.computed[rows] = ends
-        table.length[rows] = ends + 1
-        return StepPlan(
-            rows=rows,
-            starts=starts,
-            counts=last.counts,
-            ends=ends,
-            num_decodes=last.num_decodes,
-            num_tokens=last.num_tokens,
-            sampled=last.sampled,
-            sampled_rows=last.sampled_rows,
-            sampled_epochs=last.sampled_epochs,
-            lengths=ends,
-            num_departures=last.num_departures,
-            num_preempted=0,
-            swap_outs=NO_PAIRS,
-            swap_ins=NO_PAIRS,
-            copies=NO_PAIRS,
-            placed=NO_ROWS,
-            rewritten=NO_ROWS,
-            grown=growing,
-        )
+    def _take_in(self, prefills: list[tuple[int, int, int]]) -> None:
+        """(row, epoch, end): the row's first `end` tokens are computed now, if the row is still the same one's."""
+        table, block_size = self.table, self.pool.block_size
+        for row, epoch, end in prefills:
+            sequence = table.sequences[row]
+            if sequence is None or table.epoch[row] != epoch:
+                continue
+            table.committed[row] = end
+            own = table.blocks[row, : end // block_size]
+            if own.size:
+                blocks = self._cache.insert(sequence, own.copy(), end)
+                is_rewritten = not np.array_equal(blocks, own)
+                own[:] = blocks
+                self._planner.note_inserted(row, is_rewritten=is_rewritten)
+            if end >= sequence.prompt_len:
+                for follower in self._groups.disband(sequence.id):
+                    self._share_blocks(sequence, follower)
+                    self._waiting.add(follower)
+                    self.counters.num_forks += 1
 
     def _stopped(self, rows: Ints, tokens: Ints, lengths: Ints) -> np.ndarray:
         """[m] bool, which of `rows` were ended by their new token."""
@@ -385,35 +379,19 @@ class Scheduler:
                 stopped[i] |= sequence is not None and int(tokens[i]) in sequence.stop_ids
         return stopped & (lengths > table.min_length[rows]) if stopped.any() else stopped
 
-    def _preempt(self, row: int) -> None:
-        self._running = self._running[self._running != row]
-        sequence = self._preemption.preempt(self.table, row, self._cache)
-        self._cache.prepare(sequence)
-        self._order.add(sequence)
-        self.counters.num_preemptions += 1
-
     def _finish_row(self, row: int, reason: str) -> Sequence:
-        computed = min(int(self.table.computed[row]), int(self.table.known[row]))
-        sequence, blocks = self.table.remove(row)
-        self._running = self._running[self._running != row]
-        self._cache.release(sequence, blocks, computed)
+        num_committed = int(self.table.committed[row])
+        sequence, blocks = self._planner.leave(row)
+        self._cache.release(sequence, blocks, num_committed)
         return self._mark_finished(sequence, reason)
 
     def _mark_finished(self, sequence: Sequence, reason: str) -> Sequence:
         del self._unfinished[sequence.id]
-        self._repeatable = None
+        heirs = self._groups.disband(sequence.id)
+        if heirs:  # it led a group, whose prompt another one computes now
+            self._groups.form(heirs[0], heirs[1:])
+            self._waiting.add(heirs[0])
+        self._planner.disturb()
         sequence.finish_reason = reason
         self.counters.num_finished += 1
         return sequence
-
-
-def _share(wanted: Ints, budget: int) -> Ints:
-    """How many of the `wanted` [n] >= 0 tokens each row gets of `budget`, the older rows first.
-
-    A prefill that does not fit a plan leaves no budget to admit anyone after it, so it is the newest row: no decode
-    row ever waits for a prefill.
-    """
-    if wanted.size == 0 or (wanted.size <= budget and int(wanted.max()) <= 1):
-        return wanted
-    before = np.cumsum(wanted) - wanted
-    return np.clip(budget - before, 0, wanted)

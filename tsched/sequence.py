@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tsched.block_pool import BlockIds
+from tsched.block_pool import NO_BLOCKS, BlockIds
 from tsched.sampling_params import SamplingParams
 
 Ints = NDArray[np.int64]
@@ -28,27 +28,52 @@ class Sequence:
     max_length: int
     params: SamplingParams
     tokens: Ints  # [prompt + output] int64, as of the last time that the sequence left its row
-    arrival: int = 0  # its place in the order of arrival
+    stop_ids: frozenset[int] = field(default_factory=frozenset)
+    priority: int = 0
+    cache_salt: bytes = b""  # only sequences with the same one share cached prefixes
+    arrival: int = 0  # its request's place in the order of arrival; forks have their parent's
+    serial: int = 0  # tells sequences of one arrival apart
+    key: int = 0  # its place in the scheduler's order: lower goes first
     row: int = -1  # its row of the table, -1 when it is not running
     finish_reason: str | None = None  # "stop", "length" or "abort"
     num_preemptions: int = 0
-    stop_ids: frozenset[int] = field(default_factory=frozenset)
-    cache_salt: bytes = b""  # only sequences with the same one share cached prefixes
+    # While it waits: the blocks that it holds, on the device or on the host, and how many of its tokens are in them.
+    blocks: BlockIds = field(default_factory=lambda: NO_BLOCKS)
+    host_blocks: BlockIds = field(default_factory=lambda: NO_BLOCKS)
+    num_computed: int = 0
     prefix: object = None  # what the prefix cache has prepared of its tokens; nobody else's business
 
     @classmethod
     def create(
         cls,
         id: int,
-        prompt: Items[int] | NDArray[Any],
+        tokens: Items[int] | NDArray[Any],
         params: SamplingParams,
         max_length: int,
+        *,
+        prompt_len: int | None = None,
+        priority: int = 0,
         cache_salt: bytes = b"",
     ) -> Sequence:
-        """A new sequence of `prompt` [n] that ends at `max_length` tokens at the latest."""
-        tokens = np.array(prompt, dtype=np.int64).reshape(-1)
-        stop_ids = frozenset(params.stop_ids)
-        return cls(id, tokens.size, max_length, params, tokens, stop_ids=stop_ids, cache_salt=cache_salt)
+        """A new sequence of `tokens` [n] that ends at `max_length` tokens at the latest; all of them are its prompt,
+        or the first `prompt_len`.
+        """
+        own = np.array(tokens, dtype=np.int64).reshape(-1)
+        return cls(
+            id,
+            own.size if prompt_len is None else prompt_len,
+            max_length,
+            params,
+            own,
+            stop_ids=frozenset(params.stop_ids),
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        """Among the waiting, lower goes first: swapped ones, then by key, which forks share with their parent."""
+        return self.host_blocks.size == 0, self.key, self.serial
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -82,6 +107,10 @@ class SequenceTable:
         self.known: Ints = column()  # tokens whose values are here
         self.length: Ints = column()  # and those that a plan under way will bring
         self.computed: Ints = column()  # tokens whose keys and values are in the cache once every plan has run
+        self.committed: Ints = column()  # and once the plans that have been committed had run
+        self.prefill_length: Ints = column()  # tokens it came into its row with
+        self.key: Ints = column()
+        self.serial: Ints = column()
         self.num_blocks: Ints = column()
         self.capacity: Ints = column()  # num_blocks * block_size
         self.ignore_eos: NDArray[np.bool_] = column(np.bool_)
@@ -100,7 +129,7 @@ class SequenceTable:
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 
-    def place(self, sequence: Sequence, blocks: BlockIds, num_computed: int = 0) -> int:
+    def place(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> int:
         """Give `sequence` a row and its `blocks` [n] int32, which hold its first `num_computed` tokens. Returns the
         row.
         """
@@ -114,6 +143,11 @@ class SequenceTable:
         self.min_length[row] = sequence.prompt_len + params.min_tokens
         self.known[row] = self.length[row] = length
         self.computed[row] = num_computed
+        # Its blocks may be filled by a plan under way, or by this one's copies: nothing counts before a commit.
+        self.committed[row] = 0
+        self.prefill_length[row] = length
+        self.key[row] = sequence.key
+        self.serial[row] = sequence.serial
         self.num_blocks[row] = self.capacity[row] = 0
         self.extend(row, blocks)
         self.ignore_eos[row] = params.ignore_eos

@@ -336,7 +336,7 @@ def test_limits_below_one_are_named(name: str) -> None:
     ("kind", "name", "hint"),
     [
         ("order", "fcsf", "did you mean 'fcfs'"),
-        ("preemption", "swap", "there is 'recompute'"),
+        ("preemption", "swop", "did you mean 'swap'"),
         ("prefix_cache", "radiks", "did you mean 'radix'"),
     ],
 )

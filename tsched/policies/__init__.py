@@ -15,11 +15,13 @@ from tsched.policies.base import Order, Preemption, PrefixCache
 from tsched.policies.fcfs import FirstComeFirstServed
 from tsched.policies.hash_prefix_cache import HashPrefixCache
 from tsched.policies.no_prefix_cache import NoPrefixCache
+from tsched.policies.priority import Priority
 from tsched.policies.radix_prefix_cache import RadixPrefixCache
 from tsched.policies.recompute import Recompute
+from tsched.policies.swap import Swap
 
-ORDERS: Mapping[str, type[Order]] = {"fcfs": FirstComeFirstServed}
-PREEMPTIONS: Mapping[str, type[Preemption]] = {"recompute": Recompute}
+ORDERS: Mapping[str, type[Order]] = {"fcfs": FirstComeFirstServed, "priority": Priority}
+PREEMPTIONS: Mapping[str, type[Preemption]] = {"recompute": Recompute, "swap": Swap}
 PREFIX_CACHES: Mapping[str, type[PrefixCache]] = {
     "none": NoPrefixCache,
     "hash": HashPrefixCache,

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tsched.block_pool import BlockIds, BlockPool
-from tsched.sequence import Ints, Sequence, SequenceTable
+from tsched.sequence import Sequence
+
+if TYPE_CHECKING:
+    from tsched.kv_memory import KVMemory
 
 
 class Order(Protocol):
-    """The waiting queue, and the rank among the running."""
+    """Who is admitted first, and who gives way first: a total order of all sequences, fixed when each one arrives."""
 
-    def add(self, sequence: Sequence) -> None:
-        """A sequence that has just arrived, or that was preempted; `sequence.arrival` tells its place."""
-
-    def head(self) -> Sequence | None:
-        """Who is admitted next; None when nobody waits."""
-
-    def remove(self, sequence: Sequence) -> None:
-        """`sequence` no longer waits: it was admitted or aborted."""
-
-    def victim(self, running: Ints, table: SequenceTable) -> int:
-        """Which of `running` [n >= 2], the running rows in the order of admission, gives way first. Never the one
-        that must be able to go on for the whole to progress."""
-
-    def __len__(self) -> int: ...
+    def key(self, sequence: Sequence) -> int:
+        """Lower is admitted first and gives way last. It follows from `arrival` and `priority` alone; for the
+        progress of all, only finitely many later arrivals may have a lower one.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +84,7 @@ class PrefixCache(Protocol):
 
 
 class Preemption(Protocol):
-    def preempt(self, table: SequenceTable, row: int, cache: PrefixCache) -> Sequence:
-        """Take the sequence in `row` off the table, with what is needed to go on later; its blocks go back to
-        `cache`.
+    def leave(self, sequence: Sequence, blocks: BlockIds, num_computed: int, memory: KVMemory) -> None:
+        """`sequence` has left its row; its first `num_computed` tokens, fewer than it has, are in `blocks` once the
+        plans under way have run. Save what it needs to go on later; the caller then releases `blocks`.
         """

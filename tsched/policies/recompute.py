@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from tsched.policies.base import PrefixCache
-from tsched.sequence import Sequence, SequenceTable
+from typing import TYPE_CHECKING
+
+from tsched.block_pool import BlockIds
+from tsched.sequence import Sequence
+
+if TYPE_CHECKING:
+    from tsched.kv_memory import KVMemory
 
 
 class Recompute:
     """Costs one prefill of prompt and output, and no memory."""
 
-    def preempt(self, table: SequenceTable, row: int, cache: PrefixCache) -> Sequence:
-        computed = min(int(table.computed[row]), int(table.known[row]))
-        sequence, blocks = table.remove(row)
-        sequence.num_preemptions += 1
-        cache.release(sequence, blocks, computed)
-        return sequence
+    def leave(self, sequence: Sequence, blocks: BlockIds, num_computed: int, memory: KVMemory) -> None:
+        pass

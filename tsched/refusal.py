@@ -1,0 +1,37 @@
+"""Who is turned away at the door: what could never run to its end must not block the queue for ever."""
+
+from __future__ import annotations
+
+from tsched.block_pool import BlockPool
+from tsched.sampling_params import SamplingParams
+
+
+class RefusedError(ValueError):
+    """A request that could never run to its end here."""
+
+
+def longest_form(prompt_len: int, params: SamplingParams, pool: BlockPool, max_model_len: int) -> int:
+    """The tokens, prompt and output together, at which a request ends at the latest.
+
+    Without a max_tokens it may run to what max_model_len and the whole pool allow. RefusedError where it could never
+    run to its end, alone in the whole `pool`.
+    """
+    if prompt_len < 1:
+        raise RefusedError("the prompt is empty: there is no token to go on from")
+    if prompt_len >= max_model_len:
+        raise RefusedError(
+            f"the prompt has {prompt_len} tokens, max_model_len is {max_model_len} for prompt and output "
+            f"together: a prompt may have {max_model_len - 1} at most"
+        )
+    if params.max_tokens is None:
+        longest = max(prompt_len, pool.num_blocks * pool.block_size) + 1
+    else:
+        longest = prompt_len + params.max_tokens
+    longest = min(longest, max_model_len)
+    needed = pool.blocks_for(longest - 1)  # the last token is never fed back
+    if needed > pool.num_blocks:
+        raise RefusedError(
+            f"a prompt of {prompt_len} tokens and an output up to {longest} in all need {needed} blocks of "
+            f"{pool.block_size} tokens, the pool has {pool.num_blocks}"
+        )
+    return longest
