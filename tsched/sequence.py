@@ -129,7 +129,7 @@ class SequenceTable:
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 
-    def place(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> int:
+    def place(self, sequence: Sequence, blocks: BlockIds, num_computed: int = 0) -> int:
         """Give `sequence` a row and its `blocks` [n] int32, which hold its first `num_computed` tokens. Returns the
         row.
         """

@@ -19,7 +19,7 @@ from typing import Any
 from tests.tsched.random_schedules import draw_schedule
 from tests.tsched.schedules import serve, server_factory
 from tsched.block_pool import BlockPool
-from tsched.policies.fcfs import FirstComeFirstServed
+from tsched.planner import Planner
 from tsched.scheduler import Scheduler
 
 
@@ -35,12 +35,13 @@ class PlantedBug:
 BUGS = (
     PlantedBug("one block too few", BlockPool, "blocks_for", "-(-num_tokens // self.block_size)",
                "-(-(num_tokens - 1) // self.block_size)"),
-    PlantedBug("the oldest gives way", FirstComeFirstServed, "victim", "running[-1]", "running[0]"),
+    PlantedBug("the oldest gives way", Planner, "_advance_running", "self._preempt(int(rows[-1]))",
+               "self._preempt(int(rows[0]))"),
     PlantedBug("a stale epoch is not noticed", Scheduler, "commit",
                "live = table.epoch[rows] == plan.sampled_epochs", "live = table.epoch[rows] >= 0"),
     PlantedBug("an abort leaks the blocks", Scheduler, "_finish_row",
-               "self._cache.release(sequence, blocks, computed)",
-               "reason == 'abort' or self._cache.release(sequence, blocks, computed)"),
+               "self._cache.release(sequence, blocks, num_committed)",
+               "reason == 'abort' or self._cache.release(sequence, blocks, num_committed)"),
 )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def make(name: str, num_blocks: int = 16, block_size: int = BLOCK) -> tuple[Cach
 
 
 def sequence_of(cache: Cache, tokens: Items[int], salt: bytes = b"") -> Sequence:
-    sequence = Sequence.create(next(numbers), tokens, SamplingParams(), 10**6, salt)
+    sequence = Sequence.create(next(numbers), tokens, SamplingParams(), 10**6, cache_salt=salt)
     cache.prepare(sequence)
     return sequence
 
@@ -333,7 +333,7 @@ class ContentModel:
     def fork(self, place: int) -> None:
         sequence, blocks, computed = self.alive[place]
         if computed == sequence.tokens.size and computed % self.pool.block_size == 0:
-            child = Sequence.create(next(numbers), sequence.tokens, SamplingParams(), 10**6, sequence.cache_salt)
+            child = Sequence.create(next(numbers), sequence.tokens, SamplingParams(), 10**6, cache_salt=sequence.cache_salt)
             self.cache.adopt(child, sequence)
             self.pool.share(blocks)
             self.alive.append((child, blocks, computed))

@@ -12,7 +12,7 @@ import pytest
 from tests.tsched.random_schedules import draw_schedule
 from tests.tsched.schedules import serve_or_say_how_to_replay, server_factory
 
-NUM_HASH_SCHEDULES = 80
+NUM_HASH_SCHEDULES = 140
 
 
 @pytest.mark.parametrize(("model", "count"), [("hash", NUM_HASH_SCHEDULES), ("float64", 8), ("rowwise", 2)])
