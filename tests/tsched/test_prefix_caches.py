@@ -333,7 +333,9 @@ class ContentModel:
     def fork(self, place: int) -> None:
         sequence, blocks, computed = self.alive[place]
         if computed == sequence.tokens.size and computed % self.pool.block_size == 0:
-            child = Sequence.create(next(numbers), sequence.tokens, SamplingParams(), 10**6, cache_salt=sequence.cache_salt)
+            child = Sequence.create(
+                next(numbers), sequence.tokens, SamplingParams(), 10**6, cache_salt=sequence.cache_salt
+            )
             self.cache.adopt(child, sequence)
             self.pool.share(blocks)
             self.alive.append((child, blocks, computed))
