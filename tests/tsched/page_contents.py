@@ -1,0 +1,158 @@
+"""What the pages of a device and of its host hold, with plans under way: a model to check a scheduler against.
+
+A slot holds a number that stands for the keys and values of a token: a hash of the tenant's salt and of all tokens up
+to this one. It is worked out from what the slot before it holds, as the table says, so one page that is stale,
+misplaced or another tenant's changes everything after it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tsched.scheduler import Scheduler, StepPlan
+
+Values = NDArray[np.uint64]
+
+VOCAB = 6
+MAX_TOKENS = 64
+POISON = 2**64 - 1  # what a step that was lost may have left anywhere that it was to write
+
+_BASE = 0x9E3779B97F4A7C15
+_INVERSE = pow(_BASE, -1, 2**64)
+_POWERS = np.array([pow(_BASE, i, 2**64) for i in range(1, MAX_TOKENS + 1)], dtype=np.uint64)
+_INVERSES = np.array([pow(_INVERSE, i, 2**64) for i in range(1, MAX_TOKENS + 1)], dtype=np.uint64)
+_TOKEN_VALUES = np.random.default_rng(0).integers(1, 2**64, VOCAB, dtype=np.uint64)
+
+
+def first_value(salt: bytes) -> int:
+    """What stands before the first token."""
+    return zlib.crc32(salt) + 1
+
+
+def values_after(before: int, tokens: NDArray[np.int64]) -> Values:
+    """[n] uint64, what the slots of `tokens` [n] hold where `before` is in the slot before them: a polynomial in
+    _BASE.
+    """
+    count = tokens.size
+    terms = np.empty(count + 1, dtype=np.uint64)
+    terms[0] = before
+    np.multiply(_TOKEN_VALUES[tokens], _INVERSES[:count], out=terms[1:])
+    return np.cumsum(terms)[1:] * _POWERS[:count]
+
+
+def token_after(value: int) -> int:
+    """The token that a model gives where its last slot holds `value`."""
+    return (value * _INVERSE % 2**64 >> 40) % VOCAB
+
+
+@dataclass(frozen=True)
+class Effects:
+    """A plan as its step carries it out: copies in order, as (from the host, to the host, src, dst), then writes."""
+
+    plan: StepPlan
+    copies: list[tuple[bool, bool, NDArray[np.int32], NDArray[np.int32]]]
+    slots: NDArray[np.int64]
+    values: Values
+    sampled: NDArray[np.int64]
+
+
+class Memory:
+    """[blocks, block_size] of the device and of the host."""
+
+    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
+        self.device = np.zeros((num_blocks, block_size), dtype=np.uint64)
+        self.host = np.zeros((num_host_blocks, block_size), dtype=np.uint64)
+
+    def apply(self, effects: Effects) -> None:
+        self.copy(effects)
+        self.device.reshape(-1)[effects.slots] = effects.values
+
+    def copy(self, effects: Effects) -> None:
+        for from_host, to_host, src, dst in effects.copies:
+            (self.host if to_host else self.device)[dst] = (self.host if from_host else self.device)[src]
+
+    def poison(self, effects: Effects) -> None:
+        for _, to_host, _, dst in effects.copies:
+            (self.host if to_host else self.device)[dst] = POISON
+        self.device.reshape(-1)[effects.slots] = POISON
+
+
+class PageContents:
+    """Two views of the pages: `issued`, once all plans under way have run, and `committed`, now that only those have
+    run whose outcome the scheduler knows. The truth is somewhere between.
+    """
+
+    def __init__(self, scheduler: Scheduler, num_host_blocks: int) -> None:
+        pool = scheduler.pool
+        self._scheduler = scheduler
+        self.issued, self.committed = (
+            Memory(pool.num_blocks, num_host_blocks, pool.block_size) for _ in ("issued", "committed")
+        )
+        self.under_way: deque[Effects] = deque()
+        self._last_sampled: dict[tuple[int, int], int] = {}
+
+    def issue(self, plan: StepPlan) -> Effects:
+        """Run `plan`, which was just made."""
+        scheduler, table = self._scheduler, self._scheduler.table
+        block_size, issued = scheduler.pool.block_size, self.issued
+        copies = [
+            (from_host, to_host, pairs[0], pairs[1])
+            for from_host, to_host, pairs in (
+                (False, True, plan.swap_outs),
+                (True, False, plan.swap_ins),
+                (False, False, plan.copies),
+            )
+            if pairs.shape[1]
+        ]
+        for _, _, _, dst in copies:
+            assert np.unique(dst).size == dst.size, "two pages are copied to one"
+        nothing = np.empty(0, dtype=np.int64)
+        issued.copy(Effects(plan, copies, nothing, nothing.astype(np.uint64), nothing))
+        flat = issued.device.reshape(-1)
+        slots: list[NDArray[np.int64]] = []
+        values: list[Values] = []
+        for row, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
+            sequence = table.sequences[row]
+            assert sequence is not None
+            place = np.arange(max(start - 1, 0), start + count)
+            slot = table.blocks[row, place // block_size] * np.int64(block_size) + place % block_size
+            tokens = table.tokens[row, start : min(start + count, table.known[row])]
+            if tokens.size < count:  # the last one is what the plan before this one samples
+                assert tokens.size == count - 1
+                tokens = np.append(tokens, self._last_sampled[row, int(table.epoch[row])])
+            before = int(flat[slot[0]]) if start else first_value(sequence.cache_salt)
+            slots.append(slot[-count:])
+            values.append(values_after(before, tokens))
+            flat[slot[-count:]] = values[-1]
+        sampled = [token_after(int(values[i][-1])) for i in plan.sampled.tolist()]
+        self._last_sampled = {
+            (row, int(table.epoch[row])): token for row, token in zip(plan.sampled_rows.tolist(), sampled, strict=True)
+        }
+        effects = Effects(
+            plan,
+            copies,
+            np.concatenate([*slots, nothing]),
+            np.concatenate([*values, nothing.astype(np.uint64)]),
+            np.array(sampled, dtype=np.int64),
+        )
+        assert np.unique(effects.slots).size == effects.slots.size, "two rows write to one slot"
+        self.under_way.append(effects)
+        return effects
+
+    def commit(self) -> Effects:
+        """The oldest plan under way has run."""
+        effects = self.under_way.popleft()
+        self.committed.apply(effects)
+        return effects
+
+    def lose(self) -> None:
+        """The outcome of all plans under way is lost: whatever they were to write may be there or not."""
+        for effects in self.under_way:
+            self.issued.poison(effects)
+            self.committed.poison(effects)
+        self.under_way.clear()
