@@ -40,6 +40,9 @@ class DeviceState:
         self._row_at = np.full(rows, -1, dtype=np.int64)
         self._epoch_at = np.full(rows, -1, dtype=np.int64)
         self._count_at = np.zeros(rows, dtype=np.int64)
+        # The last rows placed, and the table's departures then: most steps place the same.
+        self._placed: Ints = self._row_at[:0]
+        self._departures = -1
         # And which token of its sequence each entry of `last_tokens` is.
         self._token_place = np.full(rows, -1, dtype=np.int64)
         self._token_epoch = np.full(rows, -1, dtype=np.int64)
@@ -52,12 +55,20 @@ class DeviceState:
         """Blocks in the middle of the lists of `rows` [n] are others now: send these lists anew when they are used."""
         if rows.size:
             self._epoch_at[np.isin(self._row_at, rows)] = -1
+            self._departures = -1
 
     def update_tables(self, rows: Ints) -> None:
         """Make the first places those of `rows` [B], in this order, with all blocks that the table has of them."""
         table, num = self._table, rows.size
-        epochs, counts = table.epoch[rows], table.num_blocks[rows]
-        held = np.where((self._row_at[:num] == rows) & (self._epoch_at[:num] == epochs), self._count_at[:num], 0)
+        counts = table.num_blocks[rows]
+        if rows is self._placed and table.num_departures == self._departures:
+            held = self._count_at[:num]  # the same rows in the same epochs
+            if (counts == held).all():
+                return
+        else:
+            same = (self._row_at[:num] == rows) & (self._epoch_at[:num] == table.epoch[rows])
+            held = np.where(same, self._count_at[:num], 0)
+        self._placed, self._departures = rows, table.num_departures
         missing = counts - held  # [B]
         behind = np.flatnonzero(missing)
         if behind.size == 0:
@@ -73,7 +84,7 @@ class DeviceState:
         else:
             sent = to_device(np.stack((index, blocks.astype(np.int64))), self.device)  # [2, sum of lens]
             self.block_tables.view(-1).index_copy_(0, sent[0], sent[1].int())
-        self._row_at[:num], self._epoch_at[:num], self._count_at[:num] = rows, epochs, counts
+        self._row_at[:num], self._epoch_at[:num], self._count_at[:num] = rows, table.epoch[rows], counts
 
     def update_tokens(self, rows: Ints, places: Ints) -> None:
         """Have in `last_tokens` the tokens at `places` [n] of the sequences in `rows` [n]: those that were not sampled

@@ -269,7 +269,8 @@ class Engine:
             finished = [] if launched is None else self._settle(launched)
             with _SAMPLE:
                 rows, lengths, epochs = step.sampled_rows, step.lengths, step.sampled_epochs
-                sampled = self._sampler.sample(logits, rows, lengths, epochs)
+                nobody_left = self.scheduler.table.num_departures == plan.num_departures
+                sampled = self._sampler.sample(logits, rows, lengths, None if nobody_left else epochs)
                 self._state.keep_tokens(rows, lengths, epochs, sampled.token_ids)
                 self._launched = _Launched(plan, step, self._reader.start(sampled))
         if self.overlap and self._requests:

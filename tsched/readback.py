@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from tsched.sampler import NOT_FINITE, Sampled, TokenLogprobs
@@ -72,4 +71,4 @@ def _outcome(sampled: Sampled, tensors: list[torch.Tensor]) -> Outcome:
         for entry, n, chosen, rank, values, ids in zip(raw.entries, raw.num_top, *columns, strict=True):
             token, n = int(token_ids[entry]), min(n, len(ids))
             logprobs[entry] = TokenLogprobs([token, *ids[:n]], [chosen, *values[:n]], [rank, *range(1, n + 1)])
-    return Outcome(token_ids, bool(np.all(token_ids != NOT_FINITE)), logprobs, sampled.faults)
+    return Outcome(token_ids, int(token_ids.min(initial=0)) > NOT_FINITE, logprobs, sampled.faults)

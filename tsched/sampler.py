@@ -86,12 +86,11 @@ class Sampler:
         if epochs is not None:
             plain |= table.epoch[rows] != epochs
         if plain.all():
-            return Sampled(tokens.masked_fill_(~finite, NOT_FINITE), None, _NO_FAULTS)
+            return Sampled(_without(tokens, finite), None, _NO_FAULTS)
         special = np.flatnonzero(~plain)
         chosen_logits = logits.index_select(0, _on(special, logits))  # [s, V], a copy
         chosen, faults = self._choose(chosen_logits, rows[special], lengths[special])
-        tokens.index_copy_(0, _on(special, logits), chosen)
-        tokens.masked_fill_(~finite, NOT_FINITE)
+        tokens = _without(tokens.index_copy_(0, _on(special, logits), chosen), finite)
         raw = self._raw_logprobs(logits, tokens, rows, special)
         return Sampled(tokens, raw, {int(special[i]): fault for i, fault in faults.items()})
 
@@ -186,8 +185,9 @@ class Sampler:
         return faults
 
 
-def _most_likely_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row of `logits` [m, V], the token of the largest logit [m] int64, and whether that logit is finite [m].
+def _most_likely_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """For each row of `logits` [m, V], the token of the largest logit [m] int64, and whether that logit is finite [m];
+    None where they all are, as far as can be said without waiting for a GPU.
 
     A NaN counts as the largest.
     """
@@ -195,9 +195,14 @@ def _most_likely_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
         array = logits.numpy()
         best = array.argmax(axis=-1)
         finite = np.isfinite(array[np.arange(best.size), best])
-        return torch.from_numpy(best), torch.from_numpy(finite)
+        return torch.from_numpy(best), None if finite.all() else torch.from_numpy(finite)
     highest, places = logits.max(dim=-1)
     return places, highest.isfinite()
+
+
+def _without(tokens: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:
+    """`tokens` [m], changed: NOT_FINITE where not `finite` [m]."""
+    return tokens if finite is None else tokens.masked_fill_(~finite, NOT_FINITE)
 
 
 def apply_penalties(
