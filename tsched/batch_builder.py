@@ -58,8 +58,13 @@ class BatchBuilder:
         self._ordered: tuple[Ints, Ints | None] = (self._decoding, None)
         self._entry_of = np.zeros(table.num_rows, dtype=np.int64)
 
-    def arrange(self, plan: StepPlan) -> Arranged:
-        """The order of `plan`, which is not empty, in the batch; brings the state up to date with it."""
+    def arrange(self, plan: StepPlan) -> Arranged | None:
+        """The order of `plan` in the batch, None of an empty one; brings the state up to date with it. Every plan is
+        arranged, in the order in which they are made.
+        """
+        self._state.forget(plan.placed, plan.rewritten)
+        if plan.is_empty:
+            return None
         num_decodes = plan.num_decodes
         rows, entries = self._in_order(plan)
         if entries is None:
@@ -77,7 +82,6 @@ class BatchBuilder:
                 rows, plan.starts[entries], plan.counts[entries], plan.ends[entries], num_decodes, sampled,
                 plan.sampled_rows[order], plan.sampled_epochs[order], plan.lengths[order], order,
             )  # fmt: skip
-        self._state.forget_tables(plan.rewritten)
         self._state.update_tables(rows)
         if num_decodes:
             self._state.update_tokens(rows[:num_decodes], arranged.starts[:num_decodes])

@@ -51,10 +51,14 @@ class DeviceState:
         self._host_tables: NDArray[np.int32] | None = self.block_tables.numpy().reshape(-1) if on_cpu else None
         self._host_tokens: Ints | None = self.last_tokens.numpy() if on_cpu else None
 
-    def forget_tables(self, rows: Ints) -> None:
-        """Blocks in the middle of the lists of `rows` [n] are others now: send these lists anew when they are used."""
-        if rows.size:
-            self._epoch_at[np.isin(self._row_at, rows)] = -1
+    def forget(self, placed: Ints, rewritten: Ints) -> None:
+        """Send anew, when they are used, the tokens of the rows `placed` [a], of which nothing is as it was, and the
+        tables of those `rewritten` [r], where blocks in the middle are others now.
+        """
+        if placed.size:
+            self._token_epoch[placed] = -1  # also of a row whose sequence stays and whose last token was replaced
+        if rewritten.size:
+            self._epoch_at[np.isin(self._row_at, rewritten)] = -1
             self._departures = -1
 
     def update_tables(self, rows: Ints) -> None:

@@ -131,7 +131,8 @@ class Engine:
     kv_cache  per layer (k_cache, v_cache), with the scheduler's blocks and block size
     seed      of the requests that bring none
     pages     copies pages for forks and swaps, where the scheduler makes some
-    overlap   whether the host is one step behind the device, with the same tokens; None: where that is a GPU
+    overlap   whether the host is one step behind the device, with the same tokens; None: where that is a GPU. May be
+              changed between steps: after the next one that is off, no step is under way
     cuda_graphs  whether decode steps are recorded and replayed; None: on a GPU. On a CPU they are padded as for a
                  graph, and run
     """
@@ -249,24 +250,28 @@ class Engine:
         )
 
     def _step(self) -> list[Request]:
+        finished: list[Request] = []
+        if self._launched is not None and not self.overlap:  # it has just been switched off
+            finished = self._settle(self._launched)
         with _SCHEDULE:
             plan = self.scheduler.schedule()
             self._note_peak()
-            self._move_pages(plan)
         launched = self._launched
-        if plan.is_empty:
-            self._state.forget_tables(plan.rewritten)
+        with _PREPARE:
+            self._move_pages(plan)
+            step = self._builder.arrange(plan)
+        if step is None:
             if launched is None and self._requests:  # by the scheduler's promise this cannot be; a loop would not end
                 raise RuntimeError(f"{len(self._requests)} requests are unfinished and none can advance")
-            finished = [] if launched is None else self._settle(launched)
+            if launched is not None:
+                finished += self._settle(launched)
             self.scheduler.commit(plan, plan.sampled)
             return finished
-        with _PREPARE:
-            step = self._builder.arrange(plan)
         with torch.inference_mode():
             with _FORWARD:
                 logits = self._forward(step)
-            finished = [] if launched is None else self._settle(launched)
+            if launched is not None:
+                finished += self._settle(launched)
             with _SAMPLE:
                 rows, lengths, epochs = step.sampled_rows, step.lengths, step.sampled_epochs
                 nobody_left = self.scheduler.table.num_departures == plan.num_departures

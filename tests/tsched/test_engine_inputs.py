@@ -100,8 +100,9 @@ def test_inputs_are_the_tables_through_arrivals_aborts_and_preemptions(
             scheduler.abort(int(rng.integers(0, next_id + 1)))
         plan = scheduler.schedule()
         tokens = tokens_for(plan)
-        if not plan.is_empty:
-            step = builder.arrange(plan)
+        step = builder.arrange(plan)
+        assert (step is None) == plan.is_empty
+        if step is not None:
             num_orders += step.order is not None
             batch = builder.build(step)
             # The oracle reads all tokens from the table, those too that the host does not know yet.
@@ -149,6 +150,7 @@ def settled(num_seqs: int) -> tuple[Scheduler, DeviceState, BatchBuilder]:
 def advance(scheduler: Scheduler, state: DeviceState, builder: BatchBuilder) -> Arranged:
     plan = scheduler.schedule()
     step = builder.arrange(plan)
+    assert step is not None
     scheduler.commit(plan, keep(state, step, plan))
     return step
 
@@ -189,8 +191,20 @@ def test_rewritten_tables_are_sent_anew() -> None:
     plan = scheduler.schedule()
     scheduler.table.blocks[plan.rows[1], 0] = 37
     step = builder.arrange(replace(plan, rewritten=plan.rows[1:2]))
+    assert step is not None
     assert state.block_tables[1, 0] == 37
     scheduler.commit(plan, keep(state, step, plan))
+
+
+def test_a_replaced_token_is_the_one_that_is_read() -> None:
+    scheduler, state, builder = settled(3)
+    advance(scheduler, state, builder)
+    scheduler.replace_last(1, 23)
+    step = builder.arrange(scheduler.schedule())
+    assert step is not None
+    batch = builder.build(step)
+    replaced = [scheduler.table.sequences[row].id == 1 for row in step.rows.tolist()]  # type: ignore[union-attr]
+    assert (batch.token_ids == 23).tolist() == replaced
 
 
 def test_a_plan_may_not_read_a_token_that_nobody_knows() -> None:

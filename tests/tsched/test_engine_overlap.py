@@ -214,6 +214,22 @@ def test_the_last_abort_leaves_no_step_under_way() -> None:
         assert request.sequence.output_token_ids == tokens_alone([4], request.sequence.params, MAX_MODEL_LEN)[0]
 
 
+def test_overlap_can_be_switched_off_and_on_between_steps() -> None:
+    engine = build_engine(overlap=True)
+    for i in range(3):
+        engine.add(i, [i + 1, 2], SamplingParams(max_tokens=20, **GREEDY))
+    finished = []
+    for step in range(60):
+        engine.overlap = step % 5 < 2
+        finished += engine.step()
+        assert (engine._launched is not None) == (engine.overlap and engine.has_unfinished)
+    assert sorted(r.sequence.id for r in finished) == [0, 1, 2]
+    for request in finished:
+        expected = tokens_alone([request.sequence.id + 1, 2], request.sequence.params, MAX_MODEL_LEN)[0]
+        assert request.sequence.output_token_ids == expected
+    assert_nothing_left(engine)
+
+
 class CountingRecorder(EagerRecorder):
     num_recorded = 0
 
