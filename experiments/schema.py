@@ -12,6 +12,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    StrictBool,
     ValidationError,
     field_validator,
     model_validator,
@@ -62,6 +63,7 @@ Choice = Annotated[VariantChoice, BeforeValidator(_as_choice), PlainSerializer(l
 Choices = Annotated[list[Choice], BeforeValidator(_as_list), Field(min_length=1)]
 Counts = Annotated[list[Count], BeforeValidator(_as_list), Field(min_length=1)]
 Policies = Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
+Flags = Annotated[list[StrictBool], BeforeValidator(_as_list), Field(min_length=1)]
 
 
 class ModelSource(Strict):
@@ -152,6 +154,8 @@ class SchedulerOptions(Strict):
     order: Policies | None = None
     preemption: Policies | None = None
     prefix_cache: Policies | None = None
+    overlap: Flags | None = None
+    cuda_graphs: Flags | None = None
 
 
 class Experiment(Strict):

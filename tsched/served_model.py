@@ -56,6 +56,8 @@ class ServedModel:
     block_size              tokens a cache block, a power of two
     seed                    of the requests that bring none
     order, preemption, prefix_cache   the scheduler's policies by name, see tsched.policies
+    overlap, cuda_graphs    plan a step while the one before runs; replay recorded decode steps. None: on a GPU alone.
+                            The tokens are the same either way
     tuning, ops             handed to tkernels.select: how tuned configs are found, and the registry of variants
 
     Raises, before any weight is loaded: tmodel.ConfigError for a directory that cannot be served,
@@ -78,6 +80,8 @@ class ServedModel:
         order: str = "fcfs",
         preemption: str = "recompute",
         prefix_cache: str = "none",
+        overlap: bool | None = None,
+        cuda_graphs: bool | None = None,
         tuning: TuningMode | tkernels.Tuning = "nearest",
         ops: tkernels.Registry | None = None,
     ) -> None:
@@ -129,7 +133,14 @@ class ServedModel:
         network = tmodel.load_model(directory, self.config, self.kernels, device=self.device, dtype=self.dtype)
         kv_cache = tmodel.allocate_kv_cache(self.config, num_blocks, block_size, device=self.device, dtype=self.dtype)
         self._engine = Engine(
-            network, kv_cache, scheduler, device=self.device, seed=seed, eos_token_ids=self.config.eos_token_ids
+            network,
+            kv_cache,
+            scheduler,
+            device=self.device,
+            seed=seed,
+            eos_token_ids=self.config.eos_token_ids,
+            overlap=overlap,
+            cuda_graphs=cuda_graphs,
         )
         self._ids = count()  # of sequences
         self._request_ids = count()
