@@ -77,6 +77,7 @@ MISUSES: list[tuple[Callable[[BlockPool], Callable[[BlockIds], object]], list[in
     (lambda pool: pool.forget, [0], "forgotten: one is not kept"),
     (lambda pool: pool.forget, [2, 3], "forgotten: one is not kept"),
     (lambda pool: pool.release, [0, 5], "there are blocks 0 to 4"),
+    (lambda pool: pool.release, [0, 1, 0, 1, 0, 1], "released: one is named twice"),
     (lambda pool: pool.release, [-5], "there are blocks 0 to 4"),
 ]
 

@@ -291,7 +291,6 @@ def test_digests_of_evicted_blocks_are_gone() -> None:
         assert len(cache._block_of) == pool.num_cached
     cache.allocate(16)
     assert not cache._block_of
-    assert not cache._unused
 
 
 Content = tuple[bytes, tuple[int, ...]]

@@ -9,15 +9,14 @@ tenant's digests are others throughout (CVE-2025-25183 was a hash() that could b
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
-from collections.abc import Iterable
 from hashlib import blake2b
-from itertools import islice, repeat
+from itertools import repeat
 
 import numpy as np
 
 from tsched.block_pool import NO_BLOCKS, BlockIds, BlockPool
 from tsched.policies.base import CacheStats
+from tsched.policies.block_queue import BlockQueue
 from tsched.policies.lookups import Lookups
 from tsched.sequence import Sequence
 
@@ -35,10 +34,10 @@ class HashPrefixCache:
         self._pool = pool
         self._secret = secrets.token_bytes(32)
         self._block_of: dict[bytes, int] = {}
-        self._digest_of: list[bytes] = [b""] * pool.num_blocks
+        self._digest_of = np.full(pool.num_blocks, None, dtype=object)
         # Every cached block, the least recently used first. Also blocks that were cached and are referenced again:
         # these fall out when an eviction meets them, so that a hit costs nothing here.
-        self._unused: OrderedDict[int, None] = OrderedDict()
+        self._unused = BlockQueue(pool.num_blocks)
         self._lookups = Lookups(pool.block_size)
         self._num_evictions = 0
 
@@ -60,7 +59,7 @@ class HashPrefixCache:
         digests = self._digests(sequence, count)
         blocks = NO_BLOCKS
         if count and digests[0] in self._block_of:
-            blocks = self._known(islice(digests, count), count)
+            blocks = self._known(digests[:count])
             self._pool.share(blocks)
         self._lookups.record(sequence, blocks.size)
         return blocks
@@ -74,34 +73,34 @@ class HashPrefixCache:
     def insert(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> BlockIds:
         pool = self._pool
         end = num_computed // pool.block_size
-        kept = pool.is_kept(blocks[:end])
-        if kept.all():
+        # The blocks that are kept came out of the cache, and so did all before them.
+        start = np.count_nonzero(pool.is_kept(blocks[:end]))
+        if start == end:
             return blocks
-        start = int(kept.argmin())  # those before it are in the cache under their digests: they came out of it
-        digests = self._digests(sequence, end)
-        known = self._known(islice(digests, start, end), end - start)
-        if known.size:
-            own = blocks[start : start + known.size]
+        digests = self._digests(sequence, end)[start:end]
+        if digests[0] in self._block_of:
+            known = self._known(digests)
             pool.share(known)
-            pool.release(own)
+            pool.release(blocks[start : start + known.size])
             blocks = np.concatenate((blocks[:start], known, blocks[start + known.size :]))
             start += known.size
+            digests = digests[known.size :]
         new = blocks[start:end]
         # A block that a fork has too waits for the last who has it: the others may have other blocks before it.
         is_shared = pool.refs(new) > 1
-        if is_shared.any():
+        if np.count_nonzero(is_shared):
             new = new[: is_shared.argmax()]
-        pool.keep(new)
-        for block, digest in zip(new.tolist(), islice(digests, start, end), strict=False):
-            self._block_of[digest] = block
-            self._digest_of[block] = digest
+            digests = digests[: new.size]
+        if new.size:
+            pool.keep(new)
+            self._block_of.update(zip(digests, new.tolist(), strict=True))
+            self._digest_of[new.astype(np.intp)] = digests
         return blocks
 
     def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
-        unused = self._unused
-        for block in self._pool.release(self.insert(sequence, blocks, num_computed))[::-1].tolist():
-            unused[block] = None
-            unused.move_to_end(block)
+        cached = self._pool.release(self.insert(sequence, blocks, num_computed))
+        if cached.size:
+            self._unused.append(cached[::-1])
 
     def stats(self) -> CacheStats:
         return self._lookups.stats(self._num_evictions)
@@ -123,24 +122,27 @@ class HashPrefixCache:
     def _root(self, salt: bytes) -> bytes:
         return blake2b(salt, digest_size=_DIGEST_SIZE, key=self._secret).digest()
 
-    def _known(self, digests: Iterable[bytes], count: int) -> BlockIds:
-        """[n <= count] the blocks of the first of the `count` digests, up to one that is not known."""
-        blocks = np.fromiter(map(self._block_of.get, digests, repeat(-1)), np.int32, count)
+    def _known(self, digests: list[bytes]) -> BlockIds:
+        """[n] the blocks of the first n digests; the next one is not known."""
+        blocks = np.fromiter(map(self._block_of.get, digests, repeat(-1)), np.int32, len(digests))
         unknown = blocks < 0
-        return blocks[: unknown.argmax()] if unknown.any() else blocks
+        return blocks[: unknown.argmax()] if np.count_nonzero(unknown) else blocks
 
     def _evict(self, count: int) -> None:
         """Free the `count` least recently used blocks; RuntimeError, and nothing changes, where fewer are cached."""
-        pool, unused = self._pool, self._unused
+        pool = self._pool
         if count > pool.num_cached:
             raise RuntimeError(
                 f"{count} blocks asked for over the {pool.num_free} free ones, {pool.num_cached} are cached"
             )
+        self._num_evictions += count
         while count:
-            oldest = np.array([unused.popitem(last=False)[0] for _ in range(min(count, len(unused)))], dtype=np.int32)
-            evicted = oldest[pool.refs(oldest) == 0]
-            for block in evicted.tolist():
-                del self._block_of[self._digest_of[block]]
+            oldest = self._unused.pop(count)
+            if oldest.size == 0:
+                raise RuntimeError("cached blocks are missing from the order of their use: the accounts are wrong")
+            refs = pool.refs(oldest)
+            evicted = oldest[refs == 0] if np.count_nonzero(refs) else oldest
+            for digest in self._digest_of.take(evicted).tolist():
+                del self._block_of[digest]
             pool.forget(evicted)
-            self._num_evictions += evicted.size
             count -= evicted.size

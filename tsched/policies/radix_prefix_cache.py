@@ -86,14 +86,14 @@ class RadixPrefixCache:
         pool = self._pool
         end = num_computed // pool.block_size
         # A kept block came out of the tree, and so did all before it.
-        if end == 0 or pool.is_kept(blocks[end - 1 : end]).all():
+        if end == 0 or pool.is_kept(blocks[end - 1 : end])[0]:
             return blocks
         root = self._roots.setdefault(sequence.cache_salt, _Node(sequence.cache_salt, NO_BLOCKS, None))
         tokens = sequence.tokens[: end * pool.block_size].tobytes()
         known, node, taken = self._walk(root, tokens)
         own = blocks[: known.size]
         differs = known != own
-        if differs.any():
+        if np.count_nonzero(differs):
             pool.share(known[differs])
             pool.release(own[differs])
             blocks = np.concatenate((known, blocks[known.size :]))
@@ -102,7 +102,7 @@ class RadixPrefixCache:
         new = blocks[known.size : end].copy()
         # A block that a fork has too waits for the last who has it: the others may have other blocks before it.
         is_shared = pool.refs(new) > 1
-        if is_shared.any():
+        if np.count_nonzero(is_shared):
             new = new[: is_shared.argmax()]
         if new.size:
             pool.keep(new)
@@ -155,7 +155,7 @@ class RadixPrefixCache:
         width, cut = self._width, count * self._width
         head = _Node(node.tokens[:cut], node.blocks[:count], parent)
         parent.children[head.tokens[:width]] = head
-        self._node_of[head.blocks] = head
+        self._note(head.blocks, head)
         node.tokens, node.blocks, node.parent = node.tokens[cut:], node.blocks[count:], head
         head.children[node.tokens[:width]] = node
         return head
@@ -165,11 +165,14 @@ class RadixPrefixCache:
         if node.children or node.parent is None:
             child = _Node(tokens, blocks, node)
             node.children[tokens[: self._width]] = child
-            self._node_of[blocks] = child
+            self._note(blocks, child)
         else:
             node.tokens = node.tokens[: node.blocks.size * self._width] + tokens
             node.blocks = np.concatenate((node.blocks, blocks))
-            self._node_of[blocks] = node
+            self._note(blocks, node)
+
+    def _note(self, blocks: BlockIds, node: _Node | None) -> None:
+        self._node_of[blocks.astype(np.intp)] = node
 
     def _evict(self, count: int) -> None:
         """Free `count` blocks, from the ends of the least recently used leaves; RuntimeError, and nothing changes,
@@ -185,16 +188,17 @@ class RadixPrefixCache:
             node = next(iter(unused))
             end = node.blocks[-count:][::-1]
             is_used = pool.refs(end) > 0
-            if is_used.any():
+            num_used = np.count_nonzero(is_used)
+            if num_used:
                 end = end[: is_used.argmax()]
             if end.size:
                 self._trim(node, end.size)
                 evicted.append(end)
                 count -= end.size
-            if is_used.any() or node.blocks.size == 0:
+            if num_used or node.blocks.size == 0:
                 del unused[node]
         blocks = np.concatenate(evicted)
-        self._node_of[blocks] = None
+        self._note(blocks, None)
         pool.forget(blocks)
         self._num_evictions += blocks.size
 
