@@ -68,10 +68,19 @@ class Planner:
         self._rewritten: list[int] = []
         # (row, epoch) of rows that were forked since they last wrote: others may refer to the block they write to next.
         self._forked: list[tuple[int, int]] = []
-        # Who was not admitted for want of blocks, and how many there were past one for each running sequence.
+        # Who was not admitted for want of blocks, and how many there were past those kept back to grow into.
         self._blocked: tuple[Sequence, int] | None = None
         # The last plan, where every running row got a token by it and nothing has changed since but that.
         self._repeatable: StepPlan | None = None
+
+    @property
+    def repeatable(self) -> StepPlan | None:
+        """The last plan, where the next one may be the same one token on."""
+        return self._repeatable
+
+    def go_on_from(self, plan: StepPlan) -> None:
+        """`plan` has been carried out after `repeatable`, and is repeatable itself."""
+        self._repeatable = plan
 
     def make(self, *, is_late: bool) -> UnderWay:
         """The next plan; `is_late` where another one is under way, whose tokens are not known yet."""
@@ -210,6 +219,7 @@ class Planner:
         table, budget = self._table, self._budget
         rows: list[int] = []
         counts: list[int] = []
+        growing = int(np.count_nonzero(table.can_grow(self.running)))
         while left > 0 and table.num_free_rows:
             sequence = self._waiting.head()
             if sequence is None:
@@ -217,11 +227,12 @@ class Planner:
             wanted = sequence.tokens.size - sequence.num_computed
             if wanted > 1 and (room < 1 or (wanted > room and not budget.chunked)):
                 break
-            blocks = self._blocks_for(sequence, self.running.size + len(rows))
+            blocks = self._blocks_for(sequence, self.running.size + len(rows), growing)
             if blocks is None:
                 break
             self._waiting.remove(sequence)
             rows.append(table.place(sequence, blocks, sequence.num_computed))
+            growing += bool(table.can_grow(rows[-1]))
             wanted = sequence.tokens.size - sequence.num_computed
             counts.append(1 if wanted == 1 else min(wanted, budget.chunk, room))
             left -= counts[-1]
@@ -237,15 +248,16 @@ class Planner:
         self.running = running
         return new, np.array(counts, dtype=np.int64)
 
-    def _blocks_for(self, sequence: Sequence, num_running: int) -> BlockIds | None:
+    def _blocks_for(self, sequence: Sequence, num_running: int, num_growing: int) -> BlockIds | None:
         """Blocks for all tokens of `sequence`; None where there are not enough of them, with one kept back for each
-        running sequence to grow into, or else the newcomer would be preempted at once.
+        of the `num_growing` among the running sequences that may need one more, or else the newcomer would be
+        preempted at once.
         """
         memory = self._memory
-        spared = memory.cache.num_available - num_running
+        spared = memory.cache.num_available - num_growing
         if num_running and self._blocked is not None and self._blocked[0] is sequence and spared <= self._blocked[1]:
             return None
-        while (blocks := memory.enter(sequence, num_running)) is None:
+        while (blocks := memory.enter(sequence, num_growing)) is None:
             if num_running:
                 self._blocked = (sequence, spared)
                 return None

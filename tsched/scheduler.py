@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tsched.block_pool import BlockPool
+from tsched.fast_forward import count_quiet_steps, skip_steps
 from tsched.kv_memory import KVMemory
 from tsched.planner import Counters, Planner, UnderWay
 from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES, find_policy
@@ -293,6 +294,34 @@ class Scheduler:
         return [
             self._finish_row(row, reason) for row, reason in zip(rows[ended].tolist(), reasons.tolist(), strict=True)
         ]
+
+    def quiet_steps(self, most: int) -> int:
+        """How many of the next steps, `most` at most, only repeat the last one with the next tokens, if nobody comes or
+        goes: what `skip_steps` can do at once. 0 where a plan is under way, or a token might stop a sequence.
+        """
+        last = self._planner.repeatable
+        if last is None or self._in_flight or self.table.num_with_stop_ids:
+            return 0
+        if self._eos_token_ids and not self.table.ignore_eos[last.rows].all():
+            return 0
+        return count_quiet_steps(last, self.table, self._cache.num_available, most)
+
+    def skip_steps(self, count: int, tokens: Ints) -> Ints:
+        """The state after `count` <= quiet_steps(count) times schedule() and commit(), where running row i, in the
+        order of the last plan's, gets `tokens[i]` [n] each time. Returns [count], the blocks that each step took.
+        """
+        last = self._planner.repeatable
+        if last is None or count < 1 or self.quiet_steps(count) < count:
+            raise RuntimeError(f"the next {count} steps do not all repeat the last one")
+        if tokens.shape != last.rows.shape:
+            raise ValueError(f"{last.rows.size} rows are running, got tokens of shape {tokens.shape}")
+        plan, taken = skip_steps(last, self.table, self._cache, count, tokens)
+        self._planner.go_on_from(plan)
+        counters, num_tokens = self.counters, count * last.rows.size
+        counters.num_steps += count
+        counters.num_decode_tokens += num_tokens
+        counters.num_output_tokens += num_tokens
+        return taken
 
     def finish(self, sequence_id: int, reason: str) -> Sequence | None:
         """End a sequence from outside, wherever it is, and free its blocks; None where no such sequence is

@@ -180,6 +180,10 @@ class SequenceTable:
         self.num_blocks[rows] = have + 1
         self.capacity[rows] += self.block_size
 
+    def can_grow(self, rows: Ints | int) -> Any:
+        """Which of `rows` may still need another block; a sequence's last token is never computed."""
+        return self.capacity[rows] < self.max_length[rows] - 1
+
     def remove(self, row: int) -> tuple[Sequence, BlockIds]:
         """Take the row's sequence out, with the tokens known of it; returns it and its blocks, which are now the
         caller's.

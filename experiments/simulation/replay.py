@@ -1,6 +1,7 @@
 """The loop: requests arrive, the scheduler plans, the clock goes on by the plan's time, the plan is committed.
 
-Every step is the scheduler's own schedule() and commit(). Time in which nobody is there is skipped.
+Every step is the scheduler's own schedule() and commit(); steps that only repeat the last one until somebody comes or
+ends are its own too, many at once, with the state of so many calls. Time in which nobody is there is skipped.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from experiments.simulation.metrics import Arrived, Metrics
 from experiments.simulation.step_time import StepTime, Work
 from experiments.simulation.traces import OUTPUT_TOKENS, Request
 from tsched.sampling_params import SamplingParams
-from tsched.scheduler import RefusedError, Scheduler, StepPlan
+from tsched.scheduler import RefusedError, Scheduler
+from tsched.sequence import Ints
+from tsched.step_plan import StepPlan
 
-_SPAN = 16  # steps whose mean goes into the levels over time; sums and peaks are exact
+_SPAN = 16  # steps, at least, whose mean goes into the levels over time; sums and peaks are exact
+_MOST_SKIPPED = 256  # steps at once
 _KNOWN_PARAMS = 4096
 
 
@@ -43,15 +47,16 @@ class Replay:
         self._lookahead = lookahead
         self._next = next(requests, None)
         self._here: dict[int, Arrived] = {}  # unfinished, in the scheduler
-        self._params: OrderedDict[tuple[int, int], SamplingParams] = OrderedDict()
+        self._params: OrderedDict[int, SamplingParams] = OrderedDict()
         self._row_epochs = np.full(scheduler.table.num_rows, -1, dtype=np.int64)
+        self._last: StepPlan | None = None
+        self._context = 0  # tokens of context in the last step, summed over its rows
         self._span_start = 0.0
         self._used_area = self._running_area = 0.0
 
     def run(self, on_progress: Callable[[int], None] = lambda finished: None) -> Metrics:
         """Until every request has finished. RuntimeError where the scheduler stands still although somebody waits."""
-        scheduler, metrics, num_rows = self._scheduler, self.metrics, self._scheduler.table.num_rows
-        step = 0
+        metrics, steps = self.metrics, 0
         while True:
             self._feed()
             if not self._here:
@@ -61,18 +66,9 @@ class Replay:
                 metrics.clock = self._next.arrival
                 self._end_span()  # of nothing
                 continue
-            plan = scheduler.schedule()
-            if plan.is_empty:
-                raise RuntimeError(f"{len(self._here)} requests are unfinished and the plan is empty")
-            self._pass_time(plan)
-            self._note_starts(plan)
-            # Tokens of one row's one tenancy are equal, and nobody else's are: outputs are shared by no one.
-            finished = scheduler.commit(plan, plan.sampled_epochs * num_rows + plan.sampled_rows + OUTPUT_TOKENS)
-            for sequence in finished:
-                request = self._here.pop(sequence.id)
-                metrics.finish(request, sequence.tokens.size - sequence.prompt_len, metrics.clock)
-            step += 1
-            if step % _SPAN == 0:
+            steps += self._skip() or self._step()
+            if steps >= _SPAN:
+                steps = 0
                 self._end_span()
                 on_progress(metrics.num_finished + metrics.num_refused)
         on_progress(metrics.num_finished + metrics.num_refused)
@@ -82,34 +78,41 @@ class Replay:
         """Hand the scheduler what has arrived by now, as far as the lookahead goes."""
         scheduler, metrics = self._scheduler, self.metrics
         while self._next is not None and self._next.arrival <= metrics.clock:
-            if self._lookahead is not None and scheduler.num_waiting >= self._lookahead:
+            if self._is_full():
                 return
             request = self._next
             self._next = next(self._requests, None)
             metrics.num_requests += 1
             try:
-                scheduler.add(request.id, request.prompt(), self._params_of(request))
+                scheduler.add(
+                    request.id, request.prompt(), self._params_of(request.output_len), priority=request.priority
+                )
             except RefusedError:
                 metrics.num_refused += 1
                 continue
             self._here[request.id] = Arrived(request.arrival, request.input_len)
 
-    def _params_of(self, request: Request) -> SamplingParams:
+    def _params_of(self, output_len: int) -> SamplingParams:
         """Greedy, to the length that the trace tells; parameters are checked as they are made, so they are kept."""
-        key = (request.output_len, request.priority)
-        params = self._params.get(key)
+        params = self._params.get(output_len)
         if params is None:
-            params = SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True)
-            self._params[key] = params
+            params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+            self._params[output_len] = params
             if len(self._params) > _KNOWN_PARAMS:
                 self._params.popitem(last=False)
         return params
 
-    def _pass_time(self, plan: StepPlan) -> None:
-        """The clock goes on by the plan's time, in which the pool is as the plan has made it."""
+    def _step(self) -> int:
+        """One step; returns 1."""
         scheduler, metrics = self._scheduler, self.metrics
+        plan = scheduler.schedule()
+        if plan.is_empty:
+            raise RuntimeError(f"{len(self._here)} requests are unfinished and the plan is empty")
         work = Work.of(plan)
         seconds = self._step_time.step(work)
+        swapped, copied = plan.swap_outs.shape[1] + plan.swap_ins.shape[1], plan.copies.shape[1]
+        if swapped or copied:
+            seconds += self._step_time.copies(swapped, copied)
         metrics.clock += seconds
         metrics.busy_seconds += seconds
         used, running = scheduler.pool.num_referenced, scheduler.num_running
@@ -119,6 +122,44 @@ class Replay:
         self._running_area += running * seconds
         metrics.lent_slot_seconds += int(scheduler.table.capacity[plan.rows].sum()) * seconds
         metrics.filled_slot_seconds += work.num_context * seconds
+        self._last, self._context = plan, work.num_context
+        self._note_starts(plan)
+        for sequence in scheduler.commit(plan, self._tokens_of(plan)):
+            request = self._here.pop(sequence.id)
+            metrics.finish(request, sequence.tokens.size - sequence.prompt_len, metrics.clock)
+        return 1
+
+    def _skip(self) -> int:
+        """The steps that only repeat the last one, until a request comes; returns how many they were, maybe 0."""
+        scheduler, metrics, last = self._scheduler, self.metrics, self._last
+        count = scheduler.quiet_steps(_MOST_SKIPPED)
+        if count < 2 or last is None:
+            return 0
+        num_rows = last.rows.size
+        seconds = self._step_time.decodes(num_rows, self._context + num_rows, count)
+        clocks = np.add.accumulate(np.concatenate(([metrics.clock], seconds)))  # sums from the left, as one by one
+        if self._next is not None and not self._is_full():
+            count = min(count, int(np.searchsorted(clocks, self._next.arrival)))
+            seconds = seconds[:count]
+        used = scheduler.pool.num_referenced + np.cumsum(scheduler.skip_steps(count, self._tokens_of(last)))
+        busy = float(seconds.sum())
+        lent = int(scheduler.table.capacity[last.rows].sum()) + (used - used[-1]) * scheduler.pool.block_size
+        metrics.clock = float(clocks[count])
+        metrics.busy_seconds += busy
+        metrics.peak_used = max(metrics.peak_used, int(used[-1]))
+        self._used_area += float(used @ seconds)
+        self._running_area += num_rows * busy
+        metrics.lent_slot_seconds += float(lent @ seconds)
+        metrics.filled_slot_seconds += float((self._context + num_rows * np.arange(1, count + 1)) @ seconds)
+        self._context += num_rows * count
+        return count
+
+    def _tokens_of(self, plan: StepPlan) -> Ints:
+        """[m] int64: equal within one row's one tenancy, and nobody else's, so that outputs are shared by no one."""
+        return plan.sampled_epochs * self._scheduler.table.num_rows + plan.sampled_rows + OUTPUT_TOKENS
+
+    def _is_full(self) -> bool:
+        return self._lookahead is not None and self._scheduler.num_waiting >= self._lookahead
 
     def _end_span(self) -> None:
         """Put the mean levels since the last call into the metrics."""

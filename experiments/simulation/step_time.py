@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from experiments.simulation.hardware import Gpu
 from experiments.simulation.shapes import ELEMENT_BYTES, ModelShape
@@ -72,6 +73,16 @@ class StepTime:
         if work.num_sampled:
             memory += self._head_seconds
         return max(compute, memory) + self._launch_seconds
+
+    def decodes(self, num_rows: int, first_context: int, count: int) -> NDArray[np.float64]:
+        """[count] seconds of steps in which `num_rows` rows decode a token each, the first with `first_context` tokens
+        of context between them. Equal to `step` of each, to the last bit.
+        """
+        context = first_context + num_rows * np.arange(count)
+        compute = num_rows * self._token_seconds + num_rows * self._sample_seconds + context * self._pair_seconds
+        memory = self._weight_seconds + (context + num_rows) * self._kv_seconds + self._head_seconds
+        seconds: NDArray[np.float64] = np.maximum(compute, memory) + self._launch_seconds
+        return seconds
 
     def copies(self, num_swapped: int, num_copied: int) -> float:
         """Seconds for blocks that cross to or from the host, and for blocks copied on the device."""
