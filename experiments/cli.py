@@ -177,7 +177,7 @@ def run(
 @app.command()
 def simulate(
     trace: Annotated[str, typer.Option(metavar="FILE|synthetic:N", help="Azure .csv, Mooncake .jsonl, or generated.")],
-    policy: Annotated[str, typer.Option(metavar="none,...", help="Prefix caches, side by side.")] = "none",
+    policy: Annotated[str, typer.Option(metavar="NAME,...", help="Prefix caches, side by side.")] = "none,hash,radix",
     gpu: Annotated[str, typer.Option(help="Whose roofline gives the time of a step.")] = "H100",
     model: Annotated[str, typer.Option(metavar="NAME|DIR", help="A model's shape, or a Hugging Face directory's.")] = (
         "Llama-3.1-8B"
@@ -191,12 +191,19 @@ def simulate(
         typer.Option(metavar="N,...|contiguous", help="Tokens a block; the trace's own (16, 512) by default."),
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, max=65536, help="Sequences running at once.")] = 256,
-    budget: Annotated[int, typer.Option(min=1, help="Tokens a step.")] = 8192,
+    budget: Annotated[int, typer.Option(min=1, help="Tokens a step.")] = 2048,
+    max_chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Of one prompt a step.")] = None,
+    decode_share: Annotated[
+        float, typer.Option(min=0, max=0.999, help="Of the budget, kept from prompts while sequences decode.")
+    ] = 0.0,
     max_model_len: Annotated[
         int | None, typer.Option(min=2, help="Tokens a sequence; the trace's longest by default.")
     ] = None,
     order: Annotated[str, typer.Option(help="Who is admitted first.")] = "fcfs",
     preemption: Annotated[str, typer.Option(help="What becomes of a sequence that gives way.")] = "recompute",
+    host_bytes: Annotated[
+        str | None, typer.Option(metavar="64GB", help="Host memory for swapping; as much as the pool by default.")
+    ] = None,
     rate: Annotated[float | None, typer.Option(min=1e-6, help="Requests a second, in the mean.")] = None,
     speedup: Annotated[float | None, typer.Option(min=1e-6, help="Arrivals this many times as dense.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the trace's first requests.")] = None,
@@ -206,8 +213,8 @@ def simulate(
     from experiments.commands.simulate import Request, run
 
     asked = Request(
-        trace, policy, gpu, model, pool_blocks, kv_bytes, page_size, max_num_seqs, budget, max_model_len, order,
-        preemption, rate, speedup, limit,
+        trace, policy, gpu, model, pool_blocks, kv_bytes, page_size, max_num_seqs, budget, max_chunk_tokens,
+        decode_share, max_model_len, order, preemption, host_bytes, rate, speedup, limit,
     )  # fmt: skip
     _exit(run, asked, as_json)
 

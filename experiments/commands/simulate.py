@@ -23,7 +23,7 @@ from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
 Row = Mapping[str, Any]
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_SPARK_WIDTH = 40
+_SPARK_WIDTH = 16
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,12 @@ class Request:
     page_size: str | None
     max_num_seqs: int
     budget: int
+    max_chunk_tokens: int | None
+    decode_share: float
     max_model_len: int | None
     order: str
     preemption: str
+    host_bytes: str | None
     rate: float | None
     speedup: float | None
     limit: int | None
@@ -80,6 +83,8 @@ def _resolve(request: Request) -> tuple[Setup, list[Arm]]:
     policies = _names("--policy", request.policy, PREFIX_CACHES)
     _names("--order", request.order, ORDERS)
     _names("--preemption", request.preemption, PREEMPTIONS)
+    if request.host_bytes is not None and request.preemption != "swap":
+        raise ExperimentError(["--host-bytes hold what --preemption swap moves: give both"])
     trace = limited(open_trace(request.trace), request.limit)
     words = {UNBOUNDED: UNBOUNDED}
     pools: list[int | str | None] = [None]
@@ -102,8 +107,11 @@ def _resolve(request: Request) -> tuple[Setup, list[Arm]]:
         max_num_batched_tokens=request.budget,
         max_model_len=max_model_len,
         kv_bytes=None if request.kv_bytes is None else _bytes("--kv-bytes", request.kv_bytes),
+        max_chunk_tokens=request.max_chunk_tokens,
+        decode_share=request.decode_share,
         order=request.order,
         preemption=request.preemption,
+        host_bytes=None if request.host_bytes is None else _bytes("--host-bytes", request.host_bytes),
         times_factor=factor,
     )
     return setup, arms_of(policies, pools, pages)
@@ -162,82 +170,55 @@ def _print(rows: Sequence[Row], setup: Setup) -> None:
     console = Console()
     where = f"{setup.model.name} on {setup.gpu.name}, {setup.extent.num_requests:,} requests of {setup.trace.name}"
     console.print(Text(f"Simulated: {where}", "bold"))
-    console.print(_throughput_table(rows))
-    console.print(_latency_table(rows))
-    console.print(_cache_table(rows))
-    if len({(row["page_size"], row["pool_blocks"]) for row in rows}) > len({row["page_size"] for row in rows}):
+    pools = list(dict.fromkeys((row["page_size"], row["pool_blocks"]) for row in rows))
+    for pool in pools:
+        console.print(_table([row for row in rows if (row["page_size"], row["pool_blocks"]) == pool]))
+    if len(pools) > len({page for page, _ in pools}):
         console.print(Text("Hit rate by pool size", "bold"))
         console.print(_curve(rows))
-    console.print(Text("Pool use over time, full at the top", "bold"))
-    for row in rows:
-        bars = sparkline(row["pool_used_over_time"], 1.0, _SPARK_WIDTH)
-        console.print(Text(f"{bars:{_SPARK_WIDTH}} {' '.join(cell(row) for _, cell in _labels(rows))}"))
+    console.print(Text(_LEGEND, "dim"))
     refused = max(row["refused"] for row in rows)
     if refused:
-        words = f"up to {refused:,} refused: they could never fit the pool or the longest sequence"
+        words = f"Refused, because they could never fit the pool or the longest sequence: up to {refused:,} requests."
         console.print(Text(words, "yellow"))
 
 
-Column = tuple[str, Callable[[Row], str]]
-
-
-def _labels(rows: Sequence[Row]) -> list[Column]:
-    """The columns that tell the rows apart, each with its cell."""
-    labels: list[Column] = [("cache", lambda row: row["prefix_cache"])]
-    if len({row["pool_blocks"] for row in rows}) > 1:
-        labels.append(("blocks", lambda row: f"{row['pool_blocks']:,}"))
-    if len({row["page_size"] for row in rows}) > 1:
-        labels.append(("page", lambda row: f"{row['page_size']:,}"))
-    return labels
-
-
-def _table(rows: Sequence[Row], title: str, columns: Sequence[Column], caption: str) -> Table:
-    columns = [*_labels(rows), *columns]
-    names = [name for name, _ in columns]
-    table = new_table(title, names, names[1:])
+def _table(rows: Sequence[Row]) -> Table:
+    """The policies over one pool, side by side: a column each."""
+    first = rows[0]
+    size = f"{first['pool_blocks']:,} blocks of {first['page_size']:,} tokens, {first['pool_bytes'] / 1e9:,.4g} GB"
+    names = [row["prefix_cache"] for row in rows]
+    table = new_table(size, ["prefix cache", *names], names)
     table.columns[0].no_wrap = True
-    for row in rows:
-        add_row(table, *(cell(row) for _, cell in columns))
-    table.caption, table.caption_justify = caption, "left"
+    for name, cell in _FACTS.items():
+        add_row(table, name, *(cell(row) for row in rows))
     return table
 
 
-def _throughput_table(rows: Sequence[Row]) -> Table:
-    columns: list[Column] = [
-        ("req/s", lambda row: f"{row['requests_per_s']:.3g}"),
-        ("tok/s", lambda row: f"{row['output_tokens_per_s']:,.0f}"),
-        ("busy", lambda row: f"{row['busy_share']:.0%}"),
-        ("running", lambda row: f"{row['running_mean']:.1f}/{row['running_peak']}"),
-        ("pool", lambda row: f"{row['pool_used_mean'] * 100:.0f}/{row['pool_used_peak'] * 100:.0f}%"),
-        ("empty", lambda row: f"{row['empty_slots']:.1%}"),
-        ("preempted", lambda row: f"{row['preemptions']:,}"),
-    ]
-    caption = (
-        "tok/s: output; running, pool: mean/peak of the sequences and of the blocks that they hold; empty: of the "
-        "slots lent to them, those without a token."
-    )
-    return _table(rows, "Throughput", columns, caption)
+_FACTS: Mapping[str, Callable[[Row], str]] = {
+    "requests/s": lambda row: f"{row['requests_per_s']:.3g}",
+    "tokens/s": lambda row: f"{row['output_tokens_per_s']:,.0f}",
+    "TTFT s": lambda row: _three(row["time_to_first_token_s"], 1),
+    "TPOT ms": lambda row: _three(row["time_per_output_token_s"], 1e3),
+    "end to end s": lambda row: _three(row["end_to_end_s"], 1),
+    "hits, blocks": lambda row: f"{row['hit_rate']:.1%}",
+    "hits, tokens": lambda row: f"{row['hit_rate_tokens']:.1%}",
+    "GB saved": lambda row: f"{row['bytes_saved'] / 1e9:,.0f}",
+    "evicted blocks": lambda row: f"{row['evictions']:,}",
+    "preemptions": lambda row: f"{row['preemptions']:,}",
+    "running": lambda row: f"{row['running_mean']:.1f}/{row['running_peak']}",
+    "pool in use": lambda row: f"{row['pool_used_mean'] * 100:.3g}/{row['pool_used_peak'] * 100:.3g}%",
+    "pool cached": lambda row: f"{row['pool_cached_mean']:.1%}",
+    "empty slots": lambda row: f"{row['empty_slots']:.1%}",
+    "time busy": lambda row: f"{row['busy_share']:.1%}",
+    "use over time": lambda row: sparkline(row["pool_used_over_time"], 1.0, _SPARK_WIDTH),
+}
 
-
-def _latency_table(rows: Sequence[Row]) -> Table:
-    columns: list[Column] = [
-        ("TTFT s", lambda row: _three(row["time_to_first_token_s"], 1)),
-        ("TPOT ms", lambda row: _three(row["time_per_output_token_s"], 1e3)),
-        ("end to end s", lambda row: _three(row["end_to_end_s"], 1)),
-    ]
-    return _table(rows, "Latency: p50/p90/p99", columns, "A roofline's times, not a GPU's: lower bounds.")
-
-
-def _cache_table(rows: Sequence[Row]) -> Table:
-    columns: list[Column] = [
-        ("hit rate", lambda row: f"{row['hit_rate']:.1%}"),
-        ("of tokens", lambda row: f"{row['hit_rate_tokens']:.1%}"),
-        ("GB saved", lambda row: f"{row['bytes_saved'] / 1e9:,.0f}"),
-        ("evicted", lambda row: f"{row['evictions']:,}"),
-        ("cached", lambda row: f"{row['pool_cached_mean']:.0%}"),
-    ]
-    caption = "hit rate: of the prompts' blocks; cached: of the pool, in the mean, held by the cache alone."
-    return _table(rows, "Prefix cache", columns, caption)
+_LEGEND = (
+    "Times: p50/p90/p99, by a roofline: lower bounds, not a GPU's. Tokens: output. Hits: of the prompts'. "
+    "Running, in use: mean/peak; in use: by sequences; cached: held by the cache alone. Empty: of the slots of the "
+    "sequences' blocks, those without a token."
+)
 
 
 def _curve(rows: Sequence[Row]) -> Table:

@@ -47,8 +47,11 @@ class Setup:
     max_num_batched_tokens: int
     max_model_len: int
     kv_bytes: int | None
+    max_chunk_tokens: int | None
+    decode_share: float
     order: str
     preemption: str
+    host_bytes: int | None  # for swapped blocks; None is as many blocks as the pool has
     times_factor: float
 
 
@@ -88,11 +91,24 @@ def num_blocks_of(arm: Arm, setup: Setup) -> int:
     return available // block_bytes
 
 
+def num_host_blocks_of(arm: Arm, setup: Setup) -> int:
+    """Blocks that the host keeps for sequences that gave way; none where they are computed again."""
+    if setup.preemption != "swap":
+        return 0
+    if setup.host_bytes is None:
+        return num_blocks_of(arm, setup)
+    return setup.host_bytes // (setup.model.kv_bytes_per_token * page_size_of(arm, setup))
+
+
 def make_scheduler(arm: Arm, setup: Setup) -> Scheduler:
+    """ExperimentError where the settings do not go together."""
     try:
         return Scheduler(
             num_blocks=num_blocks_of(arm, setup),
             block_size=page_size_of(arm, setup),
+            num_host_blocks=num_host_blocks_of(arm, setup),
+            max_chunk_tokens=setup.max_chunk_tokens,
+            decode_share=setup.decode_share,
             max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=setup.max_num_batched_tokens,
             max_model_len=setup.max_model_len,
@@ -110,12 +126,19 @@ def simulate(arm: Arm, setup: Setup, on_progress: Callable[[int], None] = lambda
     step_time = StepTime(setup.gpu, setup.model, scheduler.pool.block_size)
     lookahead = setup.max_num_seqs + 1 if setup.order == "fcfs" else None
     replay = Replay(scheduler, setup.trace.requests(), step_time, lookahead=lookahead)
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     metrics = replay.run(on_progress)
-    return row_of(arm, setup, scheduler, metrics, time.perf_counter() - began)
+    cpu_seconds = time.process_time() - cpu_began
+    return {
+        **_row(arm, setup, scheduler, metrics),
+        "wall_seconds": time.perf_counter() - began,
+        "cpu_seconds": cpu_seconds,
+        "requests_per_cpu_minute": _ratio(metrics.num_requests * 60, cpu_seconds),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
 
 
-def row_of(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics, wall_seconds: float) -> dict[str, Any]:
+def _row(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics) -> dict[str, Any]:
     """Times in seconds. hit_rate: prompt blocks found over all prompt blocks, ceil(prompt / page_size) each."""
     pool, clock = scheduler.pool, metrics.clock
     return {
@@ -132,6 +155,9 @@ def row_of(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics, wall_
         "max_num_seqs": setup.max_num_seqs,
         "max_num_batched_tokens": setup.max_num_batched_tokens,
         "max_model_len": setup.max_model_len,
+        "max_chunk_tokens": setup.max_chunk_tokens,
+        "decode_share": setup.decode_share,
+        "host_blocks": scheduler.host_pool.num_blocks if scheduler.host_pool is not None else 0,
         "speedup": setup.times_factor,
         "requests": metrics.num_requests,
         "finished": metrics.num_finished,
@@ -152,6 +178,7 @@ def row_of(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics, wall_
         "bytes_saved": metrics.hit_tokens * setup.model.kv_bytes_per_token,
         "evictions": scheduler.cache_stats().num_evictions,
         "preemptions": scheduler.counters.num_preemptions,
+        "swapped_blocks": scheduler.counters.num_swapped_out + scheduler.counters.num_swapped_in,
         "steps": scheduler.counters.num_steps,
         "running_mean": metrics.running.mean,
         "running_peak": metrics.peak_running,
@@ -162,9 +189,6 @@ def row_of(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics, wall_
         "pool_bin_seconds": metrics.used.bin_seconds,
         "pool_used_over_time": [level / pool.num_blocks for level in metrics.used.means()],
         "pool_cached_over_time": [level / pool.num_blocks for level in metrics.cached.means()],
-        "wall_seconds": wall_seconds,
-        "requests_per_minute_of_wall": _ratio(metrics.num_requests * 60, wall_seconds),
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 

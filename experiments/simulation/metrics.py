@@ -55,7 +55,7 @@ class OverTime:
 
     def __init__(self, num_bins: int = 64) -> None:
         self._areas = [0.0] * num_bins
-        self._width = 1.0
+        self._width = 1e-3
         self._end = 0.0
 
     def add(self, start: float, end: float, level: float) -> None:

@@ -43,9 +43,12 @@ def test_levels_over_time_keep_their_area_in_few_bins() -> None:
 
 def test_each_bin_has_its_own_mean() -> None:
     level = OverTime(4)
-    level.add(0.0, 1.5, 2.0)
-    level.add(1.5, 3.0, 4.0)
-    assert level.means() == [2.0, 3.0, 4.0]
+    level.add(0.0, 0.0015, 2.0)
+    level.add(0.0015, 0.003, 4.0)
+    assert level.means() == pytest.approx([2.0, 3.0, 4.0])
+    level.add(0.003, 0.008, 0.0)
+    assert level.bin_seconds == 0.002
+    assert level.means() == pytest.approx([2.5, 2.0, 0.0, 0.0])
     assert OverTime().mean == 0.0
 
 

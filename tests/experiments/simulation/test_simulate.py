@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from experiments.cli import app
+from experiments.simulation.traces import open_trace, prefix_bound
 from tsched.policies import PREFIX_CACHES
 
 DATA = Path(__file__).parent / "data"
@@ -28,7 +29,8 @@ def rows_of(*arguments: Any) -> list[dict[str, Any]]:
 
 
 def test_policies_side_by_side_as_json() -> None:
-    rows = rows_of("--trace", MOONCAKE, "--policy", ALL, "--pool-blocks", "unbounded")
+    """Without --policy: all of them."""
+    rows = rows_of("--trace", MOONCAKE, "--pool-blocks", "unbounded")
     assert [row["prefix_cache"] for row in rows] == list(PREFIX_CACHES)
     for row in rows:
         assert (row["page_size"], row["finished"], row["requests"], row["refused"]) == (512, 36, 36, 0)
@@ -45,15 +47,46 @@ def test_tables_fit_80_columns_and_name_each_arm() -> None:
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert "…" not in result.stdout
-    for name in PREFIX_CACHES:
-        assert sum(line.split()[:1] == [name] for line in lines) == 18  # six arms in three tables
+    assert sum(line.split()[-3:] == list(PREFIX_CACHES) for line in lines) == 6 + 1  # a table for each pool, the curve
     assert "Hit rate by pool size" in result.stdout
+
+
+def test_one_request_at_a_time_finds_all_that_the_trace_has_to_give() -> None:
+    """With a pool that evicts nothing, hash and radix reach the trace's own bound; requests that run side by side miss
+    what the other is still computing.
+    """
+    bound = prefix_bound(open_trace(str(MOONCAKE)), 512)
+    assert 0.3 < bound < 0.7
+    one = rows_of("--trace", MOONCAKE, "--pool-blocks", "unbounded", "--max-num-seqs", 1)
+    assert {row["prefix_cache"]: row["hit_rate"] for row in one} == {"none": 0.0, "hash": bound, "radix": bound}
+    many = rows_of("--trace", MOONCAKE, "--pool-blocks", "unbounded", "--speedup", 1000)
+    assert all(row["hit_rate"] <= bound for row in many)
+
+
+def test_a_larger_pool_finds_no_less() -> None:
+    rows = rows_of("--trace", MOONCAKE, "--policy", "hash,radix", "--pool-blocks", "12,24,48,96", "--max-num-seqs", 1)
+    for policy in ("hash", "radix"):
+        rates = [row["hit_rate"] for row in rows if row["prefix_cache"] == policy]
+        assert rates == sorted(rates)
+        assert rates[0] < rates[-1]
+    assert all(row["evictions"] > 0 for row in rows if row["pool_blocks"] == 12)
+
+
+def test_swapping_takes_the_place_of_computing_again() -> None:
+    arguments = ["--trace", "synthetic:60", "--policy", "none", "--pool-blocks", 700, "--speedup", 100]
+    (recompute,) = rows_of(*arguments)
+    (swap,) = rows_of(*arguments, "--preemption", "swap")
+    assert recompute["preemptions"] > 0
+    assert recompute["swapped_blocks"] == 0 == recompute["host_blocks"]
+    assert swap["host_blocks"] == 700
+    assert swap["swapped_blocks"] > 0
+    assert swap["finished"] == recompute["finished"] == 60
 
 
 def test_pages_against_contiguous_reservation() -> None:
     """The same bytes hold more sequences in pages."""
     paged, reserved = rows_of(
-        "--trace", AZURE, "--page-size", "16,contiguous", "--kv-bytes", "2GB", "--speedup", 100
+        "--policy", "none", "--trace", AZURE, "--page-size", "16,contiguous", "--kv-bytes", "2GB", "--speedup", 100
     )  # fmt: skip
     assert reserved["page_size"] == reserved["max_model_len"] == paged["max_model_len"]
     assert reserved["pool_bytes"] <= 2e9
@@ -62,15 +95,15 @@ def test_pages_against_contiguous_reservation() -> None:
 
 
 def test_the_pool_is_what_the_gpu_has_left() -> None:
-    (row,) = rows_of("--trace", AZURE, "--gpu", "A100-40GB", "--model", "Qwen3-4B", "--limit", 5)
+    (row,) = rows_of("--policy", "none", "--trace", AZURE, "--gpu", "A100-40GB", "--model", "Qwen3-4B", "--limit", 5)
     assert row["requests"] == 5
     assert row["pool_bytes"] <= 36e9 - 8.04e9 < row["pool_bytes"] + 17 * 16 * 147_456
 
 
 def test_rate_and_speedup_say_the_same() -> None:
-    (plain,) = rows_of("--trace", AZURE)
-    (fast,) = rows_of("--trace", AZURE, "--rate", 10)
-    (same,) = rows_of("--trace", AZURE, "--speedup", fast["speedup"])
+    (plain,) = rows_of("--policy", "none", "--trace", AZURE)
+    (fast,) = rows_of("--policy", "none", "--trace", AZURE, "--rate", 10)
+    (same,) = rows_of("--policy", "none", "--trace", AZURE, "--speedup", fast["speedup"])
     assert fast["speedup"] > 1 == plain["speedup"]
     assert same["seconds"] == fast["seconds"] < plain["seconds"]
 
@@ -93,6 +126,7 @@ def test_rate_and_speedup_say_the_same() -> None:
         (["--rate", "3", "--speedup", "2"], "give one"),
         (["--model", "Qwen3-32B", "--gpu", "A100-40GB"], "its weights take 65.5 GB, A100-40GB has 40 GB"),
         (["--trace", "no.csv"], "no such file"),
+        (["--host-bytes", "1GB"], "give both"),
     ],
 )
 def test_a_wrong_option_is_refused_with_what_there_is(arguments: list[str], message: str) -> None:
