@@ -25,10 +25,17 @@ def next_token(history: np.ndarray) -> int:
 
 def tokens_alone(prompt: list[int], params: SamplingParams, max_model_len: int) -> tuple[list[int], str]:
     """The output of a request with nobody else around, and why it ended."""
-    tokens = list(prompt)
+    return tokens_after(prompt, len(prompt), params, max_model_len)
+
+
+def tokens_after(
+    given: list[int], prompt_len: int, params: SamplingParams, max_model_len: int
+) -> tuple[list[int], str]:
+    """The whole output of a request of `prompt_len` prompt tokens that goes on from the `given` tokens."""
+    tokens = list(given)
     while True:
         tokens.append(next_token(np.array(tokens)))
-        output = tokens[len(prompt) :]
+        output = tokens[prompt_len:]
         ends = {*params.stop_ids} | (set() if params.ignore_eos else {EOS})
         if output[-1] in ends and len(output) > params.min_tokens:
             return output, "stop"
@@ -52,10 +59,22 @@ class SimulatedDevice:
         slots = scheduler.pool.num_blocks * scheduler.pool.block_size
         self.cached_token = np.full(slots, -1)
         self.cached_position = np.full(slots, -1)
+        host_pool = scheduler.host_pool
+        host_slots = host_pool.num_blocks * host_pool.block_size if host_pool is not None else 0
+        self.host_token = np.full(host_slots, -1)
+        self.host_position = np.full(host_slots, -1)
         self.last_sampled: dict[tuple[int, int], int] = {}
+        self.tables = scheduler.table.blocks.copy()  # kept up by what the plans say has changed
 
     def build(self, plan: StepPlan) -> Launch:
         table = self.scheduler.table
+        for row in (*plan.placed.tolist(), *plan.rewritten.tolist()):
+            self.tables[row] = table.blocks[row]
+        last = table.num_blocks[plan.grown] - 1
+        self.tables[plan.grown, last] = table.blocks[plan.grown, last]
+        for row in plan.rows.tolist():
+            count = int(table.num_blocks[row])
+            assert (self.tables[row, :count] == table.blocks[row, :count]).all(), "a change that the plan does not name"
         known = [
             table.tokens[row, start : min(start + count, table.known[row])].copy()
             for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True)
@@ -65,6 +84,7 @@ class SimulatedDevice:
     def run(self, launch: Launch) -> np.ndarray:
         """[m] int64, the sampled tokens."""
         plan, block_size = launch.plan, self.scheduler.pool.block_size
+        self._copy_pages(plan)
         slots_of = [
             launch.tables[i][np.arange(end) // block_size] * block_size + np.arange(end) % block_size
             for i, end in enumerate((plan.starts + plan.counts).tolist())
@@ -86,17 +106,46 @@ class SimulatedDevice:
         }
         return np.array(sampled, dtype=np.int64)
 
+    def _copy_pages(self, plan: StepPlan) -> None:
+        device, host = (self.cached_token, self.cached_position), (self.host_token, self.host_position)
+        for pairs, sources, targets in (
+            (plan.swap_outs, device, host),
+            (plan.swap_ins, host, device),
+            (plan.copies, device, device),
+        ):
+            assert np.unique(pairs[1]).size == pairs.shape[1], "two pages are copied to one place"
+            assert sources is not targets or not np.isin(pairs[0], pairs[1]).any(), "a page is copied to and from"
+            for source, target in zip(sources, targets, strict=True):
+                pages = target.reshape(-1, self.scheduler.pool.block_size)
+                pages[pairs[1]] = source.reshape(-1, self.scheduler.pool.block_size)[pairs[0]]
+
 
 def check_accounts(scheduler: Scheduler) -> None:
-    """Every block is free or one running sequence's, and every sequence has the blocks that its tokens need."""
+    """Every block has as many references as there are sequences, running or waiting, that hold it; and every sequence
+    has the blocks that its tokens need.
+    """
     table, pool, rows = scheduler.table, scheduler.pool, scheduler.running
-    held = np.concatenate([table.blocks[row, : table.num_blocks[row]] for row in rows] or [np.empty(0, np.int32)])
-    assert np.unique(held).size == held.size
-    assert pool.num_referenced == held.size
+    held = [table.blocks[row, : table.num_blocks[row]] for row in rows]
+    for blocks in held:
+        assert np.unique(blocks).size == blocks.size
+    waiting = [sequence for sequence in scheduler._unfinished.values() if sequence.row < 0]
+    refs = np.bincount(np.concatenate([*held, *(s.blocks for s in waiting), []]).astype(int), minlength=pool.num_blocks)
+    everything = np.arange(pool.num_blocks, dtype=np.int32)
+    assert (pool.refs(everything) == refs).all()
+    kept = pool.is_kept(everything)
+    assert (pool.num_referenced, pool.num_cached) == ((refs > 0).sum(), (kept & (refs == 0)).sum())
     assert pool.num_free + pool.num_cached + pool.num_referenced == pool.num_blocks
+    if scheduler.host_pool is not None:
+        restored = [blocks for under_way in scheduler._in_flight for blocks in under_way.restored]
+        swapped = np.concatenate([*(s.host_blocks for s in waiting), *restored, []]).astype(int)
+        num_host = scheduler.host_pool.num_blocks
+        assert (scheduler.host_pool.refs(np.arange(num_host)) == np.bincount(swapped, minlength=num_host)).all()
+        assert scheduler.host_pool.num_cached == 0
+    assert not any(s.blocks.size and s.host_blocks.size for s in waiting)
     assert (table.capacity[rows] == table.num_blocks[rows] * pool.block_size).all()
     assert (table.computed[rows] <= table.capacity[rows]).all()
     assert rows.size + table.num_free_rows == table.num_rows
+    assert (np.diff(table.key[rows]) >= 0).all()
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
