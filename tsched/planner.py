@@ -170,21 +170,16 @@ class Planner:
     def _writers_to_shared(self, rows: Ints, counts: Ints) -> list[tuple[int, int]]:
         """(row, place in its list of blocks) of the forked rows that must copy the block to which they write next.
 
-        Where everybody who refers to a block writes to it now, the last one keeps it.
+        No two of them share that block: a fork that is admitted has copied it, or has it alone.
         """
         table, pool = self._table, self._memory.pool
         writing = set(rows[counts > 0].tolist())
-        refs: dict[int, int] = {}
         writers = []
         for row, epoch in dict.fromkeys(self._forked):
             place, offset = divmod(int(table.computed[row]), pool.block_size)
             if row not in writing or table.epoch[row] != epoch or offset == 0:
                 continue
-            block = int(table.blocks[row, place])
-            if block not in refs:
-                refs[block] = int(pool.refs(table.blocks[row, place : place + 1])[0])
-            if refs[block] > 1:
-                refs[block] -= 1
+            if int(pool.refs(table.blocks[row, place : place + 1])[0]) > 1:
                 writers.append((row, place))
         return writers
 
@@ -261,10 +256,8 @@ class Planner:
             if num_running:
                 self._blocked = (sequence, spared)
                 return None
-            if memory.give_up(but=sequence) is None:
-                if sequence.blocks.size == 0:
-                    raise RuntimeError("a sequence found too few blocks in an idle pool: the pool's accounts are wrong")
-                memory.drop(sequence)  # it can do without the copy that it needs besides what it holds
+            if memory.give_up(but=sequence) is None and memory.give_up() is None:
+                raise RuntimeError("a sequence found too few blocks in an idle pool: the pool's accounts are wrong")
             self._counters.num_given_up += 1
         self._blocked = None
         return blocks

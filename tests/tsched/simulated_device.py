@@ -75,6 +75,7 @@ class SimulatedDevice:
         for row in plan.rows.tolist():
             count = int(table.num_blocks[row])
             assert (self.tables[row, :count] == table.blocks[row, :count]).all(), "a change that the plan does not name"
+        self._check_writes(plan)
         known = [
             table.tokens[row, start : min(start + count, table.known[row])].copy()
             for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True)
@@ -105,6 +106,15 @@ class SimulatedDevice:
             for i, token in zip(plan.sampled.tolist(), sampled, strict=True)
         }
         return np.array(sampled, dtype=np.int64)
+
+    def _check_writes(self, plan: StepPlan) -> None:
+        """Nobody writes where another one reads, or past what can still be asked of them."""
+        table, pool = self.scheduler.table, self.scheduler.pool
+        assert (plan.ends < table.max_length[plan.rows]).all(), "a token is computed that nobody will ask for"
+        for row, start, end in zip(plan.rows.tolist(), plan.starts.tolist(), plan.ends.tolist(), strict=True):
+            written = table.blocks[row, start // pool.block_size : -(-end // pool.block_size)]
+            assert (pool.refs(written) == 1).all(), "a shared block is written to"
+            assert not pool.is_kept(written).any(), "a cached block is written to"
 
     def _copy_pages(self, plan: StepPlan) -> None:
         device, host = (self.cached_token, self.cached_position), (self.host_token, self.host_position)
