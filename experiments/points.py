@@ -75,7 +75,7 @@ def _workload_points(plan: Plan, contract: Contract, page: int | None) -> list[t
     if isinstance(pool := ranges.get("P"), int):  # a pool too small for all serves fewer at once
         pages = min(pages, pool)
         requests = max(1, min(requests, pool // pages))
-    sizes: dict[str, int] = {"B": requests, "N": pages}
+    sizes: dict[str, int] = {"B": requests, "N": pages, "pairs": requests}
     steps = {"decode": {**sizes, "T": requests}, "prefill": {**sizes, "T": requests * prompt}}
     if contract.name == "paged_decode" or "T" not in contract.axis_by_name:
         steps = {"decode": steps["decode"]}
@@ -130,13 +130,18 @@ def _fitting(
     while True:
         if "P" in axes:
             # The pages that the point uses: an engine's whole pool can be gigabytes of nothing but poison.
-            used = int(axes["B"]) * int(axes["N"]) if "B" in axes else -(-int(axes["T"]) // int(axes["S"]))
-            axes["P"] = max(1, min(used, pool))
+            axes["P"] = max(1, min(_used_pages(axes), pool))
         point = _complete(plan, contract, axes)
         if all(int(axes[name]) <= 1 for name in batch) or _programs(point, interpreted) <= MOST_INTERPRETED_PROGRAMS:
             return point
         for name in batch:
             axes[name] = max(1, int(axes[name]) // 2)
+
+
+def _used_pages(axes: Mapping[str, Value]) -> int:
+    if "pairs" in axes:  # one page is copied to all the others
+        return int(axes["pairs"]) + 1
+    return int(axes["B"]) * int(axes["N"]) if "B" in axes else -(-int(axes["T"]) // int(axes["S"]))
 
 
 def _programs(point: Mapping[str, Value], variants: list[tuple[Variant, Pick]]) -> int:

@@ -4,7 +4,7 @@ import tkernels as _tkernels  # noqa: F401  before transformers: it decides whet
 from tmodel.architectures import Architecture, Model, known_architectures
 from tmodel.batch import Batch
 from tmodel.config import ConfigError, ModelConfig
-from tmodel.kv_cache import KVCache, allocate_kv_cache, kv_bytes_per_block
+from tmodel.kv_cache import CachePages, KVCache, PagedKVCache, allocate_kv_cache, kv_bytes_per_block
 from tmodel.loading import load_config, load_model
 from tmodel.presets import PRESETS, make_model, preset_path
 from tmodel.train import Recipe, TrainingError, TrainingReport
@@ -14,10 +14,12 @@ __all__ = [
     "PRESETS",
     "Architecture",
     "Batch",
+    "CachePages",
     "ConfigError",
     "KVCache",
     "Model",
     "ModelConfig",
+    "PagedKVCache",
     "Recipe",
     "TrainingError",
     "TrainingReport",

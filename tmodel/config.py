@@ -53,7 +53,7 @@ class ModelConfig:
     def kernel_axes(
         self, *, max_num_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: int
     ) -> dict[str, dict[str, Value | tuple[int, int]]]:
-        """The ops that the model calls, each with every axis it will call them at: what `tkernels.select` asks for.
+        """The ops that the model and its engine call, each with every axis they call it at: for `tkernels.select`.
 
         These are the widest ops; the parts of a composed fusion follow from them. A range is (low, high). The limits
         are those of one step (tokens, sequences), of one sequence (`max_model_len`) and of the KV cache.
@@ -102,6 +102,21 @@ class ModelConfig:
             "paged_decode": attention,
             "paged_prefill": {**attention, "T": tokens, "causal": True},
             "gate_up_swiglu": {"T": tokens, "H": self.hidden_size, "I": self.intermediate_size},
+            "copy_pages": {
+                "pairs": (0, num_blocks),
+                "C": 2 * self.num_layers,
+                "P": num_blocks,
+                "S": block_size,
+                "Hkv": self.num_kv_heads,
+                "D": self.head_dim,
+            },
+            "step_inputs": {
+                "R": max_num_seqs,
+                "B": (0, max_num_seqs),
+                "T": (0, max_num_tokens),
+                "N": (1, width),
+                "page_size": block_size,
+            },
         }
 
 

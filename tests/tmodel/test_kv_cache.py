@@ -1,0 +1,108 @@
+"""Pages of a cache that go to the host and back, and to each other, in all layers at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tkernels
+from tests.conftest import DEVICE
+from tmodel import CachePages, PagedKVCache
+
+COPY = tkernels.OPS["copy_pages"].variants
+C, P, S, HKV, D = 4, 7, 2, 2, 4
+PAGE_BYTES = C * S * HKV * D
+
+
+def cache_of(dtype: torch.dtype = torch.float32) -> PagedKVCache:
+    """Bits that name their own place, so that any byte that went elsewhere shows."""
+    places = torch.arange(C * P * S * HKV * D).view(C, P, S, HKV, D)
+    return PagedKVCache((places % 113 / 8).to(dtype).to(DEVICE))
+
+
+def bits(cache: PagedKVCache) -> torch.Tensor:
+    return cache.caches.cpu().view(torch.uint8).clone()
+
+
+def pairs(*given: tuple[int, int]) -> np.ndarray:
+    return np.array(given, dtype=np.int32).reshape(-1, 2).T.copy()
+
+
+def test_layers_are_views_of_one_tensor() -> None:
+    cache = cache_of()
+    assert len(cache) == 2
+    for layer, (k_cache, v_cache) in enumerate(cache):
+        k_cache.fill_(layer)
+        v_cache.fill_(-layer)
+        assert k_cache.shape == v_cache.shape == (P, S, HKV, D)
+    assert cache.caches.flatten(1)[:, 0].tolist() == [0, 0, 1, -1]
+    assert torch.equal(cache[-1][1], cache.caches[3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64])
+@pytest.mark.parametrize("staged_pages", [0, 1, 2, 100])
+def test_what_goes_to_the_host_comes_back_to_other_pages(dtype: torch.dtype, staged_pages: int) -> None:
+    cache = cache_of(dtype)
+    before = bits(cache)
+    staged_bytes = staged_pages * PAGE_BYTES * dtype.itemsize
+    pages = CachePages(cache, COPY["torch"], num_host_blocks=6, staged_bytes=staged_bytes)
+    pages.swap_out(pairs((5, 1), (0, 4), (3, 2), (6, 0)))
+    assert torch.equal(bits(cache), before)
+    cache.caches.zero_()
+    pages.swap_in(pairs((4, 6), (0, 0), (1, 2), (2, 5)))
+    expected = torch.zeros_like(before)
+    for source, target in ((0, 6), (6, 0), (5, 2), (3, 5)):
+        expected[:, target] = before[:, source]
+    assert torch.equal(bits(cache), expected)
+
+
+def test_a_page_may_be_swapped_out_overwritten_and_back_in_one_step() -> None:
+    """The order of a plan: out, in, then copies."""
+    cache = cache_of()
+    before = bits(cache)
+    pages = CachePages(cache, COPY["torch"], num_host_blocks=3)
+    pages.swap_out(pairs((1, 2)))
+    pages.swap_out(pairs((4, 0)))
+    pages.swap_in(pairs((2, 4)))
+    pages.copy(pairs((4, 1), (4, 3)))
+    expected = before.clone()
+    expected[:, 4] = expected[:, 3] = before[:, 1]
+    assert torch.equal(bits(cache), expected)
+
+
+@pytest.mark.parametrize("variant", list(COPY))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_copies_reach_every_layer(variant: str, dtype: torch.dtype) -> None:
+    cache = cache_of(dtype)
+    before = bits(cache)
+    CachePages(cache, COPY[variant]).copy(pairs((2, 0), (2, 6), (3, 1)))
+    expected = before.clone()
+    expected[:, 0] = expected[:, 6] = before[:, 2]
+    expected[:, 1] = before[:, 3]
+    assert torch.equal(bits(cache), expected)
+
+
+def test_neighbouring_host_pages_are_one_transfer() -> None:
+    pages = CachePages(cache_of(), COPY["torch"], num_host_blocks=9)
+    ((device_pages, runs),) = pages._staged(*pairs((6, 3), (0, 8), (5, 1), (2, 2), (1, 7)))
+    assert device_pages.tolist() == [5, 2, 6, 1, 0]
+    assert runs == [(1, 3, 0), (7, 2, 3)]
+
+
+@pytest.mark.parametrize("given", [pairs((0, 2)), pairs((0, -1)), pairs((1, 0), (0, 7))])
+def test_a_host_page_that_is_not_there_is_refused(given: np.ndarray) -> None:
+    pages = CachePages(cache_of(), COPY["torch"], num_host_blocks=2)
+    for move in (pages.swap_out, lambda array: pages.swap_in(array[::-1])):
+        with pytest.raises(IndexError, match=r"host pages -?\d to -?\d, there are 2"):
+            move(given)
+
+
+def test_the_host_pool_has_a_size() -> None:
+    arguments: tuple[Any, ...] = (cache_of(), COPY["torch"])
+    assert CachePages(*arguments).num_host_blocks == 0
+    assert CachePages(*arguments, num_host_blocks=5).num_host_blocks == 5
+    with pytest.raises(ValueError, match="num_host_blocks must be at least 0, got -1"):
+        CachePages(*arguments, num_host_blocks=-1)
