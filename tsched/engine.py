@@ -259,6 +259,8 @@ class Engine:
         launched = self._launched
         with _PREPARE:
             self._move_pages(plan)
+            if plan.placed.size:
+                self._sampler.forget(plan.placed)
             step = self._builder.arrange(plan)
         if step is None:
             if launched is None and self._requests:  # by the scheduler's promise this cannot be; a loop would not end

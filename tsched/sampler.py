@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tsched.device_state import to_device
 from tsched.logits_processors import RequestFault, process
+from tsched.penalties import PenaltyCounts
 from tsched.random_numbers import UniformTable
 from tsched.sequence import Ints, Sequence, SequenceTable
 
@@ -72,6 +73,11 @@ class Sampler:
         self._table = table
         self._eos_token_ids = eos_token_ids
         self._uniforms = UniformTable(table, seed)
+        self._penalties = PenaltyCounts(table)
+
+    def forget(self, rows: Ints) -> None:
+        """What is known of the tokens of `rows` [n] does not hold any more."""
+        self._penalties.forget(rows)
 
     def sample(self, logits: torch.Tensor, rows: Ints, lengths: Ints, epochs: Ints | None = None) -> Sampled:
         """A token for each of `rows` [m] from `logits` [m, V] float32 or wider, not changed.
@@ -145,18 +151,9 @@ class Sampler:
         faults = self._processed(scores, sequences, lengths)
         penalized = [i for i, sequence in enumerate(sequences) if sequence.params.has_penalties]
         if penalized:
-            apply_penalties(
-                scores,
-                np.array(penalized),
-                [self._table.tokens[sequences[i].row, : lengths[i]] for i in penalized],
-                np.array([sequences[i].prompt_len for i in penalized]),
-                np.array(
-                    [
-                        (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-                        for p in (sequences[i].params for i in penalized)
-                    ]
-                ),
-            )
+            entries = np.array(penalized)
+            rows = np.array([sequences[i].row for i in penalized])
+            self._penalties.apply(scores, entries, rows, lengths[entries])
         barred: list[int] = []  # places in the flat scores
         for i, sequence in enumerate(sequences):
             params = sequence.params
@@ -203,30 +200,6 @@ def _most_likely_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 def _without(tokens: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:
     """`tokens` [m], changed: NOT_FINITE where not `finite` [m]."""
     return tokens if finite is None else tokens.masked_fill_(~finite, NOT_FINITE)
-
-
-def apply_penalties(
-    scores: torch.Tensor, rows: Ints, known: list[Ints], prompt_lens: Ints, penalties: NDArray[np.float64]
-) -> None:
-    """Change `rows` [p] of `scores` [s, V] float64 in place, at the tokens that the rows have already: `known` [p] of
-    [prompt + output].
-
-    penalties: [p, 3], repetition (over prompt and output), presence and frequency (over the output).
-    """
-    vocab_size = scores.shape[1]
-    lens = np.array([tokens.size for tokens in known])
-    owner = np.repeat(np.arange(rows.size), lens)  # [sum of lens]
-    place = np.arange(owner.size) - np.repeat(np.cumsum(lens) - lens, lens)
-    keys, inverse = np.unique(rows[owner] * vocab_size + np.concatenate(known), return_inverse=True)
-    output_counts = np.bincount(inverse, weights=place >= prompt_lens[owner], minlength=keys.size)  # [keys]
-    key_owner = np.empty(keys.size, dtype=np.int64)
-    key_owner[inverse] = owner
-    repetition, presence, frequency = (_on(column, scores) for column in penalties[key_owner].T)
-    counts = _on(output_counts, scores)
-    flat, index = scores.view(-1), _on(keys, scores)
-    values = flat[index]
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    flat[index] = values - frequency * counts - presence * (counts > 0)
 
 
 def filtered_probabilities(

@@ -25,11 +25,12 @@ class EngineServer:
 
     def __init__(self, schedule: Schedule) -> None:
         self._options = schedule.options
-        self._engine = self._make_engine(schedule.options)
+        # Half of the schedules run ahead by a step, half pad their decodes as for a graph.
+        self._engine = self._make_engine(schedule.options, overlap=schedule.lag > 0, cuda_graphs=schedule.seed % 2 == 1)
         self.scheduler = self._engine.scheduler
         self._requests: dict[int, EngineRequest] = {}
 
-    def _make_engine(self, options: dict[str, Any]) -> Engine:
+    def _make_engine(self, options: dict[str, Any], *, overlap: bool = False, cuda_graphs: bool = False) -> Engine:
         config, model = random_qwen3(self.kind)
         scheduler = Scheduler(**options)
         kv_cache = tmodel.allocate_kv_cache(
@@ -40,7 +41,14 @@ class EngineServer:
             dtype=torch.float64 if self.kind == "float64" else torch.float32,
         )
         return Engine(
-            model, kv_cache, scheduler, device=torch.device("cpu"), seed=0, eos_token_ids=options["eos_token_ids"]
+            model,
+            kv_cache,
+            scheduler,
+            device=torch.device("cpu"),
+            seed=0,
+            eos_token_ids=options["eos_token_ids"],
+            overlap=overlap,
+            cuda_graphs=cuda_graphs,
         )
 
     def _add_to(self, engine: Engine, number: int, request: Request) -> EngineRequest:

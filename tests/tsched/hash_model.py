@@ -7,11 +7,38 @@ import torch
 from tests.tsched.simulated_device import VOCAB, next_token
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
+from tsched.block_pool import BlockIds
+
+Pages = tuple[torch.Tensor, ...]
 
 
 def hash_cache(num_blocks: int, block_size: int) -> KVCache:
     shape = (num_blocks, block_size, 1, 1)
     return [(torch.full(shape, -1.0, dtype=torch.float64), torch.full(shape, -1.0, dtype=torch.float64))]
+
+
+class HashPages:
+    """Moves pages of a hash cache, and notes how many each way."""
+
+    def __init__(self, kv_cache: KVCache, num_host_blocks: int) -> None:
+        self._device = kv_cache[0]
+        self._host = tuple(torch.full((num_host_blocks, *cache.shape[1:]), -2.0).double() for cache in self._device)
+        self.moved = {"swap_out": 0, "swap_in": 0, "copy": 0}
+
+    def _move(self, name: str, sources: Pages, targets: Pages, pages: BlockIds) -> None:
+        self.moved[name] += pages.shape[1]
+        source_pages, target_pages = torch.from_numpy(pages).long()
+        for source, target in zip(sources, targets, strict=True):
+            target[target_pages] = source[source_pages]
+
+    def swap_out(self, pages: BlockIds) -> None:
+        self._move("swap_out", self._device, self._host, pages)
+
+    def swap_in(self, pages: BlockIds) -> None:
+        self._move("swap_in", self._host, self._device, pages)
+
+    def copy(self, pages: BlockIds) -> None:
+        self._move("copy", self._device, self._device, pages)
 
 
 class HashModel:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.tsched.hash_model import HashModel, hash_cache
+from tests.tsched.hash_model import HashModel, HashPages, hash_cache
 from tests.tsched.simulated_device import EOS, VOCAB, check_accounts, tokens_alone
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
@@ -52,6 +52,7 @@ def build_engine(
         model or HashModel(),
         cache,
         Scheduler(**arguments),
+        pages=HashPages(cache, int(arguments.get("num_host_blocks", 0))),
         device=torch.device("cpu"),
         seed=seed,
         eos_token_ids=arguments["eos_token_ids"],
@@ -125,6 +126,21 @@ def test_sampled_requests_do_not_depend_on_their_company(make_engine: MakeEngine
     assert len(together[4].sequence.output_token_ids) > 12
     assert len(together[2].logprobs) == len(together[2].sequence.output_token_ids)
     assert not together[0].logprobs
+
+
+@pytest.mark.parametrize("num_host_blocks", [4, 40])
+def test_swapped_requests_get_the_tokens_they_get_alone(make_engine: MakeEngine, num_host_blocks: int) -> None:
+    engine = make_engine(num_blocks=14, preemption="swap", num_host_blocks=num_host_blocks)
+    params = SamplingParams(max_tokens=30, **GREEDY)
+    for i in range(8):
+        engine.add(i, [i + 1, *range(i)], params)
+    for request in run(engine):
+        number = request.sequence.id
+        assert request.sequence.output_token_ids == tokens_alone([number + 1, *range(number)], params, MAX_MODEL_LEN)[0]
+    pages = engine._pages
+    assert isinstance(pages, HashPages)
+    assert pages.moved["swap_out"] > 0
+    assert 0 < pages.moved["swap_in"] <= pages.moved["swap_out"]
 
 
 def test_decode_rows_come_first_in_the_batch(make_engine: MakeEngine) -> None:

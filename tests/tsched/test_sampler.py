@@ -250,6 +250,48 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert values.shape == ids.shape == (1, 50)
 
 
+def test_penalties_grow_with_the_output_as_if_counted_anew() -> None:
+    """Rows come, go and are taken over, a token is replaced; the counts that are kept are those of all tokens."""
+    rng = np.random.default_rng(0)
+    table, vocab_size = SequenceTable(4, 60, 16), 30
+    sampler, pool = Sampler(table, seed=0, eos_token_ids=(EOS,)), BlockPool(40, 16)
+    params = [
+        SamplingParams(temperature=0, repetition_penalty=1.6, frequency_penalty=0.4),
+        SamplingParams(temperature=0, presence_penalty=1.5),
+        SamplingParams(temperature=0, frequency_penalty=-0.3, repetition_penalty=0.8),
+    ]
+    num_done = 0
+    for step in range(120):
+        while table.num_free_rows and rng.random() < 0.5:
+            tokens = rng.integers(0, vocab_size, rng.integers(1, 12))
+            sequence = Sequence.create(num_done + 1000 * step, tokens, params[step % 3], 60)
+            sequence.prompt_len = int(rng.integers(1, tokens.size + 1))
+            table.place(sequence, pool.allocate(1))
+        rows = np.array([s.row for s in table.sequences if s is not None and rng.random() < 0.8], dtype=np.int64)
+        if rows.size == 0:
+            continue
+        if step % 7 == 0 and table.known[rows[0]] > table.prompt_len[rows[0]]:
+            table.tokens[rows[0], table.known[rows[0]] - 1] = rng.integers(0, vocab_size)
+            sampler.forget(rows[:1])
+        logits = 2 * torch.from_numpy(rng.normal(size=(rows.size, vocab_size)))
+        lengths = table.known[rows]
+        sampled = sampler.sample(logits, rows, lengths).token_ids.numpy()
+        for i, row in enumerate(rows.tolist()):
+            sequence = table.sequences[row]
+            known = table.tokens[row, : lengths[i]].tolist()
+            expected = reference_scores(
+                logits[i].numpy(), sequence.params, known[: sequence.prompt_len], known[sequence.prompt_len :]
+            )
+            assert sampled[i] == expected.argmax()
+            table.tokens[row, lengths[i]] = sampled[i]
+            table.known[row] += 1
+            if rng.random() < 0.1 or table.known[row] == 59:
+                _, blocks = table.remove(row)
+                pool.release(blocks)
+                num_done += 1
+    assert num_done > 10
+
+
 def test_min_tokens_lets_go_at_that_many() -> None:
     logits = torch.zeros(3, 8)
     logits[:, EOS], logits[:, 6] = 9.0, 8.0
