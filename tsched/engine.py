@@ -188,18 +188,52 @@ class Engine:
         *,
         detokenizer: IncrementalDetokenizer | None = None,
         arrival_time: float | None = None,
+        priority: int = 0,
         cache_salt: bytes = b"",
     ) -> Request:
         """Queue a request for `prompt` [n] token ids; RefusedError where it could never finish here.
 
-        `detokenizer` comes with a request that has stop strings, to find them.
+        `detokenizer` comes with a request that has stop strings, to find them. The rest is Scheduler.add's.
         """
-        if params.stop_strings and detokenizer is None:
-            raise RefusedError("stop strings are looked for in text, and there is no tokenizer to make it")
-        sequence = self.scheduler.add(request_id, prompt, params, cache_salt=cache_salt)
+        return self.add_group(
+            [request_id],
+            prompt,
+            [params],
+            detokenizers=[detokenizer],
+            arrival_time=arrival_time,
+            priority=priority,
+            cache_salt=cache_salt,
+        )[0]
+
+    def add_group(
+        self,
+        request_ids: Items[int],
+        prompt: Items[int],
+        params: Items[SamplingParams],
+        *,
+        detokenizers: Items[IncrementalDetokenizer | None],
+        arrival_time: float | None = None,
+        priority: int = 0,
+        cache_salt: bytes = b"",
+    ) -> list[Request]:
+        """Queue a request for each of `params`, all of one `prompt`, which is computed once. Else as `add`."""
+        for one, detokenizer in zip(params, detokenizers, strict=True):
+            if one.stop_strings and detokenizer is None:
+                raise RefusedError("stop strings are looked for in text, and there is no tokenizer to make it")
+        sequences = self.scheduler.add_group(request_ids, prompt, params, priority=priority, cache_salt=cache_salt)
         arrival = time.perf_counter() if arrival_time is None else arrival_time
-        request = Request(sequence, arrival, detokenizer)
-        self._requests[request_id] = request
+        return [self._take_in(Request(s, arrival, d)) for s, d in zip(sequences, detokenizers, strict=True)]
+
+    def fork(self, request_id: int, new_id: int, params: SamplingParams, *, num_tokens: int) -> Request:
+        """Queue a request that goes on from the first `num_tokens` tokens of an unfinished one, see Scheduler.fork. It
+        finds no stop strings.
+        """
+        return self._take_in(
+            Request(self.scheduler.fork(request_id, new_id, params, num_tokens=num_tokens), time.perf_counter())
+        )
+
+    def _take_in(self, request: Request) -> Request:
+        self._requests[request.sequence.id] = request
         self._num_watched += request.is_watched
         self._num_unbegun += 1
         return request

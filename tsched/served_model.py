@@ -182,20 +182,20 @@ class ServedModel:
         """Queue what was prepared: a request for each of its n samples. RefusedError where it could never finish."""
         if prepared.refusal is not None:
             raise RefusedError(prepared.refusal)
-        requests: list[Request] = []
-        for index in range(prepared.params.n):
-            params = prepared.params.of_sample(index)
-            needs_text = bool(params.stop_strings) and self.tokenizer is not None
-            request = self._engine.add(
-                next(self._ids),
-                prepared.token_ids,
-                params,
-                detokenizer=IncrementalDetokenizer(self._decode, params.stop_strings) if needs_text else None,
-                arrival_time=prepared.arrival_time,
-                cache_salt=prepared.cache_salt,
-            )
-            requests.append(request)
-        return requests
+        params = prepared.params
+        needs_text = bool(params.stop_strings) and self.tokenizer is not None
+        return self._engine.add_group(
+            [next(self._ids) for _ in range(params.n)],
+            prepared.token_ids,
+            [params.of_sample(index) for index in range(params.n)],
+            detokenizers=[
+                IncrementalDetokenizer(self._decode, params.stop_strings) if needs_text else None
+                for _ in range(params.n)
+            ],
+            arrival_time=prepared.arrival_time,
+            priority=prepared.priority,
+            cache_salt=prepared.cache_salt,
+        )
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from tests.tsched.simulated_device import VOCAB, next_token
@@ -44,6 +45,13 @@ class HashPages:
 class HashModel:
     """Logits [n, VOCAB]: 5 at the next token, 4 at the one after it (mod VOCAB), falling on from there."""
 
+    vocab_size = VOCAB
+    dtype = torch.float32
+
+    def logits_after(self, tokens: np.ndarray) -> torch.Tensor:
+        """[VOCAB], those that follow `tokens` [n] int64."""
+        return (5.0 - (torch.arange(VOCAB) - next_token(tokens)) % VOCAB).clamp(min=-3)
+
     def __init__(self) -> None:
         self.batches: list[Batch] = []
 
@@ -65,7 +73,7 @@ class HashModel:
         assert rows.numel() == batch.token_ids.numel()
         ends = counts.cumsum(0)
         assert int(batch.context_lens.max()) <= batch.max_context_len
-        logits = torch.zeros(batch.logit_indices.numel(), VOCAB)
+        logits = torch.zeros(batch.logit_indices.numel(), self.vocab_size, dtype=self.dtype)
         for i, index in enumerate(batch.logit_indices.tolist()):
             row = int(rows[index])
             context = int(batch.context_lens[row]) - int(ends[row] - 1 - index)
@@ -76,6 +84,5 @@ class HashModel:
             place = torch.arange(context)
             slots = batch.block_tables[row].long()[place // block_size] * block_size + place % block_size
             assert (positions[slots] == place).all()
-            best = next_token(tokens[slots].long().numpy())
-            logits[i] = (5.0 - (torch.arange(VOCAB) - best) % VOCAB).clamp(min=-3)
+            logits[i] = self.logits_after(tokens[slots].long().numpy())
         return logits
