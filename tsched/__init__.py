@@ -1,6 +1,6 @@
-"""Sequences, KV blocks, the scheduler, the sampler and the engine; `LLM` is the door.
+"""Sequences, KV blocks, the scheduler, the sampler and the engine; `LLM` and `AsyncLLM` are the doors.
 
-    from tsched import LLM, SamplingParams
+    from tsched import LLM, AsyncLLM, SamplingParams
 
 The names are resolved on first use, so that `import tsched.scheduler` loads neither torch nor the model.
 """
@@ -11,14 +11,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tsched.async_llm import AsyncLLM, EngineError
     from tsched.llm import LLM
     from tsched.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from tsched.sampling_params import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineError",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+]
 
 _HOMES = {
     "LLM": "tsched.llm",
+    "AsyncLLM": "tsched.async_llm",
+    "EngineError": "tsched.async_llm",
     "CompletionOutput": "tsched.outputs",
     "Logprob": "tsched.outputs",
     "RequestMetrics": "tsched.outputs",

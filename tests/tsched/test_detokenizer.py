@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -158,3 +161,115 @@ def test_a_window_stays_small() -> None:
     feed(detokenizer, [0x80] * 1000 + [SPECIAL] * 1000 + list(b"text") * 100)
     assert longest < 150
     assert detokenizer.text == "\ufffd" * 1000 + "text" * 100
+
+
+@functools.cache
+def sentencepiece_like() -> Any:
+    """Words with a leading mark for the space, and the 256 bytes for all else, as Llama 2 and Gemma have them."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    words = ["<unk>", "<s>", "\u2581", "\u2581the", "\u2581caf", "s", ".", "a", "b", "\u00fc", "\ufe0f"]
+    vocab = {word: i for i, word in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+CHARACTERS = st.one_of(
+    st.sampled_from(["a", "b", " ", "s", "\u00fc", "\u00e9", "\u732b", "\U0001f600", "\u2603\ufe0f", "e\u0301"]),
+    st.sampled_from(["\U0001f468\u200d\U0001f469\u200d\U0001f467", "\U0001f1eb\U0001f1f7", "\u0928\u093f"]),
+    st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"),
+)
+TEXTS = st.lists(CHARACTERS, max_size=24).map("".join)
+
+
+def check_every_cut(decode: Any, token_ids: list[int], text: str) -> None:
+    """Bug class 17: at every cut the text that is out is a prefix of the whole, and nothing of it is half a character.
+
+    What is out is also all that could be: the whole text of the tokens so far, where that is valid.
+    """
+    assert decode(token_ids) == text
+    detokenizer = IncrementalDetokenizer(decode)
+    pieces = []
+    for cut in range(1, len(token_ids) + 1):
+        pieces.append(detokenizer.append(token_ids[cut - 1]))
+        out = "".join(pieces)
+        assert "\ufffd" not in out
+        assert text.startswith(out)
+        so_far = decode(token_ids[:cut])
+        if "\ufffd" not in so_far:
+            assert out == so_far
+    assert "".join([*pieces, detokenizer.finish()]) == text
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(TEXTS)
+def test_byte_fallback_pieces_are_cut_at_every_token(text: str) -> None:
+    tokenizer = sentencepiece_like()
+    ids = tokenizer.encode(text).ids
+    check_every_cut(tokenizer.decode, ids, tokenizer.decode(ids))
+    if not text.startswith(" "):  # the decoder takes one space for the one that the normalizer prepends
+        assert tokenizer.decode(ids) == text
+
+
+def test_a_long_unfinished_run_of_bytes_leaks_nothing() -> None:
+    tokenizer = sentencepiece_like()
+    text = "\u00e9\u732b\U0001f600" * 3
+    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
+    assert tokenizer.decode(ids[:-1]) == "\ufffd" * (len(ids) - 1), "one missing byte hides the whole run"
+    check_every_cut(tokenizer.decode, ids, text)
+
+
+def test_bytes_that_end_no_character_do_not_repeat_what_is_out() -> None:
+    tokenizer = sentencepiece_like()
+    ids = [tokenizer.token_to_id(name) for name in ("<0xC3>", "<0xA9>", "<0xF0>", "a", "b")]
+    assert "".join(feed(IncrementalDetokenizer(tokenizer.decode), ids)) == "\u00e9\ufffdab"
+
+
+def test_byte_level_pieces_are_cut_at_every_token(checkpoint: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+
+    @settings(max_examples=150, deadline=None, derandomize=True)
+    @given(TEXTS, st.lists(st.integers(0, 60), max_size=3))
+    def check(text: str, specials: list[int]) -> None:
+        ids = tokenizer(text)["input_ids"]
+        for place in specials:
+            ids.insert(place, 0)
+        check_every_cut(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True), ids, text)
+
+    check()
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    text=st.text(alphabet="ab\u00e9\U0001f600", max_size=30),
+    stops=st.lists(st.text(alphabet="ab\u00e9\U0001f600", min_size=1, max_size=5), max_size=3),
+)
+def test_what_is_stable_is_never_taken_back_and_no_more_is_held_than_must_be(text: str, stops: list[str]) -> None:
+    detokenizer = IncrementalDetokenizer(decode_bytes, stops)
+    shown = ""
+    for byte in text.encode():
+        detokenizer.append(byte)
+        stable = detokenizer.text[: detokenizer.stable_len]
+        assert stable.startswith(shown)
+        shown = stable
+        if detokenizer.is_stopped:
+            break
+        held = detokenizer.text[len(stable) :]
+        assert held == max((held for held in suffixes(detokenizer.text, stops)), key=len, default="")
+    found = min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+    detokenizer.finish()
+    assert detokenizer.text.startswith(shown)
+    if found is None:
+        assert detokenizer.text == text
+
+
+def suffixes(text: str, stops: Sequence[str]) -> list[str]:
+    """The ends of `text` that begin a stop string."""
+    return [stop[:n] for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]

@@ -1,0 +1,297 @@
+"""Online serving: `AsyncLLM` runs the engine in a thread of its own and hands out each request's output as it grows."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from tsched.detokenizer import IncrementalDetokenizer
+from tsched.engine import Engine, Request
+from tsched.engine_thread import EngineThread, News, Ticket
+from tsched.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from tsched.prompts import Prompt, Salt
+from tsched.sampling_params import SamplingParams
+from tsched.served_model import Prepared, ServedModel, joint_error, joint_metrics
+
+
+class EngineError(RuntimeError):
+    """The engine failed and serves no more; `__cause__` is what it raised."""
+
+
+class AsyncLLM(ServedModel):
+    """Serves requests as they come, on one event loop. The arguments are ServedModel's.
+
+        async with AsyncLLM("path/to/Qwen3-0.6B") as llm:
+            async for output in llm.add_request("a", "The capital of France is", SamplingParams(max_tokens=8)):
+                print(output.outputs[0].text, end="", flush=True)
+
+    The engine runs in one thread, from `async with` or the first request on. What it makes for a request is kept until
+    the request's consumer takes it, so a slow consumer loses nothing and holds nobody up: it gets several tokens at
+    once. What waits for it is bounded by the request's max_tokens.
+
+    A request ends early by `abort`, when its iterator is closed or dropped, and when the task that consumes it is
+    cancelled, whatever it awaits then. Leaving `async with` aborts what is unfinished; `await drain()` before lets it
+    finish.
+    """
+
+    _session: _Session | None = None  # from the first use on
+    _is_closing = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken: nobody has drained or closed this, and the engine has not failed."""
+        return not self._is_closing and (self._session is None or not self._session.thread.has_ended)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run."""
+        return 0 if self._session is None else len(self._session.tickets)
+
+    async def __aenter__(self) -> AsyncLLM:
+        self._open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: Salt = None,
+    ) -> RequestStream:
+        """Begin to serve `prompt` (a text or token ids) at once; the iterator's outputs are deltas, see RequestOutput.
+
+        request_id: the caller's name for it, unlike those of other unfinished requests (ValueError). params: None is
+        SamplingParams(). cache_salt: only requests of one salt share cached prefixes. A request that cannot be served
+        has one output, with finish_reason "error" and the reason in `error`. The iterator raises EngineError where the
+        engine fails; this method raises it where it has failed, and RuntimeError after `drain` and `close`.
+        """
+        arrival = time.perf_counter()
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
+        if params is not None and not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
+        session = self._open()
+        if request_id in session.tickets:
+            raise ValueError(f"a request {request_id!r} is not finished yet; names of unfinished requests must differ")
+        prepared = self._prepare(request_id, prompt, params or SamplingParams(), arrival, cache_salt=cache_salt)
+        ticket = Ticket(prepared, [News() for _ in range(prepared.params.n)])
+        stream = RequestStream(self, session.thread, ticket)
+        session.streams[ticket] = weakref.ref(stream)
+        session.tickets[request_id] = ticket
+        session.thread.submit(ticket)
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request wherever it is; its iterator gives what it had, with finish_reason "abort". Where no such
+        request is unfinished, nothing happens.
+        """
+        ticket = None if self._session is None else self._session.tickets.get(request_id)
+        if ticket is not None and self._session is not None:
+            self._session.thread.abort(ticket)
+
+    async def drain(self) -> None:
+        """Take no more requests, let the unfinished ones finish, and close. EngineError where the engine failed.
+
+        Outputs that nobody has taken yet stay with their iterators.
+        """
+        self._is_closing = True
+        if self._session is not None:
+            self._session.thread.drain()
+            await self._session.wait()
+            if self._session.thread.failure is not None:
+                raise _engine_error(self._session.thread.failure)
+
+    async def close(self) -> None:
+        """Take no more requests, abort the unfinished ones and end the engine's thread."""
+        self._is_closing = True
+        if self._session is not None:
+            self._session.thread.close()
+            await self._session.wait()
+
+    def _open(self) -> _Session:
+        """The session of this loop; the first call begins it."""
+        loop = asyncio.get_running_loop()
+        if self._session is not None and loop is not self._session.loop:
+            raise RuntimeError("an AsyncLLM serves one event loop, and this is another than its first")
+        if self._is_closing:
+            raise RuntimeError("this AsyncLLM was drained or closed and takes no more requests")
+        if self._session is None:
+            self._session = _Session(self._engine, self._start, f"engine of {self.directory.name}")
+        if self._session.thread.failure is not None:
+            raise _engine_error(self._session.thread.failure)
+        return self._session
+
+
+class _Session:
+    """An event loop and the engine's thread, and who waits on the one for the other."""
+
+    def __init__(self, engine: Engine, start: Callable[[Prepared], list[Request]], name: str) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.streams: dict[Ticket, weakref.ref[RequestStream]] = {}  # of unfinished requests
+        self.tickets: dict[str, Ticket] = {}  # and by their names
+        self._ended = asyncio.Event()
+        self.thread = EngineThread(engine, start, partial(self.loop.call_soon_threadsafe, self._wake), name)
+
+    async def wait(self) -> None:
+        """Until the thread has ended."""
+        await self._ended.wait()
+        self.thread.join()  # its last act was to say so
+
+    def _wake(self) -> None:
+        """Wake the consumers that have something to take."""
+        for ticket in self.thread.changed():
+            reference = self.streams.get(ticket)
+            stream = None if reference is None else reference()
+            if stream is not None:
+                stream._changed.set()
+            if ticket.is_over:
+                self.streams.pop(ticket, None)
+                name = str(ticket.prepared.request_id)
+                if self.tickets.get(name) is ticket:
+                    del self.tickets[name]
+        if self.thread.has_ended:
+            self._ended.set()
+
+
+class RequestStream:
+    """The outputs of one request, as an asynchronous iterator for one consumer at a time."""
+
+    def __init__(self, llm: AsyncLLM, thread: EngineThread, ticket: Ticket) -> None:
+        self._llm = llm
+        self._thread = thread
+        self._ticket = ticket
+        self._changed = asyncio.Event()
+        self._is_over = False
+        self._consumer: asyncio.Task[Any] | None = None
+        self._consumer_ended = partial(_consumer_ended, weakref.ref(self))
+        self._is_awaited = False
+        params = ticket.prepared.params
+        self._texts = [IncrementalDetokenizer(llm._decode, params.stop_strings) for _ in ticket.news]
+        self._num_tokens = [0] * len(ticket.news)
+        self._num_shown = [0] * len(ticket.news)  # characters
+        self._logprob_sums = [0.0] * len(ticket.news)
+
+    @property
+    def request_id(self) -> str:
+        return str(self._ticket.prepared.request_id)
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._is_over:
+            raise StopAsyncIteration
+        if self._is_awaited:
+            raise RuntimeError(f"two tasks wait for the next output of request {self.request_id!r}; one may")
+        self._watch(asyncio.current_task())
+        self._is_awaited = True
+        try:
+            await self._changed.wait()
+        except asyncio.CancelledError:
+            self._thread.abort(self._ticket)
+            raise
+        finally:
+            self._is_awaited = False
+        self._changed.clear()
+        return self._take()
+
+    async def aclose(self) -> None:
+        """Abort the request, unless it has finished, and end the iteration."""
+        self._thread.abort(self._ticket)
+        self._end()
+
+    def __del__(self) -> None:
+        if not self._is_over:
+            self._thread.abort(self._ticket)
+            self._end()
+
+    def _watch(self, task: asyncio.Task[Any] | None) -> None:
+        """Notice the end of the task that consumes: it may be cancelled while it awaits something else."""
+        if task is not self._consumer:
+            if self._consumer is not None:
+                self._consumer.remove_done_callback(self._consumer_ended)
+            if task is not None:
+                task.add_done_callback(self._consumer_ended)
+            self._consumer = task
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._watch(None)
+
+    def _take(self) -> RequestOutput:
+        """All that has come since the last time, as one output."""
+        news, is_over = self._thread.take(self._ticket)
+        ticket = self._ticket
+        prepared = ticket.prepared
+        if is_over:
+            self._end()
+            if ticket.failure is not None:
+                raise _engine_error(ticket.failure)
+            if ticket.refusal is not None:
+                return self._llm._refused(prepared, ticket.refusal, time.perf_counter())
+        metrics = (
+            joint_metrics(ticket.requests) if ticket.requests else RequestMetrics(prepared.arrival_time, None, None)
+        )
+        return RequestOutput(
+            prepared.request_id,
+            prepared.text,
+            prepared.token_ids,
+            [
+                self._completion(index, one)
+                for index, one in enumerate(news)
+                if one.token_ids or one.finish_reason is not None
+            ],
+            metrics,
+            error=joint_error(ticket.requests) if is_over else None,
+            finished=is_over,
+        )
+
+    def _completion(self, index: int, news: News) -> CompletionOutput:
+        params, detokenizer = self._ticket.prepared.params, self._texts[index]
+        for token_id in news.token_ids:
+            self._num_tokens[index] += 1
+            if not detokenizer.is_stopped:
+                detokenizer.append(token_id, may_stop=self._num_tokens[index] > params.min_tokens)
+        if news.finish_reason is not None:
+            detokenizer.finish()
+        final_len = len(detokenizer.text) if news.finish_reason is not None else detokenizer.stable_len
+        text = detokenizer.text[self._num_shown[index] : final_len]
+        self._num_shown[index] = final_len
+        wants_logprobs = params.logprobs is not None
+        self._logprob_sums[index] += sum(place.logprobs[0] for place in news.logprobs)
+        return CompletionOutput(
+            index=index,
+            token_ids=news.token_ids,
+            text=text,
+            finish_reason=news.finish_reason,
+            logprobs=[self._llm._logprobs(place) for place in news.logprobs] if wants_logprobs else None,
+            cumulative_logprob=self._logprob_sums[index] if wants_logprobs else None,
+        )
+
+
+def _consumer_ended(stream: weakref.ref[RequestStream], task: asyncio.Task[Any]) -> None:
+    """Abort the request of a consumer that was cancelled; one that returned may have passed the stream on.
+
+    Whether it failed is not asked: to ask is to answer for the exception. What it held is dropped with it.
+    """
+    found = stream()
+    if found is not None and not found._is_over and task.cancelled():
+        found._thread.abort(found._ticket)
+
+
+def _engine_error(cause: BaseException) -> EngineError:
+    """A new one for each who is told: a raised exception's traceback is its own."""
+    error = EngineError(f"the engine failed and serves no more: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,204 @@
+"""The one thread that an online engine runs in, and what it leaves for each request's consumer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from tsched.engine import Engine, Request
+from tsched.sampler import TokenLogprobs
+from tsched.scheduler import RefusedError
+from tsched.served_model import Prepared
+
+
+@dataclass(eq=False, slots=True)
+class News:
+    """What one sample of a request has got since its consumer last looked."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """A request on its way through the engine. `news`, `refusal`, `failure` and `is_over` are read and written under
+    the thread's lock; the rest is the engine thread's.
+
+    refusal   why the engine never took it
+    failure   what the engine raised while it had it
+    is_over   no more news will come
+    """
+
+    prepared: Prepared
+    news: list[News]
+    requests: list[Request] = field(default_factory=list)
+    num_reported: list[int] = field(default_factory=list)  # tokens of each sample
+    refusal: str | None = None
+    failure: BaseException | None = None
+    is_over: bool = False
+
+
+class EngineThread:
+    """Runs `engine` until it is told to stop, or until a step raises.
+
+    start    queues what a caller asked for, one request for each sample; it may raise RefusedError
+    on_news  is called on the thread, after steps that brought something and when the thread ends; where it raises
+             RuntimeError, nobody is left to listen, and all is aborted
+    """
+
+    def __init__(
+        self, engine: Engine, start: Callable[[Prepared], list[Request]], on_news: Callable[[], object], name: str
+    ) -> None:
+        self.failure: BaseException | None = None
+        self.has_ended = False
+        self._engine = engine
+        self._start = start
+        self._on_news = on_news
+        self._lock = threading.Lock()
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._active: dict[Ticket, None] = {}  # in the order of arrival
+        self._changed: dict[Ticket, None] = {}  # those whose consumers have not been told
+        self._is_told = False  # on_news was called since the last collect()
+        self._stops_when_idle = False
+        self._must_stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, ticket: Ticket) -> None:
+        """Begin a request. After the thread has ended the ticket is over at once."""
+        self._command(lambda: self._begin(ticket), ticket)
+
+    def abort(self, ticket: Ticket) -> None:
+        """End a request, wherever it is; safe at any moment, from any thread, and where it is over already."""
+        self._commands.put(lambda: self._abort(ticket))
+
+    def drain(self) -> None:
+        """End the thread once everything submitted is over."""
+        self._commands.put(self._stop_when_idle)
+
+    def close(self) -> None:
+        """Abort everything and end the thread."""
+        self._commands.put(self._must_stop.set)
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def changed(self) -> list[Ticket]:
+        """The tickets with news since the last call."""
+        with self._lock:
+            tickets, self._changed, self._is_told = list(self._changed), {}, False
+        return tickets
+
+    def take(self, ticket: Ticket) -> tuple[list[News], bool]:
+        """The ticket's news, now the caller's, and whether they are the last."""
+        with self._lock:
+            news, ticket.news = ticket.news, [News() for _ in ticket.news]
+            return news, ticket.is_over
+
+    def _command(self, command: Callable[[], None], ticket: Ticket) -> None:
+        with self._lock:  # the thread's last look at its commands is under the same lock
+            if not self.has_ended:
+                self._commands.put(command)
+                return
+            ticket.failure, ticket.is_over = self.failure, True
+            self._changed[ticket] = None
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            with self._lock:
+                self.failure = error
+        with self._lock:
+            self.has_ended = True
+            for ticket in self._active:
+                ticket.failure, ticket.is_over = self.failure, True
+                self._changed[ticket] = None
+            self._active.clear()
+        try:
+            self._on_news()
+        except RuntimeError:
+            return  # the loop is closed, and its tasks with it
+
+    def _serve(self) -> None:
+        engine, commands = self._engine, self._commands
+        while not self._must_stop.is_set():
+            while not commands.empty():
+                commands.get()()
+            if engine.has_unfinished and not self._must_stop.is_set():
+                engine.step()
+            self._report()
+            if not engine.has_unfinished and not self._must_stop.is_set():
+                if self._stops_when_idle:
+                    return
+                commands.get()()
+        for ticket in list(self._active):
+            self._abort(ticket)
+        self._report()
+
+    def _begin(self, ticket: Ticket) -> None:
+        try:
+            ticket.requests = self._start(ticket.prepared)
+        except RefusedError as error:
+            with self._lock:
+                ticket.refusal, ticket.is_over = str(error), True
+                self._changed[ticket] = None
+            return
+        ticket.num_reported = [0] * len(ticket.requests)
+        self._active[ticket] = None
+
+    def _abort(self, ticket: Ticket) -> None:
+        for request in ticket.requests if ticket in self._active else ():
+            self._engine.abort(request.sequence.id)
+
+    def _stop_when_idle(self) -> None:
+        self._stops_when_idle = True
+
+    def _report(self) -> None:
+        """Hand over what the last step and the last commands brought, and say so unless that has been said."""
+        over = []
+        with self._lock:
+            for ticket in self._active:
+                if self._report_one(ticket):
+                    self._changed[ticket] = None
+                if ticket.is_over:
+                    over.append(ticket)
+            must_tell = bool(self._changed) and not self._is_told
+            self._is_told |= must_tell
+        for ticket in over:
+            del self._active[ticket]
+        if must_tell:
+            try:
+                self._on_news()
+            except RuntimeError:
+                self._must_stop.set()
+
+    def _report_one(self, ticket: Ticket) -> bool:
+        """Whether there was anything to add to the ticket's news."""
+        table = self._engine.scheduler.table
+        num_over, is_new = 0, False
+        for sample, (request, news) in enumerate(zip(ticket.requests, ticket.news, strict=True)):
+            sequence, have = request.sequence, ticket.num_reported[sample]
+            if have < 0:  # its end was reported
+                num_over += 1
+                continue
+            is_over = request.finish_time is not None
+            first = sequence.prompt_len + have
+            if sequence.row >= 0:
+                tokens = table.tokens[sequence.row, first : table.known[sequence.row]].tolist()
+            else:
+                tokens = sequence.tokens[first:].tolist()
+            if tokens or is_over:
+                is_new = True
+                news.token_ids += tokens
+                news.logprobs += request.logprobs[have : have + len(tokens)]
+                ticket.num_reported[sample] = have + len(tokens)
+            if is_over:
+                news.finish_reason = sequence.finish_reason or "abort"
+                ticket.num_reported[sample] = -1
+                num_over += 1
+        ticket.is_over = num_over == len(ticket.requests)
+        return is_new
