@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tsched.async_llm import AsyncLLM, EngineError
+    from tsched.beam_search import BeamSearchParams
     from tsched.llm import LLM
     from tsched.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from tsched.sampling_params import SamplingParams
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineError",
     "Logprob",
@@ -30,6 +32,7 @@ __all__ = [
 _HOMES = {
     "LLM": "tsched.llm",
     "AsyncLLM": "tsched.async_llm",
+    "BeamSearchParams": "tsched.beam_search",
     "EngineError": "tsched.async_llm",
     "CompletionOutput": "tsched.outputs",
     "Logprob": "tsched.outputs",

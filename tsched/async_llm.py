@@ -67,13 +67,15 @@ class AsyncLLM(ServedModel):
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        priority: int = 0,
         cache_salt: Salt = None,
     ) -> RequestStream:
         """Begin to serve `prompt` (a text or token ids) at once; the iterator's outputs are deltas, see RequestOutput.
 
         request_id: the caller's name for it, unlike those of other unfinished requests (ValueError). params: None is
-        SamplingParams(). cache_salt: only requests of one salt share cached prefixes. A request that cannot be served
-        has one output, with finish_reason "error" and the reason in `error`. The iterator raises EngineError where the
+        SamplingParams(). priority: lower goes first, with order="priority". cache_salt: only requests of one salt
+        share cached prefixes. A request that cannot be served has one output, with finish_reason "error" and the reason
+        in `error`. The iterator raises EngineError where the
         engine fails; this method raises it where it has failed, and RuntimeError after `drain` and `close`.
         """
         arrival = time.perf_counter()
@@ -84,7 +86,9 @@ class AsyncLLM(ServedModel):
         session = self._open()
         if request_id in session.tickets:
             raise ValueError(f"a request {request_id!r} is not finished yet; names of unfinished requests must differ")
-        prepared = self._prepare(request_id, prompt, params or SamplingParams(), arrival, cache_salt=cache_salt)
+        prepared = self._prepare(
+            request_id, prompt, params or SamplingParams(), arrival, priority=priority, cache_salt=cache_salt
+        )
         ticket = Ticket(prepared, [News() for _ in range(prepared.params.n)])
         stream = RequestStream(self, session.thread, ticket)
         session.streams[ticket] = weakref.ref(stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ import torch
 import tmodel
 
 _CPU_DEFAULT_BYTES = 2**30
-_GPU_SHARE = 0.9  # the rest is for activations, logits and the allocator's slack
+_GPU_FRACTION = 0.9  # the rest is for activations, logits and the allocator's slack
 
 
 def num_kv_blocks(
@@ -17,21 +18,34 @@ def num_kv_blocks(
     config: tmodel.ModelConfig,
     *,
     kv_cache_bytes: int | None,
+    kv_cache_fraction: float | None,
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
     max_tokens: int,
 ) -> int:
-    """The blocks that `kv_cache_bytes` hold, at most those that `max_tokens` tokens can fill.
+    """The blocks that `kv_cache_bytes` hold, or `kv_cache_fraction` of the device's memory; at most those that
+    `max_tokens` tokens can fill.
 
-    None takes, on a GPU, 9/10 of what is free less what the weights of `directory` will take; on a CPU, 1 GiB, which
-    the operating system hands out as it is used. ValueError where not one block fits.
+    The fraction is of what is free now, and the weights of `directory` go off it. Where neither is given: 9/10 of a
+    GPU, 1 GiB of a CPU's memory, which the operating system hands out as it is used. ValueError where both are given,
+    or not one block fits.
     """
     if block_size < 1 or block_size & (block_size - 1):
         raise ValueError(f"block_size must be a power of two, got {block_size}")
-    available = kv_cache_bytes
-    if available is None:
-        available = _CPU_DEFAULT_BYTES if device.type == "cpu" else _free_gpu_bytes(directory, config, dtype, device)
+    if kv_cache_fraction is not None:
+        if kv_cache_bytes is not None:
+            raise ValueError("kv_cache_bytes and kv_cache_fraction are two ways to say one thing: give one")
+        if not 0.0 < kv_cache_fraction <= 1.0:
+            raise ValueError(f"kv_cache_fraction must be above 0 and at most 1, got {kv_cache_fraction!r}")
+    elif device.type != "cpu":
+        kv_cache_fraction = _GPU_FRACTION
+    if kv_cache_bytes is not None:
+        available = kv_cache_bytes
+    elif kv_cache_fraction is not None:
+        available = max(0, int(_free_bytes(device) * kv_cache_fraction) - _weight_bytes(directory, config, dtype))
+    else:
+        available = _CPU_DEFAULT_BYTES
     block_bytes = tmodel.kv_bytes_per_block(config, block_size, dtype)
     num_blocks = min(available // block_bytes, max(1, -(-max_tokens // block_size)))
     if num_blocks < 1:
@@ -40,8 +54,31 @@ def num_kv_blocks(
     return num_blocks
 
 
-def _free_gpu_bytes(directory: Path, config: tmodel.ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+def num_host_blocks(
+    config: tmodel.ModelConfig, swap_bytes: int, *, preemption: str, block_size: int, dtype: torch.dtype
+) -> int:
+    """The blocks that `swap_bytes` of host memory hold; ValueError where swapping gets none, or others get some."""
+    if preemption != "swap":
+        if swap_bytes:
+            raise ValueError(f"swap_bytes is {swap_bytes}, and preemption {preemption!r} swaps nothing; 'swap' does")
+        return 0
+    block_bytes = tmodel.kv_bytes_per_block(config, block_size, dtype)
+    if swap_bytes < block_bytes:
+        raise ValueError(
+            f"preemption 'swap' needs swap_bytes for a block at least: one of {block_size} tokens takes {block_bytes} "
+            f"bytes, got {swap_bytes}"
+        )
+    return swap_bytes // block_bytes
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free, _ = torch.cuda.mem_get_info(device)
+    return free
+
+
+def _weight_bytes(directory: Path, config: tmodel.ModelConfig, dtype: torch.dtype) -> int:
+    """What the weights, which are not loaded yet, will take."""
     stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    weights = stored * dtype.itemsize // config.dtype.itemsize
-    return max(0, int(free * _GPU_SHARE) - weights)
+    return stored * dtype.itemsize // config.dtype.itemsize

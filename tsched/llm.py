@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tsched.beam_search import BeamSearch, BeamSearchParams
 from tsched.engine import Request
-from tsched.outputs import RequestOutput
+from tsched.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tsched.prompts import Prompt, Salt, one_each, split_prompts
 from tsched.sampling_params import SamplingParams
 from tsched.scheduler import RefusedError
@@ -31,24 +34,21 @@ class LLM(ServedModel):
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
         cache_salt: Salt | Sequence[Salt] = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Serve `prompts` (a text, a list of token ids, or a list of such) to their ends; outputs come in the
         prompts' order.
 
-        params: None is SamplingParams(). cache_salt: only requests of one salt share cached prefixes. Each is one for
-        all, or a list of one each. progress: show a bar where the work is long and stderr a terminal. A request that
-        cannot be served has finish_reason "error" and says why in `error`; the others finish.
+        params: None is SamplingParams(). priority: lower goes first, with order="priority". cache_salt: only requests
+        of one salt share cached prefixes. Each is one for all, or a list of one each. progress: show a bar where the
+        work is long and stderr a terminal. A request that cannot be served has finish_reason "error" and says why in
+        `error`; the others finish.
         """
         entries = split_prompts(prompts)
-        arrival = time.perf_counter()
         each_params = one_each("params", params, len(entries), SamplingParams, default=SamplingParams())
-        salts: list[Salt] = one_each("cache_salt", cache_salt, len(entries), str, bytes, default=b"")
-        asked = [
-            self._prepare(next(self._request_ids), entry, one, arrival, cache_salt=salt)
-            for entry, one, salt in zip(entries, each_params, salts, strict=True)
-        ]
+        asked = self._prepare_all(entries, each_params, priority, cache_salt)
         started: dict[int, list[Request]] = {}
         refused: dict[int, RequestOutput] = {}
         try:
@@ -67,6 +67,33 @@ class LLM(ServedModel):
             refused[place] if place in refused else self._output(prepared, started[place])
             for place, prepared in enumerate(asked)
         ]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        priority: int | Sequence[int] = 0,
+        cache_salt: Salt | Sequence[Salt] = None,
+    ) -> list[RequestOutput]:
+        """The best completions of each of `prompts`, `params.beam_width` of them, the best first; what that means is
+        said in tsched.beam_search. `cumulative_logprob` is theirs.
+
+        ValueError where beam_width is above max_num_seqs. Everything else is as in `generate`.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
+        max_num_seqs = self._engine.scheduler.table.num_rows
+        if params.beam_width > max_num_seqs:
+            raise ValueError(f"beam_width is {params.beam_width}, max_num_seqs {max_num_seqs}: beams run side by side")
+        entries = split_prompts(prompts)
+        requests = SamplingParams(temperature=0.0, max_tokens=params.max_tokens)
+        asked = self._prepare_all(entries, [requests] * len(entries), priority, cache_salt)
+        overlap, self._engine.overlap = self._engine.overlap, False  # a beam's next token is not the engine's to choose
+        try:
+            return self._search(asked, params, at_once=max_num_seqs // params.beam_width)
+        finally:
+            self._engine.overlap = overlap
 
     def _run(self, total: int, progress: bool) -> None:
         """Step until nothing is left, with a bar once that takes long."""
@@ -88,6 +115,78 @@ class LLM(ServedModel):
                 if engine.step():
                     rate = (engine.stats().num_output_tokens - before) / (time.perf_counter() - resumed)
                     bar.update(task, completed=total - engine.num_unfinished, rate=f"{rate:.0f} tokens/s")
+
+    def _prepare_all(
+        self,
+        entries: list[Any],
+        params: list[SamplingParams],
+        priority: int | Sequence[int],
+        cache_salt: Salt | Sequence[Salt],
+    ) -> list[Prepared]:
+        arrival = time.perf_counter()
+        priorities = one_each("priority", priority, len(entries), int, default=0)
+        salts: list[Salt] = one_each("cache_salt", cache_salt, len(entries), str, bytes, default=b"")
+        return [
+            self._prepare(next(self._request_ids), entry, one, arrival, priority=rank, cache_salt=salt)
+            for entry, one, rank, salt in zip(entries, params, priorities, salts, strict=True)
+        ]
+
+    def _search(self, asked: list[Prepared], params: BeamSearchParams, at_once: int) -> list[RequestOutput]:
+        """Search for each of `asked`, `at_once` of them at a time, so that all their beams have rows."""
+        waiting = deque(enumerate(asked))
+        active: dict[int, BeamSearch] = {}
+        outputs: dict[int, RequestOutput] = {}
+        try:
+            while waiting or active:
+                while waiting and len(active) < at_once:
+                    place, prepared = waiting.popleft()
+                    try:
+                        active[place] = self._begin_search(prepared, params)
+                    except RefusedError as error:
+                        outputs[place] = self._refused(prepared, str(error), time.perf_counter())
+                if active:
+                    self._engine.step()
+                for place, search in list(active.items()):
+                    search.advance()
+                    if search.is_over:
+                        outputs[place] = self._found(asked[place], search)
+                        del active[place]
+        except BaseException:
+            for search in active.values():
+                search.abort()
+            raise
+        return [outputs[place] for place in range(len(asked))]
+
+    def _begin_search(self, prepared: Prepared, params: BeamSearchParams) -> BeamSearch:
+        if prepared.refusal is not None:
+            raise RefusedError(prepared.refusal)
+        search = BeamSearch(
+            self._engine,
+            prepared.token_ids,
+            params,
+            next_id=lambda: next(self._ids),
+            eos_token_ids=self.config.eos_token_ids,
+        )
+        search.begin(arrival_time=prepared.arrival_time, priority=prepared.priority, cache_salt=prepared.cache_salt)
+        return search
+
+    def _found(self, prepared: Prepared, search: BeamSearch) -> RequestOutput:
+        """The results of a search that is over, or why it failed."""
+        metrics = RequestMetrics(
+            prepared.arrival_time, search.first_token_time, time.perf_counter(), search.num_preemptions
+        )
+        if search.error is not None:
+            failed = [CompletionOutput(0, [], "", "error")]
+            return RequestOutput(
+                prepared.request_id, prepared.text, prepared.token_ids, failed, metrics, error=search.error
+            )
+        found = [
+            CompletionOutput(
+                index, list(one.token_ids), self._decode(one.token_ids), one.finish_reason, None, one.logprob
+            )
+            for index, one in enumerate(search.finished)
+        ]
+        return RequestOutput(prepared.request_id, prepared.text, prepared.token_ids, found, metrics)
 
     def _output(self, prepared: Prepared, requests: list[Request]) -> RequestOutput:
         return RequestOutput(

@@ -33,7 +33,7 @@ from tsched.waiting_queue import WaitingQueue
 
 __all__ = ["Counters", "RefusedError", "Scheduler", "StepPlan"]
 
-_MAX_PRIORITY = 2**31  # keys are int64
+MAX_PRIORITY = 2**31  # keys are int64
 
 
 class Scheduler:
@@ -163,8 +163,8 @@ class Scheduler:
         if len(sequence_ids) != len(params) or len(sequence_ids) < 1 or len(set(sequence_ids)) < len(sequence_ids):
             raise ValueError(f"a group is distinct ids and as many parameters, got {sequence_ids} and {len(params)}")
         self._require_new(sequence_ids)
-        if not -_MAX_PRIORITY <= priority <= _MAX_PRIORITY:
-            raise ValueError(f"priority must be from {-_MAX_PRIORITY} to {_MAX_PRIORITY}, got {priority}")
+        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise ValueError(f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}")
         lengths = [longest_form(len(prompt), one, self.pool, self.max_model_len) for one in params]
         group = [
             Sequence.create(i, prompt, one, length, priority=priority, cache_salt=cache_salt)

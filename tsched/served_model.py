@@ -15,11 +15,11 @@ import tkernels
 import tmodel
 from tkernels.selection import Choices
 from tkernels.tuning import TuningMode
-from tsched.cache_size import num_kv_blocks
+from tsched.cache_size import num_host_blocks, num_kv_blocks
 from tsched.detokenizer import IncrementalDetokenizer
 from tsched.engine import Engine, EngineStats, Request
 from tsched.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from tsched.prompts import Salt, check_salt, check_stop_ids, check_token_ids, parse_prompt
+from tsched.prompts import Salt, check_priority, check_salt, check_stop_ids, check_token_ids, parse_prompt
 from tsched.sampler import TokenLogprobs
 from tsched.sampling_params import SamplingParams
 from tsched.scheduler import RefusedError, Scheduler
@@ -52,7 +52,13 @@ class ServedModel:
     max_model_len           tokens a request, prompt and output together; None is what the model was made for
     max_num_seqs            requests in one step
     max_num_batched_tokens  tokens in one step
-    kv_cache_bytes          None takes 9/10 of what a GPU has left, or up to 1 GiB of a CPU's memory
+    max_chunk_tokens        of one prompt in one step; None is no bound of its own
+    decode_share            in [0, 1), of max_num_batched_tokens: prompts may not take it while others decode
+    chunked_prefill         False: a prompt is computed whole in one step
+    kv_cache_bytes          the cache's size; None takes kv_cache_fraction
+    kv_cache_fraction       of the device's free memory, for weights and cache; None takes 9/10 of a GPU's, or up to
+                            1 GiB of a CPU's for the cache alone
+    swap_bytes              host memory for the caches of preempted requests, with preemption="swap"
     block_size              tokens a cache block, a power of two
     seed                    of the requests that bring none
     order, preemption, prefix_cache   the scheduler's policies by name, see tsched.policies
@@ -74,7 +80,12 @@ class ServedModel:
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
+        max_chunk_tokens: int | None = None,
+        decode_share: float = 0.0,
+        chunked_prefill: bool = True,
         kv_cache_bytes: int | None = None,
+        kv_cache_fraction: float | None = None,
+        swap_bytes: int = 0,
         block_size: int = 16,
         seed: int = 0,
         order: str = "fcfs",
@@ -94,6 +105,14 @@ class ServedModel:
         block_size = _integer("block_size", block_size, 1, "an integer that is a power of two")
         if kv_cache_bytes is not None:
             kv_cache_bytes = _integer("kv_cache_bytes", kv_cache_bytes, 1, "None or an integer of at least 1")
+        if max_chunk_tokens is not None:
+            max_chunk_tokens = _integer("max_chunk_tokens", max_chunk_tokens, 1, "None or an integer of at least 1")
+        swap_bytes = _integer("swap_bytes", swap_bytes, 0, "an integer of at least 0")
+        switches = {"chunked_prefill": chunked_prefill, "overlap": overlap, "cuda_graphs": cuda_graphs}
+        for name, value in switches.items():
+            if not isinstance(value, bool) and (value is not None or name == "chunked_prefill"):
+                allowed = "True or False" if name == "chunked_prefill" else "None, True or False"
+                raise ValueError(f"{name} must be {allowed}, got {value!r}")
         self.config = tmodel.load_config(directory)
         self.device = _device(device)
         self.dtype = _dtype(dtype, self.config.dtype)
@@ -102,6 +121,7 @@ class ServedModel:
             directory,
             self.config,
             kv_cache_bytes=kv_cache_bytes,
+            kv_cache_fraction=_fraction("kv_cache_fraction", kv_cache_fraction),
             block_size=block_size,
             dtype=self.dtype,
             device=self.device,
@@ -113,6 +133,12 @@ class ServedModel:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=self.max_model_len,
+            max_chunk_tokens=max_chunk_tokens,
+            decode_share=_fraction("decode_share", decode_share) or 0.0,
+            chunked_prefill=chunked_prefill,
+            num_host_blocks=num_host_blocks(
+                self.config, swap_bytes, preemption=preemption, block_size=block_size, dtype=self.dtype
+            ),
             eos_token_ids=self.config.eos_token_ids,
             order=order,
             preemption=preemption,
@@ -176,7 +202,8 @@ class ServedModel:
             check_stop_ids(params, self.config.vocab_size)
         except RefusedError as error:
             refusal = str(error)
-        return Prepared(request_id, text, token_ids, params, arrival, priority, check_salt(cache_salt), refusal)
+        salt = check_salt(cache_salt)
+        return Prepared(request_id, text, token_ids, params, arrival, check_priority(priority), salt, refusal)
 
     def _start(self, prepared: Prepared) -> list[Request]:
         """Queue what was prepared: a request for each of its n samples. RefusedError where it could never finish."""
@@ -321,3 +348,12 @@ def _integer(name: str, value: Any, low: int, allowed: str) -> int:
     if number is None or number < low:
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
     return number
+
+
+def _fraction(name: str, value: Any) -> float | None:
+    """`value` as a float, where it is a number or None; its range is checked where it is used."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} must be a number from 0 to 1, got {value!r}")
+    return float(value)
