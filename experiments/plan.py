@@ -21,7 +21,9 @@ from tkernels.selection import Ranges, with_parts
 from tkernels.variant import AxisRanges
 from tmodel import kv_bytes_per_block
 from tsched import LLM
+from tsched.cache_size import num_host_blocks
 from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
+from tsched.token_budget import TokenBudget
 
 _POLICIES: Mapping[str, Mapping[str, Any]] = {
     "order": ORDERS,
@@ -224,7 +226,7 @@ def _policy_problems(document: Document, experiment: Experiment) -> list[str]:
 def _cache_problems(
     document: Document, model: ModelPlan, arms: list[Arm], ops: Registry, dtype: torch.dtype
 ) -> list[str]:
-    """Page sizes that no op takes, and caches in which not one page fits."""
+    """Page sizes that no op takes, caches in which not one page fits, and options that do not go together."""
     problems: dict[str, None] = {}
     defaults = {name: parameter.default for name, parameter in inspect.signature(LLM).parameters.items()}
     for arm in arms:
@@ -238,7 +240,36 @@ def _cache_problems(
         elif available is not None and available < block_bytes:
             message = f"{available} bytes hold no page: one of {size} tokens takes {block_bytes}"
             problems[document.problem(("scheduler", "kv_cache_bytes"), message)] = None
+        else:
+            problems |= dict.fromkeys(_conflicts(document, model, given, dtype))
     return list(problems)
+
+
+def _conflicts(document: Document, model: ModelPlan, given: Mapping[str, Any], dtype: torch.dtype) -> list[str]:
+    """What LLM would say against the scheduler's options, all of them given."""
+    longest = given["max_model_len"] or model.config.max_position_embeddings
+    budget = TokenBudget(
+        given["max_num_batched_tokens"], given["max_chunk_tokens"], given["decode_share"], given["chunked_prefill"]
+    )
+    problems = []
+    try:
+        budget.check(longest)
+    except ValueError as error:
+        problems.append(document.problem(("scheduler",), str(error)))
+    try:
+        num_host_blocks(
+            model.config,
+            given["swap_bytes"],
+            preemption=given["preemption"],
+            block_size=given["block_size"],
+            dtype=dtype,
+        )
+    except ValueError as error:
+        problems.append(document.problem(("scheduler", "swap_bytes"), str(error)))
+    if given["kv_cache_bytes"] is not None and given["kv_cache_fraction"] is not None:
+        message = "kv_cache_bytes and kv_cache_fraction are two ways to say one thing: give one"
+        problems.append(document.problem(("scheduler", "kv_cache_fraction"), message))
+    return problems
 
 
 def _page_rule(contract: Contract, size: int) -> str | None:

@@ -63,6 +63,9 @@ Choice = Annotated[VariantChoice, BeforeValidator(_as_choice), PlainSerializer(l
 Choices = Annotated[list[Choice], BeforeValidator(_as_list), Field(min_length=1)]
 Counts = Annotated[list[Count], BeforeValidator(_as_list), Field(min_length=1)]
 Policies = Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
+Fractions = Annotated[
+    list[Annotated[float, Field(strict=True, ge=0, le=1)]], BeforeValidator(_as_list), Field(min_length=1)
+]
 Flags = Annotated[list[StrictBool], BeforeValidator(_as_list), Field(min_length=1)]
 
 
@@ -149,8 +152,13 @@ class SchedulerOptions(Strict):
     max_num_batched_tokens: Counts | None = None
     max_num_seqs: Counts | None = None
     max_model_len: Counts | None = None
+    max_chunk_tokens: Counts | None = None
+    decode_share: Fractions | None = None
+    chunked_prefill: Flags | None = None
     block_size: Counts | None = None
     kv_cache_bytes: Counts | None = None
+    kv_cache_fraction: Fractions | None = None
+    swap_bytes: Counts | None = None
     order: Policies | None = None
     preemption: Policies | None = None
     prefix_cache: Policies | None = None

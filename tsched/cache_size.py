@@ -57,10 +57,10 @@ def num_kv_blocks(
 def num_host_blocks(
     config: tmodel.ModelConfig, swap_bytes: int, *, preemption: str, block_size: int, dtype: torch.dtype
 ) -> int:
-    """The blocks that `swap_bytes` of host memory hold; ValueError where swapping gets none, or others get some."""
+    """The blocks that `swap_bytes` of host memory hold, 0 where nothing is swapped; ValueError where swapping gets
+    none.
+    """
     if preemption != "swap":
-        if swap_bytes:
-            raise ValueError(f"swap_bytes is {swap_bytes}, and preemption {preemption!r} swaps nothing; 'swap' does")
         return 0
     block_bytes = tmodel.kv_bytes_per_block(config, block_size, dtype)
     if swap_bytes < block_bytes:
