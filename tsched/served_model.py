@@ -127,6 +127,9 @@ class ServedModel:
             device=self.device,
             max_tokens=max_num_seqs * self.max_model_len,
         )
+        host_blocks = num_host_blocks(
+            self.config, swap_bytes, preemption=preemption, block_size=block_size, dtype=self.dtype
+        )
         scheduler = Scheduler(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -136,9 +139,7 @@ class ServedModel:
             max_chunk_tokens=max_chunk_tokens,
             decode_share=_fraction("decode_share", decode_share) or 0.0,
             chunked_prefill=chunked_prefill,
-            num_host_blocks=num_host_blocks(
-                self.config, swap_bytes, preemption=preemption, block_size=block_size, dtype=self.dtype
-            ),
+            num_host_blocks=host_blocks,
             eos_token_ids=self.config.eos_token_ids,
             order=order,
             preemption=preemption,
@@ -165,6 +166,7 @@ class ServedModel:
             device=self.device,
             seed=seed,
             eos_token_ids=self.config.eos_token_ids,
+            pages=tmodel.CachePages(kv_cache, self.kernels.copy_pages, host_blocks),
             overlap=overlap,
             cuda_graphs=cuda_graphs,
         )

@@ -14,7 +14,8 @@ import torch
 
 import tkernels
 import tmodel
-from tsched import LLM, RequestOutput, SamplingParams
+from tests.tsched.test_beam_search import by_brute_force
+from tsched import LLM, BeamSearchParams, RequestOutput, SamplingParams
 
 PROMPTS = [[(7 * i + 3 * j) % 299 + 1 for j in range(1 + 9 * i % 40)] for i in range(10)]
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -342,3 +343,84 @@ def test_an_interrupted_run_leaves_an_llm_that_works(llm: LLM, monkeypatch: pyte
     assert llm.stats().num_used_blocks == 0
     assert not engine.has_unfinished
     assert [completion(o) for o in llm.generate([PROMPTS[0]], GREEDY)] == [completion(expected)]
+
+
+@pytest.mark.parametrize("prefix_cache", ["none", "hash", "radix"])
+@pytest.mark.parametrize("options", [{}, {"preemption": "swap", "swap_bytes": 10**6}, {"order": "priority"}])
+def test_every_policy_gives_the_tokens_that_a_request_gets_alone(
+    checkpoint: Path, llm: LLM, prefix_cache: str, options: dict
+) -> None:
+    shared = PROMPTS[3][:14]
+    prompts = [shared + PROMPTS[i] for i in range(8)] + PROMPTS[:2]
+    params = [
+        SamplingParams(n=1 + i % 3, seed=i, max_tokens=16, ignore_eos=True, temperature=1.3)
+        for i in range(len(prompts))
+    ]
+    crowded = make_llm(
+        checkpoint,
+        block_size=4,
+        max_num_batched_tokens=24,
+        max_chunk_tokens=9,
+        decode_share=0.3,
+        kv_cache_bytes=crowded_bytes(checkpoint, 30),
+        prefix_cache=prefix_cache,
+        **options,
+    )
+    priority = [i % 3 for i in range(len(prompts))]
+    together = crowded.generate(prompts, params, priority=priority, cache_salt=["a", "b"] * 5)
+    for prompt, one, output in zip(prompts, params, together, strict=True):
+        (alone,) = llm.generate([prompt], one)
+        assert [c.token_ids for c in output.outputs] == [c.token_ids for c in alone.outputs]
+    stats = crowded.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_used_blocks == 0
+    assert sum(output.metrics.num_preemptions for output in together) == stats.num_preemptions
+
+
+def test_priorities_decide_who_goes_first(checkpoint: Path) -> None:
+    one_row = make_llm(checkpoint, max_num_seqs=1, order="priority")
+    outputs = one_row.generate(PROMPTS[:4], GREEDY, priority=[2, 0, 1, 0])
+    order = sorted(range(4), key=lambda i: outputs[i].metrics.first_token_time)
+    assert order == [1, 3, 2, 0]
+    for priority, error in ((0.5, TypeError), ([0, 1], ValueError), (2**40, ValueError)):
+        with pytest.raises(error, match="priority"):
+            one_row.generate(PROMPTS[:4], GREEDY, priority=priority)
+
+
+def test_beams_are_those_of_transformers_by_brute_force(checkpoint: Path, llm: LLM) -> None:
+    from transformers import Qwen3ForCausalLM
+
+    reference = Qwen3ForCausalLM.from_pretrained(checkpoint).double().eval()
+
+    @torch.inference_mode()
+    def logprobs_after(tokens: list[int]) -> torch.Tensor:
+        return reference(torch.tensor([tokens])).logits[0, -1].log_softmax(dim=-1)
+
+    params = BeamSearchParams(beam_width=4, max_tokens=7, length_penalty=0.7)
+    crowded = make_llm(
+        checkpoint, block_size=4, kv_cache_bytes=crowded_bytes(checkpoint, 24), max_num_seqs=9, overlap=True
+    )
+    for served in (llm, crowded):
+        outputs = served.beam_search(PROMPTS[2:6], params)
+        assert served.stats().num_used_blocks == 0
+        for prompt, output in zip(PROMPTS[2:6], outputs, strict=True):
+            expected = by_brute_force(logprobs_after, prompt, params, {0})
+            assert [tuple(c.token_ids) for c in output.outputs] == [h.token_ids for h in expected]
+            assert [c.finish_reason for c in output.outputs] == [h.finish_reason for h in expected]
+            assert [c.cumulative_logprob for c in output.outputs] == pytest.approx([h.logprob for h in expected])
+            assert output.outputs[0].text == served.tokenizer.decode(
+                output.outputs[0].token_ids, skip_special_tokens=True
+            )
+            assert output.metrics.time_to_first_token <= output.metrics.latency
+    assert crowded._engine.overlap
+
+
+def test_beam_search_refuses_what_it_cannot_do(checkpoint: Path, llm: LLM) -> None:
+    good, bad = llm.beam_search([PROMPTS[2], [300]], BeamSearchParams(beam_width=2, max_tokens=3))
+    assert len(good.outputs) == 2
+    assert "out of vocabulary" in bad.error
+    with pytest.raises(ValueError, match="beam_width is 9, max_num_seqs 8"):
+        llm.beam_search([PROMPTS[2]], BeamSearchParams(beam_width=9, max_tokens=3))
+    with pytest.raises(TypeError, match="BeamSearchParams, got SamplingParams"):
+        llm.beam_search([PROMPTS[2]], GREEDY)
+    assert llm.beam_search([], BeamSearchParams(beam_width=2, max_tokens=3)) == []
