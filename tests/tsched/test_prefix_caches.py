@@ -257,6 +257,8 @@ def test_lookups_and_evictions_are_counted(name: str) -> None:
     assert (stats.num_lookups, stats.lookup_blocks, stats.hit_blocks) == (3, 5 + 3 + 3, 2)
     assert (stats.lookup_tokens, stats.hit_tokens) == (20 + 9 + 10, 8)
     assert stats.num_evictions == 2
+    assert (stats.hit_rate, stats.bytes_saved(1000)) == (2 / 11, 8000)
+    assert make(name)[0].stats().hit_rate == 0
 
 
 @both

@@ -10,13 +10,22 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, ClassVar
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.tsched.page_contents import VOCAB
+from tests.tsched.planted_bugs import PlantedBug, planted
 from tests.tsched.random_rules import run_world
 from tests.tsched.serving_world import MAX_MODEL_LEN, SALTS, ServingWorld
+from tsched.block_pool import BlockPool
+from tsched.kv_memory import KVMemory
+from tsched.planner import Planner
+from tsched.policies.block_queue import BlockQueue
+from tsched.policies.hash_prefix_cache import HashPrefixCache
+from tsched.policies.radix_prefix_cache import RadixPrefixCache
+from tsched.scheduler import Scheduler
 
 numbers = st.integers(0, 60)
 own_tokens = st.lists(st.integers(1, VOCAB - 1), max_size=3)
@@ -143,9 +152,58 @@ EVENTS = {
 }
 
 
+def _run_worlds(count: int) -> tuple[int, Counter[str]]:
+    fired: Counter[str] = Counter()
+    return sum(run_world(seed, fired) for seed in range(count)), fired
+
+
 def test_twenty_thousand_random_steps_and_every_rule_fired() -> None:
     fired: ClassVar[Counter[str]] = Counter()
     num_steps = sum(run_world(seed, fired) for seed in range(80))
     print(num_steps, fired)
     assert num_steps > 20_000
     assert {name for name, times in fired.items() if times} == EVENTS
+
+
+FAULTS = (
+    # In the caches
+    PlantedBug("a digest without the past", HashPrefixCache, "_digests", "blake2b(last + data", "blake2b(b'' + data"),
+    PlantedBug("a digest without the salt", HashPrefixCache, "_root", "blake2b(salt,", "blake2b(b'',"),
+    PlantedBug("another salt's tree", RadixPrefixCache, "match", "self._roots.get(sequence.cache_salt)",
+               "next(iter(self._roots.values()), None)"),
+    PlantedBug("a full hit leaves no token", HashPrefixCache, "match", "(sequence.tokens.size - 1)",
+               "sequence.tokens.size"),
+    PlantedBug("a full hit in the tree leaves no token", RadixPrefixCache, "match", "(sequence.tokens.size - 1)",
+               "sequence.tokens.size"),
+    PlantedBug("a hit takes no reference", HashPrefixCache, "match", "self._pool.share(blocks)", "pass"),
+    PlantedBug("an unfinished block is matchable", HashPrefixCache, "insert", "num_computed // pool.block_size",
+               "-(-num_computed // pool.block_size)"),
+    PlantedBug("an evicted block can be matched", HashPrefixCache, "_evict", "del self._block_of[digest]", "pass"),
+    PlantedBug("a block in use is evicted", RadixPrefixCache, "_evict", "end = end[: is_used.argmax()]", "pass"),
+    PlantedBug("the prefix goes before its leaves", HashPrefixCache, "release", "cached[::-1]", "cached"),
+    PlantedBug("a split takes the wrong blocks", RadixPrefixCache, "_split", "node.blocks[:count]",
+               "node.blocks[1 : count + 1]"),
+    PlantedBug("a block that differs at its end is a hit", RadixPrefixCache, "_walk", "same * 8 // width",
+               "-(-same * 8 // width)"),
+    PlantedBug("old entries of the queue count", BlockQueue, "_live",
+               "entries[self._place_of.take(entries) == self._places[start:end]]", "entries"),
+    # Around them
+    PlantedBug("cached blocks are free", BlockPool, "release", "is_unused & self._kept[index]", "is_unused & False"),
+    PlantedBug("matchable while its plan is under way", Scheduler, "_finish_row", "blocks, num_committed)",
+               "blocks, int(self.table.computed[row]))"),
+    PlantedBug("a preempted one's too", Planner, "_preempt", "blocks, num_committed)", "blocks, num_computed)"),
+    PlantedBug("a fork writes to its parent's block", KVMemory, "enter",
+               "num_computed % self.pool.block_size != 0 and self._is_read_by_others(held[-1:])", "False"),
+    PlantedBug("a parent writes to its fork's block", Planner, "_writers_to_shared",
+               "int(pool.refs(table.blocks[row, place : place + 1])[0]) > 1", "False"),
+    PlantedBug("host blocks are free while they are read", KVMemory, "enter", "self._restored.append(host)",
+               "self.host_pool.release(host)"),
+    PlantedBug("swapped in elsewhere", KVMemory, "enter", "np.stack((host,", "np.stack((host[::-1],"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_is_caught(fault: PlantedBug) -> None:
+    with planted(fault), pytest.raises((AssertionError, LookupError, RuntimeError, ValueError)) as caught:
+        _run_worlds(40)
+    assert "in the world of seed" in "".join(caught.value.__notes__)

@@ -35,6 +35,15 @@ class CacheStats:
     hit_tokens: int = 0
     num_evictions: int = 0  # blocks
 
+    @property
+    def hit_rate(self) -> float:
+        """Of the blocks looked for, the share that was found; 0 where none was looked for."""
+        return self.hit_blocks / self.lookup_blocks if self.lookup_blocks else 0.0
+
+    def bytes_saved(self, bytes_per_token: int) -> int:
+        """Of keys and values, `bytes_per_token` for each token that did not have to be computed."""
+        return self.hit_tokens * bytes_per_token
+
 
 class PrefixCache(Protocol):
     """The owner of the device pool's free and cached blocks. What it keeps it must give up when `allocate` asks.

@@ -133,7 +133,7 @@ class RadixPrefixCache:
             if child is None:
                 break
             node, size = child, child.blocks.size * width
-            if len(child.tokens) == size and tokens.startswith(child.tokens, place):
+            if tokens.startswith(child.tokens, place):
                 taken = child.blocks.size
             else:
                 size = min(size, len(tokens) - place)
