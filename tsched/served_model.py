@@ -97,22 +97,16 @@ class ServedModel:
         ops: tkernels.Registry | None = None,
     ) -> None:
         directory = self.directory = Path(model)
-        seed = _integer("seed", seed, 0, "an integer of at least 0")
-        max_num_seqs = _integer("max_num_seqs", max_num_seqs, 1, "an integer of at least 1")
-        max_num_batched_tokens = _integer(
-            "max_num_batched_tokens", max_num_batched_tokens, 1, "an integer of at least 1"
-        )
+        seed = _integer("seed", seed, 0)
+        max_num_seqs = _integer("max_num_seqs", max_num_seqs, 1)
+        max_num_batched_tokens = _integer("max_num_batched_tokens", max_num_batched_tokens, 1)
+        max_chunk_tokens = _integer_or_none("max_chunk_tokens", max_chunk_tokens, 1)
+        kv_cache_bytes = _integer_or_none("kv_cache_bytes", kv_cache_bytes, 1)
+        swap_bytes = _integer("swap_bytes", swap_bytes, 0)
         block_size = _integer("block_size", block_size, 1, "an integer that is a power of two")
-        if kv_cache_bytes is not None:
-            kv_cache_bytes = _integer("kv_cache_bytes", kv_cache_bytes, 1, "None or an integer of at least 1")
-        if max_chunk_tokens is not None:
-            max_chunk_tokens = _integer("max_chunk_tokens", max_chunk_tokens, 1, "None or an integer of at least 1")
-        swap_bytes = _integer("swap_bytes", swap_bytes, 0, "an integer of at least 0")
-        switches = {"chunked_prefill": chunked_prefill, "overlap": overlap, "cuda_graphs": cuda_graphs}
-        for name, value in switches.items():
-            if not isinstance(value, bool) and (value is not None or name == "chunked_prefill"):
-                allowed = "True or False" if name == "chunked_prefill" else "None, True or False"
-                raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        _check_flag("chunked_prefill", chunked_prefill, "True or False")
+        for name, flag in (("overlap", overlap), ("cuda_graphs", cuda_graphs)):
+            _check_flag(name, flag is not None and flag, "None, True or False")
         self.config = tmodel.load_config(directory)
         self.device = _device(device)
         self.dtype = _dtype(dtype, self.config.dtype)
@@ -127,9 +121,6 @@ class ServedModel:
             device=self.device,
             max_tokens=max_num_seqs * self.max_model_len,
         )
-        host_blocks = num_host_blocks(
-            self.config, swap_bytes, preemption=preemption, block_size=block_size, dtype=self.dtype
-        )
         scheduler = Scheduler(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -139,7 +130,9 @@ class ServedModel:
             max_chunk_tokens=max_chunk_tokens,
             decode_share=_fraction("decode_share", decode_share) or 0.0,
             chunked_prefill=chunked_prefill,
-            num_host_blocks=host_blocks,
+            num_host_blocks=num_host_blocks(
+                self.config, swap_bytes, preemption=preemption, block_size=block_size, dtype=self.dtype
+            ),
             eos_token_ids=self.config.eos_token_ids,
             order=order,
             preemption=preemption,
@@ -157,21 +150,30 @@ class ServedModel:
         )
         # tkernels decides at import how Triton runs, so transformers, which imports Triton too, comes after it.
         self.tokenizer = _load_tokenizer(directory)
-        network = tmodel.load_model(directory, self.config, self.kernels, device=self.device, dtype=self.dtype)
-        kv_cache = tmodel.allocate_kv_cache(self.config, num_blocks, block_size, device=self.device, dtype=self.dtype)
-        self._engine = Engine(
+        self._engine = self._make_engine(scheduler, seed=seed, overlap=overlap, cuda_graphs=cuda_graphs)
+        self._ids = count()  # of sequences
+        self._request_ids = count()
+
+    def _make_engine(
+        self, scheduler: Scheduler, *, seed: int, overlap: bool | None, cuda_graphs: bool | None
+    ) -> Engine:
+        """Load the weights and allocate the caches."""
+        pool, host = scheduler.pool, scheduler.host_pool
+        network = tmodel.load_model(self.directory, self.config, self.kernels, device=self.device, dtype=self.dtype)
+        kv_cache = tmodel.allocate_kv_cache(
+            self.config, pool.num_blocks, pool.block_size, device=self.device, dtype=self.dtype
+        )
+        return Engine(
             network,
             kv_cache,
             scheduler,
             device=self.device,
             seed=seed,
             eos_token_ids=self.config.eos_token_ids,
-            pages=tmodel.CachePages(kv_cache, self.kernels.copy_pages, host_blocks),
+            pages=tmodel.CachePages(kv_cache, self.kernels.copy_pages, 0 if host is None else host.num_blocks),
             overlap=overlap,
             cuda_graphs=cuda_graphs,
         )
-        self._ids = count()  # of sequences
-        self._request_ids = count()
 
     @property
     def arm(self) -> dict[str, str]:
@@ -341,15 +343,24 @@ def _load_tokenizer(directory: Path) -> Any:
         raise tmodel.ConfigError(f"{directory}: its tokenizer cannot be loaded: {reason}") from error
 
 
-def _integer(name: str, value: Any, low: int, allowed: str) -> int:
+def _integer(name: str, value: Any, low: int, allowed: str | None = None) -> int:
     """`value` as an int, where it is an integer of at least `low`; `allowed` says so in words."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
     if number is None or number < low:
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        raise ValueError(f"{name} must be {allowed or f'an integer of at least {low}'}, got {value!r}")
     return number
+
+
+def _integer_or_none(name: str, value: Any, low: int) -> int | None:
+    return None if value is None else _integer(name, value, low, f"None or an integer of at least {low}")
+
+
+def _check_flag(name: str, value: Any, allowed: str) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
 
 def _fraction(name: str, value: Any) -> float | None:
