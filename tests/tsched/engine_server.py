@@ -5,58 +5,74 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
+import tkernels
 import tmodel
 from tests.tsched.random_model import random_qwen3
 from tests.tsched.random_schedules import MAX_MODEL_LEN, Request, Schedule
 from tsched.engine import Engine
 from tsched.engine import Request as EngineRequest
+from tsched.sampling_params import SamplingParams
 from tsched.scheduler import Scheduler
 from tsched.sequence import Sequence
+
+COPY_PAGES = tkernels.OPS["copy_pages"].variants["torch"]
 
 
 class EngineServer:
     """`kind` is one of random_qwen3's. With "rowwise" an output is a list of (token, its log-probability and those of
     the two most likely ones); else of tokens.
+
+    The schedule's lag is the engine's overlap; half of all schedules pad their decode steps as CUDA graphs need it.
     """
 
     kind = "float64"
 
     def __init__(self, schedule: Schedule) -> None:
-        self._options = schedule.options
-        # Half of the schedules run ahead by a step, half pad their decodes as for a graph.
-        self._engine = self._make_engine(schedule.options, overlap=schedule.lag > 0, cuda_graphs=schedule.seed % 2 == 1)
+        self._schedule = schedule
+        self._engine = self._make_engine(schedule.options, is_late=schedule.lag == 1, pads=schedule.seed % 4 < 2)
         self.scheduler = self._engine.scheduler
         self._requests: dict[int, EngineRequest] = {}
 
-    def _make_engine(self, options: dict[str, Any], *, overlap: bool = False, cuda_graphs: bool = False) -> Engine:
+    def _make_engine(self, options: dict[str, Any], *, is_late: bool, pads: bool) -> Engine:
         config, model = random_qwen3(self.kind)
-        scheduler = Scheduler(**options)
-        kv_cache = tmodel.allocate_kv_cache(
-            config,
-            options["num_blocks"],
-            options["block_size"],
-            device="cpu",
-            dtype=torch.float64 if self.kind == "float64" else torch.float32,
-        )
+        dtype = torch.float64 if self.kind == "float64" else torch.float32
+        shape = options["num_blocks"], options["block_size"]
+        kv_cache = tmodel.allocate_kv_cache(config, *shape, device="cpu", dtype=dtype)
         return Engine(
             model,
             kv_cache,
-            scheduler,
+            Scheduler(**options),
             device=torch.device("cpu"),
             seed=0,
             eos_token_ids=options["eos_token_ids"],
-            overlap=overlap,
-            cuda_graphs=cuda_graphs,
+            pages=tmodel.CachePages(kv_cache, COPY_PAGES, options.get("num_host_blocks", 0)),
+            overlap=is_late,
+            cuda_graphs=pads,
         )
 
-    def _add_to(self, engine: Engine, number: int, request: Request) -> EngineRequest:
-        params = replace(request.params, logprobs=2) if self.kind == "rowwise" else request.params
-        return engine.add(number, request.prompt, params)
+    def _params(self, params: SamplingParams) -> SamplingParams:
+        return replace(params, logprobs=2) if self.kind == "rowwise" else params
 
-    def add(self, number: int, request: Request) -> Sequence:
-        self._requests[number] = self._add_to(self._engine, number, request)
+    def _add_to(self, engine: Engine, numbers: list[int], request: Request) -> list[EngineRequest]:
+        return engine.add_group(
+            numbers,
+            request.prompt,
+            [self._params(member.params) for member in request.members],
+            detokenizers=[None] * len(numbers),
+            priority=request.priority,
+            cache_salt=request.salt,
+        )
+
+    def add(self, numbers: list[int], request: Request) -> list[Sequence]:
+        requests = self._add_to(self._engine, numbers, request)
+        self._requests.update(zip(numbers, requests, strict=True))
+        return [one.sequence for one in requests]
+
+    def fork(self, parent: int, number: int, params: SamplingParams, num_tokens: int) -> Sequence:
+        self._requests[number] = self._engine.fork(parent, number, self._params(params), num_tokens=num_tokens)
         return self._requests[number].sequence
 
     def abort(self, number: int) -> None:
@@ -72,22 +88,25 @@ class EngineServer:
         tokens = scheduler.output_of(request.sequence)
         if self.kind != "rowwise":
             return tokens
-        return list(zip(tokens, [(tuple(p.token_ids), tuple(p.logprobs)) for p in request.logprobs], strict=True))
+        own = [(tuple(place.token_ids), tuple(place.logprobs)) for place in request.logprobs]
+        assert [ids[0] for ids, _ in own] == tokens[len(tokens) - len(own) :]
+        return own
 
     def alone(self, request: Request, number: int) -> tuple[list[Any], str]:
-        """In an engine of its own whose pool is large, its prompt in one piece."""
-        block_size = self._options["block_size"]
-        engine = self._make_engine(
-            {
-                "num_blocks": -(-MAX_MODEL_LEN // block_size) + 1,
-                "block_size": block_size,
-                "max_num_seqs": 1,
-                "max_num_batched_tokens": MAX_MODEL_LEN,
-                "max_model_len": MAX_MODEL_LEN,
-                "eos_token_ids": self._options["eos_token_ids"],
-            }
-        )
-        lonely = self._add_to(engine, number, request)
+        """In an engine of its own whose pool is large, its prompt in one piece, each step waited for."""
+        block_size = self._schedule.options["block_size"]
+        options = {
+            "num_blocks": -(-MAX_MODEL_LEN // block_size) + 1,
+            "block_size": block_size,
+            "max_num_seqs": 1,
+            "max_num_batched_tokens": MAX_MODEL_LEN,
+            "max_model_len": MAX_MODEL_LEN,
+            "eos_token_ids": self._schedule.options["eos_token_ids"],
+        }
+        engine = self._make_engine(options, is_late=False, pads=False)
+        (lonely,) = self._add_to(engine, [number], replace(request, siblings=()))
+        if request.given:  # what it took over is not its own doing
+            lonely.sequence.tokens = np.array([*request.prompt, *request.given])
         while engine.has_unfinished:
             engine.step()
         reason = lonely.sequence.finish_reason

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tests.tsched.random_schedules import EOS, MAX_MODEL_LEN, VOCAB_SIZE, Request, Schedule
 from tests.tsched.simulated_device import check_plan
 from tsched.random_numbers import UniformTable, philox_key, uniforms
+from tsched.sampling_params import SamplingParams
 from tsched.scheduler import Scheduler, StepPlan
 from tsched.sequence import Ints, Sequence
 
@@ -63,6 +64,7 @@ class PagedDevice:
     def carry_out(self, plan: StepPlan) -> Ints:
         """[m] int64, the tokens for plan.sampled."""
         self._follow(plan)
+        assert not {*plan.copies[0].tolist()} & {*plan.copies[1].tolist()}, "a copied page is written by another copy"
         for pairs, source, target in (
             (plan.swap_outs, self.pages, self.host_pages),
             (plan.swap_ins, self.host_pages, self.pages),
@@ -135,9 +137,16 @@ class HashServer:
         self._lag = schedule.lag
         self._launches: deque[Launch] = deque()
 
-    def add(self, number: int, request: Request) -> Sequence:
-        self.device.tenants[number] = tenant_of(request.salt)
-        return self.scheduler.add(number, request.prompt, request.params, cache_salt=request.salt)
+    def add(self, numbers: list[int], request: Request) -> list[Sequence]:
+        self.device.tenants |= dict.fromkeys(numbers, tenant_of(request.salt))
+        params = [member.params for member in request.members]
+        return self.scheduler.add_group(
+            numbers, request.prompt, params, priority=request.priority, cache_salt=request.salt
+        )
+
+    def fork(self, parent: int, number: int, params: SamplingParams, num_tokens: int) -> Sequence:
+        self.device.tenants[number] = self.device.tenants[parent]
+        return self.scheduler.fork(parent, number, params, num_tokens=num_tokens)
 
     def abort(self, number: int) -> None:
         assert self.scheduler.abort(number) is not None
@@ -155,7 +164,7 @@ class HashServer:
 
     def alone(self, request: Request, number: int) -> tuple[list[int], str]:
         params, length = request.params, len(request.prompt)
-        tokens = list(request.prompt)
+        tokens = [*request.prompt, *request.given]
         ends = {*params.stop_ids} | (set() if params.ignore_eos else {EOS})
         key = philox_key(0, Sequence.create(number, request.prompt, params, MAX_MODEL_LEN))
         drawn = uniforms(key, 0, MAX_MODEL_LEN) if params.temperature > 0 else np.zeros(MAX_MODEL_LEN)

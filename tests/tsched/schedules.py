@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
 
 from tests.tsched.random_schedules import Event, Request, Schedule, draw_schedule
+from tsched.policies.priority import AGEING
 from tsched.sampling_params import SamplingParams
-from tsched.scheduler import Scheduler
+from tsched.scheduler import RefusedError, Scheduler
 from tsched.sequence import Sequence
 
 SERVERS = {  # loaded by name: what the others serve needs torch
@@ -33,7 +34,8 @@ class Server(Protocol):
 
     scheduler: Scheduler
 
-    def add(self, number: int, request: Request) -> Sequence: ...
+    def add(self, numbers: list[int], request: Request) -> list[Sequence]:
+        """Queue the request's members under these numbers."""
 
     def fork(self, parent: int, number: int, params: SamplingParams, num_tokens: int) -> Sequence: ...
 
@@ -49,15 +51,35 @@ class Server(Protocol):
 
 @dataclass
 class Run:
-    """What became of a schedule. `happened` counts what really took place."""
+    """What became of a schedule. `happened` counts what really took place.
+
+    Whatever is served has a number: the requests' members in the order of the schedule, then forks as they come.
+    """
 
     schedule: Schedule
     sequences: dict[int, Sequence] = field(default_factory=dict)
+    present: dict[int, Sequence] = field(default_factory=dict)  # those of them that have not finished
     requests: dict[int, Request] = field(default_factory=dict)
+    ranks: dict[int, tuple[int, int]] = field(default_factory=dict)  # lower goes first, as the policy promises
+    followers: set[int] = field(default_factory=set)  # they wait for their group's prompt, not in the queue
     began: dict[int, int] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)
     happened: Counter[str] = field(default_factory=Counter)
     num_steps: int = 0
+    num_arrivals: int = 0
+    num_forks: int = 0
+
+    @property
+    def num_planned(self) -> int:
+        return sum(len(request.members) for request in self.schedule.requests)
+
+    def note_arrival(self, number: int, request: Request, sequence: Sequence, key: int) -> None:
+        self.sequences[number] = self.present[number] = sequence
+        self.requests[number], self.began[number] = request, self.num_steps
+        self.ranks[number] = (key, len(self.ranks))
+
+    def is_behind(self, number: int, other: int) -> bool:
+        return self.ranks[number] > self.ranks[other]
 
 
 def serve(schedule: Schedule, make_server: Callable[[Schedule], Server]) -> Run:
@@ -65,22 +87,22 @@ def serve(schedule: Schedule, make_server: Callable[[Schedule], Server]) -> Run:
     run = Run(schedule)
     server = make_server(schedule)
     scheduler = server.scheduler
-    arrivals = sorted(enumerate(schedule.requests), key=lambda item: item[1].arrival)
-    events = list(schedule.events)
-    limit = max((r.arrival for r in schedule.requests), default=0) + _work(schedule.requests) * 2
+    arrivals = deque(sorted(_numbered(schedule.requests), key=lambda item: item[1].arrival))
+    events = deque(schedule.events)
+    spread = max(request.arrival for request in schedule.requests)
     while arrivals or scheduler.has_unfinished:
         while arrivals and arrivals[0][1].arrival <= run.num_steps:
-            number, request = arrivals.pop(0)
-            _note_arrival(run, number, request, server.add(number, request))
+            numbers, request = arrivals.popleft()
+            key = run.num_arrivals + (AGEING * request.priority if schedule.options.get("order") == "priority" else 0)
+            run.num_arrivals += 1
+            run.followers.update(numbers[1:])
+            for new in zip(numbers, request.members, server.add(numbers, request), strict=True):
+                run.note_arrival(*new, key)
         while events and events[0].step <= run.num_steps:
-            _carry_out(run, server, events.pop(0))
+            _carry_out(run, server, events.popleft())
         _step(run, server)
-        for number, sequence in run.sequences.items():
-            if sequence.finish_reason is not None:
-                run.ended.setdefault(number, run.num_steps)
-        assert run.num_steps <= limit, (
-            f"{scheduler.num_running} run and {scheduler.num_waiting} wait after {limit} steps"
-        )
+        limit = spread + 2 * _work(run.requests.values())
+        assert run.num_steps <= limit, f"after {limit} steps {scheduler.num_running} run, {scheduler.num_waiting} wait"
     server.step()  # takes in the outcome of plans under way
     _count_what_happened(run, scheduler)
     check_outputs(run, server)
@@ -90,41 +112,81 @@ def serve(schedule: Schedule, make_server: Callable[[Schedule], Server]) -> Run:
 
 
 def _step(run: Run, server: Server) -> None:
-    """One step, after which nobody has given way to one behind him."""
-    running = {n: s.num_preemptions for n, s in run.sequences.items() if s.row >= 0}
+    """One step, with the promises of the order: the last gives way first; who was swapped out goes before newcomers;
+    of the others the first in the order goes first.
+    """
+    sequences = run.present
+    before = {number: s.num_preemptions for number, s in sequences.items() if s.row >= 0}
+    waiting = sequences.keys() - before.keys()
+    swapped = {number for number in waiting if sequences[number].host_blocks.size}
     server.step()
     run.num_steps += 1
-    sequences = run.sequences
-    gave_way = [number for number, before in running.items() if sequences[number].num_preemptions > before]
+    gave_way = {number for number, times in before.items() if sequences[number].num_preemptions > times}
     for number in gave_way:
-        for other in running:
-            went_on = sequences[other].row >= 0 and other not in gave_way
-            assert not (went_on and is_behind(run, other, number)), f"{number} gave way to {other}, which is behind it"
+        ahead = [n for n in before if n not in gave_way and sequences[n].row >= 0 and run.is_behind(n, number)]
+        assert not ahead, f"{number} gave way to {ahead}, which are behind it"
+    entered = {n for n in waiting if sequences[n].row >= 0 or sequences[n].finish_reason is not None}
+    left_out = waiting - entered - run.followers
+    assert not (left_out & swapped and entered - swapped), f"{entered} went before {swapped}, who were swapped out"
+    for number in entered - swapped:
+        ahead = [n for n in left_out - swapped if run.is_behind(number, n)]
+        assert not ahead, f"{number} was admitted before {ahead}, which are ahead of it"
+    for number in [number for number, sequence in sequences.items() if sequence.finish_reason is not None]:
+        run.ended[number] = run.num_steps
+        del sequences[number]
 
 
-def _note_arrival(run: Run, number: int, request: Request, sequence: Sequence) -> None:
-    run.sequences[number], run.requests[number], run.began[number] = sequence, request, run.num_steps
+def _numbered(requests: Iterable[Request]) -> Iterator[tuple[list[int], Request]]:
+    first = 0
+    for request in requests:
+        yield list(range(first, first + len(request.members))), request
+        first += len(request.members)
 
 
 def state_of(scheduler: Scheduler, sequence: Sequence) -> str:
-    if sequence.row < 0:
-        return "preempted" if sequence.num_preemptions else "new"
-    return "prefill" if scheduler.table.computed[sequence.row] < scheduler.table.known[sequence.row] - 1 else "decode"
+    if sequence.row >= 0:
+        known = int(scheduler.table.known[sequence.row])
+        return "prefill" if scheduler.table.computed[sequence.row] < known - 1 else "decode"
+    if sequence.host_blocks.size:
+        return "swapped"
+    if sequence.blocks.size:
+        return "forked"
+    return "preempted" if sequence.num_preemptions else "new"
 
 
 def _carry_out(run: Run, server: Server, event: Event) -> None:
     scheduler = server.scheduler
     present: dict[str, list[int]] = {}
-    for number, sequence in run.sequences.items():
-        if sequence.finish_reason is None:
-            present.setdefault(state_of(scheduler, sequence), []).append(number)
+    for number, sequence in run.present.items():
+        present.setdefault(state_of(scheduler, sequence), []).append(number)
     if not present:
         return
     place = event.pick * len(present)
     state = sorted(present)[int(place)]
     number = present[state][int((place - int(place)) * len(present[state]))]
-    run.happened[f"abort: {state}"] += 1
-    server.abort(number)
+    if event.fork is None:
+        run.happened[f"abort: {state}"] += 1
+        server.abort(number)
+        del run.present[number]
+    else:
+        _fork(run, server, number, event.fork, event.kept)
+        run.happened[f"fork: {state}"] += 1
+
+
+def _fork(run: Run, server: Server, parent: int, params: SamplingParams, kept: float) -> None:
+    request, output = run.requests[parent], server.scheduler.output_of(run.sequences[parent])
+    tokens = (*request.prompt, *output)
+    count = max(1, round(kept * len(tokens)))
+    child = run.num_planned + run.num_forks
+    run.num_forks += 1
+    try:
+        sequence = server.fork(parent, child, params, count)
+    except RefusedError:  # it would be longer than the pool, or has its max_tokens already
+        run.happened["forks refused"] += 1
+        return
+    prompt = tokens[: min(count, len(request.prompt))]
+    forked = Request(prompt, params, request.salt, given=tokens[len(prompt) : count])
+    run.note_arrival(child, forked, sequence, run.ranks[parent][0])
 
 
 def _work(requests: Any) -> int:
@@ -138,7 +200,15 @@ def _count_what_happened(run: Run, scheduler: Scheduler) -> None:
     happened["steps"] += run.num_steps
     happened["preemptions"] += counters.num_preemptions
     happened["tokens"] += counters.num_output_tokens
-    happened[f"cache: {run.schedule.options['prefix_cache']}"] += 1
+    happened["forks"] += counters.num_forks
+    happened["blocks given up"] += counters.num_given_up
+    happened["blocks swapped out"] += counters.num_swapped_out
+    happened["blocks swapped in"] += counters.num_swapped_in
+    happened["blocks copied on write"] += counters.num_copied
+    cache = scheduler.cache_stats()
+    happened["blocks found in the cache"] += cache.hit_blocks
+    happened["blocks evicted"] += cache.num_evictions
+    happened[f"cache: {run.schedule.options.get('prefix_cache', 'none')}"] += 1
     happened[f"lag: {run.schedule.lag}"] += 1
     for sequence in run.sequences.values():
         happened[f"end: {sequence.finish_reason}"] += 1
@@ -157,20 +227,20 @@ def check_outputs(run: Run, server: Server) -> None:
 
 
 def check_waiting_times(run: Run) -> None:
-    """No request waits for one that came after it.
+    """No request waits for one that came after it and has a worse place in the order.
 
-    From its arrival it is done within twice the steps that those not behind it take one after the other: once for
-    their tokens, and once because what gives way to them is computed again.
+    From its arrival it is done within twice the steps that all others take one after the other: once for their tokens,
+    and once because what gives way to them is computed again.
     """
     for number, ended in run.ended.items():
         began = run.began[number]
-        ahead = [r for other, r in run.requests.items() if not is_behind(run, other, number)]
+        ahead = [
+            request
+            for other, request in run.requests.items()
+            if run.began[other] <= began or not run.is_behind(other, number)
+        ]
         bound = 2 * _work(ahead)
         assert ended - began <= bound, f"request {number} took {ended - began} steps, at most {bound} are needed"
-
-
-def is_behind(run: Run, other: int, number: int) -> bool:
-    return run.sequences[other].arrival > run.sequences[number].arrival
 
 
 def check_nothing_is_left(scheduler: Scheduler) -> None:
@@ -178,6 +248,8 @@ def check_nothing_is_left(scheduler: Scheduler) -> None:
     pool, table = scheduler.pool, scheduler.table
     assert pool.num_referenced == 0, f"{pool.num_referenced} blocks are left behind"
     assert pool.num_free + pool.num_cached == pool.num_blocks
+    host = scheduler.host_pool
+    assert host is None or host.num_free == host.num_blocks, "a block of the host is left behind"
     assert table.num_free_rows == table.num_rows, "a row is left behind"
     assert all(sequence is None for sequence in table.sequences)
     assert (scheduler.num_waiting, scheduler.num_running, scheduler.has_unfinished) == (0, 0, False)

@@ -12,10 +12,10 @@ import pytest
 from tests.tsched.random_schedules import draw_schedule
 from tests.tsched.schedules import serve_or_say_how_to_replay, server_factory
 
-NUM_HASH_SCHEDULES = 140
+NUM_HASH_SCHEDULES = 100
 
 
-@pytest.mark.parametrize(("model", "count"), [("hash", NUM_HASH_SCHEDULES), ("float64", 8), ("rowwise", 2)])
+@pytest.mark.parametrize(("model", "count"), [("hash", NUM_HASH_SCHEDULES), ("float64", 5), ("rowwise", 2)])
 def test_each_request_gets_the_tokens_it_gets_alone(model: str, count: int) -> None:
     make_server = server_factory(model)
     happened: Counter[str] = Counter()
@@ -23,8 +23,9 @@ def test_each_request_gets_the_tokens_it_gets_alone(model: str, count: int) -> N
         happened += serve_or_say_how_to_replay(draw_schedule(seed), make_server, model).happened
     assert happened["tokens"] > 0
     if model == "hash":
-        assert happened["preemptions"] > 0
-        assert min(happened[f"abort: {state}"] for state in ("new", "prefill", "decode", "preempted")) > 0
+        states = ("new", "prefill", "decode", "preempted", "swapped", "forked")
+        assert min(happened[f"{event}: {state}"] for event in ("abort", "fork") for state in states) > 0
+        assert min(happened[f"blocks {what}"] for what in ("swapped in", "copied on write", "given up", "evicted")) > 0
 
 
 def test_a_schedule_is_a_function_of_its_seed() -> None:
