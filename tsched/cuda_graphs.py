@@ -55,7 +55,8 @@ class CudaRecorder:
                 run()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # What other threads do on the device meanwhile is not part of the graph.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             logits = run()
 
         def replay() -> torch.Tensor:
@@ -89,6 +90,8 @@ class DecodeGraphs:
         self.buckets = batch_buckets(max_rows)
         self.bounds = context_bounds(max_model_len)
         self._replays: dict[tuple[int, int], Replay] = {}
+        # All graphs leave their logits in one place: each its own would take gigabytes for a large vocabulary.
+        self._logits: torch.Tensor | None = None
         self._inputs = torch.zeros((2, max_rows), dtype=torch.int64, device=state.device)  # rows, starts
 
     @property
@@ -112,7 +115,10 @@ class DecodeGraphs:
 
     def _step(self, bucket: int, bound: int) -> torch.Tensor:
         rows, starts = self._inputs[:, :bucket]
-        return self._model(self._state.decode_batch(rows, starts, bound), self._kv_cache)
+        logits = self._model(self._state.decode_batch(rows, starts, bound), self._kv_cache)
+        if self._logits is None:  # before any graph is captured: a recorder runs the step first
+            self._logits = logits.new_empty((self._inputs.shape[1], logits.shape[1]))
+        return self._logits[:bucket].copy_(logits)
 
 
 def batch_buckets(max_rows: int) -> list[int]:
