@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
+from tkernels.addresses import default_door
 from tkernels.config import Config
 from tkernels.contract import Contract, unpack
 from tkernels.device import device_facts
 from tkernels.inputs import map_tensors, poison
-from tkernels.launch import Door, Run, jit_door
+from tkernels.launch import Door, Run
 from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
 
@@ -38,14 +39,15 @@ def call(
     arguments: Mapping[str, Any],
     config: Config | None = None,
     *,
-    door: Door = jit_door,
+    door: Door | None = None,
     fill: Callable[[torch.dtype], float | int] = poison,
     place: Place = _where_it_is,
 ) -> dict[str, torch.Tensor]:
     """Calls a variant on exactly these arguments (what it writes changes) and returns each result by name.
 
     The results are the outputs asked for and the written arguments. Every output and every workspace that is not
-    declared zero begins as `fill` of its dtype, where `place` puts it.
+    declared zero begins as `fill` of its dtype, where `place` puts it. `door` replaces the default, which checks
+    addresses where kernels are interpreted.
     """
     contract = variant.contract
     bound = contract.bind_arguments((), arguments)
@@ -61,7 +63,7 @@ def call(
             name: place(torch.full(b.shape, 0 if b.zeroed else fill(b.dtype), dtype=b.dtype, device=device))
             for name, b in variant.workspace(axes, config, facts).items()
         }
-        variant.launch(Run(facts, config, workspace, door), *filled.values(), **bound)
+        variant.launch(Run(facts, config, workspace, door or default_door()), *filled.values(), **bound)
         outputs = {name: tensor for name, tensor in filled.items() if tensor is not None}
     return outputs | {name: bound[name] for name in contract.writes}
 

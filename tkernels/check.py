@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 from tkernels.accuracy import Verdict, judge
+from tkernels.addresses import default_door
 from tkernels.calls import wanted_outputs
 from tkernels.config import Config
 from tkernels.contract import Axes, Case, Choose, Contract, ContractError, Value, unpack
 from tkernels.device import device_facts
 from tkernels.inputs import clone_inputs, outside_views, poison, widened
-from tkernels.launch import Door, Kernel, jit_door
+from tkernels.launch import Door, Kernel
 from tkernels.mode import MODE
 from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
@@ -88,15 +89,6 @@ def replay_command(
 def outside_folder(variant: Variant) -> Path | None:
     """The folder that `--variants-from` must name for this variant to be there; None for a built-in one."""
     return None if _BUILTIN in variant.file.parents else variant.file.parent.parent
-
-
-def default_door() -> Door:
-    """The sanitizing interpreter where this process interprets, else the plain launch."""
-    if MODE == "interpret":
-        from tkernels.sanitizers.address import sanitizing_door
-
-        return sanitizing_door
-    return jit_door
 
 
 def check_case(
@@ -257,11 +249,12 @@ def draw(
     fixed: Axes | None = None,
     device: torch.device | str = "cpu",
     max_programs: int = MAX_PROGRAMS,
+    config: Config | None = None,
 ) -> tuple[Case, Config | None] | None:
     """A case within the contract and a config of the variant (None for torch); None where the draw gives no such pair.
 
-    A config that would launch more than `max_programs` gives way to the default; a case that the variant does not
-    support, or that is too large even so, to another draw.
+    `config` replaces the drawn one. A drawn config that would launch more than `max_programs` gives way to the default;
+    a case that the variant does not support, or that is too large even so, to another draw.
     """
     contract = variant.contract
     axes = contract.draw_axes(choose, fixed)
@@ -272,15 +265,15 @@ def draw(
         return None
     if variant.kind != "triton":
         return case, None
-    configs = configs_of(variant, facts.arch)
+    configs = (config,) if config is not None else configs_of(variant, facts.arch)
     chosen = configs[int(choose("config", range(len(configs))))]
-    for config in (chosen, configs[0]):
+    for one in dict.fromkeys((chosen, configs[0])):
         try:
-            count = count_programs(variant, case, config)
+            count = count_programs(variant, case, one)
         except Exception:  # a launcher that raises is for `check_case` to report
-            return case, config
+            return case, one
         if count <= max_programs:
-            return case, config
+            return case, one
     return None
 
 
@@ -315,4 +308,4 @@ def drawn_results(
 ) -> Iterator[CheckResult]:
     """Checks a variant on seeded draws, one result each. `fixed` axes are held; `config` replaces the drawn ones."""
     for case, drawn_config in drawn_cases(variant, examples, seed, fixed, device):
-        yield check_case(variant, case, config or drawn_config)
+        yield check_case(variant, case, config if config is not None else drawn_config)

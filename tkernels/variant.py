@@ -125,7 +125,7 @@ class Variant:
 
     def default_config(self, arch: str) -> Config:
         """The untuned config for an architecture."""
-        return self.default.get(arch) or self.default[""]
+        return self.default.get(arch, self.default[""])
 
     def unsupported_reason(self, axes: Axes, device: torch.device, facts: DeviceFacts) -> str | None:
         """Why this variant cannot run at these axes on this device, or None where it can."""

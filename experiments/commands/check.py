@@ -50,8 +50,8 @@ def run(request: Request, as_json: bool) -> int:
     if request.sanitize is not None:
         from experiments.commands import sanitize
 
-        config = parse_config(variants[0], request.config) if request.config else None
-        draws = sanitize.Draws(request.examples, request.seed, held, config)
+        configs = {v.name: parse_config(v, request.config) for v in variants} if request.config else {}
+        draws = sanitize.Draws(request.examples, request.seed, held, configs)
         return sanitize.run(variants, sanitize.named(request.sanitize), draws, as_json)
     examples = request.examples or _EXAMPLES
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -24,13 +24,13 @@ from tkernels.variant import Variant
 class Draws:
     """What is drawn for each variant and sanitizer: how many cases (None: each sanitizer's own number), held axes.
 
-    With every axis held, one case is replayed.
+    With every axis held, one case is replayed. configs: by variant's name, the one that replaces the drawn ones.
     """
 
     examples: int | None
     seed: int
     axes: Mapping[str, Value]
-    config: Config | None
+    configs: Mapping[str, Config]
 
 
 @dataclass(frozen=True)
@@ -98,20 +98,24 @@ def _replayed(variant: Variant, draws: Draws) -> bool:
 def _planned(sanitizer: Sanitizer, variant: Variant, draws: Draws) -> int:
     if unfit_reason(sanitizer, variant):
         return 0
-    return 1 if _replayed(variant, draws) else planned_draws(sanitizer, variant, draws.examples)
+    return (
+        1
+        if _replayed(variant, draws)
+        else planned_draws(sanitizer, variant, draws.examples, draws.configs.get(variant.name))
+    )
 
 
 def _found(sanitizer: Sanitizer, variant: Variant, draws: Draws) -> Iterator[Finding | None]:
     if unfit_reason(sanitizer, variant):
         return
+    config = draws.configs.get(variant.name)
     if _replayed(variant, draws):
         case = variant.contract.case(draws.axes, draws.seed)
-        config = draws.config
         if config is None and variant.launch is not None:
             config = variant.default_config("interpreter")
         yield inspect_case(sanitizer, variant, case, config)
     else:
-        yield from sanitized(sanitizer, variant, draws.examples, draws.seed, draws.axes)
+        yield from sanitized(sanitizer, variant, draws.examples, draws.seed, draws.axes, config=config)
 
 
 def _row(variant: Variant, sanitizer: Sanitizer, found: Sequence[Finding | None]) -> Row:

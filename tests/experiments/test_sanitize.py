@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,31 @@ def test_a_clean_outside_variant_gets_a_row_per_sanitizer(tmp_path: Path) -> Non
     assert result.exit_code == 0
     assert [row["sanitizer"] for row in rows] == ["address", "overflow", "order", "batch", "poison", "guard", "tuning"]
     assert {(row["verdict"], row["cases"]) for row in rows} == {("ok", 1)}
+
+
+def test_stores_far_beyond_a_tensor_are_findings_and_not_the_end_of_the_process(tmp_path: Path) -> None:
+    unmasked = [("BLOCK=triton.next_power_of_2(width)", "BLOCK=2**14"), ("element_ty), mask=mask)", "element_ty))")]
+    write_variant(tmp_path, *unmasked)
+    command = ("check", "--sanitize", "all", "--op", "swiglu", "--variant", "doubled", "--examples", "1", "--json",
+               "--variants-from", tmp_path, "--axes", "T=2")  # fmt: skip
+    ended = subprocess.run([sys.executable, "-m", "experiments.cli", *command], capture_output=True, text=True)
+    assert ended.returncode == 1, ended.stderr
+    verdicts = {row["sanitizer"]: row["verdict"] for row in json.loads(ended.stdout)}
+    outside = ("address", "order", "batch", "poison", "guard", "tuning")
+    assert verdicts == {"overflow": "ok", **dict.fromkeys(outside, "finding")}
+
+
+@pytest.mark.parametrize(("sanitizer", "cases"), [("address", 2), ("tuning", 2)])
+def test_a_config_is_held_while_axes_are_drawn(sanitizer: str, cases: int, tmp_path: Path) -> None:
+    changes = [("FACTOR=1,", 'FACTOR=run.config["FACTOR"],'), ("Config()}", "Config(FACTOR=1)}")]
+    changes += [("(Config(), Config(num_warps=8))", "()"), ("+ width + offs", "+ width + offs + FACTOR - 1")]
+    write_variant(tmp_path, *changes)
+    command = ("check", "--sanitize", sanitizer, "--op", "swiglu", "--variant", "doubled", "--examples", cases,
+               "--json", "--variants-from", tmp_path, "--axes", "T=2,layout=contiguous")  # fmt: skip
+    assert tk(*command).exit_code == 0
+    (row,) = json.loads(tk(*command, "--config", "FACTOR=1000").stdout)
+    assert (row["cases"], len(row["findings"])) == (cases, cases)
+    assert all("--config FACTOR=1000" in finding["replay"] for finding in row["findings"])
 
 
 def test_a_finding_fails_and_its_replay_finds_it_again(tmp_path: Path) -> None:

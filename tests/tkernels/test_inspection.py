@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tkernels import OPS, Config
 from tkernels.device import TARGETS
 from tkernels.inspection import amdgcn, expected, gates, sass
 from tkernels.inspection.accesses import access_shares, elements_by_line, narrow_accesses
+from tkernels.inspection.compile import compile_point
 from tkernels.inspection.occupancy import LIMITS, occupancy, resident_blocks
 from tkernels.inspection.rows import CompiledKernel
 
@@ -190,3 +192,11 @@ def test_a_table_is_read_as_it_was_written_and_its_lines_are_sorted(tmp_path: Pa
     assert expected.read(tmp_path / "none") == {}
     spilled = replace(DECODE, spill_bytes=4)
     assert expected.changed(DECODE, spilled) == {"spill_bytes": (0, 4)}
+
+
+def test_a_config_without_constants_is_compiled_and_not_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tkernels.inspection.compile._launches", lambda *arguments: [arguments[4]])
+    variant, config = OPS["rms_norm"].variants["row_per_program"], Config(num_warps=2)
+    assert config != variant.default_config("sm_90")
+    (row,) = compile_point(variant, "sm_90", "engine", config=config)
+    assert (row.config, row.default) == (config.as_dict(), False)

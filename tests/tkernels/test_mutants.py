@@ -70,7 +70,7 @@ def test_any_lost_64_bit_offset_is_caught(op: str, pool: Pool) -> None:
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.contract.name}-{v.name}")
 def test_every_kernel_has_masks_to_drop(variant: tkernels.Variant) -> None:
     """In its own file or in the helpers that it calls."""
-    assert trials([variant], ("mask_dropped",)), "no mask found: are the kernel's files read rightly?"
+    assert list(trials([variant], ("mask_dropped",))), "no mask found: are the kernel's files read rightly?"
 
 
 def test_every_kind_of_fault_is_planted_somewhere() -> None:

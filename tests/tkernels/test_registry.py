@@ -7,12 +7,12 @@ import torch
 
 import tkernels
 from tests.tkernels.outside import write_variant
-from tkernels import OPS, UnknownNameError, VariantError
+from tkernels import OPS, Config, UnknownNameError, VariantError
 from tkernels.check import drawn_results
 
 OP_NAMES = {
     "rms_norm", "add_rms_norm", "qk_norm_rope", "kv_scatter", "paged_decode", "paged_prefill", "swiglu", "matmul",
-    "dequant_gemm", "qk_norm_rope_scatter", "gate_up_swiglu", "merge_states",
+    "dequant_gemm", "qk_norm_rope_scatter", "gate_up_swiglu", "merge_states", "copy_pages", "step_inputs",
 }  # fmt: skip
 
 
@@ -45,6 +45,23 @@ def test_a_failure_names_the_worst_element_and_the_command_that_replays_it(tmp_p
     assert "expected" in str(result)
     assert "got" in str(result)
     assert f"--op swiglu --variant doubled --axes T={result.axes['T']}" in result.replay
+
+
+ONLY_WARPS = ("configs=(Config(), Config(num_warps=8))", "configs=(Config(num_warps=2),)")
+
+
+def test_an_architectures_default_without_constants_is_used(tmp_path: Path) -> None:
+    defaults = ('{"": Config()}', '{"": Config(), "sm_90": Config(num_warps=8)}')
+    variant = OPS.with_variants_from(write_variant(tmp_path, defaults))["swiglu"].variants["doubled"]
+    assert variant.default_config("sm_90") == Config(num_warps=8)
+    assert variant.default_config("sm_80") == Config()
+
+
+def test_a_config_without_constants_replaces_the_drawn_ones(tmp_path: Path) -> None:
+    variant = OPS.with_variants_from(write_variant(tmp_path, ONLY_WARPS))["swiglu"].variants["doubled"]
+    results = list(drawn_results(variant, 4, config=Config(num_warps=16)))
+    assert [result.config for result in results] == [Config(num_warps=16)] * 4
+    assert "--config num_warps=16,num_stages=2" in results[0].replay
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.tkernels.outside import write_variant
 from tkernels import OPS
+from tkernels.addresses import sanitizing_door
 from tkernels.check import drawn_results
 from tkernels.config import Config
 from tkernels.inputs import poisoned_views
 from tkernels.launch import Kernel
-from tkernels.sanitizers.address import sanitizing_door
 from tkernels.sanitizers.base import Finding, sanitized, unfit_reason
 from tkernels.sanitizers.guard import crash_of
 from tkernels.sanitizers.suite import SANITIZERS
@@ -130,6 +130,7 @@ def test_int32_overflow_is_caught_and_int64_is_not() -> None:
 
 LOADED = "up = tl.load(gate_up_ptr + row * stride_gate_up_t + width + offs, mask=mask, other=0.0).to(tl.float32)"
 BEYOND = "    beyond = tl.load(gate_up_ptr + row * stride_gate_up_t + 2 * width).to(tl.float32)\n"
+LEFT = "    left = tl.load(out_ptr + row * stride_out_t).to(tl.float32)\n"
 STORED = "    out = gate / (1 + tl.exp(-gate)) * up * FACTOR\n"
 TOKENS = [("FACTOR=1,", "FACTOR=1, tokens=tokens,"), ("width, FACTOR: ", "width, tokens, FACTOR: ")]
 BLOCKS = [("FACTOR=1,", 'FACTOR=run.config["FACTOR"],'), ("Config()}", "Config(FACTOR=1)}")]
@@ -166,8 +167,8 @@ PLANTED: list[tuple[str, list[tuple[str, str]], str]] = [
         [*TOKENS, (STORED, STORED + "    out *= tl.where(row == tokens - 1, 1.0, 1.0 + 1e-6)\n")],
         "its bits alone",
     ),
-    # A comparison hides NaN.
-    ("poison", [(STORED, BEYOND + STORED + "    out = tl.where(beyond > 1e20, 0.0, out)\n")], "where nobody may read"),
+    # A comparison hides NaN, which the output held before anything was stored there.
+    ("poison", [(STORED, LEFT + STORED + "    out = tl.where(left > 1e20, 0.0, out)\n")], "where nobody may read"),
     ("guard", [(STORED, BEYOND + STORED + "    out = tl.where(beyond > 1e20, 0.0, out)\n")], "died of SIGSEGV"),
     (
         "tuning",

@@ -52,7 +52,7 @@ def compile_point(
     if here is None:
         return []
     default = variant.default_config(arch)
-    used = config or default
+    used = config if config is not None else default  # one without constants is false
     row = CompiledKernel(
         contract.name, variant.name, "", arch, used.as_dict(), "unsupported", used == default,
         "axes" if mine else name, here.reason or "", dict(here.drawn),

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tkernels.check import default_door
+from tkernels.addresses import default_door
 from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.device import device_facts

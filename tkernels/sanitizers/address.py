@@ -1,92 +1,12 @@
-"""Every unmasked lane of every load, store and atomic must fall on an element of a tensor of the launch.
+"""Every unmasked lane of every load, store and atomic must fall on an element of a tensor of the launch."""
 
-Stricter than a range of bytes: the gaps of a strided view (the V part of a fused QKV row, the padding between rows)
-belong to nobody, so a load that is saved only by luck is caught where it happens, before it is made.
-"""
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
-
+from tkernels.addresses import sanitizing_door
 from tkernels.calls import call
 from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.inputs import clone_inputs
-from tkernels.interpreter import overflow_checks, watch_accesses
-from tkernels.launch import jit_door
 from tkernels.sanitizers.base import Sanitizer, launches
 from tkernels.variant import Variant
-
-
-class AddressError(RuntimeError):
-    """An access outside every tensor of the launch."""
-
-
-@dataclass(frozen=True)
-class _Extent:
-    """The elements of one tensor: base address, past-the-end address, item size, (size, stride in bytes) outermost
-    first.
-    """
-
-    name: str
-    start: int
-    end: int
-    itemsize: int
-    dims: tuple[tuple[int, int], ...]
-
-    @staticmethod
-    def of(name: str, tensor: torch.Tensor) -> "_Extent":
-        itemsize = tensor.element_size()
-        dims = [(n, s * itemsize) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and s > 0]
-        dims.sort(key=lambda dim: -dim[1])
-        last = sum((n - 1) * s for n, s in dims)
-        end = tensor.data_ptr() + (last + itemsize if tensor.numel() else 0)
-        return _Extent(name, tensor.data_ptr(), end, itemsize, tuple(dims))
-
-    def holds(self, addresses: np.ndarray, width: int) -> np.ndarray:
-        """Which addresses are elements of this tensor; exact for views whose strides nest, which all of ours do."""
-        inside = (addresses >= self.start) & (addresses + width <= self.end)
-        rest = np.where(inside, addresses - self.start, 0)
-        for size, stride in self.dims:
-            index = np.minimum(rest // stride, size - 1)
-            rest = rest - index * stride
-        return inside & (rest == 0) & (width == self.itemsize)
-
-
-def _extents(arguments: Mapping[str, Any]) -> list[_Extent]:
-    """Of the tensors and of those under tensor descriptors, whatever shape the descriptors claim."""
-    tensors = {n: value.base if isinstance(value, TensorDescriptor) else value for n, value in arguments.items()}
-    return [_Extent.of(name, value) for name, value in tensors.items() if isinstance(value, torch.Tensor)]
-
-
-def sanitizing_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
-    """The interpreter with the address and int32-overflow sanitizers on."""
-    extents = _extents(arguments)
-
-    def check(addresses: np.ndarray, mask: np.ndarray, width: int, access: str) -> None:
-        if access.startswith("box") and not np.any(mask):
-            # The hardware skips such an access without a word: what reaches it is an index from nowhere.
-            raise AddressError(f"{kernel.__name__}: {access} wholly outside its descriptor's shape")
-        addresses, mask = np.broadcast_arrays(addresses, mask)
-        live = np.unique(addresses[mask.astype(bool)]).astype(np.int64)
-        bad = np.ones(live.shape, dtype=bool)
-        for extent in extents:
-            bad &= ~extent.holds(live, width)
-            if not bad.any():
-                return
-        first = int(live[bad][0])
-        near = min(extents, key=lambda e: min(abs(first - e.start), abs(first - e.end)))
-        raise AddressError(
-            f"{kernel.__name__}: {access} of {width} bytes outside every argument, {int(bad.sum())} lanes; the first "
-            f"is at byte {first - near.start} of {near.name!r}, which spans {near.end - near.start}"
-        )
-
-    with watch_accesses(check), overflow_checks():
-        jit_door(kernel, grid, arguments, config)
 
 
 def _run(variant: Variant, case: Case, config: Config | None) -> str | None:

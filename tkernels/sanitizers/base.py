@@ -86,16 +86,20 @@ def inspect_case(sanitizer: Sanitizer, variant: Variant, case: Case, config: Con
     return None if message is None else Finding(sanitizer.name, variant, case, config, message)
 
 
-def planned_draws(sanitizer: Sanitizer, variant: Variant, examples: int | None = None) -> int:
+def planned_draws(
+    sanitizer: Sanitizer, variant: Variant, examples: int | None = None, config: Config | None = None
+) -> int:
     """How many cases a variant is to get: as many as asked for, else the sanitizer's own number."""
     if examples is not None:
         return examples
-    return sanitizer.draws * max(1, len(_configs(sanitizer, variant)))
+    return sanitizer.draws * max(1, len(_configs(sanitizer, variant, config)))
 
 
-def _configs(sanitizer: Sanitizer, variant: Variant) -> tuple[Config, ...]:
+def _configs(sanitizer: Sanitizer, variant: Variant, config: Config | None) -> tuple[Config, ...]:
     """The configs that are each to have draws of their own."""
-    return configs_of(variant, INTERPRETER.arch) if sanitizer.each_config and variant.launch is not None else ()
+    if not sanitizer.each_config or variant.launch is None:
+        return ()
+    return (config,) if config is not None else configs_of(variant, INTERPRETER.arch)
 
 
 _TRIES = 100
@@ -111,18 +115,22 @@ def sanitized(
     seed: int = 0,
     fixed: Axes | None = None,
     device: torch.device | str = "cpu",
+    config: Config | None = None,
 ) -> Iterator[Finding | None]:
-    """Draws cases and puts each under the sanitizer. Fewer than planned where the variant supports next to none."""
+    """Draws cases and puts each under the sanitizer. Fewer than planned where the variant supports next to none.
+
+    `fixed` axes are held, and so is `config` where one is given.
+    """
     known = variant.contract.axis_by_name
     narrowed = {name: value for name, value in sanitizer.fixed.items() if name in known}
-    configs = _configs(sanitizer, variant)
-    for index in range(planned_draws(sanitizer, variant, examples)):
+    configs = _configs(sanitizer, variant, config)
+    for index in range(planned_draws(sanitizer, variant, examples, config)):
         wanted = index % len(configs) if configs else None
         held = {**(narrowed if index % 2 == 0 else {}), **(fixed or {})}
         for attempt in range(_TRIES):
             choose = _holding_config(chooser(seed + index + _APART * attempt), wanted)
             most = sanitizer.max_programs * (_MORE if attempt >= _TRIES // 2 else 1)
-            drawn = draw(variant, choose, seed + index + _APART * attempt, held, device, most)
+            drawn = draw(variant, choose, seed + index + _APART * attempt, held, device, most, config)
             if drawn is not None and (wanted is None or drawn[1] == configs[wanted]):
                 yield inspect_case(sanitizer, variant, *drawn)
                 break

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from triton.runtime import interpreter as triton_interpreter
 
+from tkernels.addresses import sanitizing_door
 from tkernels.calls import call, first_difference
 from tkernels.check import check_case
 from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.inputs import clone_inputs, roughened
 from tkernels.interpreter import replaced_methods
-from tkernels.launch import Door, jit_door
+from tkernels.launch import Door
 from tkernels.mode import MODE
 from tkernels.sanitizers.base import Sanitizer
 from tkernels.variant import Variant
@@ -104,7 +105,7 @@ def permuting_door(order: str) -> Door:
             create_atomic_rmw=noted_rmw,
             create_atomic_cas=noted_cas,
         ):
-            jit_door(kernel, grid, arguments, config)
+            sanitizing_door(kernel, grid, arguments, config)
         if conflict := stores.conflict():
             address, one, other = conflict
             tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 import torch
 from triton.runtime.errors import OutOfResources
 
+from tkernels.addresses import default_door
 from tkernels.calls import call, first_difference, wanted_outputs
 from tkernels.check import check_case, configs_of
 from tkernels.config import Config
@@ -75,7 +76,7 @@ def _search(variant: Variant, case: Case, too_large: bool) -> str | None:
 
     tuning = _TuningForDevice("search", variant.file.parent, measure)
     mine = case.contract.bind_arguments((), clone_inputs(case.inputs))
-    results = unpack(Kernel(variant, tuning, {})(**mine))
+    results = unpack(Kernel(variant, tuning, {}, default_door())(**mine))
     got = dict(zip(wanted_outputs(case.contract, mine), results, strict=True))
     got |= {name: mine[name] for name in case.contract.writes}
     (entry,) = read_lockfile(lockfile(variant, _DEVICE, variant.file.parent)).values()
