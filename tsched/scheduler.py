@@ -384,10 +384,11 @@ class Scheduler:
             table.committed[row] = end
             own = table.blocks[row, : end // block_size]
             if own.size:
-                blocks = self._cache.insert(sequence, own.copy(), end)
-                is_rewritten = not np.array_equal(blocks, own)
-                own[:] = blocks
-                self._planner.note_inserted(row, is_rewritten=is_rewritten)
+                given = own.copy()
+                blocks = self._cache.insert(sequence, given, end)
+                if blocks is not given:
+                    own[:] = blocks
+                self._planner.note_inserted(row, is_rewritten=blocks is not given)
             if end >= sequence.prompt_len:
                 for follower in self._groups.disband(sequence.id):
                     self._share_blocks(sequence, follower)

@@ -83,7 +83,8 @@ class PrefixCache(Protocol):
         whole blocks of them become matchable. What was not prepared of these tokens is prepared now.
 
         Returns [b] the blocks to use from now on: where equal content is cached already under another block, that
-        one is returned, referenced for the caller, and the caller's own reference is released.
+        one is returned, referenced for the caller, and the caller's own reference is released. It is the array
+        `blocks` itself where none was exchanged.
         """
 
     def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:

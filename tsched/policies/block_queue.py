@@ -1,10 +1,19 @@
-"""Blocks in the order of their last use."""
+"""Blocks in the order of their last use, and how many are evicted at a time."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from tsched.block_pool import BlockIds
+from tsched.block_pool import BlockIds, BlockPool
+
+_MOST_AT_A_TIME = 64
+
+
+def eviction_batch(pool: BlockPool) -> int:
+    """The blocks to evict when one is needed: the fixed cost of a few array calls is shared, and what is lost is a
+    moment of at most 1/256 of the pool.
+    """
+    return max(1, min(_MOST_AT_A_TIME, pool.num_blocks // 256))
 
 
 class BlockQueue:

@@ -16,11 +16,12 @@ import numpy as np
 
 from tsched.block_pool import NO_BLOCKS, BlockIds, BlockPool
 from tsched.policies.base import CacheStats
-from tsched.policies.block_queue import BlockQueue
+from tsched.policies.block_queue import BlockQueue, eviction_batch
 from tsched.policies.lookups import Lookups
 from tsched.sequence import Sequence
 
 _DIGEST_SIZE = 16  # bytes; two of 2**32 blocks are alike with a chance of 2**-65
+_EMPTY = blake2b(digest_size=_DIGEST_SIZE)
 
 
 class HashPrefixCache:
@@ -38,6 +39,7 @@ class HashPrefixCache:
         # Every cached block, the least recently used first. Also blocks that were cached and are referenced again:
         # these fall out when an eviction meets them, so that a hit costs nothing here.
         self._unused = BlockQueue(pool.num_blocks)
+        self._batch = eviction_batch(pool)
         self._lookups = Lookups(pool.block_size)
         self._num_evictions = 0
 
@@ -67,7 +69,7 @@ class HashPrefixCache:
     def allocate(self, count: int) -> BlockIds:
         missing = count - self._pool.num_free
         if missing > 0:
-            self._evict(missing)
+            self._evict(max(missing, min(self._batch, self._pool.num_cached)))
         return self._pool.allocate(count)
 
     def insert(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> BlockIds:
@@ -111,11 +113,14 @@ class HashPrefixCache:
         if not isinstance(digests, list):
             digests = sequence.prefix = []
         if len(digests) < count:
-            width = self._pool.block_size * sequence.tokens.itemsize
-            data = sequence.tokens.data.cast("B")
+            block_size = self._pool.block_size
+            data = sequence.tokens[len(digests) * block_size : count * block_size].tobytes()
+            width = block_size * sequence.tokens.itemsize
             last = digests[-1] if digests else self._root(sequence.cache_salt)
-            for start in range(len(digests) * width, count * width, width):
-                last = blake2b(last + data[start : start + width], digest_size=_DIGEST_SIZE).digest()
+            for start in range(0, len(data), width):
+                hasher = _EMPTY.copy()  # cheaper than a new one
+                hasher.update(last + data[start : start + width])
+                last = hasher.digest()
                 digests.append(last)
         return digests
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from tsched.block_pool import NO_BLOCKS, BlockIds, BlockPool
 from tsched.policies.base import CacheStats
+from tsched.policies.block_queue import eviction_batch
 from tsched.policies.lookups import Lookups
 from tsched.sequence import Sequence
 
@@ -49,6 +50,7 @@ class RadixPrefixCache:
         # Every node with a cached block, the least recently used first. Nodes whose last block is referenced again
         # fall out when an eviction meets them; they are back at the block's release.
         self._unused: OrderedDict[_Node, None] = OrderedDict()
+        self._batch = eviction_batch(pool)
         self._lookups = Lookups(pool.block_size)
         self._num_evictions = 0
 
@@ -79,7 +81,7 @@ class RadixPrefixCache:
     def allocate(self, count: int) -> BlockIds:
         missing = count - self._pool.num_free
         if missing > 0:
-            self._evict(missing)
+            self._evict(max(missing, min(self._batch, self._pool.num_cached)))
         return self._pool.allocate(count)
 
     def insert(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> BlockIds:
