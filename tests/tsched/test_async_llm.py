@@ -47,7 +47,8 @@ def run(main: Callable[[], Awaitable[None]]) -> None:
 
 
 def check_empty(served: AsyncLLM) -> None:
-    pool = served._engine.scheduler.pool
+    pool, host_pool = served._engine.scheduler.pool, served._engine.scheduler.host_pool
+    assert host_pool is None or host_pool.num_free == host_pool.num_blocks
     assert served.num_unfinished == 0
     assert not served._engine.has_unfinished
     assert pool.num_free + pool.num_cached == pool.num_blocks
@@ -370,9 +371,18 @@ def test_one_loop_and_no_other(checkpoint: Path) -> None:
     assert not served._engine.has_unfinished
 
 
-def test_a_thousand_random_aborts_leave_nothing(checkpoint: Path, llm: LLM) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap": False, "prefix_cache": "radix"},
+        {"overlap": True, "prefix_cache": "hash", "preemption": "swap", "swap_bytes": 50_000},
+    ],
+    ids=["recompute", "overlap-swap"],
+)
+def test_a_thousand_random_aborts_leave_nothing(checkpoint: Path, llm: LLM, options: dict) -> None:
     """Bug classes 12 and 16: aborts, cancellations, closings and drops at random moments, under pool pressure."""
     rng = random.Random(0)
+    small = {"block_size": 4, "kv_cache_bytes": crowded_bytes(checkpoint, 32), "max_num_batched_tokens": 24}
     params = [
         SamplingParams(seed=1, max_tokens=12, ignore_eos=True),
         SamplingParams(seed=2, n=3, max_tokens=6),
@@ -388,8 +398,7 @@ def test_a_thousand_random_aborts_leave_nothing(checkpoint: Path, llm: LLM) -> N
     ends = dict.fromkeys(("finished", "abort", "cancel", "close", "drop"), 0)
 
     async def main() -> None:
-        small = {"block_size": 4, "kv_cache_bytes": crowded_bytes(checkpoint, 32), "max_num_batched_tokens": 24}
-        async with make_async(checkpoint, **small, max_num_seqs=16) as served:
+        async with make_async(checkpoint, **small, **options, max_num_seqs=16) as served:
 
             async def one(number: int) -> None:
                 i, j = rng.randrange(len(prompts)), rng.randrange(len(params))
@@ -426,12 +435,12 @@ def test_a_thousand_random_aborts_leave_nothing(checkpoint: Path, llm: LLM) -> N
                         assert completion.token_ids == tokens
                 ends["abort" if completions[-1].finish_reason == "abort" else "finished"] += 1
 
-            for start in range(0, 1500, 50):
+            for start in range(0, 750, 50):
                 await asyncio.gather(*(one(number) for number in range(start, start + 50)))
             while served.num_unfinished:
                 await asyncio.sleep(0.001)
             check_empty(served)
 
     run(main)
-    assert sum(ends.values()) - ends["finished"] >= 1000
-    assert min(ends.values()) > 50
+    assert sum(ends.values()) - ends["finished"] >= 500  # a thousand in the two runs
+    assert min(ends.values()) > 25

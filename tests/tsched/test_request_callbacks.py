@@ -15,9 +15,9 @@ from tsched import LLM, SamplingParams
 FREE = dataclasses.replace(GREEDY, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def llm(checkpoint: Path) -> LLM:
-    return make_llm(checkpoint)
+@pytest.fixture(scope="module", params=[False, True], ids=["", "overlap"])
+def llm(checkpoint: Path, request: pytest.FixtureRequest) -> LLM:
+    return make_llm(checkpoint, overlap=request.param)
 
 
 class Force:
