@@ -91,9 +91,12 @@ class AsyncLLM(ServedModel):
         )
         ticket = Ticket(prepared, [News() for _ in range(prepared.params.n)])
         stream = RequestStream(self, session.thread, ticket)
+        try:
+            session.thread.submit(ticket)
+        except RuntimeError:  # it failed since we looked
+            raise _engine_error(session.thread.failure) from session.thread.failure
         session.streams[ticket] = weakref.ref(stream)
         session.tickets[request_id] = ticket
-        session.thread.submit(ticket)
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -294,8 +297,9 @@ def _consumer_ended(stream: weakref.ref[RequestStream], task: asyncio.Task[Any])
         found._thread.abort(found._ticket)
 
 
-def _engine_error(cause: BaseException) -> EngineError:
+def _engine_error(cause: BaseException | None) -> EngineError:
     """A new one for each who is told: a raised exception's traceback is its own."""
-    error = EngineError(f"the engine failed and serves no more: {type(cause).__name__}: {cause}")
+    what = "its event loop was closed" if cause is None else f"{type(cause).__name__}: {cause}"
+    error = EngineError(f"the engine failed and serves no more: {what}")
     error.__cause__ = cause
     return error

@@ -59,17 +59,22 @@ class EngineThread:
         self._on_news = on_news
         self._lock = threading.Lock()
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._active: dict[Ticket, None] = {}  # in the order of arrival
-        self._changed: dict[Ticket, None] = {}  # those whose consumers have not been told
-        self._is_told = False  # on_news was called since the last collect()
+        # Under the lock: submitted and not over, in the order of arrival; and those whose consumers are to be told.
+        self._active: dict[Ticket, None] = {}
+        self._changed: dict[Ticket, None] = {}
+        self._is_told = False  # on_news was called since the last changed()
         self._stops_when_idle = False
         self._must_stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, ticket: Ticket) -> None:
-        """Begin a request. After the thread has ended the ticket is over at once."""
-        self._command(lambda: self._begin(ticket), ticket)
+        """Begin a request; RuntimeError where the thread has ended."""
+        with self._lock:  # under it the thread takes its leave of all tickets
+            if self.has_ended:
+                raise RuntimeError("the engine's thread has ended")
+            self._active[ticket] = None
+            self._commands.put(lambda: self._begin(ticket))
 
     def abort(self, ticket: Ticket) -> None:
         """End a request, wherever it is; safe at any moment, from any thread, and where it is over already."""
@@ -98,14 +103,6 @@ class EngineThread:
             news, ticket.news = ticket.news, [News() for _ in ticket.news]
             return news, ticket.is_over
 
-    def _command(self, command: Callable[[], None], ticket: Ticket) -> None:
-        with self._lock:  # the thread's last look at its commands is under the same lock
-            if not self.has_ended:
-                self._commands.put(command)
-                return
-            ticket.failure, ticket.is_over = self.failure, True
-            self._changed[ticket] = None
-
     def _run(self) -> None:
         try:
             self._serve()
@@ -114,8 +111,10 @@ class EngineThread:
                 self.failure = error
         with self._lock:
             self.has_ended = True
-            for ticket in self._active:
+            for ticket in self._active:  # those too that it never got to
                 ticket.failure, ticket.is_over = self.failure, True
+                for news in ticket.news:
+                    news.finish_reason = news.finish_reason or "abort"
                 self._changed[ticket] = None
             self._active.clear()
         try:
@@ -135,7 +134,9 @@ class EngineThread:
                 if self._stops_when_idle:
                     return
                 commands.get()()
-        for ticket in list(self._active):
+        with self._lock:
+            tickets = list(self._active)
+        for ticket in tickets:
             self._abort(ticket)
         self._report()
 
@@ -146,30 +147,28 @@ class EngineThread:
             with self._lock:
                 ticket.refusal, ticket.is_over = str(error), True
                 self._changed[ticket] = None
+                del self._active[ticket]
             return
         ticket.num_reported = [0] * len(ticket.requests)
-        self._active[ticket] = None
 
     def _abort(self, ticket: Ticket) -> None:
-        for request in ticket.requests if ticket in self._active else ():
-            self._engine.abort(request.sequence.id)
+        for request in ticket.requests:
+            if request.finish_time is None:
+                self._engine.abort(request.sequence.id)
 
     def _stop_when_idle(self) -> None:
         self._stops_when_idle = True
 
     def _report(self) -> None:
         """Hand over what the last step and the last commands brought, and say so unless that has been said."""
-        over = []
         with self._lock:
-            for ticket in self._active:
-                if self._report_one(ticket):
+            for ticket in list(self._active):
+                if ticket.requests and self._report_one(ticket):
                     self._changed[ticket] = None
-                if ticket.is_over:
-                    over.append(ticket)
+                    if ticket.is_over:
+                        del self._active[ticket]
             must_tell = bool(self._changed) and not self._is_told
             self._is_told |= must_tell
-        for ticket in over:
-            del self._active[ticket]
         if must_tell:
             try:
                 self._on_news()

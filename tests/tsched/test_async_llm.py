@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.tsched.test_llm import GREEDY, PROMPTS, crowded_bytes, make_llm, torch_kernels
 from tsched import LLM, AsyncLLM, CompletionOutput, EngineError, RequestOutput, SamplingParams
@@ -327,14 +328,14 @@ def test_leaving_aborts_what_runs(checkpoint: Path) -> None:
 def test_an_engine_error_reaches_every_iterator(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with make_async(checkpoint) as served:
-            engine, steps = served._engine, iter(range(5))
+            model, steps = served._engine._model, iter(range(5))
 
-            def failing() -> list:
+            def failing(*inputs: Any) -> torch.Tensor:
                 if next(steps, None) is None:
                     raise MemoryError("the device is full")
-                return type(engine).step(engine)
+                return model(*inputs)
 
-            monkeypatch.setattr(engine, "step", failing)
+            monkeypatch.setattr(served._engine, "_model", failing)
             streams = [served.add_request(str(i), prompt, LONG) for i, prompt in enumerate(PROMPTS)]
             results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
             for result in results:
@@ -348,6 +349,35 @@ def test_an_engine_error_reaches_every_iterator(checkpoint: Path, monkeypatch: p
                 served.add_request("late", PROMPTS[0])
             with pytest.raises(EngineError, match="the device is full"):
                 await served.drain()
+            check_empty(served)
+
+    run(main)
+
+
+def test_a_request_that_comes_while_the_engine_fails_is_told_too(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with make_async(checkpoint) as served:
+            is_stepping, may_fail = threading.Event(), threading.Event()
+
+            def failing() -> list:
+                is_stepping.set()
+                may_fail.wait()
+                raise ValueError("a kernel refused")
+
+            monkeypatch.setattr(served._engine, "step", failing)
+            first = served.add_request("first", PROMPTS[0], LONG)
+            while not is_stepping.is_set():
+                await asyncio.sleep(0.001)
+            second = served.add_request("second", PROMPTS[1], LONG)
+            served.abort("second")
+            may_fail.set()
+            for stream in (first, second):
+                with pytest.raises(EngineError, match="ValueError: a kernel refused"):
+                    await asyncio.wait_for(anext(stream), 10)
+                assert [output async for output in stream] == []
+            assert served.num_unfinished == 0
 
     run(main)
 
