@@ -36,6 +36,7 @@ class BlockPool:
         self._kept = np.zeros(num_blocks, dtype=np.bool_)
         self._place = np.zeros(num_blocks, dtype=np.int32)  # scratch: where in a call's blocks each one stands
         self._places = np.arange(num_blocks, dtype=np.int32)
+        self._places = np.arange(num_blocks, dtype=np.int32)
 
     @property
     def num_free(self) -> int:

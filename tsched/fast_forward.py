@@ -65,7 +65,7 @@ def skip_steps(
     ends = last.ends + count
     places = last.ends[:, None] + np.arange(1, count + 1)  # [n, count]
     table.tokens[rows[:, None], places] = tokens[:, None]
-    table.computed[rows] = table.committed[rows] = ends
+    table.computed[rows] = ends
     table.length[rows] = table.known[rows] = ends + 1
     plan = replace(
         last,

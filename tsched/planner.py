@@ -197,7 +197,7 @@ class Planner:
         # A token that a plan under way will bring comes too late: its row has another epoch then. So the last known
         # one is run again when the sequence is back, and brings the same token.
         num_computed = min(int(table.computed[row]), int(table.known[row]) - 1)
-        num_committed = int(table.committed[row])
+        num_committed = table.num_committed(row)
         sequence, blocks = self.leave(row)
         sequence.num_preemptions += 1
         sequence.num_computed = 0
@@ -317,7 +317,7 @@ class Planner:
         if last is None:
             return None
         rows, starts = last.rows, last.ends
-        if is_late and (starts >= table.max_length[rows] - 1).any():
+        if is_late and np.count_nonzero(starts >= table.max_length[rows] - 1):
             return None
         growing = rows[starts >= table.capacity[rows]]
         if growing.size:

@@ -280,19 +280,20 @@ class Scheduler:
         table.tokens[rows, places] = tokens
         lengths = places + 1
         table.known[rows] = lengths
-        table.committed[rows] = places
         self.counters.num_output_tokens += rows.size
         if under_way.restored:
             self._memory.free_restored(under_way.restored)
         if under_way.prefills:
             self._take_in(under_way.prefills)
+        ended = lengths >= table.max_length[rows]
         stopped = self._stopped(rows, tokens, lengths)
-        ended = stopped | (lengths >= table.max_length[rows])
-        if not ended.any():
+        if stopped is not None:
+            ended |= stopped
+        if np.count_nonzero(ended) == 0:
             return []
-        reasons = np.where(stopped[ended], "stop", "length")
         return [
-            self._finish_row(row, reason) for row, reason in zip(rows[ended].tolist(), reasons.tolist(), strict=True)
+            self._finish_row(int(rows[i]), "stop" if stopped is not None and stopped[i] else "length")
+            for i in np.flatnonzero(ended).tolist()
         ]
 
     def quiet_steps(self, most: int) -> int:
@@ -381,7 +382,7 @@ class Scheduler:
             sequence = table.sequences[row]
             if sequence is None or table.epoch[row] != epoch:
                 continue
-            table.committed[row] = end
+            table.prefilled[row] = end
             own = table.blocks[row, : end // block_size]
             if own.size:
                 given = own.copy()
@@ -395,22 +396,25 @@ class Scheduler:
                     self._waiting.add(follower)
                     self.counters.num_forks += 1
 
-    def _stopped(self, rows: Ints, tokens: Ints, lengths: Ints) -> np.ndarray:
-        """[m] bool, which of `rows` were ended by their new token."""
+    def _stopped(self, rows: Ints, tokens: Ints, lengths: Ints) -> NDArray[np.bool_] | None:
+        """[m] bool, which of `rows` were ended by their new token; None where none was."""
         table = self.table
-        stopped = np.zeros(rows.size, dtype=np.bool_)
+        stopped: NDArray[np.bool_] | None = None
         for eos in self._eos_token_ids:
-            stopped |= tokens == eos
-        if stopped.any():
+            is_eos = tokens == eos
+            if np.count_nonzero(is_eos):
+                stopped = is_eos if stopped is None else stopped | is_eos
+        if stopped is not None:
             stopped &= ~table.ignore_eos[rows]
         if table.num_with_stop_ids:
+            stopped = np.zeros(rows.size, dtype=np.bool_) if stopped is None else stopped
             for i in np.flatnonzero(table.has_stop_ids[rows]).tolist():
                 sequence = table.sequences[int(rows[i])]
                 stopped[i] |= sequence is not None and int(tokens[i]) in sequence.stop_ids
-        return stopped & (lengths > table.min_length[rows]) if stopped.any() else stopped
+        return None if stopped is None else stopped & (lengths > table.min_length[rows])
 
     def _finish_row(self, row: int, reason: str) -> Sequence:
-        num_committed = int(self.table.committed[row])
+        num_committed = self.table.num_committed(row)
         sequence, blocks = self._planner.leave(row)
         self._cache.release(sequence, blocks, num_committed)
         return self._mark_finished(sequence, reason)

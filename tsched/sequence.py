@@ -107,8 +107,8 @@ class SequenceTable:
         self.known: Ints = column()  # tokens whose values are here
         self.length: Ints = column()  # and those that a plan under way will bring
         self.computed: Ints = column()  # tokens whose keys and values are in the cache once every plan has run
-        self.committed: Ints = column()  # and once the plans that have been committed had run
         self.prefill_length: Ints = column()  # tokens it came into its row with
+        self.prefilled: Ints = column()  # and those of them that committed plans have computed
         self.key: Ints = column()
         self.serial: Ints = column()
         self.num_blocks: Ints = column()
@@ -144,7 +144,7 @@ class SequenceTable:
         self.known[row] = self.length[row] = length
         self.computed[row] = num_computed
         # Its blocks may be filled by a plan under way, or by this one's copies: nothing counts before a commit.
-        self.committed[row] = 0
+        self.prefilled[row] = 0
         self.prefill_length[row] = length
         self.key[row] = sequence.key
         self.serial[row] = sequence.serial
@@ -165,6 +165,11 @@ class SequenceTable:
             and not params.processors
         )
         return row
+
+    def num_committed(self, row: int) -> int:
+        """The row's tokens whose keys and values plans that have been committed have computed."""
+        known = int(self.known[row])
+        return known - 1 if known > self.prefill_length[row] else int(self.prefilled[row])
 
     def extend(self, row: int, blocks: BlockIds) -> None:
         """Append `blocks` to the row's list."""

@@ -51,8 +51,8 @@ class TokenBudget:
         """
         if wanted.size == 0:
             return wanted, self.num_tokens, self.num_tokens
-        if wanted.size <= self.num_tokens and int(wanted.max()) <= 1:
-            return wanted, *self._left(int(wanted.sum()), 0)
+        if wanted.size <= self.num_tokens and np.count_nonzero(wanted > 1) == 0:
+            return wanted, *self._left(int(np.count_nonzero(wanted)), 0)
         decodes = wanted == 1
         num_decodes = min(int(np.count_nonzero(decodes)), self.num_tokens)
         counts = np.where(decodes & (np.cumsum(decodes) <= self.num_tokens), 1, 0)  # [n]

@@ -13,7 +13,7 @@ from tsched.scheduler import Scheduler
 from tsched.step_plan import StepPlan
 
 COLUMNS = (
-    "epoch", "prompt_len", "max_length", "known", "length", "computed", "committed", "num_blocks", "capacity",
+    "epoch", "prompt_len", "max_length", "known", "length", "computed", "prefilled", "num_blocks", "capacity",
 )  # fmt: skip
 
 
