@@ -104,10 +104,10 @@ class BatchBuilder:
                 rows[owners[num_decodes:]] * self._tokens_stride + positions[num_decodes:]
             )
         if self._on_device:
+            tokens = np.concatenate((-1 - rows[:num_decodes], prefill_tokens))
             return self._state.mixed_batch(
-                decoded=rows[:num_decodes], owners=owners, positions=positions, prefill_tokens=prefill_tokens,
-                ends=ends, cu_seqlens=cu_seqlens.astype(np.int64), logits=logits,
-            )  # fmt: skip
+                tokens=tokens, starts=starts, ends=ends, logits=logits, num_decodes=num_decodes
+            )
         return self._host_batch(step, owners, positions, prefill_tokens, cu_seqlens, logits)
 
     def _host_batch(

@@ -92,7 +92,7 @@ class DecodeGraphs:
         self._replays: dict[tuple[int, int], Replay] = {}
         # All graphs leave their logits in one place: each its own would take gigabytes for a large vocabulary.
         self._logits: torch.Tensor | None = None
-        self._inputs = torch.zeros((2, max_rows), dtype=torch.int64, device=state.device)  # rows, starts
+        self._inputs = torch.zeros((2, max_rows), dtype=torch.int64, device=state.device)  # tokens, starts
 
     @property
     def recorded(self) -> list[tuple[int, int]]:
@@ -107,15 +107,15 @@ class DecodeGraphs:
         bound = self.bounds[bisect_left(self.bounds, int(starts.max()) + 1)]
         padded = np.zeros((2, bucket), dtype=np.int64)
         padded[1, rows.size :] = -1
-        padded[0, : rows.size], padded[1, : rows.size] = rows, starts
+        padded[0, : rows.size], padded[1, : rows.size] = -1 - rows, starts
         self._inputs[:, :bucket].copy_(to_device(padded, self._state.device))
         if (bucket, bound) not in self._replays:
             self._replays[bucket, bound] = self._recorder.record(lambda: self._step(bucket, bound))
         return self._replays[bucket, bound]()[: rows.size]
 
     def _step(self, bucket: int, bound: int) -> torch.Tensor:
-        rows, starts = self._inputs[:, :bucket]
-        logits = self._model(self._state.decode_batch(rows, starts, bound), self._kv_cache)
+        tokens, starts = self._inputs[:, :bucket]
+        logits = self._model(self._state.decode_batch(tokens, starts, bound), self._kv_cache)
         if self._logits is None:  # before any graph is captured: a recorder runs the step first
             self._logits = logits.new_empty((self._inputs.shape[1], logits.shape[1]))
         return self._logits[:bucket].copy_(logits)

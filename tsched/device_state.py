@@ -7,14 +7,20 @@ step can be prepared before the host has seen them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tkernels.ops.step_inputs.contract import baseline
 from tmodel.batch import Batch
 from tsched.sequence import Ints, SequenceTable
 
 _NO_PREFILLS = np.zeros(1, dtype=np.int32)
+
+StepInputs = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+"""The op, as a KernelSet has it."""
 
 
 class DeviceState:
@@ -26,8 +32,10 @@ class DeviceState:
     last_tokens   [R] int64, by row of the table: the token that a decode of the row reads
     """
 
-    def __init__(self, table: SequenceTable, device: torch.device) -> None:
+    def __init__(self, table: SequenceTable, device: torch.device, step_inputs: StepInputs = baseline) -> None:
+        """step_inputs: the op that makes batches of these arrays."""
         self._table = table
+        self._step_inputs = step_inputs
         self.device = device
         rows, width = table.blocks.shape
         self.block_tables = torch.zeros(rows, width, dtype=torch.int32, device=device)
@@ -36,6 +44,7 @@ class DeviceState:
         self._block_size = table.block_size
         self._no_prefills = to_device(_NO_PREFILLS, device)
         self._places = torch.arange(rows, device=device)
+        self._decode_counts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         # What each place of `block_tables` holds: that many blocks of a row, in that row's epoch.
         self._row_at = np.full(rows, -1, dtype=np.int64)
         self._epoch_at = np.full(rows, -1, dtype=np.int64)
@@ -121,57 +130,51 @@ class DeviceState:
             raise RuntimeError(f"the last tokens are on {self.device}")
         return self._host_tokens[rows]
 
-    def decode_batch(self, rows: torch.Tensor, starts: torch.Tensor, max_context_len: int) -> Batch:
-        """The batch in which place i decodes row `rows[i]` at place `starts[i]` of its sequence, made on the device
-        from tensors [B] int64. A start of -1 is padding: slot -1, context 0.
+    def decode_batch(self, tokens: torch.Tensor, starts: torch.Tensor, max_context_len: int) -> Batch:
+        """The batch in which place i decodes at place `starts[i]` of its sequence the newest token of row r, where
+        `tokens[i]` is -1 - r; both [B] int64. A start of -1 is padding: slot -1, context 0.
 
         Reads no value on the host, so a CUDA graph can hold it.
         """
-        num = rows.shape[0]
-        num_pages = -(-max_context_len // self._block_size)
-        tables = self.block_tables[:num, :num_pages]
-        positions = starts.clamp_min(0)
-        return Batch(
-            token_ids=self.last_tokens.index_select(0, rows),
-            positions=positions,
-            slots=torch.where(starts >= 0, self._slots(tables, self._places[:num], positions), -1),
-            block_tables=tables,
-            context_lens=(starts + 1).int(),
-            cu_seqlens_q=self._no_prefills,
-            num_decodes=num,
-            max_context_len=max_context_len,
-            logit_indices=self._places[:num],
+        num = tokens.shape[0]
+        return self._batch(
+            tokens, starts, self._decode_counts[: num + 1], self._no_prefills, self._places[:num], num, max_context_len
         )
 
-    def mixed_batch(
-        self, *, decoded: Ints, owners: Ints, positions: Ints, prefill_tokens: Ints, ends: Ints, cu_seqlens: Ints,
-        logits: Ints,
-    ) -> Batch:  # fmt: skip
+    def mixed_batch(self, *, tokens: Ints, starts: Ints, ends: Ints, logits: Ints, num_decodes: int) -> Batch:
         """Any batch, made on the device of what is sent in one copy, because a copy's cost is its launch.
 
-        decoded: [d] rows that decode; owners, positions: [T] place in the batch and in its sequence of each token;
-        prefill_tokens: [T - d]; ends: [B]; cu_seqlens: [B - d + 1]; logits: [m]; all int64.
+        tokens: [T], as in `decode_batch`, or token ids; starts, ends: [B]; logits: [m]; all int64.
         """
-        parts = (decoded, owners, positions, prefill_tokens, ends, cu_seqlens, logits)
+        cu_counts = np.zeros(starts.size + 1, dtype=np.int64)
+        np.cumsum(ends - starts, out=cu_counts[1:])
+        parts = (tokens, starts, logits, cu_counts)
         sent = to_device(np.concatenate(parts), self.device).split([part.size for part in parts])
-        max_context_len = int(ends.max())
-        tables = self.block_tables[: ends.size, : -(-max_context_len // self._block_size)]
-        return Batch(
-            token_ids=torch.cat((self.last_tokens.index_select(0, sent[0]), sent[3])),
-            positions=sent[2],
-            slots=self._slots(tables, sent[1], sent[2]),
-            block_tables=tables,
-            context_lens=sent[4].int(),
-            cu_seqlens_q=sent[5].int(),
-            num_decodes=decoded.size,
-            max_context_len=max_context_len,
-            logit_indices=sent[6],
-        )
+        counts = sent[3].int()
+        # The decode rows have a token each.
+        prefills = counts[num_decodes:] - num_decodes if num_decodes < starts.size else self._no_prefills
+        return self._batch(sent[0], sent[1], counts, prefills, sent[2], num_decodes, int(ends.max()))
 
-    def _slots(self, tables: torch.Tensor, owners: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[T] int64, where the tokens at `positions` [T] of the sequences at places `owners` [T] go."""
-        pages = tables[owners, positions // self._block_size].long()
-        return pages * self._block_size + positions % self._block_size
+    def _batch(
+        self, tokens: torch.Tensor, starts: torch.Tensor, cu_counts: torch.Tensor, cu_seqlens_q: torch.Tensor,
+        logit_indices: torch.Tensor, num_decodes: int, max_context_len: int,
+    ) -> Batch:  # fmt: skip
+        num_pages = -(-max_context_len // self._block_size)
+        tables = self.block_tables[: starts.shape[0], :num_pages]
+        token_ids, positions, slots, context_lens = self._step_inputs(
+            tokens, self.last_tokens, tables, starts, cu_counts, self._block_size
+        )
+        return Batch(
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            block_tables=tables,
+            context_lens=context_lens,
+            cu_seqlens_q=cu_seqlens_q,
+            num_decodes=num_decodes,
+            max_context_len=max_context_len,
+            logit_indices=logit_indices,
+        )
 
     def _write_tokens(self, rows: Ints, tokens: Ints) -> None:
         if self._host_tokens is not None:

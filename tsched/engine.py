@@ -20,13 +20,14 @@ import nvtx
 import torch
 from numpy.typing import NDArray
 
+from tkernels.ops.step_inputs.contract import baseline
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
 from tsched.batch_builder import Arranged, BatchBuilder
 from tsched.block_pool import BlockIds
 from tsched.cuda_graphs import CudaRecorder, DecodeGraphs, EagerRecorder
 from tsched.detokenizer import IncrementalDetokenizer
-from tsched.device_state import DeviceState
+from tsched.device_state import DeviceState, StepInputs
 from tsched.logits_processors import RequestFault
 from tsched.readback import HostReader, Outcome, Readback
 from tsched.sampler import NOT_FINITE, Sampler, TokenLogprobs
@@ -131,6 +132,7 @@ class Engine:
     kv_cache  per layer (k_cache, v_cache), with the scheduler's blocks and block size
     seed      of the requests that bring none
     pages     copies pages for forks and swaps, where the scheduler makes some
+    step_inputs  the op that makes a step's inputs on the device
     overlap   whether the host is one step behind the device, with the same tokens; None: where that is a GPU. May be
               changed between steps: after the next one that is off, no step is under way
     cuda_graphs  whether decode steps are recorded and replayed; None: on a GPU. On a CPU they are padded as for a
@@ -147,6 +149,7 @@ class Engine:
         seed: int = 0,
         eos_token_ids: tuple[int, ...] = (),
         pages: PageMover | None = None,
+        step_inputs: StepInputs = baseline,
         overlap: bool | None = None,
         cuda_graphs: bool | None = None,
     ) -> None:
@@ -156,7 +159,7 @@ class Engine:
         self._model = model
         self._kv_cache = kv_cache
         self._pages = pages
-        self._state = DeviceState(scheduler.table, device)
+        self._state = DeviceState(scheduler.table, device, step_inputs)
         self._builder = BatchBuilder(scheduler.table, self._state)
         self._sampler = Sampler(scheduler.table, seed=seed, eos_token_ids=eos_token_ids)
         self._reader = HostReader(device)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import tkernels
 from tests.tsched.simulated_device import VOCAB
 from tmodel.batch import Batch
 from tsched.batch_builder import Arranged, BatchBuilder
@@ -121,14 +122,31 @@ def test_inputs_are_the_tables_through_arrivals_aborts_and_preemptions(
     assert (scheduler.counters.num_preemptions > 0) == (num_blocks == 16)
 
 
+def test_the_kernel_makes_the_same_inputs() -> None:
+    scheduler = make_scheduler(num_blocks=16)
+    state = DeviceState(scheduler.table, CPU, tkernels.OPS["step_inputs"].variants["sequence_parts"])
+    builder = BatchBuilder(scheduler.table, state, on_device=True)
+    for step_number in range(12):
+        add(scheduler, step_number, 1 + 5 * step_number % 13, 4)
+        plan = scheduler.schedule()
+        step = builder.arrange(plan)
+        assert step is not None
+        batch = builder.build(step)
+        scheduler.table.tokens[plan.sampled_rows, plan.lengths] = tokens_for(plan)
+        check(scheduler, step, batch)
+        if step.all_decode:
+            check_padded(state, step, batch)
+        scheduler.commit(plan, keep(state, step, plan))
+
+
 def check_padded(state: DeviceState, step: Arranged, batch: Batch) -> None:
     """The same decode step padded by three: the same inputs, and padding that touches nothing."""
     num = step.rows.size
     if num + 3 > state.last_tokens.shape[0]:
         return
-    rows = torch.from_numpy(np.concatenate((step.rows, [0, 0, 0])))
+    tokens = torch.from_numpy(-1 - np.concatenate((step.rows, [0, 0, 0])))
     starts = torch.from_numpy(np.concatenate((step.starts, [-1, -1, -1])))
-    padded = state.decode_batch(rows, starts, 60)
+    padded = state.decode_batch(tokens, starts, 60)
     for name in ("token_ids", "positions", "slots", "context_lens", "logit_indices"):
         assert getattr(padded, name)[:num].tolist() == getattr(batch, name).tolist(), name
     assert padded.slots[num:].tolist() == [-1, -1, -1]
