@@ -2,8 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from experiments.simulation.step_time import StepTime, Work
 from experiments.simulation.traces import PRIVATE_TOKENS, Request, open_trace
 from tsched.policies import ORDERS, PREFIX_CACHES
 from tsched.scheduler import Scheduler
+from tsched.sequence import Ints
 
 DATA = Path(__file__).parent / "data"
 GPU = Gpu("some", 80 * 10**9, memory_bytes_per_s=3e12, flops_per_s=9e14, host_bytes_per_s=6e10)
@@ -123,6 +124,55 @@ def test_preemptions_happen_and_a_preempted_request_counts_once() -> None:
 @pytest.mark.parametrize("order", sorted(ORDERS))
 def test_orders_are_drivable(order: str) -> None:
     assert replayed(open_trace(str(DATA / "azure.csv")).requests(), make_scheduler(order=order)).num_finished == 30
+
+
+@pytest.mark.parametrize("name", ["azure.csv", "mooncake.jsonl"])
+@pytest.mark.parametrize("policy", sorted(PREFIX_CACHES))
+def test_skipped_steps_change_no_figure(name: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock to the last bit, the areas but for the order of their sums."""
+    requests = list(open_trace(str(DATA / name)).requests())
+    num_blocks = -(-max(r.input_len + r.output_len for r in requests) // 16)
+    outcomes, counts = [], []
+    for is_skipping in (True, False):
+        if not is_skipping:
+            monkeypatch.setattr(Scheduler, "quiet_steps", lambda self, most: 0)
+        scheduler = make_scheduler(num_blocks, prefix_cache=policy)
+        skip = scheduler.skip_steps
+        counts.append(0)
+
+        def counted(count: int, tokens: Ints, skip: Callable[[int, Ints], Ints] = skip) -> Ints:
+            counts[-1] += count
+            return skip(count, tokens)
+
+        monkeypatch.setattr(scheduler, "skip_steps", counted)
+        outcomes.append((replayed(requests, scheduler), scheduler))
+    (one, first), (other, second) = outcomes
+    assert counts[0] > first.counters.num_steps / 3
+    assert counts[1] == 0
+    assert first.counters == second.counters
+    assert first.cache_stats() == second.cache_stats()
+    assert (one.clock, one.hit_tokens, one.peak_used, one.peak_running) == (
+        other.clock, other.hit_tokens, other.peak_used, other.peak_running,
+    )  # fmt: skip
+    for times in ("time_to_first_token", "time_per_output_token", "end_to_end"):
+        assert getattr(one, times).summary() == getattr(other, times).summary()
+    for area in ("busy_seconds", "lent_slot_seconds", "filled_slot_seconds"):
+        assert getattr(one, area) == pytest.approx(getattr(other, area), rel=1e-9)
+    assert one.used.mean == pytest.approx(other.used.mean, rel=1e-9)
+    assert one.running.mean == pytest.approx(other.running.mean, rel=1e-9)
+
+
+def test_the_more_urgent_goes_first_where_the_order_looks_at_it() -> None:
+    """The last of six is short and urgent: it is served first, or last."""
+    requests = [private(i, 0.0, 500, 200) for i in range(5)] + [replace(private(5, 0.0, 10, 1), priority=-1)]
+    quickest = {
+        order: replayed(requests, make_scheduler(seqs=1, order=order)).end_to_end.quantile(0.01)
+        for order in ("fcfs", "priority")
+    }
+    step = StepTime(GPU, MODEL, 16).step
+    assert quickest["priority"] == pytest.approx(step(Work(10, 1, 55, 10)), rel=1e-3)
+    alone = replayed(requests[:1], make_scheduler(seqs=1)).clock
+    assert quickest["fcfs"] == pytest.approx(alone, rel=1e-3)
 
 
 def test_empty_slots_are_those_past_the_tokens() -> None:
