@@ -26,6 +26,7 @@ class IncrementalDetokenizer:
         self.is_stopped = False
         self._decode = decode
         self._stops = tuple(stop_strings)
+        self._stop_starts = {stop[0] for stop in self._stops}
         self._longest_stop = max((len(stop) for stop in self._stops), default=0)
         self._context: list[int] = []  # tokens whose text is out
         self._context_text = ""  # theirs alone
@@ -38,6 +39,8 @@ class IncrementalDetokenizer:
         if self.is_stopped or not self._stops:
             return len(self.text)
         for start in range(max(0, len(self.text) - self._longest_stop + 1), len(self.text)):
+            if self.text[start] not in self._stop_starts:
+                continue
             tail = self.text[start:]
             if any(stop.startswith(tail) for stop in self._stops):
                 return start

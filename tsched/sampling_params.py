@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # the scheduler reads this file, and loads no torch
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 1000
 MAX_STOPS = 1000
+MAX_STOP_LENGTH = 1000
 MAX_CALLBACKS = 64
 
 
@@ -37,7 +38,7 @@ class SamplingParams:
     seed                in [0, 2**64); None takes a stream of its own from the engine's seed
     logprobs            in [0, 1000]; report the chosen token's log-probability and those of that many most likely
                         tokens
-    stop                strings that end the output, which is cut off before them
+    stop                up to 1000 strings of up to 1000 characters that end the output, which is cut off before them
     stop_token_ids      token ids that end the output; they are the last of its token_ids
     max_tokens          >= 1 output tokens; None is as many as the model's length and the cache allow
     min_tokens          no end-of-sequence, stop token or stop string before this many output tokens
@@ -161,6 +162,8 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     for string in strings:
         if not isinstance(string, str) or not string:
             raise ValueError(f"{name} must hold non-empty strings, got {string!r}")
+        if len(string) > MAX_STOP_LENGTH:
+            raise ValueError(f"{name} may hold strings of {MAX_STOP_LENGTH} characters at most, got {len(string)}")
     return strings
 
 

@@ -215,6 +215,12 @@ def test_completions_draw_from_streams_of_their_own(llm: LLM) -> None:
             assert completion.cumulative_logprob == pytest.approx(alone.outputs[0].cumulative_logprob, abs=1e-9)
     assert params.of_sample(0).seed == 7
     assert len({params.of_sample(index).seed for index in range(4)}) == 4
+    before = llm.stats()
+    llm.generate([PROMPTS[4]], params)
+    after = llm.stats()
+    # The others compute the last token of the prompt that the first one has computed, each for its own logits.
+    assert after.num_prefill_tokens - before.num_prefill_tokens == len(PROMPTS[4])
+    assert after.num_decode_tokens - before.num_decode_tokens == 4 * 11 + 3
     (unseeded,) = llm.generate([PROMPTS[4]], dataclasses.replace(params, seed=None))
     assert len({tuple(completion.token_ids) for completion in unseeded.outputs}) == 4
     (refused,) = llm.generate([[5, 300]], params)
@@ -400,7 +406,16 @@ def test_beams_are_those_of_transformers_by_brute_force(checkpoint: Path, llm: L
     crowded = make_llm(
         checkpoint, block_size=4, kv_cache_bytes=crowded_bytes(checkpoint, 24), max_num_seqs=9, overlap=True
     )
-    for served in (llm, crowded):
+    swapping = make_llm(
+        checkpoint,
+        block_size=4,
+        kv_cache_bytes=crowded_bytes(checkpoint, 24),
+        max_num_seqs=9,
+        prefix_cache="radix",
+        preemption="swap",
+        swap_bytes=10**5,
+    )
+    for served in (llm, crowded, swapping):
         outputs = served.beam_search(PROMPTS[2:6], params)
         assert served.stats().num_used_blocks == 0
         for prompt, output in zip(PROMPTS[2:6], outputs, strict=True):

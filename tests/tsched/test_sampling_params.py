@@ -39,6 +39,7 @@ from tsched.sampling_params import SamplingParams
         ("stop", [1], "non-empty strings"),
         ("stop", 1, "list"),
         ("stop", ["a"] * 1001, "at most 1000"),
+        ("stop", "a" * 1001, "1000 characters at most, got 1001"),
         ("stop_token_ids", [-1], "at least 0"),
         ("stop_token_ids", [1.5], "integer"),
         ("stop_token_ids", 7, "list"),
