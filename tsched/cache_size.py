@@ -27,9 +27,9 @@ def num_kv_blocks(
     """The blocks that `kv_cache_bytes` hold, or `kv_cache_fraction` of the device's memory; at most those that
     `max_tokens` tokens can fill.
 
-    The fraction is of what is free now, and the weights of `directory` go off it. Where neither is given: 9/10 of a
-    GPU, 1 GiB of a CPU's memory, which the operating system hands out as it is used. ValueError where both are given,
-    or not one block fits.
+    The fraction is of all that the device has, whatever else is on it: the weights of `directory`, and on a GPU what is
+    taken already, go off it. Where neither is given: 9/10 of a GPU, 1 GiB of a CPU's memory, which the operating system
+    hands out as it is used. ValueError where both are given, or not one block fits.
     """
     if block_size < 1 or block_size & (block_size - 1):
         raise ValueError(f"block_size must be a power of two, got {block_size}")
@@ -43,7 +43,8 @@ def num_kv_blocks(
     if kv_cache_bytes is not None:
         available = kv_cache_bytes
     elif kv_cache_fraction is not None:
-        available = max(0, int(_free_bytes(device) * kv_cache_fraction) - _weight_bytes(directory, config, dtype))
+        total, taken = _memory(device)
+        available = max(0, int(total * kv_cache_fraction) - taken - _weight_bytes(directory, config, dtype))
     else:
         available = _CPU_DEFAULT_BYTES
     block_bytes = tmodel.kv_bytes_per_block(config, block_size, dtype)
@@ -71,11 +72,14 @@ def num_host_blocks(
     return swap_bytes // block_bytes
 
 
-def _free_bytes(device: torch.device) -> int:
+def _memory(device: torch.device) -> tuple[int, int]:
+    """The bytes that a device has, and how many of them are taken. On a CPU none are: most of what is, the operating
+    system would give back.
+    """
     if device.type == "cpu":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free, _ = torch.cuda.mem_get_info(device)
-    return free
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total, total - free
 
 
 def _weight_bytes(directory: Path, config: tmodel.ModelConfig, dtype: torch.dtype) -> int:

@@ -56,8 +56,8 @@ class ServedModel:
     decode_share            in [0, 1), of max_num_batched_tokens: prompts may not take it while others decode
     chunked_prefill         False: a prompt is computed whole in one step
     kv_cache_bytes          the cache's size; None takes kv_cache_fraction
-    kv_cache_fraction       of the device's free memory, for weights and cache; None takes 9/10 of a GPU's, or up to
-                            1 GiB of a CPU's for the cache alone
+    kv_cache_fraction       of the device's memory, for all that is on it: weights, cache, other programs; None takes
+                            9/10 of a GPU's, or up to 1 GiB of a CPU's for the cache alone
     swap_bytes              host memory for the caches of preempted requests, with preemption="swap"
     block_size              tokens a cache block, a power of two
     seed                    of the requests that bring none

@@ -1,0 +1,88 @@
+"""How many blocks the cache gets: by bytes, by a fraction of the device's memory, and in the host's for swapping."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tmodel.conftest import write_checkpoint as write_checkpoint  # the fixture
+from tmodel import kv_bytes_per_block, load_config
+from tsched.cache_size import num_host_blocks, num_kv_blocks
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+TOTAL, FREE = 10_000_000, 9_000_000
+
+
+@pytest.fixture
+def directory(write_checkpoint: Any) -> Path:
+    path: Path = write_checkpoint()
+    return path
+
+
+@pytest.fixture
+def blocks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """num_kv_blocks on a GPU of TOTAL bytes, FREE of them free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (FREE, TOTAL))
+
+    def count(**options: Any) -> int:
+        given: dict[str, Any] = {
+            "kv_cache_bytes": None, "kv_cache_fraction": None, "block_size": 16, "dtype": torch.float32,
+            "device": GPU, "max_tokens": 10**9,
+        }  # fmt: skip
+        return num_kv_blocks(directory, load_config(directory), **(given | options))
+
+    return count
+
+
+def block_bytes(directory: Path, dtype: torch.dtype = torch.float32) -> int:
+    return kv_bytes_per_block(load_config(directory), 16, dtype)
+
+
+@pytest.mark.parametrize(("fraction", "meant"), [(0.5, 0.5), (1.0, 1.0), (None, 0.9)])
+def test_a_fraction_is_of_all_memory_less_what_is_taken_and_the_weights(
+    blocks: Any, directory: Path, fraction: float | None, meant: float
+) -> None:
+    weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    expected = int(TOTAL * meant) - (TOTAL - FREE) - weights
+    assert blocks(kv_cache_fraction=fraction) == expected // block_bytes(directory)
+
+
+def test_weights_are_counted_as_they_will_be_kept(blocks: Any, directory: Path) -> None:
+    weights = sum(file.stat().st_size for file in directory.glob("*.safetensors")) // 2
+    expected = (TOTAL - (TOTAL - FREE) - weights) // block_bytes(directory, torch.bfloat16)
+    assert blocks(kv_cache_fraction=1.0, dtype=torch.bfloat16) == expected
+
+
+def test_what_is_taken_already_may_leave_nothing(blocks: Any) -> None:
+    with pytest.raises(ValueError, match="the memory left for the KV cache is 0, a block of 16 tokens takes"):
+        blocks(kv_cache_fraction=0.05)
+
+
+def test_bytes_are_taken_at_their_word_and_no_more_than_can_be_filled(blocks: Any, directory: Path) -> None:
+    bytes_ = 7 * block_bytes(directory) + 5
+    assert blocks(kv_cache_bytes=bytes_) == blocks(kv_cache_bytes=bytes_, device=CPU) == 7
+    assert blocks(kv_cache_bytes=bytes_, max_tokens=33) == 3
+    assert blocks(device=CPU) == 2**30 // block_bytes(directory)
+
+
+def test_a_cpu_has_a_fraction_too(blocks: Any) -> None:
+    half, quarter = (blocks(kv_cache_fraction=fraction, device=CPU) for fraction in (0.5, 0.25))
+    assert quarter < half <= 2.1 * quarter
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.5, 1.01, float("nan")])
+def test_a_fraction_is_above_0_and_at_most_1(blocks: Any, fraction: float) -> None:
+    with pytest.raises(ValueError, match="kv_cache_fraction must be above 0 and at most 1, got"):
+        blocks(kv_cache_fraction=fraction)
+
+
+def test_host_blocks_are_what_swap_bytes_hold(directory: Path) -> None:
+    config, size = load_config(directory), block_bytes(directory)
+    options: dict[str, Any] = {"block_size": 16, "dtype": torch.float32}
+    assert num_host_blocks(config, 3 * size + 1, preemption="swap", **options) == 3
+    assert num_host_blocks(config, 3 * size, preemption="recompute", **options) == 0
+    with pytest.raises(ValueError, match=f"takes {size} bytes, got {size - 1}"):
+        num_host_blocks(config, size - 1, preemption="swap", **options)
