@@ -81,6 +81,10 @@ class EngineServer:
     def step(self) -> None:
         self._engine.step()
 
+    @property
+    def is_idle(self) -> bool:
+        return not self._engine.has_unfinished and self._engine.stats().num_used_blocks == 0
+
     def output_of(self, sequence: Sequence) -> list[Any]:
         return self._outputs(self._requests[sequence.id], self.scheduler)
 

@@ -159,6 +159,10 @@ class HashServer:
             launch = self._launches.popleft()
             self.scheduler.commit(launch.plan, launch.tokens)
 
+    @property
+    def is_idle(self) -> bool:
+        return not self._launches
+
     def output_of(self, sequence: Sequence) -> list[int]:
         return self.scheduler.output_of(sequence)
 

@@ -151,7 +151,11 @@ def _draw_requests(rng: random.Random, count: int, block_size: int) -> Iterator[
 
 
 def _draw_params(rng: random.Random) -> SamplingParams:
+    """What a model of plain facts does not look at (penalties, filters) is for those that have logits."""
     max_tokens = rng.choice((1, rng.randint(1, 32), rng.randint(16, 32)))
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.7}
+    filters = {"top_k": 7, "top_p": 0.8, "min_p": 0.05}
+    extras: dict[str, Any] = {name: value for name, value in (penalties | filters).items() if rng.random() < 0.15}
     return SamplingParams(
         temperature=rng.choice((0.0, 1.0)),
         seed=rng.randrange(2**32),
@@ -159,4 +163,5 @@ def _draw_params(rng: random.Random) -> SamplingParams:
         min_tokens=rng.choice((0, 0, max_tokens // 2)),
         ignore_eos=rng.random() < 0.5,
         stop_token_ids=[rng.randrange(1, VOCAB_SIZE) for _ in range(rng.choice((0, 0, 5)))],
+        **extras,
     )

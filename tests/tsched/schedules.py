@@ -48,6 +48,10 @@ class Server(Protocol):
     def alone(self, request: Request, number: int) -> tuple[list[Any], str]:
         """The output that the request gets with nobody else around, and why it ends."""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it remembers no request and waits for no step."""
+
 
 @dataclass
 class Run:
@@ -108,6 +112,7 @@ def serve(schedule: Schedule, make_server: Callable[[Schedule], Server]) -> Run:
     check_outputs(run, server)
     check_waiting_times(run)
     check_nothing_is_left(scheduler)
+    assert server.is_idle
     return run
 
 
@@ -201,15 +206,20 @@ def _count_what_happened(run: Run, scheduler: Scheduler) -> None:
     happened["preemptions"] += counters.num_preemptions
     happened["tokens"] += counters.num_output_tokens
     happened["forks"] += counters.num_forks
-    happened["blocks given up"] += counters.num_given_up
+    happened["holdings given up"] += counters.num_given_up
     happened["blocks swapped out"] += counters.num_swapped_out
     happened["blocks swapped in"] += counters.num_swapped_in
     happened["blocks copied on write"] += counters.num_copied
     cache = scheduler.cache_stats()
     happened["blocks found in the cache"] += cache.hit_blocks
     happened["blocks evicted"] += cache.num_evictions
-    happened[f"cache: {run.schedule.options.get('prefix_cache', 'none')}"] += 1
+    options = run.schedule.options
+    for policy in ("order", "preemption", "prefix_cache"):
+        happened[f"{policy}: {options.get(policy)}"] += 1
     happened[f"lag: {run.schedule.lag}"] += 1
+    happened["chunked_prefill: False"] += not options.get("chunked_prefill", True)
+    for request in run.requests.values():
+        happened["requests, greedy" if request.params.is_greedy else "requests, sampled"] += 1
     for sequence in run.sequences.values():
         happened[f"end: {sequence.finish_reason}"] += 1
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import Counter
 from itertools import product
 
@@ -27,3 +29,15 @@ def test_a_thousand_aborts_leave_nothing_behind() -> None:
         seed += 1
     assert seed >= len(policies)
     assert happened["end: abort"] >= ABORTS
+
+
+def test_the_engine_leaves_no_file_and_no_thread_behind() -> None:
+    """What asynchronous serving leaves (tasks, threads, files) is looked after where it is tested."""
+    make_server = server_factory("float64")
+    serve_or_say_how_to_replay(
+        draw_schedule(0, num_requests=8, num_aborts=0), make_server, "float64"
+    )  # loads the model
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    run = serve_or_say_how_to_replay(draw_schedule(1, num_requests=12, num_aborts=20), make_server, "float64")
+    assert run.happened["end: abort"] > 5
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (files, threads)
