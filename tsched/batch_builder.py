@@ -83,7 +83,8 @@ class BatchBuilder:
                 plan.sampled_rows[order], plan.sampled_epochs[order], plan.lengths[order], order,
             )  # fmt: skip
         self._state.update_tables(rows)
-        if num_decodes:
+        just_kept = arranged.all_decode and self._state.has_kept(arranged.sampled_rows, arranged.starts)
+        if num_decodes and not just_kept:
             self._state.update_tokens(rows[:num_decodes], arranged.starts[:num_decodes])
         return arranged
 
@@ -141,7 +142,8 @@ class BatchBuilder:
         is sent for an arrival or a departure is a table or two, not all behind them.
         """
         rows, num, before = plan.rows, plan.num_decodes, self._decoding
-        if before.size == num and self._planned.size == rows.size and (self._planned == rows).all():
+        planned = self._planned
+        if before.size == num and (planned is rows or (planned.size == rows.size and (planned == rows).all())):
             return self._ordered
         decoding = rows[:num]
         stays = np.zeros(self._table.num_rows, dtype=np.bool_)

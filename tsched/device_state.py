@@ -55,6 +55,7 @@ class DeviceState:
         # And which token of its sequence each entry of `last_tokens` is.
         self._token_place = np.full(rows, -1, dtype=np.int64)
         self._token_epoch = np.full(rows, -1, dtype=np.int64)
+        self._kept: tuple[Ints, Ints, int] | None = None  # rows, places and departures of the last step's tokens
         # On a CPU the arrays are numpy's too, whose small operations take a third of torch's time.
         on_cpu = device.type == "cpu"
         self._host_tables: NDArray[np.int32] | None = self.block_tables.numpy().reshape(-1) if on_cpu else None
@@ -65,6 +66,7 @@ class DeviceState:
         tables of those `rewritten` [r], where blocks in the middle are others now.
         """
         if placed.size:
+            self._kept = None
             self._token_epoch[placed] = -1  # also of a row whose sequence stays and whose last token was replaced
         if rewritten.size:
             self._epoch_at[np.isin(self._row_at, rewritten)] = -1
@@ -99,6 +101,13 @@ class DeviceState:
             self.block_tables.view(-1).index_copy_(0, sent[0], sent[1].int())
         self._row_at[:num], self._epoch_at[:num], self._count_at[:num] = rows, table.epoch[rows], counts
 
+    def has_kept(self, rows: Ints, places: Ints) -> bool:
+        """Whether the tokens at `places` are those that the last step sampled for `rows`, both the same arrays: a plan
+        that repeats the last one a token on is made of its arrays.
+        """
+        kept = self._kept
+        return kept is not None and kept[0] is rows and kept[1] is places and kept[2] == self._table.num_departures
+
     def update_tokens(self, rows: Ints, places: Ints) -> None:
         """Have in `last_tokens` the tokens at `places` [n] of the sequences in `rows` [n]: those that were not sampled
         here last are sent.
@@ -123,6 +132,7 @@ class DeviceState:
         else:
             self.last_tokens.index_copy_(0, to_device(rows, self.device), tokens.clamp_min(0))
         self._token_place[rows], self._token_epoch[rows] = places, epochs
+        self._kept = (rows, places, self._table.num_departures)
 
     def host_tokens(self, rows: Ints) -> Ints:
         """[n] int64, the last tokens of `rows` [n]; on a CPU alone."""
