@@ -268,12 +268,12 @@ class Planner:
         is_decode = counts == 1
         num_decodes = int(np.count_nonzero(is_decode))
         if num_decodes < counts.size:
-            order = np.concatenate((np.flatnonzero(is_decode), np.flatnonzero(counts > 1)))
+            order = np.concatenate((is_decode.nonzero()[0], (counts > 1).nonzero()[0]))
             rows, counts = rows[order], counts[order]
         starts = table.computed[rows]
         ends = starts + counts
         table.computed[rows] = ends
-        sampled = np.flatnonzero(ends == table.length[rows])
+        sampled = (ends == table.length[rows]).nonzero()[0]
         sampled_rows = rows[sampled]
         lengths = ends[sampled]
         table.length[sampled_rows] = lengths + 1

@@ -1,0 +1,156 @@
+"""Who gets how many tokens, who goes first, who gives way, and how they come back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.tsched.simulated_device import SimulatedDevice, check_accounts, tokens_alone
+from tests.tsched.test_scheduler import MAX_MODEL_LEN, drive, make_scheduler
+from tsched.policies.priority import AGEING
+from tsched.sampling_params import SamplingParams
+from tsched.scheduler import Scheduler
+from tsched.step_plan import StepPlan
+from tsched.token_budget import TokenBudget
+
+ENDLESS = SamplingParams(max_tokens=30, ignore_eos=True)
+
+
+def step(scheduler: Scheduler, device: SimulatedDevice) -> StepPlan:
+    plan = scheduler.schedule()
+    scheduler.commit(plan, device.run(device.build(plan)))
+    check_accounts(scheduler)
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("budget", "wanted", "counts", "left"),
+    [
+        (TokenBudget(8), [1, 1, 0], [1, 1, 0], (6, 6)),
+        (TokenBudget(8), [5, 1, 9], [5, 1, 2], (0, 0)),
+        (TokenBudget(8, max_chunk_tokens=3), [5, 1, 9], [3, 1, 3], (1, 1)),
+        (TokenBudget(8, decode_share=0.5), [5, 1, 9], [4, 1, 0], (3, 0)),
+        (TokenBudget(8, decode_share=0.5), [3, 1], [3, 1], (4, 1)),
+        (TokenBudget(8, decode_share=0.5), [5, 9], [5, 3], (0, 0)),
+        (TokenBudget(8, decode_share=0.25), [1] * 5 + [9], [1] * 5 + [3], (0, 0)),
+        (TokenBudget(3), [1, 9, 1, 1, 1], [1, 0, 1, 1, 0], (0, 0)),
+        (TokenBudget(2), [1, 1, 1], [1, 1, 0], (0, 0)),
+        (TokenBudget(5), [], [], (5, 5)),
+    ],
+)
+def test_decodes_come_first_and_prefills_share_the_rest(
+    budget: TokenBudget, wanted: list[int], counts: list[int], left: tuple[int, int]
+) -> None:
+    got, *rest = budget.share(np.array(wanted, dtype=np.int64))
+    assert (got.tolist(), tuple(rest)) == (counts, left)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_chunk_tokens": 0}, "max_chunk_tokens must be None or at least 1, got 0"),
+        ({"decode_share": 1.0}, "decode_share must be at least 0 and below 1, got 1.0"),
+        ({"chunked_prefill": False}, "max_num_batched_tokens must be at least max_model_len, 40, got 16"),
+        ({"chunked_prefill": False, "max_chunk_tokens": 4}, "they need chunked_prefill"),
+        ({"chunked_prefill": False, "decode_share": 0.5}, "they need chunked_prefill"),
+        ({"num_host_blocks": -1}, "num_host_blocks must be at least 0, got -1"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_scheduler(**options)
+
+
+def test_a_long_prompt_comes_in_chunks_while_decodes_go_on() -> None:
+    scheduler = make_scheduler(num_blocks=40, max_chunk_tokens=4, max_num_batched_tokens=16)
+    device = SimulatedDevice(scheduler)
+    scheduler.add(0, [1], ENDLESS)
+    step(scheduler, device)
+    scheduler.add(1, list(range(1, 11)), ENDLESS)
+    scheduler.add(2, list(range(3, 10)), ENDLESS)
+    assert [step(scheduler, device).counts.tolist() for _ in range(3)] == [[1, 4, 4], [1, 4, 3], [1, 1, 2]]
+
+
+def test_a_whole_prompt_pauses_the_decodes_that_it_leaves_no_room() -> None:
+    scheduler = make_scheduler(num_blocks=60, chunked_prefill=False, max_num_batched_tokens=MAX_MODEL_LEN)
+    device = SimulatedDevice(scheduler)
+    for number in range(2):
+        scheduler.add(number, [1 + number], ENDLESS)
+    step(scheduler, device)
+    scheduler.add(2, [5] * 39, ENDLESS)
+    scheduler.add(3, [6] * 20, ENDLESS)
+    seen = [step(scheduler, device) for _ in range(3)]
+    assert [plan.counts.tolist() for plan in seen] == [[1, 39], [1, 1, 20], [1, 1, 1]]
+    assert seen[0].rows[0] == seen[1].rows[0], "the older decode has what room there is"
+    drive(scheduler, device, max_steps=60)
+
+
+def test_lower_priorities_go_first_and_age() -> None:
+    scheduler = make_scheduler(num_blocks=40, max_num_seqs=1, order="priority")
+    device = SimulatedDevice(scheduler)
+    one = SamplingParams(max_tokens=1, ignore_eos=True)
+    for number, priority in enumerate([0, 1, 0, -1, 1]):
+        scheduler.add(number, [number + 1], one, priority=priority)
+    finished = []
+    for number in range(5, 5 + AGEING):  # one more urgent request each time that one is served
+        plan = scheduler.schedule()
+        finished += [s.id for s in scheduler.commit(plan, device.run(device.build(plan)))]
+        scheduler.add(number, [1], one, priority=0)
+    assert finished[:3] == [3, 0, 2]
+    assert finished[3:] == [*range(5, 1 + AGEING), 1], "a level is worth 256 later arrivals, and no more"
+
+
+def test_the_least_urgent_gives_way() -> None:
+    scheduler = make_scheduler(num_blocks=10, block_size=2, order="priority", max_num_seqs=3)
+    device = SimulatedDevice(scheduler)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    sequences = [scheduler.add(i, [i + 1, 2], params, priority=priority) for i, priority in enumerate([1, 2, 0])]
+    drive(scheduler, device, max_steps=80)
+    assert [s.num_preemptions > 0 for s in sequences] == [False, True, False]
+    for i, sequence in enumerate(sequences):
+        assert sequence.output_token_ids == tokens_alone([i + 1, 2], params, MAX_MODEL_LEN)[0]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_swapped_one_computes_nothing_twice_and_comes_back_before_newcomers(lag: int) -> None:
+    scheduler = make_scheduler(
+        num_blocks=9, block_size=2, preemption="swap", num_host_blocks=20, max_num_seqs=2, order="priority"
+    )
+    device = SimulatedDevice(scheduler)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    first, second = (scheduler.add(i, [i + 1, 2, 3, 4], params) for i in range(2))
+    under_way: list = []
+    while not second.num_preemptions:
+        plan = scheduler.schedule()
+        under_way.append((plan, device.run(device.build(plan))))
+        while len(under_way) > lag:
+            scheduler.commit(*under_way.pop(0))
+    assert (plan.swap_outs.shape[1], plan.num_preempted) == (second.host_blocks.size, 1)
+    urgent = scheduler.add(2, [9, 9], SamplingParams(max_tokens=1, ignore_eos=True), priority=-5)
+    assert scheduler.host_pool is not None
+    for late in under_way:
+        scheduler.commit(*late)
+    order: list[int] = []
+    while scheduler.has_unfinished:
+        plan = scheduler.schedule()
+        order += [s.id for row in plan.placed.tolist() if (s := scheduler.table.sequences[row]) is not None]
+        if plan.swap_ins.size:
+            assert scheduler.host_pool.num_referenced == plan.swap_ins.shape[1], "free at the commit, not before"
+        scheduler.commit(plan, device.run(device.build(plan)))
+        check_accounts(scheduler)
+    assert order == [second.id, urgent.id]
+    assert scheduler.counters.num_swapped_out == scheduler.counters.num_swapped_in > 0
+    assert scheduler.host_pool.num_free == 20
+    assert scheduler.counters.num_prefill_tokens == 4 + 4 + 2
+    for sequence, prompt in ((first, [1, 2, 3, 4]), (second, [2, 2, 3, 4]), (urgent, [9, 9])):
+        assert sequence.output_token_ids == tokens_alone(prompt, sequence.params, MAX_MODEL_LEN)[0]
+
+
+def test_without_room_on_the_host_the_victim_is_computed_again() -> None:
+    scheduler = make_scheduler(num_blocks=9, block_size=2, preemption="swap", num_host_blocks=1, max_num_seqs=2)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    sequences = [scheduler.add(i, [i + 1, 2, 3, 4], params) for i in range(2)]
+    drive(scheduler, SimulatedDevice(scheduler), max_steps=80)
+    assert (scheduler.counters.num_swapped_out, scheduler.counters.num_preemptions) == (0, 1)
+    for i, sequence in enumerate(sequences):
+        assert sequence.output_token_ids == tokens_alone([i + 1, 2, 3, 4], params, MAX_MODEL_LEN)[0]
