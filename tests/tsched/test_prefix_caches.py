@@ -229,6 +229,17 @@ def test_a_block_that_a_fork_has_too_waits_for_the_last_who_has_it(name: str) ->
     assert cache.allocate(2).size == 2
 
 
+def test_a_salt_of_which_nothing_is_kept_has_no_tree() -> None:
+    cache, pool = make("radix")
+    assert isinstance(cache, RadixPrefixCache)
+    sequence, blocks = sequence_of(cache, PROMPT[:8], b"tenant"), cache.allocate(2)
+    pool.share(blocks)
+    cache.release(sequence, blocks, 8)
+    assert not cache._roots
+    cache.release(sequence, blocks, 8)
+    assert list(cache._roots) == [b"tenant"]
+
+
 @both
 def test_what_was_prepared_follows_forks_and_changes(name: str) -> None:
     cache, pool = make(name)

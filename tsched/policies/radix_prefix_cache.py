@@ -110,6 +110,8 @@ class RadixPrefixCache:
             pool.keep(new)
             start = known.size * self._width
             self._append(node, tokens[start : start + new.size * self._width], new)
+        elif not root.children:
+            del self._roots[sequence.cache_salt]
         return blocks
 
     def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
