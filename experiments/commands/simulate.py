@@ -1,6 +1,7 @@
 """`tk simulate`: the real scheduler and prefix cache under a trace of requests, on a GPU that need not be there."""
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,6 +123,9 @@ def _in_time(request: Request, trace: Trace) -> tuple[Trace, float, int]:
     extent = extent_of(trace, [])
     if request.rate is not None and request.speedup is not None:
         raise ExperimentError(["--rate and --speedup both say how fast requests come: give one"])
+    for option, value in (("--rate", request.rate), ("--speedup", request.speedup)):
+        if value is not None and not math.isfinite(value):
+            raise ExperimentError([f"{option} {value}: must be a finite number above 0"])
     factor = request.speedup if request.speedup is not None else 1.0
     if request.rate is not None:
         if extent.last_arrival <= 0:

@@ -118,6 +118,11 @@ def make_scheduler(arm: Arm, setup: Setup) -> Scheduler:
         )
     except ValueError as error:
         raise ExperimentError([str(error)]) from None
+    except MemoryError:
+        sizes = (
+            f"{setup.max_num_seqs:,} sequences of {setup.max_model_len:,} tokens, {num_blocks_of(arm, setup):,} blocks"
+        )
+        raise ExperimentError([f"{sizes}: the tables of these do not fit this machine's memory"]) from None
 
 
 def simulate(arm: Arm, setup: Setup, on_progress: Callable[[int], None] = lambda finished: None) -> dict[str, Any]:

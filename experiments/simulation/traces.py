@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -26,6 +27,7 @@ OUTPUT_TOKENS = 2**48
 
 MOONCAKE_BLOCK = 512
 _SYNTHETIC_PAGE = 16
+_MOST_TOKENS = 2**24  # one request's; a longer one is a damaged line
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MOONCAKE_KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
 
@@ -142,6 +144,8 @@ def _ordered(path: Path, requests: Iterator[tuple[int, Request]]) -> Iterator[Re
     for line, request in requests:
         if request.input_len < 1 or request.output_len < 1:
             raise _wrong(path, line, "a request needs at least one token in and one out")
+        if request.input_len + request.output_len > _MOST_TOKENS:
+            raise _wrong(path, line, f"a request may have {_MOST_TOKENS:,} tokens in and out, at most")
         if request.arrival < last:
             raise _wrong(path, line, "arrives before the request above it; sort the file by time")
         last = request.arrival
@@ -175,6 +179,7 @@ def _mooncake(path: Path) -> Iterator[tuple[int, Request]]:
     """timestamp (ms), input_length, output_length, hash_ids: one per 512 tokens of the prompt, the last may be part of
     a block; equal ids are equal contents after equal prefixes. `priority` may be there too: lower goes first.
     """
+    first: float | None = None
     with path.open(encoding="utf-8") as file:
         for line, text in enumerate(file, 1):
             try:
@@ -190,14 +195,16 @@ def _mooncake(path: Path) -> Iterator[tuple[int, Request]]:
             input_len = int(numbers[1])
             if len(ids) != -(-input_len // MOONCAKE_BLOCK):
                 raise _wrong(path, line, f"{input_len} tokens are not {len(ids)} blocks of {MOONCAKE_BLOCK}")
-            arrival = numbers[0] / 1e3
+            if first is None:
+                first = numbers[0]
+            arrival = (numbers[0] - first) / 1e3
             yield line, Request(line - 1, arrival, input_len, int(numbers[2]), ids, MOONCAKE_BLOCK, int(priority))
 
 
 def _number(entry: Any, key: str) -> float:
     value = entry[key]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{key} must be a number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{key} must be a finite number, got {value!r}")
     if key != "timestamp" and value != int(value):
         raise ValueError(f"{key} must be a whole number, got {value!r}")
     return value

@@ -124,6 +124,7 @@ def test_rate_and_speedup_say_the_same() -> None:
         (["--kv-bytes", "10"], "hold no block of 16 tokens"),
         (["--kv-bytes", "1GB", "--pool-blocks", "5"], "give one"),
         (["--rate", "3", "--speedup", "2"], "give one"),
+        (["--rate", "inf"], "--rate inf: must be a finite number above 0"),
         (["--model", "Qwen3-32B", "--gpu", "A100-40GB"], "its weights take 65.5 GB, A100-40GB has 40 GB"),
         (["--trace", "no.csv"], "no such file"),
         (["--host-bytes", "1GB"], "give both"),
