@@ -1,7 +1,7 @@
 """Tuning several variants at several points: what there is to time, and timing what no lockfile has yet."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,11 @@ class TuningPoint:
     @property
     def title(self) -> str:
         return f"{self.variant.contract.name}.{self.variant.name} {self.name}"
+
+
+def in_tuning_order(variants: Iterable[Variant]) -> list[Variant]:
+    """The Triton variants; one without kernels of its own last, for it picks among the others as they were tuned."""
+    return sorted((one for one in variants if one.kind == "triton"), key=lambda one: not one.kernels)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from experiments.commands.check import parse_axes
 from experiments.commands.registry import matching, open_registry
 from experiments.document import ExperimentError, nearest
 from experiments.tables import add_row, microseconds, new_table
-from experiments.tuning_session import Tuned, TuningPoint, one_per_bucket, points_of, tune
+from experiments.tuning_session import Tuned, TuningPoint, in_tuning_order, one_per_bucket, points_of, tune
 from tkernels import ContractError
 from tkernels.device import DeviceFacts, device_facts
 from tkernels.measurement import completed
@@ -61,7 +61,7 @@ def cuda_device(name: str, command: str) -> torch.device:
 def plan(request: Request) -> list[TuningPoint]:
     """The points that were asked for; an ExperimentError names what is not one."""
     variants = matching(open_registry(request.variants_from), request.op, request.variant)
-    tunable = [variant for variant in variants if variant.kind == "triton"]
+    tunable = in_tuning_order(variants)
     if not tunable:
         raise ExperimentError(["nothing to tune: none of these is a Triton variant"])
     every = points_of(tunable, torch.device("cuda"))

@@ -8,7 +8,7 @@ import torch
 
 from experiments.gpu_report.marks import MARKS
 from experiments.peers import is_peer
-from experiments.tuning_session import TuningPoint, one_per_bucket
+from experiments.tuning_session import TuningPoint, in_tuning_order, one_per_bucket
 from tkernels.contract import Contract, Value
 from tkernels.device import DeviceFacts
 from tkernels.measurement import benchmark_points, completed
@@ -100,10 +100,9 @@ def _measured(ops: Registry, facts: DeviceFacts, places: Sequence[tuple[str, str
     for op, point in places:
         axes = report_points(ops[op].contract)[point]
         variants = list(ops[op].variants.values())
-        for variant in variants:
-            if variant.kind == "triton":
-                seconds = _TIME_S + _CONFIG_S * len(candidates(variant, facts.arch))
-                steps.append(_step("tune", variant, seconds, bucket(variant, axes)))
+        for variant in in_tuning_order(variants):
+            seconds = _TIME_S + _CONFIG_S * len(candidates(variant, facts.arch))
+            steps.append(_step("tune", variant, seconds, bucket(variant, axes)))
         for variant in variants:
             absent = is_peer(variant) and variant.supports(axes, facts) is not None
             steps.append(_step("time", variant, 0.0 if absent else _TIME_S, point))

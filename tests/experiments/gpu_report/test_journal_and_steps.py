@@ -48,7 +48,7 @@ def test_only_what_ended_well_is_done() -> None:
     assert running_step(lines[:4]) is None
 
 
-def test_every_step_of_the_issue_is_planned_and_names_are_unique(steps: list[Step]) -> None:
+def test_every_kind_of_step_is_planned_and_names_are_unique(steps: list[Step]) -> None:
     assert len({step.name for step in steps}) == len(steps)
     kinds = list(dict.fromkeys(step.kind for step in steps))
     assert kinds == ["device", "precompile", "check", "tune", "time", "engine", "rerun", "stress", "sanitizer"]
@@ -82,6 +82,13 @@ def test_a_bucket_is_tuned_at_its_largest_batch() -> None:
     variant = OPS["rms_norm"].variants["row_per_program"]
     named = bucket(variant, {"H": 2560, "activation": "bfloat16"})
     assert tuning_point(variant, named).name == "T=8192,H=4096"  # 2560 and 4096 are one bucket
+
+
+def test_auto_is_tuned_after_those_it_picks_among(steps: list[Step]) -> None:
+    tuned = [step.variant for step in steps if step.kind == "tune" and step.op == "dequant_gemm"]
+    assert len(set(tuned)) == 5
+    first = list(dict.fromkeys(tuned))
+    assert first[-1] == "auto"
 
 
 def test_changed_code_is_measured_anew(tmp_path: Path) -> None:
