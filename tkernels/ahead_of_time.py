@@ -7,8 +7,10 @@ for the second. So `compile_variants` starts a process, which runs this module's
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +19,9 @@ from typing import Any
 from tkernels.inspection.rows import CompiledKernel
 
 DESCRIPTION = "Compile a variant's kernels for an architecture that is not there; one JSON line per kernel."
+
+KERNEL_SECONDS = 300.0
+"""For the kernels of one variant at one point, which take a few: a block of 65536 on one warp took over 840."""
 
 
 class CompilationError(RuntimeError):
@@ -59,14 +64,31 @@ def compile_variants(
         assert process.stdout is not None
         assert process.stderr is not None
         complaints = pool.submit(process.stderr.read)
+        patience = _ended_after(process)
         for line in process.stdout:
+            patience.cancel()
             rows.append(CompiledKernel.parse(line))
             on_row(rows[-1])
+            patience = _ended_after(process)
+        patience.cancel()
         said = complaints.result().strip()
+    if process.returncode == -signal.SIGKILL:
+        last = f"after {rows[-1].op}.{rows[-1].variant}" if rows else "from the first kernel on"
+        raise CompilationError(
+            f"compiling for {arch} was ended: nothing was finished in {KERNEL_SECONDS:.0f} s, {last}; "
+            "is a block of a config far too large?"
+        )
     if process.returncode:
         said = said.rpartition(" error: ")[2] if said.startswith("usage: ") else said[-2000:]
         raise CompilationError(f"compiling for {arch} failed: {said}")
     return rows
+
+
+def _ended_after(process: subprocess.Popen[str]) -> threading.Timer:
+    timer = threading.Timer(KERNEL_SECONDS, process.kill)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def compile_for(archs: Sequence[str], names: Sequence[str], **options: Any) -> list[CompiledKernel]:

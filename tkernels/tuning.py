@@ -79,9 +79,15 @@ class Entry:
 
     @staticmethod
     def of(row: Mapping[str, Any]) -> "Entry":
-        timings = tuple((Config.of(t["config"]), t["us"], t["reason"]) for t in row["timings"])
+        timings = tuple((Config.of(t["config"]), _microseconds(t["us"]), t["reason"]) for t in row["timings"])
         op, variant, source, version, point = (row[n] for n in ("op", "variant", "source", "triton", "bucket"))
         return Entry(op, variant, source, version, point, Config.of(row["config"]), timings)
+
+
+def _microseconds(value: Any) -> float | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise TypeError(f"us must be a number or null, got {value!r}")
+    return value
 
 
 def bucket(variant: Variant, axes: Axes) -> str:
@@ -110,7 +116,7 @@ def read_lockfile(path: Path) -> dict[tuple[str, ...], Entry]:
     try:
         rows = json.loads(path.read_text())["entries"]
         return {entry.key: entry for entry in map(Entry.of, rows)}
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:  # no JSON, no UTF-8, no legal config
         raise TuningError(f"{path}: not a lockfile: {type(error).__name__}: {error}") from error
 
 

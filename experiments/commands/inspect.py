@@ -58,6 +58,8 @@ def run(request: Request, as_json: bool) -> int:
     ]
     if not variants:
         raise ExperimentError(["no Triton variant among those named: there is nothing to compile"])
+    if request.dump is not None and as_json:
+        raise ExperimentError(["--dump writes files of code: there is nothing of it that --json could print"])
     if request.dump is not None:
         return _dump(request, variants, archs)
     if request.update_expected and (request.axes or request.variants_from):
@@ -84,10 +86,11 @@ def run(request: Request, as_json: bool) -> int:
 def _archs(name: str | None) -> list[str]:
     if name is None:
         return list(TARGETS)
-    for one in name.split(","):
+    names = [one.strip() for one in name.split(",")]
+    for one in names:
         if one not in TARGETS:
             raise ExperimentError([f"--arch: no {one!r}: there is {', '.join(TARGETS)}{nearest(one, TARGETS)}"])
-    return name.split(",")
+    return names
 
 
 def _is_built_in(row: CompiledKernel) -> bool:

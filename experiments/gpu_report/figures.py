@@ -44,16 +44,25 @@ class Found:
         timings: dict[tuple[str, str, str], Fact] = {}
         rates: dict[str, float] = {}
         device: str | None = None
-        wrong: dict[tuple[str, str], str] = {}
-        for fact in facts(lines):
+        failures: dict[tuple[str, str], dict[str, str]] = {}  # of each variant, by signature
+        known = facts(lines)
+        # Of a variant whose code has changed, what was found of the old code is no fact any more.
+        newest = {(fact["op"], fact["variant"]): _code_of(fact) for fact in known if "variant" in fact}
+        for fact in known:
+            if "variant" in fact and _code_of(fact) != newest[fact["op"], fact["variant"]]:
+                continue
             if fact.get("kind") == "timing":
                 timings[fact["op"], fact["point"], fact["variant"]] = fact
             elif fact.get("kind") == "rates":
                 rates |= {name: value for name, value in fact.items() if isinstance(value, float)}
             elif fact.get("kind") == "device":
                 device = str(fact["name"])
-            elif fact.get("kind") == "correctness" and fact.get("failures"):
-                wrong[fact["op"], fact["variant"]] = str(fact["failures"][0])
+            elif fact.get("kind") == "correctness":
+                of_variant = failures.setdefault((fact["op"], fact["variant"]), {})
+                of_variant.pop(fact["signature"], None)
+                if fact["failures"]:
+                    of_variant[fact["signature"]] = str(fact["failures"][0])
+        wrong = {variant: next(iter(found.values())) for variant, found in failures.items() if found}
         return Found(timings, rates, device, wrong)
 
     def best(self, op: str, point: str, variants: Sequence[str]) -> Fact | None:
@@ -69,6 +78,11 @@ class Found:
             if (its_op, its_point) == (op, point) and fact["side"] == "ours" and (op, name) not in self.wrong
         ]  # fmt: skip
         return self.best(op, point, names)
+
+
+def _code_of(fact: Fact) -> str:
+    """The hash of the code that a fact is about, from its step's name."""
+    return str(fact["step"]).partition("@")[2].partition(" ")[0]
 
 
 def rows_of(lines: Iterable[Fact], marks: Sequence[Mark] = MARKS) -> list[Row]:

@@ -58,10 +58,11 @@ def supervise(
     by_name = {step.name: step for step in steps}
     workers = 0
     while todo and now() < deadline:
+        before = len(journal.lines())  # an earlier run's lines say nothing of this worker
         process = start(todo)
         workers += 1
-        _watch(process, journal, by_name, deadline, now, sleep)
-        tried = _settle(process, journal, todo)
+        _watch(process, journal, before, by_name, deadline, now, sleep)
+        tried = _settle(process, journal, before, todo)
         if tried == 0:
             break  # it died before its first step: so would the next
         todo = todo[tried:]
@@ -70,13 +71,13 @@ def supervise(
 
 
 def _watch(
-    process: Process, journal: Journal, by_name: dict[str, Step], deadline: float,
+    process: Process, journal: Journal, before: int, by_name: dict[str, Step], deadline: float,
     now: Callable[[], float], sleep: Callable[[float], None],
 ) -> None:  # fmt: skip
     """Until the process ends, by itself or because a step takes far too long or time is up."""
     while process.poll() is None:
         sleep(_POLL_S)
-        running = running_step(journal.lines())
+        running = running_step(journal.lines()[before:])
         if running is None:
             continue
         name, begun = running
@@ -89,13 +90,13 @@ def _watch(
             return
 
 
-def _settle(process: Process, journal: Journal, todo: Sequence[Step]) -> int:
+def _settle(process: Process, journal: Journal, before: int, todo: Sequence[Step]) -> int:
     """Ends the step that a dead worker left open, and says how many of `todo` were tried."""
     code = process.wait()
-    running = running_step(journal.lines())
+    running = running_step(journal.lines()[before:])
     if running is not None:
         journal.append(running[0], "end", status="failed", reason=f"its process died (exit {code})")
-    ended = [line["step"] for line in journal.lines() if line["event"] == "end"]
+    ended = [line["step"] for line in journal.lines()[before:] if line["event"] == "end"]
     tried = [index for index, step in enumerate(todo) if step.name in ended]
     return max(tried) + 1 if tried else 0
 

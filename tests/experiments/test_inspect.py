@@ -70,7 +70,7 @@ def test_json_rows_carry_their_failures_and_every_figure_of_the_issue(compiled: 
     done = tk("--json")
     (row,) = json.loads(done.stdout)
     assert done.exit_code == 1
-    assert row["failures"] == ["narrow: fused.py:34 bf16 2"]
+    assert row["failures"] == ["narrow (16 bytes are wanted): fused.py:34 bf16 2"]
     wanted = "op variant kernel config default arch status registers spill_bytes shared_bytes occupancy "
     wanted += "matrix_instructions access_bytes compile_s"
     assert set(wanted.split()) <= set(row)

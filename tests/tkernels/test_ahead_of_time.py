@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.tkernels.outside import write_variant
-from tkernels import OPS
+from tkernels import OPS, ahead_of_time
 from tkernels.ahead_of_time import CompilationError, activate, compile_variants
 from tkernels.inspection import compile as compiling
 from tkernels.inspection.rows import CompiledKernel
@@ -66,3 +66,9 @@ def test_a_tool_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(compiling, "nvdisasm", lambda: Path("/nowhere/nvdisasm"))
     with pytest.raises(RuntimeError, match="/nowhere/nvdisasm is missing, and inspection needs it"):
         activate("sm_90")
+
+
+def test_a_compilation_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead_of_time, "KERNEL_SECONDS", 0.2)
+    with pytest.raises(CompilationError, match="nothing was finished in 0 s, from the first kernel on"):
+        compile_variants("sm_90", ["swiglu.fused"])

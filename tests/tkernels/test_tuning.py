@@ -206,9 +206,17 @@ def test_processes_that_record_at_once_lose_nothing(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["device"] == "NVIDIA H200"
 
 
-def test_a_broken_lockfile_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("broken", ["no JSON", "no UTF-8", "no config", "no time"])
+def test_a_broken_lockfile_is_named(broken: str, tmp_path: Path) -> None:
     variant = load(tmp_path)
-    lockfile(variant, H200).write_text("{")
+    row = entry_for(variant, Config()).as_json()
+    if broken == "no config":
+        row["config"] = {"BLOCK": 7}
+    if broken == "no time":
+        row["timings"] = [{"config": {}, "us": "fast", "reason": None}]
+    text = json.dumps({"entries": [row]}).encode()
+    text = {"no JSON": b"{", "no UTF-8": b"\xff{}"}.get(broken, text)
+    lockfile(variant, H200).write_bytes(text)
     with pytest.raises(TuningError, match="NVIDIA_H200.json: not a lockfile"):
         Tuning().resolve(variant, AXES, H200)
 

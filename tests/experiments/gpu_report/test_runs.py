@@ -1,5 +1,6 @@
 """A report's processes: what is done when a step raises, hangs, dies or runs out of time, and that a rerun goes on."""
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -143,6 +144,39 @@ def test_a_step_that_kills_its_process_costs_no_other(tmp_path: Path) -> None:
     assert asked == [["device", "check", "engine"], ["engine"]]
     (died,) = [line for line in Journal(tmp_path).lines() if line.get("status") == "failed"]
     assert died["reason"] == "its process died (exit -11)"
+
+
+def test_an_earlier_run_that_was_cut_off_ends_no_step_of_this_one(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.append(STEPS[2].name, "begin")
+    journal.append(STEPS[2].name, "end", status="failed", reason="then")
+    journal.append(STEPS[0].name, "begin")  # and here its supervisor was killed
+    long_ago = [json.dumps({**line, "at": 1.0}) + "\n" for line in journal.lines()]
+    journal.path.write_text("".join(long_ago))
+
+    class Slow(Finished):
+        """Starts when it is asked the third time, and dies in its first step."""
+
+        asked = 0
+
+        def poll(self) -> int | None:
+            self.asked += 1
+            if self.asked < 3:
+                return None
+            if self.asked == 3:
+                journal.append(started[-1][0].name, "begin")
+            return self.code
+
+    started: list[Sequence[Step]] = []
+
+    def worker(steps: Sequence[Step]) -> Process:
+        started.append(steps)
+        return Slow(-11)
+
+    run_with(tmp_path, worker)
+    assert [[step.kind for step in steps] for steps in started] == [
+        ["device", "check", "engine"], ["check", "engine"], ["engine"],
+    ]  # fmt: skip
 
 
 def test_a_step_that_hangs_is_ended(tmp_path: Path) -> None:

@@ -69,10 +69,23 @@ def test_what_has_no_run_is_not_measured_and_says_why() -> None:
 
 
 def test_a_variant_that_is_wrong_on_the_device_has_no_figure() -> None:
-    wrong = fact("check", kind="correctness", op="paged_decode", variant="split_kv", failures=["split_kv: wrong"])
+    subject = {"op": "paged_decode", "variant": "split_kv", "signature": "D=128"}
+    wrong = fact("check", kind="correctness", **subject, failures=["split_kv: wrong"])
     found = row(DECODE, wrong, timing(DECODE, "split_kv", 500.0), timing(DECODE, "one_pass", 600.0))
     assert found.variant == "one_pass"
     assert "wrong on this device" in row(DECODE, wrong, timing(DECODE, "split_kv", 500.0)).note
+    right = fact("check", kind="correctness", **subject, failures=[])  # tried again
+    assert row(DECODE, wrong, right, timing(DECODE, "split_kv", 500.0)).variant == "split_kv"
+
+
+def test_what_was_found_of_old_code_is_no_fact_of_the_new() -> None:
+    subject = {"kind": "correctness", "op": "paged_decode", "variant": "split_kv", "signature": "D=128"}
+    wrong = fact("check paged_decode.split_kv@old", **subject, failures=["split_kv: wrong"])
+    right = fact("check paged_decode.split_kv@new", **subject, failures=[])
+    timed = timing(DECODE, "split_kv", 500.0)
+    old, new = ({**timed, "step": f"time paged_decode.split_kv@{code} {DECODE.point}"} for code in ("old", "new"))
+    assert row(DECODE, wrong, right, new).verdict == "met"
+    assert row(DECODE, old, right).verdict == "not measured"
 
 
 @pytest.mark.parametrize(
