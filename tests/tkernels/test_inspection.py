@@ -140,7 +140,10 @@ def test_good_rows_pass_the_gates() -> None:
         (replace(DECODE, status="failed", reason="too big"), "too big"),
         (replace(DECODE, spill_bytes=8), "spills 8 bytes"),
         (replace(DECODE, narrow=("a.py:1 bf16 2",)), "narrow (16 bytes are wanted): a.py:1 bf16 2"),
-        (replace(DECODE, op="swiglu", loop=False, narrow=("a.py:1 bf16 8",)), "narrow (16 bytes are wanted): a.py:1 bf16 8"),
+        (
+            replace(DECODE, op="swiglu", loop=False, narrow=("a.py:1 bf16 8",)),
+            "narrow (16 bytes are wanted): a.py:1 bf16 8",
+        ),
         (replace(MATMUL, matrix_instructions={"HMMA": 4}), "no HGMMA"),
         (replace(MATMUL, config={"BLOCK_M": 32}), "tile of 32 rows, 64 are the least"),
     ],

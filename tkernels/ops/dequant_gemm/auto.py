@@ -2,7 +2,8 @@
 
 Wins wherever the number of tokens varies. Every algorithm reads the same interleaved weight, so the choice is made at
 each call, on shapes alone. Its tuned config is the algorithm: tuning times each one, last of all variants and with the
-config that the project's own lockfile has for it, for every bucket of M, N and K. Where nothing was tuned the choice follows from which resource is scarce.
+config that the project's own lockfile has for it, for every bucket of M, N and K. Where nothing was tuned the choice
+follows from which resource is scarce.
 """
 
 from collections.abc import Mapping
