@@ -13,12 +13,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tests.tkernels.outside import write_variant
 from tkernels import OPS
 from tkernels.addresses import sanitizing_door
-from tkernels.check import drawn_results
+from tkernels.check import drawn_cases, drawn_results
 from tkernels.config import Config
 from tkernels.inputs import poisoned_views
 from tkernels.launch import Kernel
 from tkernels.sanitizers.base import Finding, sanitized, unfit_reason
 from tkernels.sanitizers.guard import crash_of
+from tkernels.sanitizers.huge_sizes import check_sizes
 from tkernels.sanitizers.suite import SANITIZERS
 from tkernels.variant import Variant
 
@@ -235,6 +236,39 @@ def test_a_search_that_ends_at_a_config_too_large_is_found(monkeypatch: pytest.M
 
     monkeypatch.setattr("tkernels.tuning.OutOfResources", NotOutOfResources)
     assert "OutOfResources" in findings("tuning", load(tmp_path))[0].message
+
+
+@pytest.mark.parametrize("tensor", ["out", "gate_up"])
+def test_an_int32_offset_built_from_a_size_is_found_where_the_size_is_large(tensor: str, tmp_path: Path) -> None:
+    stride = f"row * stride_{tensor}_t"
+    wide = "row * width" if tensor == "out" else "row * width * 2"
+    narrow = wide.replace("row", "tl.program_id(0)")
+    axes = {"layout": "contiguous"}
+    assert not any(sanitized(SANITIZERS["overflow"], load(tmp_path / "wide", (stride, wide)), 8, fixed=axes))
+    variant = load(tmp_path / "narrow", (stride, narrow))
+    found = [f for f in sanitized(SANITIZERS["overflow"], variant, 8, fixed=axes) if f is not None]
+    assert any("int32 overflow" in finding.message and "at T = " in finding.message for finding in found)
+    assert {r.status for r in drawn_results(variant, 8, fixed=axes)} == {"ok"}
+
+
+def test_float_atomics_touch_no_memory_where_offsets_are_faked(tmp_path: Path) -> None:
+    added = ("tl.store(out_ptr", "tl.atomic_add(out_ptr")
+    assert not any(sanitized(SANITIZERS["overflow"], load(tmp_path, added), 6, fixed={"activation": "float32"}))
+
+
+@pytest.mark.parametrize(
+    ("op", "variant"), [(o.name, v.name) for o in OPS.values() for v in o.variants.values() if v.launch]
+)
+def test_no_offset_overflows_at_sizes_of_two_billion_elements(op: str, variant: str) -> None:
+    subject = OPS[op].variants[variant]
+    grown = {
+        axis
+        for case, config in drawn_cases(subject, 4, max_programs=64)
+        if config is not None
+        for axis in check_sizes(subject, case, config)
+    }
+    cannot = op in ("copy_pages", "step_inputs") or variant in ("gemv", "split_k")
+    assert not grown if cannot else grown & {"T", "M", "B"}
 
 
 def test_an_int32_offset_into_an_integer_tensor_is_found(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""int32 offsets into large tensors, found without allocating one.
+"""int32 offsets into large tensors, found without allocating one: by faked strides, and by sizes (see huge_sizes).
 
 The launcher sees tensors whose outer strides are faked to 2**30 elements, so that index 2 lies at 2**31, and the
 interpreter checks every integer +, - and *. Float data is not touched at all (loads give zeros, stores go nowhere). The
@@ -6,34 +6,29 @@ integer tensors, which steer the kernel, keep their contents, in an address spac
 only the pages that hold an element are ever backed by memory.
 """
 
-import ctypes
 import itertools
-import mmap
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-import triton.language as tl
-from triton.runtime import interpreter as triton_interpreter
 
 from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.device import INTERPRETER
 from tkernels.inputs import map_tensors
-from tkernels.interpreter import overflow_checks, replaced_methods, watch_accesses
+from tkernels.interpreter import overflow_checks
 from tkernels.launch import Kernel, Run, jit_door
 from tkernels.sanitizers.base import Sanitizer, launches
+from tkernels.sanitizers.huge_sizes import check_sizes
+from tkernels.sanitizers.untouched import floats_untouched, lazy_zeros, real_pointer
 from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
 
 FAKED_STRIDE = 2**30
 """Below 2**31, or Triton would pass the stride itself as int64 and hide the fault."""
-
-_MAP_NORESERVE = 0x4000
-"""Linux's on every architecture that Triton runs on; Python 3.11's mmap has no name for it."""
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -51,9 +46,7 @@ def _faked(tensor: torch.Tensor) -> torch.Tensor:
     pairs = zip(tensor.shape, tensor.stride(), _strides(tensor), strict=True)
     strides = [faked if n > 1 else real for n, real, faked in pairs]
     elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    memory = mmap.mmap(-1, elements * tensor.element_size(), flags=flags)
-    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
+    return lazy_zeros(elements, tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
 
 
 def _faked_part_by_part(value: Any) -> Any:
@@ -82,27 +75,8 @@ def _faked_part_by_part(value: Any) -> Any:
     return value
 
 
-@contextmanager
-def _floats_untouched() -> Iterator[None]:
-    builder = triton_interpreter.interpreter_builder
-    load, store = builder.create_masked_load, builder.create_masked_store
-
-    def is_float(pointers: Any) -> bool:
-        return bool(pointers.get_element_ty().is_floating())
-
-    def zero_load(ptrs: Any, mask: Any, *rest: Any, **options: Any) -> Any:
-        nowhere = triton_interpreter.TensorHandle(np.zeros(ptrs.data.shape, dtype=bool), tl.int1)
-        return load(ptrs, nowhere if is_float(ptrs) else mask, *rest, **options)
-
-    def no_store(ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        return None if is_float(ptrs) else store(ptrs, value, mask, *rest)
-
-    with replaced_methods(create_masked_load=zero_load, create_masked_store=no_store), watch_accesses(_anything):
-        yield
-
-
 def _anything(addresses: np.ndarray, mask: np.ndarray, width: int, access: str) -> None:
-    """Addresses on faked strides mean nothing; only loops without end are stopped."""
+    """Only loops without end are stopped."""
 
 
 def check_offsets(variant: Variant, case: Case, config: Config) -> None:
@@ -116,17 +90,8 @@ def check_offsets(variant: Variant, case: Case, config: Config) -> None:
     arguments = {n: _faked_part_by_part(v) if _has_tensors(v) else v for n, v in real.items()}
     outputs = map_tensors(contract.allocate_outputs(axes, real, device), _faked)
 
-    def real_pointer(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type == "meta":  # float memory is never touched: any address of the right type will do
-            return torch.empty(1, dtype=tensor.dtype)
-        if tensor.untyped_storage().nbytes() < FAKED_STRIDE:
-            return tensor
-        # Only its address: the interpreter copies every argument's storage onto itself, and this one has gigabytes.
-        element = (ctypes.c_char * tensor.element_size()).from_address(tensor.data_ptr())
-        return torch.frombuffer(element, dtype=tensor.dtype)
-
     def faking_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
-        with _floats_untouched(), overflow_checks():
+        with floats_untouched(_anything), overflow_checks():
             jit_door(kernel, grid, map_tensors(arguments, real_pointer), config)
 
     def launch(run: Run, *args: Any, **kwargs: Any) -> None:
@@ -145,12 +110,13 @@ def _has_tensors(value: Any) -> bool:
 def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
     assert config is not None
     check_offsets(variant, case, config)
+    check_sizes(variant, case, config)
     return None
 
 
 SANITIZER = Sanitizer(
     "overflow",
-    "offsets that overflow int32 in large tensors, by strides faked to 2**30",
+    "offsets that overflow int32 in large tensors, by strides faked to 2**30 and by sizes of 2**31 elements",
     _run,
     unfit=launches,
     draws=12,
