@@ -210,17 +210,28 @@ def test_abort_ends_an_iterator_with_what_it_had(checkpoint: Path, llm: LLM) -> 
     run(main)
 
 
-@pytest.mark.parametrize("how", ["awaiting the output", "awaiting something else", "closing", "dropping", "breaking"])
+@pytest.mark.parametrize(
+    "how", ["awaiting the output", "awaiting something else", "timing out", "closing", "dropping", "breaking"]
+)
 def test_who_stops_consuming_aborts(checkpoint: Path, how: str) -> None:
     async def main() -> None:
         async with make_async(checkpoint) as served:
             begun = asyncio.Event()
+            held = []  # elsewhere, so that it is not the stream's end that ends the request
 
             async def consume() -> None:
                 stream = served.add_request("a", PROMPTS[3], LONG)
                 if how == "dropping":
                     begun.set()
                     return
+                if how != "breaking":
+                    held.append(stream)
+                if how == "timing out":
+                    begun.set()
+                    with pytest.raises(TimeoutError):
+                        async with asyncio.timeout(0):
+                            await anext(stream)
+                    assert joined(await collect(stream))[0].finish_reason == "abort"
                 async for _ in stream:
                     begun.set()
                     if how == "awaiting something else":
