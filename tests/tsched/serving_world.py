@@ -20,7 +20,7 @@ from tests.tsched.page_contents import (
     values_after,
 )
 from tsched.block_pool import BlockIds, BlockPool
-from tsched.policies.hash_prefix_cache import HashPrefixCache
+from tsched.policies.hash_prefix_cache import DIGEST_SIZE, HashPrefixCache
 from tsched.policies.radix_prefix_cache import RadixPrefixCache
 from tsched.sampling_params import SamplingParams
 from tsched.scheduler import RefusedError, Scheduler
@@ -242,8 +242,9 @@ class ServingWorld:
         cache, pool = self.scheduler._cache, self.scheduler.pool
         kept = np.flatnonzero(pool.is_kept(np.arange(pool.num_blocks, dtype=np.int32))).tolist()
         if isinstance(cache, HashPrefixCache):
-            assert sorted(cache._block_of.values()) == kept
-            expected = {block: self._content_of(digest) for digest, block in cache._block_of.items()}
+            by_digest = blocks_by_digest(cache)
+            assert sorted(by_digest.values()) == kept
+            expected = {block: self._content_of(digest) for digest, block in by_digest.items()}
         elif isinstance(cache, RadixPrefixCache):
             expected = _contents_of_trees(cache, pool.block_size)
             assert sorted(expected) == kept
@@ -273,8 +274,7 @@ class ServingWorld:
             twin = Sequence.create(-1, sequence.tokens, life.params, MAX_MODEL_LEN, cache_salt=sequence.cache_salt)
             cache.prepare(twin)
             values = values_after(first_value(sequence.cache_salt), sequence.tokens)
-            digests: Any = twin.prefix
-            for i, digest in enumerate(digests):
+            for i, digest in enumerate(cut_digests(twin.prefix)):
                 content = values[i * block_size : (i + 1) * block_size].tobytes()
                 assert self._values_of_digest.setdefault(digest, content) == content, "one digest, two contents"
 
@@ -372,6 +372,25 @@ def _check_pool(pool: BlockPool, held: list[BlockIds]) -> None:
     assert (free == np.flatnonzero(unused & ~pool.is_kept(everything))).all(), "the free blocks are not those"
     assert pool.num_cached == np.count_nonzero(unused & pool.is_kept(everything))
     assert pool.num_free + pool.num_cached + pool.num_referenced == pool.num_blocks
+
+
+def cut_digests(prefix: Any) -> list[bytes]:
+    """One after the other."""
+    return [prefix[start : start + DIGEST_SIZE] for start in range(0, len(prefix), DIGEST_SIZE)]
+
+
+def blocks_by_digest(cache: HashPrefixCache) -> dict[bytes, int]:
+    """Every block that is kept, once, in a run of those who follow each other."""
+    runs = list(cache._run_at.items())
+    assert list(cache._run_of.items()) == [(int(run.blocks[0]), run) for _, run in runs]
+    found = {}
+    for first, run in runs:
+        digests = cut_digests(run.digests)[: run.blocks.size]
+        assert digests[0] == first
+        assert not found.keys() & set(digests)
+        assert (cache._first_of[run.blocks] == run.blocks[0]).all()
+        found.update(zip(digests, run.blocks.tolist(), strict=True))
+    return found
 
 
 def _contents_of_trees(cache: RadixPrefixCache, block_size: int) -> dict[int, bytes]:

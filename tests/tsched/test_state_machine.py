@@ -23,7 +23,7 @@ from tsched.block_pool import BlockPool
 from tsched.kv_memory import KVMemory
 from tsched.planner import Planner
 from tsched.policies.block_queue import BlockQueue
-from tsched.policies.hash_prefix_cache import HashPrefixCache
+from tsched.policies.hash_prefix_cache import HashPrefixCache, Run
 from tsched.policies.radix_prefix_cache import RadixPrefixCache
 from tsched.scheduler import Scheduler
 
@@ -178,7 +178,11 @@ FAULTS = (
     PlantedBug("a hit takes no reference", HashPrefixCache, "match", "self._pool.share(blocks)", "pass"),
     PlantedBug("an unfinished block is matchable", HashPrefixCache, "insert", "num_computed // pool.block_size",
                "-(-num_computed // pool.block_size)"),
-    PlantedBug("an evicted block can be matched", HashPrefixCache, "_evict", "del self._block_of[digest]", "pass"),
+    PlantedBug("an evicted block can be matched", HashPrefixCache, "_trim", "run.blocks = run.blocks[: start - end]",
+               "pass"),
+    PlantedBug("an evicted run can be matched", HashPrefixCache, "_trim", ", self._run_at[run.digests[:DIGEST_SIZE]]",
+               ""),
+    PlantedBug("runs that differ at their ends are equal", Run, "count_same", "places[-1]", "places[0]"),
     PlantedBug("a block in use is evicted", RadixPrefixCache, "_evict", "end = end[: is_used.argmax()]", "pass"),
     PlantedBug("the prefix goes before its leaves", HashPrefixCache, "release", "cached[::-1]", "cached"),
     PlantedBug("a split takes the wrong blocks", RadixPrefixCache, "_split", "node.blocks[:count]",
