@@ -187,7 +187,7 @@ FAULTS = (
     PlantedBug("the prefix goes before its leaves", HashPrefixCache, "release", "cached[::-1]", "cached"),
     PlantedBug("a split takes the wrong blocks", RadixPrefixCache, "_split", "node.blocks[:count]",
                "node.blocks[1 : count + 1]"),
-    PlantedBug("a block that differs at its end is a hit", RadixPrefixCache, "_walk", "same * 8 // width",
+    PlantedBug("a block that differs at its end is a hit", RadixPrefixCache, "_count_same", "same * 8 // width",
                "-(-same * 8 // width)"),
     PlantedBug("old entries of the queue count", BlockQueue, "_live",
                "entries[self._place_of.take(entries) == self._places[start:end]]", "entries"),

@@ -103,7 +103,7 @@ class HashPrefixCache:
     def allocate(self, count: int) -> BlockIds:
         missing = count - self._pool.num_free
         if missing > 0:
-            self._evict(max(missing, min(self._batch, self._pool.num_cached)))
+            self._evict(max(missing, min(missing + self._batch - 1, self._pool.num_cached)))
         return self._pool.allocate(count)
 
     def insert(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> BlockIds:

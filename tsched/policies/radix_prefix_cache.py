@@ -19,15 +19,17 @@ from tsched.sequence import Sequence
 class _Node:
     """A run of blocks that follow each other, with what may come after it.
 
+    first     blocks before it, from the root on
     tokens    the run's tokens, as bytes; past `blocks`, those of blocks evicted since, until the next cut
     blocks    [n] int32, n >= 1; none at a root
     children  by the bytes of their first block's tokens
     parent    None at a root, whose `tokens` are its salt
     """
 
-    __slots__ = ("blocks", "children", "parent", "tokens")
+    __slots__ = ("blocks", "children", "first", "parent", "tokens")
 
-    def __init__(self, tokens: bytes, blocks: BlockIds, parent: _Node | None) -> None:
+    def __init__(self, first: int, tokens: bytes, blocks: BlockIds, parent: _Node | None) -> None:
+        self.first = first
         self.tokens = tokens
         self.blocks = blocks
         self.children: dict[bytes, _Node] = {}
@@ -46,7 +48,8 @@ class RadixPrefixCache:
         self._pool = pool
         self._width = pool.block_size * 8  # bytes of a block's tokens, which are int64
         self._roots: dict[bytes, _Node] = {}
-        self._node_of = np.full(pool.num_blocks, None, dtype=object)  # the node that holds each kept block
+        self._node_of: dict[int, _Node] = {}  # by the number of the node's first block
+        self._first_of = np.zeros(pool.num_blocks, dtype=np.int32)  # each kept block's node, by its first block
         # Every node with a cached block, the least recently used first. Nodes whose last block is referenced again
         # fall out when an eviction meets them; they are back at the block's release.
         self._unused: OrderedDict[_Node, None] = OrderedDict()
@@ -72,7 +75,7 @@ class RadixPrefixCache:
         root = self._roots.get(sequence.cache_salt)
         if root is not None:
             count = (sequence.tokens.size - 1) // self._pool.block_size
-            blocks = self._walk(root, sequence.tokens[: count * self._pool.block_size].tobytes())[0]
+            blocks = self._walk(root, 0, sequence.tokens[: count * self._pool.block_size].tobytes())[0]
             if blocks.size:
                 self._pool.share(blocks)
         self._lookups.record(sequence, blocks.size)
@@ -81,43 +84,45 @@ class RadixPrefixCache:
     def allocate(self, count: int) -> BlockIds:
         missing = count - self._pool.num_free
         if missing > 0:
-            self._evict(max(missing, min(self._batch, self._pool.num_cached)))
+            self._evict(max(missing, min(missing + self._batch - 1, self._pool.num_cached)))
         return self._pool.allocate(count)
 
     def insert(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> BlockIds:
         pool = self._pool
         end = num_computed // pool.block_size
-        # A kept block came out of the tree, and so did all before it.
-        if end == 0 or pool.is_kept(blocks[end - 1 : end])[0]:
+        # The blocks that are kept came out of the tree, and so did all before them.
+        start = int(np.count_nonzero(pool.is_kept(blocks[:end])))
+        if start == end:
             return blocks
-        root = self._roots.setdefault(sequence.cache_salt, _Node(sequence.cache_salt, NO_BLOCKS, None))
-        tokens = sequence.tokens[: end * pool.block_size].tobytes()
-        known, node, taken = self._walk(root, tokens)
-        own = blocks[: known.size]
-        differs = known != own
-        if np.count_nonzero(differs):
-            pool.share(known[differs])
-            pool.release(own[differs])
-            blocks = np.concatenate((known, blocks[known.size :]))
-        if taken < node.blocks.size:
-            node = self._split(node, taken)
-        new = blocks[known.size : end].copy()
+        if start:
+            node = self._node(blocks[start - 1])
+        else:
+            node = self._roots.setdefault(sequence.cache_salt, _Node(0, sequence.cache_salt, NO_BLOCKS, None))
+        tokens = sequence.tokens[start * pool.block_size : end * pool.block_size].tobytes()
+        known, node, taken = self._walk(node, start - node.first, tokens)
+        if known.size:
+            pool.share(known)
+            pool.release(blocks[start : start + known.size])
+            blocks = np.concatenate((blocks[:start], known, blocks[start + known.size :]))
+        new = blocks[start + known.size : end].copy()
         # A block that a fork has too waits for the last who has it: the others may have other blocks before it.
         is_shared = pool.refs(new) > 1
         if np.count_nonzero(is_shared):
             new = new[: is_shared.argmax()]
         if new.size:
             pool.keep(new)
-            start = known.size * self._width
-            self._append(node, tokens[start : start + new.size * self._width], new)
-        elif not root.children:
+            if taken < node.blocks.size:
+                node = self._split(node, taken)
+            at = known.size * self._width
+            self._append(node, tokens[at : at + new.size * self._width], new)
+        elif node.parent is None and not node.children:
             del self._roots[sequence.cache_salt]
         return blocks
 
     def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
         cached = self._pool.release(self.insert(sequence, blocks, num_computed))
         if cached.size:
-            node, unused = self._node_of[cached[-1]], self._unused
+            node, unused = self._node(cached[-1]), self._unused
             while node.parent is not None:
                 unused[node] = None
                 unused.move_to_end(node)
@@ -126,28 +131,40 @@ class RadixPrefixCache:
     def stats(self) -> CacheStats:
         return self._lookups.stats(self._num_evictions)
 
-    def _walk(self, root: _Node, tokens: bytes) -> tuple[BlockIds, _Node, int]:
-        """Down from `root` along `tokens`, whole blocks of them: the blocks found [n], the last node reached and how
-        many of its blocks were found.
+    def _node(self, block: np.int32) -> _Node:
+        """The node that holds the kept `block`."""
+        return self._node_of[int(self._first_of[block])]
+
+    def _walk(self, node: _Node, taken: int, tokens: bytes) -> tuple[BlockIds, _Node, int]:
+        """Down from the first `taken` blocks of `node` along `tokens`, whole blocks of them: the blocks found [n], the
+        last node reached and how many of its blocks have been passed.
         """
-        width, node, taken, place = self._width, root, 0, 0
+        width, place = self._width, 0
         found: list[BlockIds] = []
-        while taken == node.blocks.size and place < len(tokens):
-            child = node.children.get(tokens[place : place + width])
-            if child is None:
+        while place < len(tokens):
+            if taken == node.blocks.size:
+                child = node.children.get(tokens[place : place + width])
+                if child is None:
+                    break
+                node, taken = child, 0
+            same = self._count_same(node, taken, tokens, place)
+            found.append(node.blocks[taken : taken + same])
+            taken += same
+            place += same * width
+            if taken < node.blocks.size:
                 break
-            node, size = child, child.blocks.size * width
-            if tokens.startswith(child.tokens, place):
-                taken = child.blocks.size
-            else:
-                size = min(size, len(tokens) - place)
-                run = np.frombuffer(child.tokens, np.int64, size // 8)
-                differs = run != np.frombuffer(tokens, np.int64, size // 8, place)
-                same = int(differs.argmax()) if differs.any() else differs.size
-                taken = same * 8 // width
-            found.append(child.blocks[:taken])
-            place += taken * width
         return np.concatenate(found) if found else NO_BLOCKS, node, taken
+
+    def _count_same(self, node: _Node, start: int, tokens: bytes, place: int) -> int:
+        """How many of the node's blocks from its `start` on have the tokens that follow `place` in `tokens`."""
+        width, size = self._width, node.blocks.size
+        if start == 0 and tokens.startswith(node.tokens, place):
+            return size
+        count = min((size - start) * width, len(tokens) - place) // 8
+        run = np.frombuffer(node.tokens, np.int64, count, start * width)
+        differs = run != np.frombuffer(tokens, np.int64, count, place)
+        same = int(differs.argmax()) if differs.any() else count
+        return same * 8 // width
 
     def _split(self, node: _Node, count: int) -> _Node:
         """Part `node` after its first `count` blocks and return the node of those, new; the old one is now its child,
@@ -157,26 +174,28 @@ class RadixPrefixCache:
         if parent is None:
             raise RuntimeError("a root has no blocks to part")
         width, cut = self._width, count * self._width
-        head = _Node(node.tokens[:cut], node.blocks[:count], parent)
+        head = _Node(node.first, node.tokens[:cut], node.blocks[:count], parent)
         parent.children[head.tokens[:width]] = head
-        self._note(head.blocks, head)
-        node.tokens, node.blocks, node.parent = node.tokens[cut:], node.blocks[count:], head
+        self._node_of[int(head.blocks[0])] = head
+        node.first, node.tokens, node.blocks, node.parent = (
+            head.first + count,
+            node.tokens[cut:],
+            node.blocks[count:],
+            head,
+        )
         head.children[node.tokens[:width]] = node
+        self._note(node)
         return head
 
     def _append(self, node: _Node, tokens: bytes, blocks: BlockIds) -> None:
-        """Let `blocks` with `tokens` follow all of `node`: a leaf grows, others get a child."""
-        if node.children or node.parent is None:
-            child = _Node(tokens, blocks, node)
-            node.children[tokens[: self._width]] = child
-            self._note(blocks, child)
-        else:
-            node.tokens = node.tokens[: node.blocks.size * self._width] + tokens
-            node.blocks = np.concatenate((node.blocks, blocks))
-            self._note(blocks, node)
+        """Let `blocks` with `tokens` follow all of `node`."""
+        child = _Node(node.first + node.blocks.size, tokens, blocks, node)
+        node.children[tokens[: self._width]] = child
+        self._note(child)
 
-    def _note(self, blocks: BlockIds, node: _Node | None) -> None:
-        self._node_of[blocks.astype(np.intp)] = node
+    def _note(self, node: _Node) -> None:
+        self._first_of[node.blocks.astype(np.intp)] = node.blocks[0]
+        self._node_of[int(node.blocks[0])] = node
 
     def _evict(self, count: int) -> None:
         """Free `count` blocks, from the ends of the least recently used leaves; RuntimeError, and nothing changes,
@@ -202,18 +221,16 @@ class RadixPrefixCache:
             if num_used or node.blocks.size == 0:
                 del unused[node]
         blocks = np.concatenate(evicted)
-        self._note(blocks, None)
         pool.forget(blocks)
         self._num_evictions += blocks.size
 
     def _trim(self, leaf: _Node, count: int) -> None:
         """Take the last `count` blocks from `leaf`, and the leaf from the tree when none is left."""
-        first = leaf.tokens[: self._width]
+        parent, first = leaf.parent, leaf.blocks[0]
         leaf.blocks = leaf.blocks[:-count]
         size = leaf.blocks.size * self._width
-        if size == 0 and leaf.parent is not None:
-            parent = leaf.parent
-            del parent.children[first]
+        if size == 0 and parent is not None:
+            del parent.children[leaf.tokens[: self._width]], self._node_of[int(first)]
             if parent.parent is None and not parent.children:
                 del self._roots[parent.tokens]
         elif 2 * size <= len(leaf.tokens):  # rarely, so that trimming block by block copies each token once
