@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from experiments.schema import Experiment, SchedulerOptions, VariantChoice
+from experiments.schema import Batching, Experiment, SchedulerOptions, VariantChoice
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,22 @@ class Pick:
 
 @dataclass(frozen=True)
 class Arm:
-    """One point of the sweep: the variants that are named (others are the default), and the scheduler's options.
+    """One point of the sweep: the variants that are named (others are the default), the scheduler's options, and how
+    requests are batched.
 
-    `swept`: the keys that differ between arms, "op" or "scheduler.option", in the YAML's order.
+    `swept`: the keys that differ between arms, "op", "scheduler.option" or "batching", in the YAML's order.
     """
 
     picks: Mapping[str, Pick]
     scheduler: Mapping[str, Any]
     swept: tuple[str, ...]
+    batching: Batching = "continuous"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The swept scheduler options."""
-        return {key: value for key, value in self.scheduler.items() if f"scheduler.{key}" in self.swept}
+        """The swept scheduler options, and batching where it is swept."""
+        options = {key: value for key, value in self.scheduler.items() if f"scheduler.{key}" in self.swept}
+        return {**options, "batching": self.batching} if "batching" in self.swept else options
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -67,19 +70,31 @@ def picks_of(choice: VariantChoice) -> Iterator[Pick]:
 
 
 def expand(experiment: Experiment) -> list[Arm]:
-    """The product of the lists under `kernels` and `scheduler`, the last list varying fastest."""
+    """The product of the lists under `kernels`, `scheduler` and `batching`, the last list varying fastest; of several
+    sets of scheduler options, one after the other.
+    """
     kernels: dict[str, list[Pick]] = {
         op: list(dict.fromkeys(pick for choice in choices for pick in picks_of(choice)))
         for op, choices in experiment.kernels.items()
     }
-    options: dict[str, Sequence[Any]] = {
-        name: values for name in SchedulerOptions.model_fields if (values := getattr(experiment.scheduler, name))
-    }
     swept = [op for op, picks in kernels.items() if len(picks) > 1]
-    swept += [f"scheduler.{name}" for name, values in options.items() if len(values) > 1]
-    arms = []
-    for point in product(*kernels.values(), *options.values()):
-        picks = dict(zip(kernels, point, strict=False))
-        chosen = dict(zip(options, point[len(kernels) :], strict=True))
-        arms.append(Arm(picks, chosen, tuple(swept)))
-    return arms
+    points = [
+        (dict(zip(kernels, picks, strict=True)), options, batching)
+        for picks in product(*kernels.values())
+        for options in _options(experiment.scheduler)
+        for batching in dict.fromkeys(experiment.batching)
+    ]
+    for name in SchedulerOptions.model_fields:
+        if len({options.get(name) for _, options, _ in points}) > 1:
+            swept.append(f"scheduler.{name}")
+    if len(set(experiment.batching)) > 1:
+        swept.append("batching")
+    return [Arm(picks, options, tuple(swept), batching) for picks, options, batching in points]
+
+
+def _options(sets: Sequence[SchedulerOptions]) -> Iterator[dict[str, Any]]:
+    """The points of each set of options."""
+    for one in sets:
+        lists = {name: values for name in SchedulerOptions.model_fields if (values := getattr(one, name))}
+        for point in product(*lists.values()):
+            yield dict(zip(lists, point, strict=True))

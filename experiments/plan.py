@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -214,12 +215,13 @@ def _shape_problems(document: Document, experiment: Experiment, ops: Registry) -
 
 def _policy_problems(document: Document, experiment: Experiment) -> list[str]:
     problems = []
-    for kind, known in _POLICIES.items():
-        for index, name in enumerate(getattr(experiment.scheduler, kind) or ()):
+    for (place, options), (kind, known) in product(enumerate(experiment.scheduler), _POLICIES.items()):
+        for index, name in enumerate(getattr(options, kind) or ()):
             if name not in known:
                 # Quoted: one of them is called 'none'.
                 there_is = f"there is {', '.join(map(repr, known))}{nearest(name, known)}"
-                problems.append(document.problem(("scheduler", kind, index), f"unknown {kind} {name!r}: {there_is}"))
+                path = ("scheduler", place, kind, index)
+                problems.append(document.problem(path, f"unknown {kind} {name!r}: {there_is}"))
     return problems
 
 
@@ -300,15 +302,13 @@ def _model_problems(
                 )
                 problems.append(document.problem((section, op), message))
     longest = model.config.max_position_embeddings
-    for length in experiment.scheduler.max_model_len or ():
+    for length in (length for options in experiment.scheduler for length in options.max_model_len or ()):
         if length > longest:
             message = f"{length} is longer than what the model was made for, {longest}"
             problems.append(document.problem(("scheduler", "max_model_len"), message))
         longest = min(longest, length)
     for index, workload in enumerate(experiment.workload):
-        if isinstance(workload, SyntheticWorkload):
-            needed = workload.input_len.uniform[1] + workload.output_len.uniform[1]
-            if needed > longest:
-                message = f"input_len + output_len reach {needed} tokens, the model's length is {longest}"
-                problems.append(document.problem(("workload", index), message))
+        if isinstance(workload, SyntheticWorkload) and workload.longest > longest:
+            message = f"input_len + output_len reach {workload.longest} tokens, the model's length is {longest}"
+            problems.append(document.problem(("workload", index), message))
     return problems

@@ -105,7 +105,7 @@ class KernelRow(_Row):
 _SERVED = frozenset(
     {
         "workload", "requests", "requests_failed", "prompt_tokens", "output_tokens", "tokens_per_s",
-        "tokens_per_s_iqr", "time_to_first_token_s", "seconds", "speed_reason",
+        "tokens_per_s_iqr", "time_to_first_token_s", "seconds", "speed_reason", "ttft_s", "tpot_s", "gap_s",
     }
 )  # fmt: skip
 
@@ -113,9 +113,12 @@ _SERVED = frozenset(
 class EngineRow(_Row):
     """A workload served by one arm. tokens_per_s counts output tokens; medians over the rounds in `seconds`.
 
-    time_to_first_token_s is the median over requests of the median round, all of which arrive at once. texts: what each
-    prompt was continued with, null for token ids. peak_occupancy: of the KV cache's blocks, the fraction lent at the
-    peak; last_page_waste: of the slots lent then, the fraction past their sequences' ends.
+    time_to_first_token_s is the median over requests of the median round. ttft_s, tpot_s, gap_s: p50, p90 and p99, over
+    all rounds, of the requests' times to their first token, of their mean times between tokens, and of all times
+    between two tokens of a request; with late requests, the first is of them alone, the others of those that were there
+    before. texts: what each prompt was continued with, null for token ids. peak_running: the most sequences in a step.
+    hit_tokens: prompt tokens found in the prefix cache. peak_occupancy: of the KV cache's blocks, the fraction lent at
+    the peak; last_page_waste: of the slots lent then, the fraction past their sequences' ends.
     """
 
     stage: Literal["engine"] = "engine"
@@ -128,15 +131,21 @@ class EngineRow(_Row):
     tokens_per_s_iqr: float | None = None
     time_to_first_token_s: float | None = None
     seconds: list[float] | None = None
+    ttft_s: dict[str, float] | None = None
+    tpot_s: dict[str, float] | None = None
+    gap_s: dict[str, float] | None = None
     speed_reason: str | None = None
     texts: list[str] | None = None
     steps: int | None = None
     preemptions: int | None = None
     peak_occupancy: float | None = None
     last_page_waste: float | None = None
+    peak_running: int | None = None
+    hit_tokens: int | None = None
 
     required = {
-        "ok": _SERVED | {"texts", "steps", "preemptions", "peak_occupancy", "last_page_waste"},
+        "ok": _SERVED
+        | {"texts", "steps", "preemptions", "peak_running", "hit_tokens", "peak_occupancy", "last_page_waste"},
         "wrong": frozenset({"workload"}),
         "unsupported": frozenset({"workload"}),
         "failed": frozenset({"workload"}),
@@ -189,6 +198,9 @@ class PeerRow(_Row):
     tokens_per_s_iqr: float | None = None
     time_to_first_token_s: float | None = None
     seconds: list[float] | None = None
+    ttft_s: dict[str, float] | None = None
+    tpot_s: dict[str, float] | None = None
+    gap_s: dict[str, float] | None = None
     speed_reason: str | None = None
     speedup: float | None = None
     speedup_iqr: float | None = None

@@ -50,6 +50,8 @@ def resolved(plan: Plan) -> dict[str, Any]:
     """The experiment with what it left open filled in; it is a valid experiment itself, wherever it lies."""
     experiment = plan.experiment
     data: dict[str, Any] = experiment.model_dump(mode="json", exclude_none=True)
+    if len(experiment.scheduler) == 1:
+        (data["scheduler"],) = data["scheduler"]
     data |= {"device": str(plan.device), "dtype": plan.dtype_name}
     if plan.experiment.model is not None and plan.experiment.model.path is not None:
         assert plan.model is not None

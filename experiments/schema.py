@@ -22,6 +22,7 @@ from experiments.document import Document, ExperimentError, PathParts, nearest
 from tsched.sampling_params import SamplingParams
 
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
+Batching = Literal["continuous", "static"]
 Count = Annotated[int, Field(strict=True, ge=1)]
 
 
@@ -125,14 +126,48 @@ class _Workload(Strict):
         return value
 
 
+class LateRequests(Strict):
+    """Requests that come while the others decode: the i-th, from 1, once those have i * every output tokens each, in
+    the mean.
+    """
+
+    num_requests: Count
+    input_len: LengthField
+    output_len: LengthField
+    every: Count
+
+
 class SyntheticWorkload(_Workload):
-    """Requests of random token ids; every request runs to its drawn length, whatever the model's end token is."""
+    """Requests of random token ids; every request runs to its drawn length, whatever the model's end token is.
+
+    shared_prefix: of each prompt, the share that is the beginning of one text, the same for all; the rest is its own.
+    late: more requests, which share nothing. Where there are some, times to the first token are theirs, and times
+    between tokens are those of the requests that came at once.
+    """
 
     kind: Literal["synthetic"]
     num_requests: Count
     input_len: LengthField
     output_len: LengthField
+    shared_prefix: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
+    late: LateRequests | None = None
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _late_ones_meet_others(self) -> "SyntheticWorkload":
+        if self.late is not None and self.late.num_requests * self.late.every >= self.output_len.uniform[0]:
+            last, shortest = self.late.num_requests * self.late.every, self.output_len.uniform[0]
+            raise ValueError(
+                f"the last late request comes after {last} output tokens of the others (num_requests * every), when "
+                f"some of them may have ended: output_len begins at {shortest}"
+            )
+        return self
+
+    @property
+    def longest(self) -> int:
+        """The most tokens, in and out, that a request may have."""
+        drawn: list[SyntheticWorkload | LateRequests] = [self] if self.late is None else [self, self.late]
+        return max(one.input_len.uniform[1] + one.output_len.uniform[1] for one in drawn)
 
 
 class PromptsWorkload(_Workload):
@@ -169,6 +204,8 @@ class SchedulerOptions(Strict):
 class Experiment(Strict):
     """The whole file. Every key but `name` has a default; see DESIGN, "The experiment".
 
+    scheduler: a list is of sets of options, each with arms of its own, for options that only go together.
+    batching: continuous, or static: as many requests as the engine has rows, and no other before the last of them ends.
     kernels: op -> variants. shapes: op -> points of its contract to check and time, besides those of the workload.
     repeats: timed rounds of the engine and of each peer. seed: of the inputs of the check and kernels stages.
     """
@@ -181,7 +218,8 @@ class Experiment(Strict):
     kernels: Mapping[str, Choices] = {}
     shapes: Mapping[str, list[Mapping[str, int | bool | str]]] = {}
     tuning: Literal["nearest", "frozen", "search"] = "nearest"
-    scheduler: SchedulerOptions = SchedulerOptions()
+    scheduler: Annotated[list[SchedulerOptions], BeforeValidator(_as_list), Field(min_length=1)] = [SchedulerOptions()]
+    batching: Annotated[list[Batching], BeforeValidator(_as_list), Field(min_length=1)] = ["continuous"]
     workload: Annotated[list[Workload], BeforeValidator(_as_list)] = []
     peers: list[str] = []
     repeats: Count = 3
@@ -195,6 +233,8 @@ class Experiment(Strict):
             raise ValueError("peers serve a workload; there is none")
         if self.model is None and not self.kernels:
             raise ValueError("there is nothing to do: neither a model nor kernels are given")
+        if "static" in self.batching and any(getattr(workload, "late", None) for workload in self.workload):
+            raise ValueError("static batching is of requests that are all there: it goes with no late ones")
         names = [workload.name for workload in self.workload]
         if len(set(names)) != len(names):
             raise ValueError("each workload of a list needs a name of its own")

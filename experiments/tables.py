@@ -1,6 +1,6 @@
 """A run, and the registry, as tables for people: every column explains itself, and 80 columns are enough."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -57,6 +57,13 @@ def _tables(plan: Plan, rows: Sequence[AnyRow]) -> RenderableType:
         parts.append(_engine_table(plan, engines, [row for row in rows if isinstance(row, ParityRow)]))
         parts += _texts(plan, engines)
     peers = [row for row in rows if isinstance(row, PeerRow)]
+    served: list[EngineRow | PeerRow] = [*engines, *peers]
+    timed = [row for row in served if row.status == "ok" and row.ttft_s is not None]
+    if timed:
+        parts.append(_latency_table(plan, timed))
+    scheduled = [row for row in engines if row.status == "ok" and row.settings]
+    if scheduled:
+        parts.append(_memory_table(plan, scheduled))
     if peers:
         parts.append(_peer_table(peers))
     return Group(*parts)
@@ -112,7 +119,8 @@ def _engine_table(plan: Plan, engines: Sequence[EngineRow], parities: Sequence[P
     parity = {_key(row): row for row in parities}
     firsts: set[str | None] = set()
     for row in engines:
-        arm = [row.settings.get(name) if key != name else row.arm[key] for key, name in zip(swept, names, strict=True)]
+        known = {**row.arm, **row.settings}
+        arm = [known.get(name, "-") for name in names]
         cells: list[str | Text] = [str(row.workload)] if several else []
         cells += [*map(str, arm), status_text(row.status)]
         if row.status != "ok":
@@ -132,11 +140,73 @@ def _engine_table(plan: Plan, engines: Sequence[EngineRow], parities: Sequence[P
             firsts.add(row.workload)
         add_row(table, *cells)
     table.caption = (
-        "Output tokens per second; ttft: time to first token, all requests arriving at once; same tokens, drift: as "
+        "Output tokens per second; ttft: time to first token, the median; same tokens, drift: as "
         "the first arm, and the largest difference of a log-probability. n/m: not measured."
     )
     table.caption_justify = "left"
     return table
+
+
+def _title(plan: Plan, row: EngineRow | PeerRow) -> str:
+    """What tells a row from the others: its arm's swept values, or a peer's name."""
+    if isinstance(row, PeerRow):
+        return str(row.peer).replace("_", " ")
+    ops = [row.arm[key] for key in plan.arms[0].swept if key in row.arm]
+    return ", ".join([*ops, *(f"{key} {value}" for key, value in row.settings.items())]) or "this engine"
+
+
+def _by_workload(
+    table: Table, rows: Sequence[EngineRow | PeerRow], cells: Callable[[Any], Sequence[str]], plan: Plan
+) -> None:
+    """A line for each row, with a heading for each workload where there are several."""
+    workloads = list(dict.fromkeys(row.workload for row in rows))
+    for workload in workloads:
+        if len(workloads) > 1:
+            add_row(table, Text(str(workload), "bold"))
+        for row in rows:
+            if row.workload == workload:
+                add_row(table, _title(plan, row), *cells(row))
+
+
+def _latency_table(plan: Plan, rows: Sequence[EngineRow | PeerRow]) -> Table:
+    """Percentiles of what users wait for."""
+    right = ["ttft", "tpot", "gap"]
+    table = new_table("Waiting, ms: p50/p90/p99", ["arm", *right], right)
+    _by_workload(table, rows, lambda row: [_three(row.ttft_s), _three(row.tpot_s), _three(row.gap_s)], plan)
+    table.caption = (
+        "ttft: to a request's first token; tpot: its mean time between tokens; gap: any time between two of its "
+        "tokens. With late requests, ttft is theirs, the others are of those that were there before."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _memory_table(plan: Plan, rows: Sequence[EngineRow]) -> Table:
+    """What the cache's memory was good for; counts, not times, so also where kernels are interpreted."""
+    right = ["running", "lent", "empty", "preempted", "hits"]
+    table = new_table("Memory", ["arm", *right], right)
+    _by_workload(table, rows, _memory_cells, plan)
+    table.caption = (
+        "running: sequences in one step, at most; lent: of the cache's pages, at the peak; empty: of the slots lent "
+        "then, those without a token; hits: of the prompts' tokens."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _memory_cells(row: EngineRow) -> list[str]:
+    assert row.peak_occupancy is not None
+    assert row.last_page_waste is not None
+    assert row.hit_tokens is not None
+    hits = row.hit_tokens / row.prompt_tokens if row.prompt_tokens else 0.0
+    shares = [f"{share:.0%}" for share in (row.peak_occupancy, row.last_page_waste, hits)]
+    return [str(row.peak_running), shares[0], shares[1], str(row.preemptions), shares[2]]
+
+
+def _three(quantiles: Mapping[str, float] | None) -> str:
+    if not quantiles:
+        return "-"
+    return "/".join(f"{ms:.3g}" if (ms := value * 1e3) < 999.5 else f"{ms:,.0f}" for value in quantiles.values())
 
 
 def _same(equal: int | None, of: int | None) -> Text:

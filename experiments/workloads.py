@@ -5,16 +5,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from experiments.schema import PromptsWorkload, SyntheticWorkload
+from experiments.schema import LateRequests, PromptsWorkload, SyntheticWorkload
 from tsched import SamplingParams
 
 
 @dataclass(frozen=True)
 class Request:
-    """A text or token ids, and how it is continued."""
+    """A text or token ids, and how it is continued.
+
+    after: 0 for a request that is there from the start; another comes once those have that many output tokens each, in
+    the mean.
+    """
 
     prompt: str | list[int]
     params: SamplingParams
+    after: int = 0
 
 
 def requests_of(workload: SyntheticWorkload | PromptsWorkload, vocab_size: int) -> list[Request]:
@@ -26,21 +31,38 @@ def requests_of(workload: SyntheticWorkload | PromptsWorkload, vocab_size: int) 
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": None, **workload.sampling})
     first_seed = params.seed if params.seed is not None else getattr(workload, "seed", 0)
 
-    def of(index: int, prompt: str | list[int], max_tokens: int, *, exact: bool) -> Request:
+    def of(index: int, prompt: str | list[int], max_tokens: int, *, exact: bool, after: int = 0) -> Request:
         mine = replace(params, seed=first_seed + index, max_tokens=max_tokens)
-        return Request(prompt, replace(mine, ignore_eos=True) if exact else mine)
+        return Request(prompt, replace(mine, ignore_eos=True) if exact else mine, after)
 
     if isinstance(workload, PromptsWorkload):
         texts = enumerate(workload.prompts)
         return [of(index, text, workload.max_tokens, exact=False) for index, text in texts]
     generator = np.random.default_rng(workload.seed)
-    lengths = [
-        (_drawn(generator, workload.input_len.uniform), _drawn(generator, workload.output_len.uniform))
-        for _ in range(workload.num_requests)
+    lengths = _lengths(generator, workload, workload.num_requests)
+    prompts = [generator.integers(0, vocab_size, inputs).tolist() for inputs, _ in lengths]
+    if workload.shared_prefix:
+        text = generator.integers(0, vocab_size, workload.input_len.uniform[1]).tolist()
+        for prompt in prompts:
+            shared = int(workload.shared_prefix * len(prompt))
+            prompt[:shared] = text[:shared]
+    found = [
+        of(index, prompt, outputs, exact=True)
+        for index, (prompt, (_, outputs)) in enumerate(zip(prompts, lengths, strict=True))
     ]
+    if workload.late is not None:
+        for place, (inputs, outputs) in enumerate(_lengths(generator, workload.late, workload.late.num_requests), 1):
+            prompt = generator.integers(0, vocab_size, inputs).tolist()
+            found.append(of(len(found), prompt, outputs, exact=True, after=place * workload.late.every))
+    return found
+
+
+def _lengths(
+    generator: np.random.Generator, drawn: SyntheticWorkload | LateRequests, count: int
+) -> list[tuple[int, int]]:
+    """[count] times the tokens in and out."""
     return [
-        of(index, generator.integers(0, vocab_size, inputs).tolist(), outputs, exact=True)
-        for index, (inputs, outputs) in enumerate(lengths)
+        (_drawn(generator, drawn.input_len.uniform), _drawn(generator, drawn.output_len.uniform)) for _ in range(count)
     ]
 
 

@@ -10,6 +10,7 @@ from tkernels.variant import Variant
 PEERS: Mapping[str, str] = {
     "transformers_one_at_a_time": "experiments.peers.transformers_generate",
     "transformers_batched": "experiments.peers.transformers_generate",
+    "without_kv_cache": "experiments.peers.without_kv_cache",
 }
 """name -> the module whose `make_peer(name, directory, requests, device, dtype)` gives a server with `settings`."""
 

@@ -73,6 +73,8 @@ def make_peer(
         params = request.params
         if not (params.is_greedy and params.ignore_eos) or params.has_penalties or params.stop or params.stop_token_ids:
             raise PeerUnsupportedError("only greedy requests that run to their exact length (ignore_eos) are compared")
+        if request.after:
+            raise PeerUnsupportedError("only requests that come at once are compared")
     batched = name == "transformers_batched"
     candidates: list[tuple[float, int, TransformersPeer]] = []
     for attention in ATTENTION:

@@ -1,20 +1,21 @@
 """Every arm's engine serves every workload end to end, and every peer serves it in between."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import import_module
+from itertools import count
 from typing import Any
 
 from experiments.arms import Arm
 from experiments.peers import PEERS, PeerUnsupportedError
 from experiments.rows import EngineRow, PeerRow, Status
 from experiments.stages.context import Context, Step, one_line
-from experiments.stages.serving import Served, equal_requests, figures, interleaved, spread, timed
+from experiments.stages.serving import Served, equal_requests, figures, interleaved, spread
+from experiments.timed_llm import TimedLLM, Timeline
 from experiments.workloads import Request, requests_of
 from tkernels import SelectionError
-from tsched import LLM
+from tsched import SamplingParams
 from tsched.outputs import RequestOutput
 
 REPORTED_LOGPROBS = 5
@@ -85,10 +86,10 @@ def _refused(context: Context, index: int, arm: Arm) -> tuple[Status, str] | Non
     return None
 
 
-def _llm(context: Context, arm: Arm) -> LLM:
+def _llm(context: Context, arm: Arm) -> TimedLLM:
     plan = context.plan
     assert plan.model is not None
-    return LLM(
+    return TimedLLM(
         plan.model.directory(),
         kernels=arm.choices,
         dtype=plan.dtype,
@@ -99,7 +100,7 @@ def _llm(context: Context, arm: Arm) -> LLM:
     )
 
 
-def interpreted_ops(llm: LLM) -> list[str]:
+def interpreted_ops(llm: TimedLLM) -> list[str]:
     """The ops of an engine that run in Triton's interpreter."""
     if llm.device.type != "cpu":
         return []
@@ -107,19 +108,21 @@ def interpreted_ops(llm: LLM) -> list[str]:
 
 
 def _serve(
-    context: Context, llm: LLM, arm: Arm, workload: str, requests: list[Request], peers: Sequence[str]
+    context: Context, llm: TimedLLM, arm: Arm, workload: str, requests: list[Request], peers: Sequence[str]
 ) -> list[Answer]:
     common = context.common(arm=llm.arm, settings=arm.settings, workload=workload)
     before = llm.stats()
     try:
-        outputs = _answer(llm, requests)
+        found_before = llm.cache_stats()
+        timeline = llm.serve(requests, batching=arm.batching, salt="answer", adapt=_with_logprobs)
+        outputs, found = timeline.outputs, llm.cache_stats()
         after = llm.stats()
         slow = interpreted_ops(llm)
         not_timed = f"{', '.join(slow)} interpreted on a CPU: not measured" if slow else None
         if slow:
-            rounds = [_served(outputs, 0.0)]
+            rounds = [_served(timeline, requests)]
         elif not peers:
-            (rounds,) = interleaved([partial(serve_once, llm, requests)], context.plan.experiment.repeats, _nothing)
+            (rounds,) = interleaved([_rounds_of(llm, arm, requests)], context.plan.experiment.repeats, _nothing)
         else:
             rounds = _beside_peers(context, llm, arm, workload, requests, outputs, peers)
     except Exception as error:
@@ -139,50 +142,53 @@ def _serve(
         last_page_waste=after.last_page_waste,
         steps=after.num_steps - before.num_steps,
         preemptions=after.num_preemptions - before.num_preemptions,
+        peak_running=timeline.peak_running,
+        hit_tokens=found.hit_tokens - found_before.hit_tokens,
     )
     context.folder.record(row)
-    return [Answer(llm.arm, arm.settings, workload, tuple(outputs))]
+    return [Answer(llm.arm, arm.settings, workload, outputs)]
 
 
 def _nothing() -> None:
     return None
 
 
-def _answer(llm: LLM, requests: list[Request]) -> list[RequestOutput]:
-    params = [replace(request.params, logprobs=REPORTED_LOGPROBS) for request in requests]
-    return llm.generate([request.prompt for request in requests], params, progress=False)
+def _with_logprobs(params: SamplingParams) -> SamplingParams:
+    return replace(params, logprobs=REPORTED_LOGPROBS)
 
 
-def _served(outputs: Sequence[RequestOutput], seconds: float) -> Served:
-    waits = [output.metrics.time_to_first_token for output in outputs]
+def _served(timeline: Timeline, requests: list[Request]) -> Served:
+    outputs = timeline.outputs
     return Served(
         tokens=tuple(tuple(o.outputs[0].token_ids) if o.error is None else None for o in outputs),
         prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
-        seconds=seconds,
-        first_token_s=tuple(wait for wait in waits if wait is not None),
+        seconds=timeline.seconds,
+        moments=timeline.moments,
+        late=frozenset(index for index, request in enumerate(requests) if request.after),
     )
 
 
-def serve_once(llm: LLM, requests: list[Request]) -> Served:
-    """One timed round, without log-probabilities, which cost a softmax over the vocabulary."""
-    prompts, params = [request.prompt for request in requests], [request.params for request in requests]
-    outputs, seconds = timed(lambda: llm.generate(prompts, params, progress=False))
-    return _served(outputs, seconds)
+def _rounds_of(llm: TimedLLM, arm: Arm, requests: list[Request]) -> Callable[[], Served]:
+    """Serves a timed round, without log-probabilities, which cost a softmax over the vocabulary. No round finds in the
+    prefix cache what another left there.
+    """
+    numbers = count()
+    return lambda: _served(llm.serve(requests, batching=arm.batching, salt=f"round {next(numbers)}"), requests)
 
 
 def _beside_peers(
     context: Context,
-    llm: LLM,
+    llm: TimedLLM,
     arm: Arm,
     workload: str,
     requests: list[Request],
-    outputs: list[RequestOutput],
+    outputs: Sequence[RequestOutput],
     peers: Sequence[str],
 ) -> list[Served]:
     """The arm's rounds, with each peer's in between and on record."""
     plan = context.plan
     assert plan.model is not None
-    by_ids = [Request(o.prompt_token_ids, r.params) for o, r in zip(outputs, requests, strict=True)]
+    by_ids = [replace(r, prompt=o.prompt_token_ids) for o, r in zip(outputs, requests, strict=True)]
     common = context.common(arm=llm.arm, settings=arm.settings, workload=workload)
     servers: dict[str, Any] = {}
     with context.step(
@@ -199,7 +205,7 @@ def _beside_peers(
                 context.folder.record(PeerRow(**common, peer=name, status="failed", reason=one_line(error)))
             step.advance("")
         step.say("interleaved rounds")
-        everyone = [partial(serve_once, llm, requests), *servers.values()]
+        everyone = [_rounds_of(llm, arm, requests), *servers.values()]
         mine, *theirs = interleaved(everyone, plan.experiment.repeats, lambda: step.advance("interleaved rounds"))
     for (name, server), rounds in zip(servers.items(), theirs, strict=True):
         speedups = [a.tokens_per_s / b.tokens_per_s for a, b in zip(mine, rounds, strict=True)]

@@ -1,5 +1,6 @@
 """Serving a workload in timed rounds: what an arm's engine and a peer have in common."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -9,12 +10,38 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Served:
-    """One round of a workload. `tokens`: each request's output, None where it failed. Seconds are the whole round's."""
+    """One round of a workload. `tokens`: each request's output, None where it failed. Seconds are the whole round's.
+
+    moments: of each request, when each of its tokens was there, seconds after it came; None where nobody knows.
+    late: the requests that came while others ran; where there are some, first_token_s is of them, the rest of the
+    others.
+    """
 
     tokens: tuple[tuple[int, ...] | None, ...]
     prompt_tokens: int
     seconds: float
-    first_token_s: tuple[float, ...] | None
+    moments: tuple[tuple[float, ...], ...] | None
+    late: frozenset[int] = frozenset()
+
+    @property
+    def first_token_s(self) -> list[float]:
+        """Seconds to the first token of each request."""
+        return [m[0] for i, m in enumerate(self.moments or ()) if m and (not self.late or i in self.late)]
+
+    @property
+    def per_token_s(self) -> list[float]:
+        """Of each request with several tokens, the mean of the seconds between them."""
+        return [
+            (m[-1] - m[0]) / (len(m) - 1) for i, m in enumerate(self.moments or ()) if len(m) > 1 and self._early(i)
+        ]
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """The seconds between any two tokens of a request that follow each other."""
+        return [b - a for i, m in enumerate(self.moments or ()) if self._early(i) for a, b in itertools.pairwise(m)]
+
+    def _early(self, request: int) -> bool:
+        return request not in self.late
 
     @property
     def output_tokens(self) -> int:
@@ -74,7 +101,7 @@ def figures(rounds: Sequence[Served], not_timed: str | None = None) -> dict[str,
         "speed_reason": not_timed,
     }
     if not_timed is not None:
-        return {**result, **dict.fromkeys(("tokens_per_s", "tokens_per_s_iqr", "time_to_first_token_s", "seconds"))}
+        return {**result, **dict.fromkeys(_TIMES)}
     rates = [served.tokens_per_s for served in rounds]
     waits = [statistics.median(served.first_token_s) for served in rounds if served.first_token_s]
     return {
@@ -83,7 +110,21 @@ def figures(rounds: Sequence[Served], not_timed: str | None = None) -> dict[str,
         "tokens_per_s_iqr": spread(rates),
         "time_to_first_token_s": statistics.median(waits) if waits else None,
         "seconds": [served.seconds for served in rounds],
+        "ttft_s": percentiles([wait for served in rounds for wait in served.first_token_s]),
+        "tpot_s": percentiles([mean for served in rounds for mean in served.per_token_s]),
+        "gap_s": percentiles([gap for served in rounds for gap in served.gaps_s]),
     }
+
+
+_TIMES = ("tokens_per_s", "tokens_per_s_iqr", "time_to_first_token_s", "seconds", "ttft_s", "tpot_s", "gap_s")
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """p50, p90 and p99: the smallest value that at least that share of all do not exceed; None where there is none."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return {f"p{share}": ordered[-(-share * len(ordered) // 100) - 1] for share in (50, 90, 99)}
 
 
 def equal_requests(one: Sequence[tuple[int, ...] | None], other: Sequence[tuple[int, ...] | None]) -> int:

@@ -39,3 +39,17 @@ def test_pins_are_given_as_select_takes_them() -> None:
 
 def test_a_variant_named_twice_is_one_arm() -> None:
     assert len(arms("kernels: {swiglu: [torch, torch, fused]}")) == 2
+
+
+def test_sets_of_options_follow_one_another_and_batching_is_the_fastest() -> None:
+    found = arms(
+        "scheduler: [{block_size: [8, 16], order: fcfs}, {max_num_seqs: 4, order: fcfs}]\n"
+        "batching: [static, continuous]\nkernels: {swiglu: torch}"
+    )
+    assert found[0].swept == ("scheduler.max_num_seqs", "scheduler.block_size", "batching")
+    assert [arm.settings for arm in found] == [
+        {**options, "batching": batching}
+        for options in ({"block_size": 8}, {"block_size": 16}, {"max_num_seqs": 4})
+        for batching in ("static", "continuous")
+    ]
+    assert {arm.scheduler["order"] for arm in found} == {"fcfs"}

@@ -17,9 +17,9 @@ from experiments.run_folder import RunFolder
 from experiments.runner import failures
 from experiments.stages.parity import first_difference
 from experiments.tables import print_report
+from experiments.timed_llm import TimedLLM
 from tests.tkernels.outside import write_variant
 from tkernels.source_hash import source_hash
-from tsched import LLM
 
 Run = Callable[..., RunFolder]
 KERNELS: dict[str, Any] = {
@@ -187,12 +187,12 @@ def test_nothing_supported_is_a_failure(run: Run, tmp_path: Path, checkpoint: Pa
 def test_a_crash_in_one_arm_is_a_row_and_the_others_go_on(
     run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def crashing(*args: Any, **kwargs: Any) -> LLM:
+    def crashing(*args: Any, **kwargs: Any) -> TimedLLM:
         if kwargs["block_size"] == 16:
             raise RuntimeError("out of\nmemory")
-        return LLM(*args, **kwargs)
+        return TimedLLM(*args, **kwargs)
 
-    monkeypatch.setattr(experiments.stages.engine, "LLM", crashing)
+    monkeypatch.setattr(experiments.stages.engine, "TimedLLM", crashing)
     folder = run(model={"path": str(checkpoint)}, scheduler={**SMALL, "block_size": [8, 16, 32]}, repeats=1, **PROMPTS)
     rows = rows_of(folder, EngineRow)
     assert [(row.settings, row.status) for row in rows] == [

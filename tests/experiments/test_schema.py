@@ -13,6 +13,9 @@ model: {preset: tiny}
 kernels: {swiglu: fused}
 """
 
+SYNTHETIC = "{kind: synthetic, num_requests: 2, input_len: 4, output_len: 8"
+LATE = "{num_requests: 2, input_len: 4, output_len: 8"
+
 
 def parse(text: str) -> Experiment:
     return validate(parse_document(text, "a.yaml", Path()))
@@ -67,6 +70,13 @@ def test_every_problem_is_reported_at_once_with_its_place() -> None:
         ("repeats: true", "repeats"),
         ("name: ../elsewhere", "name"),
         ("peers: [transformers_batched]", "peers serve a workload"),
+        ("batching: sttic", "batching (a.yaml, line 5): unknown value 'sttic': there is continuous, static; did you"),
+        ("scheduler: []", "scheduler (a.yaml, line 5): must be a list of at least 1"),
+        ("scheduler: [{}, {order: fcfs, block_size: 0}]", "scheduler[1].block_size"),
+        (f"workload: {SYNTHETIC}, shared_prefix: 1.0}}", "shared_prefix (a.yaml, line 5): must be less than 1, got"),
+        (f"workload: {SYNTHETIC}, late: {LATE}, evry: 2}}}}", "late.evry (a.yaml, line 5): unknown key: there is num_"),
+        (f"workload: {SYNTHETIC}, late: {LATE}, every: 4}}}}", "comes after 8 output tokens of the others"),
+        (f"batching: static\nworkload: {SYNTHETIC}, late: {LATE}, every: 3}}}}", "it goes with no late ones"),
     ],
 )  # fmt: skip
 def test_what_is_refused(change: str, message: str) -> None:
@@ -94,5 +104,5 @@ def test_a_model_is_exactly_one_of_three() -> None:
 def test_a_single_value_is_a_list_of_one() -> None:
     experiment = parse(GOOD + "scheduler: {block_size: 8}\nworkload: {kind: prompts, prompts: [a]}")
     assert [choice.variant for choice in experiment.kernels["swiglu"]] == ["fused"]
-    assert experiment.scheduler.block_size == [8]
+    assert experiment.scheduler[0].block_size == [8]
     assert [workload.kind for workload in experiment.workload] == ["prompts"]
