@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import experiments
 from experiments.document import read_document
 from experiments.plan import Plan, make_plan
 from experiments.rows import EngineRow, ParityRow, PeerRow
@@ -37,7 +38,7 @@ def workload(**keys: Any) -> SyntheticWorkload:
 
 @pytest.mark.parametrize("name", BASELINES)
 def test_each_baseline_resolves(name: str) -> None:
-    plan = make_plan(read_document(Path("experiments") / f"{name}.yaml"))
+    plan = make_plan(read_document(Path(experiments.__file__).parent / f"{name}.yaml"))
     assert len(plan.arms) > 1 or plan.experiment.peers
     assert not plan.unsupported
 
@@ -162,7 +163,7 @@ def test_no_round_finds_what_another_cached(run: Run, checkpoint: Path) -> None:
     assert all(row.tokens_equal for row in rows_of(folder, ParityRow))
 
 
-def test_sets_of_options_that_only_go_together(run: Run, checkpoint: Path) -> None:
+def test_sets_of_options_that_only_go_together(run: Run, tmp_path: Path, checkpoint: Path) -> None:
     late = {"num_requests": 2, "input_len": 40, "output_len": 3, "every": 3}
     whole = {**SMALL, "max_num_seqs": 8, "max_model_len": 64, "max_num_batched_tokens": 64, "chunked_prefill": False}
     chunks = {**whole, "max_num_batched_tokens": 16, "chunked_prefill": True}
@@ -171,6 +172,8 @@ def test_sets_of_options_that_only_go_together(run: Run, checkpoint: Path) -> No
         workload={**SYNTHETIC, "output_len": 12, "late": late},
     )  # fmt: skip
     assert failures(folder) == []
+    again = make_plan(read_document(folder.path / "resolved.yaml"))
+    assert again.arms == make_plan(read_document(tmp_path / "experiment.yaml")).arms
     off, on = rows_of(folder, EngineRow)
     assert off.settings == {"max_num_batched_tokens": 64, "chunked_prefill": False}
     assert on.settings == {"max_num_batched_tokens": 16, "chunked_prefill": True}
