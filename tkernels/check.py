@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ import torch
 
 from tkernels.accuracy import Verdict, judge
 from tkernels.addresses import default_door
-from tkernels.calls import wanted_outputs
+from tkernels.calls import same_bits, wanted_outputs
 from tkernels.config import Config
 from tkernels.contract import Axes, Case, Choose, Contract, ContractError, Value, unpack
 from tkernels.device import INTERPRETER, device_facts
-from tkernels.inputs import clone_inputs, outside_views, poison, widened
+from tkernels.inputs import clone_inputs, map_tensors, outside_views, poison, widened
 from tkernels.launch import Door, Kernel
 from tkernels.mode import MODE
 from tkernels.tuning import NEAREST
@@ -119,7 +119,8 @@ def check_case(
     if reason := variant.unsupported_reason(axes, device, facts):
         return result("unsupported", reason)
     mine = clone_inputs(arguments)
-    before = outside_views(mine, (*contract.writes, *contract.consumes))
+    written = (*contract.writes, *contract.consumes)
+    before = outside_views(mine, written)
     try:
         if variant.launch is not None:
             assert config is not None
@@ -136,9 +137,10 @@ def check_case(
             outputs = dict(zip(wanted_outputs(contract, mine), results, strict=True))
     except Exception as error:
         return result("failed", f"{type(error).__name__}: {error}")
-    changed = _changed_outside(before, outside_views(mine, (*contract.writes, *contract.consumes)))
-    if changed:
-        return result("wrong", "memory outside what the op writes was changed")
+    after = outside_views(mine, written)
+    if changed := [address for address, whole in before.items() if not torch.equal(whole, after[address])]:
+        where = _changed_where(arguments, mine, written, changed)
+        return result("wrong", f"memory outside what the op writes was changed: {where}")
     got = {name: tensor for name, tensor in outputs.items() if tensor is not None}
     got |= {name: mine[name] for name in contract.writes}
     for name, output in contract.outputs.items():
@@ -201,8 +203,31 @@ def _judge_all(
     return verdicts, ""
 
 
-def _changed_outside(before: dict[int, torch.Tensor], after: dict[int, torch.Tensor]) -> bool:
-    return any(not torch.equal(bytes_before, after[address]) for address, bytes_before in before.items())
+def _changed_where(
+    before: Mapping[str, Any], after: Mapping[str, Any], written: Sequence[str], storages: Sequence[int]
+) -> str:
+    """The arguments whose elements differ; where none does, those in whose storages something between them does."""
+    elements, beside = [], []
+    for name in before:
+        old, new = _tensors(before[name]), _tensors(after[name])
+        if any(tensor.untyped_storage().data_ptr() in storages for tensor in new):
+            beside.append(name)
+        if name not in written and not all(same_bits(*pair) for pair in zip(old, new, strict=True)):
+            elements.append(name)
+    if elements:
+        return f"argument {' and '.join(map(repr, elements))}"
+    return f"between or beyond the elements of argument {' and '.join(map(repr, beside))}"
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors({"": value}, note)
+    return found
 
 
 def chooser(seed: int) -> Choose:

@@ -5,6 +5,7 @@ the YAML schema all read it, so that a new variant needs nothing but its own fil
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from tkernels.batching import Batching
+from tkernels.dims import Dim
+from tkernels.overlap import shared_memory
 
 Value = int | str | bool
 Axes = Mapping[str, Value]
@@ -77,41 +80,6 @@ def dtype_axis(role: str, *more: str) -> Choice:
     return Choice(role, (*more, *FLOATS), f"dtype of the {role} tensors", legal=(*more, *FLOATS, "float64"))
 
 
-@dataclass(frozen=True)
-class Dim:
-    """One entry of a tensor's shape: `X`, `c*X`, `X/c`, `X+c` or a constant, all forms that `X` can be solved from."""
-
-    text: str
-    name: str | None
-    times: int = 1
-    over: int = 1
-    plus: int = 0
-
-    @staticmethod
-    def parse(text: str) -> "Dim":
-        if text.isdigit():
-            return Dim(text, None, plus=int(text))
-        if "*" in text:
-            times, name = text.split("*")
-            return Dim(text, name, times=int(times))
-        if "/" in text:
-            name, over = text.split("/")
-            return Dim(text, name, over=int(over))
-        if "+" in text:
-            name, plus = text.split("+")
-            return Dim(text, name, plus=int(plus))
-        return Dim(text, text)
-
-    def solve(self, size: int) -> int | None:
-        """The axis value that gives `size`, or None where there is none."""
-        value, rest = divmod((size - self.plus) * self.over, self.times)
-        return value if rest == 0 and value >= 0 else None
-
-    def size(self, axes: Axes) -> int:
-        value = axes[self.name] if self.name is not None else 0
-        return int(value) * self.times // self.over + self.plus
-
-
 class Argument(Protocol):
     """The rule for one parameter of the op: checks a value's structure (never its contents) and binds axes from it."""
 
@@ -159,6 +127,8 @@ class Tensor:
                 return
         if not isinstance(value, torch.Tensor):
             raise ContractError(f"{op}: argument {name!r} must be a tensor [{self.dims}], got {type(value).__name__}")
+        if value.layout is not torch.strided:
+            raise ContractError(f"{op}: argument {name!r} must be a strided tensor, got layout {value.layout}")
         if device is not None and value.device != device:
             raise ContractError(f"{op}: argument {name!r} is on {value.device}, the first tensor is on {device}")
         dims, shape = self.shape, value.shape
@@ -203,6 +173,8 @@ class Scalar:
         allowed = (int, float) if self.kind is float else (self.kind,)
         if not isinstance(value, allowed) or (isinstance(value, bool) and self.kind is not bool):
             raise ContractError(f"{op}: argument {name!r} must be {self.kind.__name__}, got {value!r}")
+        if not math.isfinite(value):
+            raise ContractError(f"{op}: argument {name!r} must be finite, got {value!r}")
         if self.low is not None and value < self.low:
             raise ContractError(f"{op}: argument {name!r} must be at least {self.low}, got {value!r}")
         if self.axis:
@@ -349,7 +321,9 @@ class Contract:
         return dict(bound.arguments)
 
     def bind_axes(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Value], torch.device]:
-        """Checks the structure of a call (shapes, dtypes, devices, strides; never values) and returns its axes."""
+        """Checks the structure of a call (shapes, dtypes, devices, strides, places in memory; never values) and returns
+        its axes.
+        """
         axes: dict[str, Value] = {}
         device: torch.device | None = None
         for name, rule in self.arguments.items():
@@ -360,6 +334,10 @@ class Contract:
         if device is None:
             raise ContractError(f"{self.name}: no tensor among the arguments")
         self.check_axes(axes)
+        if written := (*self.writes, *self.consumes):
+            shared = shared_memory(arguments, written)
+            if shared is not None:
+                raise ContractError(f"{self.name}: argument {shared[0]!r} {shared[1]}")
         return axes, device
 
     def check_axes(self, axes: Axes) -> None:

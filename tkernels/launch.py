@@ -115,16 +115,30 @@ class Run:
 
 
 def _structure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """All that a contract looks at in a call, hashable; None where an argument is neither a tensor nor a number."""
+    """What a contract looks at in each argument, hashable; None where one is neither a strided tensor nor a number."""
     parts: list[Any] = [*kwargs]
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided:
+                return None
             parts.append((value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % 16))
         elif value is None or isinstance(value, int | float):
             parts.append((value.__class__, value))  # the class too, for 1 == 1.0 == True
         else:
             return None
     return tuple(parts)
+
+
+def _places(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    """(the first tensor in the same storage, bytes from its beginning) of each tensor: which share memory follows."""
+    firsts: dict[int, tuple[int, int]] = {}
+    places: list[tuple[int, int]] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            begin = value.data_ptr()
+            first, origin = firsts.setdefault(value.untyped_storage().data_ptr(), (len(places), begin))
+            places.append((first, begin - origin))
+    return tuple(places)
 
 
 @dataclass(frozen=True)
@@ -147,6 +161,7 @@ class Kernel:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    _writes: bool = field(init=False, repr=False, compare=False)
     _callables: dict[torch.device, tuple[Callable[..., Any], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -154,10 +169,13 @@ class Kernel:
     def __post_init__(self) -> None:
         variant = self.variant
         label = f"{variant.contract.name}.{variant.name}"
+        object.__setattr__(self, "_writes", bool(variant.contract.writes or variant.contract.consumes))
         object.__setattr__(self, "_range", _NVTX.get_event_attributes(message=label))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         structure = _structure(args, kwargs)
+        if structure is not None and self._writes:
+            structure = (structure, _places(args, kwargs))
         checked = self._checked.get(structure) if structure is not None else None
         axes, device = checked or self._check(structure, args, kwargs)
         _NVTX.push_range(self._range)  # type: ignore[attr-defined]

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from tkernels.config import Config
-from tkernels.contract import Axes, Contract, ContractError, Dim, Value
+from tkernels.contract import Axes, Contract, ContractError, Value
 from tkernels.device import DeviceFacts, device_facts
+from tkernels.dims import Dim
 from tkernels.launch import Buffer, ZeroedBuffers
 from tkernels.mode import unavailable_reason
 from tkernels.source_hash import is_jit, source_hash

@@ -10,6 +10,7 @@ import tkernels
 from tkernels.check import drawn_cases
 from tkernels.contract import Tensor
 from tkernels.launch import Kernel
+from tkernels.overlap import overlap_each_other, overlaps_itself
 from tkernels.tuning import NEAREST
 
 
@@ -29,6 +30,7 @@ BROKEN: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "size": (lambda tensor: torch.cat((tensor, tensor[:1])), r"from the arguments before|is needed|does not hold"),
     "device": (lambda tensor: tensor.to("meta"), "the first tensor is on|must be on cpu or cuda"),
     "stride": (two_apart, "needs unit stride in its last dim"),
+    "layout": (lambda tensor: tensor.float().to_sparse(), "must be a strided tensor, got layout torch.sparse_coo"),
     "type": (lambda tensor: tensor.tolist(), "must be a tensor"),
 }
 
@@ -102,3 +104,75 @@ def test_a_scalar_of_another_type_is_refused(op: str, name: str) -> None:
     variant = tkernels.OPS[op].variants["torch"]
     with pytest.raises(ValueError, match=f"^{op}: argument '{name}' must be "):
         variant(**{**inputs_with(op, tensor_arguments(op)[0]), name: "many"})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in tkernels.OPS for name in scalar_arguments(op)])
+def test_a_scalar_that_is_not_finite_is_refused(op: str, name: str, value: float) -> None:
+    kind = tkernels.OPS[op].contract.arguments[name].kind
+    variant = tkernels.OPS[op].variants["torch"]
+    with pytest.raises(ValueError, match=f"argument '{name}' must be {'finite' if kind is float else kind.__name__}"):
+        variant(**{**inputs_with(op, tensor_arguments(op)[0]), name: value})
+
+
+WRITTEN = [(op.name, name) for op in tkernels.OPS.values() for name in (*op.contract.writes, *op.contract.consumes)]
+
+
+@pytest.mark.parametrize(("op", "name"), WRITTEN)
+def test_a_written_tensor_whose_elements_share_memory_is_refused(op: str, name: str) -> None:
+    contract = tkernels.OPS[op].contract
+    cases = (case for case, _ in drawn_cases(tkernels.OPS[op].variants["torch"], 100))
+    inputs = next(c.inputs for c in cases if c.inputs[name].numel() and c.inputs[name].shape[0] > 1)
+    inputs = contract.bind_arguments((), inputs)
+    broken = {**inputs, name: inputs[name][:1].expand(inputs[name].shape)}
+    for variant in tkernels.OPS[op].variants.values():
+        with pytest.raises(tkernels.ContractError, match=f"^{op}: argument '{name}' is written, so no two of its elem"):
+            Kernel(variant, NEAREST, {}, door=launched)(**broken)
+
+
+def norm_and_rotation(memory: torch.Tensor, k_begins: int) -> dict[str, Any]:
+    """qk_norm_rope of q [3, 4, 32] at the beginning of some memory, and of k [3, 4, 32] there."""
+    q, k = memory[:384].view(3, 4, 32), memory[k_begins : k_begins + 384].view(3, 4, 32)
+    table = torch.zeros(10, 16)
+    names = ("q", "k", "cos", "sin", "positions", "eps")
+    return dict(zip(names, (q, k, table, table, torch.arange(3), 1e-6), strict=True))
+
+
+def test_written_tensors_that_share_memory_are_refused_though_a_call_of_that_form_was_right() -> None:
+    op = tkernels.OPS["qk_norm_rope"]
+    kernel = Kernel(op.variants["torch"], NEAREST, {})
+    defaults = {"q_weight": torch.ones(32), "k_weight": torch.ones(32)}
+    memory = torch.randn(1000)
+    for _ in range(2):
+        kernel(**norm_and_rotation(memory, 400), **defaults)
+        with pytest.raises(tkernels.ContractError, match="'q' is written, so it may not share memory with"):
+            kernel(**norm_and_rotation(memory, 368), **defaults)
+
+
+def test_views_side_by_side_in_one_row_or_one_page_share_nothing() -> None:
+    q, k, v = torch.zeros(5, 8, 64, dtype=torch.bfloat16).split([4, 2, 2], dim=1)
+    for one, other in ((q, k), (k, v), (v, q), (q[:0], q)):
+        assert not overlap_each_other(one, other)
+    joint = torch.zeros(3, 2, 16, 2, 8).to(torch.float8_e4m3fn)
+    assert not overlap_each_other(*joint.unbind(1))
+    assert not overlap_each_other(*joint.transpose(1, 3).unbind(3))
+    assert overlap_each_other(q, torch.as_strided(q, (5, 2), (512, 1), 255))
+    assert not overlap_each_other(q, torch.as_strided(q, (5, 2), (512, 1), 256))
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "shared"),
+    [
+        ((3, 4), (4, 1), False),
+        ((4, 3), (1, 4), False),
+        ((3, 4), (3, 1), True),
+        ((3, 4), (0, 1), True),
+        ((1, 4), (0, 1), False),
+        ((0, 4), (0, 1), False),
+        ((2, 3), (3, 2), False),  # they interleave: 0 2 4 and 3 5 7
+        ((3, 4), (3, 2), True),  # 6 is 2 * 3 and 3 * 2
+        ((2**10, 2**10), (3, 2), True),
+    ],
+)
+def test_a_tensor_shares_memory_with_itself(shape: tuple[int, int], strides: tuple[int, int], shared: bool) -> None:
+    assert overlaps_itself(torch.empty(6000).as_strided(shape, strides)) == shared

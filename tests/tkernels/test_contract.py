@@ -5,7 +5,8 @@ import torch
 
 from tkernels import OPS, Constraint, ContractError
 from tkernels.check import chooser
-from tkernels.contract import Dim, parse_axes
+from tkernels.contract import parse_axes
+from tkernels.dims import Dim
 from tkernels.inputs import clone_inputs
 
 

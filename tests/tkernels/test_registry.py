@@ -8,7 +8,8 @@ import torch
 import tkernels
 from tests.tkernels.outside import write_variant
 from tkernels import OPS, Config, UnknownNameError, VariantError
-from tkernels.check import drawn_results
+from tkernels.check import check_case, drawn_results
+from tkernels.launch import jit_door
 from tkernels.sanitizers.base import sanitized
 from tkernels.sanitizers.suite import SANITIZERS
 
@@ -49,6 +50,7 @@ def test_a_failure_names_the_worst_element_and_the_command_that_replays_it(tmp_p
     assert f"--op swiglu --variant doubled --axes T={result.axes['T']}" in result.replay
 
 
+SWIGLU = {"T": 2, "I": 8, "activation": "float32", "values": "ordinary"}
 ONLY_WARPS = ("configs=(Config(), Config(num_warps=8))", "configs=(Config(num_warps=2),)")
 
 
@@ -66,6 +68,21 @@ def test_an_architectures_default_is_drawn_and_found_wrong(tmp_path: Path) -> No
     results = list(drawn_results(variant, 20, fixed={"T": 2}))
     assert {result.config for result in results if result.status == "wrong"} == {Config(FACTOR=2)}
     assert sum(finding is not None for finding in sanitized(SANITIZERS["tuning"], variant, 4)) == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "where"),
+    [
+        ("gate_up_ptr + row * stride_gate_up_t", "argument 'gate_up'"),
+        ("gate_up_ptr + (row + 1) * stride_gate_up_t - 1", "between or beyond the elements of argument 'gate_up'"),
+    ],
+)
+def test_a_write_outside_what_the_op_writes_names_the_argument(place: str, where: str, tmp_path: Path) -> None:
+    write = ("    tl.store(out_ptr", f"    tl.store({place}, 7.0)\n    tl.store(out_ptr")
+    variant = OPS.with_variants_from(write_variant(tmp_path, write))["swiglu"].variants["doubled"]
+    case = variant.contract.case({**SWIGLU, "layout": "padded"}, seed=0)
+    result = check_case(variant, case, door=jit_door, offsets=False)
+    assert (result.status, result.reason) == ("wrong", f"memory outside what the op writes was changed: {where}")
 
 
 def test_a_kernel_that_is_wrong_on_wide_rows_alone_is_found(tmp_path: Path) -> None:

@@ -160,6 +160,12 @@ PLANTED: list[tuple[str, list[tuple[str, str]], str]] = [
         ],
         "with its programs reversed",
     ),
+    # The lanes of one store: each its own value to one element, which the right one overwrites.
+    (
+        "order",
+        [(STORED, STORED + "    tl.store(out_ptr + row * stride_out_t + offs * 0, gate, mask=mask)\n")],
+        "lanes of one store of program",
+    ),
     # In a batch of one, another order of rounding.
     ("batch", [*TOKENS, (STORED, STORED + "    out *= tl.where(tokens > 1, 1.0 + 1.0e-6, 1.0)\n")], "its bits alone"),
     # The last member of a batch is not like the others.

@@ -23,8 +23,9 @@ import torch
 from triton.runtime import interpreter as triton_interpreter
 
 from tkernels.config import Config
-from tkernels.contract import Axes, Case, Contract, ContractError, Dim, Int, Tensor
+from tkernels.contract import Axes, Case, Contract, ContractError, Int, Tensor
 from tkernels.device import INTERPRETER
+from tkernels.dims import Dim
 from tkernels.inputs import map_tensors
 from tkernels.interpreter import overflow_checks, replaced_methods
 from tkernels.launch import Run, jit_door

@@ -2,7 +2,7 @@
 
 The interpreter runs programs one after the other, each to its end, so a race shows itself as a dependence on their
 order. What no order of whole programs shows, two programs that store different values to one element, is found by
-keeping what each stores.
+keeping what each stores; so is one store whose own lanes do, of which a GPU keeps any.
 """
 
 import itertools
@@ -30,7 +30,7 @@ ORDERS = ("reversed", "shuffled 1", "shuffled 2")
 
 
 class StoreConflictError(RuntimeError):
-    """Two programs of one launch store different values to the same element."""
+    """Two programs of one launch, or two lanes of one store, store different values to the same element."""
 
 
 @dataclass
@@ -58,6 +58,21 @@ class _Stores:
         if not len(bad):
             return None
         return int(addresses[bad[0]]), int(programs[bad[0]]), int(programs[bad[0] + 1])
+
+
+def _torn(addresses: np.ndarray, patterns: np.ndarray) -> int | None:
+    """An address to which one store's lanes bring different bit patterns."""
+    order = np.lexsort((patterns, addresses))
+    addresses, patterns = addresses[order], patterns[order]
+    bad = np.flatnonzero((addresses[1:] == addresses[:-1]) & (patterns[1:] != patterns[:-1]))
+    return int(addresses[bad[0]]) if len(bad) else None
+
+
+def _place(arguments: Mapping[str, Any], address: int) -> str:
+    """In words, counted from where the nearest tensor begins."""
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    near = min(tensors, key=lambda name: abs(address - tensors[name].data_ptr()))
+    return f"byte {address - tensors[near].data_ptr()} of {near!r}"
 
 
 def ordered(programs: list[tuple[int, ...]], order: str) -> list[tuple[int, ...]]:
@@ -88,7 +103,13 @@ def permuting_door(order: str) -> Door:
             live = live.astype(bool)
             width = values.dtype.itemsize
             patterns = np.ascontiguousarray(values[live]).view(f"u{width}").astype(np.uint64)
-            stores.kept.append((number[builder.grid_idx], addresses[live].astype(np.int64), patterns))
+            where = addresses[live].astype(np.int64)
+            if (address := _torn(where, patterns)) is not None:
+                raise StoreConflictError(
+                    f"{kernel.__name__}: lanes of one store of program {builder.grid_idx} store different values at "
+                    f"{_place(arguments, address)}"
+                )
+            stores.kept.append((number[builder.grid_idx], where, patterns))
             return store(ptrs, value, mask, *rest)
 
         def noted_rmw(*args: Any) -> Any:
@@ -108,11 +129,9 @@ def permuting_door(order: str) -> Door:
             sanitizing_door(kernel, grid, arguments, config)
         if conflict := stores.conflict():
             address, one, other = conflict
-            tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-            near = min(tensors, key=lambda name: abs(address - tensors[name].data_ptr()))
             raise StoreConflictError(
-                f"{kernel.__name__}: programs {programs[one]} and {programs[other]} store different values at byte "
-                f"{address - tensors[near].data_ptr()} of {near!r}"
+                f"{kernel.__name__}: programs {programs[one]} and {programs[other]} store different values at "
+                f"{_place(arguments, address)}"
             )
 
     return door
