@@ -36,7 +36,6 @@ class BlockPool:
         self._kept = np.zeros(num_blocks, dtype=np.bool_)
         self._place = np.zeros(num_blocks, dtype=np.int32)  # scratch: where in a call's blocks each one stands
         self._places = np.arange(num_blocks, dtype=np.int32)
-        self._places = np.arange(num_blocks, dtype=np.int32)
 
     @property
     def num_free(self) -> int:
@@ -98,7 +97,7 @@ class BlockPool:
         is_cached = is_unused & self._kept[index]
         num_cached = int(np.count_nonzero(is_cached))
         if num_cached < num_unused:
-            self._push(blocks[is_unused & ~is_cached])
+            self._push(blocks if num_cached == 0 and num_unused == blocks.size else blocks[is_unused & ~is_cached])
         self._num_cached += num_cached
         return blocks[is_cached] if num_cached else NO_BLOCKS
 

@@ -237,9 +237,9 @@ class Planner:
         self._placed += rows
         new = np.array(rows, dtype=np.int64)
         running = np.concatenate((self.running, new))
-        key = table.key[running]
+        key = table.key[running[-len(rows) - 1 :]]  # those who ran are in order
         if (key[1:] <= key[:-1]).any():
-            running = running[np.lexsort((table.serial[running], key))]
+            running = running[np.lexsort((table.serial[running], table.key[running]))]
         self.running = running
         return new, np.array(counts, dtype=np.int64)
 

@@ -14,6 +14,8 @@ from tsched.sampling_params import SamplingParams
 
 Ints = NDArray[np.int64]
 
+_NO_ROOM: Ints = np.empty(0, dtype=np.int64)
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -41,6 +43,7 @@ class Sequence:
     blocks: BlockIds = field(default_factory=lambda: NO_BLOCKS)
     host_blocks: BlockIds = field(default_factory=lambda: NO_BLOCKS)
     num_computed: int = 0
+    _room: Ints = field(default_factory=lambda: _NO_ROOM)  # [max_length] int64: `tokens` and room for more
     prefix: object = None  # what the prefix cache has prepared of its tokens; nobody else's business
 
     @classmethod
@@ -58,13 +61,16 @@ class Sequence:
         """A new sequence of `tokens` [n] that ends at `max_length` tokens at the latest; all of them are its prompt,
         or the first `prompt_len`.
         """
-        own = np.array(tokens, dtype=np.int64).reshape(-1)
+        room = np.empty(max(max_length, len(tokens)), dtype=np.int64)  # what is never written costs nothing
+        own = room[: len(tokens)]
+        own[:] = tokens
         return cls(
             id,
             own.size if prompt_len is None else prompt_len,
             max_length,
             params,
             own,
+            _room=room,
             stop_ids=frozenset(params.stop_ids),
             priority=priority,
             cache_salt=cache_salt,
@@ -74,6 +80,16 @@ class Sequence:
     def rank(self) -> tuple[bool, int, int]:
         """Among the waiting, lower goes first: swapped ones, then by key, which forks share with their parent."""
         return self.host_blocks.size == 0, self.key, self.serial
+
+    def take_back(self, tokens: Ints) -> None:
+        """`tokens` [n] are its tokens now, the first of which are those that it has: the others alone are copied."""
+        have = self.tokens.size
+        room = self._room
+        if self.tokens.base is not room:  # somebody has given it others
+            self.tokens = tokens.copy()
+            return
+        room[have : tokens.size] = tokens[have:]
+        self.tokens = room[: tokens.size]
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -196,7 +212,7 @@ class SequenceTable:
         sequence = self.sequences[row]
         if sequence is None:
             raise RuntimeError(f"row {row} of the sequence table is empty")
-        sequence.tokens = self.tokens[row, : self.known[row]].copy()
+        sequence.take_back(self.tokens[row, : self.known[row]])
         sequence.row = -1
         self.sequences[row] = None
         self.epoch[row] += 1
