@@ -29,11 +29,14 @@ class Timeline:
 
 @dataclass(eq=False)
 class _Watched:
-    """A request's way: prepared, in the engine (`begun`), over. moments: on perf_counter's clock."""
+    """A request's way: prepared, in the engine (`begun`) with `length` tokens known, over. moments: on perf_counter's
+    clock.
+    """
 
     prepared: Prepared
     after: int
     begun: list[EngineRequest] = field(default_factory=list)
+    length: int = 0
     refused: RequestOutput | None = None
     moments: list[float] = field(default_factory=list)
 
@@ -97,6 +100,7 @@ class TimedLLM(LLM):
         for one in batch:
             try:
                 one.begun = self._start(one.prepared)
+                one.length = len(one.prepared.token_ids)
             except RefusedError as error:
                 one.refused = self._refused(one.prepared, str(error), time.perf_counter())
             for request in one.begun:
@@ -108,16 +112,21 @@ class TimedLLM(LLM):
         requests got that were there from the start.
         """
         known = self._engine.scheduler.table.known.tolist()
-        num_early, goes_on = 0, []
-        for one in running:
+        num_early, some_ended = 0, False
+        for one in running:  # inside what is timed: no more work than it needs
             sequence = one.begun[0].sequence
-            length = known[sequence.row] if sequence.row >= 0 else sequence.tokens.size
-            new = length - sequence.prompt_len - len(one.moments)
-            one.moments += [now] * new
-            num_early += new if one.after == 0 else 0
-            if sequence.finish_reason is None:
-                goes_on.append(one)
-        running[:] = goes_on
+            row = sequence.row
+            if row < 0:  # it waits, or has ended
+                length = sequence.tokens.size
+                some_ended = some_ended or sequence.finish_reason is not None
+            else:
+                length = known[row]
+            if length > one.length:
+                one.moments.append(now)  # a step gives a sequence one token
+                one.length = length
+                num_early += one.after == 0
+        if some_ended:
+            running[:] = [one for one in running if one.begun[0].sequence.finish_reason is None]
         return num_early
 
     def _since_arrival(self, one: _Watched) -> tuple[float, ...]:

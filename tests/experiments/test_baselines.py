@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import experiments
+import experiments.stages.engine
 from experiments.document import read_document
 from experiments.plan import Plan, make_plan
 from experiments.rows import EngineRow, ParityRow, PeerRow
@@ -149,7 +149,23 @@ def test_static_and_continuous_batching_side_by_side(run: Run, plan: Callable[..
     assert "batching static" in text
 
 
-def test_no_round_finds_what_another_cached(run: Run, checkpoint: Path) -> None:
+def test_no_round_finds_what_another_cached(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine serves a workload several times, the same prompts each time."""
+    hits = []
+
+    class Noting(TimedLLM):
+        def serve(self, *args: Any, **kwargs: Any) -> Timeline:
+            before = self.cache_stats().hit_tokens
+            timeline = super().serve(*args, **kwargs)
+            hits.append(self.cache_stats().hit_tokens - before)
+            return timeline
+
+    monkeypatch.setattr(experiments.stages.engine, "TimedLLM", Noting)
+    run(model={"path": str(checkpoint)}, scheduler={**SMALL, "prefix_cache": "hash"}, repeats=2, workload=SYNTHETIC)
+    assert hits == [0] * 4  # the answer, the warm-up, two rounds
+
+
+def test_hits_are_of_what_prompts_share(run: Run, checkpoint: Path) -> None:
     """Five requests of 20 tokens in pages of 8, 15 shared: a page of each but the first two, which run at once."""
     folder = run(
         model={"path": str(checkpoint)}, scheduler={**SMALL, "prefix_cache": ["none", "hash", "radix"]}, repeats=2,
