@@ -22,9 +22,9 @@ from tests.tsched.serving_world import MAX_MODEL_LEN, SALTS, ServingWorld
 from tsched.block_pool import BlockPool
 from tsched.kv_memory import KVMemory
 from tsched.planner import Planner
-from tsched.policies.block_queue import BlockQueue
 from tsched.policies.hash_prefix_cache import HashPrefixCache, Run
 from tsched.policies.radix_prefix_cache import RadixPrefixCache
+from tsched.policies.run_queue import RunQueue
 from tsched.scheduler import Scheduler
 
 numbers = st.integers(0, 60)
@@ -178,19 +178,20 @@ FAULTS = (
     PlantedBug("a hit takes no reference", HashPrefixCache, "match", "self._pool.share(blocks)", "pass"),
     PlantedBug("an unfinished block is matchable", HashPrefixCache, "insert", "num_computed // pool.block_size",
                "-(-num_computed // pool.block_size)"),
-    PlantedBug("an evicted block can be matched", HashPrefixCache, "_trim", "run.blocks = run.blocks[: start - end]",
-               "pass"),
-    PlantedBug("an evicted run can be matched", HashPrefixCache, "_trim", ", self._run_at[run.digests[:DIGEST_SIZE]]",
+    PlantedBug("an evicted block can be matched", HashPrefixCache, "_trim",
+               "leaf.blocks = leaf.blocks[:-count]", "pass"),
+    PlantedBug("an evicted run can be matched", HashPrefixCache, "_trim", "self._run_at[leaf.digests[:DIGEST_SIZE]], ",
                ""),
     PlantedBug("runs that differ at their ends are equal", Run, "count_same", "places[-1]", "places[0]"),
-    PlantedBug("a block in use is evicted", RadixPrefixCache, "_evict", "end = end[: is_used.argmax()]", "pass"),
-    PlantedBug("the prefix goes before its leaves", HashPrefixCache, "release", "cached[::-1]", "cached"),
+    PlantedBug("a block in use is evicted", RunQueue, "_evict", "end = end[: is_used.argmax()]", "pass"),
+    PlantedBug("the prefix goes before its leaves", RunQueue, "touch", "unused.move_to_end(above)",
+               "unused.move_to_end(above, last=False)"),
+    PlantedBug("a split hash run takes the wrong blocks", HashPrefixCache, "_split", "run.blocks[:count]",
+               "run.blocks[1 : count + 1]"),
     PlantedBug("a split takes the wrong blocks", RadixPrefixCache, "_split", "node.blocks[:count]",
                "node.blocks[1 : count + 1]"),
     PlantedBug("a block that differs at its end is a hit", RadixPrefixCache, "_count_same", "same * 8 // width",
                "-(-same * 8 // width)"),
-    PlantedBug("old entries of the queue count", BlockQueue, "_live",
-               "entries[self._place_of.take(entries) == self._places[start:end]]", "entries"),
     # Around them
     PlantedBug("cached blocks are free", BlockPool, "release", "is_unused & self._kept[index]", "is_unused & False"),
     PlantedBug("matchable while its plan is under way", Scheduler, "_finish_row", "blocks, num_committed)",

@@ -8,7 +8,6 @@ tenant's digests are others throughout (CVE-2025-25183 was a hash() that could b
 
 from __future__ import annotations
 
-import itertools
 import secrets
 from bisect import bisect_left
 from hashlib import blake2b
@@ -17,8 +16,8 @@ import numpy as np
 
 from tsched.block_pool import NO_BLOCKS, BlockIds, BlockPool
 from tsched.policies.base import CacheStats
-from tsched.policies.block_queue import BlockQueue, eviction_batch
 from tsched.policies.lookups import Lookups
+from tsched.policies.run_queue import RunQueue
 from tsched.sequence import Sequence
 
 DIGEST_SIZE = 16  # bytes; two of 2**32 blocks are alike with a chance of 2**-65
@@ -31,14 +30,16 @@ class Run:
     first    the place of its first block in that history
     digests  DIGEST_SIZE bytes for each of its blocks, and for those that were evicted from its end
     blocks   [n] int32, n >= 1
+    parent   the run that ends with the block before; None where there is none
     """
 
-    __slots__ = ("blocks", "digests", "first")
+    __slots__ = ("blocks", "digests", "first", "parent")
 
-    def __init__(self, first: int, digests: bytes, blocks: BlockIds) -> None:
+    def __init__(self, first: int, digests: bytes, blocks: BlockIds, parent: Run | None) -> None:
         self.first = first
         self.digests = digests
         self.blocks = blocks
+        self.parent = parent
 
     def count_same(self, digests: bytes, start: int, end: int) -> int:
         """How many of its blocks from place `start` of the history on, before place `end`, have those of `digests`.
@@ -61,9 +62,8 @@ class HashPrefixCache:
     """Digest of a run's first block -> run, for runs of blocks whose content is known; digests are made once for each
     sequence. A prompt's blocks take one entry and not thousands, and a long common prefix is found by one comparison.
 
-    Whoever refers to a kept block refers to all before it, and a sequence's blocks become unused from its end. So a
-    block's descendants are never used later than the block itself: the least recently used one is always a leaf, and
-    the last of its run.
+    A run is split where histories part, so that its end can be evicted before what others go on using. Eviction takes
+    the last blocks of the least recently used leaf.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -72,12 +72,8 @@ class HashPrefixCache:
         self._run_at: dict[bytes, Run] = {}  # by the digest of the first block
         self._run_of: dict[int, Run] = {}  # by the number of the first block
         self._first_of = np.zeros(pool.num_blocks, dtype=np.int32)  # each kept block's run, by its first block
-        # Every cached block, the least recently used first. Also blocks that were cached and are referenced again:
-        # these fall out when an eviction meets them, so that a hit costs nothing here.
-        self._unused = BlockQueue(pool.num_blocks)
-        self._batch = eviction_batch(pool)
+        self._unused = RunQueue(pool, self._trim)
         self._lookups = Lookups(pool.block_size)
-        self._num_evictions = 0
 
     @property
     def num_available(self) -> int:
@@ -94,16 +90,14 @@ class HashPrefixCache:
 
     def match(self, sequence: Sequence) -> BlockIds:
         count = (sequence.tokens.size - 1) // self._pool.block_size
-        blocks = self._known(self._digests(sequence, count), 0, count, None)
+        blocks = self._walk(self._digests(sequence, count), 0, count, None)[0]
         if blocks.size:
             self._pool.share(blocks)
         self._lookups.record(sequence, blocks.size)
         return blocks
 
     def allocate(self, count: int) -> BlockIds:
-        missing = count - self._pool.num_free
-        if missing > 0:
-            self._evict(max(missing, min(missing + self._batch - 1, self._pool.num_cached)))
+        self._unused.make_room(count)
         return self._pool.allocate(count)
 
     def insert(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> BlockIds:
@@ -114,8 +108,8 @@ class HashPrefixCache:
         if start == end:
             return blocks
         digests = self._digests(sequence, end)
-        before = self._run_of[int(self._first_of[blocks[start - 1]])] if start else None
-        known = self._known(digests, start, end, before)
+        before = self._run(blocks[start - 1]) if start else None
+        known, before = self._walk(digests, start, end, before)
         if known.size:
             pool.share(known)
             pool.release(blocks[start : start + known.size])
@@ -128,18 +122,18 @@ class HashPrefixCache:
             new = new[: is_shared.argmax()]
         if new.size:
             pool.keep(new)
-            run = Run(start, digests[start * DIGEST_SIZE : (start + new.size) * DIGEST_SIZE], new)
-            self._run_at[run.digests[:DIGEST_SIZE]] = self._run_of[int(new[0])] = run
-            self._first_of[new.astype(np.intp)] = new[0]
+            if before is not None and start < before.first + before.blocks.size:
+                before = self._split(before, start - before.first)
+            self._note(Run(start, digests[start * DIGEST_SIZE : (start + new.size) * DIGEST_SIZE], new, before))
         return blocks
 
     def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
         cached = self._pool.release(self.insert(sequence, blocks, num_computed))
         if cached.size:
-            self._unused.append(cached[::-1])
+            self._unused.touch(self._run(cached[-1]))
 
     def stats(self) -> CacheStats:
-        return self._lookups.stats(self._num_evictions)
+        return self._lookups.stats(self._unused.num_evictions)
 
     def _digests(self, sequence: Sequence, count: int) -> bytes:
         """The digests of at least the first `count` blocks of the sequence; new ones are made from its tokens."""
@@ -164,9 +158,13 @@ class HashPrefixCache:
     def _root(self, salt: bytes) -> bytes:
         return blake2b(salt, digest_size=DIGEST_SIZE, key=self._secret).digest()
 
-    def _known(self, digests: bytes, start: int, end: int, before: Run | None) -> BlockIds:
-        """[n] the blocks of the `digests` of places `start` to `start + n`, at most to `end`; the next one is not
-        known. `before` is the run of the block before `start`.
+    def _run(self, block: np.int32) -> Run:
+        """The run of the kept `block`."""
+        return self._run_of[int(self._first_of[block])]
+
+    def _walk(self, digests: bytes, start: int, end: int, before: Run | None) -> tuple[BlockIds, Run | None]:
+        """[n] the blocks of the `digests` of places `start` to `start + n`, at most to `end`, where the next one is not
+        known; and the run of the last block before there. `before` is the run of the block before `start`.
         """
         found: list[BlockIds] = []
         place, run = start, before
@@ -174,39 +172,30 @@ class HashPrefixCache:
             if run is not None and (count := run.count_same(digests, place, end)):
                 found.append(run.blocks[place - run.first :][:count])
                 place += count
+                before = run
             run = self._run_at.get(digests[place * DIGEST_SIZE : (place + 1) * DIGEST_SIZE])
             if run is None:
                 break
-        return np.concatenate(found) if found else NO_BLOCKS
+        return np.concatenate(found) if found else NO_BLOCKS, before
 
-    def _evict(self, count: int) -> None:
-        """Free the `count` least recently used blocks; RuntimeError, and nothing changes, where fewer are cached."""
-        pool = self._pool
-        if count > pool.num_cached:
-            raise RuntimeError(
-                f"{count} blocks asked for over the {pool.num_free} free ones, {pool.num_cached} are cached"
-            )
-        self._num_evictions += count
-        while count:
-            oldest = self._unused.pop(count)
-            if oldest.size == 0:
-                raise RuntimeError("cached blocks are missing from the order of their use: the accounts are wrong")
-            refs = pool.refs(oldest)
-            evicted = oldest[refs == 0] if np.count_nonzero(refs) else oldest
-            self._trim(evicted)
-            pool.forget(evicted)
-            count -= evicted.size
+    def _split(self, run: Run, count: int) -> Run:
+        """Part `run` after its first `count` blocks and return the run of those, new; the old one now follows it, with
+        its place in the order of use.
+        """
+        cut = count * DIGEST_SIZE
+        head = Run(run.first, run.digests[:cut], run.blocks[:count], run.parent)
+        run.first, run.digests, run.blocks, run.parent = head.first + count, run.digests[cut:], run.blocks[count:], head
+        self._note(head)
+        self._note(run)
+        return head
 
-    def _trim(self, evicted: BlockIds) -> None:
-        """Take the `evicted` [n] from the ends of their runs, and the runs of which nothing is left from the cache."""
-        first = self._first_of.take(evicted)
-        cuts = [0, *(np.flatnonzero(first[1:] != first[:-1]) + 1).tolist(), evicted.size]
-        for start, end in itertools.pairwise(cuts):
-            if start == end:
-                continue
-            run = self._run_of[int(first[start])]
-            if run.blocks[-1] != evicted[start]:
-                raise RuntimeError("a block was used less recently than one after it: the accounts are wrong")
-            run.blocks = run.blocks[: start - end]
-            if run.blocks.size == 0:
-                del self._run_of[int(first[start])], self._run_at[run.digests[:DIGEST_SIZE]]
+    def _note(self, run: Run) -> None:
+        self._run_at[run.digests[:DIGEST_SIZE]] = self._run_of[int(run.blocks[0])] = run
+        self._first_of[run.blocks.astype(np.intp)] = run.blocks[0]
+
+    def _trim(self, leaf: Run, count: int) -> None:
+        """Take the last `count` blocks from `leaf`, and the leaf from the cache when none is left."""
+        first = leaf.blocks[0]
+        leaf.blocks = leaf.blocks[:-count]
+        if leaf.blocks.size == 0:
+            del self._run_at[leaf.digests[:DIGEST_SIZE]], self._run_of[int(first)]

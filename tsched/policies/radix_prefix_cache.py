@@ -5,14 +5,12 @@ The tokens themselves are compared, whole runs at a time, so nothing can collide
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import numpy as np
 
 from tsched.block_pool import NO_BLOCKS, BlockIds, BlockPool
 from tsched.policies.base import CacheStats
-from tsched.policies.block_queue import eviction_batch
 from tsched.policies.lookups import Lookups
+from tsched.policies.run_queue import RunQueue
 from tsched.sequence import Sequence
 
 
@@ -39,9 +37,7 @@ class _Node:
 class RadixPrefixCache:
     """Trees of runs of blocks; a run is split, between blocks, where sequences part.
 
-    Whoever refers to a kept block refers to all before it, and a node is used whenever one under it is: the order of
-    last use has children before their parents, so the least recently used node is always a leaf. Eviction takes its
-    blocks from the end.
+    Eviction takes the last blocks of the least recently used leaf.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -50,12 +46,8 @@ class RadixPrefixCache:
         self._roots: dict[bytes, _Node] = {}
         self._node_of: dict[int, _Node] = {}  # by the number of the node's first block
         self._first_of = np.zeros(pool.num_blocks, dtype=np.int32)  # each kept block's node, by its first block
-        # Every node with a cached block, the least recently used first. Nodes whose last block is referenced again
-        # fall out when an eviction meets them; they are back at the block's release.
-        self._unused: OrderedDict[_Node, None] = OrderedDict()
-        self._batch = eviction_batch(pool)
+        self._unused = RunQueue(pool, self._trim)
         self._lookups = Lookups(pool.block_size)
-        self._num_evictions = 0
 
     @property
     def num_available(self) -> int:
@@ -82,9 +74,7 @@ class RadixPrefixCache:
         return blocks
 
     def allocate(self, count: int) -> BlockIds:
-        missing = count - self._pool.num_free
-        if missing > 0:
-            self._evict(max(missing, min(missing + self._batch - 1, self._pool.num_cached)))
+        self._unused.make_room(count)
         return self._pool.allocate(count)
 
     def insert(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> BlockIds:
@@ -122,14 +112,10 @@ class RadixPrefixCache:
     def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
         cached = self._pool.release(self.insert(sequence, blocks, num_computed))
         if cached.size:
-            node, unused = self._node(cached[-1]), self._unused
-            while node.parent is not None:
-                unused[node] = None
-                unused.move_to_end(node)
-                node = node.parent
+            self._unused.touch(self._node(cached[-1]))
 
     def stats(self) -> CacheStats:
-        return self._lookups.stats(self._num_evictions)
+        return self._lookups.stats(self._unused.num_evictions)
 
     def _node(self, block: np.int32) -> _Node:
         """The node that holds the kept `block`."""
@@ -196,33 +182,6 @@ class RadixPrefixCache:
     def _note(self, node: _Node) -> None:
         self._first_of[node.blocks.astype(np.intp)] = node.blocks[0]
         self._node_of[int(node.blocks[0])] = node
-
-    def _evict(self, count: int) -> None:
-        """Free `count` blocks, from the ends of the least recently used leaves; RuntimeError, and nothing changes,
-        where fewer are cached.
-        """
-        pool, unused = self._pool, self._unused
-        if count > pool.num_cached:
-            raise RuntimeError(
-                f"{count} blocks asked for over the {pool.num_free} free ones, {pool.num_cached} are cached"
-            )
-        evicted: list[BlockIds] = []
-        while count:
-            node = next(iter(unused))
-            end = node.blocks[-count:][::-1]
-            is_used = pool.refs(end) > 0
-            num_used = np.count_nonzero(is_used)
-            if num_used:
-                end = end[: is_used.argmax()]
-            if end.size:
-                self._trim(node, end.size)
-                evicted.append(end)
-                count -= end.size
-            if num_used or node.blocks.size == 0:
-                del unused[node]
-        blocks = np.concatenate(evicted)
-        pool.forget(blocks)
-        self._num_evictions += blocks.size
 
     def _trim(self, leaf: _Node, count: int) -> None:
         """Take the last `count` blocks from `leaf`, and the leaf from the tree when none is left."""
