@@ -114,7 +114,7 @@ def _serve(
     before = llm.stats()
     try:
         found_before = llm.cache_stats()
-        timeline = llm.serve(requests, batching=arm.batching, salt="answer", adapt=_with_logprobs)
+        timeline = llm.serve(requests, batching=arm.batching, salt=f"{workload}, answer", adapt=_with_logprobs)
         outputs, found = timeline.outputs, llm.cache_stats()
         after = llm.stats()
         slow = interpreted_ops(llm)
@@ -122,7 +122,9 @@ def _serve(
         if slow:
             rounds = [_served(timeline, requests)]
         elif not peers:
-            (rounds,) = interleaved([_rounds_of(llm, arm, requests)], context.plan.experiment.repeats, _nothing)
+            (rounds,) = interleaved(
+                [_rounds_of(llm, arm, workload, requests)], context.plan.experiment.repeats, _nothing
+            )
         else:
             rounds = _beside_peers(context, llm, arm, workload, requests, outputs, peers)
     except Exception as error:
@@ -168,12 +170,12 @@ def _served(timeline: Timeline, requests: list[Request]) -> Served:
     )
 
 
-def _rounds_of(llm: TimedLLM, arm: Arm, requests: list[Request]) -> Callable[[], Served]:
+def _rounds_of(llm: TimedLLM, arm: Arm, workload: str, requests: list[Request]) -> Callable[[], Served]:
     """Serves a timed round, without log-probabilities, which cost a softmax over the vocabulary. No round finds in the
     prefix cache what another left there.
     """
-    numbers = count()
-    return lambda: _served(llm.serve(requests, batching=arm.batching, salt=f"round {next(numbers)}"), requests)
+    salts = (f"{workload}, round {number}" for number in count())
+    return lambda: _served(llm.serve(requests, batching=arm.batching, salt=next(salts)), requests)
 
 
 def _beside_peers(
@@ -205,7 +207,7 @@ def _beside_peers(
                 context.folder.record(PeerRow(**common, peer=name, status="failed", reason=one_line(error)))
             step.advance("")
         step.say("interleaved rounds")
-        everyone = [_rounds_of(llm, arm, requests), *servers.values()]
+        everyone = [_rounds_of(llm, arm, workload, requests), *servers.values()]
         mine, *theirs = interleaved(everyone, plan.experiment.repeats, lambda: step.advance("interleaved rounds"))
     for (name, server), rounds in zip(servers.items(), theirs, strict=True):
         speedups = [a.tokens_per_s / b.tokens_per_s for a, b in zip(mine, rounds, strict=True)]

@@ -161,8 +161,11 @@ def test_no_round_finds_what_another_cached(run: Run, checkpoint: Path, monkeypa
             return timeline
 
     monkeypatch.setattr(experiments.stages.engine, "TimedLLM", Noting)
-    run(model={"path": str(checkpoint)}, scheduler={**SMALL, "prefix_cache": "hash"}, repeats=2, workload=SYNTHETIC)
-    assert hits == [0] * 4  # the answer, the warm-up, two rounds
+    run(
+        model={"path": str(checkpoint)}, scheduler={**SMALL, "prefix_cache": "hash"}, repeats=2,
+        workload=[{**SYNTHETIC, "name": "one"}, {**SYNTHETIC, "name": "two"}],
+    )  # fmt: skip
+    assert hits == [0] * 8  # of each workload the answer, the warm-up, two rounds
 
 
 def test_hits_are_of_what_prompts_share(run: Run, checkpoint: Path) -> None:
