@@ -29,7 +29,9 @@ class _Memory:
 
 def overlap_each_other(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether some element of one lies on an element of the other. False where that is too hard to tell."""
-    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or not (one.numel() and other.numel()):
+    if one.device.type == "meta" or not (one.numel() and other.numel()):
+        return False  # no memory: every storage on "meta" has the address 0
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
         return False
     try:
         return bool(np.shares_memory(np.asarray(_Memory(one)), np.asarray(_Memory(other)), max_work=_MAX_WORK))  # type: ignore[arg-type]
