@@ -15,7 +15,7 @@ from tkernels.addresses import default_door
 from tkernels.calls import same_bits, wanted_outputs
 from tkernels.config import Config
 from tkernels.contract import Axes, Case, Choose, Contract, ContractError, Value, unpack
-from tkernels.device import INTERPRETER, device_facts
+from tkernels.device import device_facts
 from tkernels.inputs import clone_inputs, map_tensors, outside_views, poison, widened
 from tkernels.launch import Door, Kernel
 from tkernels.mode import MODE
@@ -259,12 +259,8 @@ def count_programs(variant: Variant, case: Case, config: Config) -> int:
 
 
 def configs_of(variant: Variant, arch: str) -> tuple[Config, ...]:
-    """The configs that a call of a Triton variant may run with, each once: the default, and what tuning tries.
-
-    The interpreter stands for every architecture, so there the defaults of all of them are among them.
-    """
-    others = variant.default.values() if arch == INTERPRETER.arch else ()
-    return tuple(dict.fromkeys((variant.default_config(arch), *others, *variant.configs)))
+    """The configs that a call of a Triton variant may run with, each once: the default, and what tuning tries."""
+    return tuple(dict.fromkeys((variant.default_config(arch), *variant.configs)))
 
 
 MAX_PROGRAMS = 8

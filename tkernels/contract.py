@@ -29,8 +29,7 @@ class ContractError(ValueError):
 
 @dataclass(frozen=True)
 class Int:
-    """A size with its legal range. `draws` are the values the property tests choose from: small, and at every edge;
-    one time in twenty they choose from `wide`: as large as a model's, or past what small ones could hide.
+    """A size with its legal range. `draws` are the values the property tests choose from: small, and at every edge.
 
     `batch` marks an axis that depends on what else is in the batch (T, B, a table's width): neither config nor split
     boundaries of a batch-invariant variant may depend on it.
@@ -42,7 +41,6 @@ class Int:
     draws: tuple[int, ...]
     doc: str = ""
     batch: bool = False
-    wide: tuple[int, ...] = ()
 
     def allows(self, value: Value) -> bool:
         return isinstance(value, int) and self.low <= value <= self.high
@@ -364,11 +362,7 @@ class Contract:
             if axis.name in fixed:
                 continue
             ready = [c for c in self.constraints if axis.name in c.names and c.names <= axes.keys() | {axis.name}]
-            fitting = (v for v in axis.draws if all(c.holds({**axes, axis.name: v}) for c in ready))
-            candidates = list(fitting)
-            if isinstance(axis, Int) and axis.wide:
-                wide = [v for v in axis.wide if all(c.holds({**axes, axis.name: v}) for c in ready)]
-                candidates = _with_share(candidates, wide)
+            candidates = [v for v in axis.draws if all(c.holds({**axes, axis.name: v}) for c in ready)]
             if not candidates:
                 rules = ", ".join(c.text for c in ready)
                 raise ContractError(f"{self.name}: no value of {axis.name} satisfies {rules} at {axes}")
@@ -386,17 +380,6 @@ class Contract:
             name: output.allocate(axes, device) if output.when is None or arguments[output.when] else None
             for name, output in self.outputs.items()
         }
-
-
-_WIDE_SHARE = 20
-
-
-def _with_share(usual: list[Value], wide: Sequence[Value]) -> list[Value]:
-    """Both, of which the wide ones are one in twenty, and neither the first nor the last where there are usual ones."""
-    if not usual or not wide:
-        return usual or list(wide)
-    repeated = usual * max(1, round((_WIDE_SHARE - 1) * len(wide) / len(usual)))
-    return [repeated[0], *wide, *repeated[1:]]
 
 
 def pack(outputs: Sequence[Any]) -> Any:

@@ -115,9 +115,7 @@ def completed(contract: Contract, axes: Axes) -> dict[str, Value]:
     """The point with every axis given: what is open as an op is mostly called, the first of an enum's draws."""
 
     def choose(name: str, candidates: Any) -> Value:
-        axis = contract.axis_by_name[name]
-        usual = [value for value in candidates if value in axis.draws] or candidates
-        chosen: Value = max(usual) if isinstance(axis, Int) else usual[0]
+        chosen: Value = max(candidates) if isinstance(contract.axis_by_name[name], Int) else candidates[0]
         return chosen
 
     return contract.draw_axes(choose, axes)

@@ -76,14 +76,7 @@ def test_every_value_of_every_axis_can_be_drawn(op: str) -> None:
     for seed in range(3000):
         for name, value in contract.draw_axes(chooser(seed)).items():
             drawn[name].add(value)
-    assert {axis.name: {*axis.draws, *getattr(axis, "wide", ())} for axis in contract.axes} == drawn
-
-
-def test_one_draw_in_twenty_is_as_large_as_a_models() -> None:
-    contract = OPS["rms_norm"].contract
-    drawn = [int(contract.draw_axes(chooser(seed))["H"]) for seed in range(2000)]
-    assert 50 < sum(hidden > 257 for hidden in drawn) < 200
-    assert all(contract.draw_axes(lambda name, values, at=at: values[at])["H"] <= 257 for at in (0, -1))
+    assert {axis.name: set(axis.draws) for axis in contract.axes} == drawn
 
 
 @pytest.mark.parametrize("op", list(OPS))

@@ -10,8 +10,6 @@ from tests.tkernels.outside import write_variant
 from tkernels import OPS, Config, UnknownNameError, VariantError
 from tkernels.check import check_case, drawn_results
 from tkernels.launch import jit_door
-from tkernels.sanitizers.base import sanitized
-from tkernels.sanitizers.suite import SANITIZERS
 
 OP_NAMES = {
     "rms_norm", "add_rms_norm", "qk_norm_rope", "kv_scatter", "paged_decode", "paged_prefill", "swiglu", "matmul",
@@ -61,15 +59,6 @@ def test_an_architectures_default_without_constants_is_used(tmp_path: Path) -> N
     assert variant.default_config("sm_80") == Config()
 
 
-def test_an_architectures_default_is_drawn_and_found_wrong(tmp_path: Path) -> None:
-    changes = [("FACTOR=1,", 'FACTOR=run.config["FACTOR"],'), ("(Config(), Config(num_warps=8))", "()")]
-    changes += [('{"": Config()}', '{"": Config(FACTOR=1), "sm_90": Config(FACTOR=2)}')]
-    variant = OPS.with_variants_from(write_variant(tmp_path, *changes))["swiglu"].variants["doubled"]
-    results = list(drawn_results(variant, 20, fixed={"T": 2}))
-    assert {result.config for result in results if result.status == "wrong"} == {Config(FACTOR=2)}
-    assert sum(finding is not None for finding in sanitized(SANITIZERS["tuning"], variant, 4)) == 2
-
-
 @pytest.mark.parametrize(
     ("place", "where"),
     [
@@ -83,18 +72,6 @@ def test_a_write_outside_what_the_op_writes_names_the_argument(place: str, where
     case = variant.contract.case({**SWIGLU, "layout": "padded"}, seed=0)
     result = check_case(variant, case, door=jit_door, offsets=False)
     assert (result.status, result.reason) == ("wrong", f"memory outside what the op writes was changed: {where}")
-
-
-def test_a_kernel_that_is_wrong_on_wide_rows_alone_is_found(tmp_path: Path) -> None:
-    original = OPS["rms_norm"].variants["row_per_program"]
-    source = original.file.read_text().replace("row_per_program", "narrow")
-    assert "/ hidden +" in source
-    (tmp_path / "rms_norm").mkdir()
-    (tmp_path / "rms_norm" / "narrow.py").write_text(source.replace("/ hidden +", "/ tl.minimum(hidden, 300) +"))
-    variant = OPS.with_variants_from(tmp_path)["rms_norm"].variants["narrow"]
-    wrong = [result for result in drawn_results(variant, 60) if result.status != "ok"]
-    assert wrong
-    assert all(int(result.axes["H"]) > 300 for result in wrong)
 
 
 def test_a_config_without_constants_replaces_the_drawn_ones(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tsched.planner import Planner
 from tsched.policies.hash_prefix_cache import HashPrefixCache
 from tsched.policies.priority import Priority
 from tsched.policies.radix_prefix_cache import RadixPrefixCache
+from tsched.policies.run_queue import RunQueue
 from tsched.scheduler import Scheduler
 
 
@@ -67,9 +68,9 @@ BUGS = (
     PlantedBug("blocks change in the table, and the plan does not say so", Planner, "note_inserted",
                "self._rewritten.append(row)", "pass"),
     PlantedBug("a hit takes no reference", HashPrefixCache, "match",
-               "self._pool.share(blocks)", "blocks.size and self._pool._refs.__setitem__(blocks[-1:], 1)"),
-    PlantedBug("a block in use is evicted", HashPrefixCache, "_evict",
-               "oldest[refs == 0] if np.count_nonzero(refs) else oldest", "oldest"),
+               "self._pool.share(blocks)", "self._pool._refs[blocks] = 1"),
+    PlantedBug("a block in use is evicted", RunQueue, "_evict",
+               "end = end[: is_used.argmax()]", "pass"),
     PlantedBug("all tenants share one cache", HashPrefixCache, "_root", "blake2b(salt,", "blake2b(b'',"),
     PlantedBug("ageing is ignored", Priority, "key", "sequence.priority * AGEING", "sequence.priority * 2**31"),
 )  # fmt: skip

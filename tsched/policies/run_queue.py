@@ -76,6 +76,8 @@ class RunQueue(Generic[AnyRun]):
         self.num_evictions += count
         evicted: list[BlockIds] = []
         while count:
+            if not unused:
+                raise RuntimeError(f"{count} cached blocks are in no run that waits: the cache's accounts are wrong")
             run = next(iter(unused))
             end = run.blocks[-count:][::-1]
             is_used = pool.refs(end) > 0

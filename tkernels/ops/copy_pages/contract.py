@@ -141,7 +141,7 @@ CONTRACT = Contract(
     axes=(
         Int("pairs", 0, 2**31 - 1, (0, 1, 2, 3), "pairs of pages", batch=True),
         Int("C", 1, 65535, (1, 2, 3), "caches: two a layer"),
-        Int("P", 1, 2**31 - 1, (1, 2, 3, 5), "pages in each cache", wide=(130,)),
+        Int("P", 1, 2**31 - 1, (1, 2, 3, 5), "pages in each cache"),
         Int("S", 1, 65535, (1, 2, 3, 16), "slots in a page"),
         Int("Hkv", 1, 1024, (1, 2, 3, 5), "KV heads"),
         Int("D", 1, 1024, (1, 16, 31, 64, 80), "head dim"),

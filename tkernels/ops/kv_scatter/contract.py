@@ -159,7 +159,7 @@ CONTRACT = Contract(
         Int("Hkv", 1, 1024, (1, 2, 5, 8), "KV heads"),
         Int("D", 1, 1024, (1, 16, 31, 64, 80, 128), "key head dim"),
         Int("Dv", 1, 1024, (1, 16, 31, 64, 96, 128), "value head dim"),
-        Int("P", 1, 2**31 - 1, (1, 2, 3), "pages in the cache", wide=(130,)),
+        Int("P", 1, 2**31 - 1, (1, 2, 3), "pages in the cache"),
         Int("S", 1, 65536, (1, 2, 3, 16), "slots in a page"),
         dtype_axis("activation"),
         dtype_axis("kv", "float8_e4m3fn"),

@@ -31,7 +31,7 @@ SIZE_AXES: tuple[Axis, ...] = (
         "lengths", ("edges",), "how long the contexts are: at edges, or all N*S", legal=("edges", "full"), batch=True
     ),
     Int("S", 1, 256, (1, 2, 8, 32, 256, 16), "page size in tokens"),
-    Int("N", 1, 2**31 - 1, (1, 2, 3, 5, 9, 17, 40, 63, 64, 127, 130), "width of the block table in pages", batch=True),
+    Int("N", 1, 2**31 - 1, (1, 2, 3, 5, 9, 17, 40, 64, 130), "width of the block table in pages", batch=True),
     Int("P", 1, 2**31 - 1, (1, 3, 8, 16, 32, 136, 400), "pages in the pool"),
     Int("Hkv", 1, 65535, (1, 3, 2), "KV heads"),
     Int("Hq", 1, 65535, (1, 2, 3, 4, 6, 20, 8), "query heads"),
@@ -56,9 +56,8 @@ CONSTRAINTS = (
     Constraint("Hq % Hkv == 0"),
     KV_DTYPE,
     # Draws alone have `lengths`, so these bound what is drawn and not what may be called.
-    # Now and then one long context: pages of 32 or 16 in tables of 63 or 127.
-    Constraint("lengths == 'full' or 48 <= N * S <= 320 or 2016 <= N * S <= 2032 and B == 1"),
-    Constraint("lengths == 'full' or P * S <= 4352"),
+    Constraint("lengths == 'full' or 48 <= N * S <= 320"),
+    Constraint("lengths == 'full' or P * S <= 4096"),
     Constraint("lengths != '' and B * N <= P"),
 )
 

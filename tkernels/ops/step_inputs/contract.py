@@ -184,8 +184,8 @@ CONTRACT = Contract(
     axes=(
         Int("R", 1, 2**31 - 1, (1, 2, 5), "rows with a newest token"),
         Int("B", 0, 2**31 - 2, (0, 1, 2, 3), "sequences", batch=True),
-        Int("T", 0, 2**31 - 1, (0, 1, 3, 9, 20), "tokens", batch=True, wide=(300,)),
-        Int("N", 1, 2**31 - 1, (1, 2, 5, 9), "table width", batch=True, wide=(2560,)),
+        Int("T", 0, 2**31 - 1, (0, 1, 3, 9, 20), "tokens", batch=True),
+        Int("N", 1, 2**31 - 1, (1, 2, 5, 9), "table width", batch=True),
         Int("page_size", 1, 65536, (1, 2, 3, 16), "tokens a page"),
         Choice("layout", LAYOUTS, "of the tables"),
         Choice("step", ("mixed", "decodes"), "tokens a sequence"),
