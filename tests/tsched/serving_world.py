@@ -385,7 +385,8 @@ def blocks_by_digest(cache: HashPrefixCache) -> dict[bytes, int]:
     assert list(cache._run_of.items()) == [(int(run.blocks[0]), run) for _, run in runs]
     found = {}
     for first, run in runs:
-        digests = cut_digests(run.digests)[: run.blocks.size]
+        pending = cache._chain(run.digests[-DIGEST_SIZE:], run.pending)  # it stays so: nobody has looked it up
+        digests = cut_digests(run.digests + pending)[: run.blocks.size]
         assert digests[0] == first
         assert not found.keys() & set(digests)
         assert (cache._first_of[run.blocks] == run.blocks[0]).all()

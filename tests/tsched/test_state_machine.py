@@ -167,7 +167,7 @@ def test_twenty_thousand_random_steps_and_every_rule_fired() -> None:
 
 FAULTS = (
     # In the caches
-    PlantedBug("a digest without the past", HashPrefixCache, "_digests", "last + data", "data"),
+    PlantedBug("a digest without the past", HashPrefixCache, "_chain", "last + data", "data"),
     PlantedBug("a digest without the salt", HashPrefixCache, "_root", "blake2b(salt,", "blake2b(b'',"),
     PlantedBug("another salt's tree", RadixPrefixCache, "match", "self._roots.get(sequence.cache_salt)",
                "next(iter(self._roots.values()), None)"),
@@ -186,6 +186,8 @@ FAULTS = (
     PlantedBug("a block in use is evicted", RunQueue, "_evict", "end = end[: is_used.argmax()]", "pass"),
     PlantedBug("the prefix goes before its leaves", RunQueue, "touch", "unused.move_to_end(above)",
                "unused.move_to_end(above, last=False)"),
+    PlantedBug("the digests of an output begin too late", HashPrefixCache, "insert", "tokens[num_digests *",
+               "tokens[(num_digests + 1) *"),
     PlantedBug("a split hash run takes the wrong blocks", HashPrefixCache, "_split", "run.blocks[:count]",
                "run.blocks[1 : count + 1]"),
     PlantedBug("a split takes the wrong blocks", RadixPrefixCache, "_split", "node.blocks[:count]",

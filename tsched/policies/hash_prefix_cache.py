@@ -28,16 +28,18 @@ class Run:
     """Blocks that were inserted together and follow each other in one history.
 
     first    the place of its first block in that history
-    digests  DIGEST_SIZE bytes for each of its blocks, and for those that were evicted from its end
+    digests  DIGEST_SIZE bytes for each of its first blocks, one at least, and for those that were evicted from its end
+    pending  the tokens of the blocks after those, as bytes: outputs, whose digests are made if a lookup comes by
     blocks   [n] int32, n >= 1
     parent   the run that ends with the block before; None where there is none
     """
 
-    __slots__ = ("blocks", "digests", "first", "parent")
+    __slots__ = ("blocks", "digests", "first", "parent", "pending")
 
-    def __init__(self, first: int, digests: bytes, blocks: BlockIds, parent: Run | None) -> None:
+    def __init__(self, first: int, digests: bytes, pending: bytes, blocks: BlockIds, parent: Run | None) -> None:
         self.first = first
         self.digests = digests
+        self.pending = pending
         self.blocks = blocks
         self.parent = parent
 
@@ -107,9 +109,13 @@ class HashPrefixCache:
         start = int(np.count_nonzero(pool.is_kept(blocks[:end])))
         if start == end:
             return blocks
-        digests = self._digests(sequence, end)
         before = self._run(blocks[start - 1]) if start else None
-        known, before = self._walk(digests, start, end, before)
+        digests = self._digests(sequence, start + 1)
+        num_digests = min(end, len(digests) // DIGEST_SIZE)
+        known, parent = self._walk(digests, start, num_digests, before)
+        if start + known.size == num_digests < end:  # others had this output too: how much of it?
+            digests, num_digests = self._digests(sequence, end), end
+            known, parent = self._walk(digests, start, end, before)
         if known.size:
             pool.share(known)
             pool.release(blocks[start : start + known.size])
@@ -122,9 +128,12 @@ class HashPrefixCache:
             new = new[: is_shared.argmax()]
         if new.size:
             pool.keep(new)
-            if before is not None and start < before.first + before.blocks.size:
-                before = self._split(before, start - before.first)
-            self._note(Run(start, digests[start * DIGEST_SIZE : (start + new.size) * DIGEST_SIZE], new, before))
+            if parent is not None and start < parent.first + parent.blocks.size:
+                parent = self._split(parent, start - parent.first)
+            end = start + new.size
+            pending = sequence.tokens[num_digests * pool.block_size : end * pool.block_size].tobytes()
+            ready = digests[start * DIGEST_SIZE : min(num_digests, end) * DIGEST_SIZE]
+            self._note(Run(start, ready, pending, new, parent))
         return blocks
 
     def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
@@ -144,16 +153,25 @@ class HashPrefixCache:
         if num_ready < count:
             block_size = self._pool.block_size
             data = sequence.tokens[num_ready * block_size : count * block_size].tobytes()
-            width = block_size * sequence.tokens.itemsize
             last = digests[-DIGEST_SIZE:] or self._root(sequence.cache_salt)
-            new = [digests]
-            for start in range(0, len(data), width):
-                hasher = _EMPTY.copy()  # cheaper than a new one
-                hasher.update(last + data[start : start + width])
-                last = hasher.digest()
-                new.append(last)
-            digests = sequence.prefix = b"".join(new)
+            digests = sequence.prefix = digests + self._chain(last, data)
         return digests
+
+    def _chain(self, last: bytes, data: bytes) -> bytes:
+        """The digests of the blocks with the int64 tokens `data`, which follow the one of digest `last`."""
+        width, digests = self._pool.block_size * 8, []
+        for start in range(0, len(data), width):
+            hasher = _EMPTY.copy()  # cheaper than a new one
+            hasher.update(last + data[start : start + width])
+            last = hasher.digest()
+            digests.append(last)
+        return b"".join(digests)
+
+    def _complete(self, run: Run) -> None:
+        """All its blocks have their digests now."""
+        if run.pending:
+            run.digests += self._chain(run.digests[-DIGEST_SIZE:], run.pending)
+            run.pending = b""
 
     def _root(self, salt: bytes) -> bytes:
         return blake2b(salt, digest_size=DIGEST_SIZE, key=self._secret).digest()
@@ -169,10 +187,13 @@ class HashPrefixCache:
         found: list[BlockIds] = []
         place, run = start, before
         while place < end:
-            if run is not None and (count := run.count_same(digests, place, end)):
-                found.append(run.blocks[place - run.first :][:count])
-                place += count
-                before = run
+            if run is not None:
+                self._complete(run)
+                count = run.count_same(digests, place, end)
+                if count:
+                    found.append(run.blocks[place - run.first :][:count])
+                    place += count
+                    before = run
             run = self._run_at.get(digests[place * DIGEST_SIZE : (place + 1) * DIGEST_SIZE])
             if run is None:
                 break
@@ -183,7 +204,7 @@ class HashPrefixCache:
         its place in the order of use.
         """
         cut = count * DIGEST_SIZE
-        head = Run(run.first, run.digests[:cut], run.blocks[:count], run.parent)
+        head = Run(run.first, run.digests[:cut], b"", run.blocks[:count], run.parent)
         run.first, run.digests, run.blocks, run.parent = head.first + count, run.digests[cut:], run.blocks[count:], head
         self._note(head)
         self._note(run)
