@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,8 @@ class Planner:
         self._forked: list[tuple[int, int]] = []
         # Who was not admitted for want of blocks, and how many there were past those kept back to grow into.
         self._blocked: tuple[Sequence, int] | None = None
-        # The last plan, where every running row got a token by it and nothing has changed since but that.
+        # The last plan, where every running row got a token by it and nothing has changed since but that: as if all
+        # of its rows had been decodes.
         self._repeatable: StepPlan | None = None
 
     @property
@@ -87,9 +88,7 @@ class Planner:
         under_way = self._repeat(is_late)
         if under_way is None:
             under_way = self._make(is_late)
-        plan = under_way.plan
-        all_got_a_token = plan.num_decodes == plan.sampled.size == self.running.size
-        self._repeatable = plan if all_got_a_token and plan.num_preempted == 0 else None
+        self._repeatable = self._as_decodes(under_way.plan)
         return under_way
 
     def disturb(self) -> None:
@@ -108,9 +107,11 @@ class Planner:
 
     def note_inserted(self, row: int, *, is_rewritten: bool) -> None:
         """Blocks of `row` have become matchable; `is_rewritten`: some of them were exchanged for equal ones."""
+        self._blocked = None
         if is_rewritten:
             self._rewritten.append(row)
-        self._repeatable = self._blocked = None
+        if is_rewritten or len(self._waiting):
+            self._repeatable = None
 
     def leave(self, row: int) -> tuple[Sequence, BlockIds]:
         """The sequence in `row` stops running; returns it, with the tokens known of it, and its blocks."""
@@ -238,7 +239,7 @@ class Planner:
         new = np.array(rows, dtype=np.int64)
         running = np.concatenate((self.running, new))
         key = table.key[running[-len(rows) - 1 :]]  # those who ran are in order
-        if (key[1:] <= key[:-1]).any():
+        if np.count_nonzero(key[1:] <= key[:-1]):
             running = running[np.lexsort((table.serial[running], table.key[running]))]
         self.running = running
         return new, np.array(counts, dtype=np.int64)
@@ -267,15 +268,16 @@ class Planner:
         table, counters = self._table, self._counters
         is_decode = counts == 1
         num_decodes = int(np.count_nonzero(is_decode))
-        if num_decodes < counts.size:
+        # Mostly they are in order already, the newcomer with its prompt at the end.
+        if np.count_nonzero(is_decode[:num_decodes]) < num_decodes or np.count_nonzero(counts) < counts.size:
             order = np.concatenate((is_decode.nonzero()[0], (counts > 1).nonzero()[0]))
             rows, counts = rows[order], counts[order]
         starts = table.computed[rows]
         ends = starts + counts
         table.computed[rows] = ends
-        sampled = (ends == table.length[rows]).nonzero()[0]
-        sampled_rows = rows[sampled]
-        lengths = ends[sampled]
+        sampled, sampled_rows, lengths = (ends == table.length[rows]).nonzero()[0], rows, ends
+        if sampled.size < rows.size:
+            sampled_rows, lengths = rows[sampled], ends[sampled]
         table.length[sampled_rows] = lengths + 1
         swap_outs, swap_ins, copies, restored = self._memory.take_copies()
         counters.num_swapped_out += swap_outs.shape[1]
@@ -287,7 +289,7 @@ class Planner:
             counts=counts,
             ends=ends,
             num_decodes=num_decodes,
-            num_tokens=int(counts.sum()),
+            num_tokens=num_decodes + int(counts[num_decodes:].sum()) if num_decodes < rows.size else num_decodes,
             sampled=sampled,
             sampled_rows=sampled_rows,
             sampled_epochs=table.epoch[sampled_rows],
@@ -306,6 +308,20 @@ class Planner:
             return UnderWay(plan, _NOTHING, restored)
         filling = zip(filled.tolist(), table.epoch[filled].tolist(), table.computed[filled].tolist(), strict=True)
         return UnderWay(plan, list(filling), restored)
+
+    def _as_decodes(self, plan: StepPlan) -> StepPlan | None:
+        """`plan` as if it had only decoded, where every running row got a token by it and so comes next with one; None
+        where that may not be what comes next.
+        """
+        count = self.running.size
+        if plan.sampled.size < count or plan.num_preempted:
+            return None
+        if plan.num_decodes == count:
+            return plan
+        if len(self._waiting):  # perhaps for tokens, of which decodes leave more
+            return None
+        ones = np.ones(count, dtype=np.int64)
+        return replace(plan, starts=plan.ends - 1, counts=ones, num_decodes=count, num_tokens=count)
 
     def _repeat(self, is_late: bool) -> UnderWay | None:
         """The last plan one token on, or None where that is not what comes next.
