@@ -117,7 +117,8 @@ class EngineRow(_Row):
     all rounds, of the requests' times to their first token, of their mean times between tokens, and of all times
     between two tokens of a request; with late requests, the first is of them alone, the others of those that were there
     before. texts: what each prompt was continued with, null for token ids. peak_running: the most sequences in a step.
-    hit_tokens: prompt tokens found in the prefix cache. peak_occupancy: of the KV cache's blocks, the fraction lent at
+    hit_tokens: prompt tokens found in the prefix cache; saved_bytes: of keys and values, that these did not have to
+    compute; evicted_blocks: what it gave up for others. peak_occupancy: of the KV cache's blocks, the fraction lent at
     the peak; last_page_waste: of the slots lent then, the fraction past their sequences' ends.
     """
 
@@ -142,10 +143,13 @@ class EngineRow(_Row):
     last_page_waste: float | None = None
     peak_running: int | None = None
     hit_tokens: int | None = None
+    saved_bytes: int | None = None
+    evicted_blocks: int | None = None
 
     required = {
         "ok": _SERVED
-        | {"texts", "steps", "preemptions", "peak_running", "hit_tokens", "peak_occupancy", "last_page_waste"},
+        | {"texts", "steps", "preemptions", "peak_running", "peak_occupancy", "last_page_waste"}
+        | {"hit_tokens", "saved_bytes", "evicted_blocks"},
         "wrong": frozenset({"workload"}),
         "unsupported": frozenset({"workload"}),
         "failed": frozenset({"workload"}),

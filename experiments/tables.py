@@ -183,12 +183,13 @@ def _latency_table(plan: Plan, rows: Sequence[EngineRow | PeerRow]) -> Table:
 
 def _memory_table(plan: Plan, rows: Sequence[EngineRow]) -> Table:
     """What the cache's memory was good for; counts, not times, so also where kernels are interpreted."""
-    right = ["running", "lent", "empty", "preempted", "hits"]
+    right = ["running", "lent", "empty", "preempted", "hits", "saved", "evicted"]
     table = new_table("Memory", ["arm", *right], right)
     _by_workload(table, rows, _memory_cells, plan)
     table.caption = (
         "running: sequences in one step, at most; lent: of the cache's pages, at the peak; empty: of the slots lent "
-        "then, those without a token; hits: of the prompts' tokens."
+        "then, those without a token; hits: of the prompts' tokens, in the prefix cache; saved: their keys and values, "
+        "MB; evicted: pages."
     )
     table.caption_justify = "left"
     return table
@@ -198,9 +199,18 @@ def _memory_cells(row: EngineRow) -> list[str]:
     assert row.peak_occupancy is not None
     assert row.last_page_waste is not None
     assert row.hit_tokens is not None
+    assert row.saved_bytes is not None
     hits = row.hit_tokens / row.prompt_tokens if row.prompt_tokens else 0.0
     shares = [f"{share:.0%}" for share in (row.peak_occupancy, row.last_page_waste, hits)]
-    return [str(row.peak_running), shares[0], shares[1], str(row.preemptions), shares[2]]
+    return [
+        str(row.peak_running),
+        shares[0],
+        shares[1],
+        str(row.preemptions),
+        shares[2],
+        f"{row.saved_bytes / 1e6:.3g}",
+        str(row.evicted_blocks),
+    ]
 
 
 def _three(quantiles: Mapping[str, float] | None) -> str:

@@ -10,7 +10,6 @@ from experiments.workloads import Request
 from tsched import LLM, SamplingParams
 from tsched.engine import Request as EngineRequest
 from tsched.outputs import RequestOutput
-from tsched.policies.base import CacheStats
 from tsched.scheduler import RefusedError
 from tsched.served_model import Prepared
 
@@ -43,10 +42,6 @@ class _Watched:
 
 class TimedLLM(LLM):
     """An LLM that serves workloads."""
-
-    def cache_stats(self) -> CacheStats:
-        """What the prefix cache has found and evicted since the LLM was made."""
-        return self._engine.scheduler.cache_stats()
 
     def serve(
         self,

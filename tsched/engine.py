@@ -28,6 +28,7 @@ from tsched.block_pool import BlockIds
 from tsched.cuda_graphs import CudaRecorder, DecodeGraphs, EagerRecorder
 from tsched.detokenizer import IncrementalDetokenizer
 from tsched.device_state import DeviceState, StepInputs
+from tsched.engine_stats import EngineStats, PeakUse
 from tsched.logits_processors import RequestFault
 from tsched.readback import HostReader, Outcome, Readback
 from tsched.sampler import NOT_FINITE, Sampler, TokenLogprobs
@@ -105,26 +106,6 @@ class _Launched:
     readback: Readback
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Sums since the engine was made, and the pool as it is and as it was when most of it was lent."""
-
-    num_steps: int
-    num_prefill_tokens: int
-    num_decode_tokens: int
-    num_output_tokens: int
-    num_preemptions: int
-    num_finished: int
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    block_size: int
-    num_used_blocks: int
-    peak_used_blocks: int
-    peak_occupancy: float  # of all blocks, the fraction lent at the peak
-    last_page_waste: float  # of the slots lent at the peak, the fraction past their sequences' ends
-
-
 class Engine:
     """Joins a scheduler and a model. Not for use by two threads at once.
 
@@ -172,8 +153,7 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._num_watched = 0  # unfinished requests whose tokens are looked at as they come
         self._num_unbegun = 0  # and those without a token yet
-        self._peak_used = 0
-        self._waste_at_peak = 0.0
+        self._peak = PeakUse()
 
     @property
     def has_unfinished(self) -> bool:
@@ -267,24 +247,12 @@ class Engine:
             raise
 
     def stats(self) -> EngineStats:
-        scheduler = self.scheduler
-        counters, pool = scheduler.counters, scheduler.pool
-        return EngineStats(
-            num_steps=counters.num_steps,
-            num_prefill_tokens=counters.num_prefill_tokens,
-            num_decode_tokens=counters.num_decode_tokens,
-            num_output_tokens=counters.num_output_tokens,
-            num_preemptions=counters.num_preemptions,
-            num_finished=counters.num_finished,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_blocks=pool.num_blocks,
-            block_size=pool.block_size,
-            num_used_blocks=pool.num_referenced,
-            peak_used_blocks=self._peak_used,
-            peak_occupancy=self._peak_used / pool.num_blocks,
-            last_page_waste=self._waste_at_peak,
-        )
+        kv_bytes = sum(keys.nbytes + values.nbytes for keys, values in self._kv_cache)
+        return EngineStats.of(self.scheduler, self._peak, kv_bytes)
+
+    def reset_peak(self) -> None:
+        """The peaks in `stats` are of what comes from now on."""
+        self._peak.reset()
 
     def _step(self) -> list[Request]:
         finished: list[Request] = []
@@ -292,7 +260,7 @@ class Engine:
             finished = self._settle(self._launched)
         with _SCHEDULE:
             plan = self.scheduler.schedule()
-            self._note_peak()
+            self._peak.note(self.scheduler)
         launched = self._launched
         with _PREPARE:
             self._move_pages(plan)
@@ -340,12 +308,6 @@ class Engine:
         ):
             if pairs.size:
                 move(pairs)
-
-    def _note_peak(self) -> None:
-        used = self.scheduler.pool.num_referenced
-        if used > self._peak_used:
-            self._peak_used = used
-            self._waste_at_peak = self.scheduler.last_page_waste()
 
     def _settle(self, launched: _Launched) -> list[Request]:
         """Wait for a step's tokens and hand them to the scheduler; returns the requests that finished."""

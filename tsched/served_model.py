@@ -17,7 +17,8 @@ from tkernels.selection import Choices
 from tkernels.tuning import TuningMode
 from tsched.cache_size import num_host_blocks, num_kv_blocks
 from tsched.detokenizer import IncrementalDetokenizer
-from tsched.engine import Engine, EngineStats, Request
+from tsched.engine import Engine, Request
+from tsched.engine_stats import EngineStats
 from tsched.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tsched.prompts import Salt, check_priority, check_salt, check_stop_ids, check_token_ids, parse_prompt
 from tsched.sampler import TokenLogprobs
@@ -182,8 +183,12 @@ class ServedModel:
         return self.kernels.arm
 
     def stats(self) -> EngineStats:
-        """Steps, tokens, preemptions and the pool's use since the LLM was made."""
+        """Steps, tokens, preemptions, prefix cache hits and the pool's use since the LLM was made."""
         return self._engine.stats()
+
+    def reset_peak(self) -> None:
+        """The pool's peak in `stats` is of what comes from now on."""
+        self._engine.reset_peak()
 
     def _prepare(
         self,

@@ -112,11 +112,10 @@ def _serve(
 ) -> list[Answer]:
     common = context.common(arm=llm.arm, settings=arm.settings, workload=workload)
     before = llm.stats()
+    llm.reset_peak()
     try:
-        found_before = llm.cache_stats()
         timeline = llm.serve(requests, batching=arm.batching, salt=f"{workload}, answer", adapt=_with_logprobs)
-        outputs, found = timeline.outputs, llm.cache_stats()
-        after = llm.stats()
+        outputs, after = timeline.outputs, llm.stats()
         slow = interpreted_ops(llm)
         not_timed = f"{', '.join(slow)} interpreted on a CPU: not measured" if slow else None
         if slow:
@@ -145,7 +144,9 @@ def _serve(
         steps=after.num_steps - before.num_steps,
         preemptions=after.num_preemptions - before.num_preemptions,
         peak_running=timeline.peak_running,
-        hit_tokens=found.hit_tokens - found_before.hit_tokens,
+        hit_tokens=after.prefix_cache.hit_tokens - before.prefix_cache.hit_tokens,
+        saved_bytes=after.saved_bytes - before.saved_bytes,
+        evicted_blocks=after.prefix_cache.num_evictions - before.prefix_cache.num_evictions,
     )
     context.folder.record(row)
     return [Answer(llm.arm, arm.settings, workload, outputs)]

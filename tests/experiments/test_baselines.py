@@ -155,9 +155,9 @@ def test_no_round_finds_what_another_cached(run: Run, checkpoint: Path, monkeypa
 
     class Noting(TimedLLM):
         def serve(self, *args: Any, **kwargs: Any) -> Timeline:
-            before = self.cache_stats().hit_tokens
+            before = self.stats().prefix_cache.hit_tokens
             timeline = super().serve(*args, **kwargs)
-            hits.append(self.cache_stats().hit_tokens - before)
+            hits.append(self.stats().prefix_cache.hit_tokens - before)
             return timeline
 
     monkeypatch.setattr(experiments.stages.engine, "TimedLLM", Noting)

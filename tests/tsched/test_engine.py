@@ -165,7 +165,16 @@ def test_shared_prefixes_and_samples_of_one_prompt(make_engine: MakeEngine, pref
     pages = engine._pages
     assert isinstance(pages, HashPages)
     assert pages.moved["copy"] == 2, "the first writer of each shared page but the last copies it"
-    assert (engine.scheduler.cache_stats().hit_tokens > 0) == (prefix_cache != "none")
+    stats = engine.stats()
+    assert (stats.prefix_cache.hit_tokens > 0) == (prefix_cache != "none")
+    keys, values = engine._kv_cache[0]
+    a_token = keys[0, 0].nbytes + values[0, 0].nbytes
+    assert stats.saved_bytes == stats.prefix_cache.hit_tokens * a_token * len(engine._kv_cache)
+    assert stats.num_forks == 2
+    assert stats.num_blocks_copied == 2
+    assert stats.peak_used_blocks > 0
+    engine.reset_peak()
+    assert engine.stats().peak_used_blocks == 0
 
 
 def test_decode_rows_come_first_in_the_batch(make_engine: MakeEngine) -> None:
