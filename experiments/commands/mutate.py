@@ -25,8 +25,10 @@ from tkernels.mutation import (
     Pool,
     Score,
     Trial,
-    comparisons,
+    compared,
+    joined,
     outcomes,
+    pieces,
     sampled,
     score,
     trials,
@@ -75,25 +77,29 @@ def run(request: Request, as_json: bool) -> int:
 def verify(request: Request, as_json: bool) -> int:
     """Compares the bits of every declared equivalent with its original's; 1 where any differ."""
     declared = [trial for trial in _trials(request) if trial.equivalent is not None]
-    compared: list[Comparison] = []
-    with _pool(request) as pool, _progress() as progress:
-        bar = progress.add_task("", total=len(declared), doing=f"{VERIFIED_CASES} cases each")
-        for comparison in comparisons(pool, declared, VERIFIED_CASES, request.seed):
-            compared.append(comparison)
-            progress.advance(bar)
+    parts: list[Comparison] = []
+    try:
+        with _pool(request) as pool, _progress() as progress:
+            bar = progress.add_task("", total=pieces(declared, VERIFIED_CASES), doing=f"{VERIFIED_CASES} cases each")
+            for part in compared(pool, declared, VERIFIED_CASES, request.seed):
+                parts.append(part)
+                progress.update(bar, advance=1, doing=part.trial.mutant.name)
+    except MutationError as error:
+        raise ExperimentError([f"--verify-equivalent: {error}"]) from None
+    whole = joined(declared, parts)
     if as_json:
-        json.dump([_comparison_row(comparison) for comparison in compared], sys.stdout, indent=1)
+        json.dump([_comparison_row(comparison) for comparison in whole], sys.stdout, indent=1)
         print()
     else:
         table = new_table("Declared equivalents", ["op", "fault", "cases", "bits"], ["cases"])
-        for one in compared:
+        for one in whole:
             bits = Text("different", "bold red") if one.reason else Text("the same", "green")
             add_row(table, one.trial.op, one.trial.mutant.name, str(one.cases), bits)
         Console().print(table)
-        for one in compared:
+        for one in whole:
             if one.reason:
                 Console().print(Text(f"\n{one.trial.op}: {one.trial.mutant.name}\n  {one.reason}"))
-    return 1 if any(comparison.reason for comparison in compared) else 0
+    return 1 if any(comparison.reason for comparison in whole) else 0
 
 
 def _trials(request: Request) -> list[Trial]:

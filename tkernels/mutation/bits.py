@@ -1,7 +1,7 @@
 """Whether a mutant is its original, bit for bit: the proof that a declared equivalent has to give."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -15,8 +15,17 @@ from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
 
 
-def _run(variant: Variant, case: Case, config: Config) -> list[torch.Tensor]:
-    """Every output and the whole storage of every written argument, as bytes."""
+class Original(NamedTuple):
+    """A case and what the variant as it is makes of it: every output and the whole storage of every written argument,
+    as bytes.
+    """
+
+    case: Case
+    config: Config
+    written: list[torch.Tensor]
+
+
+def _written(variant: Variant, case: Case, config: Config) -> list[torch.Tensor]:
     contract = case.contract
     arguments = clone_inputs(contract.bind_arguments((), case.inputs))
     axes, device = contract.bind_axes(arguments)
@@ -30,28 +39,21 @@ def _run(variant: Variant, case: Case, config: Config) -> list[torch.Tensor]:
     return [torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).clone() for tensor in results]
 
 
-def same_bits(
-    variant: Variant,
-    plant: Callable[[], None],
-    drawn: Iterable[tuple[Case, Config | None]],
-    before_case: Callable[[], None],
-) -> dict[str, Any]:
-    """Runs the original on every case, plants the fault, and runs all of them again.
+def originals(variant: Variant, drawn: Iterable[tuple[Case, Config | None]]) -> list[Original]:
+    """Runs the variant as it is: once for all of its mutants, which are compared with the same bits."""
+    return [Original(case, config, _written(variant, case, config)) for case, config in drawn if config is not None]
 
-    {"verdict": "same", "cases": n}, or "different" with the reason.
+
+def difference(variant: Variant, wanted: Iterable[Original], before_case: Callable[[], None]) -> str:
+    """Runs the variant, in which a fault has been planted meanwhile, on the same cases. The first case where a bit
+    differs, or where it raises; "" where there is none.
     """
-    cases = [(case, config) for case, config in drawn if config is not None]
-    expected = []
-    for case, config in cases:
-        before_case()
-        expected.append(_run(variant, case, config))
-    plant()
-    for (case, config), wanted in zip(cases, expected, strict=True):
+    for case, config, written in wanted:
         before_case()
         try:
-            got = _run(variant, case, config)
+            got = _written(variant, case, config)
         except Exception as error:
-            return {"verdict": "different", "reason": f"{type(error).__name__}: {error} at {dict(case.axes)}"}
-        if not all(torch.equal(one, other) for one, other in zip(wanted, got, strict=True)):
-            return {"verdict": "different", "reason": f"at {dict(case.axes)}, seed {case.seed}"}
-    return {"verdict": "same", "cases": len(cases)}
+            return f"{type(error).__name__}: {error} at {dict(case.axes)}"
+        if not all(torch.equal(one, other) for one, other in zip(written, got, strict=True)):
+            return f"at {dict(case.axes)}, seed {case.seed}"
+    return ""

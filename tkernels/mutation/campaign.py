@@ -13,6 +13,10 @@ from tkernels.variant import Variant
 SHARED = "shared"
 """Stands for the op of a function that several ops call."""
 VERIFIED_CASES = 1000
+COMPARED_AT_ONCE = 100
+"""Cases, so that their inputs fit into a worker's memory, and a progress bar moves."""
+_APART = 1000
+"""Times as many seeds as cases: of two draws next to each other, the first must end before the second begins."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +115,47 @@ class Comparison:
     reason: str
 
 
-def comparisons(pool: Pool, declared: Sequence[Trial], cases: int, seed: int) -> Iterator[Comparison]:
-    """Runs original and mutant on drawn cases, in every variant that has the function, and compares all bits."""
+def compared(pool: Pool, declared: Sequence[Trial], cases: int, seed: int) -> Iterator[Comparison]:
+    """Runs original and mutant on drawn cases, in every variant that has the function, and compares all bits: one
+    answer for each trial, variant and COMPARED_AT_ONCE cases, `pieces` in all.
 
-    def compare(trial: Trial) -> Comparison:
+    The original runs once for all trials of a variant.
+    """
+    by_variant: dict[tuple[str, str], tuple[Variant, list[Trial]]] = {}
+    for trial in declared:
         for variant in trial.variants:
-            answer = pool.ask(task("same_bits", trial.mutant, variant, seed, cases))
-            if answer["verdict"] != "same":
-                return Comparison(trial, 0, answer["reason"])
-        return Comparison(trial, cases * len(trial.variants), "")
+            by_variant.setdefault((variant.contract.name, variant.name), (variant, []))[1].append(trial)
+    batches = [(*mine, first) for mine in by_variant.values() for first in range(0, cases, COMPARED_AT_ONCE)]
 
-    yield from pool.map(compare, declared)
+    def compare(batch: tuple[Variant, list[Trial], int]) -> list[Comparison]:
+        variant, trials, first = batch
+        count = min(COMPARED_AT_ONCE, cases - first)
+        found = []
+        for trial in trials:
+            answer = pool.ask(task("same_bits", trial.mutant, variant, seed + first * _APART, count))
+            found.append(Comparison(trial, count, "" if answer["verdict"] == "same" else answer["reason"]))
+        return found
+
+    for found in pool.map(compare, batches):
+        yield from found
+
+
+def pieces(declared: Sequence[Trial], cases: int) -> int:
+    """How many answers `compared` gives."""
+    return sum(len(trial.variants) for trial in declared) * -(-cases // COMPARED_AT_ONCE)
+
+
+def joined(declared: Sequence[Trial], parts: Sequence[Comparison]) -> list[Comparison]:
+    """One comparison for each trial, in order: the cases of all its parts that are the same, the first difference."""
+
+    def whole(trial: Trial) -> Comparison:
+        mine = [part for part in parts if part.trial is trial]
+        reason = next((part.reason for part in mine if part.reason), "")
+        return Comparison(trial, sum(part.cases for part in mine if not part.reason), reason)
+
+    return [whole(trial) for trial in declared]
+
+
+def comparisons(pool: Pool, declared: Sequence[Trial], cases: int, seed: int) -> list[Comparison]:
+    """Each declared equivalent's bits on so many cases of every variant that has the function."""
+    return joined(declared, list(compared(pool, declared, cases, seed)))
