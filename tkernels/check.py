@@ -15,7 +15,7 @@ from tkernels.addresses import default_door
 from tkernels.calls import same_bits, wanted_outputs
 from tkernels.config import Config
 from tkernels.contract import Axes, Case, Choose, Contract, ContractError, Value, unpack
-from tkernels.device import device_facts
+from tkernels.device import INTERPRETER, device_facts
 from tkernels.inputs import clone_inputs, map_tensors, outside_views, poison, widened
 from tkernels.launch import Door, Kernel
 from tkernels.mode import MODE
@@ -275,14 +275,16 @@ def draw(
     device: torch.device | str = "cpu",
     max_programs: int = MAX_PROGRAMS,
     config: Config | None = None,
+    wide: bool = False,
 ) -> tuple[Case, Config | None] | None:
     """A case within the contract and a config of the variant (None for torch); None where the draw gives no such pair.
 
-    `config` replaces the drawn one. A drawn config that would launch more than `max_programs` gives way to the default;
-    a case that the variant does not support, or that is too large even so, to another draw.
+    `wide`: as the contract's wide draws. `config` replaces the drawn one. A drawn config that would launch more than
+    `max_programs` gives way to the default; a case that the variant does not support, or that is too large even so, to
+    another draw.
     """
     contract = variant.contract
-    axes = contract.draw_axes(choose, fixed)
+    axes = contract.draw_axes(choose, fixed, wide)
     case = contract.case(axes, seed, device)
     bound, where = contract.bind_axes(contract.bind_arguments((), case.inputs))
     facts = device_facts(where)
@@ -334,3 +336,72 @@ def drawn_results(
     """Checks a variant on seeded draws, one result each. `fixed` axes are held; `config` replaces the drawn ones."""
     for case, drawn_config in drawn_cases(variant, examples, seed, fixed, device):
         yield check_case(variant, case, config if config is not None else drawn_config)
+
+
+WIDE_SEED = 500_000
+"""Added to the seed of wide cases, so that no drawn case has the same."""
+_OWN_WIDE = 2
+_WIDE_PROGRAMS = 512
+"""The sizes bound the cost: a thousand keys or features in the interpreter's small blocks."""
+_WIDE_TRIES = 40
+
+
+_Plan = tuple[Axes, Config | None, bool]
+
+
+def _wide_plans(variant: Variant, fixed: Axes, config: Config | None, device: torch.device) -> list[_Plan]:
+    """(held axes, config, whether the rest is drawn wide) of each wide case."""
+    configs: list[Config | None] = [config]
+    if config is None and variant.kind == "triton":
+        arch = device_facts(device).arch
+        others = variant.default.values() if arch == INTERPRETER.arch else ()
+        configs = list(dict.fromkeys((variant.default_config(arch), *others)))
+    corners = variant.contract.corners.values()
+    fitting = [corner for corner in corners if all(fixed.get(name, value) == value for name, value in corner.items())]
+    plans: list[_Plan] = [({**corner, **fixed}, configs[0], False) for corner in fitting]
+    return plans + [(fixed, one, True) for one in (*configs[:1] * (_OWN_WIDE - 1), *configs)]
+
+
+def count_wide_cases(
+    variant: Variant, fixed: Axes | None = None, config: Config | None = None, device: torch.device | str = "cpu"
+) -> int:
+    """How many `wide_cases` there are at most."""
+    return len(_wide_plans(variant, fixed or {}, config, torch.device(device)))
+
+
+def wide_cases(
+    variant: Variant,
+    seed: int = 0,
+    fixed: Axes | None = None,
+    config: Config | None = None,
+    device: torch.device | str = "cpu",
+) -> Iterator[tuple[Case, Config | None]]:
+    """What ordinary draws leave out, the same for a seed: the contract's corners, and sizes as large as a model's.
+
+    All of these with the variant's default config; and, since the interpreter stands for every architecture, sizes as
+    large as a model's with each other one's default too. `config` replaces all of them. A case that the variant does
+    not support, or that the `fixed` axes leave no room for, is left out.
+    """
+    where = torch.device(device)
+    for index, (held, chosen, wide) in enumerate(_wide_plans(variant, fixed or {}, config, where)):
+        for attempt in range(_WIDE_TRIES):
+            number = seed + WIDE_SEED + index * _WIDE_TRIES + attempt
+            try:
+                drawn = draw(variant, chooser(number), number, held, where, _WIDE_PROGRAMS, chosen, wide)
+            except ContractError:  # the fixed axes leave no room
+                break
+            if drawn is not None:
+                yield drawn
+                break
+
+
+def wide_results(
+    variant: Variant,
+    seed: int = 0,
+    fixed: Axes | None = None,
+    config: Config | None = None,
+    device: torch.device | str = "cpu",
+) -> Iterator[CheckResult]:
+    """Checks a variant on its wide cases, one result each; their offsets are the ordinary draws', which are checked."""
+    for case, chosen in wide_cases(variant, seed, fixed, config, device):
+        yield check_case(variant, case, chosen, offsets=False)

@@ -30,6 +30,7 @@ class ContractError(ValueError):
 @dataclass(frozen=True)
 class Int:
     """A size with its legal range. `draws` are the values the property tests choose from: small, and at every edge.
+    `wide` are those of a wide draw: as large as a model's, or past what small sizes could hide.
 
     `batch` marks an axis that depends on what else is in the batch (T, B, a table's width): neither config nor split
     boundaries of a batch-invariant variant may depend on it.
@@ -41,6 +42,7 @@ class Int:
     draws: tuple[int, ...]
     doc: str = ""
     batch: bool = False
+    wide: tuple[int, ...] = ()
 
     def allows(self, value: Value) -> bool:
         return isinstance(value, int) and self.low <= value <= self.high
@@ -52,13 +54,16 @@ class Int:
 
 @dataclass(frozen=True)
 class Choice:
-    """An enum: a dtype by role, an option's presence, a memory layout, a kind of values. `legal` may exceed `draws`."""
+    """An enum: a dtype by role, an option's presence, a memory layout, a kind of values. `legal` may exceed `draws`.
+    `wide` are the values of a wide draw: those that leave something to compute.
+    """
 
     name: str
     draws: tuple[Value, ...]
     doc: str = ""
     legal: tuple[Value, ...] | None = None
     batch: bool = False
+    wide: tuple[Value, ...] = ()
 
     def allows(self, value: Value) -> bool:
         return value in (self.legal or self.draws)
@@ -250,6 +255,7 @@ class Contract:
         scratch to use or to leave: the definition writes them or not, and nobody looks.
     default: the variant chosen on CUDA when nothing was named.
     benchmarks: realistic points, by name.
+    corners: points that no draw reaches and a kernel may be wrong at, by name; what they leave open is drawn.
     batching: how its batch is taken apart; without one, `batch_invariant` cannot be tested.
     """
 
@@ -267,6 +273,7 @@ class Contract:
     consumes: tuple[str, ...] = ()
     constraints: tuple[Constraint, ...] = ()
     benchmarks: Mapping[str, Axes] = field(default_factory=dict)
+    corners: Mapping[str, Axes] = field(default_factory=dict)
     batching: Batching | None = None
 
     def __post_init__(self) -> None:
@@ -279,6 +286,9 @@ class Contract:
                 raise ContractError(
                     f"{self.name}: constraint {constraint.text!r} names no axis of it: {sorted(unknown)}"
                 )
+        for name, corner in self.corners.items():
+            if strange := set(corner) - known:
+                raise ContractError(f"{self.name}: corner {name!r} names no axis of it: {sorted(strange)}")
         if strangers := {*self.writes, *self.consumes} - set(parameters):
             raise ContractError(f"{self.name}: writes no such argument: {sorted(strangers)}")
 
@@ -348,10 +358,11 @@ class Contract:
                 values = ", ".join(f"{name} = {axes[name]}" for name in sorted(constraint.names))
                 raise ContractError(f"{self.name}: {constraint.text} does not hold for {values}")
 
-    def draw_axes(self, choose: Choose, fixed: Axes | None = None) -> dict[str, Value]:
+    def draw_axes(self, choose: Choose, fixed: Axes | None = None, wide: bool = False) -> dict[str, Value]:
         """A point within the constraints. Axes are drawn in order, each from the candidates that can still hold.
 
-        `fixed` axes are taken as given. Drawing is constructive: no draw is thrown away.
+        `fixed` axes are taken as given. Drawing is constructive: no draw is thrown away. A `wide` draw takes an axis
+        from its wide values where it has any that hold; without it, they change nothing.
         """
         fixed = fixed or {}
         if unknown := set(fixed) - set(self.axis_by_name):
@@ -362,7 +373,11 @@ class Contract:
             if axis.name in fixed:
                 continue
             ready = [c for c in self.constraints if axis.name in c.names and c.names <= axes.keys() | {axis.name}]
-            candidates = [v for v in axis.draws if all(c.holds({**axes, axis.name: v}) for c in ready)]
+            fitting = [
+                [v for v in values if all(c.holds({**axes, axis.name: v}) for c in ready)]
+                for values in ((axis.wide, axis.draws) if wide else (axis.draws,))
+            ]
+            candidates: list[Value] = next((values for values in fitting if values), [])
             if not candidates:
                 rules = ", ".join(c.text for c in ready)
                 raise ContractError(f"{self.name}: no value of {axis.name} satisfies {rules} at {axes}")

@@ -17,7 +17,7 @@ from experiments.commands.registry import matching, open_registry
 from experiments.document import ExperimentError, nearest
 from experiments.tables import add_row, new_table, status_text
 from tkernels import Config, ContractError
-from tkernels.check import CheckResult, check_case, drawn_results
+from tkernels.check import CheckResult, check_case, count_wide_cases, drawn_results, wide_results
 from tkernels.contract import Contract, Int, Value
 from tkernels.variant import Variant
 
@@ -53,31 +53,7 @@ def run(request: Request, as_json: bool) -> int:
         configs = {v.name: parse_config(v, request.config) for v in variants} if request.config else {}
         draws = sanitize.Draws(request.examples, request.seed, held, configs)
         return sanitize.run(variants, sanitize.named(request.sanitize), draws, as_json)
-    examples = request.examples or _EXAMPLES
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    columns = (
-        TextColumn("check"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[doing]}", style="dim", markup=False),
-    )
-    summaries = []
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        replayed = bool(held) and set(held) == set(variants[0].contract.axis_by_name)
-        task = progress.add_task("", total=len(variants) * (1 if replayed else examples), doing="")
-        for variant in variants:
-            progress.update(task, doing=f"{variant.contract.name}.{variant.name}")
-            results: list[CheckResult] = []
-            problem = None
-            try:
-                for result in _results(variant, request, held, device, replayed):
-                    results.append(result)
-                    progress.advance(task)
-            except ContractError as error:  # no case of this variant can be drawn here
-                problem = str(error)
-            summaries.append(summarize(variant, results, problem))
+    summaries = _summaries(variants, request, held)
     if as_json:
         json.dump(summaries, sys.stdout, indent=1)
         print()
@@ -88,10 +64,52 @@ def run(request: Request, as_json: bool) -> int:
     return 0 if any(summary["status"] == "ok" for summary in summaries) else 1
 
 
-def _results(
-    variant: Variant, request: Request, held: Mapping[str, Value], device: torch.device, replayed: bool
+def _summaries(variants: Sequence[Variant], request: Request, held: Mapping[str, Value]) -> list[dict[str, Any]]:
+    """Checks each variant, on one case where every axis is held."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    columns = (
+        TextColumn("check"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[doing]}", style="dim", markup=False),
+    )
+    replayed = bool(held) and set(held) == set(variants[0].contract.axis_by_name)
+    pins = [parse_config(variant, request.config) if request.config else None for variant in variants]
+    counts = [
+        1 if replayed else (request.examples or _EXAMPLES) + count_wide_cases(variant, held, config, device)
+        for variant, config in zip(variants, pins, strict=True)
+    ]
+    summaries = []
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=sum(counts), doing="")
+        for index, (variant, config) in enumerate(zip(variants, pins, strict=True)):
+            progress.update(task, completed=sum(counts[:index]), doing=f"{variant.contract.name}.{variant.name}")
+            drawn: list[CheckResult] = []
+            wide: list[CheckResult] = []
+            problem = None
+            try:
+                for result in _drawn(variant, request, held, config, device, replayed):
+                    drawn.append(result)
+                    progress.advance(task)
+                for result in () if replayed else wide_results(variant, request.seed, held, config, device):
+                    wide.append(result)
+                    progress.advance(task)
+            except ContractError as error:  # no case of this variant can be drawn here
+                problem = str(error)
+            summaries.append(summarize(variant, drawn, wide, problem))
+    return summaries
+
+
+def _drawn(
+    variant: Variant,
+    request: Request,
+    held: Mapping[str, Value],
+    config: Config | None,
+    device: torch.device,
+    replayed: bool,
 ) -> Iterator[CheckResult]:
-    config = parse_config(variant, request.config) if request.config else None
     if replayed:
         yield check_case(variant, variant.contract.case(held, request.seed, device), config)
     else:
@@ -140,8 +158,14 @@ def _pairs(option: str, text: str) -> Iterator[tuple[str, str]]:
         yield name.strip(), value.strip()
 
 
-def summarize(variant: Variant, results: Sequence[CheckResult], problem: str | None) -> dict[str, Any]:
-    """One entry of `tk check --json`; the smallest case that is not ok comes first in its failures."""
+def summarize(
+    variant: Variant, drawn: Sequence[CheckResult], wide: Sequence[CheckResult], problem: str | None
+) -> dict[str, Any]:
+    """One entry of `tk check --json`; the smallest case that is not ok comes first in its failures.
+
+    `examples` and `ok` count the drawn cases, `wide` and `wide_ok` those that are as large as a model's.
+    """
+    results = [*drawn, *wide]
     statuses = [result.status for result in results]
     status = next((s for s in ("wrong", "failed", "ok") if s in statuses), "unsupported")
     bad = sorted((r for r in results if r.status in ("wrong", "failed")), key=_size)
@@ -152,8 +176,10 @@ def summarize(variant: Variant, results: Sequence[CheckResult], problem: str | N
         "variant": variant.name,
         "status": status,
         "reason": problem or next((r.reason for r in (*bad, *results) if r.reason), None),
-        "examples": len(results),
-        "ok": statuses.count("ok"),
+        "examples": len(drawn),
+        "ok": sum(result.status == "ok" for result in drawn),
+        "wide": len(wide),
+        "wide_ok": sum(result.status == "ok" for result in wide),
         "max_error_ratio": max(ratios, default=None),
         "rms_error_ratio": max(rms_ratios, default=None),
         "failures": [{"status": r.status, "message": str(r), "replay": r.replay} for r in bad],
@@ -166,16 +192,19 @@ def _size(result: CheckResult) -> float:
 
 def _print(summaries: Sequence[dict[str, Any]]) -> None:
     console = Console()
-    right = ("ok", "max error", "rms error")
+    right = ("ok", "wide ok", "max error", "rms error")
     table = new_table("Checks against the float64 oracle", ["op", "variant", "status", *right], right)
     last = None
     for summary in summaries:
         ratios = [f"{r:.2f}" if (r := summary[k]) is not None else "-" for k in ("max_error_ratio", "rms_error_ratio")]
-        counts = f"{summary['ok']} of {summary['examples']}"
+        counts = (f"{summary['ok']} of {summary['examples']}", f"{summary['wide_ok']} of {summary['wide']}")
         name = "" if summary["op"] == last else summary["op"]
-        add_row(table, name, summary["variant"], status_text(summary["status"]), counts, *ratios)
+        add_row(table, name, summary["variant"], status_text(summary["status"]), *counts, *ratios)
         last = summary["op"]
-    table.caption = "Errors are over what the error rule allows, 1.00 at most; the largest of the cases that are ok."
+    table.caption = (
+        "Errors are over what the error rule allows, 1.00 at most; the largest of the cases that are ok. Wide: sizes "
+        "as large as a model's, with every architecture's default config, and corners that no draw reaches."
+    )
     table.caption_justify = "left"
     console.print(table)
     for summary in summaries:

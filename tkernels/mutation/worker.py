@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tkernels import OPS
-from tkernels.check import check_case, drawn_cases
+from tkernels.check import check_case, drawn_cases, wide_cases
 from tkernels.config import Config
 from tkernels.contract import Case
+from tkernels.device import INTERPRETER
 from tkernels.mode import MODE
 from tkernels.mutation.bits import Original, difference, originals
 from tkernels.mutation.targets import plant
@@ -52,6 +53,7 @@ class Cases:
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
         self._kept: dict[tuple[Any, ...], list[Drawn]] = {}
+        self._wide: dict[tuple[Any, ...], list[Drawn]] = {}
         self._warm: dict[tuple[str, str], str] = {}
         self._originals: tuple[tuple[Any, ...], list[Original]] = ((), [])
 
@@ -64,6 +66,15 @@ class Cases:
             cases = drawn_cases(self.variant(task), count, task["seed"], max_programs=max_programs)
             self._kept[key] = [(case, config) for case, config in cases if config is not None]
         return self._kept[key]
+
+    def wide(self, task: Mapping[str, Any]) -> list[Drawn]:
+        """The wide cases of the variant with its own default config; a fault shows in it as well as in another's."""
+        key = (task["op"], task["variant"], task["seed"])
+        if key not in self._wide:
+            variant = self.variant(task)
+            own = variant.default_config(INTERPRETER.arch)
+            self._wide[key] = [(case, own) for case, _ in wide_cases(variant, task["seed"], config=own)]
+        return self._wide[key]
 
     def originals(self, task: Mapping[str, Any]) -> list[Original]:
         """What the variant as it is makes of the task's cases. The last task's alone are kept: a thousand cases with
@@ -131,7 +142,7 @@ def _check(task: Mapping[str, Any], cases: Cases) -> Work:
     plain = cases.of(task, task["draws"], task["programs"])
     # Faked strides need sizes of 3 and more in every dim, so these draws may have more programs.
     for_offsets = cases.of(task, task["offset_draws"], 64)
-    plain = [drawn for drawn in plain if drawn[0].seed not in task["skip"]]
+    plain = [drawn for drawn in (*plain, *cases.wide(task)) if drawn[0].seed not in task["skip"]]
     if wrong := cases.warm(variant, plain):
         return lambda tell: {"verdict": "original", "reason": wrong}
 

@@ -135,6 +135,25 @@ def test_a_combined_context_of_one_split_is_that_split() -> None:
 
 
 @pytest.mark.parametrize("variant", list(OPS["paged_decode"].variants))
+@pytest.mark.parametrize("contexts", [(9,), (72,), (9, 0, 33)])
+def test_logits_far_below_zero_weigh_against_each_other_alone(variant: str, contexts: tuple[int, ...]) -> None:
+    """One part or several, none with a weight that fp32 could hold beside that of a logit of 0."""
+    inputs = case_with_contexts(contexts, Hq=2, Hkv=1).inputs
+    inputs["q"].fill_(1.0)
+    live = inputs["k_cache"].isfinite()
+    inputs["k_cache"][live] = -32.0
+    logit = -32.0 * 32 * inputs["scale"]
+    assert logit / math.log(2) < -250
+    out, lse = OPS["paged_decode"].variants[variant](**inputs)
+    v = gather_context(inputs["v_cache"], inputs["block_tables"], inputs["context_lens"])
+    for sequence, length in enumerate(contexts):
+        mean = v[sequence, :length, 0].double().sum(0) / max(length, 1)
+        torch.testing.assert_close(out[sequence].double(), mean.expand(2, -1), rtol=2e-6, atol=2e-6)
+        expected = logit + math.log(length) if length else -math.inf
+        assert lse[sequence].tolist() == pytest.approx([expected] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("variant", list(OPS["paged_decode"].variants))
 def test_an_empty_context_gives_zeros(variant: str) -> None:
     inputs = case_with_contexts((0, 9)).inputs
     out, lse = OPS["paged_decode"].variants[variant](**inputs)

@@ -139,15 +139,15 @@ CONTRACT = Contract(
     reference=reference,
     baseline=baseline,
     axes=(
-        Int("pairs", 0, 2**31 - 1, (0, 1, 2, 3), "pairs of pages", batch=True),
+        Int("pairs", 0, 2**31 - 1, (0, 1, 2, 3), "pairs of pages", batch=True, wide=(20,)),
         Int("C", 1, 65535, (1, 2, 3), "caches: two a layer"),
-        Int("P", 1, 2**31 - 1, (1, 2, 3, 5), "pages in each cache"),
+        Int("P", 1, 2**31 - 1, (1, 2, 3, 5), "pages in each cache", wide=(130,)),
         Int("S", 1, 65535, (1, 2, 3, 16), "slots in a page"),
         Int("Hkv", 1, 1024, (1, 2, 3, 5), "KV heads"),
         Int("D", 1, 1024, (1, 16, 31, 64, 80), "head dim"),
         dtype_axis("kv", "float8_e4m3fn"),
         Choice("layout", (*_ORDERS, "joint"), "of the caches in memory"),
-        Choice("skipped", ("none", "some", "all"), "pairs of -1"),
+        Choice("skipped", ("none", "some", "all"), "pairs of -1", wide=("none", "some")),
         Choice("values", KINDS),
     ),
     arguments={

@@ -83,9 +83,9 @@ CONTRACT = Contract(
     baseline=baseline,
     axes=(
         # 1 last: compiling ahead of time takes the last draw, and that one every variant supports.
-        Int("M", 0, 2**31 - 1, (0, 2, 3, 17, 33, 1), "tokens", batch=True),
-        Int("N", 8, 2**24, (8, 16, 40, 72), "output features"),
-        Int("K", 8, 2**24, (8, 64, 72, 136, 256), "input features"),
+        Int("M", 0, 2**31 - 1, (0, 2, 3, 17, 33, 1), "tokens", batch=True, wide=(1, 16)),
+        Int("N", 8, 2**24, (8, 16, 40, 72), "output features", wide=(136,)),
+        Int("K", 8, 2**24, (8, 64, 72, 136, 256), "input features", wide=(1280,)),
         Choice("bits", (4,)),
         Int("group_size", 8, 2**24, (8, 16, 32, 64, 72, 128, 136, 256), "input features that share a scale"),
         dtype_axis("activation"),

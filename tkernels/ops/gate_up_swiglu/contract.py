@@ -60,9 +60,9 @@ CONTRACT = Contract(
     reference=reference,
     baseline=baseline,
     axes=(
-        Int("T", 0, 2**31 - 1, (0, 2, 3, 17, 40, 1), "tokens", batch=True),
-        Int("I", 1, 2**23, (1, 8, 31, 40, 72), "intermediate size"),
-        Int("H", 1, 2**24, (1, 8, 31, 64, 100, 257, 136), "hidden size"),
+        Int("T", 0, 2**31 - 1, (0, 2, 3, 17, 40, 1), "tokens", batch=True, wide=(16,)),
+        Int("I", 1, 2**23, (1, 8, 31, 40, 72), "intermediate size", wide=(136,)),
+        Int("H", 1, 2**24, (1, 8, 31, 64, 100, 257, 136), "hidden size", wide=(1280,)),
         dtype_axis("activation"),
         dtype_axis("weight"),
         Choice("layout", LAYOUTS, "of x"),

@@ -63,9 +63,9 @@ CONTRACT = Contract(
     reference=reference,
     baseline=baseline,
     axes=(
-        Int("M", 0, 2**31 - 1, (0, 2, 3, 17, 40, 1), "tokens", batch=True),
-        Int("N", 1, 2**24, (1, 8, 31, 40, 72), "output features"),
-        Int("K", 1, 2**24, (1, 8, 31, 64, 100, 257, 136), "input features"),
+        Int("M", 0, 2**31 - 1, (0, 2, 3, 17, 40, 1), "tokens", batch=True, wide=(16,)),
+        Int("N", 1, 2**24, (1, 8, 31, 40, 72), "output features", wide=(136,)),
+        Int("K", 1, 2**24, (1, 8, 31, 64, 100, 257, 136), "input features", wide=(1280,)),
         dtype_axis("activation"),
         dtype_axis("weight"),
         Choice("bias", (False, True)),

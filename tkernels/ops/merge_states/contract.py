@@ -86,8 +86,8 @@ CONTRACT = Contract(
     reference=reference,
     baseline=baseline,
     axes=(
-        Int("T", 0, 2**31 - 1, (0, 1, 2, 3), "tokens", batch=True),
-        Int("Hq", 1, 65535, (1, 3, 5, 8), "query heads"),
+        Int("T", 0, 2**31 - 1, (0, 1, 2, 3), "tokens", batch=True, wide=(20,)),
+        Int("Hq", 1, 65535, (1, 3, 5, 8), "query heads", wide=(32,)),
         Int("Dv", 1, 1024, (1, 16, 31, 80, 256, 128), "head size of values"),
         dtype_axis("activation"),
         Choice("layout", ("contiguous", "padded", "head_major")),

@@ -12,6 +12,7 @@ from tkernels.inputs import Draws
 from tkernels.ops.paged_decode.paged_cache import (
     BENCHMARK_AXES,
     CONSTRAINTS,
+    CORNERS,
     LOG2_E,
     OPTION_AXES,
     SIZE_AXES,
@@ -217,8 +218,9 @@ CONTRACT = Contract(
     name="paged_decode",
     reference=reference,
     baseline=baseline,
-    axes=(Int("B", 0, 2**31 - 1, (1, 2, 3), "sequences", batch=True), *SIZE_AXES, *OPTION_AXES),
+    axes=(Int("B", 0, 2**31 - 1, (1, 2, 3), "sequences", batch=True, wide=(1,)), *SIZE_AXES, *OPTION_AXES),
     constraints=CONSTRAINTS,
+    corners=CORNERS,
     arguments={
         "q": Tensor("B Hq D", "activation"),
         "k_cache": Tensor("P S Hkv D", "kv"),

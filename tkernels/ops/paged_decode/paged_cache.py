@@ -19,8 +19,10 @@ LAYOUTS = ("contiguous", "head_major", "fused", "padded")
 
 # Powers of two, so that scaling the scale back is exact: the logits stay ordinary while q.k leaves fp16's range. fp8
 # has 448 as its largest value and 2**-6 as its smallest normal one.
-_AMPLITUDE = {"ordinary": 1.0, "huge": 128.0, "tiny": 2.0**-10, "peaked": 1.0}
+_AMPLITUDE = {"ordinary": 1.0, "huge": 128.0, "tiny": 2.0**-10, "peaked": 1.0, "sunken": 1.0}
 _FP8_AMPLITUDE = {**_AMPLITUDE, "huge": 64.0, "tiny": 2.0**-6}
+
+_DEPTH = 250.0  # of sunken logits, give or take a third of it: as weights they are 0 in fp32
 
 _DRAWN_FLOATS = 1 << 20  # beyond this many, values repeat: a benchmark's gigabytes need not all be drawn
 
@@ -28,13 +30,26 @@ KV_DTYPE = Constraint("kv == activation or kv == 'float8_e4m3fn'")
 
 SIZE_AXES: tuple[Axis, ...] = (
     Choice(
-        "lengths", ("edges",), "how long the contexts are: at edges, or all N*S", legal=("edges", "full"), batch=True
+        "lengths",
+        ("edges",),
+        "how long the contexts are: at edges, near the end of a long table, or all N*S",
+        legal=("edges", "long", "full"),
+        batch=True,
+        wide=("long",),
     ),
     Int("S", 1, 256, (1, 2, 8, 32, 256, 16), "page size in tokens"),
-    Int("N", 1, 2**31 - 1, (1, 2, 3, 5, 9, 17, 40, 64, 130), "width of the block table in pages", batch=True),
-    Int("P", 1, 2**31 - 1, (1, 3, 8, 16, 32, 136, 400), "pages in the pool"),
+    Int(
+        "N",
+        1,
+        2**31 - 1,
+        (1, 2, 3, 5, 9, 17, 40, 64, 130),
+        "width of the block table in pages",
+        batch=True,
+        wide=(63, 127, 300, 600, 1020),
+    ),
+    Int("P", 1, 2**31 - 1, (1, 3, 8, 16, 32, 136, 400), "pages in the pool", wide=(136, 400, 1400)),
     Int("Hkv", 1, 65535, (1, 3, 2), "KV heads"),
-    Int("Hq", 1, 65535, (1, 2, 3, 4, 6, 20, 8), "query heads"),
+    Int("Hq", 1, 65535, (1, 2, 3, 4, 6, 20, 8), "query heads", wide=(8,)),
     Int("D", 16, 256, (16, 32, 64, 80, 96, 100, 256, 128), "head size of queries and keys"),
     Int("Dv", 16, 256, (16, 32, 64, 80, 96, 100, 256, 128), "head size of values"),
     dtype_axis("activation"),
@@ -42,13 +57,21 @@ SIZE_AXES: tuple[Axis, ...] = (
 )
 
 OPTION_AXES: tuple[Axis, ...] = (
-    Int("window", 0, 2**31 - 1, (0, 1, 17, 40, 100, 300), "keys that a query sees, itself included; 0 is all"),
+    Int(
+        "window",
+        0,
+        2**31 - 1,
+        (0, 1, 17, 40, 100, 300),
+        "keys that a query sees, itself included; 0 is all",
+        wide=(0, 700),
+    ),
     Choice("k_scale", (False, True), "keys are stored divided by a scale per KV head"),
     Choice("v_scale", (False, True), "values are stored divided by a scale per KV head"),
     Choice("return_lse", (False, True), "the log-sum-exp of the logits is returned too"),
     Choice("bound", ("none", "exact", "loose"), "what max_context_len is given", batch=True),
     Choice("layout", LAYOUTS),
-    Choice("values", (*KINDS, "peaked")),
+    # Of a thousand keys a peak leaves one, and nothing to compute.
+    Choice("values", (*KINDS, "peaked"), legal=(*KINDS, "peaked", "sunken"), wide=KINDS),
 )
 
 CONSTRAINTS = (
@@ -56,10 +79,19 @@ CONSTRAINTS = (
     Constraint("Hq % Hkv == 0"),
     KV_DTYPE,
     # Draws alone have `lengths`, so these bound what is drawn and not what may be called.
-    Constraint("lengths == 'full' or 48 <= N * S <= 320"),
-    Constraint("lengths == 'full' or P * S <= 4096"),
+    Constraint("lengths != 'edges' or 48 <= N * S <= 320"),
+    Constraint("lengths != 'edges' or P * S <= 4096"),
+    # A table of each page size, and of a thousand keys: a hundred blocks, which take an interpreter a second.
+    Constraint("lengths != 'long' or 1000 <= N * S <= 1300"),
+    Constraint("lengths != 'long' or P * S <= 16384"),
     Constraint("lengths != '' and B * N <= P"),
 )
+
+CORNERS: dict[str, Axes] = {
+    # A context of one part, all of whose weights would be 0 beside a key of logit 0.
+    # In 16 bits, whose rounding is above what logits of that size lose in fp32.
+    "sunken_logits": {"B": 3, "S": 16, "N": 5, "P": 16, "Dv": 64, "values": "sunken", "activation": "bfloat16"},
+}
 
 BENCHMARK_AXES: Axes = {
     "lengths": "full",
@@ -229,6 +261,8 @@ def drawn_context_lens(draws: Draws, axes: Axes, sequences: int) -> list[int]:
     edges = (0, 1, page - 1, page, page + 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 256)
     candidates = [n for n in edges if 0 <= n <= most]
     near = [n for n in (most, most - 1, most - page + 1, most - page, most - 40) if n >= 0]
+    if axes["lengths"] == "long":
+        return [near[int(index)] for index in draws.integers(0, len(near) - 1, (sequences,))]
     groups = [(candidates, near)[int(group)] for group in draws.integers(0, 1, (sequences,))]
     return [group[int(draws.integers(0, len(group) - 1, (1,)))] for group in groups]
 
@@ -264,8 +298,10 @@ def paged_inputs(
         if kind == "peaked" and length > 0:
             for position, level in _peaks(draws, length, query_lens[sequence], window, page):
                 k[position] += level * peak * shared
+        if kind == "sunken":
+            k -= _DEPTH * peak * shared
         # Peaks take products past 2**8, of which fp32 has no room for the whole grid: theirs is coarser.
-        k = on_grid(k / 4) * 4 if kind == "peaked" else on_grid(k)
+        k = on_grid(k / 4) * 4 if kind in ("peaked", "sunken") else on_grid(k)
         for cache, values in ((k_cache, k), (v_cache, v)):
             fitting = (values * cached).clamp(-448.0, 448.0) if kv_dtype == torch.float8_e4m3fn else values * cached
             fitting[length:] = poison(dtype)

@@ -13,6 +13,7 @@ from tkernels.inputs import Draws, poison
 from tkernels.ops.paged_decode.paged_cache import (
     BENCHMARK_AXES,
     CONSTRAINTS,
+    CORNERS,
     OPTION_AXES,
     SIZE_AXES,
     drawn_context_lens,
@@ -158,7 +159,7 @@ def _visible(
 def drawn_query_lens(draws: Draws, axes: Axes, context_lens: list[int]) -> list[int]:
     """At most T query tokens in all: none, one, a chunk on top of what is cached, or the whole context."""
     left, counts = int(axes["T"]), []
-    if axes["lengths"] == "full":
+    if axes["lengths"] != "edges":
         return [min(length, left // len(context_lens)) for length in context_lens]
     for length, choice in zip(context_lens, draws.integers(0, 9, (len(context_lens),)).tolist(), strict=True):
         count = min(length, left, {0: 0, 1: 1, 2: 2, 3: left // 2, 4: length // 2}.get(choice, left))
@@ -244,13 +245,14 @@ CONTRACT = Contract(
     reference=reference,
     baseline=baseline,
     axes=(
-        Int("B", 0, 2**31 - 1, (1, 2, 3), "sequences", batch=True),
-        Int("T", 0, 2**31 - 1, (1, 2, 7, 33, 70, 110), "query tokens, padding included", batch=True),
+        Int("B", 0, 2**31 - 1, (1, 2, 3), "sequences", batch=True, wide=(1,)),
+        Int("T", 0, 2**31 - 1, (1, 2, 7, 33, 70, 110), "query tokens, padding included", batch=True, wide=(16,)),
         *SIZE_AXES,
         *OPTION_AXES,
         Choice("causal", (True, False), "a query sees no key after itself"),
     ),
     constraints=CONSTRAINTS,
+    corners=CORNERS,
     arguments={
         "q": Tensor("T Hq D", "activation"),
         "k_cache": Tensor("P S Hkv D", "kv", copied_in_boxes=True),

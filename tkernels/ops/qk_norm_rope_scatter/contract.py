@@ -115,9 +115,9 @@ CONTRACT = Contract(
     reference=reference,
     baseline=baseline,
     axes=(
-        Int("T", 0, 2**31 - 1, (0, 1, 2, 3), "tokens", batch=True),
-        Int("Hq", 1, 1024, (1, 2, 3, 7), "query heads"),
-        Int("Hkv", 1, 1024, (1, 2, 5), "KV heads"),
+        Int("T", 0, 2**31 - 1, (0, 1, 2, 3), "tokens", batch=True, wide=(4,)),
+        Int("Hq", 1, 1024, (1, 2, 3, 7), "query heads", wide=(32,)),
+        Int("Hkv", 1, 1024, (1, 2, 5), "KV heads", wide=(8,)),
         Int("D", 2, 1024, (2, 16, 31, 64, 80, 96, 128), "head dim of queries and keys"),
         Int("Dv", 1, 1024, (1, 16, 31, 64, 96, 128), "value head dim"),
         Int("R", 2, 1024, (2, 12, 16, 64, 80, 128), "rotary dims"),

@@ -51,8 +51,8 @@ CONTRACT = Contract(
     reference=reference,
     baseline=baseline,
     axes=(
-        Int("T", 0, 2**31 - 1, (0, 1, 2, 3, 5), "tokens", batch=True),
-        Int("H", 1, 65536, (1, 8, 31, 64, 100, 128, 257), "hidden size"),
+        Int("T", 0, 2**31 - 1, (0, 1, 2, 3, 5), "tokens", batch=True, wide=(16,)),
+        Int("H", 1, 65536, (1, 8, 31, 64, 100, 128, 257), "hidden size", wide=(1000, 2560, 4100)),
         dtype_axis("activation"),
         Choice("layout", LAYOUTS),
         Choice("values", KINDS),

@@ -183,13 +183,13 @@ CONTRACT = Contract(
     baseline=baseline,
     axes=(
         Int("R", 1, 2**31 - 1, (1, 2, 5), "rows with a newest token"),
-        Int("B", 0, 2**31 - 2, (0, 1, 2, 3), "sequences", batch=True),
-        Int("T", 0, 2**31 - 1, (0, 1, 3, 9, 20), "tokens", batch=True),
-        Int("N", 1, 2**31 - 1, (1, 2, 5, 9), "table width", batch=True),
+        Int("B", 0, 2**31 - 2, (0, 1, 2, 3), "sequences", batch=True, wide=(3,)),
+        Int("T", 0, 2**31 - 1, (0, 1, 3, 9, 20), "tokens", batch=True, wide=(300,)),
+        Int("N", 1, 2**31 - 1, (1, 2, 5, 9), "table width", batch=True, wide=(2560,)),
         Int("page_size", 1, 65536, (1, 2, 3, 16), "tokens a page"),
         Choice("layout", LAYOUTS, "of the tables"),
         Choice("step", ("mixed", "decodes"), "tokens a sequence"),
-        Choice("padding", ("none", "some", "all"), "of sequences and tokens"),
+        Choice("padding", ("none", "some", "all"), "of sequences and tokens", wide=("none", "some")),
     ),
     arguments={
         "tokens": Tensor("T", "int64"),

@@ -52,8 +52,8 @@ CONTRACT = Contract(
     reference=reference,
     baseline=baseline,
     axes=(
-        Int("T", 0, 2**31 - 1, (0, 1, 2, 3, 5), "tokens", batch=True),
-        Int("I", 1, 2**20, (1, 8, 33, 100, 257, 1030, 2100), "intermediate size"),
+        Int("T", 0, 2**31 - 1, (0, 1, 2, 3, 5), "tokens", batch=True, wide=(2,)),
+        Int("I", 1, 2**20, (1, 8, 33, 100, 257, 1030, 2100), "intermediate size", wide=(9728,)),
         dtype_axis("activation"),
         Choice("layout", LAYOUTS),
         Choice("values", KINDS),

@@ -1,0 +1,140 @@
+"""Sizes as large as a model's, every architecture's default config, and the corners that no draw reaches."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import tkernels
+from experiments.cli import app
+from tests.conftest import DEVICE
+from tests.tkernels.outside import write_variant
+from tkernels import OPS, Config
+from tkernels.check import chooser, count_wide_cases, drawn_results, wide_cases, wide_results
+from tkernels.device import INTERPRETER, device_facts
+from tkernels.mutation import Pool, outcomes, trials
+from tkernels.variant import Variant
+
+VARIANTS = [(op.name, name) for op in OPS.values() for name in op.variants]
+BY_FACTOR = [("FACTOR=1,", 'FACTOR=run.config["FACTOR"],'), ("(Config(), Config(num_warps=8))", "()")]
+
+
+@pytest.mark.parametrize(("op", "variant"), VARIANTS)
+def test_variant_is_right_on_its_wide_cases(op: str, variant: str) -> None:
+    subject = OPS[op].variants[variant]
+    results = list(wide_results(subject, device=DEVICE))
+    for result in results:
+        assert result.status == "ok", f"\n{result}"
+    assert len(results) == count_wide_cases(subject, device=DEVICE) >= 2
+    if subject.kind == "triton":
+        arch = device_facts(DEVICE).arch
+        own = subject.default_config(arch)
+        every = set(subject.default.values()) if arch == INTERPRETER.arch else {own}
+        assert {result.config for result in results} == every | {own}
+        assert sum(result.config == own for result in results) >= 2
+
+
+@pytest.mark.parametrize("op", list(OPS))
+def test_wide_draws_are_within_the_constraints_and_take_wide_values_alone_where_they_fit(op: str) -> None:
+    contract = OPS[op].contract
+    drawn: dict[str, set[object]] = {axis.name: set() for axis in contract.axes}
+    for seed in range(500):
+        axes = contract.draw_axes(chooser(seed), wide=True)
+        contract.check_axes(axes)
+        for name, value in axes.items():
+            drawn[name].add(value)
+    assert any(axis.wide for axis in contract.axes)
+    for axis in contract.axes:
+        assert drawn[axis.name] <= {*axis.wide, *axis.draws}
+        assert drawn[axis.name] & set(axis.wide or axis.draws)
+
+
+@pytest.mark.parametrize("op", ["paged_decode", "paged_prefill"])
+@pytest.mark.parametrize("page", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+def test_a_long_context_is_drawn_of_pages_of_any_size(op: str, page: int) -> None:
+    axes = OPS[op].contract.draw_axes(chooser(page), {"S": page}, wide=True)
+    assert axes["lengths"] == "long"
+    assert int(OPS[op].contract.case(axes, 0).inputs["context_lens"].min()) > 700
+
+
+def planted(folder: Path, op: str, original: str, before: str, after: str) -> Variant:
+    source = OPS[op].variants[original].file.read_text().replace(original, "planted")
+    assert before in source
+    (folder / op).mkdir()
+    (folder / op / "planted.py").write_text(source.replace(before, after))
+    return OPS.with_variants_from(folder)[op].variants["planted"]
+
+
+def test_a_kernel_that_is_right_up_to_257_wide_is_found(tmp_path: Path) -> None:
+    wrong = planted(tmp_path, "rms_norm", "row_per_program", "/ hidden +", "/ tl.minimum(hidden, 257) +")
+    assert {result.status for result in drawn_results(wrong, 20)} == {"ok"}
+    assert {result.status for result in wide_results(wrong)} == {"wrong"}
+
+
+def test_an_attention_that_sees_the_last_330_keys_alone_is_found(tmp_path: Path) -> None:
+    wrong = planted(
+        tmp_path, "paged_decode", "one_pass", "    first = 0\n", "    first = tl.maximum(length - 330, 0)\n"
+    )
+    assert {result.status for result in drawn_results(wrong, 20)} == {"ok"}
+    assert "wrong" in {result.status for result in wide_results(wrong)}
+
+
+def test_a_default_that_is_wrong_on_one_architecture_alone_is_found(tmp_path: Path) -> None:
+    changes = [*BY_FACTOR, ('{"": Config()}', '{"": Config(FACTOR=1), "sm_100": Config(FACTOR=2)}')]
+    variant = OPS.with_variants_from(write_variant(tmp_path, *changes))["swiglu"].variants["doubled"]
+    assert {result.status for result in drawn_results(variant, 20)} == {"ok"}
+    results = list(wide_results(variant))
+    assert {result.config for result in results if result.status == "wrong"} == {Config(FACTOR=2)}
+    assert [result.status for result in results].count("ok") == 2
+
+
+def test_tk_check_counts_wide_cases_and_its_replay_fails_the_same_way(tmp_path: Path) -> None:
+    changes = [*BY_FACTOR, ('{"": Config()}', '{"": Config(FACTOR=1), "sm_100": Config(FACTOR=2)}')]
+    folder = write_variant(tmp_path, *changes)
+    options = ["--op", "swiglu", "--variant", "doubled", "--variants-from", str(folder), "--examples", "2", "--json"]
+    result = CliRunner().invoke(app, ["check", *options])
+    assert result.exit_code == 1
+    (summary,) = json.loads(result.stdout)
+    assert (summary["status"], summary["examples"], summary["ok"]) == ("wrong", 2, 2)
+    assert (summary["wide"], summary["wide_ok"]) == (3, 2)
+    (failure,) = summary["failures"]
+    again = CliRunner().invoke(app, [*shlex.split(failure["replay"])[1:], "--json"])
+    (repeated,) = json.loads(again.stdout)
+    assert (repeated["status"], repeated["examples"], repeated["wide"]) == ("wrong", 1, 0)
+    assert repeated["failures"][0]["message"] == failure["message"]
+
+
+def test_held_axes_and_a_held_config_are_held() -> None:
+    variant = OPS["rms_norm"].variants["rows_per_program"]
+    pinned = variant.default_config("sm_90")
+    cases = list(wide_cases(variant, fixed={"H": 64, "activation": "float16"}, config=pinned))
+    assert len(cases) == 2
+    assert all(case.axes["H"] == 64 and case.axes["activation"] == "float16" for case, _ in cases)
+    assert {config for _, config in cases} == {pinned}
+    decode = OPS["paged_decode"].variants["one_pass"]
+    held = [case.axes["values"] for case, _ in wide_cases(decode, fixed={"values": "tiny"})]
+    assert held == ["tiny"] * (count_wide_cases(decode) - 1)
+
+
+def test_a_variant_that_supports_no_wide_case_is_checked_on_the_others(tmp_path: Path) -> None:
+    narrow = "supports=lambda axes, device: 'narrow rows only' if axes['I'] > 300 else None"
+    folder = write_variant(tmp_path, ('wins="never"', f'wins="never", {narrow}'))
+    result = CliRunner().invoke(app, ["check", "swiglu", "--variant", "doubled", "--variants-from", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "20 of 20" in result.output
+    assert "0 of 0" in result.output
+
+
+def test_a_fault_that_only_a_corner_shows_is_a_killed_mutant() -> None:
+    """A masked part counts as one of logit 0: nothing beside any weight that is no less than 2**-126 of it."""
+    decode = list(tkernels.OPS["paged_decode"].variants.values())
+    (fault,) = (
+        trial
+        for trial in trials(decode, ("constant_changed",))
+        if (trial.mutant.function, trial.mutant.before, trial.mutant.nth) == ("combine_parts", "float('-inf')", 2)
+    )
+    with Pool() as pool:
+        (outcome,) = outcomes(pool, [fault], seed=0, compiled=False)
+    assert outcome.column == "value"
