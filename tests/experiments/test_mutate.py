@@ -51,6 +51,16 @@ def test_a_wrong_kernel_has_no_mutants(tmp_path: Path) -> None:
     assert "fails its own check" in result.output
 
 
+def test_declared_equivalents_are_compared_with_their_originals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.commands.mutate.VERIFIED_CASES", 5)
+    arguments = ["check", "--mutate", "--verify-equivalent", "add_rms_norm", "--variant", "row_per_program", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert len(rows) == 2
+    assert all(row["same"] and row["cases"] == 5 and len(row["why"]) > 10 for row in rows)
+
+
 @pytest.mark.parametrize(
     ("verdicts", "whole", "complaint"),
     [

@@ -7,7 +7,22 @@ from pathlib import Path
 import pytest
 
 import tkernels
-from tkernels.mutation import KINDS, Fate, Mutant, Pool, comparisons, mutants, outcomes, sampled, score, trials
+from tkernels.mutation import (
+    KINDS,
+    Fate,
+    Mutant,
+    Pool,
+    campaign,
+    compared,
+    comparisons,
+    joined,
+    mutants,
+    outcomes,
+    pieces,
+    sampled,
+    score,
+    trials,
+)
 from tkernels.mutation.equivalent import Equivalent
 from tkernels.mutation.pool import task
 from tkernels.mutation.ttir import without_order
@@ -183,6 +198,18 @@ def test_declared_equivalents_are_proved_by_their_bits(variant: Variant, pool: P
     same, different = comparisons(pool, [right, wrong], 20, seed=0)
     assert (same.cases, same.reason) == (20, "")
     assert different.reason
+
+
+def test_comparisons_come_in_parts(variant: Variant, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(campaign, "COMPARED_AT_ONCE", 8)
+    claims = (declared("5.0", "10.0"), declared("0.0", "float('nan')"))
+    claimed = [t for t in trials([variant], declared=claims) if t.equivalent is not None]
+    parts = list(compared(pool, claimed, 20, seed=0))
+    assert [part.cases for part in parts] == [8, 8, 8, 8, 4, 4]
+    assert len(parts) == pieces(claimed, 20)
+    for whole in joined(claimed, parts):
+        same = whole.trial.mutant.before == "5.0"
+        assert (whole.cases == 20, not whole.reason) == (same, same)
 
 
 def test_samples_keep_to_their_quota_and_seed(variant: Variant) -> None:
