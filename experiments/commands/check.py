@@ -192,18 +192,19 @@ def _size(result: CheckResult) -> float:
 
 def _print(summaries: Sequence[dict[str, Any]]) -> None:
     console = Console()
-    right = ("ok", "wide ok", "max error", "rms error")
+    right = ("ok", "wide", "max", "rms")
     table = new_table("Checks against the float64 oracle", ["op", "variant", "status", *right], right)
     last = None
     for summary in summaries:
         ratios = [f"{r:.2f}" if (r := summary[k]) is not None else "-" for k in ("max_error_ratio", "rms_error_ratio")]
-        counts = (f"{summary['ok']} of {summary['examples']}", f"{summary['wide_ok']} of {summary['wide']}")
+        counts = (f"{summary['ok']}/{summary['examples']}", f"{summary['wide_ok']}/{summary['wide']}")
         name = "" if summary["op"] == last else summary["op"]
         add_row(table, name, summary["variant"], status_text(summary["status"]), *counts, *ratios)
         last = summary["op"]
     table.caption = (
-        "Errors are over what the error rule allows, 1.00 at most; the largest of the cases that are ok. Wide: sizes "
-        "as large as a model's, with every architecture's default config, and corners that no draw reaches."
+        "ok: drawn cases; wide: sizes as large as a model's, with every architecture's default config, and corners "
+        "that no draw reaches. max, rms: the largest error of what is ok, over what the error rule allows: 1.00 at "
+        "most."
     )
     table.caption_justify = "left"
     console.print(table)

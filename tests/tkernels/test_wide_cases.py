@@ -123,8 +123,8 @@ def test_a_variant_that_supports_no_wide_case_is_checked_on_the_others(tmp_path:
     folder = write_variant(tmp_path, ('wins="never"', f'wins="never", {narrow}'))
     result = CliRunner().invoke(app, ["check", "swiglu", "--variant", "doubled", "--variants-from", str(folder)])
     assert result.exit_code == 0, result.output
-    assert "20 of 20" in result.output
-    assert "0 of 0" in result.output
+    assert "20/20" in result.output
+    assert "0/0" in result.output
 
 
 def test_a_fault_that_only_a_corner_shows_is_a_killed_mutant() -> None:
