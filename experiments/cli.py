@@ -272,6 +272,24 @@ def make_model(
     _exit(run, preset, directory, seed)
 
 
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Option(metavar="DIR|PRESET", help="A Hugging Face directory, or a preset: tiny.")],
+    text: Annotated[Path, typer.Option(metavar="FILE", help="What it has to predict.")],
+    reference: Annotated[
+        str | None, typer.Option(metavar="DIR|PRESET", help="A dense model, to compare distributions with.")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens read at once: 2048, or the model's length.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Perplexity on a text, and, against a dense model, KL divergence and how often the likeliest token agrees."""
+    from experiments.commands.eval import Request, run
+
+    _exit(run, Request(model, text, reference, window), as_json)
+
+
 def _exit(command: Callable[..., int], *arguments: object) -> None:
     """Runs a command: 0 or 1 as it says; 2, with a message and no traceback, where the user can put it right."""
     import tkernels  # noqa: F401  before anything that imports Triton

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.document import nearest
+from experiments.document import ExperimentError, nearest
 from experiments.schema import ModelSource
 from tmodel import ConfigError, ModelConfig, load_config
 from tmodel.presets import PRESETS, Recipe, find_recipe, preset_path
@@ -43,6 +43,17 @@ def plan_model(source: ModelSource, folder: Path) -> ModelPlan:
     assert source.hub is not None
     hub_id = source.hub
     return ModelPlan(hub_id, load_config(_fetch(hub_id, ("*.json",))), lambda: _fetch(hub_id, _DATA_FILES))
+
+
+def named_model(text: str, option: str) -> ModelPlan:
+    """What a command line means by a model: a directory, or else a preset's name. ExperimentError names `option`."""
+    is_preset = text in PRESETS and not Path(text).exists()
+    source = ModelSource(preset=text) if is_preset else ModelSource(path=Path(text))
+    try:
+        return plan_model(source, Path.cwd())
+    except ValueError as error:
+        hint = f" (presets: {', '.join(PRESETS)})" if not Path(text).exists() else ""
+        raise ExperimentError([f"{option}: {error}{hint}"]) from None
 
 
 def check_headers(directory: Path) -> None:

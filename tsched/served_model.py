@@ -150,7 +150,7 @@ class ServedModel:
             kernels or {}, device=self.device, dtype=self.dtype, axes=axes, tuning=tuning, ops=ops
         )
         # tkernels decides at import how Triton runs, so transformers, which imports Triton too, comes after it.
-        self.tokenizer = _load_tokenizer(directory)
+        self.tokenizer = load_tokenizer(directory)
         self._engine = self._make_engine(scheduler, seed=seed, overlap=overlap, cuda_graphs=cuda_graphs)
         self._ids = count()  # of sequences
         self._request_ids = count()
@@ -335,7 +335,7 @@ def _max_model_len(wanted: int | None, max_position_embeddings: int) -> int:
     return number
 
 
-def _load_tokenizer(directory: Path) -> Any:
+def load_tokenizer(directory: Path) -> Any:
     """The directory's tokenizer, or None where it has none."""
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         return None

@@ -9,9 +9,7 @@ import yaml
 
 from experiments.commands.registry import open_registry
 from experiments.document import ExperimentError
-from experiments.models import plan_model
-from experiments.schema import ModelSource
-from tmodel.presets import PRESETS
+from experiments.models import named_model
 from tsched import LLM, SamplingParams
 
 
@@ -30,13 +28,7 @@ def run(
         params = SamplingParams(**sampling)
     except ValueError as error:
         raise ExperimentError([str(error)]) from None
-    is_preset = model in PRESETS and not Path(model).exists()
-    source = ModelSource(preset=model) if is_preset else ModelSource(path=Path(model))
-    try:
-        plan = plan_model(source, Path.cwd())
-    except ValueError as error:
-        hint = f" (presets: {', '.join(PRESETS)})" if not Path(model).exists() else ""
-        raise ExperimentError([f"--model: {error}{hint}"]) from None
+    plan = named_model(model, "--model")
     try:
         llm = LLM(plan.directory(), kernels=parse_kernels(kernels), dtype=dtype, device=device, ops=ops)
     except ValueError as error:  # what LLM refuses: names it does not know, weights that do not fit
