@@ -176,7 +176,13 @@ def run(
 
 @app.command()
 def simulate(
-    trace: Annotated[str, typer.Option(metavar="FILE|synthetic:N", help="Azure .csv, Mooncake .jsonl, or generated.")],
+    trace: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|synthetic:N[:P]",
+            help="Azure .csv, Mooncake .jsonl, or N generated requests, of priorities 0 to P - 1.",
+        ),
+    ],
     policy: Annotated[str, typer.Option(metavar="NAME,...", help="Prefix caches, side by side.")] = "none,hash,radix",
     gpu: Annotated[str, typer.Option(help="Whose roofline gives the time of a step.")] = "H100",
     model: Annotated[str, typer.Option(metavar="NAME|DIR", help="A model's shape, or a Hugging Face directory's.")] = (
@@ -199,7 +205,13 @@ def simulate(
     max_model_len: Annotated[
         int | None, typer.Option(min=2, help="Tokens a sequence; the trace's longest by default.")
     ] = None,
-    order: Annotated[str, typer.Option(help="Who is admitted first.")] = "fcfs",
+    order: Annotated[
+        str,
+        typer.Option(
+            help="Who is admitted first: fcfs, or priority, the lower number first. Priorities are a .jsonl line's key "
+            "'priority', 0 without one, or synthetic:N:P's; an Azure trace has none."
+        ),
+    ] = "fcfs",
     preemption: Annotated[str, typer.Option(help="What becomes of a sequence that gives way.")] = "recompute",
     host_bytes: Annotated[
         str | None, typer.Option(metavar="64GB", help="Host memory for swapping; as much as the pool by default.")

@@ -17,7 +17,7 @@ from experiments.simulation.arms import CONTIGUOUS, UNBOUNDED, Arm, Setup, arms_
 from experiments.simulation.hardware import find_gpu
 from experiments.simulation.metrics import sparkline
 from experiments.simulation.shapes import find_shape
-from experiments.simulation.traces import Trace, extent_of, limited, open_trace, sped_up
+from experiments.simulation.traces import Trace, extent_of, limited, open_trace, prefix_bound, sped_up
 from experiments.tables import add_row, new_table
 from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
 
@@ -99,9 +99,12 @@ def _resolve(request: Request) -> tuple[Setup, list[Arm]]:
     )
     trace, factor, longest = _in_time(request, trace)
     max_model_len = request.max_model_len or longest
+    sizes = [page if isinstance(page, int) else max_model_len for page in pages]
+    # The blocks of all prompts are kept to count them, as an unbounded pool keeps them; no smaller run needs so much.
+    bounds = {size: prefix_bound(trace, size) for size in sizes} if UNBOUNDED in pools else {}
     setup = Setup(
         trace=trace,
-        extent=extent_of(trace, [page if isinstance(page, int) else max_model_len for page in pages]),
+        extent=extent_of(trace, sizes),
         gpu=gpu,
         model=model,
         max_num_seqs=request.max_num_seqs,
@@ -114,6 +117,7 @@ def _resolve(request: Request) -> tuple[Setup, list[Arm]]:
         preemption=request.preemption,
         host_bytes=None if request.host_bytes is None else _bytes("--host-bytes", request.host_bytes),
         times_factor=factor,
+        hit_bounds=bounds,
     )
     return setup, arms_of(policies, pools, pages)
 
@@ -148,7 +152,7 @@ def _sizes(option: str, text: str, words: Mapping[str, str]) -> list[int | str]:
     for part in (part.strip() for part in text.split(",")):
         if part in words:
             sizes.append(words[part])
-        elif part.isdecimal() and int(part) >= 1:
+        elif part.isascii() and part.isdecimal() and len(part) < 20 and int(part) >= 1:
             sizes.append(int(part))
         else:
             allowed = f"whole numbers from 1, or {', '.join(words)}, separated by commas"
@@ -196,6 +200,8 @@ def _table(rows: Sequence[Row]) -> Table:
     table.columns[0].no_wrap = True
     for name, cell in _FACTS.items():
         add_row(table, name, *(cell(row) for row in rows))
+        if name == "hits, blocks" and first["hit_rate_bound"] is not None:
+            add_row(table, "hits, at most", *(f"{row['hit_rate_bound']:.1%}" for row in rows))
     return table
 
 
@@ -219,7 +225,8 @@ _FACTS: Mapping[str, Callable[[Row], str]] = {
 }
 
 _LEGEND = (
-    "Times: p50/p90/p99, by a roofline: lower bounds, not a GPU's. Tokens: output. Hits: of the prompts'. "
+    "Times: p50/p90/p99, by a roofline: lower bounds, not a GPU's. Tokens: output. Hits: of the prompts'; at "
+    "most: what the trace itself has to give. "
     "Running, in use: mean/peak; in use: by sequences; cached: held by the cache alone. Empty: of the slots of the "
     "sequences' blocks, those without a token."
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ class Setup:
     preemption: str
     host_bytes: int | None  # for swapped blocks; None is as many blocks as the pool has
     times_factor: float
+    hit_bounds: Mapping[int, float]  # by page size, where a pool is unbounded: what the trace itself has to give
 
 
 def arms_of(policies: Sequence[str], pools: Sequence[int | str | None], pages: Sequence[int | str]) -> list[Arm]:
@@ -92,12 +93,20 @@ def num_blocks_of(arm: Arm, setup: Setup) -> int:
 
 
 def num_host_blocks_of(arm: Arm, setup: Setup) -> int:
-    """Blocks that the host keeps for sequences that gave way; none where they are computed again."""
+    """Blocks that the host keeps for sequences that gave way; none where they are computed again. ExperimentError where
+    the host's bytes hold none, so that nothing could be swapped.
+    """
     if setup.preemption != "swap":
         return 0
     if setup.host_bytes is None:
         return num_blocks_of(arm, setup)
-    return setup.host_bytes // (setup.model.kv_bytes_per_token * page_size_of(arm, setup))
+    page_size = page_size_of(arm, setup)
+    block_bytes = setup.model.kv_bytes_per_token * page_size
+    if setup.host_bytes < block_bytes:
+        raise ExperimentError(
+            [f"--host-bytes: {setup.host_bytes} hold no block of {page_size} tokens, which takes {block_bytes} bytes"]
+        )
+    return setup.host_bytes // block_bytes
 
 
 def make_scheduler(arm: Arm, setup: Setup) -> Scheduler:
@@ -144,7 +153,9 @@ def simulate(arm: Arm, setup: Setup, on_progress: Callable[[int], None] = lambda
 
 
 def _row(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics) -> dict[str, Any]:
-    """Times in seconds. hit_rate: prompt blocks found over all prompt blocks, ceil(prompt / page_size) each."""
+    """Times in seconds. hit_rate: prompt blocks found over all prompt blocks, ceil(prompt / page_size) each.
+    hit_rate_bound: what no cache can exceed on this trace; where the pool is unbounded, else null.
+    """
     pool, clock = scheduler.pool, metrics.clock
     return {
         "trace": setup.trace.name,
@@ -168,7 +179,7 @@ def _row(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics) -> dict
         "finished": metrics.num_finished,
         "refused": metrics.num_refused,
         "seconds": clock,
-        "busy_share": _ratio(metrics.busy_seconds, clock),
+        "busy_share": metrics.busy_share,
         "requests_per_s": _ratio(metrics.num_finished, clock),
         "prompt_tokens_per_s": _ratio(metrics.prompt_tokens, clock),
         "output_tokens_per_s": _ratio(metrics.output_tokens, clock),
@@ -176,6 +187,7 @@ def _row(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics) -> dict
         "time_per_output_token_s": metrics.time_per_output_token.summary(),
         "end_to_end_s": metrics.end_to_end.summary(),
         "hit_rate": _ratio(metrics.hit_blocks, metrics.wanted_blocks),
+        "hit_rate_bound": setup.hit_bounds.get(pool.block_size) if arm.pool_blocks == UNBOUNDED else None,
         "hit_blocks": metrics.hit_blocks,
         "prompt_blocks": metrics.wanted_blocks,
         "hit_rate_tokens": _ratio(metrics.hit_tokens, metrics.prompt_tokens),

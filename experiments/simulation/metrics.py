@@ -125,8 +125,14 @@ class Metrics:
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.wanted_blocks = self.hit_blocks = self.hit_tokens = 0
-        self.busy_seconds = 0.0
+        self.busy_seconds = self.idle_seconds = 0.0  # together the clock, but for its rounding
         self.clock = 0.0
+
+    @property
+    def busy_share(self) -> float:
+        """Of the time, the share in which a step ran; 0 where there was no time."""
+        total = self.busy_seconds + self.idle_seconds
+        return self.busy_seconds / total if total else 0.0
 
     def start(self, request: Arrived, num_cached: int) -> None:
         """`request` was admitted for the first time, with `num_cached` tokens found in the prefix cache."""

@@ -63,6 +63,7 @@ class Replay:
                 self._end_span()
                 if self._next is None:
                     break
+                metrics.idle_seconds += self._next.arrival - metrics.clock
                 metrics.clock = self._next.arrival
                 self._end_span()  # of nothing
                 continue

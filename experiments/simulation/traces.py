@@ -1,4 +1,4 @@
-"""Requests, one at a time: the Azure LLM 2023 CSVs, Mooncake's JSON lines, and a generator.
+"""Requests, one at a time: of trace files, and of a generator.
 
 A trace holds no text. Prompts are made of runs of equal tokens, so that two prompts agree exactly where the trace says
 that they do; they are made when the scheduler is about to see them.
@@ -6,30 +6,24 @@ that they do; they are made when the scheduler is about to see them.
 
 from __future__ import annotations
 
-import csv
-import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from experiments.document import ExperimentError
+from experiments.simulation.trace_files import HASH_IDS, MOONCAKE_BLOCK, read_azure, read_mooncake
 
 # Three ranges of token values: contents that a trace names, prompts that are nobody else's, and sampled tokens.
-PRIVATE_TOKENS = 2**32
+PRIVATE_TOKENS = HASH_IDS
 OUTPUT_TOKENS = 2**48
 
-MOONCAKE_BLOCK = 512
 _SYNTHETIC_PAGE = 16
-_MOST_TOKENS = 2**24  # one request's; a longer one is a damaged line
-_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_MOONCAKE_KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
+_MOST_SYNTHETIC = 10**9  # requests
+_MOST_LEVELS = 10**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +69,28 @@ class Extent:
 
 
 def open_trace(name: str) -> Trace:
-    """The trace in the file `name`, or `synthetic:N`; ExperimentError where it is neither."""
-    kind, colon, count = name.partition(":")
+    """The trace in the file `name`, `synthetic:N` or `synthetic:N:P`; ExperimentError where it is none of them."""
+    kind, colon, numbers = name.partition(":")
     if kind == "synthetic" and colon:
-        if not count.isdecimal() or int(count) < 1:
-            raise ExperimentError([f"--trace {name}: synthetic:N needs a number of requests N >= 1, got {count!r}"])
-        return Trace(name, _SYNTHETIC_PAGE, lambda: _synthetic(int(count)))
+        count, more, levels = numbers.partition(":")
+        number = _synthetic_number(name, "a number of requests N", count, _MOST_SYNTHETIC)
+        num_levels = _synthetic_number(name, "a number of priorities P", levels, _MOST_LEVELS) if more else 1
+        return Trace(name, _SYNTHETIC_PAGE, lambda: _synthetic(number, num_levels))
     path = Path(name)
     if not path.is_file():
         raise ExperimentError([f"--trace {name}: no such file; give a .csv, a .jsonl or synthetic:N"])
     if path.suffix == ".csv":
-        return Trace(name, _SYNTHETIC_PAGE, lambda: _ordered(path, _azure(path)))
+        return Trace(name, _SYNTHETIC_PAGE, lambda: _azure(path))
     if path.suffix == ".jsonl":
-        return Trace(name, MOONCAKE_BLOCK, lambda: _ordered(path, _mooncake(path)))
+        return Trace(name, MOONCAKE_BLOCK, lambda: _mooncake(path))
     raise ExperimentError([f"--trace {name}: the format follows from the suffix, .csv (Azure) or .jsonl (Mooncake)"])
+
+
+def _synthetic_number(name: str, what: str, text: str, most: int) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and 1 <= int(text) <= most):
+        message = f"synthetic:N, or synthetic:N:P, needs {what} >= 1, at most {most:,}, got {text[:30]!r}"
+        raise ExperimentError([f"--trace {name[:50]}: {message}"])
+    return int(text)
 
 
 def limited(trace: Trace, limit: int | None) -> Trace:
@@ -138,87 +140,24 @@ def prefix_bound(trace: Trace, page_size: int) -> float:
     return hits / wanted
 
 
-def _ordered(path: Path, requests: Iterator[tuple[int, Request]]) -> Iterator[Request]:
-    """Checks what both formats ask of a request; `requests` come with their line numbers."""
-    last = 0.0
-    for line, request in requests:
-        if request.input_len < 1 or request.output_len < 1:
-            raise _wrong(path, line, "a request needs at least one token in and one out")
-        if request.input_len + request.output_len > _MOST_TOKENS:
-            raise _wrong(path, line, f"a request may have {_MOST_TOKENS:,} tokens in and out, at most")
-        if request.arrival < last:
-            raise _wrong(path, line, "arrives before the request above it; sort the file by time")
-        last = request.arrival
-        yield request
+def _azure(path: Path) -> Iterator[Request]:
+    """Prompts share nothing."""
+    for id, line in enumerate(read_azure(path)):
+        yield Request(id, line.arrival, line.input_len, line.output_len, (PRIVATE_TOKENS + id,), line.input_len)
 
 
-def _azure(path: Path) -> Iterator[tuple[int, Request]]:
-    """TIMESTAMP with seven decimals of a second, ContextTokens, GeneratedTokens. Prompts share nothing."""
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        rows = csv.DictReader(file)
-        missing = [name for name in _AZURE_COLUMNS if name not in (rows.fieldnames or ())]
-        if missing:
-            raise _wrong(path, 1, f"has no column {missing[0]}; an Azure trace has {', '.join(_AZURE_COLUMNS)}")
-        first: datetime | None = None
-        offset = 0.0
-        for id, row in enumerate(rows):
-            try:
-                whole, _, decimals = row["TIMESTAMP"].partition(".")
-                moment = datetime.fromisoformat(whole)
-                fraction = float(f"0.{decimals or 0}")
-                input_len, output_len = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-            except (ValueError, TypeError):
-                raise _wrong(path, rows.line_num, f"not a time and two numbers of tokens: {row}") from None
-            if first is None:
-                first, offset = moment, fraction
-            arrival = (moment - first).total_seconds() + fraction - offset
-            yield rows.line_num, Request(id, arrival, input_len, output_len, (PRIVATE_TOKENS + id,), input_len)
+def _mooncake(path: Path) -> Iterator[Request]:
+    for id, line in enumerate(read_mooncake(path)):
+        assert line.hash_ids is not None
+        yield Request(id, line.arrival, line.input_len, line.output_len, line.hash_ids, MOONCAKE_BLOCK, line.priority)
 
 
-def _mooncake(path: Path) -> Iterator[tuple[int, Request]]:
-    """timestamp (ms), input_length, output_length, hash_ids: one per 512 tokens of the prompt, the last may be part of
-    a block; equal ids are equal contents after equal prefixes. `priority` may be there too: lower goes first.
-    """
-    first: float | None = None
-    with path.open(encoding="utf-8") as file:
-        for line, text in enumerate(file, 1):
-            try:
-                entry = json.loads(text)
-                numbers = [_number(entry, key) for key in _MOONCAKE_KEYS[:3]]
-                ids = entry["hash_ids"]
-                if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < PRIVATE_TOKENS for i in ids):
-                    raise ValueError("hash_ids must be a list of integers from 0 to 2**32 - 1")
-                priority = _number(entry, "priority") if "priority" in entry else 0
-            except (ValueError, TypeError, KeyError) as error:
-                reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
-                raise _wrong(path, line, f"{reason}; a line is an object of {', '.join(_MOONCAKE_KEYS)}") from None
-            input_len = int(numbers[1])
-            if len(ids) != -(-input_len // MOONCAKE_BLOCK):
-                raise _wrong(path, line, f"{input_len} tokens are not {len(ids)} blocks of {MOONCAKE_BLOCK}")
-            if first is None:
-                first = numbers[0]
-            arrival = (numbers[0] - first) / 1e3
-            yield line, Request(line - 1, arrival, input_len, int(numbers[2]), ids, MOONCAKE_BLOCK, int(priority))
-
-
-def _number(entry: Any, key: str) -> float:
-    value = entry[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{key} must be a finite number, got {value!r}")
-    if key != "timestamp" and value != int(value):
-        raise ValueError(f"{key} must be a whole number, got {value!r}")
-    return value
-
-
-def _wrong(path: Path, line: int, message: str) -> ExperimentError:
-    return ExperimentError([f"{path}, line {line}: {message}"])
-
-
-def _synthetic(count: int) -> Iterator[Request]:
+def _synthetic(count: int, num_levels: int) -> Iterator[Request]:
     """`count` requests, always the same: Poisson arrivals, 8 a second; log-normal lengths, in the mean about 1,000
     tokens in and 200 out; three in four begin with one of 1,000 shared texts, the k-th with a weight of 1 / k.
+    Priorities are drawn from 0 to `num_levels` - 1, by a generator of their own: the rest stays as it is without.
     """
-    rng = np.random.default_rng(0)
+    rng, level_rng = np.random.default_rng(0), np.random.default_rng(1)
     num_texts, chunk = 1000, 4096
     text_lens = rng.integers(128, 1024, num_texts)
     weights = 1.0 / np.arange(1, num_texts + 1)
@@ -232,7 +171,8 @@ def _synthetic(count: int) -> Iterator[Request]:
         texts = np.minimum(np.searchsorted(cumulative, rng.random(chunk)), num_texts - 1)
         shared = np.where(rng.random(chunk) < 0.75, text_lens[texts], 0)
         arrival = float(arrivals[-1])
-        facts = (column[:size].tolist() for column in (arrivals, own, outputs, texts, shared))
-        for id, (moment, own_len, output_len, text, shared_len) in enumerate(zip(*facts, strict=True), start):
+        levels = level_rng.integers(0, num_levels, chunk)
+        facts = (column[:size].tolist() for column in (arrivals, own, outputs, texts, shared, levels))
+        for id, (moment, own_len, output_len, text, shared_len, level) in enumerate(zip(*facts, strict=True), start):
             contents, lengths = (text, PRIVATE_TOKENS + id), (shared_len, own_len)
-            yield Request(id, moment, shared_len + own_len, output_len, contents, lengths)
+            yield Request(id, moment, shared_len + own_len, output_len, contents, lengths, level)

@@ -59,8 +59,36 @@ def test_one_request_at_a_time_finds_all_that_the_trace_has_to_give() -> None:
     assert 0.3 < bound < 0.7
     one = rows_of("--trace", MOONCAKE, "--pool-blocks", "unbounded", "--max-num-seqs", 1)
     assert {row["prefix_cache"]: row["hit_rate"] for row in one} == {"none": 0.0, "hash": bound, "radix": bound}
+    assert {row["hit_rate_bound"] for row in one} == {bound}
     many = rows_of("--trace", MOONCAKE, "--pool-blocks", "unbounded", "--speedup", 1000)
     assert all(row["hit_rate"] <= bound for row in many)
+
+
+def test_the_traces_own_bound_is_shown_where_the_pool_is_unbounded() -> None:
+    words = ("--trace", MOONCAKE, "--policy", "hash")
+    shown = tk(*words, "--pool-blocks", "unbounded")
+    assert "hits, at most" in shown.stdout
+    assert f"{prefix_bound(open_trace(str(MOONCAKE)), 512):.1%}" in shown.stdout
+    assert "hits, at most" not in tk(*words, "--pool-blocks", 400).stdout
+    bounded, unbounded = rows_of(*words, "--pool-blocks", "400,unbounded")
+    assert bounded["hit_rate_bound"] is None
+    assert unbounded["hit_rate_bound"] >= unbounded["hit_rate"] > 0
+
+
+def test_a_share_of_time_is_never_above_all_of_it() -> None:
+    """Requests that never let the GPU rest: thousands of steps, added up in another order than the clock."""
+    (row,) = rows_of("--trace", "synthetic:1500", "--policy", "none", "--speedup", 1e6, "--max-num-seqs", 16)
+    assert 0.999 < row["busy_share"] <= 1.0
+
+
+def test_priorities_of_a_synthetic_trace_reach_the_scheduler() -> None:
+    """Of two levels, with one row and all there at once."""
+    words = ("--trace", "synthetic:200:2", "--policy", "none", "--speedup", 1e6, "--max-num-seqs", 1)
+    first_come, urgent = (rows_of(*words, "--order", order)[0] for order in ("fcfs", "priority"))
+    assert first_come["seconds"] == pytest.approx(urgent["seconds"], rel=0.01)
+    assert first_come["time_to_first_token_s"] != urgent["time_to_first_token_s"]
+    help_text = " ".join(tk("--help", columns=200).stdout.replace("│", " ").split())
+    assert "Priorities are a .jsonl line's key 'priority'" in help_text
 
 
 def test_a_larger_pool_finds_no_less() -> None:
@@ -128,6 +156,8 @@ def test_rate_and_speedup_say_the_same() -> None:
         (["--model", "Qwen3-32B", "--gpu", "A100-40GB"], "its weights take 65.5 GB, A100-40GB has 40 GB"),
         (["--trace", "no.csv"], "no such file"),
         (["--host-bytes", "1GB"], "give both"),
+        (["--host-bytes", "1", "--preemption", "swap"], "--host-bytes: 1 hold no block of 16 tokens, which takes"),
+        (["--pool-blocks", "9" * 5000], "there is whole numbers from 1"),
     ],
 )
 def test_a_wrong_option_is_refused_with_what_there_is(arguments: list[str], message: str) -> None:

@@ -1,12 +1,15 @@
 """Readers of traces, on small ones of our own in each format."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from experiments.cli import app
 from experiments.document import ExperimentError
 from experiments.simulation.traces import Trace, extent_of, limited, open_trace, prefix_bound, sped_up
 
@@ -121,9 +124,90 @@ def test_a_damaged_trace_names_its_line(tmp_path: Path, name: str, lines: list[s
         extent_of(trace, [16])
 
 
+ROW = "2023-11-16 18:17:03.9799600,5,3"
+DIGITS = "1" + "0" * 400
+ALLOWED = "; a line is an object of timestamp, input_length, output_length, hash_ids"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", [HEADER, b"\xff\xfe\x00\x01,3,4"], "line 2: byte 1 is 0xff, which is not UTF-8"),
+        ("x.jsonl", [GOOD, b'{"\xc3'], "line 2: byte 3 is 0xc3, which is not UTF-8"),
+        ("x.csv", [HEADER, '"' + "x" * 200_000 + '",5,3'], "line 2: not a time and two numbers of tokens: field"),
+        ("x.jsonl", [GOOD, "[" * 5_000_000], "line 2: is longer than the 4,194,304 bytes that a line may have"),
+        ("x.csv", [HEADER, ROW, "2023-11-16T18:17:04+00:00,5,3"], "line 3: this time has an offset from UTC and the"),
+        ("x.csv", [HEADER, ROW.replace("9600", "9600Z"), ROW], "line 3: this time has no offset from UTC and the"),
+        ("x.csv", [HEADER, "2023-11-16 18:17:04.5e9,5,3"], "TIMESTAMP is '2023-11-16 18:17:04.5e9'; a time is YYYY"),
+        ("x.csv", [HEADER, "2023-13-16 18:17:04.5,5,3"], "TIMESTAMP is '2023-13-16 18:17:04.5'; a time is YYYY"),
+        ("x.csv", [HEADER, ROW + ",7,8"], "line 2: not a time and two numbers of tokens: 5 fields, where the header"),
+        ("x.csv", [HEADER, '"' + ROW], "line 2: not a time and two numbers of tokens: unexpected end"),
+        ("x.csv", [HEADER, ROW.replace(",5,", ",5\0,")], "ContextTokens is '5\\x00'; it is a whole number from 1 to"),
+        ("x.csv", [HEADER, ROW.replace(",5,", ",\u0665,")], "; it is a whole number from 1"),
+        ("x.csv", [HEADER, ROW.replace(",5,", f",{DIGITS},")], "ContextTokens is '1000000"),
+        ("x.csv", [HEADER, ROW, "2123-11-16 18:17:03,5,3"], "line 3: arrives 3,155,673,599 s after the first"),
+        ("x.csv", ['"' + HEADER], "line 1: not a time and two numbers of tokens: unexpected end"),
+        ("x.jsonl", [GOOD.replace("5", DIGITS, 1)], "timestamp must be from 0 to 1,000,000,000,000,000 ms, got a"),
+        ("x.jsonl", [GOOD.replace("5", "1e300", 1)], "timestamp must be from 0 to 1,000,000,000,000,000 ms, got 1e"),
+        ("x.jsonl", [GOOD.replace("5", "-1", 1)], "timestamp must be from 0 to 1,000,000,000,000,000 ms, got -1"),
+        ("x.jsonl", [GOOD, GOOD.replace("5", "1e14", 1)], "line 2: arrives 100,000,000,000 s after the first request"),
+        ("x.jsonl", [GOOD.replace("3", DIGITS)], "at most, got a number of more than 30 digits and 1"),
+        ("x.jsonl", [GOOD.replace("3", "1e300")], "at most, got a number of more than 30 digits and 1"),
+        ("x.jsonl", [GOOD.replace("3", "-600")], "at least one token in and one out, got -600 and 1"),
+        ("x.jsonl", [GOOD.replace("3", "true")], "input_length must be a finite number, got True; it is a"),
+        ("x.jsonl", [GOOD.replace("3", "9" * 5000)], f"line 1: holds a number of thousands of digits{ALLOWED}"),
+        ("x.jsonl", ["[" * 100_000], f"line 1: is nested too deeply{ALLOWED}"),
+        ("x.jsonl", ["[1, 2]"], f"line 1: is [1, 2]{ALLOWED}"),
+        ("x.jsonl", ['"abc"'], f"line 1: is 'abc'{ALLOWED}"),
+        ("x.jsonl", ["null"], f"line 1: is None{ALLOWED}"),
+        ("x.jsonl", ["5"], f"line 1: is 5{ALLOWED}"),
+        ("x.jsonl", ['{"time'], f"line 1: Unterminated string starting at (column 2){ALLOWED}"),
+        ("x.jsonl", [GOOD.replace("[0]", "[" + "7," * 999 + "7]")], "3 tokens are not 1,000 blocks of 512: hash_"),
+        ("x.jsonl", [GOOD.replace("[0]", f"[{DIGITS}]")], "hash_ids must be a list of integers from 0 to 2**32 - 1"),
+        ("x.jsonl", [GOOD.replace("}", ', "priority": 99999999999}')], "priority must be from -2,147,483,648"),
+        ("x.jsonl", [GOOD.replace("}", ', "priority": 1e300}')], "priority must be from -2,147,483,648"),
+        ("x.jsonl", [GOOD.replace("}", ', "priority": "high"}')], "priority must be a finite number, got 'high'"),
+        ("x.jsonl", [GOOD.replace("}", ', "priority": 0.5}')], "priority must be a whole number from -2,147,483,648"),
+    ],
+)  # fmt: skip
+def test_every_field_is_bounded_and_its_fault_is_one_line(
+    tmp_path: Path, name: str, content: list[str | bytes], message: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in content))
+    result = CliRunner().invoke(app, ["simulate", "--trace", str(path), "--policy", "none"], catch_exceptions=False)
+    assert result.exit_code == 2
+    (problem,) = result.stderr.splitlines()
+    assert problem.startswith(f"error: {path}, line ")
+    assert message in problem
+    assert len(problem) < 300 + len(str(path))
+
+
+def test_what_is_no_fault(tmp_path: Path) -> None:
+    """A byte order mark, Windows' line ends, empty lines, offsets from UTC that all have, and any case of priority."""
+    offsets = ["2023-11-16T18:17:03.5+00:00,5,3", "", "2023-11-16 20:17:04.5+02:00,6,4", "2023-11-16 18:17:05Z,7,5"]
+    (tmp_path / "x.csv").write_bytes("\ufeff".encode() + "\r\n".join([HEADER, *offsets, ""]).encode())
+    requests = list(open_trace(str(tmp_path / "x.csv")).requests())
+    assert [(r.arrival, r.input_len, r.output_len) for r in requests] == [(0.0, 5, 3), (1.0, 6, 4), (1.5, 7, 5)]
+    urgent = GOOD.replace("}", ', "priority": -2147483648}')
+    (tmp_path / "x.jsonl").write_bytes("\ufeff".encode() + f"{GOOD}\n\n{urgent}\n\n".encode())
+    assert [r.priority for r in open_trace(str(tmp_path / "x.jsonl")).requests()] == [0, -(2**31)]
+
+
+def test_synthetic_priorities_change_nothing_else() -> None:
+    plain, ranked = (list(open_trace(name).requests()) for name in ("synthetic:5000", "synthetic:5000:3"))
+    assert {r.priority for r in ranked} == {0, 1, 2}
+    assert [replace(r, priority=0) for r in ranked] == plain
+    assert ranked[:100] == list(open_trace("synthetic:100:3").requests())
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        (lambda d: "synthetic:" + "9" * 5000, "a number of requests N >= 1, at most 1,000,000,000, got '999"),
+        (lambda d: "synthetic:5:0", "a number of priorities P >= 1, at most 1,000,000, got '0'"),
+        (lambda d: "synthetic:5:", "a number of priorities P >= 1"),
+        (lambda d: "synthetic:\u0665", "a number of requests N >= 1"),
         (lambda d: str(d / "no.csv"), "no such file"),
         (lambda d: str(d / "x.txt"), "the format follows from the suffix"),
         (lambda d: "synthetic:0", "a number of requests N >= 1"),
