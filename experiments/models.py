@@ -18,11 +18,15 @@ _DATA_FILES = ("*.json", "*.safetensors", "tokenizer.model")
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """`config` is known without any weights; `directory()` builds a preset, or fetches a hub model's weights."""
+    """`config` is known without any weights; `directory()` builds a preset, or fetches a hub model's weights.
+
+    weights: the directory where they are already there, before they are asked for.
+    """
 
     name: str
     config: ModelConfig
     directory: Callable[[], Path]
+    weights: Path | None = None
 
 
 def plan_model(source: ModelSource, folder: Path) -> ModelPlan:
@@ -39,7 +43,7 @@ def plan_model(source: ModelSource, folder: Path) -> ModelPlan:
         directory = folder / source.path
         if not directory.is_dir():
             raise ValueError(f"{directory} is not a directory")
-        return ModelPlan(directory.name, load_config(directory), lambda: directory)
+        return ModelPlan(directory.name, load_config(directory), lambda: directory, directory)
     assert source.hub is not None
     hub_id = source.hub
     return ModelPlan(hub_id, load_config(_fetch(hub_id, ("*.json",))), lambda: _fetch(hub_id, _DATA_FILES))

@@ -22,9 +22,9 @@ from tkernels.selection import Ranges, with_parts
 from tkernels.variant import AxisRanges
 from tmodel import kv_bytes_per_block
 from tsched import LLM
-from tsched.cache_size import num_host_blocks
+from tsched.cache_size import num_host_blocks, num_kv_blocks
 from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
-from tsched.token_budget import TokenBudget
+from tsched.scheduler import Scheduler
 
 _POLICIES: Mapping[str, Mapping[str, Any]] = {
     "order": ORDERS,
@@ -106,7 +106,7 @@ def make_plan(document: Document) -> Plan:
     unsupported: dict[int, str] = {}
     if model is not None:
         problems = _model_problems(document, experiment, model, arms, ops, device)
-        problems += _cache_problems(document, model, arms, ops, dtype)
+        problems += _engine_problems(document, model, arms, ops, dtype, device)
         if problems:
             raise ExperimentError(problems)
         for index, arm in enumerate(arms):
@@ -225,10 +225,12 @@ def _policy_problems(document: Document, experiment: Experiment) -> list[str]:
     return problems
 
 
-def _cache_problems(
-    document: Document, model: ModelPlan, arms: list[Arm], ops: Registry, dtype: torch.dtype
+def _engine_problems(
+    document: Document, model: ModelPlan, arms: list[Arm], ops: Registry, dtype: torch.dtype, device: torch.device
 ) -> list[str]:
-    """Page sizes that no op takes, caches in which not one page fits, and options that do not go together."""
+    """Page sizes that no op takes, caches in which not one page fits, and whatever else an engine says against its
+    options before it has a model.
+    """
     problems: dict[str, None] = {}
     defaults = {name: parameter.default for name, parameter in inspect.signature(LLM).parameters.items()}
     for arm in arms:
@@ -243,35 +245,39 @@ def _cache_problems(
             message = f"{available} bytes hold no page: one of {size} tokens takes {block_bytes}"
             problems[document.problem(("scheduler", "kv_cache_bytes"), message)] = None
         else:
-            problems |= dict.fromkeys(_conflicts(document, model, given, dtype))
+            problems |= dict.fromkeys(_conflicts(document, model, given, dtype, device))
     return list(problems)
 
 
-def _conflicts(document: Document, model: ModelPlan, given: Mapping[str, Any], dtype: torch.dtype) -> list[str]:
-    """What LLM would say against the scheduler's options, all of them given."""
+def _conflicts(
+    document: Document, model: ModelPlan, given: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> list[str]:
+    """What LLM would say against the scheduler's options, all of them given: the same calls, up to the weights."""
     longest = given["max_model_len"] or model.config.max_position_embeddings
-    budget = TokenBudget(
-        given["max_num_batched_tokens"], given["max_chunk_tokens"], given["decode_share"], given["chunked_prefill"]
-    )
-    problems = []
+    page_size = given["block_size"]
+    limits = {name: given[name] for name in ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens")}
+    policies = {kind: given[kind] for kind in _POLICIES}
+    key = "kv_cache_fraction"
     try:
-        budget.check(longest)
-    except ValueError as error:
-        problems.append(document.problem(("scheduler",), str(error)))
-    try:
-        num_host_blocks(
-            model.config,
-            given["swap_bytes"],
-            preemption=given["preemption"],
-            block_size=given["block_size"],
-            dtype=dtype,
+        num_blocks = num_kv_blocks(
+            model.weights, model.config, kv_cache_bytes=given["kv_cache_bytes"], kv_cache_fraction=given[key],
+            block_size=page_size, dtype=dtype, device=device, max_tokens=given["max_num_seqs"] * longest,
+        )  # fmt: skip
+        key = "swap_bytes"
+        swapped = num_host_blocks(
+            model.config, given[key], preemption=given["preemption"], block_size=page_size, dtype=dtype
         )
+        key = ""
+        Scheduler(
+            num_blocks=num_blocks, block_size=page_size, max_model_len=longest, num_host_blocks=swapped, **limits,
+            decode_share=given["decode_share"], chunked_prefill=given["chunked_prefill"], **policies,
+        )  # fmt: skip
     except ValueError as error:
-        problems.append(document.problem(("scheduler", "swap_bytes"), str(error)))
-    if given["kv_cache_bytes"] is not None and given["kv_cache_fraction"] is not None:
-        message = "kv_cache_bytes and kv_cache_fraction are two ways to say one thing: give one"
-        problems.append(document.problem(("scheduler", "kv_cache_fraction"), message))
-    return problems
+        return [document.problem(("scheduler", key) if key else ("scheduler",), str(error))]
+    except MemoryError:
+        sizes = f"{given['max_num_seqs']:,} sequences of {longest:,} tokens, {num_blocks:,} blocks, {swapped:,} swapped"
+        return [document.problem(("scheduler",), f"{sizes}: the tables of these do not fit this machine's memory")]
+    return []
 
 
 def _page_rule(contract: Contract, size: int) -> str | None:

@@ -23,7 +23,7 @@ from tsched.sampling_params import SamplingParams
 
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 Batching = Literal["continuous", "static"]
-Count = Annotated[int, Field(strict=True, ge=1)]
+Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 
 
 def _as_list(value: Any) -> Any:
@@ -63,9 +63,15 @@ def _as_choice(value: Any) -> Any:
 Choice = Annotated[VariantChoice, BeforeValidator(_as_choice), PlainSerializer(lambda choice: choice.as_yaml())]
 Choices = Annotated[list[Choice], BeforeValidator(_as_list), Field(min_length=1)]
 Counts = Annotated[list[Count], BeforeValidator(_as_list), Field(min_length=1)]
+Bytes = Annotated[
+    list[Annotated[int, Field(strict=True, ge=1, lt=2**63)]], BeforeValidator(_as_list), Field(min_length=1)
+]
 Policies = Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
 Fractions = Annotated[
     list[Annotated[float, Field(strict=True, ge=0, le=1)]], BeforeValidator(_as_list), Field(min_length=1)
+]
+Shares = Annotated[
+    list[Annotated[float, Field(strict=True, gt=0, le=1)]], BeforeValidator(_as_list), Field(min_length=1)
 ]
 Flags = Annotated[list[StrictBool], BeforeValidator(_as_list), Field(min_length=1)]
 
@@ -191,9 +197,9 @@ class SchedulerOptions(Strict):
     decode_share: Fractions | None = None
     chunked_prefill: Flags | None = None
     block_size: Counts | None = None
-    kv_cache_bytes: Counts | None = None
-    kv_cache_fraction: Fractions | None = None
-    swap_bytes: Counts | None = None
+    kv_cache_bytes: Bytes | None = None
+    kv_cache_fraction: Shares | None = None
+    swap_bytes: Bytes | None = None
     order: Policies | None = None
     preemption: Policies | None = None
     prefix_cache: Policies | None = None

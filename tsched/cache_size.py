@@ -14,7 +14,7 @@ _GPU_FRACTION = 0.9  # the rest is for activations, logits and the allocator's s
 
 
 def num_kv_blocks(
-    directory: Path,
+    directory: Path | None,
     config: tmodel.ModelConfig,
     *,
     kv_cache_bytes: int | None,
@@ -29,7 +29,8 @@ def num_kv_blocks(
 
     The fraction is of all that the device has, whatever else is on it: the weights of `directory`, and on a GPU what is
     taken already, go off it. Where neither is given: 9/10 of a GPU, 1 GiB of a CPU's memory, which the operating system
-    hands out as it is used. ValueError where both are given, or not one block fits.
+    hands out as it is used. A directory that is not known yet, None, holds weights of no size. ValueError where both
+    are given, or not one block fits.
     """
     if block_size < 1 or block_size & (block_size - 1):
         raise ValueError(f"block_size must be a power of two, got {block_size}")
@@ -43,8 +44,9 @@ def num_kv_blocks(
     if kv_cache_bytes is not None:
         available = kv_cache_bytes
     elif kv_cache_fraction is not None:
-        total, taken = _memory(device)
-        available = max(0, int(total * kv_cache_fraction) - taken - _weight_bytes(directory, config, dtype))
+        total, taken = device_memory(device)
+        weights = weight_bytes(directory, config, dtype) if directory is not None else 0
+        available = max(0, int(total * kv_cache_fraction) - taken - weights)
     else:
         available = _CPU_DEFAULT_BYTES
     block_bytes = tmodel.kv_bytes_per_block(config, block_size, dtype)
@@ -72,7 +74,7 @@ def num_host_blocks(
     return swap_bytes // block_bytes
 
 
-def _memory(device: torch.device) -> tuple[int, int]:
+def device_memory(device: torch.device) -> tuple[int, int]:
     """The bytes that a device has, and how many of them are taken. On a CPU none are: most of what is, the operating
     system would give back.
     """
@@ -82,7 +84,7 @@ def _memory(device: torch.device) -> tuple[int, int]:
     return total, total - free
 
 
-def _weight_bytes(directory: Path, config: tmodel.ModelConfig, dtype: torch.dtype) -> int:
+def weight_bytes(directory: Path, config: tmodel.ModelConfig, dtype: torch.dtype) -> int:
     """What the weights, which are not loaded yet, will take."""
     stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return stored * dtype.itemsize // config.dtype.itemsize
