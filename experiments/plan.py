@@ -125,8 +125,7 @@ def kernel_ranges(model: ModelPlan, options: Mapping[str, Any], dtype: torch.dty
     Without kv_cache_bytes the number of blocks follows from the memory that is free after loading: it is taken at what
     all sequences could fill, its upper bound.
     """
-    defaults = {name: parameter.default for name, parameter in inspect.signature(LLM).parameters.items()}
-    given = {**defaults, **options}
+    given = engine_options(options)
     longest = given["max_model_len"] or model.config.max_position_embeddings
     blocks = given["max_num_seqs"] * -(-longest // given["block_size"])
     if given["kv_cache_bytes"] is not None:
@@ -139,6 +138,12 @@ def kernel_ranges(model: ModelPlan, options: Mapping[str, Any], dtype: torch.dty
         block_size=given["block_size"],
         num_blocks=blocks,
     )
+
+
+def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Scheduler options with LLM's own default for each that is not given."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(LLM).parameters.items()}
+    return {**defaults, **options}
 
 
 def _registry(document: Document, experiment: Experiment) -> Registry:
@@ -232,9 +237,8 @@ def _engine_problems(
     options before it has a model.
     """
     problems: dict[str, None] = {}
-    defaults = {name: parameter.default for name, parameter in inspect.signature(LLM).parameters.items()}
     for arm in arms:
-        given = {**defaults, **arm.scheduler}
+        given = engine_options(arm.scheduler)
         size, available = given["block_size"], given["kv_cache_bytes"]
         paged = [op for op, ranges in kernel_ranges(model, arm.scheduler, dtype).items() if "S" in ranges]
         rules = [rule for op in paged if (rule := _page_rule(ops[op].contract, size))]

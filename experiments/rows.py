@@ -105,32 +105,34 @@ class KernelRow(_Row):
 _SERVED = frozenset(
     {
         "workload", "requests", "requests_failed", "prompt_tokens", "output_tokens", "tokens_per_s",
-        "tokens_per_s_iqr", "time_to_first_token_s", "seconds", "speed_reason", "ttft_s", "tpot_s", "gap_s",
+        "tokens_per_s_iqr", "seconds", "speed_reason", "ttft_s", "tpot_s", "gap_s",
     }
 )  # fmt: skip
 
 
 class EngineRow(_Row):
-    """A workload served by one arm. tokens_per_s counts output tokens; medians over the rounds in `seconds`.
+    """A workload served by one arm; a request of n completions counts as n. tokens_per_s: of output tokens, the median
+    over the rounds in `seconds`.
 
-    time_to_first_token_s is the median over requests of the median round. ttft_s, tpot_s, gap_s: p50, p90 and p99, over
-    all rounds, of the requests' times to their first token, of their mean times between tokens, and of all times
-    between two tokens of a request; with late requests, the first is of them alone, the others of those that were there
-    before. texts: what each prompt was continued with, null for token ids. peak_running: the most sequences in a step.
-    hit_tokens: prompt tokens found in the prefix cache; saved_bytes: of keys and values, that these did not have to
-    compute; evicted_blocks: what it gave up for others. peak_occupancy: of the KV cache's blocks, the fraction lent at
-    the peak; last_page_waste: of the slots lent then, the fraction past their sequences' ends.
+    group: the arms of one group had their rounds in turns; another's came before or after, when the machine may have
+    been slower. ttft_s, tpot_s, gap_s: p50, p90 and p99, over all rounds, of the requests' times to their first token,
+    of their mean times between tokens, and of all times between two tokens of a request; with late requests, the first
+    is of them alone, the others of those that were there before. texts: what each prompt was continued with, null for
+    token ids. peak_running: the most sequences in a step. hit_tokens: prompt tokens found in the prefix cache;
+    saved_bytes: of keys and values, that these did not have to compute; evicted_blocks: what it gave up for others.
+    peak_occupancy: of the KV cache's blocks, the fraction lent at the peak; last_page_waste: of the slots lent then,
+    the fraction past their sequences' ends.
     """
 
     stage: Literal["engine"] = "engine"
     workload: str | None = None
+    group: int | None = None
     requests: int | None = None
     requests_failed: int | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     tokens_per_s: float | None = None
     tokens_per_s_iqr: float | None = None
-    time_to_first_token_s: float | None = None
     seconds: list[float] | None = None
     ttft_s: dict[str, float] | None = None
     tpot_s: dict[str, float] | None = None
@@ -148,7 +150,7 @@ class EngineRow(_Row):
 
     required = {
         "ok": _SERVED
-        | {"texts", "steps", "preemptions", "peak_running", "peak_occupancy", "last_page_waste"}
+        | {"group", "texts", "steps", "preemptions", "peak_running", "peak_occupancy", "last_page_waste"}
         | {"hit_tokens", "saved_bytes", "evicted_blocks"},
         "wrong": frozenset({"workload"}),
         "unsupported": frozenset({"workload"}),
@@ -200,7 +202,6 @@ class PeerRow(_Row):
     output_tokens: int | None = None
     tokens_per_s: float | None = None
     tokens_per_s_iqr: float | None = None
-    time_to_first_token_s: float | None = None
     seconds: list[float] | None = None
     ttft_s: dict[str, float] | None = None
     tpot_s: dict[str, float] | None = None

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -20,6 +20,7 @@ from pydantic import (
 
 from experiments.document import Document, ExperimentError, PathParts, nearest
 from tsched.sampling_params import SamplingParams
+from tsched.scheduler import MAX_PRIORITY
 
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 Batching = Literal["continuous", "static"]
@@ -109,16 +110,61 @@ def _as_length(value: Any) -> Any:
 
 LengthField = Annotated[Length, BeforeValidator(_as_length)]
 
-# Set elsewhere in the experiment (max_tokens, output_len), by the stages themselves (logprobs), or code.
+Rank = Annotated[int, Field(strict=True, ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+
+
+class Priorities(Strict):
+    """Of requests, lower going first with `order: priority`: one each, or drawn uniformly from low to high, both
+    included.
+    """
+
+    each: list[Rank] = []
+    uniform: list[Rank] = []
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "Priorities":
+        if not self.each and (len(self.uniform) != 2 or self.uniform[0] > self.uniform[1]):
+            raise ValueError(_A_PRIORITY)
+        return self
+
+    def check(self, num_requests: int) -> None:
+        if self.each and len(self.each) != num_requests:
+            raise ValueError(
+                f"priority is a list of {len(self.each)} for {num_requests} requests: give one, or one each"
+            )
+
+    def as_yaml(self) -> Any:
+        return list(self.each) or {"uniform": list(self.uniform)}
+
+
+def _as_priorities(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {"uniform": [value, value]}
+    if isinstance(value, dict) and set(value) != {"uniform"}:
+        raise ValueError(_A_PRIORITY)
+    return {"each": value} if isinstance(value, list) and value else value
+
+
+PriorityField = Annotated[Priorities, BeforeValidator(_as_priorities), PlainSerializer(lambda some: some.as_yaml())]
+
+# Set elsewhere in the experiment (n, max_tokens, output_len), by the stages themselves (logprobs), or code.
 _NOT_SAMPLING = frozenset({"n", "max_tokens", "logprobs", "logits_processors", "stopping_criteria"})
 SAMPLING_KEYS = tuple(f.name for f in fields(SamplingParams) if f.name not in _NOT_SAMPLING)
 
 
 class _Workload(Strict):
-    """`name` labels its rows. `sampling`: keys of SamplingParams, greedy where temperature is not given."""
+    """`name` labels its rows. `sampling`: keys of SamplingParams, greedy where temperature is not given.
+
+    n: completions of each request, which share its prompt's pages; they need a temperature above 0.
+    priority: of the requests, lower going first with `order: priority`; 0 where it is not given.
+    tenants: the requests are dealt to so many in turn, and share cached prefixes with their own tenant's alone.
+    """
 
     name: str = ""
     sampling: Mapping[str, Any] = {}
+    n: Count = 1
+    priority: PriorityField | None = None
+    tenants: Count = 1
 
     @field_validator("sampling")
     @classmethod
@@ -131,6 +177,11 @@ class _Workload(Strict):
         SamplingParams(**{"temperature": 0.0, "max_tokens": None, **value})
         return value
 
+    @model_validator(mode="after")
+    def _valid_samples(self) -> Self:
+        SamplingParams(**{"temperature": 0.0, "max_tokens": None, **self.sampling, "n": self.n})
+        return self
+
 
 class LateRequests(Strict):
     """Requests that come while the others decode: the i-th, from 1, once those have i * every output tokens each, in
@@ -141,6 +192,13 @@ class LateRequests(Strict):
     input_len: LengthField
     output_len: LengthField
     every: Count
+    priority: PriorityField | None = None
+
+    @model_validator(mode="after")
+    def _one_priority_each(self) -> Self:
+        if self.priority is not None:
+            self.priority.check(self.num_requests)
+        return self
 
 
 class SyntheticWorkload(_Workload):
@@ -158,6 +216,12 @@ class SyntheticWorkload(_Workload):
     shared_prefix: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
     late: LateRequests | None = None
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _one_priority_each(self) -> Self:
+        if self.priority is not None:
+            self.priority.check(self.num_requests)
+        return self
 
     @model_validator(mode="after")
     def _late_ones_meet_others(self) -> "SyntheticWorkload":
@@ -182,6 +246,12 @@ class PromptsWorkload(_Workload):
     kind: Literal["prompts"]
     prompts: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
     max_tokens: Count = 16
+
+    @model_validator(mode="after")
+    def _one_priority_each(self) -> Self:
+        if self.priority is not None:
+            self.priority.check(len(self.prompts))
+        return self
 
 
 Workload = Annotated[SyntheticWorkload | PromptsWorkload, Field(discriminator="kind")]
@@ -259,6 +329,7 @@ def validate(document: Document) -> Experiment:
 
 _WORKLOAD_KINDS = ("synthetic", "prompts")
 _A_MODEL = "a model is exactly one of {preset: NAME}, {path: DIRECTORY} and {hub: ORG/NAME}"
+_A_PRIORITY = f"a priority is a whole number to +-{MAX_PRIORITY}, a list of one each, or {{uniform: [LOW, HIGH]}}"
 _A_LENGTH = "a length is a number of tokens, or {uniform: [LOW, HIGH]}"
 _WORDING: Mapping[str, str] = {
     "model_type": "must be a mapping of keys to values",
@@ -309,7 +380,9 @@ def _explain(document: Document, error: dict[str, Any]) -> str:
     if error["type"] in _WORDING:
         wording = _WORDING[error["type"]].format(**error.get("ctx", {}))
         if error["type"] in ("model_type", "model_attributes_type"):
-            wording = {"model": _A_MODEL, "input_len": _A_LENGTH, "output_len": _A_LENGTH}.get(str(parts[-1]), wording)
+            wordings = {"model": _A_MODEL, "priority": _A_PRIORITY}
+            wordings |= {"input_len": _A_LENGTH, "output_len": _A_LENGTH}
+            wording = wordings.get(str(parts[-1]), wording)
         return document.problem(parts, f"{wording}, got {error['input']!r}")
     message = (
         error["msg"]

@@ -126,11 +126,11 @@ def _engine_table(plan: Plan, engines: Sequence[EngineRow], parities: Sequence[P
         if row.status != "ok":
             add_row(table, *cells, *["-"] * 5)
             continue
-        if row.tokens_per_s is None or row.time_to_first_token_s is None:
+        if row.tokens_per_s is None or row.ttft_s is None:
             cells += ["n/m"] * 3
         else:
             iqr = f"{row.tokens_per_s_iqr:,.0f}" if row.tokens_per_s_iqr is not None else "-"
-            cells += [f"{row.tokens_per_s:,.0f}", iqr, f"{row.time_to_first_token_s * 1e3:,.1f}"]
+            cells += [f"{row.tokens_per_s:,.0f}", iqr, _ms(row.ttft_s["p50"])]
         compared = parity.get(_key(row))
         if compared is not None:
             assert compared.logprob_drift is not None
@@ -140,9 +140,15 @@ def _engine_table(plan: Plan, engines: Sequence[EngineRow], parities: Sequence[P
             firsts.add(row.workload)
         add_row(table, *cells)
     table.caption = (
-        "Output tokens per second; ttft: time to first token, the median; same tokens, drift: as "
+        "Output tokens per second; ttft: time to first token, p50; same tokens, drift: as "
         "the first arm, and the largest difference of a log-probability. n/m: not measured."
     )
+    groups = {row.group for row in engines if row.group is not None}
+    if len(groups) > 1:
+        table.caption += (
+            f" The engines were in memory in {len(groups)} groups, one after the other; only those of a group took "
+            "turns: a smaller kv_cache_bytes lets more of them."
+        )
     table.caption_justify = "left"
     return table
 
@@ -216,7 +222,11 @@ def _memory_cells(row: EngineRow) -> list[str]:
 def _three(quantiles: Mapping[str, float] | None) -> str:
     if not quantiles:
         return "-"
-    return "/".join(f"{ms:.3g}" if (ms := value * 1e3) < 999.5 else f"{ms:,.0f}" for value in quantiles.values())
+    return "/".join(map(_ms, quantiles.values()))
+
+
+def _ms(seconds: float) -> str:
+    return f"{ms:.3g}" if (ms := seconds * 1e3) < 999.5 else f"{ms:,.0f}"
 
 
 def _same(equal: int | None, of: int | None) -> Text:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from experiments.schema import LateRequests, PromptsWorkload, SyntheticWorkload
+from experiments.schema import LateRequests, Priorities, PromptsWorkload, SyntheticWorkload
 from tsched import SamplingParams
 
 
@@ -14,12 +14,14 @@ class Request:
     """A text or token ids, and how it is continued.
 
     after: 0 for a request that is there from the start; another comes once those have that many output tokens each, in
-    the mean.
+    the mean. priority: lower goes first. tenant: prefixes are shared among the requests of one alone.
     """
 
     prompt: str | list[int]
     params: SamplingParams
     after: int = 0
+    priority: int = 0
+    tenant: int = 0
 
 
 def requests_of(workload: SyntheticWorkload | PromptsWorkload, vocab_size: int) -> list[Request]:
@@ -28,13 +30,15 @@ def requests_of(workload: SyntheticWorkload | PromptsWorkload, vocab_size: int) 
     A request that samples has a seed of its own (`sampling.seed`, or the workload's, plus its index), so that its
     tokens depend on nothing around it.
     """
-    params = SamplingParams(**{"temperature": 0.0, "max_tokens": None, **workload.sampling})
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": None, **workload.sampling, "n": workload.n})
     first_seed = params.seed if params.seed is not None else getattr(workload, "seed", 0)
 
     def of(index: int, prompt: str | list[int], max_tokens: int, *, exact: bool, after: int = 0) -> Request:
         mine = replace(params, seed=first_seed + index, max_tokens=max_tokens)
-        return Request(prompt, replace(mine, ignore_eos=True) if exact else mine, after)
+        mine = replace(mine, ignore_eos=True) if exact else mine
+        return Request(prompt, mine, after, ranks[index], index % workload.tenants)
 
+    ranks = _ranks(workload)
     if isinstance(workload, PromptsWorkload):
         texts = enumerate(workload.prompts)
         return [of(index, text, workload.max_tokens, exact=False) for index, text in texts]
@@ -55,6 +59,24 @@ def requests_of(workload: SyntheticWorkload | PromptsWorkload, vocab_size: int) 
             prompt = generator.integers(0, vocab_size, inputs).tolist()
             found.append(of(len(found), prompt, outputs, exact=True, after=place * workload.late.every))
     return found
+
+
+def _ranks(workload: SyntheticWorkload | PromptsWorkload) -> list[int]:
+    """The priorities, those of late requests last; drawn apart, so that the prompts are the same with and without."""
+    if isinstance(workload, PromptsWorkload):
+        drawn: list[tuple[Priorities | None, int]] = [(workload.priority, len(workload.prompts))]
+    else:
+        drawn = [(workload.priority, workload.num_requests)]
+        if workload.late is not None:
+            drawn.append((workload.late.priority, workload.late.num_requests))
+    generator = np.random.default_rng((getattr(workload, "seed", 0), 1))
+    ranks: list[int] = []
+    for priorities, count in drawn:
+        if priorities is None:
+            ranks += [0] * count
+        else:
+            ranks += priorities.each or [_drawn(generator, priorities.uniform) for _ in range(count)]
+    return ranks
 
 
 def _lengths(

@@ -21,9 +21,9 @@ class Step:
     progress: Progress
     task: TaskID
 
-    def advance(self, doing: str) -> None:
-        """One unit is done; `doing` names the next, or is empty."""
-        self.progress.update(self.task, advance=1, doing=doing)
+    def advance(self, doing: str, units: int = 1) -> None:
+        """So many units are done; `doing` names the next, or is empty."""
+        self.progress.update(self.task, advance=units, doing=doing)
 
     def say(self, doing: str) -> None:
         self.progress.update(self.task, doing=doing)

@@ -26,17 +26,15 @@ def run(context: Context, answers: Sequence[Answer]) -> None:
 def _compare(context: Context, first: Answer, other: Answer) -> ParityRow:
     drift = 0.0
     divergence: dict[str, float | int | None] | None = None
-    for index, (a, b) in enumerate(zip(first.outputs, other.outputs, strict=True)):
-        if a.error is not None or b.error is not None:
+    ours, theirs = _completions(first), _completions(other)
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if a is None or b is None:
             continue
-        place = first_difference(a.outputs[0].token_ids, b.outputs[0].token_ids)
-        drift = max(drift, _drift(a.outputs[0], b.outputs[0], place))
+        place = first_difference(a.token_ids, b.token_ids)
+        drift = max(drift, _drift(a, b, place))
         if divergence is None and place is not None:
-            divergence = {"request": index, "place": place, "margin": _margin(a.outputs[0], b.outputs[0], place)}
-    tokens = [
-        [tuple(o.outputs[0].token_ids) if o.error is None else None for o in answer.outputs]
-        for answer in (first, other)
-    ]
+            divergence = {"request": index, "place": place, "margin": _margin(a, b, place)}
+    tokens = [[None if c is None else tuple(c.token_ids) for c in answers] for answers in (ours, theirs)]
     served = sum(a is not None and b is not None for a, b in zip(*tokens, strict=True))
     equal = equal_requests(*tokens)
     finite = math.isfinite(drift)
@@ -51,6 +49,11 @@ def _compare(context: Context, first: Answer, other: Answer) -> ParityRow:
         first_divergence=divergence,
         logprob_drift=drift,
     )
+
+
+def _completions(answer: Answer) -> list[CompletionOutput | None]:
+    """Every completion of every request; None where the request failed."""
+    return [c if output.error is None else None for output in answer.outputs for c in output.outputs]
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Served:
-    """One round of a workload. `tokens`: each request's output, None where it failed. Seconds are the whole round's.
+    """One round of a workload. `tokens`: each request's output, None where it failed; a request of n completions is n
+    requests here. Seconds are the whole round's.
 
     moments: of each request, when each of its tokens was there, seconds after it came; None where nobody knows.
     late: the requests that came while others ran; where there are some, first_token_s is of them, the rest of the
@@ -65,21 +66,27 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-def interleaved(servers: Sequence[Server], repeats: int, done: Callable[[], None]) -> list[list[Served]]:
-    """Per server its rounds. One round of each server follows the other, so that a machine that slows down slows all.
+def interleaved(servers: Sequence[Server], repeats: int, done: Callable[[], None]) -> list[list[Served] | Exception]:
+    """Per server its rounds, or what it raised in one, after which it has no more. One round of each server follows the
+    other, so that a machine that slows down slows all.
 
     A first round of each, which is not counted, warms up whatever is made on first use. Every second time the order is
     reversed: nobody's rounds all follow those of one other server, which leave their own state in caches and allocator.
     """
     rounds: list[list[Served]] = [[] for _ in servers]
+    failures: dict[int, Exception] = {}
     for index in range(repeats + 1):
-        order = list(zip(servers, rounds, strict=True))
-        for server, mine in order if index % 2 else reversed(order):
-            served = server()
-            if index:
-                mine.append(served)
+        places = range(len(servers))
+        for place in places if index % 2 else reversed(places):
+            if place not in failures:
+                try:
+                    served = servers[place]()
+                except Exception as error:  # anyone's engine, and the others go on
+                    failures[place] = error
+                else:
+                    rounds[place] += [served] if index else []
             done()
-    return rounds
+    return [failures.get(place, mine) for place, mine in enumerate(rounds)]
 
 
 def spread(values: Sequence[float]) -> float | None:
@@ -103,12 +110,10 @@ def figures(rounds: Sequence[Served], not_timed: str | None = None) -> dict[str,
     if not_timed is not None:
         return {**result, **dict.fromkeys(_TIMES)}
     rates = [served.tokens_per_s for served in rounds]
-    waits = [statistics.median(served.first_token_s) for served in rounds if served.first_token_s]
     return {
         **result,
         "tokens_per_s": statistics.median(rates),
         "tokens_per_s_iqr": spread(rates),
-        "time_to_first_token_s": statistics.median(waits) if waits else None,
         "seconds": [served.seconds for served in rounds],
         "ttft_s": percentiles([wait for served in rounds for wait in served.first_token_s]),
         "tpot_s": percentiles([mean for served in rounds for mean in served.per_token_s]),
@@ -116,7 +121,7 @@ def figures(rounds: Sequence[Served], not_timed: str | None = None) -> dict[str,
     }
 
 
-_TIMES = ("tokens_per_s", "tokens_per_s_iqr", "time_to_first_token_s", "seconds", "ttft_s", "tpot_s", "gap_s")
+_TIMES = ("tokens_per_s", "tokens_per_s_iqr", "seconds", "ttft_s", "tpot_s", "gap_s")
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
