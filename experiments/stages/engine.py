@@ -101,7 +101,7 @@ def _free(device: torch.device) -> None:
 
 
 def _engine(context: Context, seat: Seat, step: Step) -> TimedLLM | _Refusal:
-    """The engine of an arm, or why it has none: it is unsupported, cannot be made, or a kernel of it was wrong, which is
+    """The engine of an arm, or why it has none: it is unsupported, cannot be made, or a kernel of it was wrong, and is
     not let loose on a real cache.
     """
     step.say(seat.arm.title)
