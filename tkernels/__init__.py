@@ -8,7 +8,19 @@ if _mode.MODE == "interpret":
     _install()
 
 from tkernels.config import Config
-from tkernels.contract import Axes, Case, Choice, Constraint, Contract, ContractError, Int, Output, Scalar, Tensor
+from tkernels.contract import (
+    Axes,
+    Case,
+    Choice,
+    Constraint,
+    Contract,
+    ContractError,
+    DType,
+    Int,
+    Output,
+    Scalar,
+    Tensor,
+)
 from tkernels.device import DeviceFacts
 from tkernels.launch import Buffer, Kernel, Run
 from tkernels.preparation import PrepareReport, prepared
@@ -30,6 +42,7 @@ __all__ = [
     "Constraint",
     "Contract",
     "ContractError",
+    "DType",
     "DeviceFacts",
     "Int",
     "Kernel",

@@ -4,7 +4,7 @@ Per output tensor, with the baseline's (torch's own) error at the same dtype:
     max |error| <= 2 x baseline's + 2 eps max|oracle|, and, on 256 elements or more,
     rms error <= 1.25 x baseline's + eps/4 rms|oracle|.
 Below the normal range a dtype's spacing no longer shrinks, so eps x size is at least the smallest subnormal there.
-Integers have no eps: they are equal or wrong.
+Integers have no eps: they are equal or wrong, and so is any output that its contract calls exact.
 Neither a loose absolute tolerance nor a single rounding: the natural error of the computation itself is the measure.
 """
 
@@ -40,14 +40,17 @@ def _first(where: torch.Tensor) -> tuple[int, ...]:
     return tuple(int(i) for i in where.nonzero()[0])
 
 
-def judge(got: torch.Tensor, oracle: torch.Tensor, baseline: torch.Tensor, slack: float = 1.0) -> Verdict:
+def judge(
+    got: torch.Tensor, oracle: torch.Tensor, baseline: torch.Tensor, slack: float = 1.0, exact: bool = False
+) -> Verdict:
     """The error rule for one output.
 
     Args:
         got: any shape, at the output's dtype. oracle: the same shape, float64. baseline: as got, by torch.
         slack: what the allowance is multiplied by: 1 for every variant; the check of the baseline itself takes more.
+        exact: nothing is allowed, neither eps nor a baseline's error.
     """
-    eps, spacing = _precision(got.dtype)
+    eps, spacing = (0.0, 0.0) if exact else _precision(got.dtype)
     wide, base = got.double(), baseline.double()
     odd = _mismatch(wide, oracle)
     if odd.any():
@@ -60,7 +63,7 @@ def judge(got: torch.Tensor, oracle: torch.Tensor, baseline: torch.Tensor, slack
     zero = torch.zeros((), dtype=torch.float64, device=oracle.device)
     truth = torch.where(finite, oracle, zero)
     error = torch.where(finite, (wide - oracle).abs(), zero)
-    natural = torch.where(finite & torch.isfinite(base), (base - oracle).abs(), zero)
+    natural = zero if exact else torch.where(finite & torch.isfinite(base), (base - oracle).abs(), zero)
     allowed_max = 2 * float(natural.max()) + 2 * max(eps * float(truth.abs().max()), spacing)
     max_ratio = _ratio(float(error.max()), slack * allowed_max)
     rms_ratio = None

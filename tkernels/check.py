@@ -185,12 +185,13 @@ def _judge_all(
     # rounds after every operation, so no right baseline is much worse than it.
     stepwise = _results(contract, clone_inputs(arguments), contract.reference)
     verdicts: dict[str, Verdict] = {}
-    for name, exact in oracle.items():
-        expected = exact.double()
-        natural = judge(baseline[name], expected, stepwise[name], BASELINE_SLACK)
+    for name, wide in oracle.items():
+        expected = wide.double()
+        exact = name in contract.outputs and contract.outputs[name].exact
+        natural = judge(baseline[name], expected, stepwise[name], BASELINE_SLACK, exact)
         if not natural.ok:
             return {name: natural}, f"the baseline itself is wrong in {name!r}: {natural.reason}"
-        verdict = natural if variant.kind == "torch" else judge(got[name], expected, baseline[name], slack)
+        verdict = natural if variant.kind == "torch" else judge(got[name], expected, baseline[name], slack, exact)
         if verdict.ok and name in contract.writes:
             start, end = original[name].double(), got[name].double()
             untouched = (expected == start) | (torch.isnan(expected) & torch.isnan(start))

@@ -185,12 +185,28 @@ class Scalar:
 
 
 @dataclass(frozen=True)
+class DType:
+    """An option that says which dtype an output has: a torch.dtype, bound by its name as the axis `axis`."""
+
+    axis: str
+
+    def bind(self, op: str, name: str, value: Any, axes: dict[str, Value], device: torch.device | None) -> None:
+        if not isinstance(value, torch.dtype):
+            raise ContractError(f"{op}: argument {name!r} must be a torch.dtype, got {value!r}")
+        _bind(op, name, self.axis, _dtype_name(value), axes)
+
+
+@dataclass(frozen=True)
 class Output:
-    """A tensor that the public entry allocates; `when` names the option (a bool) without which there is none."""
+    """A tensor that the public entry allocates; `when` names the option (a bool) without which there is none.
+
+    An `exact` one is equal or wrong, whatever its dtype: its definition says how each operation rounds.
+    """
 
     dims: str
     dtype: str
     when: str | None = None
+    exact: bool = False
 
     @cached_property
     def shape(self) -> tuple[Dim, ...]:

@@ -172,7 +172,9 @@ def roughened(inputs: Mapping[str, Any], seed: int) -> dict[str, Any]:
         if not whole.is_floating_point():
             return whole
         factors = 1 + torch.rand(whole.shape, generator=generator, dtype=torch.float64) / 4
-        return whole.double() * factors.to(whole.device)
+        rough = whole.double() * factors.to(whole.device)
+        # fp8 has no infinity: what its largest value became would be NaN.
+        return rough.clamp(-448.0, 448.0) if whole.dtype == torch.float8_e4m3fn else rough
 
     return _changed(inputs, change)
 

@@ -4,7 +4,7 @@ Measured with Triton 3.6 and 3.7: the interpreter keeps bf16 as raw 16-bit patte
 wrong, and its fp32 -> bf16 cast truncates where a GPU rounds to nearest even, which doubles a correct kernel's error.
 The patch rounds, and turns bf16 arithmetic into an error: a kernel widens to fp32 first (`tl.dot` through
 `language.dot`). Casts to e4m3 go wrong in one of twelve normal values (they round ties up and lose the carry into the
-exponent), and an e4m3 NaN is read as 480: those two casts are replaced.
+exponent), an e4m3 NaN is read as 480, and a subnormal bf16 number becomes another one: those casts are replaced.
 """
 
 from collections.abc import Callable, Iterator
@@ -83,6 +83,8 @@ def install() -> None:
     def rounding_cast(self: Any, src: Any, dst_type: Any) -> Any:
         if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
             return triton_interpreter.TensorHandle(round_to_bf16(src.data), tl.bfloat16)
+        if src.dtype.scalar == tl.bfloat16 and dst_type.scalar == tl.float32:
+            return triton_interpreter.TensorHandle(_as_float(src), tl.float32)
         return cast_impl(self, src, dst_type)
 
     def rounding_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:

@@ -115,14 +115,14 @@ class Run:
 
 
 def _structure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """What a contract looks at in each argument, hashable; None where one is neither a strided tensor nor a number."""
+    """What a contract looks at in each argument, hashable; None where one is no strided tensor, number or dtype."""
     parts: list[Any] = [*kwargs]
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided:
                 return None
             parts.append((value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % 16))
-        elif value is None or isinstance(value, int | float):
+        elif value is None or isinstance(value, int | float | torch.dtype):
             parts.append((value.__class__, value))  # the class too, for 1 == 1.0 == True
         else:
             return None

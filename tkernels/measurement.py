@@ -76,13 +76,18 @@ class Measurement:
     def flops_per_s(self) -> float | None:
         return self.flops / self.timing.median_us * 1e6 if self.timing and self.flops is not None else None
 
+    @property
+    def dtype(self) -> str:
+        """Of what the op computes on: its activation's, or its codes'; "" where it has neither."""
+        return str(self.axes.get("activation", self.axes.get("codes", "")))
+
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON: what is not known is null, with the reason beside it."""
         timing, limit = self.timing, self.limit
         row: dict[str, Any] = {
             name: getattr(self, name) for name in ("op", "variant", "kind", "point", "status", "reason")
         }
-        row |= {"axes": dict(self.axes), "dtype": str(self.axes.get("activation", ""))}
+        row |= {"axes": dict(self.axes), "dtype": self.dtype}
         row |= {
             "config": self.config.as_dict() if self.config is not None else None,
             "config_source": self.config_source,
@@ -248,9 +253,8 @@ def _timed(
     if device.type == "cuda" and method.l2 == "warm":
         unknown = Roofline(None, None, "warm L2: the bytes need not come from memory")
         return replace(row, status="ok", timing=timing, limit=unknown)
-    dtype = str(row.axes.get("activation", ""))
     try:
-        limit = roofline(timing.median_us, row.bytes_moved, row.flops, dtype, facts)
+        limit = roofline(timing.median_us, row.bytes_moved, row.flops, row.dtype, facts)
     except RooflineError as error:
         return replace(row, status="void", reason=str(error))
     return replace(row, status="ok", timing=timing, limit=limit)

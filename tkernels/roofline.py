@@ -21,19 +21,22 @@ class Peaks:
     source: str
 
 
-def _peaks(terabytes: float, half_teraflops: float, single_teraflops: float, source: str) -> Peaks:
-    half = half_teraflops * 1e12
-    flops = {"float16": half, "bfloat16": half, "float32": single_teraflops * 1e12}
-    return Peaks(terabytes * 1e12, flops, source)
+def _peaks(
+    terabytes: float, half_teraflops: float, single_teraflops: float, int8_teraops: float, has_fp8: bool, source: str
+) -> Peaks:
+    """Where there is fp8, its peak is int8's."""
+    half, eight = half_teraflops * 1e12, int8_teraops * 1e12
+    flops = {"float16": half, "bfloat16": half, "float32": single_teraflops * 1e12, "int8": eight}
+    return Peaks(terabytes * 1e12, flops | ({"float8_e4m3fn": eight} if has_fp8 else {}), source)
 
 
 PEAKS = {
-    "NVIDIA H200": _peaks(4.8, 989.5, 67, "NVIDIA H200 data sheet, SXM"),
-    "NVIDIA H100 80GB HBM3": _peaks(3.35, 989.5, 67, "NVIDIA H100 data sheet, SXM"),
-    "NVIDIA H100 PCIe": _peaks(2.0, 756.5, 51, "NVIDIA H100 data sheet, PCIe"),
-    "NVIDIA A100-SXM4-80GB": _peaks(2.039, 312, 19.5, "NVIDIA A100 data sheet"),
-    "NVIDIA A100-SXM4-40GB": _peaks(1.555, 312, 19.5, "NVIDIA A100 data sheet"),
-    "NVIDIA L40S": _peaks(0.864, 362.05, 91.6, "NVIDIA L40S data sheet"),
+    "NVIDIA H200": _peaks(4.8, 989.5, 67, 1979, True, "NVIDIA H200 data sheet, SXM"),
+    "NVIDIA H100 80GB HBM3": _peaks(3.35, 989.5, 67, 1979, True, "NVIDIA H100 data sheet, SXM"),
+    "NVIDIA H100 PCIe": _peaks(2.0, 756.5, 51, 1513, True, "NVIDIA H100 data sheet, PCIe"),
+    "NVIDIA A100-SXM4-80GB": _peaks(2.039, 312, 19.5, 624, False, "NVIDIA A100 data sheet"),
+    "NVIDIA A100-SXM4-40GB": _peaks(1.555, 312, 19.5, 624, False, "NVIDIA A100 data sheet"),
+    "NVIDIA L40S": _peaks(0.864, 362.05, 91.6, 733, True, "NVIDIA L40S data sheet"),
 }
 """By the name that the driver gives a device."""
 

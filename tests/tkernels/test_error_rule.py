@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -211,6 +212,25 @@ def step_inputs(
     return token_ids, positions, slots, lens
 
 
+def quantize_tokens(x: Tensor, *, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """In numpy, and each row's largest value found in pieces."""
+    wide = x.float().numpy()
+    pieces = [x.float().abs()[:, start : start + 7].amax(1) for start in range(0, x.shape[1], 7)]
+    top = np.float32(127 if dtype == torch.int8 else 448)
+    scale = np.maximum(torch.stack(pieces).amax(0).numpy() * (np.float32(1) / top), np.finfo(np.float32).tiny)
+    products = torch.from_numpy(wide * (np.float32(1) / scale)[:, None])
+    return (products.round() if dtype == torch.int8 else products).to(dtype), torch.from_numpy(scale)
+
+
+def scaled_matmul(
+    q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:  # fmt: skip
+    products = q.float().unsqueeze(1) * weight.float().unsqueeze(0)  # [M, N, K]
+    out = chunked_sum(products, 5) * (weight_scale * scale.unsqueeze(-1))
+    return (out if bias is None else bias.float() + out).to(out_dtype)
+
+
 REORDERED: dict[str, Callable[..., Any]] = {
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
@@ -226,6 +246,8 @@ REORDERED: dict[str, Callable[..., Any]] = {
     "gate_up_swiglu": gate_up_swiglu,
     "copy_pages": copy_pages,
     "step_inputs": step_inputs,
+    "quantize_tokens": quantize_tokens,
+    "scaled_matmul": scaled_matmul,
 }
 
 
@@ -287,6 +309,17 @@ def test_an_untouched_element_must_stay_poisoned() -> None:
     oracle = torch.tensor([1.0, math.nan], dtype=torch.float64)
     assert judge(torch.tensor([1.0, math.nan]), oracle, torch.tensor([1.0, math.nan])).ok
     assert not judge(torch.tensor([1.0, 0.0]), oracle, torch.tensor([1.0, math.nan])).ok
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_an_exact_output_is_equal_or_wrong_whatever_its_dtype(dtype: torch.dtype) -> None:
+    codes = torch.full((300,), 8.0).to(dtype)
+    off = codes.clone()
+    off[7] = 9.0
+    oracle = codes.double()
+    assert judge(codes, oracle, codes, exact=True).ok
+    assert not judge(off, oracle, codes, exact=True).ok
+    assert not judge(off, oracle, off, exact=True).ok  # a baseline's error is no allowance either
 
 
 def test_a_tiny_oracle_leaves_no_room_for_zeros() -> None:

@@ -145,6 +145,8 @@ def test_good_rows_pass_the_gates() -> None:
             "narrow (16 bytes are wanted): a.py:1 bf16 8",
         ),
         (replace(MATMUL, matrix_instructions={"HMMA": 4}), "no HGMMA"),
+        (replace(MATMUL, axes={"M": 2048, "codes": "int8"}), "no IGMMA"),
+        (replace(MATMUL, axes={"M": 2048, "codes": "float8_e4m3fn"}), "no QGMMA"),
         (replace(MATMUL, config={"BLOCK_M": 32}), "tile of 32 rows, 64 are the least"),
     ],
 )
@@ -157,6 +159,8 @@ def test_gates_spare_what_they_are_not_about() -> None:
     assert gates.failures(replace(DECODE, point="unaligned", spill_bytes=8, narrow=("a.py:1 bf16 2",))) == []
     assert gates.failures(replace(DECODE, default=False, spill_bytes=8)) == []
     assert gates.failures(replace(DECODE, loop=False, launch=1, narrow=("a.py:1 bf16 2",))) == []
+    int8 = replace(MATMUL, axes={"M": 2048, "codes": "int8"}, matrix_instructions={"IGMMA": 4})
+    assert gates.failures(int8) == []
     assert gates.failures(replace(MATMUL, axes={"M": 1}, matrix_instructions={})) == []
     assert gates.failures(replace(MATMUL, arch="sm_80", matrix_instructions={"HMMA": 4})) == []
 

@@ -68,6 +68,16 @@ def dot_kernel(out_ptr, a_ptr, b_ptr, BLOCK: tl.constexpr):
     tl.store(out_ptr + rows * BLOCK + cols, dot(a, b, tl.zeros([BLOCK, BLOCK], tl.float32)))
 
 
+def test_every_finite_bf16_number_is_read_as_torch_reads_it_subnormal_ones_too() -> None:
+    patterns = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16)
+    x = patterns[torch.isfinite(patterns)]
+    x = torch.cat([x, x.new_zeros(2**16 - x.numel())])
+    for kernel in (convert_kernel, implicit_cast_kernel):
+        out = torch.ones(2**16)
+        kernel[(1,)](out, x, BLOCK=2**16)
+        assert torch.equal(out.view(torch.int32), x.float().view(torch.int32))
+
+
 def test_a_kernels_cast_to_bf16_rounds_as_a_gpu_does() -> None:
     x = torch.randn(100, generator=torch.Generator().manual_seed(0))
     for kernel, sizes in ((cast_kernel, {"n": 100, "BLOCK": 128}), (implicit_cast_kernel, {"BLOCK": 64})):

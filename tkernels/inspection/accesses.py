@@ -71,11 +71,11 @@ def access_shares(loop: Sequence[Instruction]) -> dict[str, float]:
 # %k = tt.load %p, %mask, %other : tensor<64x128x!tt.ptr<bf16>> loc(#loc261)
 _ACCESS = re.compile(r"\btt\.(?:load|store) .*tensor<[\dx]+x!tt\.ptr<(\w+)>.*loc\(#(\w+)\)")
 _LOCATION = re.compile(r'^#(\w+) = loc\((?:"([^"]*)":(\d+):\d+|"[^"]*"\(#(\w+)\)|callsite\(#(\w+) at #\w+\))')
-_NARROW_FLOATS = re.compile(r"bf16|f16|f8\w+")
+_NARROW = re.compile(r"bf16|f16|f8\w+|i8")
 
 
 def elements_by_line(ttir: str) -> dict[str, str]:
-    """ "file.py:74" -> element type ("bf16") of each line that loads or stores a tensor of 8- or 16-bit floats."""
+    """ "file.py:74" -> element type ("bf16") of each line that loads or stores 8-bit numbers or 16-bit floats."""
     places: dict[str, tuple[str, str]] = {}  # loc -> (the line it is, "") or ("", the loc that it is about)
     for text in ttir.splitlines():
         if found := _LOCATION.match(text):
@@ -88,7 +88,7 @@ def elements_by_line(ttir: str) -> dict[str, str]:
             line = ""
             while not line and loc in places:
                 line, loc = places[loc]
-            if line and _NARROW_FLOATS.fullmatch(element):
+            if line and _NARROW.fullmatch(element):
                 elements[line] = element
     return elements
 

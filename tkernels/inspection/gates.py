@@ -4,8 +4,11 @@ from collections.abc import Sequence
 
 from tkernels.inspection.rows import CompiledKernel
 
-_TILED = ("paged_prefill", "matmul", "dequant_gemm", "gate_up_swiglu")
+_TILED = ("paged_prefill", "matmul", "dequant_gemm", "gate_up_swiglu", "scaled_matmul")
 """Ops whose work is matrix products over many rows; of the others, memory traffic is what counts."""
+
+_WGMMA = {"int8": "IGMMA", "float8_e4m3fn": "QGMMA"}
+"""Hopper's asynchronous matrix instruction by the codes that it multiplies; of 16-bit floats it is HGMMA."""
 
 
 def failures(row: CompiledKernel) -> list[str]:
@@ -14,9 +17,9 @@ def failures(row: CompiledKernel) -> list[str]:
     - It compiles, and a block fits on the architecture.
     - A default config does not spill, at the engine's strides: operands without alignment go through registers, which
       a tile that is sized for aligned ones need not have.
-    - sm_90: prefill and GEMMs of more than 64 rows, in tiles of a default config, use HGMMA (wgmma) and tiles of 64
-      rows at least.
-    - Decode and the elementwise kernels: no main-loop access to 8- or 16-bit floats, which is what caches and
+    - sm_90: prefill and GEMMs of more than 64 rows, in tiles of a default config, use wgmma (HGMMA, of 8-bit codes
+      IGMMA or QGMMA) and tiles of 64 rows at least.
+    - Decode and the elementwise kernels: no main-loop access to 8- or 16-bit numbers, which is what caches, codes and
       activations are, is less than 16 bytes wide at aligned strides. An elementwise kernel without a loop is its own
       main loop; decode's second launch, which has none, writes a few rows.
     """
@@ -34,8 +37,9 @@ def failures(row: CompiledKernel) -> list[str]:
         if row.config["BLOCK_M"] < 64:
             found.append(f"tile of {row.config['BLOCK_M']} rows, 64 are the least")
         # fp32 is multiplied as fp32 (ieee), for which there is no matrix instruction.
-        if row.launch == 0 and row.axes.get("activation") != "float32" and "HGMMA" not in row.matrix_instructions:
-            found.append("no HGMMA")
+        wanted = _WGMMA.get(str(row.axes.get("codes")), "HGMMA")
+        if row.launch == 0 and row.axes.get("activation") != "float32" and wanted not in row.matrix_instructions:
+            found.append(f"no {wanted}")
     return found
 
 

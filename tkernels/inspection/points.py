@@ -17,7 +17,8 @@ from tkernels.variant import Variant
 
 POINTS = ("engine", "fp8", "unaligned")
 """engine: the last of the contract's benchmark points that the variant supports. fp8: the same over an e4m3 cache with
-scales, where the contract has one. unaligned: the same, strides odd, pointers on no more than an element's boundary."""
+scales or of e4m3 codes, where the contract has such. unaligned: the same, strides odd, pointers on no more than an
+element's boundary."""
 
 _FP8 = "float8_e4m3fn"
 _META = torch.device("meta")
@@ -55,18 +56,24 @@ def point(variant: Variant, name: str, facts: DeviceFacts, held: Axes | None = N
         A point whose `reason` says why the variant does not support it, where it does not.
     """
     contract = variant.contract
-    if name == "fp8":
-        kv = contract.axis_by_name.get("kv")
-        if kv is None or not kv.allows(_FP8):
-            return None
+    eight_bits: dict[str, Value] = {}
+    if name == "fp8" and not (eight_bits := _in_fp8(contract)):
+        return None
     found: Point | None = None
     for axes in _candidates(contract, held or {}):
-        drawn = {**axes, "kv": _FP8, "k_scale": True, "v_scale": True} if name == "fp8" else axes
-        here = _bound(variant, name, drawn, facts)
+        here = _bound(variant, name, {**axes, **eight_bits}, facts)
         if here.reason is None:
             return here
         found = found or here
     return found
+
+
+def _in_fp8(contract: Contract) -> dict[str, Value]:
+    """The axes that hold e4m3 where the contract allows it; none where it does not."""
+    for name, more in (("kv", {"k_scale": True, "v_scale": True}), ("codes", {})):
+        if name in contract.axis_by_name and contract.axis_by_name[name].allows(_FP8):
+            return {name: _FP8, **more}
+    return {}
 
 
 def _candidates(contract: Contract, held: Axes) -> list[dict[str, Value]]:

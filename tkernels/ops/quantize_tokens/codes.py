@@ -1,0 +1,65 @@
+"""8-bit codes of a row: its scale, and how the row is rounded to codes. One definition, in torch and on the device."""
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels.contract import Axes
+from tkernels.device import DeviceFacts
+from tkernels.language import nearest_even
+
+CODES = ("int8", "float8_e4m3fn")
+"""The dtypes of codes by name."""
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The code that the row's largest value becomes. int8's -128 is left out, so that a row and its negative have codes of
+one size."""
+
+SMALLEST_SCALE = 2.0**-126
+"""fp32's smallest normal number, whose reciprocal is finite: the scale of a row of zeros, and of one so small that its
+own scale would be subnormal. Its codes are 0, or fewer than there could be, and nothing is NaN."""
+
+
+def reciprocal_of(dtype: torch.dtype) -> float:
+    """1 / the largest code, rounded to fp32: what a row's largest value is multiplied by."""
+    return float(torch.tensor(1.0 / LARGEST[dtype], dtype=torch.float32))
+
+
+def codes_and_scales(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes [M, K] in `dtype`, and the scales [M] float32, of rows x [M, K] float32 with largest = max|x| [M].
+
+    Every operation is fp32's, rounded once: scale = max(largest * fp32(1 / 127 or 448), 2**-126), and code = x * fp32(1
+    / scale) rounded to nearest, ties to even. No code is beyond the largest: the product is that at most, but for less
+    than what rounds back to it.
+    """
+    scale = (largest * reciprocal_of(dtype)).clamp(min=SMALLEST_SCALE)
+    products = x * scale.reciprocal().unsqueeze(-1)
+    return (products.round() if dtype == torch.int8 else products).to(dtype), scale
+
+
+@triton.jit
+def scale_of(largest, reciprocal):
+    """A row's scale from its largest absolute value, fp32: see `codes_and_scales`."""
+    return tl.maximum(largest * reciprocal, 1.1754943508222875e-38)
+
+
+@triton.jit
+def codes_of(x, scale, code: tl.constexpr):
+    """x [...] fp32 in codes of type `code`: see `codes_and_scales`."""
+    # A division that rounds as the definition's: `/` is off by two units in the last place on a GPU.
+    products = x * tl.div_rn(1.0, scale)
+    if code == tl.int8:
+        return nearest_even(products).to(tl.int8)
+    else:
+        return products.to(code)
+
+
+def unsupported_codes(axes: Axes, device: DeviceFacts) -> str | None:
+    """Why a Triton kernel cannot make or multiply codes of this dtype on a device, or None where it can."""
+    if axes["codes"] != "float8_e4m3fn":
+        return None
+    if device.arch in ("sm_80", "sm_86"):
+        return f"Triton has e4m3 from sm_89 on; this is {device.arch}"
+    if device.arch.startswith("gfx9"):
+        return f"e4m3fn is not {device.arch}'s own fp8, which is e4m3fnuz"
+    return None

@@ -1,0 +1,64 @@
+"""One program takes one row, which it reads once and keeps in registers until its scale is known.
+
+Wins wherever a row fits into a program's registers (K up to 32k): the bytes moved are the minimum, and no reduction
+leaves the program.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels import Axes, Config, DeviceFacts, Run, Variant
+from tkernels.ops.quantize_tokens.codes import codes_of, reciprocal_of, scale_of, unsupported_codes
+
+CONFIGS = tuple(Config(num_warps=warps) for warps in (1, 2, 4, 8, 16))
+WIDEST = 32768
+
+
+@triton.jit
+def quantize_tokens_row_per_program(
+    q_ptr, scale_ptr, x_ptr, stride_q_m, stride_x_m, inputs, reciprocal, BLOCK_K: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)  # M * stride can pass 2**31
+    offs = tl.arange(0, BLOCK_K)
+    mask = offs < inputs
+    x = tl.load(x_ptr + row * stride_x_m + offs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_K]
+    scale = scale_of(tl.max(tl.abs(x), axis=0), reciprocal)
+    tl.store(scale_ptr + row, scale)
+    tl.store(q_ptr + row * stride_q_m + offs, codes_of(x, scale, q_ptr.dtype.element_ty), mask=mask)
+
+
+def launch(run: Run, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> None:
+    tokens, inputs = x.shape
+    run.launch(
+        quantize_tokens_row_per_program,
+        (tokens,),
+        q_ptr=q,
+        scale_ptr=scale,
+        x_ptr=x,
+        stride_q_m=q.stride(0),
+        stride_x_m=x.stride(0),
+        inputs=inputs,
+        reciprocal=reciprocal_of(dtype),
+        BLOCK_K=triton.next_power_of_2(inputs),
+    )
+
+
+def supports(axes: Axes, device: DeviceFacts) -> str | None:
+    if int(axes["K"]) > WIDEST:
+        return f"rows wider than {WIDEST} leave a program's registers; this is K = {axes['K']}: two_pass"
+    return unsupported_codes(axes, device)
+
+
+VARIANT = Variant(
+    wins="rows up to 32k wide",
+    launch=launch,
+    configs=CONFIGS,
+    supports=supports,
+    # 8 warps keep a thread at 16 elements for widths of 2k to 4k, two 16-byte loads of bf16 in flight and one 16-byte
+    # store of codes; 32k are 150 registers a thread, and none spill. gfx942's warps have 64 threads: 4 for the same.
+    default={"": Config(num_warps=8), "gfx942": Config(num_warps=4)},
+    key=("K",),
+    deterministic=True,
+    batch_invariant=True,
+)

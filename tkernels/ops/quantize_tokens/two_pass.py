@@ -1,0 +1,74 @@
+"""One program walks its row twice in blocks: once for its largest value, once to write codes.
+
+Wins for rows wider than a program's registers hold (from about 32k): nothing spills, and the second read of the row
+comes from the L2 cache, which the first has just filled.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels import Axes, Config, DeviceFacts, Run, Variant
+from tkernels.ops.quantize_tokens.codes import codes_of, reciprocal_of, scale_of, unsupported_codes
+
+CONFIGS = tuple(
+    Config(BLOCK_K=block, num_warps=warps) for block, warps in ((1024, 2), (2048, 4), (4096, 8), (8192, 8), (8192, 16))
+)
+
+
+@triton.jit
+def quantize_tokens_two_pass(
+    q_ptr, scale_ptr, x_ptr, stride_q_m, stride_x_m, inputs, reciprocal, BLOCK_K: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)  # M * stride can pass 2**31
+    x_ptr += row * stride_x_m
+    q_ptr += row * stride_q_m
+    largest = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    for start in range(0, inputs, BLOCK_K):
+        offs = start + tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + offs, mask=offs < inputs, other=0.0).to(tl.float32)  # [BLOCK_K]
+        largest = tl.maximum(largest, tl.abs(x))
+    scale = scale_of(tl.max(largest, axis=0), reciprocal)
+    tl.store(scale_ptr + row, scale)
+    for start in range(0, inputs, BLOCK_K):
+        offs = start + tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + offs, mask=offs < inputs, other=0.0).to(tl.float32)
+        tl.store(q_ptr + offs, codes_of(x, scale, q_ptr.dtype.element_ty), mask=offs < inputs)
+
+
+def launch(run: Run, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> None:
+    tokens, inputs = x.shape
+    run.launch(
+        quantize_tokens_two_pass,
+        (tokens,),
+        q_ptr=q,
+        scale_ptr=scale,
+        x_ptr=x,
+        stride_q_m=q.stride(0),
+        stride_x_m=x.stride(0),
+        inputs=inputs,
+        reciprocal=reciprocal_of(dtype),
+        BLOCK_K=run.config["BLOCK_K"],
+    )
+
+
+def supports(axes: Axes, device: DeviceFacts) -> str | None:
+    return unsupported_codes(axes, device)
+
+
+VARIANT = Variant(
+    wins="rows wider than 32k, which would spill from one program's registers",
+    launch=launch,
+    configs=CONFIGS,
+    supports=supports,
+    # 4096 over 8 warps: 16 elements a thread, two 16-byte loads of bf16 in flight and one 16-byte store of codes.
+    # gfx942's warps have 64 threads: 4 of them for the same. Interpreted rows are short and cross blocks too.
+    default={
+        "": Config(BLOCK_K=4096, num_warps=8),
+        "gfx942": Config(BLOCK_K=4096, num_warps=4),
+        "interpreter": Config(BLOCK_K=128),
+    },
+    key=("K",),
+    deterministic=True,
+    batch_invariant=True,
+)

@@ -1,0 +1,187 @@
+"""Tiles of few tokens on the matrix units, K split over programs, whose partial sums the last to arrive adds in order.
+
+Wins up to a few dozen tokens: there are too few tiles of the output to fill the device, and the weight's bytes are what
+counts, so the tokens ride along for nothing.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
+from tkernels.ops.dequant_gemm.split_sums import summed_by_the_last, words_per_split
+from tkernels.ops.scaled_matmul.code_sums import (
+    rescaled,
+    sums_are_short,
+    unsupported_sums,
+    with_products,
+    zero_sums,
+)
+
+# BLOCK_TOKENS, not BLOCK_M: the product is transposed, and its rows are outputs.
+CONFIGS = tuple(
+    Config(
+        BLOCK_TOKENS=tokens,
+        BLOCK_N=columns,
+        BLOCK_K=depth,
+        PROGRAMS_PER_SM=programs,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    for tokens, columns, depth, warps, stages in (
+        (16, 64, 128, 4, 3),
+        (16, 64, 128, 4, 4),
+        (16, 64, 256, 4, 3),
+        (32, 64, 128, 4, 4),
+        (32, 64, 256, 4, 3),
+        (64, 64, 128, 4, 4),
+    )
+    for programs in (2, 4)
+)
+MAX_ROWS = 64
+MAX_SPLITS = 32
+
+
+@triton.jit
+def scaled_matmul_split_k(
+    out_ptr,
+    partial_ptr,
+    arrived_ptr,
+    q_ptr,
+    scale_ptr,
+    weight_ptr,
+    weight_scale_ptr,
+    bias_ptr,
+    stride_out_m,
+    stride_q_m,
+    stride_weight_n,
+    tokens,
+    outputs,
+    inputs,
+    inputs_of_split,
+    splits,
+    SHORT: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """partial [splits, M, N] int32 or fp32, arrived: None where there is one split."""
+    split = tl.program_id(2)
+    rows = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    offs_m = rows.to(tl.int64)  # M * stride and N * stride can pass 2**31
+    offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_m, mask_n = rows < tokens, offs_n < outputs
+    first = split * inputs_of_split
+    end = tl.minimum(first + inputs_of_split, inputs)
+    q_ptrs = q_ptr + offs_m[:, None] * stride_q_m
+    weight_ptrs = weight_ptr + offs_n[:, None] * stride_weight_n
+    # Transposed, so that the weight's 64 rows are the side of the product that Hopper's matrix units want.
+    sums = zero_sums(BLOCK_N, BLOCK_TOKENS, q_ptr.dtype.element_ty)
+    for start in tl.range(first, end, BLOCK_K):
+        offs_k = start + tl.arange(0, BLOCK_K)
+        mask_k = (offs_k < end)[None, :]
+        weight = tl.load(weight_ptrs + offs_k[None, :], mask=mask_n[:, None] & mask_k, other=0.0)  # [BLOCK_N, BLOCK_K]
+        q = tl.load(q_ptrs + offs_k[None, :], mask=mask_m[:, None] & mask_k, other=0.0)  # [BLOCK_TOKENS, BLOCK_K]
+        sums = with_products(sums, weight, tl.trans(q), SHORT)  # [BLOCK_N, BLOCK_K] @ [BLOCK_K, BLOCK_TOKENS]
+    sums = tl.trans(sums)
+    mask = mask_m[:, None] & mask_n[None, :]
+    if partial_ptr is not None:
+        partial_ptrs = partial_ptr + rows[:, None] * outputs + offs_n[None, :]  # splits * M * N: see `supports`
+        count_ptr = arrived_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        is_last, sums = summed_by_the_last(sums, partial_ptrs, mask, count_ptr, split, splits, tokens * outputs)
+        mask = mask & is_last
+    out = rescaled(sums, scale_ptr, weight_scale_ptr, bias_ptr, offs_m, offs_n, mask_m, mask_n)
+    out_ptrs = out_ptr + offs_m[:, None] * stride_out_m + offs_n[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def split_inputs(outputs: int, inputs: int, config: Config, device: DeviceFacts) -> int:
+    """Inputs for one program: enough programs for PROGRAMS_PER_SM on every multiprocessor."""
+    programs = device.multiprocessors * config["PROGRAMS_PER_SM"]
+    tiles = triton.cdiv(outputs, config["BLOCK_N"])
+    return words_per_split(inputs, config["BLOCK_K"], tiles, programs, MAX_SPLITS)
+
+
+def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
+    tokens, outputs, inputs = int(axes["M"]), int(axes["N"]), int(axes["K"])
+    splits = triton.cdiv(inputs, split_inputs(outputs, inputs, config, device))
+    if splits == 1:
+        return {}
+    # The counts for the most rows there may be: one buffer serves every batch.
+    tiles = triton.cdiv(MAX_ROWS, config["BLOCK_TOKENS"]) * triton.cdiv(outputs, config["BLOCK_N"])
+    return {
+        "partial": Buffer((splits, tokens, outputs), torch.int32 if axes["codes"] == "int8" else torch.float32),
+        "arrived": Buffer((tiles,), torch.int32, zeroed=True),
+    }
+
+
+def supports(axes: Axes, device: DeviceFacts) -> str | None:
+    if reason := unsupported_sums(axes, device):
+        return reason
+    # Also what keeps the workspace's offsets in 32 bits: splits * N is at most the programs times BLOCK_N.
+    if int(axes["M"]) > MAX_ROWS:
+        return f"it keeps a partial sum for every row and split, and takes {MAX_ROWS} rows, not M = {axes['M']}"
+    return None
+
+
+def launch(
+    run: Run,
+    out: torch.Tensor,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> None:
+    (tokens, inputs), outputs = q.shape, weight.shape[0]
+    block_m, block_n, block_k = (run.config[name] for name in ("BLOCK_TOKENS", "BLOCK_N", "BLOCK_K"))
+    inputs_of_split = split_inputs(outputs, inputs, run.config, run.device)
+    splits = triton.cdiv(inputs, inputs_of_split)
+    run.launch(
+        scaled_matmul_split_k,
+        (triton.cdiv(tokens, block_m), triton.cdiv(outputs, block_n), splits),
+        out_ptr=out,
+        partial_ptr=run.workspace.get("partial"),
+        arrived_ptr=run.workspace.get("arrived"),
+        q_ptr=q,
+        scale_ptr=scale,
+        weight_ptr=weight,
+        weight_scale_ptr=weight_scale,
+        bias_ptr=bias,
+        stride_out_m=out.stride(0),
+        stride_q_m=q.stride(0),
+        stride_weight_n=weight.stride(0),
+        tokens=tokens,
+        outputs=outputs,
+        inputs=inputs,
+        inputs_of_split=inputs_of_split,
+        splits=splits,
+        SHORT=sums_are_short(run.device),
+        BLOCK_TOKENS=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+    )
+
+
+VARIANT = Variant(
+    wins="up to 32 tokens: as many programs as fill the device, and the tokens cost next to nothing beside the weight",
+    launch=launch,
+    configs=CONFIGS,
+    # By reasoning, not measured. 64 outputs are the least that Hopper's asynchronous matrix units take, and tokens come
+    # by 8 there: 32 cost no more than 16. Four programs of 4 warps on a multiprocessor, each with three tiles of 8 kB
+    # of codes on their way, have twice in flight what hides the latency of its share of 4.3 TB/s.
+    default={
+        "": Config(BLOCK_TOKENS=16, BLOCK_N=64, BLOCK_K=128, PROGRAMS_PER_SM=4, num_warps=4, num_stages=3),
+        "sm_90": Config(BLOCK_TOKENS=32, BLOCK_N=64, BLOCK_K=128, PROGRAMS_PER_SM=4, num_warps=4, num_stages=4),
+        "gfx942": Config(BLOCK_TOKENS=16, BLOCK_N=64, BLOCK_K=128, PROGRAMS_PER_SM=2, num_warps=4, num_stages=2),
+        "interpreter": Config(BLOCK_TOKENS=16, BLOCK_N=16, BLOCK_K=32, PROGRAMS_PER_SM=2, num_warps=4, num_stages=2),
+    },
+    supports=supports,
+    workspace=workspace,
+    key=("N", "K"),
+    deterministic=True,
+    batch_invariant=True,
+)
