@@ -5,8 +5,9 @@ logits, in float64). There are up to `beam_width` live ones; at first the empty 
 the live ones by one token are ranked by their sums, the larger first; of equal ones that of the live hypothesis that is
 ranked higher, then the lower token id. From the top down, a continuation that ends with an end-of-sequence token is
 finished, any other becomes live, until `beam_width` are live; what ranks below is forgotten. Hypotheses of `max_tokens`
-tokens are finished too. The results are the `beam_width` finished ones of the highest scores, score = sum / tokens **
-length_penalty with the ending token counted; of equal scores the one that was finished first, in the order above.
+tokens are finished too, and so are those that fill the model's length. The results are the `beam_width` finished ones
+of the highest scores, score = sum / tokens ** length_penalty with the ending token counted; of equal scores the one
+that was finished first, in the order above.
 
 The search ends as soon as no live hypothesis can reach a result, which changes none: a sum only falls.
 """
@@ -21,7 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from tsched.engine import Engine, Request
-from tsched.sampling_params import SamplingParams
+from tsched.sampling_params import MAX_COUNT, SamplingParams
+from tsched.scheduler import RefusedError
 from tsched.sequence import Ints
 
 MAX_BEAM_WIDTH = 128
@@ -32,7 +34,7 @@ class BeamSearchParams:
     """Checked when it is made; ValueError names what is wrong. Names are vLLM's.
 
     beam_width      in [1, 128]; hypotheses that live at once, and completions that are returned
-    max_tokens      >= 1 output tokens
+    max_tokens      in [1, 2**31) output tokens; the model's length ends hypotheses too
     length_penalty  in [-16, 16]; a completion's score is its summed log-probability / tokens ** length_penalty, so
                     that larger values favour longer completions
     ignore_eos      treat end-of-sequence tokens like any others
@@ -44,14 +46,14 @@ class BeamSearchParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        for name, high in (("beam_width", MAX_BEAM_WIDTH), ("max_tokens", None)):
+        for name, high in (("beam_width", MAX_BEAM_WIDTH), ("max_tokens", MAX_COUNT)):
             value = getattr(self, name)
-            allowed = "an integer of at least 1" if high is None else f"an integer from 1 to {high}"
+            allowed = f"an integer {'from 1 to' if high < MAX_COUNT else 'of at least 1 and at most'} {high}"
             try:
                 number = 0 if isinstance(value, bool) else operator.index(value)
             except TypeError:
                 number = 0
-            if number < 1 or (high is not None and number > high):
+            if not 1 <= number <= high:
                 raise ValueError(f"{name} must be {allowed}, got {value!r}")
             object.__setattr__(self, name, number)
         penalty = self.length_penalty
@@ -128,13 +130,14 @@ class BeamSearch:
         self._next_id = next_id
         self._ends = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._live: list[_Beam] = []  # in the order of their rank
+        self._max_tokens = params.max_tokens  # of a hypothesis, once it has begun: what the model's length leaves
 
     @property
     def is_over(self) -> bool:
         return not self._live
 
     def begin(self, *, arrival_time: float, priority: int = 0, cache_salt: bytes = b"") -> None:
-        """Queue the prompt; RefusedError where it and an output of max_tokens could never fit."""
+        """Queue the prompt; RefusedError where it and the longest output could never fit."""
         capture = _Capture(len(self._prompt))
         request = self._engine.add(
             self._next_id(),
@@ -144,6 +147,7 @@ class BeamSearch:
             priority=priority,
             cache_salt=cache_salt,
         )
+        self._max_tokens = request.sequence.max_length - len(self._prompt)
         self._live = [_Beam((), 0.0, request, capture)]
 
     def abort(self) -> None:
@@ -153,7 +157,9 @@ class BeamSearch:
         self._live = []
 
     def advance(self) -> None:
-        """Take the next step of the search, where the engine has computed all that it needs."""
+        """Take the next step of the search, where the engine has computed all that it needs. What the engine refuses
+        ends the search with that `error`.
+        """
         for beam in self._live:
             if beam.request.error is not None:
                 self.error = beam.request.error
@@ -164,20 +170,26 @@ class BeamSearch:
             return
         if self.first_token_time is None:
             self.first_token_time = time.perf_counter()
-        parents = self._live
-        chosen = self._rank(parents, torch.stack(captured))
-        is_decided = self._is_decided(chosen, len(parents[0].token_ids) + 1)
-        self._live = [] if is_decided else [self._grow(parents[i], token, logprob) for i, token, logprob in chosen]
-        for beam in parents:  # after the forks: what they share must not be given back before
-            self.num_preemptions += beam.request.sequence.num_preemptions
-            self._engine.abort(beam.request.sequence.id)
+        parents, self._live = self._live, []
+        try:
+            chosen = self._rank(parents, torch.stack(captured))
+            if not self._is_decided(chosen, len(parents[0].token_ids) + 1):
+                for i, token, logprob in chosen:
+                    self._live.append(self._grow(parents[i], token, logprob))
+        except RefusedError as error:
+            self.error = str(error)
+            self.abort()
+        finally:
+            for beam in parents:  # after the forks: what they share must not be given back before
+                self.num_preemptions += beam.request.sequence.num_preemptions
+                self._engine.abort(beam.request.sequence.id)
 
     def _rank(self, parents: list[_Beam], logprobs: torch.Tensor) -> list[tuple[int, int, float]]:
         """The continuations that live, as (place of the parent, token, sum), from `logprobs` [b, V] float64; those that
         end are put among the finished.
         """
         params = self._params
-        is_last = len(parents[0].token_ids) + 1 == params.max_tokens
+        is_last = len(parents[0].token_ids) + 1 == self._max_tokens
         sums = torch.tensor([beam.logprob for beam in parents], dtype=torch.float64, device=logprobs.device)
         chosen: list[tuple[int, int, float]] = []
         # Above the last one needed are at most the ends of each parent.
@@ -207,7 +219,7 @@ class BeamSearch:
             return False
         worst = params.score(self.finished[-1].logprob, len(self.finished[-1].token_ids))
         # The first of them has the highest sum, no sum rises, and what a length makes of one rises or falls with it.
-        lengths = (num_tokens + 1, params.max_tokens)
+        lengths = (num_tokens + 1, self._max_tokens)
         return max(params.score(chosen[0][2], length) for length in lengths) <= worst
 
     def _grow(self, parent: _Beam, token: int, logprob: float) -> _Beam:
@@ -220,16 +232,20 @@ class BeamSearch:
             request = self._engine.fork(
                 sequence.id,
                 self._next_id(),
-                self._request_params(capture, len(self._prompt) + self._params.max_tokens - sequence.prompt_len),
+                self._request_params(capture, len(self._prompt) + self._max_tokens - sequence.prompt_len),
                 num_tokens=length,
             )
             self._engine.scheduler.replace_last(request.sequence.id, token)
         else:
             # It went on alone, to its end, while others waited for blocks: its blocks are gone.
             tokens = [*self._prompt, *parent.token_ids, token]
-            left = self._params.max_tokens - len(parent.token_ids) - 1
+            left = self._max_tokens - len(parent.token_ids) - 1
             request = self._engine.add(
-                self._next_id(), tokens, self._request_params(capture, left), cache_salt=sequence.cache_salt
+                self._next_id(),
+                tokens,
+                self._request_params(capture, left),
+                priority=sequence.priority,
+                cache_salt=sequence.cache_salt,
             )
         return _Beam((*parent.token_ids, token), logprob, request, capture)
 

@@ -70,6 +70,8 @@ class Planner:
         self._forked: list[tuple[int, int]] = []
         # Who was not admitted for want of blocks, and how many there were past those kept back to grow into.
         self._blocked: tuple[Sequence, int] | None = None
+        # Without chunked prefill: whole prompts took the tokens of running rows in the last plan, which go first now.
+        self._left_out = False
         # The last plan, where every running row got a token by it and nothing has changed since but that: as if all
         # of its rows had been decodes.
         self._repeatable: StepPlan | None = None
@@ -86,9 +88,14 @@ class Planner:
     def make(self, *, is_late: bool) -> UnderWay:
         """The next plan; `is_late` where another one is under way, whose tokens are not known yet."""
         under_way = self._repeat(is_late)
-        if under_way is None:
-            under_way = self._make(is_late)
-        self._repeatable = self._as_decodes(under_way.plan)
+        if under_way is not None:
+            self._repeatable = self._as_decodes(under_way.plan)
+            return under_way
+        decodes_first = self._left_out
+        under_way = self._make(is_late)
+        # Where decodes went first, who waits was not asked whether the whole step's tokens would do.
+        is_turn = decodes_first and len(self._waiting) > 0
+        self._repeatable = None if is_turn else self._as_decodes(under_way.plan)
         return under_way
 
     def disturb(self) -> None:
@@ -123,13 +130,15 @@ class Planner:
         num_preempted = self._counters.num_preemptions
         counts, left, room, grown = self._advance_running(is_late)
         rows, num_preempted = self.running, self._counters.num_preemptions - num_preempted
+        prompts_first, self._left_out = not (self._budget.chunked or self._left_out), False
         if num_preempted == 0 and len(self._waiting):
-            if not self._budget.chunked:
+            if prompts_first:
                 left = room = self._budget.num_tokens
             new_rows, new_counts = self._admit(left, room)
             if new_rows.size:
-                if not self._budget.chunked:
-                    counts = self._budget.after_prompts(counts, int(new_counts.sum()))
+                if prompts_first:
+                    wanted, counts = counts, self._budget.after_prompts(counts, int(new_counts.sum()))
+                    self._left_out = np.count_nonzero(counts < wanted) > 0
                 rows, counts = np.concatenate((rows, new_rows)), np.concatenate((counts, new_counts))
         return self._plan(rows, counts, grown, num_preempted)
 

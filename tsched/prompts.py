@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tsched.sampling_params import SamplingParams
-from tsched.scheduler import MAX_PRIORITY, RefusedError
+from tsched.scheduler import RefusedError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
@@ -81,15 +81,6 @@ def check_stop_ids(params: SamplingParams, vocab_size: int) -> None:
         raise RefusedError(f"stop_token_ids holds {max(params.stop_ids)}; ids go from 0 to {vocab_size - 1}")
     if params.min_tokens and len(params.stop_ids) >= vocab_size:
         raise RefusedError("stop_token_ids holds the whole vocabulary, so min_tokens leaves no token to choose")
-
-
-def check_priority(priority: int) -> int:
-    """The priority as an int; TypeError where it is no integer, ValueError where it is too large."""
-    if not _is_integer(priority):
-        raise TypeError(f"priority must be an integer, got {priority!r}")
-    if abs(priority) > MAX_PRIORITY:
-        raise ValueError(f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}")
-    return int(priority)
 
 
 def check_salt(salt: Salt) -> bytes:

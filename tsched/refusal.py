@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
 from tsched.block_pool import BlockPool
 from tsched.sampling_params import SamplingParams
+
+MAX_PRIORITY = 2**31  # keys are int64
 
 
 class RefusedError(ValueError):
@@ -35,3 +43,23 @@ def longest_form(prompt_len: int, params: SamplingParams, pool: BlockPool, max_m
             f"{pool.block_size} tokens, the pool has {pool.num_blocks}"
         )
     return longest
+
+
+def as_token_ids(prompt: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+    """`prompt` [n] as int64; RefusedError where it is anything else than one list of integers."""
+    found = np.asarray(prompt) if len(prompt) else np.empty(0, dtype=np.int64)
+    is_wide = found.dtype == np.uint64 and bool((found >> 63).any())
+    if found.ndim != 1 or found.dtype.kind not in "iu" or is_wide:
+        raise RefusedError(
+            f"a prompt must be token ids, integers below 2**63, got {found.dtype} of {list(found.shape)}"
+        )
+    return found.astype(np.int64, copy=False)
+
+
+def check_priority(priority: int) -> int:
+    """The priority as an int; TypeError where it is no integer, ValueError where it is too large."""
+    if not isinstance(priority, (int, np.integer)) or isinstance(priority, bool):
+        raise TypeError(f"priority must be an integer, got {priority!r}")
+    if abs(priority) > MAX_PRIORITY:
+        raise ValueError(f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}")
+    return int(priority)

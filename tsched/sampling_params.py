@@ -20,6 +20,8 @@ MAX_LOGPROBS = 1000
 MAX_STOPS = 1000
 MAX_STOP_LENGTH = 1000
 MAX_CALLBACKS = 64
+MAX_COUNT = 2**31 - 1  # of tokens, and the largest id: sums of a few of them are int64
+MAX_PENALTY = 2.0**126  # it and its reciprocal are float32 numbers, so no float32 logit leaves float64 by it
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +31,20 @@ class SamplingParams:
     n                   in [1, 128]; completions per prompt, 1 where temperature is 0: the others would be equal.
                         Completion 0 draws from `seed`, completion i from a seed derived from (seed, i)
     temperature         >= 0; 0 is greedy, which ignores top_k, top_p, min_p and seed
-    top_k               keep the k most likely tokens (ties go to the lower id); 0 or -1 keeps all
+    top_k               keep the k most likely tokens (ties go to the lower id), below 2**31; 0 or -1 keeps all
     top_p               in (0, 1]; keep the fewest most likely tokens whose probabilities reach top_p
     min_p               in [0, 1]; keep tokens at least min_p times as likely as the most likely one
-    repetition_penalty  > 0; divides positive and multiplies negative logits of tokens in the prompt or the output
+    repetition_penalty  in [2**-126, 2**126]; divides positive and multiplies negative logits of tokens in the prompt or
+                        the output
     presence_penalty    in [-2, 2]; subtracted once from the logit of every token in the output
     frequency_penalty   in [-2, 2]; subtracted once per occurrence in the output
     seed                in [0, 2**64); None takes a stream of its own from the engine's seed
     logprobs            in [0, 1000]; report the chosen token's log-probability and those of that many most likely
                         tokens
     stop                up to 1000 strings of up to 1000 characters that end the output, which is cut off before them
-    stop_token_ids      token ids that end the output; they are the last of its token_ids
-    max_tokens          >= 1 output tokens; None is as many as the model's length and the cache allow
-    min_tokens          no end-of-sequence, stop token or stop string before this many output tokens
+    stop_token_ids      up to 1000 token ids below 2**31 that end the output; they are the last of its token_ids
+    max_tokens          in [1, 2**31) output tokens; None is as many as the model's length and the cache allow
+    min_tokens          no end-of-sequence, stop token or stop string before this many output tokens, max_tokens at most
     ignore_eos          go on after the model's end-of-sequence token
     logits_processors   up to 64, called in this order with the model's logits, see tsched.logits_processors
     stopping_criteria   up to 64, any of which may end the output after min_tokens, see tsched.stopping
@@ -75,13 +78,14 @@ class SamplingParams:
         self._set_float("top_p", 0.0, 1.0, above=True)
         self._set_float("min_p", 0.0, 1.0)
         self._set_float("repetition_penalty", 0.0, math.inf, above=True)
+        self._set_float("repetition_penalty", 1.0 / MAX_PENALTY, MAX_PENALTY)
         self._set_float("presence_penalty", -2.0, 2.0)
         self._set_float("frequency_penalty", -2.0, 2.0)
-        self._set_integer("top_k", -1, None)
+        self._set_integer("top_k", -1)
         self._set_integer("seed", 0, 2**64 - 1, optional=True)
         self._set_integer("logprobs", 0, MAX_LOGPROBS, optional=True)
-        self._set_integer("max_tokens", 1, None, optional=True)
-        self._set_integer("min_tokens", 0, self.max_tokens)
+        self._set_integer("max_tokens", 1, optional=True)
+        self._set_integer("min_tokens", 0, MAX_COUNT if self.max_tokens is None else self.max_tokens)
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
         object.__setattr__(self, "stop", _strings("stop", self.stop))
@@ -131,19 +135,23 @@ class SamplingParams:
     def _set_float(self, name: str, low: float, high: float, *, above: bool = False) -> None:
         value = getattr(self, name)
         allowed = f"{'above' if above else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        try:
+            number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float)) else float(value)
+        except OverflowError:  # an int that no float reaches
+            number = math.inf
+        if not math.isfinite(number):
             raise ValueError(f"{name} must be a finite number {allowed}, got {value!r}")
-        if not (low < value if above else low <= value) or value > high:
+        if not (low < number if above else low <= number) or number > high:
             raise ValueError(f"{name} must be {allowed}, got {value!r}")
-        object.__setattr__(self, name, float(value))
+        object.__setattr__(self, name, number)
 
-    def _set_integer(self, name: str, low: int, high: int | None, *, optional: bool = False) -> None:
+    def _set_integer(self, name: str, low: int, high: int = MAX_COUNT, *, optional: bool = False) -> None:
         value = getattr(self, name)
         if value is None and optional:
             return
         number = _integer(name, value)
-        if number < low or (high is not None and number > high):
-            allowed = f"at least {low}" if high is None else f"from {low} to {high}"
+        if not low <= number <= high:
+            allowed = f"at least {low} and at most {high}" if high == MAX_COUNT else f"from {low} to {high}"
             raise ValueError(f"{name} must be {allowed}, got {value!r}")
         object.__setattr__(self, name, number)
 
@@ -171,8 +179,9 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     ids = tuple(
         dict.fromkeys(_integer(f"every one of {name}", i) for i in (() if value is None else _tuple(name, value)))
     )
-    if any(i < 0 for i in ids):
-        raise ValueError(f"{name} must hold token ids, at least 0, got {min(ids)}")
+    wrong = next((i for i in ids if not 0 <= i <= MAX_COUNT), None)
+    if wrong is not None:
+        raise ValueError(f"{name} must hold token ids, at least 0 and at most {MAX_COUNT}, got {wrong}")
     return ids
 
 

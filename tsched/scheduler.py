@@ -23,7 +23,7 @@ from tsched.kv_memory import KVMemory
 from tsched.planner import Counters, Planner, UnderWay
 from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES, find_policy
 from tsched.policies.base import CacheStats
-from tsched.refusal import RefusedError, longest_form
+from tsched.refusal import RefusedError, as_token_ids, check_priority, longest_form
 from tsched.sampling_params import SamplingParams
 from tsched.sequence import Ints, Sequence, SequenceTable
 from tsched.sibling_groups import SiblingGroups
@@ -32,8 +32,6 @@ from tsched.token_budget import TokenBudget
 from tsched.waiting_queue import WaitingQueue
 
 __all__ = ["Counters", "RefusedError", "Scheduler", "StepPlan"]
-
-MAX_PRIORITY = 2**31  # keys are int64
 
 
 class Scheduler:
@@ -143,7 +141,8 @@ class Scheduler:
         """Queue a new sequence of `prompt` [n] int, n >= 1, and return it.
 
         priority: lower goes first, where the order looks at it. Only sequences of one `cache_salt` share cached
-        prefixes. Raises RefusedError, and nothing changes, where it could never run to its end here. Without a
+        prefixes. Raises RefusedError, and nothing changes, where it could never run to its end here or the prompt is
+        no list of integers; TypeError or ValueError for a priority that is no integer or too large. Without a
         max_tokens it may run to what max_model_len and the whole pool allow.
         """
         return self.add_group([sequence_id], prompt, [params], priority=priority, cache_salt=cache_salt)[0]
@@ -163,11 +162,10 @@ class Scheduler:
         if len(sequence_ids) != len(params) or len(sequence_ids) < 1 or len(set(sequence_ids)) < len(sequence_ids):
             raise ValueError(f"a group is distinct ids and as many parameters, got {sequence_ids} and {len(params)}")
         self._require_new(sequence_ids)
-        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-            raise ValueError(f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}")
-        lengths = [longest_form(len(prompt), one, self.pool, self.max_model_len) for one in params]
+        priority, tokens = check_priority(priority), as_token_ids(prompt)
+        lengths = [longest_form(tokens.size, one, self.pool, self.max_model_len) for one in params]
         group = [
-            Sequence.create(i, prompt, one, length, priority=priority, cache_salt=cache_salt)
+            Sequence.create(i, tokens, one, length, priority=priority, cache_salt=cache_salt)
             for i, one, length in zip(sequence_ids, params, lengths, strict=True)
         ]
         for sequence in group:

@@ -20,7 +20,8 @@ from tsched.detokenizer import IncrementalDetokenizer
 from tsched.engine import Engine, Request
 from tsched.engine_stats import EngineStats
 from tsched.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from tsched.prompts import Salt, check_priority, check_salt, check_stop_ids, check_token_ids, parse_prompt
+from tsched.prompts import Salt, check_salt, check_stop_ids, check_token_ids, parse_prompt
+from tsched.refusal import check_priority
 from tsched.sampler import TokenLogprobs
 from tsched.sampling_params import SamplingParams
 from tsched.scheduler import RefusedError, Scheduler

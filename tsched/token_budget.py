@@ -16,7 +16,8 @@ class TokenBudget:
     num_tokens        tokens a step
     max_chunk_tokens  of one sequence's prefill in a step; None is no bound of its own
     decode_share      in [0, 1), of num_tokens: prefills may not take it while decodes run
-    chunked           False: a prompt is computed whole in one step, and decodes get what the step's prompts leave
+    chunked           False: a prompt is computed whole in one step, and decodes get what the step's prompts leave;
+                      after a step that left some of them out they go first, so that they advance in every second step
     """
 
     num_tokens: int

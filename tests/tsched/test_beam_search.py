@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import zlib
@@ -15,9 +16,9 @@ import torch
 from tests.tsched.hash_model import HashModel, hash_cache
 from tmodel.kv_cache import KVCache
 from tsched.beam_search import BeamSearch, BeamSearchParams, Hypothesis, largest
-from tsched.engine import Engine
+from tsched.engine import Engine, Request
 from tsched.sampling_params import SamplingParams
-from tsched.scheduler import Scheduler
+from tsched.scheduler import RefusedError, Scheduler
 
 BLOCK_SIZE = 4
 LogprobsAfter = Callable[[list[int]], torch.Tensor]
@@ -158,6 +159,42 @@ def test_the_beams_are_those_of_brute_force(num_blocks: int, prefix_cache: str) 
     assert (num_preempted > 0) == (num_blocks == 22)
 
 
+@pytest.mark.parametrize("num_blocks", [200, 22])
+@pytest.mark.parametrize(("prompt_len", "max_tokens"), [(55, 12), (60, 2**31 - 1), (63, 5)])
+def test_the_models_length_ends_hypotheses(prompt_len: int, max_tokens: int, num_blocks: int) -> None:
+    """As it does requests: at 64 tokens, prompt and output together. With few blocks beams end while others wait."""
+    prompts = [[(i * k) % 6 for i in range(prompt_len)] for k in (1, 5)]
+    for ends in (set(), {2, 3}):
+        model, params = Levels(6, 50, seed=4), BeamSearchParams(beam_width=4, max_tokens=max_tokens)
+        engine = make_engine(model, num_blocks)
+        within = dataclasses.replace(params, max_tokens=64 - prompt_len)
+        for prompt, one in zip(prompts, search(engine, prompts, params, ends), strict=True):
+            expected = by_brute_force(model.logprobs_after, prompt, within, ends)
+            assert one.error is None
+            assert [(h.token_ids, h.finish_reason) for h in one.finished] == [
+                (h.token_ids, h.finish_reason) for h in expected
+            ]
+        check_nothing_is_left(engine)
+
+
+def test_what_the_engine_refuses_ends_one_search_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, params = Levels(11, 1000, seed=9), BeamSearchParams(beam_width=4, max_tokens=9)
+    engine = make_engine(model, 100)
+    fork, calls = engine.fork, count()
+
+    def refuses(request_id: int, *arguments: object, **options: object) -> Request:
+        if engine._requests[request_id].sequence.prompt_len == 2 and next(calls) == 6:
+            raise RefusedError("no room for the seventh fork")
+        return fork(request_id, *arguments, **options)
+
+    monkeypatch.setattr(engine, "fork", refuses)
+    bad, good = search(engine, [[1, 2], [3, 1, 4]], params, set())
+    assert bad.error == "no room for the seventh fork"
+    expected = by_brute_force(model.logprobs_after, [3, 1, 4], params, set())
+    assert [h.token_ids for h in good.finished] == [h.token_ids for h in expected]
+    check_nothing_is_left(engine)
+
+
 def test_a_beam_as_wide_as_the_tree_finds_the_best_output_of_all() -> None:
     model = Levels(4, 1000, seed=3)
     params = BeamSearchParams(beam_width=64, max_tokens=3, length_penalty=0.0)
@@ -255,6 +292,7 @@ def test_the_largest_break_ties_by_place() -> None:
         ({"beam_width": 2.0}, "beam_width must be"),
         ({"max_tokens": 0}, "max_tokens must be an integer of at least 1"),
         ({"max_tokens": True}, "max_tokens must be"),
+        ({"max_tokens": 2**31}, "max_tokens must be an integer of at least 1 and at most 2147483647"),
         ({"length_penalty": float("nan")}, "length_penalty must be a number from -16 to 16"),
         ({"length_penalty": 17}, "length_penalty must be"),
         ({"length_penalty": "1"}, "length_penalty must be"),

@@ -19,15 +19,21 @@ from tsched.sampling_params import SamplingParams
         ("temperature", math.nan, "finite"),
         ("temperature", math.inf, "finite"),
         ("temperature", "hot", "finite number"),
+        pytest.param("temperature", 10**400, "finite number", id="temperature-10**400"),
         ("temperature", True, "finite number"),
         ("top_k", -2, "at least -1"),
         ("top_k", 2.5, "integer"),
         ("top_k", True, "integer"),
+        ("top_k", 2**31, "at least -1 and at most 2147483647"),
+        ("top_k", 2**63, "at most 2147483647"),
         ("top_p", 0.0, "above 0 and at most 1"),
         ("top_p", 1.1, "above 0 and at most 1"),
         ("min_p", -0.1, "at least 0 and at most 1"),
         ("min_p", 1.5, "at least 0 and at most 1"),
         ("repetition_penalty", 0.0, "above 0"),
+        ("repetition_penalty", 1e-308, "at least 1.17549e-38"),
+        ("repetition_penalty", 1e308, "at most 8.50706e\\+37"),
+        pytest.param("repetition_penalty", 10**400, "finite number", id="repetition_penalty-10**400"),
         ("presence_penalty", 2.1, "at least -2 and at most 2"),
         ("frequency_penalty", -2.1, "at least -2 and at most 2"),
         ("seed", -1, "from 0 to"),
@@ -42,10 +48,12 @@ from tsched.sampling_params import SamplingParams
         ("stop", "a" * 1001, "1000 characters at most, got 1001"),
         ("stop_token_ids", [-1], "at least 0"),
         ("stop_token_ids", [1.5], "integer"),
+        ("stop_token_ids", [1, 2**63], "at most 2147483647, got 9223372036854775808"),
         ("stop_token_ids", 7, "list"),
         ("stop_token_ids", "12", "list"),
         ("max_tokens", 0, "at least 1"),
         ("max_tokens", 1.0, "integer"),
+        ("max_tokens", 2**31, "at least 1 and at most 2147483647"),
         ("min_tokens", -1, "from 0 to 16"),
         ("min_tokens", 17, "from 0 to 16"),
         ("min_tokens", None, "integer"),
@@ -89,6 +97,12 @@ def test_good_values_are_kept_in_one_form() -> None:
     assert SamplingParams(stop=None, stop_token_ids=None).stop == ()
     assert SamplingParams(frequency_penalty=0.1).has_penalties
     assert SamplingParams(max_tokens=None, min_tokens=10**6).min_tokens == 10**6
+
+
+def test_a_minimum_without_a_maximum_is_bounded_too() -> None:
+    for params in ({"min_tokens": 2**63, "max_tokens": None}, {"min_tokens": 2**63, "max_tokens": 2**63}):
+        with pytest.raises(ValueError, match=r"(min|max)_tokens must be at least [01] and at most 2147483647"):
+            SamplingParams(**params)
 
 
 def test_params_cannot_be_changed() -> None:

@@ -298,6 +298,31 @@ def test_requests_that_can_never_fit_are_refused_at_the_door() -> None:
         scheduler.add(5, [1], SamplingParams())
 
 
+@pytest.mark.parametrize(
+    ("prompt", "options", "error", "message"),
+    [
+        ([1.5], {}, RefusedError, "integers below 2\\*\\*63, got float64"),
+        ([2**63], {}, RefusedError, "integers below 2\\*\\*63, got uint64"),
+        ([2**70], {}, RefusedError, "integers below 2\\*\\*63"),
+        (["1"], {}, RefusedError, "integers below 2\\*\\*63"),
+        ([True], {}, RefusedError, "got bool"),
+        ([[1, 2]], {}, RefusedError, r"got int64 of \[1, 2\]"),
+        ([1], {"priority": 1.5}, TypeError, "priority must be an integer, got 1.5"),
+        ([1], {"priority": True}, TypeError, "priority must be an integer, got True"),
+        ([1], {"priority": -(2**31) - 1}, ValueError, "priority must be from"),
+    ],
+)
+def test_what_is_no_prompt_or_priority_is_refused(
+    prompt: list, options: dict, error: type[Exception], message: str
+) -> None:
+    scheduler = make_scheduler()
+    with pytest.raises(error, match=message):
+        scheduler.add(0, prompt, SamplingParams(), **options)
+    assert not scheduler.has_unfinished
+    taken = scheduler.add(0, np.array([1, 2], dtype=np.uint64), SamplingParams(), priority=np.int32(3))
+    assert (taken.tokens.tolist(), taken.priority) == ([1, 2], 3)
+
+
 def test_an_outsider_can_end_a_sequence_anywhere() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     device = SimulatedDevice(scheduler)
@@ -343,6 +368,8 @@ def test_limits_below_one_are_named(name: str) -> None:
 def test_unknown_policies_list_the_known_ones(kind: str, name: str, hint: str) -> None:
     with pytest.raises(ValueError, match=f"unknown {kind} policy '{name}'.*{hint}"):
         make_scheduler(**{kind: name})
+    with pytest.raises(ValueError, match=rf"unknown {kind} policy \['{name}'\]; there is"):
+        make_scheduler(**{kind: [name]})
 
 
 def test_the_scheduler_loads_neither_torch_nor_the_model() -> None:

@@ -71,6 +71,31 @@ def test_a_long_prompt_comes_in_chunks_while_decodes_go_on() -> None:
     assert [step(scheduler, device).counts.tolist() for _ in range(3)] == [[1, 4, 4], [1, 4, 3], [1, 1, 2]]
 
 
+@pytest.mark.parametrize("num_decoding", [1, 3])
+def test_whole_prompts_that_fill_every_step_do_not_starve_the_decodes(num_decoding: int) -> None:
+    """Prompts come faster than they can be computed: they and the running decodes take turns."""
+    scheduler = make_scheduler(
+        num_blocks=100, max_num_seqs=8, chunked_prefill=False, max_num_batched_tokens=MAX_MODEL_LEN, eos_token_ids=()
+    )
+    params = SamplingParams(max_tokens=30)
+    decoding = [scheduler.add(i, [1 + i], params) for i in range(num_decoding)]
+    device = SimulatedDevice(scheduler)
+    step(scheduler, device)
+    num_prompts = num_steps = 0
+    while any(one.finish_reason is None for one in decoding):
+        for _ in range(2):
+            scheduler.add(100 + num_prompts, [2] * (MAX_MODEL_LEN // 2), SamplingParams(max_tokens=1))
+            num_prompts += 1
+        before = [len(scheduler.output_of(one)) for one in decoding]
+        step(scheduler, device)
+        step(scheduler, device)
+        num_steps += 2
+        after = [len(scheduler.output_of(one)) for one in decoding]
+        assert all(new > old or one.finish_reason for one, old, new in zip(decoding, before, after, strict=True))
+    assert num_steps <= 60
+    assert scheduler.counters.num_finished - num_decoding >= num_steps - 2, "prompts fill every other step"
+
+
 def test_a_whole_prompt_pauses_the_decodes_that_it_leaves_no_room() -> None:
     scheduler = make_scheduler(num_blocks=60, chunked_prefill=False, max_num_batched_tokens=MAX_MODEL_LEN)
     device = SimulatedDevice(scheduler)

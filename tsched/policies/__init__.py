@@ -33,7 +33,7 @@ PolicyT = TypeVar("PolicyT")
 
 def find_policy(kind: str, name: str, known: Mapping[str, PolicyT]) -> PolicyT:
     """`known[name]`; ValueError names the alternatives, and the nearest one."""
-    if name in known:
+    if isinstance(name, str) and name in known:  # a list, say, cannot even be looked for
         return known[name]
     nearest = difflib.get_close_matches(str(name), known, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
