@@ -31,7 +31,7 @@ from tsched.device_state import DeviceState, StepInputs
 from tsched.engine_stats import EngineStats, PeakUse
 from tsched.logits_processors import RequestFault
 from tsched.readback import HostReader, Outcome, Readback
-from tsched.sampler import NOT_FINITE, Sampler, TokenLogprobs
+from tsched.sampler import NONE_LEFT, Sampler, TokenLogprobs
 from tsched.sampling_params import SamplingParams
 from tsched.scheduler import RefusedError, Scheduler
 from tsched.sequence import Sequence
@@ -321,8 +321,8 @@ class Engine:
         plan, step, tokens = launched.plan, launched.step, outcome.token_ids
         # By entry, looked up before the commit takes out those that end.
         begun = self._requests_of(step) if self._num_unbegun else {}
-        broken = {} if outcome.all_finite else self._requests_of(step, tokens == NOT_FINITE)
-        watched = self._requests_of(step, tokens != NOT_FINITE) if self._num_watched else {}
+        broken = {} if outcome.all_chosen else self._requests_of(step, tokens < 0)
+        watched = self._requests_of(step, tokens >= 0) if self._num_watched else {}
 
         in_plan = tokens
         if step.order is not None:
@@ -339,7 +339,7 @@ class Engine:
                 length = int(step.lengths[entry]) + 1
                 self._look_at(request, int(tokens[entry]), length, outcome.logprobs.get(entry), finished)
         for entry, request in broken.items():
-            self._break_off(request, outcome.faults.get(entry), finished)
+            self._break_off(request, int(tokens[entry]), outcome.faults.get(entry), finished)
         for request in finished:
             self._forget(request, now)
         return finished
@@ -369,8 +369,7 @@ class Engine:
         may_stop = length - sequence.prompt_len > sequence.params.min_tokens
         reason = None
         if may_stop and sequence.params.criteria and sequence.finish_reason is None:
-            known = self.scheduler.table.tokens[sequence.row, :length]
-            known.flags.writeable = False
+            known = sequence.shown(self.scheduler.table.tokens[sequence.row, :length])
             try:
                 stops = is_met(sequence.params.criteria, known[: sequence.prompt_len], known[sequence.prompt_len :])
                 reason = "stop" if stops else None
@@ -384,17 +383,20 @@ class Engine:
         if reason is not None and self.scheduler.finish(sequence.id, reason) is not None:
             finished.append(request)
 
-    def _break_off(self, request: Request, fault: str | None, finished: list[Request]) -> None:
-        """End a request that got no token: by the `fault` of a logits processor, or its logits were not finite."""
+    def _break_off(self, request: Request, token: int, fault: str | None, finished: list[Request]) -> None:
+        """End a request that got `token` < 0, which is none: by the `fault` of a logits processor, or see Sampled."""
         sequence = request.sequence
         if self.scheduler.finish(sequence.id, "error") is not None:
             finished.append(request)
         sequence.tokens = sequence.tokens[:-1]
         sequence.finish_reason = "error"
-        request.error = fault or (
-            f"the model's logits for output token {sequence.tokens.size - sequence.prompt_len} are not finite: "
-            "a kernel, the weights or the dtype's range is at fault"
-        )
+        place = f"output token {sequence.tokens.size - sequence.prompt_len}"
+        if token == NONE_LEFT:
+            why = f"processors, penalties and min_tokens together left no finite logit to choose {place} from"
+        else:
+            at_fault = "a kernel, the weights or the dtype's range is at fault"
+            why = f"the model's logits for {place} are not finite: {at_fault}"
+        request.error = fault or why
 
     def _forget(self, request: Request, now: float) -> None:
         """The request has finished: settle its text and its accounts."""

@@ -13,7 +13,9 @@ SamplingParams(logits_processors=[Bar(7)])
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -22,13 +24,19 @@ from tsched.sequence import Ints
 
 
 class LogitsProcessor(Protocol):
-    """Maps a request's logits to those that its token is chosen from. It must be a function of its arguments alone:
-    it is shared by a request's samples, and it is called once for each output token, in their order.
+    """Maps a request's logits to those that its token is chosen from. It must be a function of its arguments alone: it
+    is shared by a request's samples, and it is called for each output token, in their order, once or more: a request
+    that gives way to others while its newest token is under way has that token chosen anew when it is back, after the
+    same tokens. One that keeps a state must therefore find it by `output.size`, and not count its calls.
     """
 
     def __call__(self, prompt: Ints, output: Ints, logits: torch.Tensor, /) -> torch.Tensor:
-        """prompt [n] and output [m] int64: the tokens so far, read-only. logits [V] float64 on the engine's device,
-        this request's own copy: change it or return another. -inf bars a token; one at least must stay finite.
+        """prompt [n] and output [m] int64: the tokens so far, read-only; they may be kept and stay as they are.
+        logits [V] float64 on the engine's device, this call's own copy: change it or return another. -inf bars a token;
+        one at least must stay finite.
+
+        Whatever this raises ends the request, SystemExit too; KeyboardInterrupt does not where it is the user's, that
+        is on the main thread: it ends `LLM.generate`.
         """
 
 
@@ -36,9 +44,23 @@ class RequestFault(Exception):
     """A logits processor or a stopping criterion failed; the message names it. It ends that request and no other."""
 
 
-def name_of(callback: object) -> str:
-    """A function's name, or the class of any other object."""
-    return str(getattr(callback, "__qualname__", type(callback).__qualname__))
+@contextmanager
+def blamed(what: str, callback: object, place: int) -> Iterator[str]:
+    """Within it `callback` is called, for output token `place`, and its answer looked at: what that raises is raised as
+    a RequestFault. Gives the words for who and where.
+
+    To look at an answer is to run its code: nothing that comes of it may end the requests of others.
+    """
+    where = f"{what} {_name_of(callback)} at output token {place}"
+    try:
+        yield where
+    except RequestFault:
+        raise
+    except BaseException as error:
+        # Signals reach the main thread alone: elsewhere it is the callback that raised this.
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise
+        raise RequestFault(f"{where} raised {_description(error)}") from error
 
 
 def process(processors: Sequence[LogitsProcessor], prompt: Ints, output: Ints, logits: torch.Tensor) -> torch.Tensor:
@@ -47,25 +69,39 @@ def process(processors: Sequence[LogitsProcessor], prompt: Ints, output: Ints, l
     Raises RequestFault, which names the processor, where one raises, or returns no logits of that shape, a NaN, or
     nothing finite to choose from.
     """
+    shape, dtype, device = logits.shape, logits.dtype, logits.device  # a processor may change those of `logits` itself
     for processor in processors:
-        where = f"logits processor {name_of(processor)} at output token {output.size}"
-        try:
+        with blamed("logits processor", processor, output.size) as where:
             processed = processor(prompt, output, logits)
-        except Exception as error:
-            raise RequestFault(f"{where} raised {type(error).__name__}: {error}") from error
-        if not isinstance(processed, torch.Tensor):
-            raise RequestFault(f"{where} returned a {type(processed).__name__}, not a tensor of logits")
-        if processed.shape != logits.shape or not processed.is_floating_point():
-            raise RequestFault(
-                f"{where} returned {processed.dtype} of shape {list(processed.shape)}, "
-                f"not floating-point logits of shape {list(logits.shape)}"
-            )
-        logits = processed.to(logits)
+            if not isinstance(processed, torch.Tensor):
+                raise RequestFault(f"{where} returned a {type(processed).__name__}, not a tensor of logits")
+            is_dense = processed.layout == torch.strided
+            if processed.shape != shape or not processed.is_floating_point() or not is_dense:
+                raise RequestFault(
+                    f"{where} returned {processed.dtype} of shape {list(processed.shape)}, "
+                    f"not dense floating-point logits of shape {list(shape)}"
+                )
+            logits = processed.to(dtype=dtype, device=device)
     highest = float(logits.max())
     if not -torch.inf < highest < torch.inf:
-        names = ", ".join(name_of(processor) for processor in processors)
+        names = ", ".join(map(_name_of, processors))
         raise RequestFault(
             f"the logits that {names} left at output token {output.size} have the maximum {highest}: "
             "one of them at least must be finite, and none NaN"
         )
     return logits
+
+
+def _name_of(callback: object) -> str:
+    """A function's name, or the class of any other object."""
+    try:
+        return str(getattr(callback, "__qualname__", type(callback).__qualname__))
+    except Exception:  # its own way to look up attributes
+        return type(callback).__qualname__
+
+
+def _description(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # its own way to say what it is
+        return type(error).__name__

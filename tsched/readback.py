@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tsched.sampler import NOT_FINITE, Sampled, TokenLogprobs
+from tsched.sampler import Sampled, TokenLogprobs
 from tsched.sequence import Ints
 
 
@@ -15,11 +15,11 @@ from tsched.sequence import Ints
 class Outcome:
     """What a step sampled, on the host.
 
-    token_ids [m] int64, NOT_FINITE where there is none; logprobs and faults by entry, of those that have some
+    token_ids [m] int64, below 0 where there is none; logprobs and faults by entry, of those that have some
     """
 
     token_ids: Ints
-    all_finite: bool
+    all_chosen: bool  # no token is below 0
     logprobs: dict[int, TokenLogprobs]
     faults: dict[int, str]
 
@@ -71,4 +71,4 @@ def _outcome(sampled: Sampled, tensors: list[torch.Tensor]) -> Outcome:
         for entry, n, chosen, rank, values, ids in zip(raw.entries, raw.num_top, *columns, strict=True):
             token, n = int(token_ids[entry]), min(n, len(ids))
             logprobs[entry] = TokenLogprobs([token, *ids[:n]], [chosen, *values[:n]], [rank, *range(1, n + 1)])
-    return Outcome(token_ids, int(token_ids.min(initial=0)) > NOT_FINITE, logprobs, sampled.faults)
+    return Outcome(token_ids, int(token_ids.min(initial=0)) == 0, logprobs, sampled.faults)

@@ -19,8 +19,10 @@ from tsched.penalties import PenaltyCounts
 from tsched.random_numbers import UniformTable
 from tsched.sequence import Ints, Sequence, SequenceTable
 
-# In place of a token id: the row's logits hold a NaN, or no finite maximum, or a logits processor failed.
+# In place of a token id: the model's logits for the row hold a NaN, or no finite maximum; or it is what the request
+# asked for that left none (its processors, penalties and min_tokens).
 NOT_FINITE = -1
+NONE_LEFT = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class RawLogprobs:
 class Sampled:
     """What a step sampled, on the device, not waited for.
 
-    token_ids  [m] int64, NOT_FINITE where there was nothing to choose from
+    token_ids  [m] int64, NOT_FINITE or NONE_LEFT where there was nothing to choose from
     logprobs   of the entries whose requests ask for them
     faults     by entry, why its logits processors gave it no token
     """
@@ -117,8 +119,8 @@ class Sampler:
         return RawLogprobs(entries, num_top, token_logprobs(logits.index_select(0, index), chosen, max(num_top)))
 
     def _choose(self, logits: torch.Tensor, rows: Ints, lengths: Ints) -> tuple[torch.Tensor, dict[int, str]]:
-        """[s] int64, the tokens of `rows` [s] from their `logits` [s, V], NOT_FINITE where there is none; and why,
-        where a logits processor failed.
+        """[s] int64, the tokens of `rows` [s] from their `logits` [s, V], NONE_LEFT where there is none; and why, where
+        a logits processor failed.
         """
         table = self._table
         scores, faults = self._scores(logits, [_present(table.sequences[row]) for row in rows.tolist()], lengths)
@@ -138,7 +140,7 @@ class Sampler:
             uniform = self._uniforms.at(drawn_rows, lengths[drawing] - table.prompt_len[drawn_rows])
             drawn = draw(probabilities, uniform)
             tokens = drawn if all_draw else tokens.index_copy_(0, index, drawn)
-        return tokens.masked_fill_(~finite, NOT_FINITE), faults
+        return tokens.masked_fill_(~finite, NONE_LEFT), faults
 
     def _scores(
         self, logits: torch.Tensor, sequences: list[Sequence], lengths: Ints
@@ -171,11 +173,11 @@ class Sampler:
         faults: dict[int, str] = {}
         for i, sequence in enumerate(sequences):
             if sequence.params.processors and bool(scores[i].max().isfinite()):  # else it is not their fault
-                known = self._table.tokens[sequence.row, : lengths[i]]
-                known.flags.writeable = False
+                known = sequence.shown(self._table.tokens[sequence.row, : lengths[i]])
                 prompt, output = known[: sequence.prompt_len], known[sequence.prompt_len :]
                 try:
-                    scores[i] = process(sequence.params.processors, prompt, output, scores[i])
+                    # A copy: beside the row itself lie those of others, and a view can be made to reach them.
+                    scores[i] = process(sequence.params.processors, prompt, output, scores[i].clone())
                 except RequestFault as fault:
                     scores[i] = torch.nan
                     faults[i] = str(fault)

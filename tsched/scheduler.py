@@ -229,6 +229,7 @@ class Scheduler:
         last = (int(self.table.known[row]) if row >= 0 else sequence.tokens.size) - 1
         if last < sequence.prompt_len:
             raise ValueError(f"sequence {sequence_id} has no output token yet")
+        sequence.num_shown = min(sequence.num_shown, last)
         if last < sequence.tokens.size:  # what the prefix cache has seen of it
             sequence.tokens[last] = token
             self._cache.truncate(sequence, last)

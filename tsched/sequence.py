@@ -43,6 +43,7 @@ class Sequence:
     blocks: BlockIds = field(default_factory=lambda: NO_BLOCKS)
     host_blocks: BlockIds = field(default_factory=lambda: NO_BLOCKS)
     num_computed: int = 0
+    num_shown: int = 0  # tokens that `shown` has given out
     _room: Ints = field(default_factory=lambda: _NO_ROOM)  # [max_length] int64: `tokens` and room for more
     prefix: object = None  # what the prefix cache has prepared of its tokens; nobody else's business
 
@@ -90,6 +91,18 @@ class Sequence:
             return
         room[have : tokens.size] = tokens[have:]
         self.tokens = room[: tokens.size]
+
+    def shown(self, tokens: Ints) -> Ints:
+        """`tokens` [n], the first n known of it, read-only and in its own memory, where nobody else's come to lie: for
+        those who may keep them. Of many calls each copies only what is new.
+        """
+        have = self.num_shown
+        if tokens.size > have:
+            self._room[have : tokens.size] = tokens[have:]
+            self.num_shown = tokens.size
+        own = self._room[: tokens.size]
+        own.flags.writeable = False
+        return own
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tsched.logits_processors import RequestFault, name_of
+from tsched.logits_processors import RequestFault, blamed
 from tsched.sequence import Ints
 
 
@@ -24,8 +24,9 @@ class StoppingCriterion(Protocol):
     """
 
     def __call__(self, prompt: Ints, output: Ints, /) -> bool:
-        """prompt [n] and output [m] int64, m >= 1: the tokens so far, read-only. True ends the output with its last
-        token and the finish_reason "stop".
+        """prompt [n] and output [m] int64, m >= 1: the tokens so far, read-only; they may be kept and stay as they are.
+        True ends the output with its last token and the finish_reason "stop". What this raises ends the request, as it
+        does in a LogitsProcessor.
         """
 
 
@@ -35,13 +36,10 @@ def is_met(criteria: Sequence[StoppingCriterion], prompt: Ints, output: Ints) ->
     Raises RequestFault, which names the criterion, where one raises or answers neither True nor False.
     """
     for criterion in criteria:
-        where = f"stopping criterion {name_of(criterion)} at output token {output.size - 1}"
-        try:
+        with blamed("stopping criterion", criterion, output.size - 1) as where:
             answer = criterion(prompt, output)
-        except Exception as error:
-            raise RequestFault(f"{where} raised {type(error).__name__}: {error}") from error
-        if not isinstance(answer, (bool, np.bool_)):
-            raise RequestFault(f"{where} answered {answer!r}, which is neither True nor False")
-        if answer:
-            return True
+            if not isinstance(answer, (bool, np.bool_)):
+                raise RequestFault(f"{where} answered {answer!r}, which is neither True nor False")
+            if answer:
+                return True
     return False
