@@ -138,7 +138,7 @@ class Planner:
             if new_rows.size:
                 if prompts_first:
                     wanted, counts = counts, self._budget.after_prompts(counts, int(new_counts.sum()))
-                    self._left_out = np.count_nonzero(counts < wanted) > 0
+                    self._left_out = bool(np.count_nonzero(counts < wanted))
                 rows, counts = np.concatenate((rows, new_rows)), np.concatenate((counts, new_counts))
         return self._plan(rows, counts, grown, num_preempted)
 
