@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 from tsched.detokenizer import IncrementalDetokenizer
-from tsched.engine import Engine, Request
+from tsched.engine import Request
 from tsched.engine_thread import EngineThread, News, Ticket
 from tsched.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tsched.prompts import Prompt, Salt
 from tsched.sampling_params import SamplingParams
+from tsched.scheduler import RefusedError
 from tsched.served_model import Prepared, ServedModel, joint_error, joint_metrics
 
 
@@ -35,8 +35,11 @@ class AsyncLLM(ServedModel):
     once. What waits for it is bounded by the request's max_tokens.
 
     A request ends early by `abort`, when its iterator is closed or dropped, and when the task that consumes it is
-    cancelled, whatever it awaits then. Leaving `async with` aborts what is unfinished; `await drain()` before lets it
-    finish.
+    cancelled, whatever it awaits then. A timeout around an output cancels too: to wait for one with patience, see
+    RequestStream. Leaving `async with` aborts what is unfinished; `await drain()` before lets it finish.
+
+    Where nobody closes this, the thread ends, and aborts what is unfinished, soon after the loop was closed or the last
+    reference to this and to its iterators is gone.
     """
 
     _session: _Session | None = None  # from the first use on
@@ -90,7 +93,7 @@ class AsyncLLM(ServedModel):
             request_id, prompt, params or SamplingParams(), arrival, priority=priority, cache_salt=cache_salt
         )
         ticket = Ticket(prepared, [News() for _ in range(prepared.params.n)])
-        stream = RequestStream(self, session.thread, ticket)
+        stream = RequestStream(self, session, ticket)
         try:
             session.thread.submit(ticket)
         except RuntimeError:  # it failed since we looked
@@ -134,26 +137,52 @@ class AsyncLLM(ServedModel):
         if self._is_closing:
             raise RuntimeError("this AsyncLLM was drained or closed and takes no more requests")
         if self._session is None:
-            self._session = _Session(self._engine, self._start, f"engine of {self.directory.name}")
+            self._session = _Session(self)
         if self._session.thread.failure is not None:
             raise _engine_error(self._session.thread.failure)
         return self._session
 
 
 class _Session:
-    """An event loop and the engine's thread, and who waits on the one for the other."""
+    """An event loop and the engine's thread, and who waits on the one for the other.
 
-    def __init__(self, engine: Engine, start: Callable[[Prepared], list[Request]], name: str) -> None:
+    The thread refers to this and to the engine, so this does not keep its owner: who forgets the owner is noticed.
+    """
+
+    def __init__(self, llm: AsyncLLM) -> None:
         self.loop = asyncio.get_running_loop()
+        self._owner = weakref.ref(llm)
         self.streams: dict[Ticket, weakref.ref[RequestStream]] = {}  # of unfinished requests
         self.tickets: dict[str, Ticket] = {}  # and by their names
         self._ended = asyncio.Event()
-        self.thread = EngineThread(engine, start, partial(self.loop.call_soon_threadsafe, self._wake), name)
+        self.thread = EngineThread(
+            llm._engine,
+            self._start,
+            partial(self.loop.call_soon_threadsafe, self._wake),
+            self._is_abandoned,
+            f"engine of {llm.directory.name}",
+        )
 
     async def wait(self) -> None:
         """Until the thread has ended."""
         await self._ended.wait()
         self.thread.join()  # its last act was to say so
+
+    def forget(self, ticket: Ticket) -> None:
+        """It is over: another request may have its name."""
+        self.streams.pop(ticket, None)
+        name = str(ticket.prepared.request_id)
+        if self.tickets.get(name) is ticket:
+            del self.tickets[name]
+
+    def _start(self, prepared: Prepared) -> list[Request]:
+        llm = self._owner()
+        if llm is None:
+            raise RefusedError("the AsyncLLM is gone")
+        return llm._start(prepared)
+
+    def _is_abandoned(self) -> bool:
+        return self.loop.is_closed() or self._owner() is None
 
     def _wake(self) -> None:
         """Wake the consumers that have something to take."""
@@ -163,20 +192,28 @@ class _Session:
             if stream is not None:
                 stream._changed.set()
             if ticket.is_over:
-                self.streams.pop(ticket, None)
-                name = str(ticket.prepared.request_id)
-                if self.tickets.get(name) is ticket:
-                    del self.tickets[name]
+                self.forget(ticket)
         if self.thread.has_ended:
             self._ended.set()
 
 
 class RequestStream:
-    """The outputs of one request, as an asynchronous iterator for one consumer at a time."""
+    """The outputs of one request, as an asynchronous iterator for one consumer at a time.
 
-    def __init__(self, llm: AsyncLLM, thread: EngineThread, ticket: Ticket) -> None:
+    Who is cancelled while it waits for an output has gone, so the request is aborted; `asyncio.wait_for(anext(stream),
+    1)` cancels at its timeout and so aborts it, as does `asyncio.timeout`. Who wants to do something else when a second
+    has brought no output waits for a task, which a timeout of `asyncio.wait` leaves alone:
+
+        following = asyncio.ensure_future(anext(stream))
+        while not (await asyncio.wait({following}, timeout=1.0))[0]:
+            print("nothing yet")  # or following.cancel(), which aborts the request
+        output = await following
+    """
+
+    def __init__(self, llm: AsyncLLM, session: _Session, ticket: Ticket) -> None:
         self._llm = llm
-        self._thread = thread
+        self._session = session
+        self._thread = session.thread
         self._ticket = ticket
         self._changed = asyncio.Event()
         self._is_over = False
@@ -243,6 +280,7 @@ class RequestStream:
         prepared = ticket.prepared
         if is_over:
             self._end()
+            self._session.forget(ticket)  # before the loop comes to it: the consumer may use the name again at once
             if ticket.failure is not None:
                 raise _engine_error(ticket.failure)
             if ticket.refusal is not None:

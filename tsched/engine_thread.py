@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from tsched.engine import Engine, Request
 from tsched.sampler import TokenLogprobs
 from tsched.scheduler import RefusedError
 from tsched.served_model import Prepared
+
+_IDLE_S = 1.0  # seconds after which an idle thread looks whether anybody is left who could ask for something
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +38,7 @@ class Ticket:
     news: list[News]
     requests: list[Request] = field(default_factory=list)
     num_reported: list[int] = field(default_factory=list)  # tokens of each sample
+    num_going: int = 0  # samples whose end has not been reported
     refusal: str | None = None
     failure: BaseException | None = None
     is_over: bool = False
@@ -44,19 +47,31 @@ class Ticket:
 class EngineThread:
     """Runs `engine` until it is told to stop, or until a step raises.
 
-    start    queues what a caller asked for, one request for each sample; it may raise RefusedError
-    on_news  is called on the thread, after steps that brought something and when the thread ends; where it raises
-             RuntimeError, nobody is left to listen, and all is aborted
+    start         queues what a caller asked for, one request for each sample; it may raise RefusedError
+    on_news       is called on the thread, after steps that brought something and when the thread ends; where it raises
+                  RuntimeError, nobody is left to listen
+    is_abandoned  whether nobody is left who could ask or listen: all is aborted then, and the thread ends, within a
+                  second
+
+    What a step costs here grows with the samples that run and that ended, not with those that wait.
     """
 
     def __init__(
-        self, engine: Engine, start: Callable[[Prepared], list[Request]], on_news: Callable[[], object], name: str
+        self,
+        engine: Engine,
+        start: Callable[[Prepared], list[Request]],
+        on_news: Callable[[], object],
+        is_abandoned: Callable[[], bool],
+        name: str,
     ) -> None:
         self.failure: BaseException | None = None
         self.has_ended = False
         self._engine = engine
         self._start = start
         self._on_news = on_news
+        self._is_abandoned = is_abandoned
+        self._samples: dict[int, tuple[Ticket, int]] = {}  # by the ids of their sequences, those whose end is to come
+        self._ended: list[Request] = []  # since the last report
         self._lock = threading.Lock()
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # Under the lock: submitted and not over, in the order of arrival; and those whose consumers are to be told.
@@ -101,6 +116,7 @@ class EngineThread:
         """The ticket's news, now the caller's, and whether they are the last."""
         with self._lock:
             news, ticket.news = ticket.news, [News() for _ in ticket.news]
+            self._changed.pop(ticket, None)  # nothing is left to tell its consumer
             return news, ticket.is_over
 
     def _run(self) -> None:
@@ -124,21 +140,29 @@ class EngineThread:
 
     def _serve(self) -> None:
         engine, commands = self._engine, self._commands
-        while not self._must_stop.is_set():
+        while not self._must_stop.is_set() and not self._is_abandoned():
             while not commands.empty():
                 commands.get()()
             if engine.has_unfinished and not self._must_stop.is_set():
-                engine.step()
+                self._ended += engine.step()
             self._report()
             if not engine.has_unfinished and not self._must_stop.is_set():
                 if self._stops_when_idle:
                     return
-                commands.get()()
+                self._wait()
         with self._lock:
             tickets = list(self._active)
         for ticket in tickets:
             self._abort(ticket)
         self._report()
+
+    def _wait(self) -> None:
+        """For the next command, which is carried out, or for some time."""
+        try:
+            command = self._commands.get(timeout=_IDLE_S)
+        except Empty:
+            return
+        command()
 
     def _begin(self, ticket: Ticket) -> None:
         try:
@@ -149,24 +173,29 @@ class EngineThread:
                 self._changed[ticket] = None
                 del self._active[ticket]
             return
+        ticket.num_going = len(ticket.requests)
         ticket.num_reported = [0] * len(ticket.requests)
+        self._samples |= {request.sequence.id: (ticket, i) for i, request in enumerate(ticket.requests)}
 
     def _abort(self, ticket: Ticket) -> None:
         for request in ticket.requests:
-            if request.finish_time is None:
-                self._engine.abort(request.sequence.id)
+            if request.finish_time is None and self._engine.abort(request.sequence.id) is not None:
+                self._ended.append(request)
 
     def _stop_when_idle(self) -> None:
         self._stops_when_idle = True
 
     def _report(self) -> None:
         """Hand over what the last step and the last commands brought, and say so unless that has been said."""
+        scheduler = self._engine.scheduler
+        running = [scheduler.table.sequences[row] for row in scheduler.running.tolist()]
         with self._lock:
-            for ticket in list(self._active):
-                if ticket.requests and self._report_one(ticket):
-                    self._changed[ticket] = None
-                    if ticket.is_over:
-                        del self._active[ticket]
+            for sequence in running:
+                if sequence is not None:
+                    self._report_one(*self._samples[sequence.id])
+            for request in self._ended:
+                self._report_one(*self._samples.pop(request.sequence.id))
+            self._ended.clear()
             must_tell = bool(self._changed) and not self._is_told
             self._is_told |= must_tell
         if must_tell:
@@ -175,29 +204,24 @@ class EngineThread:
             except RuntimeError:
                 self._must_stop.set()
 
-    def _report_one(self, ticket: Ticket) -> bool:
-        """Whether there was anything to add to the ticket's news."""
-        table = self._engine.scheduler.table
-        num_over, is_new = 0, False
-        for sample, (request, news) in enumerate(zip(ticket.requests, ticket.news, strict=True)):
-            sequence, have = request.sequence, ticket.num_reported[sample]
-            if have < 0:  # its end was reported
-                num_over += 1
-                continue
-            is_over = request.finish_time is not None
-            first = sequence.prompt_len + have
-            if sequence.row >= 0:
-                tokens = table.tokens[sequence.row, first : table.known[sequence.row]].tolist()
-            else:
-                tokens = sequence.tokens[first:].tolist()
-            if tokens or is_over:
-                is_new = True
-                news.token_ids += tokens
-                news.logprobs += request.logprobs[have : have + len(tokens)]
-                ticket.num_reported[sample] = have + len(tokens)
-            if is_over:
-                news.finish_reason = sequence.finish_reason or "abort"
-                ticket.num_reported[sample] = -1
-                num_over += 1
-        ticket.is_over = num_over == len(ticket.requests)
-        return is_new
+    def _report_one(self, ticket: Ticket, sample: int) -> None:
+        """Add to the ticket's news what the sample has got and, where it has ended, that."""
+        table, request, news = self._engine.scheduler.table, ticket.requests[sample], ticket.news[sample]
+        sequence, have, is_over = request.sequence, ticket.num_reported[sample], request.finish_time is not None
+        first = sequence.prompt_len + have
+        if sequence.row >= 0:
+            tokens = table.tokens[sequence.row, first : table.known[sequence.row]].tolist()
+        else:
+            tokens = sequence.tokens[first:].tolist()
+        if not tokens and not is_over:
+            return
+        self._changed[ticket] = None
+        news.token_ids += tokens
+        news.logprobs += request.logprobs[have : have + len(tokens)]
+        ticket.num_reported[sample] = have + len(tokens)
+        if is_over:
+            news.finish_reason = sequence.finish_reason or "abort"
+            ticket.num_going -= 1
+            if ticket.num_going == 0:
+                ticket.is_over = True
+                del self._active[ticket]

@@ -75,12 +75,14 @@ def check_token_ids(token_ids: list[int], vocab_size: int) -> None:
         )
 
 
-def check_stop_ids(params: SamplingParams, vocab_size: int) -> None:
+def check_stop_ids(params: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
     """RefusedError where a stop token is outside the vocabulary, or where min_tokens would leave no token to choose."""
     if params.stop_ids and max(params.stop_ids) >= vocab_size:
         raise RefusedError(f"stop_token_ids holds {max(params.stop_ids)}; ids go from 0 to {vocab_size - 1}")
-    if params.min_tokens and len(params.stop_ids) >= vocab_size:
-        raise RefusedError("stop_token_ids holds the whole vocabulary, so min_tokens leaves no token to choose")
+    ends = {*params.stop_ids, *(() if params.ignore_eos else eos_token_ids)}
+    if params.min_tokens and len(ends) >= vocab_size:
+        also = "" if len(params.stop_ids) >= vocab_size else " but the end-of-sequence tokens"
+        raise RefusedError(f"stop_token_ids holds the whole vocabulary{also}, so min_tokens leaves no token to choose")
 
 
 def check_salt(salt: Salt) -> bytes:

@@ -210,7 +210,7 @@ class ServedModel:
             text = prompt if isinstance(prompt, str) else None
             token_ids = self._encode(prompt) if isinstance(prompt, str) else prompt
             check_token_ids(token_ids, self.config.vocab_size)
-            check_stop_ids(params, self.config.vocab_size)
+            check_stop_ids(params, self.config.vocab_size, self.config.eos_token_ids)
         except RefusedError as error:
             refusal = str(error)
         salt = check_salt(cache_salt)
