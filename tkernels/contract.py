@@ -93,7 +93,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _bind(op: str, name: str, axis: str, value: Value, axes: dict[str, Value]) -> None:
+def bind_axis(op: str, name: str, axis: str, value: Value, axes: dict[str, Value]) -> None:
+    """Notes what an argument says an axis is; a ContractError where one before it said otherwise."""
     known = axes.setdefault(axis, value)
     if known != value:
         raise ContractError(
@@ -138,7 +139,7 @@ class Tensor:
         if len(shape) != len(dims):
             raise ContractError(f"{op}: argument {name!r} must have shape [{self.dims}], got {list(shape)}")
         if self.fixed_dtype is None:
-            _bind(op, name, self.dtype, _dtype_name(value.dtype), axes)
+            bind_axis(op, name, self.dtype, _dtype_name(value.dtype), axes)
         elif value.dtype is not self.fixed_dtype:
             raise ContractError(f"{op}: argument {name!r} must be {self.dtype}, got {_dtype_name(value.dtype)}")
         for dim, size in zip(dims, shape, strict=True):
@@ -149,7 +150,7 @@ class Tensor:
             if solved is None:
                 raise ContractError(f"{op}: argument {name!r} has shape {list(shape)}, where [{self.dims}] is needed")
             if dim.name is not None and axes.setdefault(dim.name, solved) != solved:
-                _bind(op, name, dim.name, solved, axes)
+                bind_axis(op, name, dim.name, solved, axes)
         if shape and shape[-1] > 1 and value.stride(-1) != 1:
             raise ContractError(
                 f"{op}: argument {name!r} needs unit stride in its last dim, got strides {value.stride()}"
@@ -193,7 +194,7 @@ class DType:
     def bind(self, op: str, name: str, value: Any, axes: dict[str, Value], device: torch.device | None) -> None:
         if not isinstance(value, torch.dtype):
             raise ContractError(f"{op}: argument {name!r} must be a torch.dtype, got {value!r}")
-        _bind(op, name, self.axis, _dtype_name(value), axes)
+        bind_axis(op, name, self.axis, _dtype_name(value), axes)
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,26 @@ from tkernels import OPS, Config, ContractError, UnsupportedError, prepared, sel
 from tkernels.check import check_case
 from tkernels.device import INTERPRETER, TARGETS
 from tkernels.ops.dequant_gemm.auto import by_tokens, chosen
-from tkernels.ops.dequant_gemm.weight import (
-    INTERLEAVED,
-    QuantizedWeight,
-    dequantize,
-    interleaved,
-    pack,
-    quantize,
-    sequential,
-    unpack,
-)
+from tkernels.ops.dequant_gemm.codes import interleaving, unpack
+from tkernels.ops.dequant_gemm.outliers import Outliers
+from tkernels.ops.dequant_gemm.rounding import quantize
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, dequantize, interleaved, sequential, unpack_codes
 from tkernels.variant import Variant
 
 VARIANTS = OPS["dequant_gemm"].variants
 AUTO, GEMV, SPLIT_K, TILED = (VARIANTS[name] for name in ("auto", "gemv", "split_k", "tiled"))
+
+
+NO_OUTLIERS = Outliers(
+    torch.zeros(17, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), torch.zeros(0, dtype=torch.float16)
+)
+
+
+def axes_of(**given: int | str | bool) -> dict[str, int | str | bool]:
+    kind = {"bits": 4, "coding": "uniform", "permuted": False, "sparse": False, "padding": 0, "symmetric": False}
+    dtypes = {"activation": "bfloat16", "weight": "bfloat16", "bias": True}
+    layouts = {"order": "interleaved", "layout": "contiguous", "weight_layout": "padded", "values": "ordinary"}
+    return {**kind, **dtypes, **layouts, **given}
 
 
 def dense(outputs: int = 16, inputs: int = 64, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -39,31 +45,20 @@ def by_hand(weight: QuantizedWeight) -> torch.Tensor:
         for k in range(inputs):
             group = k // weight.group_size
             code = (packed[k // 8][n] % 2**32 >> (4 * (k % 8))) % 16
-            zero = 8 if zeros is None else (zeros[group][n // 8] % 2**32 >> (4 * (n % 8))) % 16
+            zero = 8 if zeros is None else zeros[group][n]
             decoded[n, k] = (code - zero) * float(weight.scales[group, n])
     return decoded
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_the_layout_is_the_documented_one(symmetric: bool) -> None:
-    axes = {"M": 1, "N": 16, "K": 64, "bits": 4, "group_size": 16, "activation": "float32", "weight": "float32"}
-    choices = {"symmetric": symmetric, "order": "sequential", "bias": False, "layout": "contiguous"}
-    choices["weight_layout"] = "padded"
-    case = GEMV.contract.case({**axes, **choices, "values": "ordinary"}, seed=0)
+    axes = {"M": 1, "N": 16, "K": 64, "group_size": 16, "activation": "float32", "weight": "float32"}
+    case = GEMV.contract.case(axes_of(**axes, symmetric=symmetric, order="sequential", bias=False), seed=0)
     weight = case.inputs["weight"]
-    assert {0, 15} <= set(unpack(weight.packed, dim=0).unique().tolist())
+    assert {0, 15} <= set(unpack_codes(weight).unique().tolist())
     if not symmetric:
-        assert {0, 15} <= set(unpack(weight.zeros, dim=-1).unique().tolist())
+        assert {0, 16} <= set(weight.zeros.unique().tolist())
     torch.testing.assert_close(dequantize(weight, torch.float64), by_hand(weight), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("dim", [0, -1])
-def test_unpack_inverts_pack_for_every_code_in_every_place(dim: int) -> None:
-    codes = (torch.arange(16).view(1, -1) + torch.arange(16).view(-1, 1)) % 16  # each code at each position of a word
-    words = pack(codes, dim)
-    assert words.dtype == torch.int32
-    assert (words < 0).any()  # the top code sets the sign
-    assert torch.equal(unpack(words, dim), codes)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -77,7 +72,7 @@ def test_quantize_is_within_half_a_step(symmetric: bool, group_size: int) -> Non
     error = (dequantize(quantized) - weight).abs()
     assert (error <= steps * 0.5001).all()
     assert error.max() > 0.3 * steps.min()
-    codes = unpack(quantized.packed, dim=0)
+    codes = unpack_codes(quantized)
     assert codes.min() == 0
     assert codes.max() == 15
 
@@ -100,7 +95,7 @@ def test_bytes_at_group_128_are_under_0_29_of_bf16() -> None:
     weight = dense(64, 512, torch.bfloat16)
     quantized = quantize(weight)
     assert quantized.dtype == torch.bfloat16
-    assert quantized.nbytes == 64 * 512 // 2 + 64 * 4 * 2 + 64 * 4 // 2
+    assert quantized.nbytes == 64 * 512 // 2 + 64 * 4 * 2 + 64 * 4 * 2
     assert quantized.nbytes < 0.29 * weight.nbytes
 
 
@@ -123,19 +118,28 @@ def test_map_tensors_reaches_every_part() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"bits": 3}, "bits must be 4, got 3"),
+        ({"bits": 5}, "bits must be one of 2, 3, 4, 8, got 5"),
         ({"order": "planar"}, "order must be sequential or interleaved, got 'planar'"),
         ({"group_size": 24}, "group_size must be -1 or a multiple of 8 that divides K = 64, got 24"),
         ({"group_size": 4}, "group_size must be -1 or a multiple of 8"),
         ({"group_size": 32}, r"scales has shape \[4, 16\], not \[2, 16\] = \[K / group_size, N\]"),
         ({"packed": torch.zeros(8, 16)}, "packed must have int32, got torch.float32"),
-        ({"packed": torch.zeros(8, 12, dtype=torch.int32)}, "multiples of 8"),
+        ({"packed": torch.zeros(0, 16, dtype=torch.int32)}, "a positive multiple of 8"),
         ({"packed": torch.zeros(8, dtype=torch.int32)}, "packed must have two dims"),
         ({"packed": torch.zeros(16, 8, dtype=torch.int32).t()}, "packed needs unit stride"),
         ({"packed": torch.empty(2**16, 2**15, dtype=torch.int32, device="meta")}, "2\\*\\*31 words"),
         ({"scales": torch.zeros(4, 16, dtype=torch.int32)}, "scales must have a floating dtype"),
-        ({"zeros": torch.zeros(4, 16, dtype=torch.int32)}, r"zeros has shape \[4, 16\], not \[4, 2\]"),
-        ({"zeros": torch.zeros(4, 2)}, "zeros must have int32"),
+        ({"zeros": torch.zeros(4, 2, dtype=torch.int16)}, r"zeros has shape \[4, 2\], not \[4, 16\]"),
+        ({"zeros": torch.zeros(4, 16, dtype=torch.int32)}, "zeros must have int16"),
+        ({"bits": 3}, "high keeps the third bits"),
+        ({"high": torch.zeros(2, 16, dtype=torch.int32)}, "high keeps the third bits of 3-bit codes"),
+        ({"scales": None}, "either scales or a table"),
+        ({"table": torch.zeros(16, 16)}, "either scales or a table"),
+        ({"scales": None, "table": torch.zeros(16, 16)}, "a table's codes have no zeros"),
+        ({"inputs": 60}, "60 inputs without a permutation, but 64 codes"),
+        ({"permutation": torch.zeros(60, dtype=torch.int32)}, r"permutation has shape \[60\], not \[64\]"),
+        ({"permutation": torch.zeros(64)}, "permutation must have int32"),
+        ({"outliers": NO_OUTLIERS}, "outliers are torch.float16, and the rest is torch.float32"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(change: dict[str, object], message: str) -> None:
@@ -146,9 +150,9 @@ def test_parts_that_do_not_fit_are_refused(change: dict[str, object], message: s
 @pytest.mark.parametrize(
     ("weight", "options", "message"),
     [
-        (dense(), {"bits": 8}, "bits must be 4"),
-        (dense(12), {}, "N = 12"),
-        (dense(16, 60), {}, "K = 60"),
+        (dense(), {"bits": 5}, "bits must be one of 2, 3, 4, 8"),
+        (dense(16, 60), {}, "K = 60 must be a multiple of 8 at 4 bits"),
+        (dense(16, 48), {"bits": 3}, "K = 48 must be a multiple of 32 at 3 bits"),
         (dense(16, 64), {"group_size": 128}, "divides K = 64, got 128"),
         (torch.zeros(16, 64, dtype=torch.int8), {}, "floating"),
         (torch.zeros(0, 64), {}, "floating"),
@@ -177,7 +181,8 @@ def test_interleaving_moves_every_code_to_its_documented_place_and_back() -> Non
     weight = quantize(dense(), group_size=16)
     words = interleaved(weight)
     codes = unpack(weight.packed, dim=0).unflatten(0, (-1, 8))  # [K/8, 8, N]
-    assert torch.equal(unpack(words.packed, dim=0).unflatten(0, (-1, 8)), codes[:, list(INTERLEAVED)])
+    assert interleaving(8) == [1, 3, 5, 7, 0, 2, 4, 6]
+    assert torch.equal(unpack(words.packed, dim=0).unflatten(0, (-1, 8)), codes[:, interleaving(8)])
     assert words.order == "interleaved"
     assert words.nbytes == weight.nbytes
     assert torch.equal(sequential(words).packed, weight.packed)
@@ -256,12 +261,6 @@ def test_splits_cover_k_and_fill_the_device(variant: Variant, outputs: int, inpu
     assert shapes[1] == shapes[16]  # one zeroed buffer for every batch
     if splits == 1 and inputs // 8 > block_w:
         assert outputs // config["BLOCK_N"] >= device.multiprocessors
-
-
-def axes_of(**given: int) -> dict[str, int | str | bool]:
-    dtypes: dict[str, int | str | bool] = {"bits": 4, "activation": "bfloat16", "weight": "bfloat16"}
-    layouts = {"order": "interleaved", "layout": "contiguous", "weight_layout": "padded", "values": "ordinary"}
-    return {**dtypes, "symmetric": False, "bias": True, **layouts, **given}
 
 
 @pytest.mark.parametrize("programs", [1, 8])

@@ -13,8 +13,8 @@ from functools import cache
 import torch
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
-from tkernels.contract import Value
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved, needs_interleaved
+from tkernels.ops.dequant_gemm.argument import axes_of, only_plain
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved
 
 ALGORITHMS = ("gemv", "split_k", "tiled", "dequantize_then_matmul")
 BY_TOKENS = 1
@@ -65,13 +65,11 @@ def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, B
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    return needs_interleaved(axes)
+    return only_plain(axes)
 
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
-    axes: dict[str, Value] = {"M": x.shape[0], "N": weight.shape[0], "K": weight.shape[1]}
-    axes |= {"bits": weight.bits, "group_size": weight.group_size, "order": weight.order}
-    axes |= {"activation": str(x.dtype).removeprefix("torch."), "weight": str(weight.dtype).removeprefix("torch.")}
+    axes = {"M": x.shape[0], "activation": str(x.dtype).removeprefix("torch."), **axes_of(weight)}
     variant = chosen(axes, run.config, run.device)
     assert variant.launch is not None, "every algorithm here is launched"
     variant.launch(replace(run, config=_own_config(variant, axes, run.device)), out, x, weight, bias)

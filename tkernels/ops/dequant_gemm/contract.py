@@ -1,4 +1,4 @@
-"""dequant_gemm: a linear layer whose weight is stored as group-wise 4-bit codes."""
+"""dequant_gemm: a linear layer whose weight is stored as short codes."""
 
 from typing import Any
 
@@ -6,16 +6,12 @@ import torch
 import torch.nn.functional as F
 
 from tkernels.batching import row_batching
-from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Output, Tensor, dtype_axis
+from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Output, Tensor, Value, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
-from tkernels.ops.dequant_gemm.weight import (
-    ORDERS,
-    QuantizedWeight,
-    QuantizedWeightArgument,
-    dequantize,
-    interleaved,
-    pack,
-)
+from tkernels.ops.dequant_gemm.argument import QuantizedWeightArgument
+from tkernels.ops.dequant_gemm.codes import ORDERS, pack_codes
+from tkernels.ops.dequant_gemm.outliers import Outliers, outliers_from
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, dequantize, interleaved
 
 
 def reference(x: torch.Tensor, weight: QuantizedWeight, *, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -23,7 +19,7 @@ def reference(x: torch.Tensor, weight: QuantizedWeight, *, bias: torch.Tensor | 
 
     Args:
         x: [M, K], any float dtype, free row stride.
-        weight: N outputs, K inputs (see QuantizedWeight), its scales' dtype x's.
+        weight: N outputs, K inputs (see QuantizedWeight), of x's dtype.
         bias: [N], as x.
 
     Returns:
@@ -37,29 +33,68 @@ def baseline(x: torch.Tensor, weight: QuantizedWeight, *, bias: torch.Tensor | N
     return F.linear(x, dequantize(weight, x.dtype), bias)
 
 
+def _drawn_outliers(draws: Draws, outputs: int, inputs: int, dtype: torch.dtype, unit: float) -> Outliers:
+    """One input of 128 for each output, many times as large as `unit`; all inputs for the first output (SqueezeLLM's
+    full rows), none for the last.
+    """
+    each = 1 + inputs // 128
+    if draws.device.type == "meta":
+        rows, cols = (torch.empty(n, dtype=torch.int32, device="meta") for n in (outputs + 1, each * outputs))
+        return Outliers(rows, cols, torch.empty(each * outputs, dtype=dtype, device="meta"))
+    of = torch.cat((torch.zeros(inputs), torch.arange(1, outputs - 1).repeat_interleave(each))).long()
+    cols = torch.cat((torch.arange(inputs), draws.integers(0, inputs - 1, (of.numel() - inputs,))))
+    vals = (draws.normal(of.shape, torch.float64).cpu() * (16 * unit)).to(dtype)
+    return outliers_from(of, cols, vals, (outputs, inputs)).map_tensors(lambda part: part.to(draws.device))
+
+
+def _drawn_weight(axes: Axes, draws: Draws) -> QuantizedWeight:
+    """A sequential weight, its values such that outputs are of x's size whatever K is."""
+    outputs, inputs, bits = (int(axes[name]) for name in ("N", "K", "bits"))
+    places, group_size, dtype = inputs + int(axes["padding"]), int(axes["group_size"]), dtype_of(axes["weight"])
+    levels, groups = 2**bits, places // group_size
+    codes, zeros = draws.integers(0, levels - 1, (places, outputs)), draws.integers(0, levels, (groups, outputs))
+    # Both ends of the range in every draw: a sign that leaks from the top code or a zero-point less one must show.
+    codes[:, 0], codes[:, -1] = levels - 1, 0
+    zeros[:, 0], zeros[:, -1] = 0, levels
+    unit = inputs**-0.5
+    # Codes less zero-points are two uniform numbers' difference.
+    step = unit / ((levels**2 - 1) / 6) ** 0.5
+    scales = (draws.normal((groups, outputs), torch.float64).abs() + 0.1) * step
+    table = draws.normal((levels, outputs), torch.float64) * unit
+    permutation = draws.permutation(places)
+    packed, high = pack_codes(codes, bits)
+    is_lookup, has_zeros = axes["coding"] == "lookup", axes["coding"] == "uniform" and not axes["symmetric"]
+    weight = QuantizedWeight(
+        packed,
+        None if is_lookup else scales.to(dtype),
+        zeros.to(torch.int16) if has_zeros else None,
+        bits,
+        group_size,
+        high=high,
+        table=table.to(dtype) if is_lookup else None,
+        permutation=torch.where(permutation < inputs, permutation, -1).int() if axes["permuted"] else None,
+        outliers=_drawn_outliers(draws, outputs, inputs, dtype, unit) if axes["sparse"] else None,
+        inputs=inputs,
+    )
+    return weight.to(draws.device)
+
+
 def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     draws = Draws(seed, device)
     tokens, outputs, inputs = int(axes["M"]), int(axes["N"]), int(axes["K"])
-    groups, dtype = inputs // int(axes["group_size"]), dtype_of(axes["activation"])
-    codes, zeros = draws.integers(0, 15, (inputs, outputs)), draws.integers(0, 15, (groups, outputs))
-    # Both ends of the range in every draw: a sign that leaks from the top code or a zero-point less one must show.
-    codes[:, 0], codes[:, -1] = 15, 0
-    zeros[:, 0], zeros[:, -1] = 0, 15
-    # So that outputs are of x's size whatever K is: codes less zero-points are uniform, of variance 42.
-    scales = (draws.normal((groups, outputs), torch.float64).abs() + 0.1) / (6 * inputs**0.5)
-    weight = QuantizedWeight(
-        pack(codes, dim=0).to(device),
-        scales.to(dtype_of(axes["weight"])).to(device),
-        None if axes["symmetric"] else pack(zeros, dim=-1).to(device),
-        int(axes["bits"]),
-        int(axes["group_size"]),
-    )
+    dtype = dtype_of(axes["activation"])
+    weight = _drawn_weight(axes, draws)
     if axes["order"] == "interleaved":
         weight = interleaved(weight)
-    # The codes' stride taken for the scales', which have as many columns, must show.
-    weight = weight.map_tensors(
-        lambda part: draws.laid_out(part, axes["weight_layout"], padding=5 if part.is_floating_point() else 3)
-    )
+
+    def laid_out(part: torch.Tensor) -> torch.Tensor:
+        if part.dim() == 1:
+            return draws.laid_out(part, "contiguous")
+        # One part's stride taken for another's, which has as many columns, must show.
+        paddings = {torch.int32: 3, torch.int16: 7}
+        return draws.laid_out(part, axes["weight_layout"], padding=paddings.get(part.dtype, 5))
+
+    weight = weight.map_tensors(laid_out)
     x = draws.laid_out(draws.normal((tokens, inputs), dtype, axes["values"]), axes["layout"])
     # Of the product's size: a GEMM that starts its sum from a far larger bias loses the product's own digits.
     bias = draws.laid_out(draws.normal((outputs,), dtype, axes["values"]), "contiguous") if axes["bias"] else None
@@ -77,21 +112,60 @@ def flops(case: Case) -> int:
     return 2 * int(case.inputs["x"].shape[0]) * outputs * inputs
 
 
+_PADDINGS = (0, 3, 11, 24, 27, 56)
+_INPUTS = (8, 64, 37, 72, 136, 256)
+_WIDE_INPUTS = (1280,)
+_PLACES = sorted({inputs + padding for inputs in (*_INPUTS, *_WIDE_INPUTS) for padding in _PADDINGS})
+_ROW = "(32 if bits == 3 else 32 // bits)"  # the places that whole words stand for: codes_per_row
+
+# Qwen3-4B's qkv, attention output, gate-up and down projections, and the square of the published figures.
+_SHAPES = ((6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728), (8192, 8192))
+_SQUARE = _SHAPES[-1]
+
+
+def _benchmark(tokens: int, outputs: int, inputs: int, group_size: int = 128, **kind: Value) -> dict[str, Value]:
+    plain: dict[str, Value] = {"bits": 4, "coding": "uniform", "permuted": False, "sparse": False, "symmetric": False}
+    sizes = {"M": tokens, "N": outputs, "K": inputs, "padding": 0, "group_size": group_size}
+    dtypes = {"activation": "bfloat16", "weight": "bfloat16"}
+    return {**plain, **kind, **sizes, **dtypes, "order": "interleaved", "bias": False}
+
+
+def _benchmarks() -> dict[str, dict[str, Value]]:
+    named: dict[str, dict[str, Value]] = {}
+    for tokens in (1, 16, 2048):
+        square = f"M={tokens},N={_SQUARE[0]},K={_SQUARE[1]}"
+        for bits in (2, 3, 8):
+            named[f"{square},g=128,bits={bits}"] = _benchmark(tokens, *_SQUARE, bits=bits)
+        named[f"{square},g=128,permuted"] = _benchmark(tokens, *_SQUARE, permuted=True)
+        for bits in (3, 4):
+            lookup = _benchmark(tokens, *_SQUARE, _SQUARE[1], bits=bits, coding="lookup", sparse=True)
+            named[f"{square},lookup,bits={bits},sparse"] = lookup
+    return named
+
+
 CONTRACT = Contract(
     name="dequant_gemm",
     reference=reference,
     baseline=baseline,
+    # Values that are listed again are likelier draws. The ordinary weight comes last, interleaved: compiling ahead of
+    # time takes the last draw, and that one every variant but those of lookups supports.
     axes=(
-        # 1 last: compiling ahead of time takes the last draw, and that one every variant supports.
         Int("M", 0, 2**31 - 1, (0, 2, 3, 17, 33, 1), "tokens", batch=True, wide=(1, 16)),
-        Int("N", 8, 2**24, (8, 16, 40, 72), "output features", wide=(136,)),
-        Int("K", 8, 2**24, (8, 64, 72, 136, 256), "input features", wide=(1280,)),
-        Choice("bits", (4,)),
-        Int("group_size", 8, 2**24, (8, 16, 32, 64, 72, 128, 136, 256), "input features that share a scale"),
+        Int("N", 1, 2**24, (13, 8, 16, 40, 72), "output features", wide=(136,)),
+        Choice("bits", (8, 3, 2, 4, 4, 4, 4, 4), "of a code"),
+        Choice(
+            "coding",
+            ("lookup", "uniform", "uniform", "uniform"),
+            "what a code stands for: a step of its group's scale, or an entry of a table",
+        ),
+        Choice("permuted", (True, False, False, False), "whether codes lie in another order than inputs"),
+        Choice("sparse", (True, False, False, False), "whether some weights are kept beside the codes"),
+        Int("K", 1, 2**24, _INPUTS, "input features", wide=_WIDE_INPUTS),
+        Int("padding", 0, 2**24, _PADDINGS, "places of a permutation that are no input"),
+        Int("group_size", 4, 2**24, tuple(sorted({16, 32, *_PLACES})), "places that share a scale; all, in a lookup"),
         dtype_axis("activation"),
         dtype_axis("weight"),
-        Choice("symmetric", (False, True), "whether zero-points are all 8 and not stored"),
-        # Interleaved last, for the same reason.
+        Choice("symmetric", (False, True), "whether zero-points are all in the middle and not stored"),
         Choice("order", ORDERS, "of the codes in a word: a checkpoint's, or as `prepare` makes it"),
         Choice("bias", (False, True)),
         Choice("layout", LAYOUTS, "of x"),
@@ -99,10 +173,13 @@ CONTRACT = Contract(
         Choice("values", KINDS),
     ),
     constraints=(
-        Constraint("N % 8 == 0"),
-        Constraint("K % 8 == 0"),
-        Constraint("group_size % 8 == 0"),
-        Constraint("K % group_size == 0"),
+        Constraint(f"permuted or K % {_ROW} == 0"),
+        Constraint("permuted or padding == 0"),
+        Constraint(f"(K + padding) % {_ROW} == 0"),
+        Constraint(f"group_size % {_ROW} == 0"),
+        Constraint("(K + padding) % group_size == 0"),
+        Constraint("coding == 'uniform' or group_size == K + padding"),
+        Constraint("coding == 'uniform' or not symmetric"),
         Constraint("weight == activation"),
     ),
     arguments={
@@ -116,21 +193,10 @@ CONTRACT = Contract(
     flops=flops,
     default="auto",
     benchmarks={
-        f"M={tokens},N={outputs},K={inputs},g=128": {
-            "M": tokens,
-            "N": outputs,
-            "K": inputs,
-            "bits": 4,
-            "group_size": 128,
-            "activation": "bfloat16",
-            "weight": "bfloat16",
-            "symmetric": False,
-            "order": "interleaved",
-            "bias": False,
-        }
+        f"M={tokens},N={outputs},K={inputs},g=128": _benchmark(tokens, outputs, inputs)
         for tokens in (1, 16, 64, 128, 2048)
-        # Qwen3-4B's qkv, attention output, gate-up and down projections, and the square of the published figures.
-        for outputs, inputs in ((6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728), (8192, 8192))
-    },
+        for outputs, inputs in _SHAPES
+    }
+    | _benchmarks(),
     batching=row_batching("x"),
 )

@@ -13,8 +13,9 @@ import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
 from tkernels.inputs import dtype_of
-from tkernels.ops.dequant_gemm.unpack import magic_of, unpacked, weight_tile
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved, needs_interleaved
+from tkernels.ops.dequant_gemm.argument import only_plain
+from tkernels.ops.dequant_gemm.unpack import magic_of, unpacked, weight_arguments, weight_tile
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved
 
 CONFIGS = tuple(
     Config(BLOCK_N=columns, BLOCK_K=depth, num_warps=warps, num_stages=1)
@@ -59,7 +60,7 @@ def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, B
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    return needs_interleaved(axes)
+    return only_plain(axes)
 
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
@@ -71,18 +72,11 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
         # No program where there is no token.
         (triton.cdiv(inputs, block_k) * min(x.shape[0], 1), triton.cdiv(outputs, block_n)),
         dense_ptr=dense,
-        packed_ptr=weight.packed,
-        scales_ptr=weight.scales,
-        zeros_ptr=weight.zeros,
         stride_dense_k=dense.stride(0),
-        stride_packed_w=weight.packed.stride(0),
-        stride_scales_g=weight.scales.stride(0),
-        stride_zeros_g=0 if weight.zeros is None else weight.zeros.stride(0),
         outputs=outputs,
         inputs=inputs,
         magic=magic_of(weight.dtype),
-        GROUP_WORDS=weight.group_size // 8,
-        ONE_GROUP=weight.group_size % block_k == 0,
+        **weight_arguments(weight, block_k // 8),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
     )

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
+from tkernels.ops.dequant_gemm.argument import only_plain
 from tkernels.ops.dequant_gemm.split_sums import summed_by_the_last, words_per_split
-from tkernels.ops.dequant_gemm.unpack import weight_tile
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved, needs_interleaved
+from tkernels.ops.dequant_gemm.unpack import weight_arguments, weight_tile
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved
 
 CONFIGS = tuple(
     Config(BLOCK_N=columns, BLOCK_W=words, PROGRAMS_PER_SM=programs, num_warps=warps, num_stages=3)
@@ -131,7 +132,7 @@ def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, B
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
     if int(axes["M"]) > 1:
         return f"it takes one token at a time, not M = {axes['M']}"
-    return needs_interleaved(axes)
+    return only_plain(axes)
 
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
@@ -146,20 +147,13 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
         partial_ptr=run.workspace.get("partial"),
         arrived_ptr=run.workspace.get("arrived"),
         x_ptr=x,
-        packed_ptr=weight.packed,
-        scales_ptr=weight.scales,
-        zeros_ptr=weight.zeros,
         bias_ptr=bias,
-        stride_packed_w=weight.packed.stride(0),
-        stride_scales_g=weight.scales.stride(0),
-        stride_zeros_g=0 if weight.zeros is None else weight.zeros.stride(0),
         outputs=outputs,
         words=words,
         words_of_split=words_of_split,
         splits=splits,
         exponent=(127 + 23) << 23,  # of 2**23 in fp32
-        GROUP_WORDS=weight.group_size // 8,
-        ONE_GROUP=weight.group_size // 8 % run.config["BLOCK_W"] == 0,
+        **weight_arguments(weight, run.config["BLOCK_W"]),
         BLOCK_N=block_n,
         BLOCK_W=run.config["BLOCK_W"],
         STAGES=run.config.num_stages,

@@ -12,9 +12,10 @@ import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
 from tkernels.language import dot
+from tkernels.ops.dequant_gemm.argument import only_plain
 from tkernels.ops.dequant_gemm.split_sums import summed_by_the_last, words_per_split
-from tkernels.ops.dequant_gemm.unpack import magic_of, unpacked, weight_tile
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved, needs_interleaved
+from tkernels.ops.dequant_gemm.unpack import magic_of, unpacked, weight_arguments, weight_tile
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved
 
 # BLOCK_TOKENS, not BLOCK_M: the product is transposed, and its rows are outputs.
 CONFIGS = tuple(
@@ -134,7 +135,7 @@ def supports(axes: Axes, device: DeviceFacts) -> str | None:
     # Also what keeps the workspace's offsets in 32 bits: splits * N is at most the programs times BLOCK_N.
     if int(axes["M"]) > MAX_ROWS:
         return f"it keeps a partial sum for every row and split, and takes {MAX_ROWS} rows, not M = {axes['M']}"
-    return needs_interleaved(axes)
+    return only_plain(axes)
 
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
@@ -150,23 +151,16 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
         partial_ptr=run.workspace.get("partial"),
         arrived_ptr=run.workspace.get("arrived"),
         x_ptr=x,
-        packed_ptr=weight.packed,
-        scales_ptr=weight.scales,
-        zeros_ptr=weight.zeros,
         bias_ptr=bias,
         stride_out_m=out.stride(0),
         stride_x_m=x.stride(0),
-        stride_packed_w=weight.packed.stride(0),
-        stride_scales_g=weight.scales.stride(0),
-        stride_zeros_g=0 if weight.zeros is None else weight.zeros.stride(0),
         tokens=x.shape[0],
         outputs=outputs,
         words=words,
         words_of_split=words_of_split,
         splits=splits,
         magic=magic_of(weight.dtype),
-        GROUP_WORDS=weight.group_size // 8,
-        ONE_GROUP=weight.group_size % block_k == 0,
+        **weight_arguments(weight, block_k // 8),
         BLOCK_TOKENS=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,

@@ -10,8 +10,9 @@ import triton.language as tl
 
 from tkernels import Axes, Config, DeviceFacts, Run, Variant
 from tkernels.language import dot
-from tkernels.ops.dequant_gemm.unpack import magic_of, unpacked, weight_tile
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved, needs_interleaved
+from tkernels.ops.dequant_gemm.argument import only_plain
+from tkernels.ops.dequant_gemm.unpack import magic_of, unpacked, weight_arguments, weight_tile
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved
 
 CONFIGS = tuple(
     Config(BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=depth, num_warps=warps, num_stages=stages)
@@ -82,7 +83,7 @@ def dequant_gemm_tiled(
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    return needs_interleaved(axes)
+    return only_plain(axes)
 
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
@@ -98,21 +99,14 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
         (triton.cdiv(x.shape[0], block_m), triton.cdiv(outputs, block_n)),
         out_ptr=out,
         x_ptr=x,
-        packed_ptr=weight.packed,
-        scales_ptr=weight.scales,
-        zeros_ptr=weight.zeros,
         bias_ptr=bias,
         stride_out_m=out.stride(0),
         stride_x_m=x.stride(0),
-        stride_packed_w=weight.packed.stride(0),
-        stride_scales_g=weight.scales.stride(0),
-        stride_zeros_g=0 if weight.zeros is None else weight.zeros.stride(0),
         tokens=x.shape[0],
         outputs=outputs,
         inputs=inputs,
         magic=magic_of(weight.dtype),
-        GROUP_WORDS=weight.group_size // 8,
-        ONE_GROUP=weight.group_size % block_k == 0,
+        **weight_arguments(weight, block_k // 8),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,

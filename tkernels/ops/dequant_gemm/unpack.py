@@ -8,11 +8,14 @@ it need not turn the pair around. (Kim et al., 2022, "Who Says Elephants Can't R
 "MARLIN", whose kernels do it in assembly, as does NVIDIA's FasterTransformer.)
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from tkernels.language import INTERPRETING
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight
 
 
 def magic_of(dtype: torch.dtype) -> int:
@@ -24,6 +27,22 @@ def magic_of(dtype: torch.dtype) -> int:
     sm_90: 5.8 instructions for each weight in split_k, against 4.9).
     """
     return {torch.float16: 0x64006400, torch.bfloat16: 0x43004300}.get(dtype, 0)
+
+
+def weight_arguments(weight: QuantizedWeight, block_w: int) -> dict[str, Any]:
+    """A weight's parts as kernels take them, and what `weight_tile` is compiled for at tiles of `block_w` word rows."""
+    scales, zeros = weight.scales, weight.zeros
+    group_words = weight.group_size // 8
+    return {
+        "packed_ptr": weight.packed,
+        "scales_ptr": scales,
+        "zeros_ptr": zeros,
+        "stride_packed_w": weight.packed.stride(0),
+        "stride_scales_g": 0 if scales is None else scales.stride(0),
+        "stride_zeros_g": 0 if zeros is None else zeros.stride(0),
+        "GROUP_WORDS": group_words,
+        "ONE_GROUP": group_words % block_w == 0,
+    }
 
 
 @triton.jit
@@ -98,8 +117,7 @@ def weight_tile(
         group = (offs_w // GROUP_WORDS).to(tl.int64)[:, None]
     scale = tl.load(scales_ptr + group * stride_scales_g + offs_n[None, :], mask=mask, other=0.0)
     if zeros_ptr is not None:
-        zero_ptrs = zeros_ptr + group * stride_zeros_g + (offs_n // 8)[None, :]
-        zero = (tl.load(zero_ptrs, mask=mask, other=0) >> (4 * (offs_n % 8))[None, :]) & 15
+        zero = tl.load(zeros_ptr + group * stride_zeros_g + offs_n[None, :], mask=mask, other=0).to(tl.int32)
     else:
         zero = tl.full((1, offs_n.shape[0]), 8, dtype=tl.int32)
     return packed, zero, scale

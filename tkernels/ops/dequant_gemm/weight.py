@@ -1,102 +1,160 @@
-"""QuantizedWeight: a linear layer's weight as 4-bit codes with a scale and a zero-point for each group of inputs."""
+"""QuantizedWeight: a linear layer's weight as short codes, and what they stand for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
-from tkernels.contract import Axes, ContractError, Tensor, Value
+from tkernels.ops.dequant_gemm.codes import (
+    BITS,
+    ORDERS,
+    Order,
+    codes_in,
+    codes_per_row,
+    codes_per_word,
+    low_bits,
+    pack_codes,
+    reordered,
+)
+from tkernels.ops.dequant_gemm.outliers import Outliers
 
-CODES_PER_WORD = 8
-"""4-bit codes in an int32 word."""
-
-Order = Literal["sequential", "interleaved"]
-"""Where a word keeps its eight codes. See QuantizedWeight."""
-
-ORDERS: tuple[Order, ...] = get_args(Order)
-
-INTERLEAVED = (1, 3, 5, 7, 0, 2, 4, 6)
-"""The code that each nibble of an interleaved word holds, lowest bits first."""
+Coding = Literal["uniform", "lookup"]
+CODINGS: tuple[Coding, ...] = ("uniform", "lookup")
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """W[n, k] = (code[k, n] - zero[k // group_size, n]) * scale[k // group_size, n], for N outputs and K inputs.
+    """W[n, k] for N outputs and K inputs, of which Kp places of codes, in G = Kp / group_size groups, keep the most:
 
-    packed: [K/8, N] int32: word [r, n] holds the codes of k = 8r .. 8r + 7, in `order`.
-    scales: [G, N] floating, G = K / group_size groups.
-    zeros: [G, N/8] int32, packed along N in the same way; None (symmetric) stands for 2**(bits - 1) everywhere.
-    bits: 4. group_size: inputs that share a scale, a multiple of 8 that divides K; -1 means all K of them.
-    order: of a word's codes, lowest bits first: "sequential", or "interleaved", which has the odd ones (1, 3, 5, 7) in
-        the low half and the even ones in the high half, so that one shift and one mask give two neighbours, each in 16
-        bits of its own (Kim et al., 2022, "Who Says Elephants Can't Run"). `zeros` stay sequential.
+        W[n, k] = (code[p, n] - zero[p // group_size, n]) * scale[p // group_size, n] + outlier[n, k]    uniform
+        W[n, k] = table[code[p, n], n] + outlier[n, k]                                                   lookup
 
-    A sequential weight is GPTQ's (Frantar et al., 2023) with zero-points as they are, not less one. At group size 128 a
-    weight takes 0.26 times the bytes of bf16. Unit stride in the last dim of each tensor.
+    for the place p with permutation[p] = k; without a permutation p = k and Kp = K.
+
+    packed: [Kp / codes_per_word, N] int32, as in codes.py, in `order`; of 3-bit codes the two low bits.
+    high: [Kp / 32, N] int32, the third bits of 3-bit codes; else None.
+    scales: [G, N] floating; None for a lookup.
+    zeros: [G, N] int16; None (symmetric) stands for 2**(bits - 1) everywhere. Not packed: a GPTQ file of format v1 can
+        mean 16 at 4 bits and 256 at 8.
+    table: [2**bits, N] floating, each output's own values (SqueezeLLM: Kim et al., 2023); None for uniform codes.
+    permutation: [Kp] int32, the input that each place stands for, each input once; -1 is padding, whose code counts
+        nothing. GPTQ's activation order (Frantar et al., 2023) puts inputs of one group side by side by it.
+    outliers: weights kept beside the codes, of the scales' or table's dtype; None where there are none.
+    bits: 2, 3, 4 or 8. group_size: places that share a scale, whole words of them, a divisor of Kp; -1 means all.
+    order: of the codes in a word: "sequential", as checkpoints have them, or "interleaved", as kernels read them.
+    inputs: K; -1 means Kp.
+
+    At 4 bits and group size 128 a weight with zero-points takes 0.266 times the bytes of bf16. The two-dimensional
+    parts have unit stride in the last dim.
 
     Raises:
-        ValueError: parts whose shapes, dtypes or strides do not fit together, an unknown order, or a packed part of
-            2**31 words (8 GB).
+        ValueError: parts whose shapes, dtypes or strides do not fit together, parts of both codings or of none, an
+            unknown order, or a packed part of 2**31 words (8 GB).
     """
 
     packed: torch.Tensor
-    scales: torch.Tensor
+    scales: torch.Tensor | None
     zeros: torch.Tensor | None
     bits: int = 4
     group_size: int = 128
     order: Order = "sequential"
+    high: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+    permutation: torch.Tensor | None = None
+    outliers: Outliers | None = None
+    inputs: int = -1
 
     def __post_init__(self) -> None:
-        if self.bits != 4:
-            raise ValueError(f"QuantizedWeight: bits must be 4, got {self.bits!r}")
+        if self.bits not in BITS:
+            raise ValueError(f"QuantizedWeight: bits must be one of {', '.join(map(str, BITS))}, got {self.bits!r}")
         if self.order not in ORDERS:
             raise ValueError(f"QuantizedWeight: order must be {' or '.join(ORDERS)}, got {self.order!r}")
-        parts = {"packed": self.packed, "scales": self.scales}
-        if self.zeros is not None:
-            parts["zeros"] = self.zeros
-        for name, part in parts.items():
-            wanted = "a floating dtype" if name == "scales" else "int32"
-            if not (part.is_floating_point() if name == "scales" else part.dtype is torch.int32):
-                raise ValueError(f"QuantizedWeight: {name} must have {wanted}, got {part.dtype}")
-            if part.dim() != 2:
-                raise ValueError(f"QuantizedWeight: {name} must have two dims, got shape {list(part.shape)}")
-            if part.shape[1] > 1 and part.stride(1) != 1:
-                raise ValueError(f"QuantizedWeight: {name} needs unit stride in its last dim, got {part.stride()}")
-        (outputs, inputs), words = self.shape, list(self.packed.shape)
-        if inputs == 0 or outputs == 0 or outputs % CODES_PER_WORD:
+        for name, part in self.own_parts():
+            _check_part(name, part)
+        self._check_coding()
+        words, places, outputs = list(self.packed.shape), self.places, self.packed.shape[1]
+        if places == 0 or outputs == 0 or places % codes_per_row(self.bits):
             raise ValueError(
-                f"QuantizedWeight: packed has shape {words}; [K/8, N] with K and N positive multiples of 8 is needed"
+                f"QuantizedWeight: packed has shape {words}; [Kp/{codes_per_word(self.bits)}, N] with N positive and "
+                f"Kp a positive multiple of {codes_per_row(self.bits)} is needed for {self.bits} bits"
             )
-        if (words[0] - 1) * self.packed.stride(0) + words[1] >= 2**31:
-            raise ValueError(
-                f"QuantizedWeight: packed spans 2**31 words or more (shape {words}, strides {self.packed.stride()}), "
-                "which the kernels' 32-bit offsets do not reach"
-            )
+        for name, part in self.own_parts():
+            if name in ("packed", "high", "table") and (part.shape[0] - 1) * part.stride(0) + part.shape[1] >= 2**31:
+                raise ValueError(
+                    f"QuantizedWeight: {name} spans 2**31 {'values' if name == 'table' else 'words'} or more (shape "
+                    f"{[*part.shape]}, strides {part.stride()}), which the kernels' 32-bit offsets do not reach"
+                )
         if self.group_size == -1:
-            object.__setattr__(self, "group_size", inputs)
-        _check_group_size(self.group_size, inputs)
-        groups = inputs // self.group_size
-        shapes = {"scales": ("[K / group_size, N]", [groups, outputs])}
-        shapes["zeros"] = ("[K / group_size, N/8]", [groups, outputs // CODES_PER_WORD])
-        for name, (dims, shape) in shapes.items():
-            if name in parts and list(parts[name].shape) != shape:
-                raise ValueError(f"QuantizedWeight: {name} has shape {list(parts[name].shape)}, not {shape} = {dims}")
+            object.__setattr__(self, "group_size", places)
+        check_group_size(self.group_size, places, self.bits)
+        if self.inputs == -1:
+            object.__setattr__(self, "inputs", places)
+        if self.permutation is None and self.inputs != places:
+            raise ValueError(f"QuantizedWeight: {self.inputs} inputs without a permutation, but {places} codes")
+        groups = places // self.group_size
+        shapes = {
+            "high": ("[Kp/32, N]", [places // 32, outputs]),
+            "scales": ("[K / group_size, N]", [groups, outputs]),
+            "zeros": ("[K / group_size, N]", [groups, outputs]),
+            "table": ("[2**bits, N]", [2**self.bits, outputs]),
+            "permutation": ("[Kp]", [places]),
+        }
+        for name, part in self.own_parts():
+            if name in shapes and list(part.shape) != shapes[name][1]:
+                dims, shape = shapes[name]
+                raise ValueError(f"QuantizedWeight: {name} has shape {list(part.shape)}, not {shape} = {dims}")
+        if self.outliers is not None and self.outliers.num_outputs != outputs:
+            raise ValueError(f"QuantizedWeight: outliers of {self.outliers.num_outputs} outputs, not {outputs}")
+
+    def _check_coding(self) -> None:
+        if (self.scales is None) == (self.table is None):
+            raise ValueError("QuantizedWeight: it needs either scales or a table")
+        if self.table is not None and self.zeros is not None:
+            raise ValueError("QuantizedWeight: a table's codes have no zeros")
+        if (self.high is not None) != (self.bits == 3):
+            raise ValueError(f"QuantizedWeight: high keeps the third bits of 3-bit codes, and these have {self.bits}")
+        if self.outliers is not None and self.outliers.vals.dtype != self.dtype:
+            raise ValueError(f"QuantizedWeight: outliers are {self.outliers.vals.dtype}, and the rest is {self.dtype}")
+
+    def own_parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that are there, by name; not those of `outliers`."""
+        for name in ("packed", "high", "scales", "zeros", "table", "permutation"):
+            part = getattr(self, name)
+            if part is not None:
+                yield name, part
+
+    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors, by name: "outliers.cols" those of `outliers`."""
+        yield from self.own_parts()
+        if self.outliers is not None:
+            for name in ("rows", "cols", "vals"):
+                yield f"outliers.{name}", getattr(self.outliers, name)
+
+    @property
+    def places(self) -> int:
+        """Kp, the inputs and the padding."""
+        return int(self.packed.shape[0]) * codes_per_word(self.bits)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K), as the dense weight's."""
-        return self.packed.shape[1], self.packed.shape[0] * CODES_PER_WORD
+        return int(self.packed.shape[1]), self.inputs
+
+    @property
+    def coding(self) -> Coding:
+        return "uniform" if self.table is None else "lookup"
 
     @property
     def symmetric(self) -> bool:
-        return self.zeros is None
+        return self.zeros is None and self.table is None
 
     @property
     def dtype(self) -> torch.dtype:
-        """The scales' dtype."""
-        return self.scales.dtype
+        """Of the scales, or of the table."""
+        values = self.scales if self.table is None else self.table
+        assert values is not None
+        return values.dtype
 
     @property
     def device(self) -> torch.device:
@@ -105,149 +163,117 @@ class QuantizedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of all parts."""
-        return sum(part.nbytes for part in (self.packed, self.scales, self.zeros) if part is not None)
+        return sum(part.nbytes for _, part in self.parts())
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "QuantizedWeight":
-        """The weight with `function` applied to each of its tensors."""
-        zeros = None if self.zeros is None else function(self.zeros)
-        return replace(self, packed=function(self.packed), scales=function(self.scales), zeros=zeros)
+        """The weight with `function` applied to each of its tensors, the outliers' too."""
+        changed: dict[str, Any] = {name: function(part) for name, part in self.own_parts()}
+        outliers = None if self.outliers is None else self.outliers.map_tensors(function)
+        return replace(self, **changed, outliers=outliers)
 
-    def to(self, device: torch.device | str) -> "QuantizedWeight":
-        """The weight on another device."""
-        return self.map_tensors(lambda tensor: tensor.to(device))
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "QuantizedWeight":
+        """The weight on another device, its floating parts in another dtype."""
+        return self.map_tensors(lambda part: part.to(device, dtype if part.is_floating_point() else None))
 
 
-def _check_group_size(group_size: int, inputs: int) -> None:
-    if group_size < CODES_PER_WORD or group_size % CODES_PER_WORD or inputs % group_size:
+def _check_part(name: str, part: torch.Tensor) -> None:
+    floating, dims = name in ("scales", "table"), 1 if name == "permutation" else 2
+    integer = torch.int16 if name == "zeros" else torch.int32
+    if not (part.is_floating_point() if floating else part.dtype is integer):
+        wanted = "a floating dtype" if floating else str(integer).removeprefix("torch.")
+        raise ValueError(f"QuantizedWeight: {name} must have {wanted}, got {part.dtype}")
+    if part.dim() != dims:
+        raise ValueError(f"QuantizedWeight: {name} must have {'one dim' if dims == 1 else 'two dims'}, got shape "
+                         f"{list(part.shape)}")  # fmt: skip
+    if part.shape[-1] > 1 and part.stride(-1) != 1:
+        raise ValueError(f"QuantizedWeight: {name} needs unit stride in its last dim, got {part.stride()}")
+
+
+def check_group_size(group_size: int, places: int, bits: int) -> None:
+    """ValueError where groups of `group_size` are not whole rows of words, or do not make up Kp = `places`."""
+    row = codes_per_row(bits)
+    if group_size < row or group_size % row or places % group_size:
         raise ValueError(
-            f"QuantizedWeight: group_size must be -1 or a multiple of 8 that divides K = {inputs}, got {group_size}"
+            f"QuantizedWeight: group_size must be -1 or a multiple of {row} that divides K = {places}, got "
+            f"{group_size} at {bits} bits"
         )
 
 
-def pack(codes: torch.Tensor, dim: int) -> torch.Tensor:
-    """Integer codes 0 to 15, of any shape, packed along `dim`, eight to an int32 word, lowest bits first."""
-    words = codes.long().unflatten(dim, (-1, CODES_PER_WORD)).movedim(dim % codes.dim() + 1, -1)
-    shifts = 4 * torch.arange(CODES_PER_WORD, device=codes.device)
-    unsigned = (words << shifts).sum(-1)  # disjoint bits: the sum is their union, in 0 .. 2**32 - 1
-    return (unsigned - ((unsigned >> 31) << 32)).int()
+def from_codes(
+    codes: torch.Tensor,
+    bits: int,
+    *,
+    scales: torch.Tensor | None = None,
+    zeros: torch.Tensor | None = None,
+    group_size: int = -1,
+    table: torch.Tensor | None = None,
+    permutation: torch.Tensor | None = None,
+    outliers: Outliers | None = None,
+) -> QuantizedWeight:
+    """A sequential weight of codes [Kp, N], integers below 2**bits, by place. The rest as in QuantizedWeight; zeros may
+    be of any integer dtype, and K is the number of places that the permutation does not call padding.
+    """
+    packed, high = pack_codes(codes, bits)
+    return QuantizedWeight(
+        packed,
+        scales,
+        None if zeros is None else zeros.to(torch.int16),
+        bits,
+        group_size,
+        "sequential",
+        high,
+        table,
+        permutation,
+        outliers,
+        -1 if permutation is None else int((permutation >= 0).sum()),
+    )
 
 
-def unpack(words: torch.Tensor, dim: int) -> torch.Tensor:
-    """The inverse of `pack`: int32 codes 0 to 15, eight times as many along `dim`."""
-    shifts = 4 * torch.arange(CODES_PER_WORD, device=words.device, dtype=torch.int32)
-    codes = (words.unsqueeze(-1) >> shifts) & 15  # the shift is arithmetic; the mask drops the sign's copies
-    dim = dim % words.dim()
-    return codes.movedim(-1, dim + 1).flatten(dim, dim + 1)
+def unpack_codes(weight: QuantizedWeight) -> torch.Tensor:
+    """[Kp, N] uint8, the codes by place."""
+    return codes_in(weight.packed, weight.high, weight.bits, weight.order)
 
 
-def _swapped(words: torch.Tensor, mask: int, distance: int) -> torch.Tensor:
-    """The words with the bits in `mask` and those `distance` above them in each other's place."""
-    moved = (words ^ (words >> distance)) & mask
-    return words ^ moved ^ (moved << distance)
+def in_order(weight: QuantizedWeight, order: Order) -> QuantizedWeight:
+    """The same weight with its words' codes in that order."""
+    if weight.order == order:
+        return weight
+    high = None if weight.high is None else reordered(weight.high, 1, order)
+    return replace(weight, packed=reordered(weight.packed, low_bits(weight.bits), order), high=high, order=order)
 
 
 def interleaved(weight: QuantizedWeight) -> QuantizedWeight:
     """The same weight with its codes interleaved: what the Triton variants of dequant_gemm read."""
-    if weight.order == "interleaved":
-        return weight
-    # In each half of a word the middle nibbles change places, then in the word the middle bytes, then its halves:
-    # 01234567 -> 02134657 -> 02461357 -> 13570246. On whole words: scratch of the weight's size, not of its codes'.
-    words = _swapped(_swapped(_swapped(weight.packed, 0x00F000F0, 4), 0x0000FF00, 8), 0x0000FFFF, 16)
-    return replace(weight, packed=words, order="interleaved")
+    return in_order(weight, "interleaved")
 
 
 def sequential(weight: QuantizedWeight) -> QuantizedWeight:
     """The same weight with its codes in the order of a checkpoint."""
-    if weight.order == "sequential":
-        return weight
-    words = _swapped(_swapped(_swapped(weight.packed, 0x0000FFFF, 16), 0x0000FF00, 8), 0x00F000F0, 4)
-    return replace(weight, packed=words, order="sequential")
-
-
-def quantize(
-    weight: torch.Tensor,
-    bits: int = 4,
-    group_size: int = 128,
-    *,
-    symmetric: bool = False,
-    dtype: torch.dtype | None = None,
-) -> QuantizedWeight:
-    """Round-to-nearest quantization, each group by its own range.
-
-    Args:
-        weight: [N, K], any float dtype, finite; N and K multiples of 8.
-        bits: 4.
-        group_size: as in QuantizedWeight.
-        symmetric: the range is [-max|w|, max|w|] and no zero-points are stored; otherwise it is [min(w, 0), max(w, 0)].
-        dtype: of the scales; `weight`'s by default.
-
-    Returns:
-        A weight within half a step, plus the rounding of the scale, of the given one.
-    """
-    if bits != 4:
-        raise ValueError(f"quantize: bits must be 4, got {bits!r}")
-    if weight.dim() != 2 or not weight.is_floating_point() or weight.numel() == 0:
-        raise ValueError(f"quantize: weight must be floating [N, K], got {weight.dtype} {list(weight.shape)}")
-    outputs, inputs = weight.shape
-    if outputs % CODES_PER_WORD or inputs % CODES_PER_WORD:
-        raise ValueError(f"quantize: N = {outputs} and K = {inputs} must be multiples of {CODES_PER_WORD}")
-    group_size = inputs if group_size == -1 else group_size
-    _check_group_size(group_size, inputs)
-    top = 2**bits - 1
-    wide = weight.double() if weight.dtype == torch.float64 else weight.float()
-    groups = wide.t().unflatten(0, (-1, group_size))  # [G, group_size, N]
-    if symmetric:
-        high = groups.abs().amax(1, keepdim=True)
-        low = -high
-    else:
-        low, high = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True).clamp(min=0)
-    scales = ((high - low) / top).to(dtype or weight.dtype)  # [G, 1, N]
-    step = scales.to(wide.dtype)
-    step = torch.where(
-        step > 0, step, 1
-    )  # a group of zeros, or one too small for the scale's dtype: all codes are zero's
-    zeros = torch.full_like(low, 2 ** (bits - 1)) if symmetric else (-low / step).round().clamp(0, top)  # [G, 1, N]
-    codes = ((groups / step).round() + zeros).clamp(0, top).flatten(0, 1)  # [K, N]
-    packed_zeros = None if symmetric else pack(zeros.squeeze(1), dim=-1)
-    return QuantizedWeight(pack(codes, dim=0), scales.squeeze(1).contiguous(), packed_zeros, bits, group_size)
+    return in_order(weight, "sequential")
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The dense weight [N, K] in `dtype` (the scales' by default): the product of two exact numbers, rounded once."""
-    wide = torch.promote_types(dtype or weight.dtype, torch.float32)
-    codes = unpack(sequential(weight).packed, dim=0).unflatten(0, (-1, weight.group_size))  # [G, group_size, N]
-    zeros = 2 ** (weight.bits - 1) if weight.zeros is None else unpack(weight.zeros, dim=-1).unsqueeze(1)  # [G, 1, N]
-    dense = (codes - zeros).to(wide) * weight.scales.to(wide).unsqueeze(1)
-    return dense.flatten(0, 1).t().to(dtype or weight.dtype)
-
-
-@dataclass(frozen=True)
-class QuantizedWeightArgument:
-    """The rule for a QuantizedWeight: binds N, K, G, weight (its scales' dtype), bits, group_size, symmetric, order."""
-
-    @cached_property
-    def parts(self) -> dict[str, Tensor]:
-        return {
-            "packed": Tensor("K/8 N", "int32"),
-            "scales": Tensor("G N", "weight"),
-            "zeros": Tensor("G N/8", "int32"),
-        }
-
-    def bind(self, op: str, name: str, value: Any, axes: dict[str, Value], device: torch.device | None) -> None:
-        if not isinstance(value, QuantizedWeight):
-            raise ContractError(f"{op}: argument {name!r} must be a QuantizedWeight, got {type(value).__name__}")
-        for part, rule in self.parts.items():
-            if (tensor := getattr(value, part)) is not None:
-                rule.bind(op, f"{name}.{part}", tensor, axes, device)
-        axes["bits"], axes["group_size"], axes["symmetric"] = value.bits, value.group_size, value.symmetric
-        axes["order"] = value.order
-
-
-def needs_interleaved(axes: Axes) -> str | None:
-    """Why a variant that reads interleaved words cannot take this weight, or None where it can.
-
-    A weight that is yet to be loaded has no order: `prepare` sees to it.
-    """
-    if axes.get("order", "interleaved") == "interleaved":
-        return None
-    return f"its weight must be interleaved, not {axes['order']}: pass what tkernels.prepared(variant, weight) returns"
+    """The dense weight [N, K] in `dtype` (the weight's own by default), computed in float32 or wider, rounded once."""
+    dtype = dtype or weight.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    if weight.outliers is not None and weight.scales is not None and weight.dtype == torch.float32:
+        wide = torch.float64  # a product rounded to fp32 would be rounded again as a sum
+    codes = unpack_codes(weight)  # [Kp, N]
+    if weight.table is not None:
+        dense = weight.table.to(wide).gather(0, codes.long())  # [Kp, N]
+    else:
+        assert weight.scales is not None
+        zeros = 2 ** (weight.bits - 1) if weight.zeros is None else weight.zeros.to(wide).unsqueeze(1)  # [G, 1, N]
+        grouped = codes.unflatten(0, (-1, weight.group_size))  # [G, group_size, N]
+        dense = ((grouped.to(wide) - zeros) * weight.scales.to(wide).unsqueeze(1)).flatten(0, 1)  # [Kp, N]
+    if weight.permutation is not None:
+        counts = weight.permutation >= 0
+        placed = torch.zeros((weight.inputs, dense.shape[1]), dtype=wide, device=weight.device)
+        placed[weight.permutation[counts].long()] = dense[counts]
+        dense = placed
+    rounded = dense.to(dtype)  # [K, N]
+    if weight.outliers is not None:
+        rows, cols = weight.outliers.outputs(), weight.outliers.cols.long()
+        sums = dense[cols, rows].double() + weight.outliers.vals.double()  # a sum in fp32 would round a second time
+        rounded[cols, rows] = sums.to(dtype)
+    return rounded.t()

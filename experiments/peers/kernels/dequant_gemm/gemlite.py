@@ -6,17 +6,21 @@ import torch
 
 from experiments.peers.installed import needs
 from tkernels import Variant
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, unpack
+from tkernels.contract import Axes
+from tkernels.device import DeviceFacts
+from tkernels.ops.dequant_gemm.argument import only_plain
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, unpack_codes
 
 
 def prepare(weight: QuantizedWeight) -> Any:
     """A GemLite layer of the same codes, scales and zero-points."""
     from gemlite.helper import A16W4_HQQ_INT
 
-    codes = unpack(weight.packed, dim=0).t().to(torch.uint8).contiguous()  # [N, K]
+    assert weight.scales is not None, "`supports` refuses a table"
+    codes = unpack_codes(weight).t().contiguous()  # [N, K]
     scales = weight.scales.t().contiguous()  # [N, G]
-    points = 8 if weight.zeros is None else unpack(weight.zeros, dim=-1).t()  # [N, G]
-    zeros = torch.as_tensor(points, device=scales.device).expand_as(scales).to(scales.dtype).contiguous()
+    points = torch.tensor(8, device=scales.device) if weight.zeros is None else weight.zeros.t()  # [N, G]
+    zeros = points.expand_as(scales).to(scales.dtype).contiguous()
     helper = A16W4_HQQ_INT(device=str(scales.device), dtype=scales.dtype)
     return helper.from_weights(codes, scales.reshape(-1, 1), zeros.reshape(-1, 1))
 
@@ -28,11 +32,15 @@ def dequant_gemm(x: torch.Tensor, weight: Any, *, bias: torch.Tensor | None = No
     return out if bias is None else out + bias
 
 
+def supports(axes: Axes, device: DeviceFacts) -> str | None:
+    return needs("gemlite")(axes, device) or only_plain({**axes, "order": "interleaved"})
+
+
 VARIANT = Variant(
     wins="a peer",
     function=dequant_gemm,
     prepare=prepare,
-    supports=needs("gemlite"),
+    supports=supports,
     deterministic=False,
     batch_invariant=False,
 )

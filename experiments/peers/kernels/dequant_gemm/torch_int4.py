@@ -9,7 +9,8 @@ from experiments.peers.installed import needs
 from tkernels import Variant
 from tkernels.contract import Axes
 from tkernels.device import DeviceFacts
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, unpack
+from tkernels.ops.dequant_gemm.argument import only_plain
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, unpack_codes
 
 _INNER_K_TILES = 8  # the largest it knows
 
@@ -28,9 +29,10 @@ class Packed:
 
 def prepare(weight: QuantizedWeight) -> Packed:
     """The same codes in torch's layout."""
-    codes = unpack(weight.packed, dim=0).t()  # [N, K]
+    assert weight.scales is not None, "`supports` refuses a table"
+    codes = unpack_codes(weight).t()  # [N, K]
     nibbles = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8).contiguous()  # [N, K/2]
-    zeros = 8 if weight.zeros is None else unpack(weight.zeros, dim=-1)  # [G, N]
+    zeros = 8 if weight.zeros is None else weight.zeros  # [G, N]
     offsets = (8 - zeros) * weight.scales
     both = torch.stack((weight.scales, torch.as_tensor(offsets).expand_as(weight.scales)), dim=-1)  # [G, N, 2]
     return Packed(torch._convert_weight_to_int4pack(nibbles, _INNER_K_TILES), both.contiguous(), weight.group_size)
@@ -44,7 +46,7 @@ def dequant_gemm(x: torch.Tensor, weight: Any, *, bias: torch.Tensor | None = No
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    if reason := needs(None)(axes, device):
+    if reason := needs(None)(axes, device) or only_plain({**axes, "order": "interleaved"}):
         return reason
     if axes.get("activation") != "bfloat16" or axes.get("weight") != "bfloat16":
         return "it takes bfloat16 alone"
