@@ -96,6 +96,20 @@ def test_whole_prompts_that_fill_every_step_do_not_starve_the_decodes(num_decodi
     assert scheduler.counters.num_finished - num_decoding >= num_steps - 2, "prompts fill every other step"
 
 
+def test_whole_prompts_and_decodes_take_turns_where_nobody_else_comes() -> None:
+    scheduler = make_scheduler(
+        num_blocks=100, max_num_seqs=8, chunked_prefill=False, max_num_batched_tokens=MAX_MODEL_LEN, eos_token_ids=()
+    )
+    device = SimulatedDevice(scheduler)
+    for number in range(2):
+        scheduler.add(number, [1 + number], ENDLESS)
+    step(scheduler, device)
+    for number in range(2, 5):
+        scheduler.add(number, [2] * (MAX_MODEL_LEN - 1), SamplingParams(max_tokens=1))
+    plans = [step(scheduler, device).counts.tolist() for _ in range(7)]
+    assert plans == [[1, 39], [1, 1], [1, 39], [1, 1], [1, 39], [1, 1], [1, 1]]
+
+
 def test_a_whole_prompt_pauses_the_decodes_that_it_leaves_no_room() -> None:
     scheduler = make_scheduler(num_blocks=60, chunked_prefill=False, max_num_batched_tokens=MAX_MODEL_LEN)
     device = SimulatedDevice(scheduler)
