@@ -19,8 +19,8 @@ from pydantic import (
 )
 
 from experiments.document import Document, ExperimentError, PathParts, nearest
+from tsched.refusal import MAX_PRIORITY
 from tsched.sampling_params import SamplingParams
-from tsched.scheduler import MAX_PRIORITY
 
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 Batching = Literal["continuous", "static"]
