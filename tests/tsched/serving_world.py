@@ -71,7 +71,8 @@ class ServingWorld:
     def come_back(self, choice: int, own: list[int], salt: int, max_tokens: int) -> None:
         """A conversation goes on: what has finished is the next prompt's beginning."""
         if self.finished:
-            self._add(np.append(self.finished[choice % len(self.finished)], own), salt, 0, 1, max_tokens, False)
+            prompt = np.append(self.finished[choice % len(self.finished)], np.array(own, dtype=np.int64))
+            self._add(prompt, salt, 0, 1, max_tokens, False)
 
     def schedule(self) -> None:
         if len(self.pages.under_way) > 1:
