@@ -275,10 +275,12 @@ def generate(
 @app.command("make-model")
 def make_model(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it; new or empty.")],
-    preset: Annotated[str, typer.Option(help="The recipe.")] = "tiny",
+    preset: Annotated[
+        str, typer.Option(help="tiny, which is trained, or random weights of Qwen3-0.6B's or Qwen3-4B's shape.")
+    ] = "tiny",
     seed: Annotated[int, typer.Option(min=0, help="Of the weights and of the order of the text.")] = 0,
 ) -> None:
-    """Train a small real model on Python's own sources (about a minute)."""
+    """Train a small real model on Python's own sources (about a minute), or write random weights of a large one."""
     from experiments.commands.make_model import run
 
     _exit(run, preset, directory, seed)

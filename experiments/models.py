@@ -10,6 +10,7 @@ from experiments.document import ExperimentError, nearest
 from experiments.schema import ModelSource
 from tmodel import ConfigError, ModelConfig, load_config
 from tmodel.presets import PRESETS, Recipe, find_recipe, preset_path
+from tmodel.random_weights import RANDOM_PRESETS, config_of, num_parameters
 from tmodel.weights import Checkpoint
 
 _DATA_FILES = ("*.json", "*.safetensors", "tokenizer.model")
@@ -20,13 +21,15 @@ _DATA_FILES = ("*.json", "*.safetensors", "tokenizer.model")
 class ModelPlan:
     """`config` is known without any weights; `directory()` builds a preset, or fetches a hub model's weights.
 
-    weights: the directory where they are already there, before they are asked for.
+    weights: the directory where they are already there, before they are asked for. random_weights: how many there are
+    of a preset that was never trained.
     """
 
     name: str
     config: ModelConfig
     directory: Callable[[], Path]
     weights: Path | None = None
+    random_weights: int = 0
 
 
 def plan_model(source: ModelSource, folder: Path) -> ModelPlan:
@@ -36,8 +39,14 @@ def plan_model(source: ModelSource, folder: Path) -> ModelPlan:
     """
     if source.preset is not None:
         preset = source.preset
+        if preset in RANDOM_PRESETS:
+            shape = RANDOM_PRESETS[preset]
+            return ModelPlan(
+                preset, config_of(shape), lambda: preset_path(preset), random_weights=num_parameters(shape)
+            )
+        known = [*PRESETS, *RANDOM_PRESETS]
         if preset not in PRESETS:
-            raise ValueError(f"unknown preset {preset!r}: there is {', '.join(PRESETS)}{nearest(preset, PRESETS)}")
+            raise ValueError(f"unknown preset {preset!r}: there is {', '.join(known)}{nearest(preset, known)}")
         return ModelPlan(preset, _config_of(find_recipe(preset)), lambda: preset_path(preset))
     if source.path is not None:
         directory = folder / source.path

@@ -32,6 +32,9 @@ _POLICIES: Mapping[str, Mapping[str, Any]] = {
     "prefix_cache": PREFIX_CACHES,
 }
 
+# Such a model is there to be measured on a GPU; on a CPU a workload made for that would take hours.
+_MOST_RANDOM_ON_CPU = 100_000_000
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -105,6 +108,8 @@ def make_plan(document: Document) -> Plan:
     dtype = getattr(torch, experiment.dtype) if experiment.dtype else (model.config.dtype if model else torch.float32)
     unsupported: dict[int, str] = {}
     if model is not None:
+        if device.type == "cpu" and model.random_weights > _MOST_RANDOM_ON_CPU:
+            raise ExperimentError([document.problem(("model",), _needs_gpu(model))])
         problems = _model_problems(document, experiment, model, arms, ops, device)
         problems += _engine_problems(document, model, arms, ops, dtype, device)
         if problems:
@@ -144,6 +149,14 @@ def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Scheduler options with LLM's own default for each that is not given."""
     defaults = {name: parameter.default for name, parameter in inspect.signature(LLM).parameters.items()}
     return {**defaults, **options}
+
+
+def _needs_gpu(model: ModelPlan) -> str:
+    return (
+        f"{model.name} is {model.random_weights / 1e9:.1f} billion random weights, to be measured on a GPU; on a CPU, "
+        "which is the device here, that would take hours. --set model.preset=tiny, with a workload that fits it, tries "
+        "the same small"
+    )
 
 
 def _registry(document: Document, experiment: Experiment) -> Registry:

@@ -17,8 +17,11 @@ from experiments.stages.context import Context
 from tkernels import ContractError, Tuning
 
 
-def run_experiment(plan: Plan, out: Path | None, overrides: Sequence[str], console: Console) -> RunFolder:
+def run_experiment(
+    plan: Plan, out: Path | None, overrides: Sequence[str], console: Console, tuning: Tuning | None = None
+) -> RunFolder:
     """Runs all stages and returns the folder with its rows. Progress goes to `console`, which should be stderr's.
+    tuning: how tuned configs are found; None is as the experiment says, in the lockfiles of the tree.
 
     Raises ExperimentError where the folder cannot be made or a point of `shapes` breaks its contract; whatever goes
     wrong in one arm becomes a row.
@@ -40,13 +43,13 @@ def run_experiment(plan: Plan, out: Path | None, overrides: Sequence[str], conso
         TimeElapsedColumn(),
         TextColumn("{task.fields[doing]}", style="dim", markup=False),
     )
-    tuning = Tuning(plan.experiment.tuning)
+    tuning = tuning if tuning is not None else Tuning(plan.experiment.tuning)
     with Progress(*columns, console=console) as progress:
         context = Context(plan, folder, points, tuning, progress)
         check.run(context)
         kernels.run(context)
         parity.run(context, engine.run(context))
-    folder.write_environment({**environment, "tuning": {"mode": plan.experiment.tuning, "used": tuning.used}})
+    folder.write_environment({**environment, "tuning": {"mode": tuning.mode, "used": tuning.used}})
     return folder
 
 

@@ -6,12 +6,14 @@ from tmodel.batch import Batch
 from tmodel.config import ConfigError, ModelConfig
 from tmodel.kv_cache import CachePages, KVCache, PagedKVCache, allocate_kv_cache, kv_bytes_per_block
 from tmodel.loading import load_config, load_model
-from tmodel.presets import PRESETS, make_model, preset_path
+from tmodel.presets import PRESETS, make_model, make_random_model, preset_path
+from tmodel.random_weights import RANDOM_PRESETS
 from tmodel.train import Recipe, TrainingError, TrainingReport
 from tmodel.weights import WeightError
 
 __all__ = [
     "PRESETS",
+    "RANDOM_PRESETS",
     "Architecture",
     "Batch",
     "CachePages",
@@ -30,5 +32,6 @@ __all__ = [
     "load_config",
     "load_model",
     "make_model",
+    "make_random_model",
     "preset_path",
 ]

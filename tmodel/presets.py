@@ -1,4 +1,4 @@
-"""Small real models that any machine can make for itself: a name, a recipe, a directory in Hugging Face format."""
+"""Models that any machine can make for itself, by name: small real ones from a recipe, large ones of random weights."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tmodel.corpus import standard_library_corpus
+from tmodel.random_weights import RANDOM_PRESETS, VERSION, write_random
 from tmodel.train import Recipe, TrainingReport, train_on
 
 PRESETS = {
@@ -48,21 +50,33 @@ def make_model(preset: str, directory: str | Path, *, seed: int = 0) -> Training
     return make_from_recipe(find_recipe(preset), Path(directory), seed=seed)
 
 
-def preset_path(preset: str) -> Path:
-    """The directory of `preset` in the user's cache folder, trained there on first use.
+def make_random_model(preset: str, directory: str | Path, *, seed: int = 0) -> None:
+    """Save `preset`, one of RANDOM_PRESETS, with random weights as `directory`; like `make_model`."""
+    shape = RANDOM_PRESETS[preset]
+    _make_whole(Path(directory), lambda unfinished: write_random(shape, unfinished, seed))
 
-    Two processes that ask at once train once: the second waits for the first. A folder's name carries a hash of the
-    recipe and of the Python version whose library is the text.
+
+def preset_path(preset: str) -> Path:
+    """The directory of `preset` in the user's cache folder, made there on first use.
+
+    Two processes that ask at once make it once: the second waits for the first. A folder's name carries a hash of the
+    recipe and of the Python version whose library is the text, or of the shape that the random weights have.
     """
-    recipe = find_recipe(preset)
-    made_of = json.dumps([asdict(recipe), platform.python_version()], sort_keys=True)
+    make: Callable[[Path], Any]
+    if preset in RANDOM_PRESETS:
+        made_of = json.dumps([dict(RANDOM_PRESETS[preset]), VERSION], sort_keys=True)
+        make = lambda directory: make_random_model(preset, directory)  # noqa: E731
+    else:
+        recipe = find_recipe(preset)
+        made_of = json.dumps([asdict(recipe), platform.python_version()], sort_keys=True)
+        make = lambda directory: make_from_recipe(recipe, directory, seed=0)  # noqa: E731
     directory = cache_folder() / f"{preset}-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
     if not directory.exists():
         directory.parent.mkdir(parents=True, exist_ok=True)
         with (directory.parent / f"{directory.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not directory.exists():
-                make_from_recipe(recipe, directory, seed=0)
+                make(directory)
     return directory
 
 
@@ -76,29 +90,40 @@ def cache_folder() -> Path:
 
 def find_recipe(preset: str) -> Recipe:
     if preset not in PRESETS:
-        raise ValueError(f"unknown preset {preset!r}; known are: {', '.join(sorted(PRESETS))}")
+        raise ValueError(f"unknown preset {preset!r}; known are: {', '.join([*PRESETS, *RANDOM_PRESETS])}")
     return PRESETS[preset]
 
 
 def make_from_recipe(recipe: Recipe, directory: Path, *, seed: int) -> TrainingReport:
     """`make_model` for a recipe without a name."""
+    reports: list[TrainingReport] = []
+
+    def make(unfinished: Path) -> None:
+        model, tokenizer, report = train_on(standard_library_corpus(recipe.corpus_bytes), recipe, seed)
+        with _no_progress_bars():
+            model.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
+        (unfinished / "training.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+        reports.append(report)
+
+    _make_whole(directory, make)
+    return reports[0]
+
+
+def _make_whole(directory: Path, make: Callable[[Path], Any]) -> None:
+    """Have `make` fill `directory`, which is there whole or not at all; FileExistsError where it is in use."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise FileExistsError(f"{directory} exists and is not an empty directory; a model is written to a new one")
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Beside its destination, so that one rename puts the whole model in place.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
-        model, tokenizer, report = train_on(standard_library_corpus(recipe.corpus_bytes), recipe, seed)
-        with _no_progress_bars():
-            model.save_pretrained(unfinished)
-            tokenizer.save_pretrained(unfinished)
-        (unfinished / "training.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+        make(unfinished)
         unfinished.chmod(0o755)  # mkdtemp's is for the owner alone
         unfinished.rename(directory)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return report
 
 
 @contextmanager

@@ -1,26 +1,33 @@
-"""`tk results-table`: the README's performance table, made of the results that lie in the repository."""
+"""`tk results-table`: the README's performance tables, made of the results that lie in the repository."""
 
 from pathlib import Path
 
 from experiments.document import ExperimentError
+from experiments.gpu_report.engine_marks import engine_rows
 from experiments.gpu_report.figures import Found, rows_of
 from experiments.gpu_report.journal import FILE, read_lines
-from experiments.gpu_report.table import empty_rows, markdown
+from experiments.gpu_report.table import empty_rows, engine_markdown, markdown
 
 RESULTS = Path(__file__).parent.parent / "results"
 
 BEGIN = "<!-- made by `tk results-table --update README.md` -->"
+ENGINE_BEGIN = "<!-- engine marks, made by `tk results-table --update README.md` -->"
 END = "<!-- end of the table -->"
 
 
 def run(update: Path | None) -> int:
-    """Prints the section, or writes it between a file's markers."""
-    section = make_section(RESULTS)
+    """Prints the sections, or writes each between a file's markers for it."""
     if update is None:
-        print(section)
+        print(f"{make_section(RESULTS)}\n\n{make_engine_section(RESULTS)}")
         return 0
-    update.write_text(replaced(update.read_text(encoding="utf-8"), section, update), encoding="utf-8")
+    update.write_text(updated(update.read_text(encoding="utf-8"), RESULTS, update), encoding="utf-8")
     return 0
+
+
+def updated(text: str, results: Path, file: Path) -> str:
+    """`text` with the tables of `results`; that of the engine only where it has markers."""
+    text = replaced(text, make_section(results), file)
+    return replaced(text, make_engine_section(results), file, ENGINE_BEGIN) if ENGINE_BEGIN in text else text
 
 
 def make_section(results: Path) -> str:
@@ -35,10 +42,19 @@ def make_section(results: Path) -> str:
     return "\n\n".join(parts)
 
 
-def replaced(text: str, section: str, file: Path) -> str:
+def make_engine_section(results: Path) -> str:
+    """The engine marks of each device that has results; of one where none has, all not measured."""
+    parts = []
+    for path in sorted(results.glob(f"*/{FILE}")):
+        lines = read_lines(path)
+        parts.append(f"{Found.of(lines).device or path.parent.name}:\n\n{engine_markdown(engine_rows(lines))}")
+    return "\n\n".join(parts) or engine_markdown(engine_rows(()))
+
+
+def replaced(text: str, section: str, file: Path, marker: str = BEGIN) -> str:
     """`text` with what is between the markers replaced; an ExperimentError where they are missing."""
-    before, begin, rest = text.partition(BEGIN)
+    before, begin, rest = text.partition(marker)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ExperimentError([f"--update {file}: has no lines {BEGIN} and {END}"])
-    return f"{before}{BEGIN}\n\n{section}\n\n{END}{after}"
+        raise ExperimentError([f"--update {file}: has no lines {marker} and {END}"])
+    return f"{before}{marker}\n\n{section}\n\n{END}{after}"

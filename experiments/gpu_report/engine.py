@@ -16,18 +16,6 @@ from tmodel.kv_cache import KVCache
 from tmodel.weights import Checkpoint
 
 _PAGE = 16
-_QWEN3 = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1e6,
-          "num_key_value_heads": 8, "tie_word_embeddings": True}  # fmt: skip
-
-SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "Qwen3-0.6B": {
-        **_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-    },
-    "Qwen3-4B": {
-        **_QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
-    },
-}  # fmt: skip
-"""The published configurations, of which the weights are drawn."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from experiments.gpu_report.engine_marks import RUNS
 from experiments.gpu_report.marks import MARKS
 from experiments.peers import is_peer
 from experiments.tuning_session import TuningPoint, in_tuning_order, one_per_bucket
@@ -15,8 +16,9 @@ from tkernels.measurement import benchmark_points, completed
 from tkernels.registry import Registry
 from tkernels.tuning import bucket, candidates
 from tkernels.variant import Variant
+from tmodel import RANDOM_PRESETS
 
-Kind = Literal["device", "precompile", "check", "tune", "time", "engine", "rerun", "stress", "sanitizer"]
+Kind = Literal["device", "precompile", "check", "tune", "time", "mark", "engine", "rerun", "stress", "sanitizer"]
 
 SIGNATURES = 8
 """Compile signatures that a variant is checked at, at most."""
@@ -28,14 +30,13 @@ RERUNS = 1000
 # mostly for making and judging inputs. They decide the dry run's sums and when a step is taken to hang, no more.
 _COMPILE_S, _PROCESS_S, _TIME_S, _CHECK_S, _CONFIG_S = 2.0, 15.0, 2.0, 5.0, 0.2
 
-MODELS = ("Qwen3-0.6B", "Qwen3-4B")
-
 DOES: Mapping[Kind, str] = {
     "device": "copy and read bandwidth, bf16 matmul rate, versions",
     "precompile": "every signature and candidate config into Triton's cache, in parallel processes",
     "check": f"{CASES} drawn cases at up to {SIGNATURES} compile signatures against float64",
     "tune": "every config that the lockfile lacks",
     "time": "checked, then timed: CUDA graph, cold L2",
+    "mark": "an engine mark's experiment, as `tk run` does it: see its row in the report",
     "engine": "prefill and decode beside transformers, the same random weights",
     "rerun": f"{RERUNS} runs, bit by bit the same",
     "stress": "the last arriver under load: same bits, counters left at zero",
@@ -86,7 +87,8 @@ def make_steps(ops: Registry, facts: DeviceFacts, processes: int) -> list[Step]:
     steps = [Step("device", 15.0), Step("precompile", _PROCESS_S + compiled * _COMPILE_S / processes)]
     steps += [_step("check", variant, _CHECK_S) for variant in triton]
     steps += _measured(ops, facts, list(marked))
-    steps += [Step("engine", 40.0, op=model) for model in MODELS]
+    steps += [Step("mark", run.seconds, point=name) for name, run in RUNS.items()]
+    steps += [Step("engine", 40.0, op=model) for model in RANDOM_PRESETS]
     steps += [_step("rerun", variant, 3.0) for variant in triton if variant.deterministic]
     steps += [_step("stress", variant, 5.0) for variant in triton if has_counters(variant, facts)]
     steps += [_step("sanitizer", variant, 25.0) for variant in triton]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from experiments.gpu_report.engine_marks import EngineRow, engine_rows
 from experiments.gpu_report.figures import Row, rows_of
 from experiments.gpu_report.journal import Fact, facts
 from experiments.gpu_report.marks import MARKS
@@ -14,7 +15,8 @@ _COLUMNS = ("figure", "mark", "reached", "us (IQR)", "of roofline", "peer", "rat
 def report(lines: Sequence[Fact]) -> str:
     """The whole report: the device, the marks, the engine, the checks, and what was not done."""
     parts = ["# GPU report", *_device(lines), "## Marks", markdown(rows_of(lines))]
-    parts += [*_notes(rows_of(lines)), "## Engine", _engine(lines), "## Checks on hardware", _checks(lines)]
+    parts += [*_notes(rows_of(lines)), "## Engine marks", engine_markdown(engine_rows(lines))]
+    parts += ["## Engine", _engine(lines), "## Checks on hardware", _checks(lines)]
     if undone := _undone(lines):
         parts += ["## Not done", "\n".join(f"- {line}" for line in undone)]
     return "\n\n".join(parts) + "\n"
@@ -23,6 +25,14 @@ def report(lines: Sequence[Fact]) -> str:
 def markdown(rows: Sequence[Row]) -> str:
     """The marks' table; a cell without a run says "not measured"."""
     return _table(_COLUMNS, [_cells(row) for row in rows])
+
+
+def engine_markdown(rows: Sequence[EngineRow]) -> str:
+    """The engine marks' table, with the command that measures each, and what there is to say of some."""
+    cells = [[row.figure, row.mark, row.reached or NOT_MEASURED, row.verdict, f"`{row.command}`"] for row in rows]
+    notes = [f"- {row.figure}: {row.note}" for row in rows if row.note]
+    table = _table(("figure", "mark", "reached", "verdict", "command"), cells)
+    return "\n\n".join([table, *(["\n".join(notes)] if notes else [])])
 
 
 def empty_rows() -> list[Row]:

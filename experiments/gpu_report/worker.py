@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from experiments.gpu_report import engine, hardware, precompile
+from experiments.gpu_report import engine, engine_marks, hardware, precompile
 from experiments.gpu_report.correctness import check, rerun, signatures, stress
 from experiments.gpu_report.journal import Journal, facts
 from experiments.gpu_report.steps import CASES, RERUNS, SIGNATURES, Kind, Step, make_steps, report_points, tuning_point
@@ -27,6 +27,7 @@ from tkernels import OPS, Registry, Tuning
 from tkernels.device import device_facts
 from tkernels.measurement import Measurement, Method, measure
 from tkernels.variant import Variant
+from tmodel import RANDOM_PRESETS
 
 METHOD = Method("graph", "cold", 30)
 
@@ -147,13 +148,21 @@ def _time(step: Step, job: Job) -> None:
     job.journal.append(step.name, "fact", side=side, **{**row.as_dict(), "kind": "timing"})
 
 
+def _mark(step: Step, job: Job) -> None:
+    """In this process, since the configs that this report tuned are in its own folder."""
+    run = engine_marks.RUNS[step.point]
+    plan = engine_marks.plan_of(run, str(job.device))
+    out = job.journal.folder / "runs" / f"{step.point.replace(' ', '-').replace('=', '-')}-{time.time_ns()}"
+    job.journal.append(step.name, "fact", **engine_marks.measure(run, plan, out, job.tuning()))
+
+
 def _engine(step: Step, job: Job) -> None:
     kept = {fact["work"] for fact in facts(job.journal.lines(), step.name)}
     works = [work for work in engine.WORKS if work.name not in kept]
     if not works:
         return
     dtype = torch.bfloat16
-    theirs, ours = engine.models(engine.SHAPES[step.op], job.device, dtype, job.ops, job.tuning(), works)
+    theirs, ours = engine.models(RANDOM_PRESETS[step.op], job.device, dtype, job.ops, job.tuning(), works)
     for work in works:
         if job.left() <= 0:
             raise OutOfTimeError
@@ -207,6 +216,7 @@ ACTIONS: Actions = {
     "check": _check,
     "tune": _tune,
     "time": _time,
+    "mark": _mark,
     "engine": _engine,
     "rerun": _rerun,
     "stress": _stress,

@@ -81,6 +81,7 @@ def run(context: Context) -> list[Answer]:
     peers: Sequence[str] = plan.experiment.peers
     rounds = 1 + plan.experiment.repeats
     total = len(workloads) * (len(plan.arms) * (1 + rounds) + len(peers) * (1 + rounds))
+    _free(plan.device)  # what checking and timing left counts as taken
     with context.step("engine", total) as step:
         for number, group in enumerate(groups_of(plan, enumerate(plan.arms)), 1):
             sides = [_Side(seat.arm, _engine(context, seat, step)) for seat in group]
@@ -94,7 +95,7 @@ def run(context: Context) -> list[Answer]:
 
 
 def _free(device: torch.device) -> None:
-    """Give back what engines held that nobody holds any more, for the next group's."""
+    """Give back memory that nobody holds any more, for the engines that come."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -25,7 +25,7 @@ from tsched import SamplingParams
 Run = Callable[..., RunFolder]
 SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "block_size": 8, "kv_cache_bytes": 1 << 18}
 SYNTHETIC: dict[str, Any] = {"kind": "synthetic", "num_requests": 5, "input_len": 20, "output_len": 6}
-BASELINES = ("kv_cache", "batching", "paged_memory", "prefix_cache", "chunked_prefill")
+BASELINES = ("kv_cache", "batching", "paged_memory", "prefix_cache", "chunked_prefill", "priorities")
 
 
 def rows_of(folder: RunFolder, kind: type) -> Sequence[Any]:

@@ -51,7 +51,7 @@ def test_only_what_ended_well_is_done() -> None:
 def test_every_kind_of_step_is_planned_and_names_are_unique(steps: list[Step]) -> None:
     assert len({step.name for step in steps}) == len(steps)
     kinds = list(dict.fromkeys(step.kind for step in steps))
-    assert kinds == ["device", "precompile", "check", "tune", "time", "engine", "rerun", "stress", "sanitizer"]
+    assert kinds == ["device", "precompile", "check", "tune", "time", "mark", "engine", "rerun", "stress", "sanitizer"]
     triton = {(o.name, v.name) for o in OPS.values() for v in o.variants.values() if v.kind == "triton"}
     for kind in ("check", "tune", "sanitizer"):
         assert {(s.op, s.variant) for s in steps if s.kind == kind} == triton

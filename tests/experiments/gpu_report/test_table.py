@@ -7,7 +7,15 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments.cli import app
-from experiments.commands.results_table import BEGIN, END, RESULTS, make_section, replaced
+from experiments.commands.results_table import (
+    BEGIN,
+    END,
+    ENGINE_BEGIN,
+    RESULTS,
+    make_section,
+    replaced,
+    updated,
+)
 from experiments.document import ExperimentError
 from experiments.gpu_report.figures import Row, rows_of
 from experiments.gpu_report.journal import Journal
@@ -169,6 +177,17 @@ def test_results_make_the_readmes_table(tmp_path: Path) -> None:
 def test_the_readmes_table_is_what_the_command_makes() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert replaced(readme, make_section(RESULTS), ROOT / "README.md") == readme
+    assert updated(readme, RESULTS, ROOT / "README.md") == readme
+
+
+def test_the_engines_table_is_written_where_a_file_has_markers_for_it(tmp_path: Path) -> None:
+    marked = f"a\n{BEGIN}\nold\n{END}\nb\n{ENGINE_BEGIN}\nold\n{END}\nc\n"
+    text = updated(marked, tmp_path, tmp_path / "x.md")
+    assert "old" not in text
+    assert text.startswith("a\n")
+    assert text.endswith("c\n")
+    assert "| nano-vllm's benchmark, Qwen3-0.6B | >= 25,000 tokens/s | not measured | not measured | `tk run " in text
+    assert updated(text, tmp_path, tmp_path / "x.md") == text
 
 
 def test_a_file_without_the_markers_is_refused(tmp_path: Path) -> None:
