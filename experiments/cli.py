@@ -304,6 +304,17 @@ def evaluate(
     _exit(run, Request(model, text, reference, window), as_json)
 
 
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="config.json, quant_config.json and one pickle.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where to write it; new or empty.")],
+) -> None:
+    """Turn an original SqueezeLLM checkpoint, a Python pickle of tensors, into safetensors that can be served."""
+    from experiments.commands.convert import run
+
+    _exit(run, source, out)
+
+
 def _exit(command: Callable[..., int], *arguments: object) -> None:
     """Runs a command: 0 or 1 as it says; 2, with a message and no traceback, where the user can put it right."""
     import tkernels  # noqa: F401  before anything that imports Triton

@@ -1,7 +1,7 @@
 """From a document to what will run: registry, arms, model, device, dtype; every name is checked, nothing is built."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -56,7 +56,7 @@ class Plan:
     @cached_property
     def ranges(self) -> Ranges:
         """op -> axis -> what the arms will use, under the first one's options; without a model, the ops alone."""
-        ranges: dict[str, AxisRanges] = {}
+        ranges: dict[str, AxisRanges | Sequence[AxisRanges]] = {}
         for arm in self.arms:
             ranges |= {op: axes for op, axes in self._ranges_of(arm).items() if op not in ranges}
         return ranges

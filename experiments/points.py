@@ -9,7 +9,8 @@ from experiments.plan import Plan
 from experiments.schema import SyntheticWorkload
 from tkernels.check import count_programs
 from tkernels.contract import Contract, Int, Value
-from tkernels.variant import Variant
+from tkernels.selection import ways
+from tkernels.variant import AxisRanges, Variant
 
 # An interpreted program takes 1 to 25 ms: a point of this many is checked in a few seconds.
 MOST_INTERPRETED_PROGRAMS = 192
@@ -47,9 +48,11 @@ def _points(plan: Plan, op: str) -> list[Point]:
         # A swept page size is another shape to every op that sees pages.
         pages = list(dict.fromkeys(arm.scheduler.get("block_size") for arm in plan.arms))
         for page in pages if "S" in contract.axis_by_name else pages[:1]:
-            for name, axes in _workload_points(plan, contract, page):
-                label = f"{name} S={page}" if page != pages[0] else name
-                points.append(Point(label, _fitting(plan, contract, axes, variants)))
+            for way in ways(plan.ranges[op]):
+                for name, axes in _workload_points(plan, contract, way, page):
+                    label = f"{name} S={page}" if page != pages[0] else name
+                    label += _way_label(way, ways(plan.ranges[op]))
+                    points.append(Point(label, _fitting(plan, contract, axes, variants)))
     elif not asked and plan.device.type == "cpu":
         points.append(Point("drawn", _complete(plan, contract, {})))  # a benchmark's sizes are a GPU's
     elif not asked:
@@ -63,9 +66,17 @@ def _points(plan: Plan, op: str) -> list[Point]:
     return list({point.name: point for point in points}.values())
 
 
-def _workload_points(plan: Plan, contract: Contract, page: int | None) -> list[tuple[str, dict[str, Value]]]:
+def _way_label(way: AxisRanges, others: Sequence[AxisRanges]) -> str:
+    """What tells this way of calling an op from its others: " K=2560 bits=4"."""
+    differing = [axis for axis in way if any(other.get(axis) != way[axis] for other in others)]
+    return "".join(f" {axis}={way[axis]}" for axis in differing if not isinstance(way[axis], tuple))
+
+
+def _workload_points(
+    plan: Plan, contract: Contract, way: AxisRanges, page: int | None
+) -> list[tuple[str, dict[str, Value]]]:
     """The model's own sizes, with the batch of a decode step and that of a prefill step. `page` None: LLM's default."""
-    ranges = {**plan.ranges[contract.name]}
+    ranges = {**way}
     if page is not None and "S" in ranges:
         ranges["S"] = page
     requests, prompt, context = _typical(plan)

@@ -121,7 +121,8 @@ class EngineRow(_Row):
     token ids. peak_running: the most sequences in a step. hit_tokens: prompt tokens found in the prefix cache;
     saved_bytes: of keys and values, that these did not have to compute; evicted_blocks: what it gave up for others.
     peak_occupancy: of the KV cache's blocks, the fraction lent at the peak; last_page_waste: of the slots lent then,
-    the fraction past their sequences' ends.
+    the fraction past their sequences' ends. weight_bytes: of the model's weights as they are kept; prepare_s: what it
+    took to bring quantized ones into that layout.
     """
 
     stage: Literal["engine"] = "engine"
@@ -147,11 +148,13 @@ class EngineRow(_Row):
     hit_tokens: int | None = None
     saved_bytes: int | None = None
     evicted_blocks: int | None = None
+    weight_bytes: int | None = None
+    prepare_s: float | None = None
 
     required = {
         "ok": _SERVED
         | {"group", "texts", "steps", "preemptions", "peak_running", "peak_occupancy", "last_page_waste"}
-        | {"hit_tokens", "saved_bytes", "evicted_blocks"},
+        | {"hit_tokens", "saved_bytes", "evicted_blocks", "weight_bytes", "prepare_s"},
         "wrong": frozenset({"workload"}),
         "unsupported": frozenset({"workload"}),
         "failed": frozenset({"workload"}),

@@ -1,6 +1,7 @@
 """From names in a YAML to a frozen set of callables, before any weight is loaded."""
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,14 @@ Pins = Mapping[str, int]
 Choices = Mapping[str, str | Mapping[str, Pins | None]]
 """op -> a variant's name, or {name: {config value: number}} to pin values of its config."""
 
-Ranges = Mapping[str, AxisRanges]
-"""op -> axis -> its value, or (low, high) where the model will use a range."""
+Ranges = Mapping[str, AxisRanges | Sequence[AxisRanges]]
+"""op -> axis -> its value, or (low, high) where the model will use a range; or several such, where values go together:
+weights of 3 bits in groups of 128, and of 4 bits in groups of 32."""
+
+
+def ways(ranges: AxisRanges | Sequence[AxisRanges]) -> tuple[AxisRanges, ...]:
+    """The ways in which an op is called: those given, or the one."""
+    return (ranges,) if isinstance(ranges, Mapping) else tuple(ranges)
 
 
 class SelectionError(ValueError):
@@ -108,20 +115,20 @@ def select(
     return KernelSet(kernels, resolved)
 
 
-def with_parts(axes: Ranges, choices: Choices, ops: Registry, device: torch.device) -> dict[str, AxisRanges]:
+def with_parts(axes: Ranges, choices: Choices, ops: Registry, device: torch.device) -> Ranges:
     """`axes`, and what the parts of the composed fusions among its ops are called at.
 
     An op that the model calls itself and that is also a part has the range that covers both.
     """
-    used = dict(axes)
+    used: dict[str, AxisRanges | Sequence[AxisRanges]] = dict(axes)
     for fusion, ranges in axes.items():
         name, _ = _named(ops[fusion], choices.get(fusion), device)
         variant = ops[fusion].variants.get(name)
         if variant is None:  # `select` says so, with the alternatives
             continue
         for part in variant.parts:
-            mine = variant.axes_of_part(ops[part], ranges)
-            used[part] = _covering(used[part], mine) if part in used else mine
+            mine = [variant.axes_of_part(ops[part], way) for way in ways(ranges)]
+            used[part] = functools.reduce(_covering, [*ways(used.get(part, ())), *mine])
     return used
 
 
@@ -155,7 +162,7 @@ def _choose(
     choice: str | Mapping[str, Pins | None] | None,
     device: torch.device,
     dtype: torch.dtype,
-    ranges: AxisRanges,
+    ranges: AxisRanges | Sequence[AxisRanges],
     tuning: Tuning,
 ) -> Kernel:
     name, pins = _named(op, choice, device)
@@ -188,7 +195,9 @@ def _named(
     return name, pins or {}
 
 
-def _variant(op: Op, name: str, ranges: AxisRanges, device: torch.device, dtype: torch.dtype) -> Variant:
+def _variant(
+    op: Op, name: str, ranges: AxisRanges | Sequence[AxisRanges], device: torch.device, dtype: torch.dtype
+) -> Variant:
     if name in op.variants:
         return op.variants[name]
     unavailable = {n: unsupported_in(v, ranges, device, dtype) for n, v in op.variants.items()}
@@ -196,8 +205,14 @@ def _variant(op: Op, name: str, ranges: AxisRanges, device: torch.device, dtype:
     raise unknown_name(f"{op.name} variant", name, op.variants, notes)
 
 
-def unsupported_in(variant: Variant, ranges: AxisRanges, device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported_in(
+    variant: Variant, ranges: AxisRanges | Sequence[AxisRanges], device: torch.device, dtype: torch.dtype
+) -> str | None:
     """Why a variant does not support a whole range of axes, or None where it does. Ranges are tried at their ends."""
+    return next((reason for way in ways(ranges) if (reason := _unsupported_way(variant, way, device, dtype))), None)
+
+
+def _unsupported_way(variant: Variant, ranges: AxisRanges, device: torch.device, dtype: torch.dtype) -> str | None:
     name = str(dtype).removeprefix("torch.")
     dtypes = {axis.name: name for axis in variant.contract.axes if axis.name in ("activation", "kv", "weight", "out")}
     facts = device_facts(device)

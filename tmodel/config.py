@@ -10,12 +10,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 from tkernels.contract import Value
+from tkernels.variant import AxisRanges
+
+if TYPE_CHECKING:  # it speaks of a ModelConfig's layers, and its formats raise ConfigError
+    from tmodel.quantization import Quantization
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -29,7 +33,8 @@ class ModelConfig:
     """A decoder's shape and constants.
 
     `windows[layer]` is the number of keys that a query of that layer sees, itself included, or None for all of them.
-    `dtype` is the one that the checkpoint was saved for; a caller is free to load it as another.
+    `dtype` is the one that the checkpoint was saved for; a caller is free to load it as another. `quantization` says
+    which linear layers are quantized, and how; None is none of them.
     """
 
     architecture: str
@@ -49,14 +54,16 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
+    quantization: Quantization | None = None
 
     def kernel_axes(
         self, *, max_num_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: int
-    ) -> dict[str, dict[str, Value | tuple[int, int]]]:
+    ) -> dict[str, AxisRanges | tuple[AxisRanges, ...]]:
         """The ops that the model and its engine call, each with every axis they call it at: for `tkernels.select`.
 
-        These are the widest ops; the parts of a composed fusion follow from them. A range is (low, high). The limits
-        are those of one step (tokens, sequences), of one sequence (`max_model_len`) and of the KV cache.
+        These are the widest ops; the parts of a composed fusion follow from them. A range is (low, high); an op that
+        is called in several ways has one set of ranges for each. The limits are those of one step (tokens, sequences),
+        of one sequence (`max_model_len`) and of the KV cache.
         """
         tokens, width = (1, max_num_tokens), -(-max_model_len // block_size)
         heads: dict[str, Value | tuple[int, int]] = {"Hq": self.num_heads, "Hkv": self.num_kv_heads, "D": self.head_dim}
@@ -76,7 +83,7 @@ class ModelConfig:
         qkv_width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         inputs = (self.hidden_size, self.num_heads * self.head_dim, self.intermediate_size)
         outputs = (self.hidden_size, qkv_width, self.vocab_size)
-        return {
+        axes: dict[str, AxisRanges | tuple[AxisRanges, ...]] = {
             "matmul": {
                 "M": tokens,
                 "N": (min(outputs), max(outputs)),
@@ -118,6 +125,15 @@ class ModelConfig:
                 "page_size": block_size,
             },
         }
+        if self.quantization is not None:
+            dense, quantized = self.quantization.gate_ups
+            if quantized:
+                axes["swiglu"] = {"T": tokens, "I": self.intermediate_size}
+            if not dense:
+                del axes["gate_up_swiglu"]
+            if ways := self.quantization.kernel_axes(tokens):
+                axes["dequant_gemm"] = ways
+        return axes
 
 
 class RopeParameters(BaseModel):

@@ -3,26 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import torch
 
 from tkernels import KernelSet
+from tkernels.launch import Kernel
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight
 from tmodel.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """x [T, K] -> [T, N] by the chosen matmul, with weight [N, K] and, where there is one, bias [N]."""
+    """x [T, K] -> [T, N] by the kernel for its weight, [N, K] dense or quantized, with bias [N] where there is one."""
 
     matmul: Callable[..., torch.Tensor]
-    weight: torch.Tensor
+    weight: torch.Tensor | QuantizedWeight
     bias: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.bias is None:
             return self.matmul(x, self.weight)
         return self.matmul(x, self.weight, bias=self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedLinear:
+    """x [T, K] -> [T, sum of N] by layers whose weights cannot be one: dense beside quantized, or quantized unlike."""
+
+    parts: tuple[Linear, ...]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=1)  # [T, N] each
+
+
+@dataclass(frozen=True, slots=True)
+class GateUp:
+    """x [T, H] -> silu(gate) * up [T, I] by one kernel, with the two projections' dense weight [2 I, H]."""
+
+    gate_up_swiglu: Callable[..., torch.Tensor]
+    weight: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gate_up_swiglu(x, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitGateUp:
+    """The same by two: the projections, quantized, then the SwiGLU over them."""
+
+    projections: Linear | JoinedLinear
+    swiglu: Callable[..., torch.Tensor]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.swiglu(self.projections(x))  # [T, H] -> [T, 2 I] -> [T, I]
+
+
+def bytes_of(part: Any) -> int:
+    """The bytes of all weights in a layer, or in lists of layers; tied ones, which share memory, are counted once."""
+    found: dict[int, int] = {}
+    _collect(part, found)
+    return sum(found.values())
+
+
+def _collect(part: Any, found: dict[int, int]) -> None:
+    if isinstance(part, torch.Tensor):
+        found[part.data_ptr()] = part.nbytes
+    elif isinstance(part, QuantizedWeight):
+        found[part.packed.data_ptr()] = part.nbytes
+    elif isinstance(part, list | tuple):
+        for each in part:
+            _collect(each, found)
+    elif is_dataclass(part) and not isinstance(part, Kernel):
+        for field in fields(part):
+            _collect(getattr(part, field.name), found)
 
 
 class PagedAttention:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,11 +10,14 @@ import torch
 from tkernels import KernelSet
 from tmodel.architectures import Model, find_architecture
 from tmodel.config import ConfigError, ModelConfig, end_token_ids, parse_config, read_json
+from tmodel.formats import find_format
+from tmodel.quantization import Quantization
 from tmodel.weights import Checkpoint
 
 
 def load_config(path: str | Path) -> ModelConfig:
-    """The configuration in directory `path`; reads config.json and generation_config.json, never the weights.
+    """The configuration in directory `path`; reads config.json, generation_config.json and, of a quantized
+    model, quantize_config.json or quant_config.json; never the weights.
 
     Raises ConfigError, naming the file, where one is missing or damaged, the architecture is unknown (with those that
     are known), or a field asks for something that the model would not compute as it was trained.
@@ -25,12 +29,18 @@ def load_config(path: str | Path) -> ModelConfig:
         if not isinstance(names, list) or len(names) != 1:
             raise ConfigError(f"architectures must name exactly one architecture, got {names!r}")
         architecture = find_architecture(names[0])
-        if raw.get("quantization_config") is not None:
-            raise ConfigError("quantization_config: quantized checkpoints are not supported")
         fields = parse_config(raw)
-        return architecture.resolve(fields, end_token_ids(Path(path), fields))
+        config = architecture.resolve(fields, end_token_ids(Path(path), fields))
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error.__cause__
+    found = find_format(Path(path), raw)
+    if found is None:
+        return config
+    where, quantization_format = found
+    try:
+        return replace(config, quantization=Quantization(quantization_format, tuple(architecture.linears(config))))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error.__cause__
 
 
 def load_model(

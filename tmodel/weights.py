@@ -1,9 +1,10 @@
 """Reading a checkpoint: safetensors, one file or sharded, straight into the tensors that the model keeps.
 
 A model asks for each tensor by name and shape and receives it in its own dtype, on its own device, in memory of its
-own. Tensors that are used as one (query, key and value; gate and up) are written into one allocation part by part, so
-that the peak is the model plus the part being copied. Headers are read and checked before any data is: a file cut
-short is refused by name of the first tensor it lost.
+own. Tensors that are used as one (query, key and value; gate and up) are written into one allocation part by part. The
+bytes go from the file to where they stay: by way of a buffer of BUFFER_BYTES where the dtype or the device is another,
+so that the host holds the model and that buffer at most, and never a mapping of the file. Headers are read and checked
+before any data is: a file cut short is refused by name of the first tensor it lost.
 """
 
 from __future__ import annotations
@@ -12,20 +13,31 @@ import json
 import math
 import reprlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+BUFFER_BYTES = 2**25
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    **_FLOATS,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class WeightError(ValueError):
@@ -38,13 +50,16 @@ class _Entry:
 
     file: Path
     shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    """The file's byte at which it begins."""
 
 
 class Checkpoint:
     """The tensors of a directory, handed out one at a time; use it as a context manager.
 
-    `tensor` and `fused` record what was asked for, and `refuse_unused` refuses what nobody asked for: a weight that
-    the model ignores means that the model is not the one that was saved.
+    `tensor`, `fused` and `raw` record what was asked for, and `refuse_unused` refuses what nobody asked for: a weight
+    that the model ignores means that the model is not the one that was saved.
     """
 
     def __init__(self, directory: Path, *, device: torch.device | str, dtype: torch.dtype) -> None:
@@ -53,7 +68,7 @@ class Checkpoint:
         self.dtype = dtype
         self._entries: dict[str, _Entry] = {}
         self._taken: set[str] = set()
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, FileIO] = {}
         listed = _listed_files(directory)
         for file, expected in listed.items():
             entries = _read_header(file)
@@ -71,6 +86,8 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for stream in self._open.values():
+            stream.close()
         self._open.clear()
 
     def __contains__(self, name: str) -> bool:
@@ -83,15 +100,43 @@ class Checkpoint:
     def fused(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
         """The tensors `names` stacked along their first dim, in one allocation: [sum of shapes[i][0], ...]."""
         for name, shape in zip(names, shapes, strict=True):
-            self._check(name, tuple(shape))
+            self._check(name, tuple(shape), "config.json asks for {}", _FLOATS.values())
         rows = [shape[0] for shape in shapes]
         fused = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype, device=self.device)
         for name, part in zip(names, fused.split(rows), strict=True):
-            part.copy_(self._read(name))
-            if self.dtype == torch.float16 and not torch.isfinite(part).all():
-                raise WeightError(f"{self._entries[name].file}: tensor {name!r} has values beyond float16's range")
+            self._read(name, part)
+            if self.dtype == torch.float16 and not _all_finite(part):
+                raise self.error(name, "has values beyond float16's range")
             self._taken.add(name)
         return fused
+
+    def raw(
+        self, name: str, shape: Sequence[int], dtypes: Collection[torch.dtype], layout: str = "config.json asks for {}"
+    ) -> torch.Tensor:
+        """The tensor `name` in the dtype that it is stored in, one of `dtypes`, on `self.device`.
+
+        It must have `shape`, which `layout` explains where the two differ: "a weight of 4 bits has [K/8, N] = {}".
+        """
+        entry = self._check(name, tuple(shape), layout, dtypes)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
+        self._read(name, tensor)
+        self._taken.add(name)
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of `name`; WeightError where it is missing."""
+        return self._entry(name).shape
+
+    def bytes_as(self, dtype: torch.dtype) -> int:
+        """Of all tensors, the floating ones as `dtype`."""
+        return sum(
+            math.prod(entry.shape) * (dtype if entry.dtype in _FLOATS.values() else entry.dtype).itemsize
+            for entry in self._entries.values()
+        )
+
+    def error(self, name: str, rule: str) -> WeightError:
+        """What to raise where tensor `name` breaks `rule`."""
+        return WeightError(f"{self._entry(name).file}: tensor {name!r} {rule}")
 
     def require_equal(self, name: str, expected: torch.Tensor) -> None:
         """Take `name` where the checkpoint has it, and refuse it where it is not `expected`."""
@@ -119,25 +164,55 @@ class Checkpoint:
                 "the architecture in config.json has no place for it"
             )
 
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+    def _entry(self, name: str) -> _Entry:
         if name not in self._entries:
             files = ", ".join(sorted({entry.file.name for entry in self._entries.values()}))
             raise WeightError(f"{self.directory}: tensor {name!r} is missing from {files}")
-        entry = self._entries[name]
-        if entry.shape != shape:
-            raise WeightError(
-                f"{entry.file}: tensor {name!r} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
-            )
+        return self._entries[name]
 
-    def _read(self, name: str) -> torch.Tensor:
+    def _check(self, name: str, shape: tuple[int, ...], layout: str, dtypes: Collection[torch.dtype]) -> _Entry:
+        entry = self._entry(name)
+        if entry.dtype not in dtypes:
+            supported = ", ".join(_NAMES[dtype] for dtype in dtypes)
+            raise self.error(name, f"is stored as {_NAMES[entry.dtype]}; supported are {supported}")
+        if entry.shape != shape:
+            raise self.error(name, f"has shape {list(entry.shape)}, {layout.format(list(shape))}")
+        return entry
+
+    def _read(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out`, contiguous, of the tensor's shape."""
+        entry, flat = self._entries[name], out.view(-1)
+        direct = out.dtype is entry.dtype and out.device.type == "cpu"
+        step = BUFFER_BYTES // entry.dtype.itemsize
+        if not flat.numel():
+            return
+        buffer = torch.empty(0 if direct else min(step, flat.numel()), dtype=entry.dtype)
+        for start, part in zip(range(0, flat.numel(), step), flat.split(step), strict=True):
+            read = part if direct else buffer[: part.numel()]
+            self._fill(name, entry.start + start * entry.dtype.itemsize, read)
+            if not direct:
+                part.copy_(read)
+
+    def _fill(self, name: str, place: int, out: torch.Tensor) -> None:
+        """Read the file's bytes from `place` on into `out`, contiguous on the host."""
         file = self._entries[name].file
         try:
             if file not in self._open:
-                self._open[file] = safe_open(file, framework="pt", device="cpu")
-            tensor: torch.Tensor = self._open[file].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise WeightError(f"{file}: tensor {name!r} cannot be read: {error}") from error
-        return tensor
+                self._open[file] = FileIO(file)
+            stream, left = self._open[file], memoryview(out.view(torch.uint8).numpy().data)
+            stream.seek(place)
+            while left:  # one call gives 2 GiB at most
+                count = stream.readinto(left)
+                if not count:
+                    raise OSError("the file has become shorter")
+                left = left[count:]
+        except OSError as error:
+            raise self.error(name, f"cannot be read: {error}") from error
+
+
+def _all_finite(tensor: torch.Tensor) -> bool:
+    """Looked at in parts: the answer for each element takes a byte."""
+    return all(bool(torch.isfinite(part).all()) for part in tensor.view(-1).split(BUFFER_BYTES))
 
 
 def _listed_files(directory: Path) -> dict[Path, set[str] | None]:
@@ -203,10 +278,10 @@ def _read_header(file: Path) -> dict[str, _Entry]:
     if not isinstance(header, dict):
         raise WeightError(f"{file}: its header is not a JSON object")
     header.pop("__metadata__", None)
-    return {name: _entry(file, name, info, file_bytes - 8 - header_bytes) for name, info in header.items()}
+    return {name: _entry(file, name, info, 8 + header_bytes, file_bytes) for name, info in header.items()}
 
 
-def _entry(file: Path, name: str, info: Any, data_bytes: int) -> _Entry:
+def _entry(file: Path, name: str, info: Any, data_start: int, file_bytes: int) -> _Entry:
     try:
         dtype, shape, (start, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
@@ -217,14 +292,15 @@ def _entry(file: Path, name: str, info: Any, data_bytes: int) -> _Entry:
             f"{file}: tensor {name!r} has a damaged header entry: dtype must be a name, shape and data_offsets whole "
             f"numbers of at least 0; got {reprlib.repr(info)}"
         )
-    if dtype not in _ITEM_BYTES:
-        raise WeightError(f"{file}: tensor {name!r} is stored as {dtype}; supported are {', '.join(_ITEM_BYTES)}")
+    if dtype not in _DTYPES:
+        raise WeightError(f"{file}: tensor {name!r} is stored as {dtype}; supported are {', '.join(_DTYPES)}")
+    data_bytes, item_bytes = file_bytes - data_start, _DTYPES[dtype].itemsize
     if end > data_bytes:
         raise WeightError(
             f"{file}: truncated: tensor {name!r} ends at byte {end} of the data, the file holds {data_bytes}"
         )
-    if end - start != math.prod(shape) * _ITEM_BYTES[dtype]:
+    if end - start != math.prod(shape) * item_bytes:
         raise WeightError(
             f"{file}: tensor {name!r} spans {end - start} bytes, its shape {list(shape)} as {dtype} does not"
         )
-    return _Entry(file, shape)
+    return _Entry(file, shape, _DTYPES[dtype], data_start + start)

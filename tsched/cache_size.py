@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 import tmodel
+from tmodel.weights import Checkpoint
 
 _CPU_DEFAULT_BYTES = 2**30
 _GPU_FRACTION = 0.9  # the rest is for activations, logits and the allocator's slack
@@ -86,5 +87,8 @@ def device_memory(device: torch.device) -> tuple[int, int]:
 
 def weight_bytes(directory: Path, config: tmodel.ModelConfig, dtype: torch.dtype) -> int:
     """What the weights, which are not loaded yet, will take."""
-    stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    return stored * dtype.itemsize // config.dtype.itemsize
+    if config.quantization is None:
+        stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        return stored * dtype.itemsize // config.dtype.itemsize
+    with Checkpoint(directory, device="cpu", dtype=dtype) as checkpoint:
+        return checkpoint.bytes_as(dtype) + config.quantization.zeros_bytes

@@ -68,6 +68,9 @@ class ServedModel:
                             The tokens are the same either way
     tuning, ops             handed to tkernels.select: how tuned configs are found, and the registry of variants
 
+    `weight_bytes` are those of the weights as they are kept, `prepare_report` says what it cost to bring the quantized
+    ones into the layout that their kernel reads.
+
     Raises, before any weight is loaded: tmodel.ConfigError for a directory that cannot be served,
     tkernels.SelectionError for a kernel that is unknown or unsupported here, ValueError for any other argument.
     """
@@ -162,6 +165,7 @@ class ServedModel:
         """Load the weights and allocate the caches."""
         pool, host = scheduler.pool, scheduler.host_pool
         network = tmodel.load_model(self.directory, self.config, self.kernels, device=self.device, dtype=self.dtype)
+        self.weight_bytes, self.prepare_report = network.weight_bytes, network.prepare_report
         kv_cache = tmodel.allocate_kv_cache(
             self.config, pool.num_blocks, pool.block_size, device=self.device, dtype=self.dtype
         )

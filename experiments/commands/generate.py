@@ -33,6 +33,8 @@ def run(
         llm = LLM(plan.directory(), kernels=parse_kernels(kernels), dtype=dtype, device=device, ops=ops)
     except ValueError as error:  # what LLM refuses: names it does not know, weights that do not fit
         raise ExperimentError([str(error)]) from None
+    if llm.prepare_report.bytes_after:
+        print(f"[{llm.prepare_report}]", file=sys.stderr)
     (output,) = llm.generate(prompt, params)
     if output.error is not None:
         raise ExperimentError([output.error])

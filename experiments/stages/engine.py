@@ -217,6 +217,8 @@ class _Turns:
             "hit_tokens": after.prefix_cache.hit_tokens - before.prefix_cache.hit_tokens,
             "saved_bytes": after.saved_bytes - before.saved_bytes,
             "evicted_blocks": after.prefix_cache.num_evictions - before.prefix_cache.num_evictions,
+            "weight_bytes": llm.weight_bytes,
+            "prepare_s": llm.prepare_report.seconds,
         }
         slow = interpreted_ops(llm)
         return _Told(timeline, facts, f"{', '.join(slow)} interpreted on a CPU: not measured" if slow else None)

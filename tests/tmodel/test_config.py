@@ -81,7 +81,10 @@ def test_windows_per_layer(
         ({"layer_types": ["sliding_attention"] * 2}, "sliding_window is not given"),
         ({"torch_dtype": "int8"}, "dtype is 'int8'; supported are float64, float32, float16, bfloat16"),
         ({"eos_token_id": 40}, "eos_token_id 40 is not a token id below vocab_size=40"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoints are not supported"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quant_method gptq: bits: Field required",
+        ),
     ],
 )
 def test_refusals_name_file_and_field(write_checkpoint: WriteCheckpoint, fields: dict[str, Any], message: str) -> None:

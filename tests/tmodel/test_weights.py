@@ -111,7 +111,7 @@ def test_damaged_headers_are_refused(write_checkpoint: WriteCheckpoint) -> None:
         (b"{" * 40, "its header cannot be read"),
         (b"[1, 2]", "not a JSON object"),
         ({"w": 3}, "tensor 'w' has a damaged header entry"),
-        ({"w": {**entry, "dtype": "I8"}}, "tensor 'w' is stored as I8; supported are F64, F32, F16, BF16"),
+        ({"w": {**entry, "dtype": "C64"}}, "tensor 'w' is stored as C64; supported are F64, F32, F16, BF16"),
         ({"w": {**entry, "shape": [3]}}, r"tensor 'w' spans 8 bytes, its shape \[3\]"),
         ({"w": {**entry, "data_offsets": [-8, 0]}}, "tensor 'w' has a damaged header entry"),
         (b"[" * 100_000, "its header cannot be read"),

@@ -5,18 +5,19 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
-from tkernels import KernelSet
+from tkernels import KernelSet, PrepareReport
 from tmodel.batch import Batch
 from tmodel.config import ConfigError, HuggingFaceConfig, ModelConfig
 from tmodel.kv_cache import KVCache
+from tmodel.quantization import LinearShape
 from tmodel.weights import Checkpoint
 
 
@@ -24,6 +25,13 @@ class Model(Protocol):
     """What every architecture builds: packed tokens in, logits out."""
 
     config: ModelConfig
+    prepare_report: PrepareReport
+    """What it cost to prepare the quantized weights; all 0 where there are none."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights as they are kept, a tied head's none."""
+        ...
 
     def __call__(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
         """Logits [n, vocab] at `batch.logit_indices`, float32 or float64.
@@ -38,12 +46,14 @@ class Architecture:
     """`name` is the one in config.json's `architectures`.
 
     `resolve` turns the file's fields into a ModelConfig with the end-token ids given, or raises ConfigError;
-    `build` takes the weights out of the checkpoint.
+    `build` takes the weights out of the checkpoint; `linears` lists the layers that may be quantized, none where the
+    architecture serves dense models alone.
     """
 
     name: str
     resolve: Callable[[HuggingFaceConfig, tuple[int, ...]], ModelConfig]
     build: Callable[[ModelConfig, Checkpoint, KernelSet], Model]
+    linears: Callable[[ModelConfig], Sequence[LinearShape]] = field(default=lambda config: ())
 
 
 @cache

@@ -14,7 +14,9 @@ from tmodel.architectures import Architecture
 from tmodel.batch import Batch
 from tmodel.config import ConfigError, HuggingFaceConfig, ModelConfig
 from tmodel.kv_cache import KVCache
-from tmodel.layers import Linear, PagedAttention
+from tmodel.layers import GateUp, JoinedLinear, Linear, PagedAttention, SplitGateUp, bytes_of
+from tmodel.linear_reader import LinearReader
+from tmodel.quantization import LinearShape
 from tmodel.rotary import rotary_tables
 from tmodel.weights import Checkpoint
 
@@ -24,13 +26,13 @@ class Layer:
     """One decoder layer's weights. Hq query heads and Hkv key-value heads of D dims, hidden size H, MLP width I."""
 
     attention_norm: torch.Tensor  # [H]
-    qkv: Linear  # H -> (Hq + 2 Hkv) D
+    qkv: Linear | JoinedLinear  # H -> (Hq + 2 Hkv) D
     q_norm: torch.Tensor  # [D]
     k_norm: torch.Tensor  # [D]
-    output: Linear  # Hq D -> H
+    output: Linear | JoinedLinear  # Hq D -> H
     mlp_norm: torch.Tensor  # [H]
-    gate_up: torch.Tensor  # [2 I, H]
-    down: Linear  # I -> H
+    gate_up: GateUp | SplitGateUp  # H -> I
+    down: Linear | JoinedLinear  # I -> H
     window: int | None
 
 
@@ -43,20 +45,26 @@ class Qwen3:
         self.scale = config.head_dim**-0.5
         vocab_shape = (config.vocab_size, config.hidden_size)
         self.embedding = checkpoint.tensor("model.embed_tokens.weight", vocab_shape)
-        self.layers = [_layer(config, checkpoint, kernels, index) for index in range(config.num_layers)]
+        reader = LinearReader(checkpoint, kernels, config.quantization)
+        self.layers = [_layer(config, checkpoint, reader, index) for index in range(config.num_layers)]
         self.final_norm = checkpoint.tensor("model.norm.weight", (config.hidden_size,))
         # A layer's second add_rms_norm is also the next layer's first norm, so it takes that layer's weight.
         self.next_norms = [*(layer.attention_norm for layer in self.layers[1:]), self.final_norm]
         if config.tie_word_embeddings:
             checkpoint.require_equal("lm_head.weight", self.embedding)
-            self.head = Linear(kernels.matmul, self.embedding)
+            self.head: Linear | JoinedLinear = Linear(kernels.matmul, self.embedding)
         else:
-            self.head = Linear(kernels.matmul, checkpoint.tensor("lm_head.weight", vocab_shape))
+            self.head = reader.linear(_head_shape(config))
+        self.prepare_report = reader.report
         table_dtype = torch.float64 if checkpoint.dtype == torch.float64 else torch.float32
         self.cos, self.sin = rotary_tables(
             config.rotary_dim, config.rope_theta, config.max_position_embeddings,
             dtype=table_dtype, device=checkpoint.device,
         )  # fmt: skip
+
+    @property
+    def weight_bytes(self) -> int:
+        return bytes_of([self.embedding, self.layers, self.final_norm, self.head])
 
     @torch.inference_mode()
     def __call__(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
@@ -72,7 +80,7 @@ class Qwen3:
                 # Where all T are wanted they go on as they are, for logit_indices ascend.
                 mixed, residual = mixed[batch.logit_indices], residual[batch.logit_indices]
             hidden, residual = kernels.add_rms_norm(layer.output(mixed), residual, layer.mlp_norm, eps)
-            mlp = layer.down(kernels.gate_up_swiglu(hidden, layer.gate_up))  # [T, H] -> [T, I] -> [T, H]
+            mlp = layer.down(layer.gate_up(hidden))  # [T, H] -> [T, I] -> [T, H]
             hidden, residual = kernels.add_rms_norm(mlp, residual, next_norm, eps)
         logits = self.head(hidden)  # [n, vocab]
         return logits if logits.dtype == torch.float64 else logits.float()
@@ -92,34 +100,45 @@ class Qwen3:
         return attention(q, k_cache, v_cache, layer.window).flatten(1)
 
 
-def _layer(config: ModelConfig, checkpoint: Checkpoint, kernels: KernelSet, index: int) -> Layer:
-    prefix = f"model.layers.{index}"
-    hidden, intermediate = config.hidden_size, config.intermediate_size
+def linears(config: ModelConfig) -> list[LinearShape]:
+    """Every linear layer that the checkpoint may hold quantized."""
+    shapes = [shape for index in range(config.num_layers) for shape in _layer_shapes(config, index)]
+    return shapes if config.tie_word_embeddings else [*shapes, _head_shape(config)]
+
+
+def _layer_shapes(config: ModelConfig, index: int) -> tuple[LinearShape, LinearShape, LinearShape, LinearShape]:
+    """(qkv, output, gate_up, down) of a layer."""
+    attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+    hidden, intermediate, bias = config.hidden_size, config.intermediate_size, config.attention_bias
     q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv = (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj")
+    return (
+        LinearShape(qkv, (q_width, kv_width, kv_width), hidden, bias),
+        LinearShape((f"{attention}.o_proj",), (hidden,), q_width, bias),
+        LinearShape((f"{mlp}.gate_proj", f"{mlp}.up_proj"), (intermediate, intermediate), hidden, gated=True),
+        LinearShape((f"{mlp}.down_proj",), (hidden,), intermediate),
+    )
+
+
+def _head_shape(config: ModelConfig) -> LinearShape:
+    return LinearShape(("lm_head",), (config.vocab_size,), config.hidden_size)
+
+
+def _layer(config: ModelConfig, checkpoint: Checkpoint, reader: LinearReader, index: int) -> Layer:
+    qkv, output, gate_up, down = _layer_shapes(config, index)
 
     def norm(name: str, width: int) -> torch.Tensor:
-        return checkpoint.tensor(f"{prefix}.{name}.weight", (width,))
+        return checkpoint.tensor(f"model.layers.{index}.{name}.weight", (width,))
 
-    def fused_weight(names: list[str], widths: list[int], inputs: int) -> torch.Tensor:
-        return checkpoint.fused([f"{prefix}.{name}.weight" for name in names], [(n, inputs) for n in widths])
-
-    def linear(names: list[str], widths: list[int], inputs: int, bias: bool = False) -> Linear:
-        weight = fused_weight(names, widths, inputs)
-        if not bias:
-            return Linear(kernels.matmul, weight)
-        biases = checkpoint.fused([f"{prefix}.{name}.bias" for name in names], [(n,) for n in widths])
-        return Linear(kernels.matmul, weight, biases)
-
-    qkv_names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
     return Layer(
-        attention_norm=norm("input_layernorm", hidden),
-        qkv=linear(qkv_names, [q_width, kv_width, kv_width], hidden, config.attention_bias),
+        attention_norm=norm("input_layernorm", config.hidden_size),
+        qkv=reader.linear(qkv),
         q_norm=norm("self_attn.q_norm", config.head_dim),
         k_norm=norm("self_attn.k_norm", config.head_dim),
-        output=linear(["self_attn.o_proj"], [hidden], q_width, config.attention_bias),
-        mlp_norm=norm("post_attention_layernorm", hidden),
-        gate_up=fused_weight(["mlp.gate_proj", "mlp.up_proj"], [intermediate, intermediate], hidden),
-        down=linear(["mlp.down_proj"], [hidden], intermediate),
+        output=reader.linear(output),
+        mlp_norm=norm("post_attention_layernorm", config.hidden_size),
+        gate_up=reader.gate_up(gate_up),
+        down=reader.linear(down),
         window=config.windows[index],
     )
 
@@ -164,4 +183,4 @@ def resolve(raw: HuggingFaceConfig, eos_token_ids: tuple[int, ...]) -> ModelConf
     )
 
 
-ARCHITECTURE = Architecture(name="Qwen3ForCausalLM", resolve=resolve, build=Qwen3)
+ARCHITECTURE = Architecture(name="Qwen3ForCausalLM", resolve=resolve, build=Qwen3, linears=linears)

@@ -1,0 +1,94 @@
+"""The formats of quantized checkpoints, one file each: its class here, by its `quant_method`, is all that it takes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import BaseModel
+
+from tmodel.config import ConfigError, read_json
+from tmodel.formats.awq import AWQ
+from tmodel.formats.base import FormatWarning, QuantizationFormat, Scheme, parsed
+from tmodel.formats.compressed_tensors import CompressedTensors
+from tmodel.formats.gptq import GPTQ
+from tmodel.formats.squeezellm import SqueezeLLM
+
+__all__ = [
+    "AWQ",
+    "FORMATS",
+    "GPTQ",
+    "CompressedTensors",
+    "FormatWarning",
+    "QuantizationFormat",
+    "Scheme",
+    "SqueezeLLM",
+    "find_format",
+    "parse_format",
+]
+
+FORMATS: Mapping[str, type[BaseModel]] = MappingProxyType(
+    {format.method: format for format in (GPTQ, AWQ, CompressedTensors, SqueezeLLM)}
+)
+
+_QUANTIZE_CONFIG = "quantize_config.json"  # GPTQ's own
+_QUANT_CONFIG = "quant_config.json"  # AWQ's and SqueezeLLM's own
+
+
+def parse_format(raw: Mapping[str, Any]) -> QuantizationFormat:
+    """The format that a `quantization_config` means; ConfigError for an unknown method, or settings it has not."""
+    method = raw.get("quant_method")
+    if not isinstance(method, str) or method not in FORMATS:
+        close = difflib.get_close_matches(str(method), FORMATS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"unknown quant_method {method!r}; supported are {', '.join(FORMATS)}{hint}")
+    try:
+        found: Any = parsed(FORMATS[method], raw)
+    except ConfigError as error:
+        raise ConfigError(f"quant_method {method}: {error}") from error.__cause__
+    return found
+
+
+def find_format(directory: Path, raw: Mapping[str, Any]) -> tuple[Path, QuantizationFormat] | None:
+    """The format of the checkpoint in `directory`, whose config.json is `raw`, and the file that says so; None where
+    it is not quantized.
+
+    Raises ConfigError, naming the file, for settings that are damaged or not supported, and where two files disagree.
+    """
+    found: dict[str, QuantizationFormat] = {}
+    for name, settings in _settings(directory, raw).items():
+        try:
+            found[name] = parse_format(settings)
+        except ConfigError as error:
+            raise ConfigError(f"{directory / name}: quantization_config: {error}") from error.__cause__
+    distinct = list(found.items())
+    for name, other in distinct[1:]:
+        if other != distinct[0][1]:
+            raise ConfigError(
+                f"{directory / name}: it disagrees with {distinct[0][0]}: {_difference(other, distinct[0][1])}"
+            )
+    return (directory / distinct[0][0], distinct[0][1]) if distinct else None
+
+
+def _settings(directory: Path, raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What each file of the directory that has something to say says, with its method."""
+    settings: dict[str, dict[str, Any]] = {}
+    if raw.get("quantization_config") is not None:
+        settings["config.json"] = raw["quantization_config"]
+    if (directory / _QUANTIZE_CONFIG).exists():
+        settings[_QUANTIZE_CONFIG] = {"quant_method": GPTQ.method, **read_json(directory / _QUANTIZE_CONFIG)}
+    if (directory / _QUANT_CONFIG).exists():
+        own = read_json(directory / _QUANT_CONFIG)
+        method = SqueezeLLM.method if "wbits" in own else AWQ.method
+        settings[_QUANT_CONFIG] = {"quant_method": method, **own}
+    return settings
+
+
+def _difference(one: Any, other: Any) -> str:
+    if type(one) is not type(other):
+        return f"{one.method} and {other.method}"
+    mine, its = one.model_dump(), other.model_dump()
+    return "; ".join(f"{key} is {mine[key]!r} and {its[key]!r}" for key in mine if mine[key] != its[key])

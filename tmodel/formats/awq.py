@@ -1,0 +1,118 @@
+"""AWQ, version "gemm", as AutoAWQ writes it: Lin et al., 2024, "AWQ".
+
+    qweight [K, N / 8] int32   4-bit codes along N
+    qzeros  [G, N / 8] int32   zero-points along N, as they are
+    scales  [G, N]             W[n, k] = (code - zero) * scale of group k // group_size
+
+The eight codes of a word lie in an order of their own: nibble i, from the lowest, is that of column _COLUMNS[i].
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from tkernels.ops.dequant_gemm.codes import pack, unpack
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, from_codes, unpack_codes
+from tmodel.config import ConfigError
+from tmodel.formats.base import (
+    Scheme,
+    check_bits,
+    check_fit,
+    check_group_size,
+    dense_layer,
+    read_values,
+    read_words,
+    require,
+    unless_symmetric,
+    zeros_of,
+)
+from tmodel.weights import Checkpoint
+
+_COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]
+_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]
+"""The nibble of each column."""
+
+
+class AWQ(BaseModel):
+    """The settings that decide what is decoded; those of AutoAWQ's own quant_config.json have other names (w_bit).
+
+    modules_to_not_convert: parts of names; a layer whose name contains one is dense, as is the head.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+    method: ClassVar[str] = "awq"
+
+    bits: int = Field(validation_alias=AliasChoices("bits", "w_bit"))
+    group_size: int = Field(validation_alias=AliasChoices("group_size", "q_group_size"))
+    version: str = "gemm"
+    zero_point: bool = True
+    modules_to_not_convert: list[str] | None = None
+
+    @field_validator("version")
+    @classmethod
+    def _version(cls, version: str) -> str:
+        if version.lower() != "gemm":
+            raise ValueError(f"the packing of version {version!r} is not supported; 'gemm' is")
+        return version.lower()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AWQ:
+        check_bits(self.bits, (4,))
+        check_group_size(self.group_size, self.bits)
+        return self
+
+    def scheme(self, layer: str) -> Scheme | None:
+        dense = layer == "lm_head" or any(part in layer for part in self.modules_to_not_convert or ())
+        return None if dense else Scheme(self.bits, self.group_size)
+
+    def check(self, layer: str, outputs: int, inputs: int) -> None:
+        scheme = self.scheme(layer)
+        if scheme is None:
+            return
+        if reason := scheme.refusal(inputs):
+            raise ConfigError(f"{layer}: {reason}")
+        if outputs % 8:
+            raise ConfigError(f"{layer}: {outputs} outputs do not fill whole words of 8 codes")
+
+    def read(self, checkpoint: Checkpoint, layer: str, outputs: int, inputs: int) -> QuantizedWeight:
+        scheme = self.scheme(layer)
+        if scheme is None:
+            raise dense_layer(layer)
+        groups = scheme.groups(inputs)
+        words = read_words(checkpoint, f"{layer}.qweight", (inputs, outputs // 8), "[K, N / 8]")
+        scales = read_values(checkpoint, f"{layer}.scales", (groups, outputs), "[K / group_size, N]")
+        if not self.zero_point and f"{layer}.qzeros" not in checkpoint:
+            zeros = None
+        else:
+            stored = read_words(checkpoint, f"{layer}.qzeros", (groups, outputs // 8), "[K / group_size, N / 8]")
+            zeros = unless_symmetric(_in_order(stored), 4)
+        return from_codes(_in_order(words), 4, scales=scales, zeros=zeros, group_size=inputs // groups)
+
+    def encode(self, layer: str, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
+        scheme, zeros = self.scheme(layer), zeros_of(weight)
+        if scheme is None:
+            raise dense_layer(layer)
+        require(weight, layer, scheme)
+        check_fit(layer, zeros, 4)
+        assert weight.scales is not None, "the scheme is uniform"
+        return {
+            "qweight": _as_stored(unpack_codes(weight)),
+            "qzeros": _as_stored(zeros),
+            "scales": weight.scales,
+        }
+
+    def config(self) -> dict[str, Any]:
+        return {"quant_method": self.method, **self.model_dump()}
+
+
+def _in_order(words: torch.Tensor) -> torch.Tensor:
+    """[rows, N / 8] int32 -> [rows, N] uint8."""
+    return unpack(words, 1).unflatten(1, (-1, 8))[..., _NIBBLES].flatten(1)
+
+
+def _as_stored(codes: torch.Tensor) -> torch.Tensor:
+    """[rows, N] -> [rows, N / 8] int32."""
+    return pack(codes.unflatten(1, (-1, 8))[..., _COLUMNS].flatten(1), 1)

@@ -1,0 +1,215 @@
+"""GPTQ, as GPTQModel and AutoGPTQ write it: Frantar et al., 2023, "GPTQ".
+
+    qweight [K * bits / 32, N] int32   codes along K, a stream of bits
+    qzeros  [G, N * bits / 32] int32   zero-points along N, each less one in format v1 ("gptq"), as it is in v2
+    scales  [G, N]                     W[n, k] = (code - zero) * scale, of group g_idx[k]
+    g_idx   [K] int32                  k // group_size, or with desc_act the groups as the activations ordered them
+
+v1 cannot hold a zero-point of 0: its 2**bits - 1 is 2**bits. Which of the two a file is decides every weight, and the
+metadata is sometimes wrong. Where all zero-points are those of a symmetric file, the words say which it is (0x77777777
+is v1 at 4 bits, 0x88888888 v2) and are believed, with a FormatWarning where the metadata says otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, from_codes, unpack_codes
+from tmodel.config import ConfigError
+from tmodel.formats.base import (
+    FormatWarning,
+    Scheme,
+    by_input,
+    check_bits,
+    check_fit,
+    check_group_size,
+    dense_layer,
+    group_of_each_input,
+    parsed,
+    places_by_group,
+    read_values,
+    read_words,
+    require,
+    unless_symmetric,
+    zeros_of,
+)
+from tmodel.formats.bitstream import num_words, pack_stream, unpack_stream
+from tmodel.weights import Checkpoint
+
+_OVERRIDES = ("bits", "group_size", "desc_act", "sym")
+CheckpointFormat = Literal["gptq", "gptq_v2"]
+_ADDED: dict[CheckpointFormat, int] = {"gptq": 1, "gptq_v2": 0}  # to a stored zero-point
+_BY_ADDED: dict[int, CheckpointFormat] = {1: "gptq", 0: "gptq_v2"}
+_TELLING = 64
+"""So many equal zero-points are no accident, even in a file that does not call itself symmetric."""
+
+
+class GPTQ(BaseModel):
+    """The settings that decide what is decoded; what else a config holds (damp_percent, meta, ...) told the quantizer.
+
+    dynamic: GPTQModel's overrides, a regular expression on the layer's name to settings, the first that matches from
+    the name's beginning; "-:" before it keeps the layers dense, "+:" or nothing changes their settings.
+    modules_in_block_to_quantize: where given, the only layers that are quantized, by the last parts of their names.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+    method: ClassVar[str] = "gptq"
+
+    bits: int
+    group_size: int
+    desc_act: bool = False
+    sym: bool = True
+    checkpoint_format: CheckpointFormat = Field(
+        default="gptq", validation_alias=AliasChoices("checkpoint_format", "format")
+    )
+    lm_head: bool = False
+    dynamic: dict[str, dict[str, Any]] | None = None
+    modules_in_block_to_quantize: list[list[str]] | None = None
+    pack_dtype: Literal["int32"] = "int32"
+    is_marlin_format: Literal[False] = False
+
+    @field_validator("bits")
+    @classmethod
+    def _bits(cls, bits: int) -> int:
+        return check_bits(bits)
+
+    @field_validator("checkpoint_format", mode="before")
+    @classmethod
+    def _format(cls, name: Any) -> Any:
+        return "gptq" if name is None else name
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GPTQ:
+        check_group_size(self.group_size, self.bits)
+        for pattern, overrides in (self.dynamic or {}).items():
+            try:
+                re.compile(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern)
+                self._with(overrides)
+            except (re.error, ConfigError) as error:
+                raise ValueError(f"dynamic[{pattern!r}]: {error}") from None
+        return self
+
+    def _with(self, overrides: dict[str, Any]) -> GPTQ:
+        mine = self.model_dump(exclude={"dynamic"})
+        return parsed(GPTQ, {**mine, **{key: overrides[key] for key in _OVERRIDES if key in overrides}})
+
+    def settings(self, layer: str) -> GPTQ | None:
+        """Those of one layer, overrides applied; None where it is dense."""
+        if layer == "lm_head" and not self.lm_head:
+            return None
+        for pattern, overrides in (self.dynamic or {}).items():
+            if re.match(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, layer):
+                return None if pattern.startswith("-:") else self._with(overrides)
+        named = [name for names in self.modules_in_block_to_quantize or [] for name in names]
+        if named and not any(layer.endswith(f".{name}") for name in named):
+            return None
+        return self
+
+    def scheme(self, layer: str) -> Scheme | None:
+        mine = self.settings(layer)
+        if mine is None:
+            return None
+        # One group is one group in whatever order its columns were quantized.
+        return Scheme(mine.bits, mine.group_size, permuted=mine.desc_act and mine.group_size != -1)
+
+    def _quantized(self, layer: str) -> tuple[GPTQ, Scheme]:
+        mine, scheme = self.settings(layer), self.scheme(layer)
+        if mine is None or scheme is None:
+            raise dense_layer(layer)
+        return mine, scheme
+
+    def check(self, layer: str, outputs: int, inputs: int) -> None:
+        scheme = self.scheme(layer)
+        if scheme is None:
+            return
+        if reason := scheme.refusal(inputs):
+            raise ConfigError(f"{layer}: {reason}")
+        if outputs * scheme.bits % 32:
+            raise ConfigError(f"{layer}: {outputs} zero-points of {scheme.bits} bits do not fill whole words")
+
+    def read(self, checkpoint: Checkpoint, layer: str, outputs: int, inputs: int) -> QuantizedWeight:
+        mine, scheme = self._quantized(layer)
+        bits, groups = mine.bits, scheme.groups(inputs)
+        rows, columns = num_words(inputs, bits), num_words(outputs, bits)
+        words = read_words(checkpoint, f"{layer}.qweight", (rows, outputs), f"[K * {bits} / 32, N]")
+        scales = read_values(checkpoint, f"{layer}.scales", (groups, outputs), "[K / group_size, N]")
+        stored = read_words(checkpoint, f"{layer}.qzeros", (groups, columns), f"[K / group_size, N * {bits} / 32]")
+        zeros = mine.zero_points(checkpoint, f"{layer}.qzeros", unpack_stream(stored, 1, bits, outputs))
+        permutation = mine._permutation(checkpoint, f"{layer}.g_idx", inputs)
+        group_size = inputs // groups
+        if permutation is None and bits != 3:  # the words are those of QuantizedWeight already
+            return QuantizedWeight(words, scales, zeros, bits, group_size)
+        codes = unpack_stream(words, 0, bits, inputs)  # [K, N]
+        if permutation is not None:
+            codes = codes[permutation.long()]
+        return from_codes(codes, bits, scales=scales, zeros=zeros, group_size=group_size, permutation=permutation)
+
+    def zero_points(self, checkpoint: Checkpoint, name: str, stored: torch.Tensor) -> torch.Tensor | None:
+        """What the zero-points [G, N] stored as tensor `name` mean: int16, or None where all are 2**(bits - 1)."""
+        middle, by_words = 2 ** (self.bits - 1), self.format_by_words(stored)
+        if by_words not in (None, self.checkpoint_format):
+            warnings.warn(
+                checkpoint.error(
+                    name,
+                    f"is of checkpoint_format {by_words}, not {self.checkpoint_format} as its config says: all "
+                    f"zero-points are stored as {int(stored[0, 0])}, which is the middle, {middle}, in {by_words} "
+                    f"alone. It is read as {by_words}",
+                ).args[0],
+                FormatWarning,
+                stacklevel=2,
+            )
+        if by_words is not None:
+            return None
+        if self.sym:
+            raise checkpoint.error(
+                name,
+                f"holds zero-points from {int(stored.min())} to {int(stored.max())}, but sym is true: all must be "
+                f"{middle - 1} (checkpoint_format gptq, v1) or {middle} (gptq_v2)",
+            )
+        return unless_symmetric(stored.short() + _ADDED[self.checkpoint_format], self.bits)
+
+    def format_by_words(self, stored: torch.Tensor) -> CheckpointFormat | None:
+        """The format of zero-points that are stored as a symmetric file stores them; None of any others."""
+        first = int(stored.reshape(-1)[0])
+        telling = self.sym or stored.numel() >= _TELLING
+        if not telling or not bool((stored == first).all()):
+            return None
+        return _BY_ADDED.get(2 ** (self.bits - 1) - first)
+
+    def _permutation(self, checkpoint: Checkpoint, name: str, inputs: int) -> torch.Tensor | None:
+        group_size = inputs if self.group_size == -1 else self.group_size
+        if not self.desc_act and name not in checkpoint:
+            return None
+        permutation = places_by_group(checkpoint, name, inputs, group_size)
+        if permutation is not None and not self.desc_act:
+            raise checkpoint.error(name, "puts inputs into groups out of their order, but desc_act is false")
+        return permutation
+
+    def encode(self, layer: str, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
+        mine, scheme = self._quantized(layer)
+        require(weight, layer, scheme)
+        zeros, added = zeros_of(weight), _ADDED[mine.checkpoint_format]
+        if mine.sym and weight.zeros is not None:
+            raise ValueError(f"{layer}: it has zero-points, but sym is true")
+        check_fit(layer, zeros, mine.bits, added)
+        stored = zeros - added
+        if mine.format_by_words(stored) not in (None, mine.checkpoint_format):
+            raise ValueError(
+                f"{layer}: its zero-points are all {int(zeros[0, 0])}, which readers would take for a symmetric "
+                f"weight's in the other format: write another checkpoint_format than {mine.checkpoint_format}"
+            )
+        assert weight.scales is not None, "the scheme is uniform"
+        return {
+            "qweight": pack_stream(unpack_codes(weight)[by_input(weight)], 0, mine.bits),
+            "qzeros": pack_stream(stored, 1, mine.bits),
+            "scales": weight.scales,
+            "g_idx": group_of_each_input(weight),
+        }
+
+    def config(self) -> dict[str, Any]:
+        return {"quant_method": self.method, **self.model_dump(exclude_none=True, exclude={"is_marlin_format"})}

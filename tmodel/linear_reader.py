@@ -1,0 +1,94 @@
+"""Linear layers out of a checkpoint, dense or quantized, each made ready for its kernel as it comes."""
+
+from __future__ import annotations
+
+import torch
+
+from tkernels import KernelSet, PrepareReport, prepared
+from tkernels.ops.dequant_gemm.slicing import concatenated, why_apart
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight
+from tmodel.layers import GateUp, JoinedLinear, Linear, SplitGateUp
+from tmodel.quantization import LinearShape, Quantization
+from tmodel.weights import Checkpoint, WeightError
+
+
+class LinearReader:
+    """Reads layers by their shapes; `report` adds up what it cost to prepare the quantized ones.
+
+    Parts of a shape that are quantized alike become one weight; where they differ (in bits, group size, permutation, or
+    one is dense) each run of equal ones stays a part of its own. A weight as the checkpoint has it is dropped before
+    the next shape is read, so that a device holds two layouts of one shape at most.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, kernels: KernelSet, quantization: Quantization | None) -> None:
+        self.checkpoint = checkpoint
+        self.kernels = kernels
+        self.quantization = quantization
+        self.report = PrepareReport()
+
+    def linear(self, shape: LinearShape) -> Linear | JoinedLinear:
+        """The layer, or layers, of `shape`: x [T, K] -> [T, sum of outputs]."""
+        if self.quantization is None or self.quantization.is_dense(shape):
+            return self._dense(shape, 0, len(shape.names))
+        parts, start = [], 0
+        held: list[QuantizedWeight] = []  # neighbours that agree, up to the one being looked at
+        for index in range(len(shape.names)):
+            weight = self._quantized(self.quantization, shape, index)
+            if held and (weight is None or why_apart(held[0], weight) is not None):
+                parts.append(self._made(shape, start, index, held))
+                start, held = index, []
+            if weight is None:
+                parts.append(self._dense(shape, index, index + 1))
+                start = index + 1
+            else:
+                held.append(weight)
+        if held:
+            parts.append(self._made(shape, start, len(shape.names), held))
+        return parts[0] if len(parts) == 1 else JoinedLinear(tuple(parts))
+
+    def gate_up(self, shape: LinearShape) -> GateUp | SplitGateUp:
+        """The gate and the up projection of `shape` and the SwiGLU over them: x [T, H] -> [T, I]."""
+        if self.quantization is None or self.quantization.is_dense(shape):
+            return GateUp(self.kernels.gate_up_swiglu, self._dense_weight(shape, 0, len(shape.names)))
+        return SplitGateUp(self.linear(shape), self.kernels.swiglu)
+
+    def _dense(self, shape: LinearShape, start: int, stop: int) -> Linear:
+        return Linear(self.kernels.matmul, self._dense_weight(shape, start, stop), self._bias(shape, start, stop))
+
+    def _dense_weight(self, shape: LinearShape, start: int, stop: int) -> torch.Tensor:
+        """[sum of outputs, inputs] of the parts `start` to `stop`."""
+        names, outputs = shape.names[start:stop], shape.outputs[start:stop]
+        return self.checkpoint.fused([f"{name}.weight" for name in names], [(n, shape.inputs) for n in outputs])
+
+    def _bias(self, shape: LinearShape, start: int, stop: int) -> torch.Tensor | None:
+        """[sum of outputs] of the parts `start` to `stop`."""
+        if not shape.bias:
+            return None
+        names, outputs = shape.names[start:stop], shape.outputs[start:stop]
+        return self.checkpoint.fused([f"{name}.bias" for name in names], [(n,) for n in outputs])
+
+    def _quantized(self, quantization: Quantization, shape: LinearShape, index: int) -> QuantizedWeight | None:
+        """One part as the checkpoint has it, in the model's dtype; None where it is dense."""
+        name, outputs = shape.names[index], shape.outputs[index]
+        if quantization.format.scheme(name) is None:
+            return None
+        checkpoint = self.checkpoint
+        if f"{name}.weight" in checkpoint:
+            raise checkpoint.error(f"{name}.weight", "is dense, but quantization_config says that the layer is not")
+        weight = quantization.format.read(checkpoint, name, outputs, shape.inputs)
+        # AutoGPTQ gives every layer a bias, of zeros where the model has none.
+        stray = not shape.bias and f"{name}.bias" in checkpoint
+        if stray and bool(checkpoint.tensor(f"{name}.bias", (outputs,)).any()):
+            raise checkpoint.error(f"{name}.bias", "is not zero, but config.json says that the layer has none")
+        weight = weight.to(checkpoint.device, checkpoint.dtype)
+        outliers = None if weight.outliers is None else weight.outliers.vals
+        floating = [part for part in (weight.scales, weight.table, outliers) if part is not None]
+        if checkpoint.dtype == torch.float16 and not all(bool(torch.isfinite(part).all()) for part in floating):
+            raise WeightError(f"{checkpoint.directory}: layer {name!r} has scales or values beyond float16's range")
+        return weight
+
+    def _made(self, shape: LinearShape, start: int, stop: int, weights: list[QuantizedWeight]) -> Linear:
+        """Weights that agree as one layer, its weight in the layout that the kernel reads."""
+        weight, report = prepared(self.kernels.dequant_gemm.variant, concatenated(weights))
+        self.report += report
+        return Linear(self.kernels.dequant_gemm, weight, self._bias(shape, start, stop))
