@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from experiments.document import ExperimentError
-from experiments.gpu_report.engine import SHAPES as REPORTED
 from experiments.simulation.hardware import Gpu, find_gpu
 from experiments.simulation.shapes import SHAPES, ModelShape, find_shape
 from experiments.simulation.step_time import StepTime, Work
+from tmodel import RANDOM_PRESETS as REPORTED
 from tsched.sampling_params import SamplingParams
 from tsched.scheduler import Scheduler
 
