@@ -51,6 +51,23 @@ def _no_rows(function: str) -> Equivalent:
     return Equivalent("paged_prefill", function, "mask_shifted", inside, at_the_end, _NO_ROWS)
 
 
+def _largest_in_any_dtype(function: str, load: str) -> Equivalent:
+    why = "the largest absolute value is exact in any dtype, and what it is compared with or multiplied by is fp32"
+    return Equivalent("quantize_tokens", function, "cast_removed", f"{load}.to(tl.float32)", load, why)
+
+
+def _passed_over(function: str, nth: int) -> Equivalent:
+    why = "a maximum passes over NaN, and codes of what is masked off are not stored"
+    return Equivalent("quantize_tokens", function, "constant_changed", "0.0", "float('nan')", why, nth)
+
+
+def _unstored(nth: int) -> Equivalent:
+    why = "sums of what is masked off are not stored"
+    return Equivalent("scaled_matmul", "summed_by_the_last", "constant_changed", "0.0", "float('nan')", why, nth)
+
+
+_ROW, _WALKED = "quantize_tokens_row_per_program", "quantize_tokens_two_pass"
+
 EQUIVALENT: tuple[Equivalent, ...] = (
     *_outputs_swapped("add_rms_norm_row_per_program"),
     *_outputs_swapped("add_rms_norm_rows_per_program"),
@@ -78,6 +95,12 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "dequant_gemm", "weight_tile", "constant_changed", "0", "2147483647",
         "a masked zero-point is any of 0 to 15, and multiplied by a masked scale, which is 0", nth=1,
     ),
+    _largest_in_any_dtype(_ROW, "tl.load(x_ptr + row * stride_x_m + offs, mask=mask, other=0.0)"),
+    _largest_in_any_dtype(_WALKED, "tl.load(x_ptr + offs, mask=offs < inputs, other=0.0)"),
+    _passed_over(_ROW, 0),
+    _passed_over(_WALKED, 1),
+    _unstored(0),
+    _unstored(1),
     _no_rows("paged_prefill_packed_gqa"),
     _no_rows("paged_prefill_tensor_descriptor"),
     Equivalent(

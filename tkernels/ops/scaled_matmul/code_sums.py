@@ -58,9 +58,9 @@ def rescaled(sums, scale_ptr, weight_scale_ptr, bias_ptr, offs_m, offs_n, mask_m
 
     The token's scale first: the product of two scales can be too small for fp32 where that of all three is not.
     """
-    scale = tl.load(scale_ptr + offs_m, mask=mask_m, other=0.0)
-    weight_scale = tl.load(weight_scale_ptr + offs_n, mask=mask_n, other=0.0)
+    scale = tl.load(scale_ptr + offs_m, mask=mask_m)  # what is masked off is not stored
+    weight_scale = tl.load(weight_scale_ptr + offs_n, mask=mask_n)
     out = sums.to(tl.float32) * scale[:, None] * weight_scale[None, :]
     if bias_ptr is not None:
-        out += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+        out += tl.load(bias_ptr + offs_n, mask=mask_n).to(tl.float32)[None, :]
     return out
