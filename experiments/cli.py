@@ -286,6 +286,28 @@ def make_model(
     _exit(run, preset, directory, seed)
 
 
+@app.command()
+def quantize(
+    source: Annotated[str, typer.Argument(metavar="IN", help="A dense Hugging Face directory, or a preset: tiny.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where to write it; new or empty.")],
+    method: Annotated[str, typer.Option(metavar="rtn|gptq|awq|squeezellm", help="How codes are chosen.")],
+    bits: Annotated[int, typer.Option(help="Of a code: 2, 3, 4 or 8; awq: 4; squeezellm: 3 or 4.")],
+    group_size: Annotated[
+        int | None, typer.Option(help="Inputs that share a scale; -1 is all. 128, or -1 for squeezellm.")
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="TEXT", help="A file of text like what the model will read; not for rtn.")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens of it read at once: 512, or the model's length.")
+    ] = None,
+) -> None:
+    """Write a quantized checkpoint of a dense one: GPTQ's format (rtn, gptq), AWQ's or SqueezeLLM's."""
+    from experiments.commands.quantize import Request, run
+
+    _exit(run, Request(source, out, method, bits, group_size, calibration, window))
+
+
 @app.command("eval")
 def evaluate(
     model: Annotated[str, typer.Option(metavar="DIR|PRESET", help="A Hugging Face directory, or a preset: tiny.")],

@@ -15,6 +15,7 @@ from experiments.arms import Arm, Pick, expand
 from experiments.document import Document, ExperimentError, nearest
 from experiments.models import ModelPlan, check_headers, plan_model
 from experiments.peers import PEERS
+from experiments.quantized_models import quantization_problems
 from experiments.schema import Experiment, SyntheticWorkload, validate
 from tkernels import Registry, SelectionError, VariantError
 from tkernels.contract import Contract, Int
@@ -38,9 +39,12 @@ _MOST_RANDOM_ON_CPU = 100_000_000
 
 @dataclass(frozen=True)
 class Plan:
-    """An experiment whose every name is known. `unsupported` says why an arm cannot run here, by its index."""
+    """An experiment whose every name is known. `folder`: where its paths start. `unsupported` says why an arm cannot
+    run here, by its index.
+    """
 
     experiment: Experiment
+    folder: Path
     ops: Registry
     variant_folders: tuple[Path, ...]
     arms: tuple[Arm, ...]
@@ -98,6 +102,8 @@ def make_plan(document: Document) -> Plan:
     problems += _kernel_problems(document, experiment, ops)
     problems += _shape_problems(document, experiment, ops)
     problems += _policy_problems(document, experiment)
+    if model is not None:
+        problems += quantization_problems(document, experiment, model)
     for index, peer in enumerate(experiment.peers):
         if peer not in PEERS:
             there_is = f"there is {', '.join(PEERS)}{nearest(peer, PEERS)}"
@@ -121,7 +127,7 @@ def make_plan(document: Document) -> Plan:
             except SelectionError as error:
                 unsupported[index] = str(error)
     folders = tuple((document.folder / folder).resolve() for folder in experiment.variants_from)
-    return Plan(experiment, ops, folders, tuple(arms), model, device, dtype, unsupported)
+    return Plan(experiment, document.folder, ops, folders, tuple(arms), model, device, dtype, unsupported)
 
 
 def kernel_ranges(model: ModelPlan, options: Mapping[str, Any], dtype: torch.dtype) -> Ranges:

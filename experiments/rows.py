@@ -224,6 +224,44 @@ class PeerRow(_Row):
     }
 
 
-Row = Annotated[CheckRow | KernelRow | EngineRow | ParityRow | PeerRow, Field(discriminator="stage")]
+class QuantizationRow(_Row):
+    """The model as one method leaves it, beside the dense one, whose own row has method "dense" and no bits.
+
+    num_tokens, window, nats, kl, top1_agreement: as in evaluation.Evaluation; of the dense one's own row the last two
+    are null. disk_bytes: of its safetensors. memory_bytes: of all its weights as they are served. tokens_per_s: of
+    output tokens of the first workload, the median over rounds that it and the dense model take in turns; speedup: over
+    the dense model's in the same turn, the median.
+    """
+
+    stage: Literal["quantization"] = "quantization"
+    method: str | None = None
+    bits: int | None = None
+    group_size: int | None = None
+    num_tokens: int | None = None
+    window: int | None = None
+    nats: float | None = None
+    perplexity: float | None = None
+    kl: float | None = None
+    top1_agreement: float | None = None
+    disk_bytes: int | None = None
+    memory_bytes: int | None = None
+    tokens_per_s: float | None = None
+    tokens_per_s_iqr: float | None = None
+    speedup: float | None = None
+    speed_reason: str | None = None
+
+    required = {
+        "ok": frozenset(
+            {
+                "method", "bits", "group_size", "num_tokens", "window", "nats", "perplexity", "kl", "top1_agreement",
+                "disk_bytes", "memory_bytes", "tokens_per_s", "tokens_per_s_iqr", "speedup", "speed_reason",
+            }
+        ),
+        "unsupported": frozenset({"method", "bits", "group_size"}),
+        "failed": frozenset({"method", "bits", "group_size"}),
+    }  # fmt: skip
+
+
+Row = Annotated[CheckRow | KernelRow | EngineRow | ParityRow | PeerRow | QuantizationRow, Field(discriminator="stage")]
 ROW: TypeAdapter[Row] = TypeAdapter(Row)
 """Reads a line of results.jsonl: `ROW.validate_json(line)`."""

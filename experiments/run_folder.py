@@ -11,9 +11,9 @@ import yaml
 
 from experiments.document import ExperimentError
 from experiments.plan import Plan
-from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow
+from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow
 
-AnyRow = CheckRow | KernelRow | EngineRow | ParityRow | PeerRow
+AnyRow = CheckRow | KernelRow | EngineRow | ParityRow | PeerRow | QuantizationRow
 
 
 class RunFolder:
@@ -56,5 +56,8 @@ def resolved(plan: Plan) -> dict[str, Any]:
     if plan.experiment.model is not None and plan.experiment.model.path is not None:
         assert plan.model is not None
         data["model"] = {"path": str(plan.model.directory().resolve())}
+    for name in ("text", "calibration"):
+        if experiment.quantization is not None and (file := getattr(experiment.quantization, name)) is not None:
+            data["quantization"][name] = str((plan.folder / file).resolve())
     data["variants_from"] = [str(folder) for folder in plan.variant_folders]
     return {key: data[key] for key in type(experiment).model_fields if data.get(key) not in (None, {}, [])}

@@ -12,7 +12,7 @@ from experiments.models import check_headers
 from experiments.plan import Plan
 from experiments.points import points_of
 from experiments.run_folder import RunFolder
-from experiments.stages import check, engine, kernels, parity
+from experiments.stages import check, engine, kernels, parity, quantization
 from experiments.stages.context import Context
 from tkernels import ContractError, Tuning
 
@@ -30,7 +30,7 @@ def run_experiment(
         points = points_of(plan)
     except ContractError as error:
         raise ExperimentError([f"shapes: {error}" if plan.experiment.shapes else str(error)]) from None
-    if plan.model is not None and plan.experiment.workload:
+    if plan.model is not None and (plan.experiment.workload or plan.experiment.quantization):
         # A preset that has to be trained first shows progress of its own.
         check_headers(plan.model.directory())
     folder = RunFolder(plan, out)
@@ -49,6 +49,7 @@ def run_experiment(
         check.run(context)
         kernels.run(context)
         parity.run(context, engine.run(context))
+        quantization.run(context)
     folder.write_environment({**environment, "tuning": {"mode": tuning.mode, "used": tuning.used}})
     return folder
 

@@ -277,6 +277,30 @@ class SchedulerOptions(Strict):
     cuda_graphs: Flags | None = None
 
 
+GroupSizes = Annotated[list[Annotated[int, Field(strict=True, ge=-1)]], BeforeValidator(_as_list), Field(min_length=1)]
+
+
+class QuantizationSettings(Strict):
+    """One checkpoint for every number of bits with every group size; -1 is all inputs."""
+
+    bits: Counts
+    group_size: GroupSizes = [-1]
+
+
+class Quantization(Strict):
+    """The model quantized by `methods`, each judged beside the dense one on a text.
+
+    text, calibration: files; by default Python's own sources, of which those for calibration are others. window: tokens
+    that are read at once, in both. max_tokens: of the text, those that are predicted, in whole windows.
+    """
+
+    methods: Annotated[Mapping[str, QuantizationSettings], Field(min_length=1)]
+    window: Count = 512
+    text: Path | None = None
+    calibration: Path | None = None
+    max_tokens: Count = 50_000
+
+
 class Experiment(Strict):
     """The whole file. Every key but `name` has a default; see DESIGN, "The experiment".
 
@@ -298,6 +322,7 @@ class Experiment(Strict):
     batching: Annotated[list[Batching], BeforeValidator(_as_list), Field(min_length=1)] = ["continuous"]
     workload: Annotated[list[Workload], BeforeValidator(_as_list)] = []
     peers: list[str] = []
+    quantization: Quantization | None = None
     repeats: Count = 3
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
 
@@ -305,6 +330,8 @@ class Experiment(Strict):
     def _fits_together(self) -> "Experiment":
         if self.workload and self.model is None:
             raise ValueError("a workload needs a model")
+        if self.quantization is not None and self.model is None:
+            raise ValueError("quantization needs a model")
         if self.peers and not self.workload:
             raise ValueError("peers serve a workload; there is none")
         if self.model is None and not self.kernels:

@@ -3,38 +3,16 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from experiments.plan import Plan
-from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow
+from experiments.quantization_report import quantization_table
+from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow
 from experiments.run_folder import AnyRow
 from experiments.schema import PromptsWorkload
-
-_STYLES = {"ok": "green", "wrong": "bold red", "failed": "red", "unsupported": "yellow", "finding": "bold red"}
-
-
-def status_text(status: str) -> Text:
-    return Text(status, style=_STYLES.get(status, ""))
-
-
-def new_table(title: str, columns: Sequence[str], right: Sequence[str] = ()) -> Table:
-    """A table without vertical rules; columns named in `right` are aligned there and never broken."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
-    for column in columns:
-        numeric = column in right
-        # Text breaks between words; only a word longer than its column is cut up.
-        table.add_column(column, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
-    return table
-
-
-def add_row(table: Table, *cells: str | Text) -> None:
-    """A row whose cells are shown as they are: rich would take "split_kv[num_splits=4]" for its own markup."""
-    table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in cells))
+from experiments.table_style import add_row, new_table, status_text
 
 
 def print_report(console: Console, plan: Plan, rows: Sequence[AnyRow]) -> None:
@@ -66,6 +44,9 @@ def _tables(plan: Plan, rows: Sequence[AnyRow]) -> RenderableType:
         parts.append(_memory_table(plan, scheduled))
     if peers:
         parts.append(_peer_table(peers))
+    quantized = [row for row in rows if isinstance(row, QuantizationRow)]
+    if quantized:
+        parts.append(quantization_table(quantized))
     return Group(*parts)
 
 

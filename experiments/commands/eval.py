@@ -57,8 +57,11 @@ def run(request: Request, as_json: bool) -> int:
     columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TextColumn("windows"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("reading", total=len(windows))
-        models = [reader(one.directory(), plan.config.dtype) for one in (plan, reference) if one is not None]
-        found = evaluate(models[0], windows, *models[1:], advance=lambda count: progress.advance(task, count))
+        dtype = plan.config.dtype
+        judge = None if reference is None else reader(reference.directory(), dtype)
+        found = evaluate(
+            reader(plan.directory(), dtype), windows, judge, advance=lambda count: progress.advance(task, count)
+        )
     if as_json:
         print(json.dumps({"model": request.model, "reference": request.reference, "perplexity": found.perplexity,
                           **asdict(found)}))  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from experiments.arms import Arm
 from experiments.peers import PEERS, PeerUnsupportedError
 from experiments.rows import EngineRow, PeerRow, Status
+from experiments.schema import Batching
 from experiments.stages.context import Context, Step, one_line
 from experiments.stages.memory import Seat, groups_of
 from experiments.stages.serving import Served, equal_requests, figures, interleaved, spread
@@ -139,6 +140,11 @@ def _with_logprobs(params: SamplingParams) -> SamplingParams:
     return replace(params, logprobs=REPORTED_LOGPROBS)
 
 
+def served_once(llm: TimedLLM, requests: Sequence[Request], batching: Batching, salt: str) -> Served:
+    """A timed round of `requests`; prefixes are shared with rounds of the same salt only."""
+    return _served(llm.serve(requests, batching=batching, salt=salt), requests)
+
+
 def _served(timeline: Timeline, requests: Sequence[Request]) -> Served:
     outputs = timeline.outputs
     late = [request.after > 0 for request in requests for _ in range(request.params.n)]
@@ -230,7 +236,7 @@ class _Turns:
         llm, requests, batching = side.engine, self.workload.requests, side.arm.batching
         assert not isinstance(llm, _Refusal)
         salts = (f"{self.workload.name}, round {number}" for number in count())
-        return lambda: _served(llm.serve(requests, batching=batching, salt=next(salts)), requests)
+        return lambda: served_once(llm, requests, batching, next(salts))
 
     def _record(self, side: _Side, told: _Told, rounds: list[Served] | Exception | None) -> _Told | _Refusal:
         """Record the arm's figures; what it raised in a round is why it has none."""

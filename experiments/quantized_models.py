@@ -1,0 +1,125 @@
+"""The quantized models of an experiment: which they are, the texts they are made and judged with, and their folders."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import torch
+
+import tmodel
+from experiments.document import Document, ExperimentError, nearest
+from experiments.evaluation import windows_of
+from experiments.models import ModelPlan
+from experiments.schema import Experiment, Quantization
+from experiments.texts import read_text, tokens_of
+from tmodel.corpus import standard_library_corpus
+from tmodel.quantizers import METHODS
+from tmodel.quantizers.calibration import MAX_TOKENS
+from tmodel.quantizers.checkpoint import check_settings, plan_job, quantize_checkpoint, windows_for
+from tmodel.quantizers.unfinished import QuantizerError
+
+_CORPUS_BYTES = 8_000_000
+"""The presets are trained on as much, in the same order: what is held out here was held out there."""
+
+_BYTES_A_TOKEN = 8
+"""More text than tokens are wanted of is not read: no tokenizer packs code this tightly in the mean."""
+
+
+@dataclass(frozen=True)
+class QuantizedModel:
+    """A method with its settings."""
+
+    method: str
+    bits: int
+    group_size: int
+
+    @property
+    def label(self) -> str:
+        """ "gptq 4 bits, groups of 32"."""
+        return f"{self.method} {self.bits} bits" + ("" if self.group_size == -1 else f", groups of {self.group_size}")
+
+
+def quantized_models(quantization: Quantization) -> list[QuantizedModel]:
+    """In the YAML's order, the group size varying fastest."""
+    return [
+        QuantizedModel(method, bits, group_size)
+        for method, settings in quantization.methods.items()
+        for bits, group_size in product(settings.bits, settings.group_size)
+    ]
+
+
+def quantization_problems(document: Document, experiment: Experiment, model: ModelPlan) -> list[str]:
+    """What is wrong with an experiment's `quantization`, as far as the model's configuration tells."""
+    quantization = experiment.quantization
+    if quantization is None:
+        return []
+    problems = []
+    if model.config.quantization is not None:
+        problems.append(document.problem(("model",), "is quantized already; quantization takes a dense model"))
+    longest = model.config.max_position_embeddings
+    if quantization.window > longest:
+        message = f"{quantization.window} tokens, and the model was made for {longest}"
+        problems.append(document.problem(("quantization", "window"), message))
+    for name in ("text", "calibration"):
+        file = getattr(quantization, name)
+        if file is not None and not (document.folder / file).is_file():
+            problems.append(document.problem(("quantization", name), f"{document.folder / file}: no such file"))
+    for method in quantization.methods:
+        if method not in METHODS:
+            message = f"unknown method {method!r}: there is {', '.join(METHODS)}{nearest(method, METHODS)}"
+            problems.append(document.problem(("quantization", "methods", method), message))
+    for one in quantized_models(quantization):
+        if one.method in METHODS:
+            try:
+                check_settings(model.config, METHODS[one.method], one.bits, one.group_size)
+            except QuantizerError as error:
+                problems.append(document.problem(("quantization", "methods", one.method), str(error)))
+    return problems
+
+
+@dataclass(frozen=True)
+class Texts:
+    """calibration: [T] tokens. windows: [n, window + 1] of what the models are judged by."""
+
+    calibration: torch.Tensor
+    windows: torch.Tensor
+
+
+def texts_of(quantization: Quantization, folder: Path, directory: Path) -> Texts:
+    """The experiment's texts as tokens of the model in `directory`; its paths start from `folder`."""
+    calibration, text = (
+        read_text(folder / file, "quantization:") if file is not None else None
+        for file in (quantization.calibration, quantization.text)
+    )
+    if calibration is None or text is None:
+        corpus = standard_library_corpus(_CORPUS_BYTES)
+        calibration = calibration or "\n".join(corpus.training)[: _BYTES_A_TOKEN * MAX_TOKENS]
+        text = text or "\n".join(corpus.held_out)[: _BYTES_A_TOKEN * quantization.max_tokens]
+    tokens = tokens_of(text, directory)[: quantization.max_tokens + 1]
+    if len(tokens) <= quantization.window:
+        raise ExperimentError([f"quantization: a text of {len(tokens)} tokens has no window of {quantization.window}"])
+    return Texts(tokens_of(calibration, directory), windows_of(tokens, quantization.window))
+
+
+def checkpoint_of(
+    one: QuantizedModel, source: Path, texts: Texts, cache: Path, progress: Callable[[str], None]
+) -> Path:
+    """The folder of `one` in `cache`, made where it is not there. Its name has a hash of all that decides what is in
+    it: the dense model's files, the settings, the calibration windows, and the code of quantizers and formats.
+    """
+    job = plan_job(source, METHODS[one.method], one.bits, one.group_size)
+    if job.method.walk != "none":
+        window = texts.windows.shape[1] - 1
+        job = replace(job, windows=windows_for(job.config, texts.calibration, window))
+    made_of = hashlib.sha256(json.dumps(job.options(), sort_keys=True).encode())
+    for folder in ("quantizers", "formats"):
+        for file in sorted((Path(tmodel.__file__).parent / folder).glob("*.py")):
+            made_of.update(file.read_bytes())
+    group = "" if one.group_size == -1 else f"-g{one.group_size}"
+    out = cache / f"{source.name}-{one.method}-{one.bits}bit{group}-{made_of.hexdigest()[:12]}"
+    if not out.exists():
+        quantize_checkpoint(job, out, progress)
+    return out

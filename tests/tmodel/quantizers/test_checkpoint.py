@@ -1,0 +1,231 @@
+"""Whole checkpoints: what is written, what a killed run leaves, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tmodel.test_parity import random_model
+from tkernels.ops.dequant_gemm.weight import dequantize
+from tmodel import load_config
+from tmodel.formats import FORMATS, parse_format
+from tmodel.quantizers import METHODS
+from tmodel.quantizers.awq import folded
+from tmodel.quantizers.calibration import choose_windows, forward, see_inputs
+from tmodel.quantizers.checkpoint import Job, plan_job, quantize_checkpoint, windows_for
+from tmodel.quantizers.decoder import GROUPS, LINEARS, decoder_for, layer_shapes, linear_shapes
+from tmodel.quantizers.method import Layer
+from tmodel.quantizers.rtn import rounded
+from tmodel.quantizers.unfinished import QuantizerError
+from tmodel.weights import Checkpoint
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True}
+CASES = [
+    ("rtn", 4, 32), ("rtn", 3, -1), ("gptq", 4, 32), ("gptq", 2, 32), ("gptq", 3, 32), ("gptq", 8, -1), ("awq", 4, 32),
+    ("squeezellm", 3, -1), ("squeezellm", 4, -1),
+]  # fmt: skip
+WINDOW = 24
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(tmp_path_factory.mktemp("dense"), **SHAPE)
+
+
+def job(source: Path, method: str, bits: int, group_size: int) -> Job:
+    tokens = torch.randint(97, (20 * WINDOW,), generator=torch.Generator().manual_seed(0))
+    planned = plan_job(source, METHODS[method], bits, group_size)
+    return dataclasses.replace(planned, windows=windows_for(planned.config, tokens, WINDOW))
+
+
+def silently(done: str) -> None:
+    pass
+
+
+def stop_at(what: str) -> Callable[[str], None]:
+    def progress(done: str) -> None:
+        if done == what:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+@pytest.mark.parametrize(("method", "bits", "group_size"), CASES)
+def test_a_checkpoint_holds_the_model_in_its_format(
+    dense: Path, method: str, bits: int, group_size: int, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    steps: list[str] = []
+    asked = job(dense, method, bits, group_size)
+    quantize_checkpoint(asked, out, steps.append)
+    assert len(steps) == asked.num_steps
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    raw = json.loads((out / "config.json").read_text())
+    found = parse_format(raw["quantization_config"])
+    assert found == asked.format
+    assert type(found) is FORMATS[raw["quantization_config"]["quant_method"]]
+    original = json.loads((dense / "config.json").read_text())
+    assert raw == {**original, "quantization_config": raw["quantization_config"]}
+    config, decoder = asked.config, decoder_for(asked.config, WINDOW)
+    with (
+        Checkpoint(out, device="cpu", dtype=torch.float32) as mine,
+        Checkpoint(dense, device="cpu", dtype=torch.float32) as theirs,
+    ):
+        for index in range(config.num_layers):
+            prefix = f"model.layers.{index}"
+            weights: dict[str, torch.Tensor] = {}
+            originals: dict[str, torch.Tensor] = {}
+            for name, (outputs, inputs) in linear_shapes(config).items():
+                made = dequantize(found.read(mine, f"{prefix}.{name}", outputs, inputs), torch.float32)
+                weight = theirs.tensor(f"{prefix}.{name}.weight", (outputs, inputs))
+                if method == "rtn":
+                    plain = dequantize(rounded(weight, bits, group_size, lowest_zero=1), torch.float32)
+                    assert torch.equal(made, plain)
+                weights[f"{name}.weight"], originals[f"{name}.weight"] = made, weight
+            for name, shape in layer_shapes(config).items():
+                if name.removesuffix(".weight") not in LINEARS:
+                    weights[name], originals[name] = (one.tensor(f"{prefix}.{name}", shape) for one in (mine, theirs))
+                    assert torch.equal(weights[name], originals[name]) or (method == "awq" and "layernorm" in name)
+            hidden = torch.randn((4, WINDOW, 64), generator=torch.Generator().manual_seed(index))
+            made, right = (forward(decoder, one, index, hidden) - hidden for one in (weights, originals))
+            assert (made - right).norm() < {2: 1.2, 3: 0.6, 4: 0.3, 8: 0.03}[
+                bits
+            ] * right.norm()  # a wrong order gives 1.4
+        for name, shape in (("model.embed_tokens.weight", (97, 64)), ("model.norm.weight", (64,))):
+            assert torch.equal(mine.tensor(name, shape), theirs.tensor(name, shape))
+        mine.refuse_unused()
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "stopped", "left"),
+    [
+        ("rtn", 4, "layer 0", ["layer 0", "layer 1"]),
+        ("gptq", 4, "layer 0", ["layer 0", "layer 1"]),
+        ("awq", 4, "layer 0", ["layer 0", "layer 1"]),
+        ("squeezellm", 3, "layer 1", ["layer 0, forward", "layer 1, forward", "layer 1", "layer 0"]),
+        ("squeezellm", 3, "layer 0, forward", ["layer 0, forward", "layer 1, forward", "layer 1", "layer 0"]),
+    ],
+)
+def test_a_killed_run_goes_on_with_the_layers_that_are_done(
+    dense: Path, method: str, bits: int, stopped: str, left: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group_size = 32 if METHODS[method].grouped else -1
+    asked = job(dense, method, bits, group_size)
+    quantize_checkpoint(asked, tmp_path / "whole", silently)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(asked, out, stop_at(stopped))
+    assert not out.exists()
+    done: list[int] = []
+
+    def counted(layer: Layer, bits: int, group_size: int) -> object:
+        done.append(layer.index)
+        return METHODS[method].quantize(layer, bits, group_size)
+
+    again = dataclasses.replace(asked, method=dataclasses.replace(asked.method, quantize=counted))
+    steps: list[str] = []
+    quantize_checkpoint(again, out, steps.append)
+    assert steps == left
+    assert len(done) == (2 if "forward" in stopped else 1)
+    assert contents(out) == contents(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_other_options_do_not_go_on_with_it(dense: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    asked = job(dense, "gptq", 4, 32)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(asked, out, stop_at("layer 0"))
+    other_text = choose_windows(torch.arange(97).repeat(5), WINDOW)
+    for changed, expected in (
+        (job(dense, "gptq", 3, 32), "bits was 4 and is now 3"),
+        (job(dense, "gptq", 4, -1), "group_size was 32 and is now -1"),
+        (job(dense, "rtn", 4, 32), "method was 'gptq' and is now 'rtn'"),
+        (dataclasses.replace(asked, windows=other_text), "sha256 of the calibration windows was"),
+    ):
+        with pytest.raises(QuantizerError, match=expected):
+            quantize_checkpoint(changed, out, silently)
+    quantize_checkpoint(asked, out, silently)
+
+
+def test_a_finished_checkpoint_is_not_written_again(dense: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    quantize_checkpoint(job(dense, "rtn", 4, 32), out, silently)
+    before = contents(out)
+    with pytest.raises(FileExistsError, match="out exists and is not an empty directory"):
+        quantize_checkpoint(job(dense, "rtn", 4, 32), out, silently)
+    assert contents(out) == before
+    with pytest.raises(QuantizerError, match="is quantized already: config.json has a quantization_config"):
+        plan_job(out, METHODS["gptq"], 4, 32)
+
+
+def test_two_processes_do_not_write_one_checkpoint(dense: Path, tmp_path: Path) -> None:
+    with (tmp_path / ".out.lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(QuantizerError, match="another process is writing it"):
+            quantize_checkpoint(job(dense, "rtn", 4, 32), tmp_path / "out", silently)
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "group_size", "expected"),
+    [
+        ("awq", 3, 32, "awq writes 4 bits, not 3"),
+        ("gptq", 5, 32, "gptq writes 2 and 3 and 4 and 8 bits, not 5"),
+        ("squeezellm", 8, -1, "squeezellm writes 3 and 4 bits, not 8"),
+        ("squeezellm", 4, 32, "squeezellm has no groups"),
+        ("gptq", 4, 128, "group_size 128 does not divide its 64 inputs"),
+        ("awq", 4, 64, "group_size 64 does not divide its 96 inputs"),
+        ("rtn", 4, 12, "group_size 12"),
+        ("rtn", 4, 0, "group_size 0"),
+    ],
+)
+def test_settings_that_fit_no_format_are_refused(
+    dense: Path, method: str, bits: int, group_size: int, expected: str
+) -> None:
+    with pytest.raises(QuantizerError, match=expected):
+        plan_job(dense, METHODS[method], bits, group_size)
+
+
+def test_too_little_calibration_text_is_refused(dense: Path) -> None:
+    config = load_config(dense)
+    with pytest.raises(QuantizerError, match="95 tokens of calibration text are too few; it takes 96 or more"):
+        windows_for(config, torch.zeros(95, dtype=torch.int64), 24)
+    assert windows_for(config, torch.zeros(97, dtype=torch.int64), 24).shape == (4, 25)
+    with pytest.raises(QuantizerError, match="windows of 129 tokens; the model was made for 128"):
+        windows_for(config, torch.zeros(1000, dtype=torch.int64), 129)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
+def test_awq_folds_scales_that_change_nothing_before_rounding(heads: tuple[int, int], tmp_path: Path) -> None:
+    directory = random_model(tmp_path, heads=heads, attention_bias=True, **SHAPE)
+    config = load_config(directory)
+    decoder = decoder_for(config, WINDOW)
+    with Checkpoint(directory, device="cpu", dtype=torch.float32) as checkpoint:
+        weights = {n: checkpoint.tensor(f"model.layers.0.{n}", shape) for n, shape in layer_shapes(config).items()}
+    hidden = torch.randn((4, WINDOW, 64), generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = Layer(0, weights, decoder, dtype, hidden)
+        seen = see_inputs(decoder, weights, 0, hidden)
+        made, changed, scales = folded(layer, seen, 4, 32)
+        torch.testing.assert_close(
+            forward(decoder, made, 0, hidden), forward(decoder, weights, 0, hidden), rtol=1e-4, atol=1e-4
+        )
+        assert any(not torch.equal(one, torch.ones_like(one)) for one in scales)
+        assert {name: tensor.dtype for name, tensor in changed.items()} == dict.fromkeys(
+            ("input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.v_proj.bias"), dtype
+        )
+        for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+            assert torch.equal(made[name], changed[name].float())  # what was folded is what is kept
+        for group, names in enumerate(GROUPS[:1]):
+            ratio = made[f"{names[0]}.weight"] / weights[f"{names[0]}.weight"]
+            torch.testing.assert_close(ratio, scales[group].float().expand_as(ratio))

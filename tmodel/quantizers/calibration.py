@@ -1,0 +1,111 @@
+"""What a quantizer may know of a model in use: what each linear multiplies, and how much the loss minds its weights.
+
+Everything is computed a layer at a time, from the windows' hidden states at its input, and a few windows at a time: in
+memory are one layer's weights, the hidden states [n, S, H], and what is collected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tmodel.quantizers.decoder import GROUPS, LINEARS, Decoder, Weights
+
+MAX_TOKENS = 65_536
+"""Of the calibration text, those that are used: as many as 128 windows of 512 (Lin et al., 2024, section 5.1)."""
+
+_WINDOWS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a linear of K inputs was seen to multiply, X [tokens, K].
+
+    second_moment: X^T X, [K, K] float64; times two it is the Hessian of the layer's squared error.
+    mean_abs: the mean of |X| over tokens, [K] float64.
+    """
+
+    second_moment: torch.Tensor
+    mean_abs: torch.Tensor
+
+
+def choose_windows(tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Windows [n, num_tokens + 1] of `tokens` [T] for `num_tokens` inputs each and their targets, spread evenly over
+    the text, at most MAX_TOKENS in all. ValueError where there is not one.
+    """
+    most = (len(tokens) - 1) // num_tokens
+    if most < 1:
+        raise ValueError(f"{len(tokens)} tokens do not make one window of {num_tokens} and the token after")
+    count = min(most, max(1, MAX_TOKENS // num_tokens))
+    starts = torch.arange(count) * most // count * num_tokens
+    return tokens[starts[:, None] + torch.arange(num_tokens + 1)]
+
+
+def forward(decoder: Decoder, weights: Weights, index: int, hidden: torch.Tensor) -> torch.Tensor:
+    """hidden [n, S, H] through layer `index`."""
+    with torch.no_grad():
+        return torch.cat([decoder(weights, index, part) for part in hidden.split(_WINDOWS_AT_ONCE)])
+
+
+def see_inputs(
+    decoder: Decoder, weights: Weights, index: int, hidden: torch.Tensor, groups: Sequence[int] = range(len(GROUPS))
+) -> dict[int, Inputs]:
+    """What the linears of each of `groups` multiply when hidden [n, S, H] goes through layer `index`."""
+    moments: dict[int, torch.Tensor] = {}
+    sums: dict[int, torch.Tensor] = {}
+
+    def observe(group: int, x: torch.Tensor) -> None:
+        if group in groups:
+            product, total = (x.t() @ x).double(), x.abs().double().sum(0)
+            moments[group] = moments[group] + product if group in moments else product
+            sums[group] = sums[group] + total if group in sums else total
+
+    with torch.no_grad():
+        for part in hidden.split(_WINDOWS_AT_ONCE):
+            decoder(weights, index, part, observe)
+    num_tokens = hidden.shape[0] * hidden.shape[1]
+    return {group: Inputs(moments[group], sums[group] / num_tokens) for group in groups}
+
+
+def head_gradient(
+    final_norm: torch.Tensor, head: torch.Tensor, eps: float, hidden: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """The gradient [n, S, H] of each window's summed loss in nats by the last layer's output, hidden [n, S, H].
+
+    final_norm: [H]. head: [vocab, H]. targets: [n, S], the token after each.
+    """
+    gradients = []
+    for part, wanted in zip(hidden.split(_WINDOWS_AT_ONCE), targets.split(_WINDOWS_AT_ONCE), strict=True):
+        leaf = part.detach().requires_grad_()
+        logits = F.rms_norm(leaf, (leaf.shape[-1],), final_norm, eps) @ head.t()  # [part, S, vocab]
+        loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
+        gradients += torch.autograd.grad(loss, leaf)
+    return torch.cat(gradients)
+
+
+def sensitivities(
+    decoder: Decoder, weights: Weights, index: int, hidden: torch.Tensor, gradient: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """How much the loss minds each weight of layer `index`, and the gradient that the layer before it gets.
+
+    The diagonal of the empirical Fisher information, the mean over windows of the squared gradient of a window's loss:
+    Kim et al., 2024, "SqueezeLLM", section 4.1 and equation 3. The layer is computed again with its graph, one window
+    at a time, so that no other layer's is kept.
+
+    hidden: [n, S, H], the layer's input. gradient: [n, S, H], of each window's loss by its output.
+    Returns: {name of LINEARS: [N, K] float64}, [n, S, H].
+    """
+    leaves = {f"{name}.weight": weights[f"{name}.weight"].detach().requires_grad_() for name in LINEARS}
+    squares = {name: torch.zeros_like(weights[f"{name}.weight"], dtype=torch.float64) for name in LINEARS}
+    before = torch.empty_like(gradient)
+    for window in range(hidden.shape[0]):
+        x = hidden[window : window + 1].detach().requires_grad_()
+        out = decoder({**weights, **leaves}, index, x)
+        found = torch.autograd.grad(out, [x, *leaves.values()], gradient[window : window + 1])
+        before[window] = found[0][0]
+        for name, one in zip(LINEARS, found[1:], strict=True):
+            squares[name] += one.double().square()
+    return {name: total / hidden.shape[0] for name, total in squares.items()}, before

@@ -1,0 +1,222 @@
+"""From a dense checkpoint to a quantized one, a layer at a time: what `tk quantize` does once the tokens are there."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from tmodel.config import ConfigError, ModelConfig, read_json
+from tmodel.formats.base import QuantizationFormat
+from tmodel.loading import load_config
+from tmodel.quantizers.calibration import choose_windows, forward, head_gradient
+from tmodel.quantizers.decoder import LINEARS, Decoder, decoder_for, layer_shapes, linear_shapes
+from tmodel.quantizers.method import Layer, Method, QuantizedLayer
+from tmodel.quantizers.unfinished import QuantizerError, Unfinished, open_unfinished
+from tmodel.weights import Checkpoint
+
+Progress = Callable[[str], None]
+"""Called after each of `num_steps` with what was done."""
+
+_COPIED = (
+    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+_CONFIGS_OF_OTHERS = ("quantize_config.json", "quant_config.json")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked for. windows: [n, S + 1] tokens, as calibration.choose_windows gives them; None where the method's
+    walk is "none".
+    """
+
+    source: Path
+    config: ModelConfig
+    method: Method
+    bits: int
+    group_size: int
+    windows: torch.Tensor | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """What a progress bar counts to: layers, and for a backward walk the forward one before it."""
+        return self.config.num_layers * (2 if self.method.walk == "backward" else 1)
+
+    @property
+    def format(self) -> QuantizationFormat:
+        return self.method.format(self.bits, self.group_size)
+
+    def options(self) -> dict[str, Any]:
+        """What a run that goes on with this one's layers must share with it."""
+        files = sorted(self.source.glob("*.safetensors"))
+        windows = None if self.windows is None else hashlib.sha256(self.windows.numpy().tobytes()).hexdigest()
+        return {
+            "model": str(self.source.resolve()),
+            "its files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+            "method": self.method.name,
+            "bits": self.bits,
+            "group_size": self.group_size,
+            "tokens of a calibration window": None if self.windows is None else self.windows.shape[1] - 1,
+            "sha256 of the calibration windows": windows,
+        }
+
+
+def plan_job(source: Path, method: Method, bits: int, group_size: int) -> Job:
+    """The job without its windows. Reads configurations alone.
+
+    Raises QuantizerError, or ConfigError, where the model is quantized already or cannot be served, the method has no
+    such bits, or a linear's size goes with neither the bits nor the group size.
+    """
+    raw = read_json(source / "config.json")
+    found = ["config.json has a quantization_config"] if raw.get("quantization_config") is not None else []
+    found += [f"it has a {name}" for name in _CONFIGS_OF_OTHERS if (source / name).exists()]
+    if found:
+        raise QuantizerError(f"{source} is quantized already: {found[0]}; a dense model is needed")
+    config = load_config(source)
+    check_settings(config, method, bits, group_size)
+    return Job(source, config, method, bits, group_size)
+
+
+def check_settings(config: ModelConfig, method: Method, bits: int, group_size: int) -> None:
+    """Raise QuantizerError where the method has no such bits, or a linear's size goes with neither these nor the group
+    size.
+    """
+    if bits not in method.bits:
+        there_is = " and ".join(map(str, method.bits))
+        raise QuantizerError(f"{method.name} writes {there_is} bits, not {bits}")
+    if not method.grouped and group_size != -1:
+        raise QuantizerError(f"{method.name} has no groups: group size must be -1, got {group_size}")
+    try:
+        made = method.format(bits, group_size)
+        for name, (outputs, inputs) in linear_shapes(config).items():
+            made.check(f"model.layers.0.{name}", outputs, inputs)
+    except ValidationError as error:
+        why = "; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())
+        raise QuantizerError(f"{method.name} with {bits} bits, group size {group_size}: {why}") from None
+    except ConfigError as error:
+        raise QuantizerError(f"{method.name} with {bits} bits, group size {group_size}: {error}") from None
+
+
+def windows_for(config: ModelConfig, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Calibration windows [n, num_tokens + 1] of `tokens` [T]; QuantizerError where there are too few to tell anything:
+    a second moment of K inputs takes K tokens to have an inverse.
+    """
+    if not 1 <= num_tokens <= config.max_position_embeddings:
+        raise QuantizerError(f"windows of {num_tokens} tokens; the model was made for {config.max_position_embeddings}")
+    least = max(num_tokens + 1, *(inputs for _, inputs in linear_shapes(config).values()))
+    if len(tokens) < least:
+        raise QuantizerError(f"{len(tokens)} tokens of calibration text are too few; it takes {least} or more")
+    return choose_windows(tokens, num_tokens)
+
+
+def quantize_checkpoint(job: Job, out: Path, progress: Progress) -> None:
+    """Write the quantized checkpoint `out`, which appears whole or not at all. A run that was stopped goes on with the
+    layers that are done. FileExistsError and QuantizerError as open_unfinished says; WeightError for a damaged model.
+    """
+    config, method = job.config, job.method
+    num_tokens = 1 if job.windows is None else job.windows.shape[1] - 1
+    decoder = decoder_for(config, num_tokens)
+    with (
+        open_unfinished(out, config.num_layers, job.options()) as unfinished,
+        Checkpoint(job.source, device="cpu", dtype=torch.float32) as dense,
+        Checkpoint(job.source, device="cpu", dtype=config.dtype) as stored,
+    ):
+        order = range(config.num_layers)
+        if method.walk == "backward":
+            _walk_forward(job, decoder, dense, unfinished, progress)
+            order = range(config.num_layers - 1, -1, -1)
+        elif method.walk == "forward" and not unfinished.is_done(0) and not unfinished.has("carry", 0):
+            unfinished.save("carry", 0, _embedded(job, dense))
+        for index in order:
+            if not unfinished.is_done(index):
+                _quantize_layer(job, decoder, dense, unfinished, index, order.step)
+            progress(f"layer {index}")
+        unfinished.save_shard(config.num_layers, _rest(config, stored))
+        for name in _COPIED:
+            if (job.source / name).exists():
+                shutil.copyfile(job.source / name, unfinished.checkpoint / name)
+        raw = read_json(job.source / "config.json")
+        unfinished.finish(out, {**raw, "quantization_config": job.format.config()})
+
+
+def _quantize_layer(
+    job: Job, decoder: Decoder, dense: Checkpoint, unfinished: Unfinished, index: int, step: int
+) -> None:
+    weights = _layer_weights(job.config, dense, index)
+    walk, last = job.method.walk, index + step in (-1, job.config.num_layers)
+    carried = None if walk == "none" else unfinished.load("carry", index)
+    hidden = unfinished.load("hidden", index) if walk == "backward" else carried
+    layer = Layer(index, weights, decoder, job.config.dtype, hidden, gradient=carried if walk == "backward" else None)
+    done = job.method.quantize(layer, job.bits, job.group_size)
+    if done.carry is not None and not last:
+        unfinished.save("carry", index + step, done.carry)
+    unfinished.save_shard(index, _tensors(job, layer, done))
+    unfinished.drop("carry", index)
+    unfinished.drop("hidden", index)
+
+
+def _tensors(job: Job, layer: Layer, done: QuantizedLayer) -> dict[str, torch.Tensor]:
+    """The layer's tensors by their names in the checkpoint."""
+    prefix = f"model.layers.{layer.index}"
+    tensors: dict[str, torch.Tensor] = {}
+    for name in LINEARS:
+        encoded = job.format.encode(f"{prefix}.{name}", done.linears[name])
+        tensors |= {f"{prefix}.{name}.{part}": tensor for part, tensor in encoded.items()}
+    matrices = {f"{name}.weight" for name in LINEARS}
+    for name, tensor in layer.weights.items():
+        if name not in matrices:
+            tensors[f"{prefix}.{name}"] = done.changed.get(name, tensor).to(job.config.dtype)
+    return tensors
+
+
+def _walk_forward(job: Job, decoder: Decoder, dense: Checkpoint, unfinished: Unfinished, progress: Progress) -> None:
+    """Leave each layer's input in the dense model, and the last one's gradient, for the walk back."""
+    config = job.config
+    last = config.num_layers - 1
+    if unfinished.is_done(last) or unfinished.has("carry", last):
+        for index in range(config.num_layers):
+            progress(f"layer {index}, forward")
+        return
+    hidden = _embedded(job, dense)
+    for index in range(config.num_layers):
+        unfinished.save("hidden", index, hidden)
+        hidden = forward(decoder, _layer_weights(config, dense, index), index, hidden)
+        progress(f"layer {index}, forward")
+    assert job.windows is not None
+    final_norm = dense.tensor("model.norm.weight", (config.hidden_size,))
+    gradient = head_gradient(final_norm, _head(config, dense), config.norm_eps, hidden, job.windows[:, 1:])
+    unfinished.save("carry", last, gradient)
+
+
+def _embedded(job: Job, dense: Checkpoint) -> torch.Tensor:
+    """[n, S, H]"""
+    assert job.windows is not None, f"{job.method.name} needs calibration windows"
+    embedding = dense.tensor("model.embed_tokens.weight", (job.config.vocab_size, job.config.hidden_size))
+    return embedding[job.windows[:, :-1]]
+
+
+def _head(config: ModelConfig, dense: Checkpoint) -> torch.Tensor:
+    name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    return dense.tensor(name, (config.vocab_size, config.hidden_size))
+
+
+def _layer_weights(config: ModelConfig, dense: Checkpoint, index: int) -> dict[str, torch.Tensor]:
+    return {name: dense.tensor(f"model.layers.{index}.{name}", shape) for name, shape in layer_shapes(config).items()}
+
+
+def _rest(config: ModelConfig, stored: Checkpoint) -> dict[str, torch.Tensor]:
+    """What no layer holds."""
+    vocab_shape = (config.vocab_size, config.hidden_size)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": vocab_shape, "model.norm.weight": (config.hidden_size,)
+    }  # fmt: skip
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = vocab_shape
+    return {name: stored.tensor(name, shape) for name, shape in shapes.items()}

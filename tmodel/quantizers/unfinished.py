@@ -1,0 +1,134 @@
+"""A checkpoint in the making: a folder beside its destination that a killed run leaves for the next one to go on with.
+
+    .OUT.unfinished/options.json                  what was asked for; other options do not go on with this folder
+    .OUT.unfinished/carry-00003.safetensors       what the walk brings to layer 3
+    .OUT.unfinished/hidden-00003.safetensors      layer 3's input, where a backward walk wants it after a forward one
+    .OUT.unfinished/checkpoint/model-00004-of-00037.safetensors        layer 3, as it will be served
+
+A layer is done when its shard is there: shards are renamed into place after everything that the next layer needs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tmodel.config import read_json
+
+
+class QuantizerError(ValueError):
+    """What was asked of a quantizer cannot be done; or a checkpoint in the making was begun with other options."""
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """The folder of a checkpoint of `num_layers` layers' shards and one more for the rest."""
+
+    folder: Path
+    num_layers: int
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint"
+
+    def shard(self, index: int) -> Path:
+        """The file of layer `index`; of the rest where it is num_layers."""
+        return self.checkpoint / f"model-{index + 1:05}-of-{self.num_layers + 1:05}.safetensors"
+
+    def is_done(self, index: int) -> bool:
+        return self.shard(index).exists()
+
+    def save_shard(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        _save(tensors, self.shard(index))
+
+    def save(self, what: str, index: int, tensor: torch.Tensor) -> None:
+        """`what` is "carry" or "hidden"."""
+        _save({what: tensor}, self._state(what, index))
+
+    def load(self, what: str, index: int) -> torch.Tensor:
+        return load_file(self._state(what, index))[what]
+
+    def has(self, what: str, index: int) -> bool:
+        return self._state(what, index).exists()
+
+    def drop(self, what: str, index: int) -> None:
+        self._state(what, index).unlink(missing_ok=True)
+
+    def _state(self, what: str, index: int) -> Path:
+        return self.folder / f"{what}-{index:05}.safetensors"
+
+    def finish(self, out: Path, config: Mapping[str, Any]) -> None:
+        """Write the index and config.json, and put the checkpoint in its place with one rename."""
+        weight_map: dict[str, str] = {}
+        total = 0
+        for index in range(self.num_layers + 1):
+            tensors = load_file(self.shard(index))
+            weight_map |= dict.fromkeys(tensors, self.shard(index).name)
+            total += sum(tensor.nbytes for tensor in tensors.values())
+        _write_json(
+            self.checkpoint / "model.safetensors.index.json",
+            {"metadata": {"total_size": total}, "weight_map": weight_map},
+        )
+        _write_json(self.checkpoint / "config.json", config)
+        self.checkpoint.rename(out)
+        shutil.rmtree(self.folder)
+
+
+@contextmanager
+def open_unfinished(out: Path, num_layers: int, options: Mapping[str, Any]) -> Iterator[Unfinished]:
+    """The folder for `out`, new or left by a run that was asked for the same; no other process has it meanwhile.
+
+    FileExistsError where `out` is there and not empty. QuantizerError names what differs from what the folder was begun
+    with, or says that another process works in it.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} exists and is not an empty directory; a checkpoint is written to a new one")
+    folder = out.parent / f".{out.name}.unfinished"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (out.parent / f".{out.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise QuantizerError(f"{out}: another process is writing it") from None
+        try:
+            file = folder / "options.json"
+            if file.exists():
+                _refuse_change(folder, read_json(file), options)
+            else:
+                _write_json(file, options)
+            (folder / "checkpoint").mkdir(exist_ok=True)
+            yield Unfinished(folder, num_layers)
+        finally:
+            Path(lock.name).unlink(missing_ok=True)
+
+
+def _refuse_change(folder: Path, begun: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    changed = [key for key in {**begun, **asked} if begun.get(key) != asked.get(key)]
+    if changed:
+        what = "; ".join(f"{key} was {begun.get(key)!r} and is now {asked.get(key)!r}" for key in changed)
+        raise QuantizerError(
+            f"{folder} was begun with other options: {what}. Ask for the same to go on, or remove the folder"
+        )
+
+
+def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Whole or not at all."""
+    part = path.with_suffix(".part")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, metadata={"format": "pt"})
+    os.replace(part, path)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(part, path)
