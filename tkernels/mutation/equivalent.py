@@ -61,11 +61,6 @@ def _passed_over(function: str, nth: int) -> Equivalent:
     return Equivalent("quantize_tokens", function, "constant_changed", "0.0", "float('nan')", why, nth)
 
 
-def _unstored(nth: int) -> Equivalent:
-    why = "sums of what is masked off are not stored"
-    return Equivalent("scaled_matmul", "summed_by_the_last", "constant_changed", "0.0", "float('nan')", why, nth)
-
-
 _ROW, _WALKED = "quantize_tokens_row_per_program", "quantize_tokens_two_pass"
 
 EQUIVALENT: tuple[Equivalent, ...] = (
@@ -99,8 +94,10 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     _largest_in_any_dtype(_WALKED, "tl.load(x_ptr + offs, mask=offs < inputs, other=0.0)"),
     _passed_over(_ROW, 0),
     _passed_over(_WALKED, 1),
-    _unstored(0),
-    _unstored(1),
+    Equivalent(
+        "scaled_matmul", "summed_by_the_last", "constant_changed", "0.0", "float('nan')",
+        "sums of what is masked off are not stored",
+    ),
     _no_rows("paged_prefill_packed_gqa"),
     _no_rows("paged_prefill_tensor_descriptor"),
     Equivalent(
