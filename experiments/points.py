@@ -19,7 +19,7 @@ MOST_INTERPRETED_PROGRAMS = 192
 _TEXT_TOKENS = 32
 
 # What the engine's own calls look like, where a contract's first draw is a nastier one.
-_AS_SERVED: Mapping[str, Value] = {"lengths": "full", "bound": "exact"}
+_AS_SERVED: Mapping[str, Value] = {"lengths": "full", "bound": "exact", "order": "interleaved"}
 _DTYPE_ROLES = ("activation", "kv", "weight", "out")
 
 

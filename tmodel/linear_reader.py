@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from tkernels import KernelSet, PrepareReport, prepared
@@ -42,6 +44,7 @@ class LinearReader:
                 start = index + 1
             else:
                 held.append(weight)
+            weight = None  # or it would outlive the weight that it becomes a part of
         if held:
             parts.append(self._made(shape, start, len(shape.names), held))
         return parts[0] if len(parts) == 1 else JoinedLinear(tuple(parts))
@@ -85,10 +88,26 @@ class LinearReader:
         floating = [part for part in (weight.scales, weight.table, outliers) if part is not None]
         if checkpoint.dtype == torch.float16 and not all(bool(torch.isfinite(part).all()) for part in floating):
             raise WeightError(f"{checkpoint.directory}: layer {name!r} has scales or values beyond float16's range")
+        _give_back_freed_memory()
         return weight
 
     def _made(self, shape: LinearShape, start: int, stop: int, weights: list[QuantizedWeight]) -> Linear:
-        """Weights that agree as one layer, its weight in the layout that the kernel reads."""
-        weight, report = prepared(self.kernels.dequant_gemm.variant, concatenated(weights))
+        """Weights that agree as one layer, its weight in the layout that the kernel reads; `weights` is emptied."""
+        joined = concatenated(weights)
+        weights.clear()
+        weight, report = prepared(self.kernels.dequant_gemm.variant, joined)
+        del joined
         self.report += report
+        _give_back_freed_memory()
         return Linear(self.kernels.dequant_gemm, weight, self._bias(shape, start, stop))
+
+
+def _give_back_freed_memory() -> None:
+    """Have glibc return what is free to the operating system.
+
+    torch asks for aligned blocks, and glibc seldom finds room for one where another of its size was freed: with the
+    copies of a layer that come and go the heap of a 4-bit model grows to 1.3 times the model.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -15,6 +15,8 @@ from experiments.plan import Plan
 from experiments.points import MOST_INTERPRETED_PROGRAMS, points_of
 from experiments.schema import ModelSource
 from tests.tkernels.outside import write_variant
+from tests.tmodel.formats.by_hand import Kind
+from tests.tmodel.formats.models import write_models
 from tkernels import ContractError
 from tkernels.check import count_programs
 from tmodel import load_config
@@ -146,6 +148,20 @@ def test_points_have_the_models_sizes_and_the_workloads_batch(plan: MakePlan) ->
     for op, some in points.items():
         for point in some:
             made.ops[op].contract.case(point.axes, 0)
+
+
+def test_a_quantized_model_has_a_point_for_every_kind_of_its_weights(plan: MakePlan, tmp_path: Path) -> None:
+    quantized, _ = write_models(tmp_path, Kind("gptq", 3, -1))
+    made = plan(model={"path": str(quantized)}, **PROMPTS)
+    points = points_of(made)
+    assert {point.name for point in points["dequant_gemm"]} == {
+        "decode K=128 group_size=128",
+        "decode K=256 group_size=256",
+    }
+    for point in points["dequant_gemm"]:
+        assert (point.axes["bits"], point.axes["order"]) == (3, "interleaved")
+        made.ops["dequant_gemm"].contract.case(point.axes, 0)
+    assert "gate_up_swiglu" not in points
 
 
 def test_a_batch_is_halved_until_the_interpreter_can_take_it(plan: MakePlan) -> None:

@@ -183,3 +183,16 @@ def test_a_composition_that_breaks_a_rule_is_refused(tmp_path: Path, before: str
     (tmp_path / "gate_up_swiglu" / "mine.py").write_text(COMPOSED.replace(before, after))
     with pytest.raises(VariantError, match=message):
         OPS.with_variants_from(tmp_path)
+
+
+def test_an_op_that_is_called_in_several_ways_must_support_each() -> None:
+    way = {"M": (1, 8), "N": 64, "K": 128, "padding": 0, "bits": 4, "group_size": 32, "coding": "uniform",
+           "symmetric": False, "permuted": False, "sparse": False, "bias": False}  # fmt: skip
+    lookup = {**way, "group_size": 128, "coding": "lookup"}
+    choices = {"dequant_gemm": "tiled"}
+    assert choose(choices, axes={"dequant_gemm": way}).arm == choices
+    assert choose(choices, axes={"dequant_gemm": (way, {**way, "K": 256})}).arm == choices
+    with pytest.raises(SelectionError, match=r"variant 'tiled' is unsupported here: it reads .*not lookup ones of 4"):
+        choose(choices, axes={"dequant_gemm": (way, lookup)})
+    # No range from one way to the other is meant: of 128 inputs there is no group of 256.
+    assert choose({}, axes={"dequant_gemm": (lookup, {**lookup, "K": 256, "group_size": 256})}).arm["dequant_gemm"]

@@ -205,3 +205,53 @@ def test_a_tied_head_must_be_the_embedding(write_checkpoint: WriteCheckpoint) ->
         checkpoint.require_equal("lm_head.weight", embedding)
     opened(write_checkpoint({"lm_head.weight": embedding})).require_equal("lm_head.weight", embedding)
     opened(write_checkpoint({"model.norm.weight": torch.ones(1)})).require_equal("lm_head.weight", embedding)
+
+
+def test_a_raw_tensor_keeps_its_dtype_and_is_taken(write_checkpoint: WriteCheckpoint) -> None:
+    stored = {
+        "long": torch.tensor([2**40, -1]),
+        "words": torch.tensor([[-(2**31), 2**31 - 1]], dtype=torch.int32),
+        "bytes": torch.tensor([-128, 127], dtype=torch.int8),
+        "codes": torch.tensor([0, 255], dtype=torch.uint8),
+        "eighth": torch.tensor([448.0, -0.5]).to(torch.float8_e4m3fn),
+        "half": torch.tensor([torch.inf, 1.0], dtype=torch.float16),
+        "none": torch.empty(0, 3, dtype=torch.int32),
+    }
+    checkpoint = opened(write_checkpoint(stored), torch.float16)
+    for name, tensor in stored.items():
+        raw = checkpoint.raw(name, tensor.shape, {tensor.dtype})
+        assert raw.dtype == tensor.dtype
+        assert torch.equal(raw.view(torch.uint8), tensor.view(torch.uint8))
+        assert checkpoint.shape(name) == tensor.shape
+    checkpoint.refuse_unused()
+
+
+def test_a_raw_tensor_of_another_kind_is_named_with_the_rule(write_checkpoint: WriteCheckpoint) -> None:
+    checkpoint = opened(write_checkpoint({"w": torch.ones(2, 3, dtype=torch.int32)}))
+    with pytest.raises(WeightError, match=r"model\.safetensors: tensor 'w' is stored as I32; supported are U8, I8"):
+        checkpoint.raw("w", (2, 3), (torch.uint8, torch.int8))
+    with pytest.raises(WeightError, match=r"tensor 'w' has shape \[2, 3\], where \[N, K\] = \[3, 2\] is expected"):
+        checkpoint.raw("w", (3, 2), (torch.int32,), "where [N, K] = {} is expected")
+    with pytest.raises(WeightError, match=r"tensor 'w' is stored as I32; supported are F64, F32, F16, BF16"):
+        checkpoint.tensor("w", (2, 3))
+    with pytest.raises(WeightError, match="tensor 'v' is missing from model.safetensors"):
+        checkpoint.raw("v", (2, 3), (torch.int32,))
+
+
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+def test_a_tensor_larger_than_the_buffer_is_read_in_parts(
+    write_checkpoint: WriteCheckpoint, monkeypatch: pytest.MonkeyPatch, wanted: torch.dtype
+) -> None:
+    monkeypatch.setattr("tmodel.weights.BUFFER_BYTES", 64)
+    stored = {"a": torch.randn(7, 5), "b": torch.randn(3, 5)}
+    fused = opened(write_checkpoint(stored), wanted).fused(["a", "b"], [(7, 5), (3, 5)])
+    assert torch.equal(fused, torch.cat((stored["a"], stored["b"])).to(wanted))
+
+
+def test_a_file_that_becomes_shorter_after_its_header_was_read(write_checkpoint: WriteCheckpoint) -> None:
+    directory = write_checkpoint({"w": torch.ones(100)})
+    checkpoint = opened(directory)
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(WeightError, match=r"tensor 'w' cannot be read: the file has become shorter"):
+        checkpoint.tensor("w", (100,))

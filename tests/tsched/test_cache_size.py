@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from tests.tmodel.conftest import write_checkpoint as write_checkpoint  # the fixture
-from tmodel import kv_bytes_per_block, load_config
+from tests.tmodel.formats.by_hand import Kind
+from tests.tmodel.formats.models import write_models
+from tkernels import select
+from tmodel import kv_bytes_per_block, load_config, load_model
 from tsched.cache_size import num_host_blocks, num_kv_blocks
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -86,3 +89,26 @@ def test_host_blocks_are_what_swap_bytes_hold(directory: Path) -> None:
     assert num_host_blocks(config, 3 * size, preemption="recompute", **options) == 0
     with pytest.raises(ValueError, match=f"takes {size} bytes, got {size - 1}"):
         num_host_blocks(config, size - 1, preemption="swap", **options)
+
+
+def test_a_quantized_models_words_do_not_grow_with_the_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (FREE, TOTAL))
+    quantized, _ = write_models(tmp_path, Kind("gptq", 4, 32))
+    config = load_config(quantized)
+    left = {}
+    for dtype in (torch.float16, torch.float32):
+        blocks = num_kv_blocks(quantized, config, kv_cache_bytes=None, kv_cache_fraction=None, block_size=16,
+                               dtype=dtype, device=GPU, max_tokens=10**9)  # fmt: skip
+        left[dtype] = blocks * kv_bytes_per_block(config, 16, dtype)
+    weights = load_model(
+        quantized,
+        config,
+        select({}, device="cpu", dtype=torch.float32, axes=config.kernel_axes(
+            max_num_tokens=8, max_num_seqs=2, max_model_len=32, block_size=16, num_blocks=8)),
+        device="cpu",
+        dtype=torch.float32,
+    ).weight_bytes  # fmt: skip
+    available = TOTAL * 0.9 - (TOTAL - FREE) - weights
+    # The file's g_idx and packed zero-points are what it has beyond the model.
+    assert available - 60_000 < left[torch.float32] <= available
+    assert left[torch.float16] > left[torch.float32]

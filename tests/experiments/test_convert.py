@@ -1,0 +1,116 @@
+"""`tk convert`: the original SqueezeLLM pickle becomes a model that is served; nothing else is touched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import experiments.commands.convert
+from experiments.cli import app
+from tests.tmodel.formats.by_hand import Kind
+from tests.tmodel.formats.models import write_models
+from tests.tmodel.formats.test_models import served, tokens
+
+
+def convert(source: Path, out: Path) -> Any:
+    return CliRunner().invoke(app, ["convert", str(source), str(out)])
+
+
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    """A SqueezeLLM model as its authors' code leaves it, and beside it "dense", what it decodes to."""
+    quantized, _ = write_models(tmp_path, Kind("squeezellm", 3))
+    source = tmp_path / "original"
+    source.mkdir()
+    torch.save(load_file(quantized / "model.safetensors"), source / "sq-w3.pt")
+    config = json.loads((quantized / "config.json").read_text())
+    del config["quantization_config"]
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "quant_config.json").write_text('{"wbits": 3}')
+    (source / "tokenizer_config.json").write_text("{}")
+    return source
+
+
+def test_it_is_served_like_its_dense_twin(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiments.commands.convert, "SHARD_BYTES", 100_000)
+    result = convert(original, tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    shards = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(shards) > 2
+    assert f"{sum(shard.stat().st_size for shard in shards):,} bytes in {len(shards)} files" in result.stdout
+    stored = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    loaded = torch.load(original / "sq-w3.pt", weights_only=True)
+    assert stored.keys() == loaded.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in loaded.items())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"] == {"quant_method": "squeezellm", "wbits": 3}
+    assert (tmp_path / "out" / "tokenizer_config.json").exists()
+    (tmp_path / "out" / "tokenizer_config.json").unlink()
+    assert tokens(served(tmp_path / "out")) == tokens(served(tmp_path / "dense"))
+
+
+def test_nothing_is_overwritten(original: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "kept").write_text("kept")
+    result = convert(original, out)
+    assert result.exit_code == 2
+    assert "is not an empty directory" in result.stderr
+    assert [path.name for path in out.iterdir()] == ["kept"]
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (exec, ("raise SystemExit('it ran')",))
+
+
+def test_a_pickle_of_more_than_tensors_is_not_opened(original: Path, tmp_path: Path) -> None:
+    torch.save({"a.lookup_table": Evil()}, original / "sq-w3.pt")
+    result = convert(original, tmp_path / "out")
+    assert result.exit_code == 2
+    assert "sq-w3.pt: holds more than tensors, which could run code here: not opened" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (torch.ones(3), "expected a mapping of names to tensors"),
+        ({"a": 3}, "expected a mapping of names to tensors"),
+        ({"model.norm.weight": torch.ones(3)}, "no tensor is called lookup_table: not a SqueezeLLM model"),
+        ({"a.lookup_table": torch.ones(2, 16)}, "'a.lookup_table' has shape [2, 16], not [N, 8] as wbits says"),
+        ({"a.lookup_table": torch.ones(2, 8), "b": torch.ones(2, dtype=torch.complex64)}, "'b' is complex64"),
+        ({"a.lookup_table": torch.ones(2, 8)}, "tensor 'model.layers.0.self_attn.q_proj.qweight' is missing"),
+    ],
+)
+def test_a_pickle_of_something_else(original: Path, tmp_path: Path, content: Any, message: str) -> None:
+    torch.save(content, original / "sq-w3.pt")
+    result = convert(original, tmp_path / "out")
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "original", "quantized"]
+
+
+def test_what_is_not_there_or_no_squeezellm_is_said(original: Path, tmp_path: Path) -> None:
+    def complaint(source: Path) -> str:
+        result = convert(source, tmp_path / "out")
+        assert result.exit_code == 2
+        return str(result.stderr)
+
+    assert "holds safetensors, which need no conversion" in complaint(tmp_path / "quantized")
+    assert "not a directory with config.json" in complaint(tmp_path / "nowhere")
+    (original / "sq-w3.pt").rename(original / "sq-w3.bin")
+    (original / "more.pt").write_bytes(b"not a pickle at all")
+    assert "has more.pt, sq-w3.bin; expected one pickle" in complaint(original)
+    (original / "sq-w3.bin").unlink()
+    assert "more.pt: " in complaint(original)
+    (original / "quant_config.json").write_text('{"wbits": 2}')
+    assert "quant_config.json: quant_method squeezellm: wbits: 2 bits; supported are 3, 4" in complaint(original)
+    (original / "quant_config.json").unlink()
+    assert "config.json: no wbits: only SqueezeLLM checkpoints are converted" in complaint(original)

@@ -1,0 +1,99 @@
+"""What loading a quantized model takes: little more than the model, and each layer twice for a moment."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tmodel.linear_reader
+from tests.tmodel.formats.by_hand import Kind, settings
+from tests.tmodel.formats.models import SHAPE, write, write_models
+from tests.tmodel.packed import load
+from tkernels import PrepareReport, Variant
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight
+
+LOAD = """
+import sys
+import tkernels, tmodel, torch
+
+def kib(name):
+    (line,) = [line for line in open("/proc/self/status") if line.startswith(name)]
+    return int(line.split()[1])
+
+def load(directory, variant):
+    config = tmodel.load_config(directory)
+    axes = config.kernel_axes(max_num_tokens=64, max_num_seqs=4, max_model_len=64, block_size=16, num_blocks=16)
+    kernels = tkernels.select({"dequant_gemm": variant}, device="cpu", dtype=torch.float16, axes=axes)
+    return tmodel.load_model(directory, config, kernels, device="cpu", dtype=torch.float16)
+
+small, large, variant = sys.argv[1:]
+load(small, variant)  # whose peak is code that is mapped when it is first called
+open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts again from here
+before = kib("VmRSS")
+model = load(large, variant)
+print(1024 * (kib("VmHWM") - before), model.weight_bytes)
+"""
+
+
+def write_wide(directory: Path, kind: Kind) -> Path:
+    """A model of 40 MB whose layers are each a small part of it; its words are anything."""
+    config = {**SHAPE, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 24, "head_dim": 128}
+    config |= {"torch_dtype": "float16", "quantization_config": settings(kind)}
+    names = {"q_proj": (512, 512), "k_proj": (256, 512), "v_proj": (256, 512), "o_proj": (512, 512)}
+    mlp = {"gate_proj": (1536, 512), "up_proj": (1536, 512), "down_proj": (512, 1536)}
+    tensors = {name: torch.ones(40, 512).half() for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    tensors["model.norm.weight"] = torch.ones(512).half()
+    for index in range(24):
+        prefix = f"model.layers.{index}"
+        for name, width in (("input_layernorm", 512), ("post_attention_layernorm", 512),
+                            ("self_attn.q_norm", 128), ("self_attn.k_norm", 128)):  # fmt: skip
+            tensors[f"{prefix}.{name}.weight"] = torch.ones(width).half()
+        for name, (outputs, inputs) in (names | mlp).items():
+            layer = f"{prefix}.{'mlp' if name in mlp else 'self_attn'}.{name}"
+            groups = inputs // kind.group_size
+            group_of = torch.arange(inputs, dtype=torch.int32) // kind.group_size
+            tensors |= {
+                f"{layer}.qweight": torch.randint(-(2**31), 2**31, (inputs // 8, outputs)).int(),
+                f"{layer}.qzeros": torch.randint(-(2**31), 2**31, (groups, outputs // 8)).int(),
+                f"{layer}.scales": torch.ones(groups, outputs).half(),
+                f"{layer}.g_idx": group_of[torch.randperm(inputs)] if kind.act_order else group_of,
+            }
+    return write(directory, config, tensors)
+
+
+@pytest.mark.parametrize(("variant", "act_order"), [("auto", False), ("torch", True)])
+def test_the_host_holds_less_than_a_third_more_than_the_checkpoint(
+    variant: str, act_order: bool, tmp_path: Path
+) -> None:
+    kind = Kind("gptq", 4, 128, act_order=act_order)
+    small, _ = write_models(tmp_path, kind)
+    large = write_wide(tmp_path / "large", kind)
+    on_disk = (large / "model.safetensors").stat().st_size
+    command = [sys.executable, "-c", LOAD, str(small), str(large), variant]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    peak, kept = map(int, done.stdout.split())
+    assert 0.9 * on_disk < kept < peak < 1.3 * on_disk
+
+
+def test_no_more_than_one_shape_is_held_in_two_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized, _ = write_models(tmp_path, Kind("gptq", 4, 32), num_hidden_layers=3)
+    alive: list[int] = []
+    prepare = tmodel.linear_reader.prepared
+
+    def observed(variant: Variant, weight: Any) -> tuple[Any, PrepareReport]:
+        result = prepare(variant, weight)
+        objects = [found for found in gc.get_objects() if type(found) is QuantizedWeight]
+        alive.append(sum(found.order == "sequential" for found in objects))
+        return result
+
+    monkeypatch.setattr(tmodel.linear_reader, "prepared", observed)
+    load(quantized, torch.float32, {"dequant_gemm": "auto"})
+    # What query, key and value, or gate and up, were put together to, or a layer alone, with which nothing is put.
+    assert alive == [1, 1, 1, 1] * 3
