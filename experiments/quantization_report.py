@@ -72,6 +72,8 @@ def write_plot(rows: Sequence[QuantizationRow], folder: Path) -> Path | None:
             label = f"dense, {(row.memory_bytes or 0) / 1e6:,.2f} MB"
             axes.axhline(row.perplexity, linestyle="--", color="black", linewidth=1, label=label)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlabel("weights in memory, MB (at each point: bits)")
     axes.set_ylabel("perplexity")
     axes.legend()
