@@ -115,7 +115,14 @@ def flops(case: Case) -> int:
 _PADDINGS = (0, 3, 11, 24, 27, 56)
 _INPUTS = (8, 64, 37, 72, 136, 256)
 _WIDE_INPUTS = (1280,)
-_PLACES = sorted({inputs + padding for inputs in (*_INPUTS, *_WIDE_INPUTS) for padding in _PADDINGS})
+
+
+def _group_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """All places of these inputs, for a lookup has one group, where they are words of 4 codes; and usual groups."""
+    places = {inputs + padding for inputs in sizes for padding in _PADDINGS}
+    return tuple(sorted({16, 32, 128, *(count for count in places if count % 4 == 0)}))
+
+
 _ROW = "(32 if bits == 3 else 32 // bits)"  # the places that whole words stand for: codes_per_row
 
 # Qwen3-4B's qkv, attention output, gate-up and down projections, and the square of the published figures.
@@ -162,7 +169,14 @@ CONTRACT = Contract(
         Choice("sparse", (True, False, False, False), "whether some weights are kept beside the codes"),
         Int("K", 1, 2**24, _INPUTS, "input features", wide=_WIDE_INPUTS),
         Int("padding", 0, 2**24, _PADDINGS, "places of a permutation that are no input"),
-        Int("group_size", 4, 2**24, tuple(sorted({16, 32, *_PLACES})), "places that share a scale; all, in a lookup"),
+        Int(
+            "group_size",
+            4,
+            2**24,
+            _group_sizes(_INPUTS),
+            "places that share a scale; all, in a lookup",
+            wide=_group_sizes(_WIDE_INPUTS),
+        ),
         dtype_axis("activation"),
         dtype_axis("weight"),
         Choice("symmetric", (False, True), "whether zero-points are all in the middle and not stored"),
