@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from experiments.peers import PeerUnsupportedError
+from experiments.peers.comparable import check_comparable
 from experiments.stages.serving import Served, timed
 from experiments.workloads import Request
 
@@ -69,12 +69,7 @@ def make_peer(
 
     Raises PeerUnsupportedError where the workload is not greedy with exact lengths, which is all that is compared.
     """
-    for request in requests:
-        params = request.params
-        if not (params.is_greedy and params.ignore_eos) or params.has_penalties or params.stop or params.stop_token_ids:
-            raise PeerUnsupportedError("only greedy requests that run to their exact length (ignore_eos) are compared")
-        if request.after:
-            raise PeerUnsupportedError("only requests that come at once are compared")
+    check_comparable(requests)
     batched = name == "transformers_batched"
     candidates: list[tuple[float, int, TransformersPeer]] = []
     for attention in ATTENTION:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.peers import PeerUnsupportedError
+from experiments.peers.comparable import check_comparable
 from experiments.stages.serving import Served
 from experiments.workloads import Request
 from tsched import LLM
@@ -56,12 +56,7 @@ def make_peer(
 
     Raises PeerUnsupportedError where a token would not depend on the tokens before it alone, or a request comes late.
     """
-    for request in requests:
-        params = request.params
-        if not (params.is_greedy and params.ignore_eos) or params.has_penalties or params.stop or params.stop_token_ids:
-            raise PeerUnsupportedError("only greedy requests that run to their exact length (ignore_eos) are compared")
-        if request.after:
-            raise PeerUnsupportedError("only requests that come at once are compared")
+    check_comparable(requests)
     longest = max(len(request.prompt) + int(request.params.max_tokens or 0) for request in requests)
     llm = LLM(
         directory, device=device, dtype=dtype, max_num_seqs=len(requests), max_model_len=longest, prefix_cache="none"

@@ -15,6 +15,7 @@ import torch
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tkernels.ops.dequant_gemm.codes import pack, unpack
+from tkernels.ops.dequant_gemm.slicing import zeros_of
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight, from_codes, unpack_codes
 from tmodel.config import ConfigError
 from tmodel.formats.base import (
@@ -27,7 +28,6 @@ from tmodel.formats.base import (
     read_words,
     require,
     unless_symmetric,
-    zeros_of,
 )
 from tmodel.weights import Checkpoint
 
@@ -72,8 +72,7 @@ class AWQ(BaseModel):
         scheme = self.scheme(layer)
         if scheme is None:
             return
-        if reason := scheme.refusal(inputs):
-            raise ConfigError(f"{layer}: {reason}")
+        scheme.check_inputs(layer, inputs)
         if outputs % 8:
             raise ConfigError(f"{layer}: {outputs} outputs do not fill whole words of 8 codes")
 

@@ -46,14 +46,16 @@ class Scheme:
         """G, for `inputs` that the scheme can hold."""
         return 1 if self.group_size == -1 else inputs // self.group_size
 
-    def refusal(self, inputs: int) -> str | None:
-        """Why a layer of so many inputs cannot be stored like this; None where it can."""
+    def check_inputs(self, layer: str, inputs: int) -> None:
+        """ConfigError where `layer`, of so many inputs, cannot be stored like this."""
         row = codes_per_row(self.bits)
         if inputs % row:
-            return f"its {inputs} inputs are no multiple of {row}, the codes of {self.bits} bits in a row of words"
+            raise ConfigError(
+                f"{layer}: its {inputs} inputs are no multiple of {row}, the codes of {self.bits} bits in a row of "
+                "words"
+            )
         if self.group_size != -1 and inputs % self.group_size:
-            return f"group_size {self.group_size} does not divide its {inputs} inputs"
-        return None
+            raise ConfigError(f"{layer}: group_size {self.group_size} does not divide its {inputs} inputs")
 
 
 class QuantizationFormat(Protocol):
@@ -188,14 +190,6 @@ def require(weight: QuantizedWeight, layer: str, scheme: Scheme) -> None:
         raise ValueError(f"{layer}: its codes are permuted, which the format does not hold")
     if weight.outliers is not None and not scheme.sparse:
         raise ValueError(f"{layer}: it has outliers, which the format does not hold")
-
-
-def zeros_of(weight: QuantizedWeight) -> torch.Tensor:
-    """[G, N] int16: the zero-points of uniform codes, also where none are kept."""
-    assert weight.scales is not None, "a table has no zero-points"
-    if weight.zeros is not None:
-        return weight.zeros
-    return torch.full_like(weight.scales, 2 ** (weight.bits - 1), dtype=torch.int16)
 
 
 def unless_symmetric(zeros: torch.Tensor, bits: int) -> torch.Tensor | None:

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tkernels.ops.dequant_gemm.slicing import zeros_of
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight, from_codes, unpack_codes
-from tmodel.config import ConfigError
 from tmodel.formats.base import (
     Scheme,
     by_input,
@@ -32,7 +32,6 @@ from tmodel.formats.base import (
     read_words,
     require,
     unless_symmetric,
-    zeros_of,
 )
 from tmodel.formats.bitstream import num_words, pack_stream, unpack_stream
 from tmodel.weights import Checkpoint
@@ -148,8 +147,8 @@ class CompressedTensors(BaseModel):
 
     def check(self, layer: str, outputs: int, inputs: int) -> None:
         scheme = self.scheme(layer)
-        if scheme is not None and (reason := scheme.refusal(inputs)):
-            raise ConfigError(f"{layer}: {reason}")
+        if scheme is not None:
+            scheme.check_inputs(layer, inputs)
 
     def read(self, checkpoint: Checkpoint, layer: str, outputs: int, inputs: int) -> QuantizedWeight:
         mine, scheme = self._quantized(layer)

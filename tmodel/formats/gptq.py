@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tkernels.ops.dequant_gemm.slicing import zeros_of
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight, from_codes, unpack_codes
 from tmodel.config import ConfigError
 from tmodel.formats.base import (
@@ -36,7 +37,6 @@ from tmodel.formats.base import (
     read_words,
     require,
     unless_symmetric,
-    zeros_of,
 )
 from tmodel.formats.bitstream import num_words, pack_stream, unpack_stream
 from tmodel.weights import Checkpoint
@@ -127,8 +127,7 @@ class GPTQ(BaseModel):
         scheme = self.scheme(layer)
         if scheme is None:
             return
-        if reason := scheme.refusal(inputs):
-            raise ConfigError(f"{layer}: {reason}")
+        scheme.check_inputs(layer, inputs)
         if outputs * scheme.bits % 32:
             raise ConfigError(f"{layer}: {outputs} zero-points of {scheme.bits} bits do not fill whole words")
 

@@ -21,7 +21,6 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from tkernels.ops.dequant_gemm.outliers import Outliers, outliers_from
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight, from_codes, unpack_codes
-from tmodel.config import ConfigError
 from tmodel.formats.base import Scheme, check_bits, dense_layer, read_values, read_words, require
 from tmodel.formats.bitstream import num_words, pack_stream, unpack_stream
 from tmodel.weights import Checkpoint
@@ -47,8 +46,8 @@ class SqueezeLLM(BaseModel):
 
     def check(self, layer: str, outputs: int, inputs: int) -> None:
         scheme = self.scheme(layer)
-        if scheme is not None and (reason := scheme.refusal(inputs)):
-            raise ConfigError(f"{layer}: {reason}")
+        if scheme is not None:
+            scheme.check_inputs(layer, inputs)
 
     def read(self, checkpoint: Checkpoint, layer: str, outputs: int, inputs: int) -> QuantizedWeight:
         bits = self.wbits

@@ -34,7 +34,7 @@ def concatenated(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
     def joined(name: str) -> Any:
         if name == "zeros":
-            return None if symmetric else torch.cat([_zeros(weight) for weight in weights], dim=1)
+            return None if symmetric else torch.cat([zeros_of(weight) for weight in weights], dim=1)
         parts = [getattr(weight, name) for weight in weights]
         return None if parts[0] is None else torch.cat(parts, dim=1)
 
@@ -45,7 +45,8 @@ def concatenated(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     )
 
 
-def _zeros(weight: QuantizedWeight) -> torch.Tensor:
+def zeros_of(weight: QuantizedWeight) -> torch.Tensor:
+    """[G, N] int16: the zero-points of uniform codes, also where none are kept."""
     if weight.zeros is not None:
         return weight.zeros
     assert weight.scales is not None, "only where another one has zeros, which a table has not"
