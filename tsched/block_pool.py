@@ -58,6 +58,11 @@ class BlockPool:
         """[n] int32, the references to each of `blocks` [n], which may name a block twice."""
         return self._refs.take(blocks)
 
+    def before_shared(self, blocks: BlockIds) -> BlockIds:
+        """The first of `blocks` [n], up to one that has several references."""
+        is_shared = self._refs.take(blocks) > 1
+        return blocks[: is_shared.argmax()] if np.count_nonzero(is_shared) else blocks
+
     def is_kept(self, blocks: BlockIds) -> NDArray[np.bool_]:
         """[n] bool, which of `blocks` [n] the prefix cache keeps, referenced or not."""
         return self._kept.take(blocks)

@@ -121,11 +121,8 @@ class HashPrefixCache:
             pool.release(blocks[start : start + known.size])
             blocks = np.concatenate((blocks[:start], known, blocks[start + known.size :]))
             start += known.size
-        new = blocks[start:end].copy()
         # A block that a fork has too waits for the last who has it: the others may have other blocks before it.
-        is_shared = pool.refs(new) > 1
-        if np.count_nonzero(is_shared):
-            new = new[: is_shared.argmax()]
+        new = pool.before_shared(blocks[start:end]).copy()
         if new.size:
             pool.keep(new)
             if parent is not None and start < parent.first + parent.blocks.size:

@@ -94,11 +94,8 @@ class RadixPrefixCache:
             pool.share(known)
             pool.release(blocks[start : start + known.size])
             blocks = np.concatenate((blocks[:start], known, blocks[start + known.size :]))
-        new = blocks[start + known.size : end].copy()
         # A block that a fork has too waits for the last who has it: the others may have other blocks before it.
-        is_shared = pool.refs(new) > 1
-        if np.count_nonzero(is_shared):
-            new = new[: is_shared.argmax()]
+        new = pool.before_shared(blocks[start + known.size : end]).copy()
         if new.size:
             pool.keep(new)
             if taken < node.blocks.size:
