@@ -1,0 +1,32 @@
+"""What an experiment's YAML may say. Structure only: `plan` checks the names of ops, variants and policies, live."""
+
+from experiments.schema.experiment import (
+    Batching,
+    Dtype,
+    Experiment,
+    ModelSource,
+    Quantization,
+    QuantizationSettings,
+    VariantChoice,
+    validate,
+)
+from experiments.schema.scheduler import SchedulerOptions
+from experiments.schema.workload import LateRequests, Length, Priorities, PromptsWorkload, SyntheticWorkload, Workload
+
+__all__ = [
+    "Batching",
+    "Dtype",
+    "Experiment",
+    "LateRequests",
+    "Length",
+    "ModelSource",
+    "Priorities",
+    "PromptsWorkload",
+    "Quantization",
+    "QuantizationSettings",
+    "SchedulerOptions",
+    "SyntheticWorkload",
+    "VariantChoice",
+    "Workload",
+    "validate",
+]

@@ -1,0 +1,135 @@
+"""The whole of an experiment's YAML."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
+
+from experiments.document import Document, ExperimentError
+from experiments.schema.faults import A_MODEL, explain
+from experiments.schema.scheduler import SchedulerOptions
+from experiments.schema.values import Count, Counts, Strict, as_list
+from experiments.schema.workload import Workload
+
+Dtype = Literal["float32", "float16", "bfloat16", "float64"]
+Batching = Literal["continuous", "static"]
+
+
+class VariantChoice(Strict):
+    """One variant of an op, and the values that its config is pinned to; a list of values is an axis."""
+
+    variant: str
+    pins: Mapping[str, list[int]] = {}
+
+    def as_yaml(self) -> Any:
+        return {self.variant: {name: list(values) for name, values in self.pins.items()}} if self.pins else self.variant
+
+
+def _as_choice(value: Any) -> Any:
+    """A name, or {name: {config value: number or list}}, in the one form that VariantChoice has."""
+    if isinstance(value, str):
+        return {"variant": value}
+    if isinstance(value, dict) and len(value) == 1:
+        ((name, pins),) = value.items()
+        if pins is None or isinstance(pins, dict):
+            for pin, values in (pins or {}).items():
+                if not as_list(values) or not all(type(number) is int for number in as_list(values)):
+                    raise ValueError(f"{name}.{pin} must be a number or a list of numbers, got {values!r}")
+            return {"variant": name, "pins": {pin: as_list(values) for pin, values in (pins or {}).items()}}
+    raise ValueError(f"a variant is a name or {{name: {{config value: number}}}}, got {value!r}")
+
+
+Choice = Annotated[VariantChoice, BeforeValidator(_as_choice), PlainSerializer(lambda choice: choice.as_yaml())]
+Choices = Annotated[list[Choice], BeforeValidator(as_list), Field(min_length=1)]
+
+
+class ModelSource(Strict):
+    """Exactly one of: a preset's name, a directory (relative to the YAML file), a Hugging Face hub id."""
+
+    preset: str | None = None
+    path: Path | None = None
+    hub: str | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> "ModelSource":
+        if sum(value is not None for value in (self.preset, self.path, self.hub)) != 1:
+            raise ValueError(A_MODEL)
+        return self
+
+
+GroupSizes = Annotated[list[Annotated[int, Field(strict=True, ge=-1)]], BeforeValidator(as_list), Field(min_length=1)]
+
+
+class QuantizationSettings(Strict):
+    """One checkpoint for every number of bits with every group size; -1 is all inputs."""
+
+    bits: Counts
+    group_size: GroupSizes = [-1]
+
+
+class Quantization(Strict):
+    """The model quantized by `methods`, each judged beside the dense one on a text.
+
+    text, calibration: files; by default Python's own sources, of which those for calibration are others. window: tokens
+    that are read at once, in both. max_tokens: of the text, those that are predicted, in whole windows.
+    """
+
+    methods: Annotated[Mapping[str, QuantizationSettings], Field(min_length=1)]
+    window: Count = 512
+    text: Path | None = None
+    calibration: Path | None = None
+    max_tokens: Count = 50_000
+
+
+class Experiment(Strict):
+    """The whole file. Every key but `name` has a default; see DESIGN, "The experiment".
+
+    scheduler: a list is of sets of options, each with arms of its own, for options that only go together.
+    batching: continuous, or static: as many requests as the engine has rows, and no other before the last of them ends.
+    kernels: op -> variants. shapes: op -> points of its contract to check and time, besides those of the workload.
+    repeats: timed rounds of the engine and of each peer. seed: of the inputs of the check and kernels stages.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)]
+    model: ModelSource | None = None
+    dtype: Dtype | None = None
+    device: str | None = None
+    variants_from: list[Path] = []
+    kernels: Mapping[str, Choices] = {}
+    shapes: Mapping[str, list[Mapping[str, int | bool | str]]] = {}
+    tuning: Literal["nearest", "frozen", "search"] = "nearest"
+    scheduler: Annotated[list[SchedulerOptions], BeforeValidator(as_list), Field(min_length=1)] = [SchedulerOptions()]
+    batching: Annotated[list[Batching], BeforeValidator(as_list), Field(min_length=1)] = ["continuous"]
+    workload: Annotated[list[Workload], BeforeValidator(as_list)] = []
+    peers: list[str] = []
+    quantization: Quantization | None = None
+    repeats: Count = 3
+    seed: Annotated[int, Field(strict=True, ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Experiment":
+        if self.workload and self.model is None:
+            raise ValueError("a workload needs a model")
+        if self.quantization is not None and self.model is None:
+            raise ValueError("quantization needs a model")
+        if self.peers and not self.workload:
+            raise ValueError("peers serve a workload; there is none")
+        if self.model is None and not self.kernels:
+            raise ValueError("there is nothing to do: neither a model nor kernels are given")
+        if "static" in self.batching and any(getattr(workload, "late", None) for workload in self.workload):
+            raise ValueError("static batching is of requests that are all there: it goes with no late ones")
+        names = [workload.name for workload in self.workload]
+        if len(set(names)) != len(names):
+            raise ValueError("each workload of a list needs a name of its own")
+        return self
+
+
+def validate(document: Document) -> Experiment:
+    """The document as an Experiment; ExperimentError lists everything that is wrong with its structure."""
+    try:
+        return Experiment.model_validate(document.data)
+    except ValidationError as error:
+        # A value of a union is reported once for each of its types.
+        problems = dict.fromkeys(explain(document, Experiment, dict(e)) for e in error.errors())
+        raise ExperimentError(list(problems)) from None

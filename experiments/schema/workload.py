@@ -1,0 +1,182 @@
+"""What an experiment's YAML may say of the requests that are served."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
+
+from experiments.document import nearest
+from experiments.schema.values import Count, Strict
+from tsched.refusal import MAX_PRIORITY
+from tsched.sampling_params import SamplingParams
+
+A_LENGTH = "a length is a number of tokens, or {uniform: [LOW, HIGH]}"
+A_PRIORITY = f"a priority is a whole number to +-{MAX_PRIORITY}, a list of one each, or {{uniform: [LOW, HIGH]}}"
+
+
+class Length(Strict):
+    """A number of tokens: fixed (low = high), or drawn uniformly from low to high, both included."""
+
+    uniform: Annotated[list[Count], Field(min_length=2, max_length=2)]
+
+    @field_validator("uniform")
+    @classmethod
+    def _ordered(cls, value: list[int]) -> list[int]:
+        if value[0] > value[1]:
+            raise ValueError(f"the first bound is above the second: {value}")
+        return value
+
+
+def _as_length(value: Any) -> Any:
+    return {"uniform": [value, value]} if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+LengthField = Annotated[Length, BeforeValidator(_as_length)]
+
+Rank = Annotated[int, Field(strict=True, ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+
+
+class Priorities(Strict):
+    """Of requests, lower going first with `order: priority`: one each, or drawn uniformly from low to high, both
+    included.
+    """
+
+    each: list[Rank] = []
+    uniform: list[Rank] = []
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "Priorities":
+        if not self.each and (len(self.uniform) != 2 or self.uniform[0] > self.uniform[1]):
+            raise ValueError(A_PRIORITY)
+        return self
+
+    def check(self, num_requests: int) -> None:
+        if self.each and len(self.each) != num_requests:
+            raise ValueError(
+                f"priority is a list of {len(self.each)} for {num_requests} requests: give one, or one each"
+            )
+
+    def as_yaml(self) -> Any:
+        return list(self.each) or {"uniform": list(self.uniform)}
+
+
+def _as_priorities(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {"uniform": [value, value]}
+    if isinstance(value, dict) and set(value) != {"uniform"}:
+        raise ValueError(A_PRIORITY)
+    return {"each": value} if isinstance(value, list) and value else value
+
+
+PriorityField = Annotated[Priorities, BeforeValidator(_as_priorities), PlainSerializer(lambda some: some.as_yaml())]
+
+# Set elsewhere in the experiment (n, max_tokens, output_len), by the stages themselves (logprobs), or code.
+_NOT_SAMPLING = frozenset({"n", "max_tokens", "logprobs", "logits_processors", "stopping_criteria"})
+SAMPLING_KEYS = tuple(f.name for f in fields(SamplingParams) if f.name not in _NOT_SAMPLING)
+
+
+class _Workload(Strict):
+    """`name` labels its rows. `sampling`: keys of SamplingParams, greedy where temperature is not given.
+
+    n: completions of each request, which share its prompt's pages; they need a temperature above 0.
+    priority: of the requests, lower going first with `order: priority`; 0 where it is not given.
+    tenants: the requests are dealt to so many in turn, and share cached prefixes with their own tenant's alone.
+    """
+
+    name: str = ""
+    sampling: Mapping[str, Any] = {}
+    n: Count = 1
+    priority: PriorityField | None = None
+    tenants: Count = 1
+
+    @field_validator("sampling")
+    @classmethod
+    def _valid_sampling(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        for key in value:
+            if key not in SAMPLING_KEYS:
+                raise ValueError(
+                    f"unknown key {key!r}: there is {', '.join(SAMPLING_KEYS)}{nearest(key, SAMPLING_KEYS)}"
+                )
+        SamplingParams(**{"temperature": 0.0, "max_tokens": None, **value})
+        return value
+
+    @model_validator(mode="after")
+    def _valid_samples(self) -> Self:
+        SamplingParams(**{"temperature": 0.0, "max_tokens": None, **self.sampling, "n": self.n})
+        return self
+
+
+class LateRequests(Strict):
+    """Requests that come while the others decode: the i-th, from 1, once those have i * every output tokens each, in
+    the mean.
+    """
+
+    num_requests: Count
+    input_len: LengthField
+    output_len: LengthField
+    every: Count
+    priority: PriorityField | None = None
+
+    @model_validator(mode="after")
+    def _one_priority_each(self) -> Self:
+        if self.priority is not None:
+            self.priority.check(self.num_requests)
+        return self
+
+
+class SyntheticWorkload(_Workload):
+    """Requests of random token ids; every request runs to its drawn length, whatever the model's end token is.
+
+    shared_prefix: of each prompt, the share that is the beginning of one text, the same for all; the rest is its own.
+    late: more requests, which share nothing. Where there are some, times to the first token are theirs, and times
+    between tokens are those of the requests that came at once.
+    """
+
+    kind: Literal["synthetic"]
+    num_requests: Count
+    input_len: LengthField
+    output_len: LengthField
+    shared_prefix: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
+    late: LateRequests | None = None
+    seed: Annotated[int, Field(strict=True, ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _one_priority_each(self) -> Self:
+        if self.priority is not None:
+            self.priority.check(self.num_requests)
+        return self
+
+    @model_validator(mode="after")
+    def _late_ones_meet_others(self) -> "SyntheticWorkload":
+        if self.late is not None and self.late.num_requests * self.late.every >= self.output_len.uniform[0]:
+            last, shortest = self.late.num_requests * self.late.every, self.output_len.uniform[0]
+            raise ValueError(
+                f"the last late request comes after {last} output tokens of the others (num_requests * every), when "
+                f"some of them may have ended: output_len begins at {shortest}"
+            )
+        return self
+
+    @property
+    def longest(self) -> int:
+        """The most tokens, in and out, that a request may have."""
+        drawn: list[SyntheticWorkload | LateRequests] = [self] if self.late is None else [self, self.late]
+        return max(one.input_len.uniform[1] + one.output_len.uniform[1] for one in drawn)
+
+
+class PromptsWorkload(_Workload):
+    """Texts, each continued by up to max_tokens tokens."""
+
+    kind: Literal["prompts"]
+    prompts: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+    max_tokens: Count = 16
+
+    @model_validator(mode="after")
+    def _one_priority_each(self) -> Self:
+        if self.priority is not None:
+            self.priority.check(len(self.prompts))
+        return self
+
+
+WORKLOAD_KINDS = ("synthetic", "prompts")
+Workload = Annotated[SyntheticWorkload | PromptsWorkload, Field(discriminator="kind")]
