@@ -13,7 +13,11 @@ Status = Literal["ok", "wrong", "unsupported", "failed"]
 
 
 class _Row(BaseModel):
-    """What every row says. arm: op -> variant, with pinned values in brackets; settings: swept scheduler options."""
+    """What every row says. arm: op -> variant, with pinned values in brackets; settings: swept scheduler options.
+
+    task: the key of the task that wrote it, which wrote task_rows rows in one go: fewer were cut off. replicate: of a
+    task that is repeated in processes of their own, which time it was, from 0.
+    """
 
     # An error without bound is "Infinity": null would say that there was none.
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
@@ -21,6 +25,9 @@ class _Row(BaseModel):
     """status -> the figures that a row of it has; every other figure is forbidden."""
 
     run_id: str
+    task: str = ""
+    replicate: int = 0
+    task_rows: int = 1
     stage: str
     arm: dict[str, str]
     settings: dict[str, Any] = {}

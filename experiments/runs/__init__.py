@@ -1,0 +1,1 @@
+"""Recorded runs: reading their folders, comparing them, and repeating them."""

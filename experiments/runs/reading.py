@@ -1,0 +1,146 @@
+"""A run's folder, read back: its rows, and what it says about how they came to be. Needs no torch."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from experiments.document import ExperimentError, nearest
+from experiments.rows import ROW, Row
+
+SCHEMA = 1
+"""Of the folder: which files there are, and what they hold. A reader refuses a newer one."""
+
+META_KEYS = ("run_id", "name", "created", "finished", "resolved_sha256", "tasks", "executor")
+"""What run.json has besides "schema". finished: when, or null where the run was cut off and can be resumed."""
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A folder's contents. meta: run.json. environment: environment.json. resolved: resolved.yaml.
+
+    rows: results.jsonl, in order, without the rows of a task whose write was cut off. repairs: a sentence for whatever
+    was not as the run left it, or was left half done.
+    """
+
+    path: Path
+    meta: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    resolved: Mapping[str, Any]
+    rows: tuple[Row, ...]
+    repairs: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """What messages call it: the folder's name, which two runs of one experiment do not share."""
+        return self.path.resolve().name
+
+    @property
+    def finished(self) -> bool:
+        return self.meta["finished"] is not None
+
+
+def read_run(path: Path) -> RecordedRun:
+    """Reads the run in the folder `path`; a half-written end of results.jsonl is left out, and said.
+
+    Raises:
+        ExperimentError: it is no run's folder, of a newer schema, or damaged; names the file and the line.
+    """
+    meta = read_meta(path)
+    text = _read(path / "resolved.yaml")
+    repairs = []
+    if hashlib.sha256(text).hexdigest() != meta["resolved_sha256"]:
+        repairs.append(f"{path / 'resolved.yaml'}: changed since the run: its hash is not the one in run.json")
+    try:
+        resolved = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        raise ExperimentError([f"{path / 'resolved.yaml'}: not YAML: {error}"]) from None
+    if not isinstance(resolved, dict):
+        raise ExperimentError([f"{path / 'resolved.yaml'}: must be a mapping of keys to values"])
+    environment = _json(path / "environment.json")
+    rows, torn = _rows(path / "results.jsonl", must_exist=meta["finished"] is not None)
+    return RecordedRun(path, meta, environment, resolved, rows, (*repairs, *torn))
+
+
+def read_meta(path: Path) -> Mapping[str, Any]:
+    """run.json of the folder `path`, all its keys there; raises ExperimentError as `read_run` does."""
+    if not path.is_dir():
+        what = "is a file; a run is a folder" if path.exists() else f"no such folder{_neighbour(path)}"
+        raise ExperimentError([f"{path}: {what}"])
+    file = path / "run.json"
+    if not file.exists():
+        found = "its results.jsonl is from before there was one" if (path / "results.jsonl").exists() else "not a run"
+        raise ExperimentError([f"{path}: not a run of schema {SCHEMA}: there is no run.json ({found})"])
+    meta = _json(file)
+    schema = meta.get("schema")
+    if type(schema) is not int or schema < 1:
+        raise ExperimentError([f'{file}: "schema" must be a number from 1, got {schema!r}'])
+    if schema > SCHEMA:
+        message = f"written by a newer tkernels, in schema {schema}; this one reads schema {SCHEMA}"
+        raise ExperimentError([f"{path}: {message}"])
+    missing = [key for key in META_KEYS if key not in meta]
+    if missing:
+        raise ExperimentError([f"{file}: lacks {', '.join(map(repr, missing))}"])
+    return meta
+
+
+def _neighbour(path: Path) -> str:
+    beside = path.parent if path.parent.is_dir() else None
+    return nearest(path.name, [folder.name for folder in beside.iterdir() if folder.is_dir()]) if beside else ""
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise ExperimentError([f"{file}: missing; a run of schema {SCHEMA} has it"]) from None
+    except OSError as error:
+        raise ExperimentError([f"{file}: cannot be read: {error.strerror}"]) from None
+
+
+def _json(file: Path) -> Mapping[str, Any]:
+    try:
+        data = json.loads(_read(file))
+    except ValueError as error:
+        raise ExperimentError([f"{file}: not JSON: {error}"]) from None
+    if not isinstance(data, dict):
+        raise ExperimentError([f"{file}: must be an object, got {type(data).__name__}"])
+    return data
+
+
+def _rows(file: Path, *, must_exist: bool) -> tuple[tuple[Row, ...], list[str]]:
+    """The rows of whole tasks, and a sentence for each thing that was left out."""
+    if not file.exists() and not must_exist:
+        return (), []  # cut off before its first row
+    lines = _read(file).split(b"\n")
+    ends_whole = not lines[-1]
+    lines = lines[:-1] if ends_whole else lines
+    rows: list[Row] = []
+    repairs: list[str] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(ROW.validate_json(line))
+        except ValidationError as error:
+            first = error.errors()[0]
+            # Only the end of a file is ever half written: a torn line in its middle is damage of another kind.
+            if first["type"] == "json_invalid" and number == len(lines):
+                repairs.append(f"{file}: line {number}, the last, is half written ({len(line)} bytes): left out")
+                continue
+            place = ".".join(map(str, first["loc"]))
+            message = f"line {number} is no row: {place}{': ' if place else ''}{first['msg']}"
+            raise ExperimentError([f"{file}: {message}"]) from None
+    written = Counter(row.task for row in rows)
+    wanted = {row.task: row.task_rows for row in rows if row.task}
+    for task, count in wanted.items():
+        if written[task] > count:
+            raise ExperimentError([f"{file}: task {task!r} has {written[task]} rows, and says that it wrote {count}"])
+        if written[task] < count:
+            repairs.append(f"{file}: task {task!r} has {written[task]} of its {count} rows: they are left out")
+    whole = tuple(row for row in rows if not row.task or written[row.task] == wanted[row.task])
+    return whole, repairs
