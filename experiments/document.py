@@ -35,11 +35,15 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Document:
-    """`data` as YAML gave it, `folder` that its relative paths start from, and where each path was written."""
+    """`data` as YAML gave it, `folder` that its relative paths start from, and where each path was written.
+
+    text: the file as it was written, comments and all, before any override.
+    """
 
     data: Mapping[str, Any]
     folder: Path
     places: Mapping[PathParts, str] = field(default_factory=dict)
+    text: str = ""
 
     def where(self, parts: PathParts) -> str:
         """The path and its place: "kernels.rope (quickstart.yaml, line 7)".
@@ -86,7 +90,7 @@ def parse_document(text: str, label: str, folder: Path, overrides: Sequence[str]
         raise ExperimentError([f"{label}: an experiment is a mapping of keys to values, got {type(data).__name__}"])
     for override in overrides:
         _override(data, places, override)
-    return Document(data, folder, places)
+    return Document(data, folder, places, text)
 
 
 def _load(text: str, label: str, place: Any, places: dict[PathParts, str]) -> Any:

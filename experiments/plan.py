@@ -40,7 +40,7 @@ _MOST_RANDOM_ON_CPU = 100_000_000
 @dataclass(frozen=True)
 class Plan:
     """An experiment whose every name is known. `folder`: where its paths start. `unsupported` says why an arm cannot
-    run here, by its index.
+    run here, by its index. `source`: the YAML as it was written.
     """
 
     experiment: Experiment
@@ -52,6 +52,7 @@ class Plan:
     device: torch.device
     dtype: torch.dtype
     unsupported: Mapping[int, str]
+    source: str = ""
 
     @property
     def dtype_name(self) -> str:
@@ -127,7 +128,9 @@ def make_plan(document: Document) -> Plan:
             except SelectionError as error:
                 unsupported[index] = str(error)
     folders = tuple((document.folder / folder).resolve() for folder in experiment.variants_from)
-    return Plan(experiment, document.folder, ops, folders, tuple(arms), model, device, dtype, unsupported)
+    return Plan(
+        experiment, document.folder, ops, folders, tuple(arms), model, device, dtype, unsupported, document.text
+    )
 
 
 def kernel_ranges(model: ModelPlan, options: Mapping[str, Any], dtype: torch.dtype) -> Ranges:

@@ -3,11 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Table
-from rich.text import Text
-
 from experiments.rows import QuantizationRow
-from experiments.table_style import add_row, new_table, status_text
+from experiments.table_style import Column, Line, PlainTable, cells, status_cell
 
 PLOT = "quantization.svg"
 
@@ -20,31 +17,33 @@ def name_of(row: QuantizationRow) -> str:
     return f"{row.method} {row.bits} bits{group}"
 
 
-def quantization_table(rows: Sequence[QuantizationRow]) -> Table:
+def quantization_table(rows: Sequence[QuantizationRow]) -> PlainTable:
     """A line for each model."""
-    right = ["perplexity", "KL", "top-1", "disk", "memory", "tokens/s", "x dense"]
-    table = new_table("Quantization", ["model", *right], right)
-    table.columns[0].no_wrap = True
-    judged = [row for row in rows if row.status == "ok"]
+    right = ("perplexity", "KL", "top-1", "disk", "memory", "tokens/s", "x dense")
+    columns = (Column("model", whole=True), *(Column(name, right=True) for name in right))
+    lines: list[Line] = []
     for row in rows:
         if row.status != "ok":
-            add_row(table, name_of(row), status_text(row.status), *["-"] * 6)
+            lines.append(cells(name_of(row), status_cell(row.status), *["-"] * 6))
             continue
         assert row.disk_bytes is not None
         assert row.memory_bytes is not None
-        cells: list[str | Text] = [f"{row.perplexity:.3f}"]
-        cells += ["-", "-"] if row.kl is None else [f"{row.kl:.4f}", f"{row.top1_agreement:.1%}"]
-        cells += [f"{row.disk_bytes / 1e6:,.2f}", f"{row.memory_bytes / 1e6:,.2f}"]
+        line = cells(name_of(row), f"{row.perplexity:.3f}")
+        line += cells("-", "-") if row.kl is None else cells(f"{row.kl:.4f}", f"{row.top1_agreement:.1%}")
+        line += cells(f"{row.disk_bytes / 1e6:,.2f}", f"{row.memory_bytes / 1e6:,.2f}")
         timed = row.tokens_per_s is not None
-        cells += [f"{row.tokens_per_s:,.0f}", f"{row.speedup:.2f}"] if timed else ["n/m", "n/m"]
-        add_row(table, name_of(row), *cells)
-    if judged:
-        table.caption = (
+        line += cells(f"{row.tokens_per_s:,.0f}", f"{row.speedup:.2f}") if timed else cells("n/m", "n/m")
+        lines.append(line)
+    judged = [row for row in rows if row.status == "ok"]
+    caption = (
+        (
             f"Of {judged[0].num_tokens:,} tokens, in windows of {judged[0].window} that are each read alone. KL in "
             "nats, and top-1 agreement, with the dense model. disk, memory: MB of all weights. n/m: not measured."
         )
-    table.caption_justify = "left"
-    return table
+        if judged
+        else ""
+    )
+    return PlainTable("Quantization", columns, tuple(lines), caption)
 
 
 def write_plot(rows: Sequence[QuantizationRow], folder: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""One run's folder: resolved.yaml, environment.json, and results.jsonl, which grows by a row as each fact is known."""
+"""One run's folder: the YAML as written and resolved, environment.json, and results.jsonl, a row for each fact."""
 
 import json
 import secrets
@@ -16,6 +16,10 @@ from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow,
 AnyRow = CheckRow | KernelRow | EngineRow | ParityRow | PeerRow | QuantizationRow
 
 
+SOURCE = "experiment.yaml"
+"""The experiment as it was written: its comments say what it asks."""
+
+
 class RunFolder:
     """Open for the length of a run. `rows` holds what was recorded so far, in order."""
 
@@ -31,6 +35,7 @@ class RunFolder:
         except OSError as error:
             raise ExperimentError([f"{self.path}: cannot be made: {error.strerror}"]) from None
         self.rows: list[AnyRow] = []
+        (self.path / SOURCE).write_text(plan.source, encoding="utf-8")
         (self.path / "resolved.yaml").write_text(
             yaml.safe_dump(resolved(plan), sort_keys=False, width=100, allow_unicode=True), encoding="utf-8"
         )

@@ -1,12 +1,78 @@
-"""How tables for people look."""
+"""How tables for people look: what a table is, whoever shows it, and how a console does."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-_STYLES = {"ok": "green", "wrong": "bold red", "failed": "red", "unsupported": "yellow", "finding": "bold red"}
+_STYLES = {
+    "ok": "green", "wrong": "bold red", "failed": "red", "unsupported": "yellow", "finding": "bold red",
+    "yes": "green", "partly": "yellow",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Column:
+    """right: figures, aligned there and never broken. whole: texts that are never broken. wide: only where there is
+    room, which a console has not.
+    """
+
+    name: str
+    right: bool = False
+    whole: bool = False
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Cell:
+    """tone: a row's status, "yes" or "partly"; what shows the table gives it its colour."""
+
+    text: str
+    tone: str = ""
+
+
+Line = tuple[Cell, ...] | str
+"""A cell for each column, or a heading over the lines below it."""
+
+
+@dataclass(frozen=True)
+class PlainTable:
+    """A table before anybody shows it. The caption explains every column."""
+
+    title: str
+    columns: tuple[Column, ...]
+    lines: tuple[Line, ...]
+    caption: str = ""
+
+    def as_rich(self) -> Table:
+        """For a console: without the wide columns; under a heading, lines are indented."""
+        shown = [index for index, column in enumerate(self.columns) if not column.wide]
+        columns = [self.columns[index] for index in shown]
+        table = new_table(self.title, [one.name for one in columns], [one.name for one in columns if one.right])
+        for one, column in zip(columns, table.columns, strict=True):
+            column.no_wrap = column.no_wrap or one.whole
+        headed = False
+        for line in self.lines:
+            if isinstance(line, str):
+                headed = True
+                add_row(table, Text(line, "bold"))
+                continue
+            cells = [Text(line[index].text, _STYLES.get(line[index].tone, "")) for index in shown]
+            add_row(table, Text("  ") + cells[0] if headed else cells[0], *cells[1:])
+        table.caption = self.caption
+        table.caption_justify = "left"
+        return table
+
+
+def cells(*values: str | Cell) -> tuple[Cell, ...]:
+    """A line; plain texts have no tone."""
+    return tuple(value if isinstance(value, Cell) else Cell(value) for value in values)
+
+
+def status_cell(status: str) -> Cell:
+    return Cell(status, status)
 
 
 def status_text(status: str) -> Text:

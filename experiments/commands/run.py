@@ -17,7 +17,8 @@ def run(file: Path, overrides: Sequence[str], out: Path | None) -> int:
     plan = make_plan(read_document(file, overrides))
     folder = run_experiment(plan, out, overrides, Console(stderr=True))
     console = Console()
-    print_report(console, plan, folder.rows)
+    prompts = {one.name: one.prompts for one in plan.experiment.workload if one.kind == "prompts"}
+    print_report(console, prompts, folder.rows)
     bad = failures(folder)
     if bad:
         console.print(Text(f"{len(bad)} of {len(folder.rows)} results are not as they should be", "bold red"))

@@ -36,13 +36,16 @@ def rows_of(folder: RunFolder, kind: type) -> Sequence[Any]:
 
 def printed(plan: Plan, folder: RunFolder, width: int) -> str:
     console = Console(width=width, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_report(console, plan, folder.rows)
+    prompts = {one.name: one.prompts for one in plan.experiment.workload if one.kind == "prompts"}
+    print_report(console, prompts, folder.rows)
     return console.export_text()
 
 
 def test_a_kernel_only_run_fills_its_folder(run: Run, tmp_path: Path) -> None:
     folder = run(**KERNELS)
-    assert sorted(path.name for path in folder.path.iterdir()) == ["environment.json", "resolved.yaml", "results.jsonl"]
+    files = ["environment.json", "experiment.yaml", "resolved.yaml", "results.jsonl"]
+    assert sorted(path.name for path in folder.path.iterdir()) == files
+    assert (folder.path / "experiment.yaml").read_text() == (tmp_path / "experiment.yaml").read_text()
     lines = (folder.path / "results.jsonl").read_text().splitlines()
     assert [ROW.validate_json(line) for line in lines] == folder.rows
     assert [(row.stage, row.variant, row.status) for row in folder.rows] == [

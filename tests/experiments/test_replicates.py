@@ -1,0 +1,68 @@
+"""Rows of several processes as one."""
+
+from typing import Any
+
+import pytest
+
+from experiments.replicates import merged, processes
+from experiments.rows import ROW, CheckRow, EngineRow, KernelRow, ParityRow, Row
+from tests.experiments.runs.folders import kernel_row
+
+COMMON: dict[str, Any] = {"run_id": "a", "arm": {"swiglu": "torch"}, "dtype": "float32", "device": "cpu"}
+
+
+def timed(median: float, replicate: int, **more: Any) -> Row:
+    return ROW.validate_python(kernel_row(median, replicate=replicate, **more))
+
+
+def test_the_figure_is_the_median_over_processes_and_its_spread_lies_between_them() -> None:
+    rows = [timed(2.0, 0), timed(4.0, 1), timed(3.0, 2), timed(9.0, 0, variant="fused")]
+    first, second = merged(rows)
+    assert isinstance(first, KernelRow)
+    assert (first.median_us, first.iqr_us, first.samples_us) == (3.0, 1.0, [2.0, 4.0, 3.0])
+    assert second == rows[-1]  # of one process: as it was, with its samples' own spread
+    assert processes(rows) == 3
+
+
+def test_of_what_failed_in_one_process_no_speed_is_left() -> None:
+    failed = {key: value for key, value in kernel_row(1.0).items() if key in ("run_id", "stage", "arm", "op", "point")}
+    failed |= {"variant": "torch", "dtype": "float32", "device": "cpu", "status": "failed", "reason": "crash"}
+    bad = ROW.validate_python({**failed, "replicate": 1})
+    assert merged([timed(2.0, 0), bad]) == [bad]
+
+
+def test_other_shapes_dtypes_and_arms_stay_apart() -> None:
+    rows = [timed(2.0, 0), timed(2.0, 0, point="b"), timed(2.0, 0, dtype="bfloat16"), timed(2.0, 0, settings={"a": 1})]
+    assert merged(rows) == rows
+
+
+def test_checks_are_never_merged() -> None:
+    check = CheckRow(**COMMON, status="ok", point="p", seed=0, max_error_ratio=0.1, rms_error_ratio=0.1)
+    assert merged([check, check.model_copy(update={"seed": 1})]) == [check, check.model_copy(update={"seed": 1})]
+
+
+def served(tokens_per_s: float, replicate: int) -> EngineRow:
+    figures: dict[str, Any] = dict.fromkeys(EngineRow.required["ok"])
+    figures |= {"workload": "", "tokens_per_s": tokens_per_s, "tokens_per_s_iqr": 1.0, "seconds": [1.0]}
+    figures |= {"ttft_s": {"p50": tokens_per_s}, "requests": 1, "speed_reason": None}
+    return EngineRow(**COMMON, **figures, status="ok", replicate=replicate)
+
+
+def test_an_arm_that_several_processes_served() -> None:
+    (row,) = merged([served(10, 0), served(30, 1), served(20, 2)])
+    assert isinstance(row, EngineRow)
+    assert (row.tokens_per_s, row.tokens_per_s_iqr, row.seconds) == (20, 10, [1.0] * 3)
+    assert row.ttft_s == {"p50": 20}
+    assert row.tpot_s is None
+
+
+def test_of_several_comparisons_the_worst_is_shown() -> None:
+    def parity(equal: int, drift: float, replicate: int) -> ParityRow:
+        return ParityRow(
+            **COMMON, status="ok", workload="", first_arm={}, tokens_equal=equal == 4, requests_equal=equal, requests=4,
+            first_divergence=None, logprob_drift=drift, replicate=replicate,
+        )  # fmt: skip
+
+    (row,) = merged([parity(4, 0.1, 0), parity(3, 0.0, 1), parity(3, 0.2, 2), parity(4, 0.9, 3)])
+    assert isinstance(row, ParityRow)
+    assert (row.requests_equal, row.logprob_drift) == (3, pytest.approx(0.2))
