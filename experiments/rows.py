@@ -1,7 +1,8 @@
 """The rows of results.jsonl: one per fact, and its status decides which figures it may carry.
 
 A figure that is known not to exist is null, with its reason beside it; one that the status does not allow is absent, so
-that no speed of a wrong kernel can be written down.
+that no speed of a wrong kernel can be written down. What each column means, and in what unit, is said at its field:
+columns.json in a run's folder is made of that.
 """
 
 from collections.abc import Mapping
@@ -12,32 +13,36 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 Status = Literal["ok", "wrong", "unsupported", "failed"]
 
 
-class _Row(BaseModel):
-    """What every row says. arm: op -> variant, with pinned values in brackets; settings: swept scheduler options.
+def column(meaning: str, unit: str | None = None, default: Any = None) -> Any:
+    """A field that columns.json documents. unit: of a number, "count" and "ratio" included; None of everything else."""
+    extra = {"unit": unit}
+    if default is ...:
+        return Field(description=meaning, json_schema_extra=extra)
+    return Field(default, description=meaning, json_schema_extra=extra)
 
-    task: the key of the task that wrote it, which wrote task_rows rows in one go: fewer were cut off. replicate: of a
-    task that is repeated in processes of their own, which time it was, from 0.
-    """
+
+class _Row(BaseModel):
+    """What every row says."""
 
     # An error without bound is "Infinity": null would say that there was none.
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
     required: ClassVar[Mapping[str, frozenset[str]]]
     """status -> the figures that a row of it has; every other figure is forbidden."""
 
-    run_id: str
-    task: str = ""
-    replicate: int = 0
-    task_rows: int = 1
-    stage: str
-    arm: dict[str, str]
-    settings: dict[str, Any] = {}
-    op: str | None = None
-    variant: str | None = None
-    axes: dict[str, Any] | None = None
-    dtype: str
-    device: str
-    status: Status
-    reason: str | None = None
+    run_id: str = column("the run that wrote it, as in run.json", default=...)
+    task: str = column("key of the task that wrote it; follows from the YAML alone", default="")
+    replicate: int = column("which repetition of the task, each in a process of its own; 0 if not repeated", "index", 0)
+    task_rows: int = column("rows of the task, written in one go: where there are fewer, it was cut off", "count", 1)
+    stage: str = column("what kind of fact this is; decides which other columns there are", default=...)
+    arm: dict[str, str] = column("op -> variant, with pinned values in brackets", default=...)
+    settings: dict[str, Any] = column("the swept settings that are no kernel, in their own units", default={})
+    op: str | None = column("the op, of a row about one")
+    variant: str | None = column("its variant, with pinned values in brackets")
+    axes: dict[str, Any] | None = column("the op's axes at this point: sizes in elements, and names of dtypes")
+    dtype: str = column("of the activations", default=...)
+    device: str = column("type of the device: cpu or cuda; its name is in environment.json", default=...)
+    status: Status = column("ok, or why there is no figure: wrong, unsupported, failed", default=...)
+    reason: str | None = column("why it is not ok; null where it is")
 
     @model_validator(mode="after")
     def _figures_fit_the_status(self) -> "_Row":
@@ -62,14 +67,14 @@ class _Row(BaseModel):
 
 
 class CheckRow(_Row):
-    """A variant at one point against the float64 oracle. Ratios are error over allowance: at most 1 is right."""
+    """A variant at one point against the float64 oracle."""
 
-    stage: Literal["check"] = "check"
-    point: str | None = None
-    seed: int | None = None
-    max_error_ratio: float | None = None
-    rms_error_ratio: float | None = None
-    replay: str | None = None
+    stage: Literal["check"] = column("check", default="check")
+    point: str | None = column("name of the point among the op's")
+    seed: int | None = column("of the inputs", "index")
+    max_error_ratio: float | None = column("largest error over what the error rule allows: right to 1", "ratio")
+    rms_error_ratio: float | None = column("root mean square error over what is allowed: right to 1", "ratio")
+    replay: str | None = column("the command that shows the fault again")
 
     required = {
         "ok": frozenset({"point", "seed", "max_error_ratio", "rms_error_ratio"}),
@@ -82,21 +87,21 @@ class CheckRow(_Row):
 class KernelRow(_Row):
     """A variant's time at one point where its check was ok."""
 
-    stage: Literal["kernels"] = "kernels"
-    point: str | None = None
-    bytes_moved: int | None = None
-    flops: int | None = None
-    config: dict[str, int] | None = None
-    median_us: float | None = None
-    iqr_us: float | None = None
-    min_us: float | None = None
-    max_us: float | None = None
-    samples_us: list[float] | None = None
-    timer: str | None = None
-    speed_reason: str | None = None
-    roofline_fraction: float | None = None
-    roofline_bound: str | None = None
-    roofline_reason: str | None = None
+    stage: Literal["kernels"] = column("kernels", default="kernels")
+    point: str | None = column("name of the point among the op's")
+    bytes_moved: int | None = column("each unique byte that the op must read or write, once", "bytes")
+    flops: int | None = column("floating-point operations of the op, a multiply-add being two", "count")
+    config: dict[str, int] | None = column("the launch config; null where the variant has none", "count")
+    median_us: float | None = column("median of the samples, per call", "us")
+    iqr_us: float | None = column("distance between the samples' first and third quartile", "us")
+    min_us: float | None = column("smallest sample", "us")
+    max_us: float | None = column("largest sample", "us")
+    samples_us: list[float] | None = column("the samples, in order, each a mean over a few calls", "us")
+    timer: str | None = column("what took the time, and of a GPU how it was launched and whether its L2 was cold")
+    speed_reason: str | None = column("why there is no time; null where there is one")
+    roofline_fraction: float | None = column("the time that the roofline allows over median_us", "ratio")
+    roofline_bound: str | None = column("what the roofline is limited by")
+    roofline_reason: str | None = column("why there is no fraction; null where there is one")
 
     required = {
         "ok": frozenset(
@@ -109,54 +114,54 @@ class KernelRow(_Row):
     }  # fmt: skip
 
 
-_SERVED = frozenset(
-    {
-        "workload", "requests", "requests_failed", "prompt_tokens", "output_tokens", "tokens_per_s",
-        "tokens_per_s_iqr", "seconds", "speed_reason", "ttft_s", "tpot_s", "gap_s",
-    }
-)  # fmt: skip
+class _ServedRow(_Row):
+    """A workload served, by an arm or by a peer; a request of n completions counts as n."""
+
+    workload: str | None = column("name of the workload")
+    requests: int | None = column("completions that were asked for", "count")
+    requests_failed: int | None = column("of those, that failed", "count")
+    prompt_tokens: int | None = column("of all requests", "tokens")
+    output_tokens: int | None = column("of all requests", "tokens")
+    tokens_per_s: float | None = column("output tokens a second, the median over rounds", "tokens/s")
+    tokens_per_s_iqr: float | None = column("distance between the rounds' quartiles; null of one round", "tokens/s")
+    seconds: list[float] | None = column("of each round, from its start to its last token", "s")
+    ttft_s: dict[str, float] | None = column(
+        "p50, p90, p99 over rounds of the requests' times to the first token; of late requests alone where there are "
+        "some",
+        "s",
+    )
+    tpot_s: dict[str, float] | None = column(
+        "p50, p90, p99 over rounds of the requests' mean times between tokens; of late requests none", "s"
+    )
+    gap_s: dict[str, float] | None = column(
+        "p50, p90, p99 of all times between two tokens of a request; of late requests none", "s"
+    )
+    speed_reason: str | None = column("why there are no times; null where there are")
 
 
-class EngineRow(_Row):
-    """A workload served by one arm; a request of n completions counts as n. tokens_per_s: of output tokens, the median
-    over the rounds in `seconds`.
+_SERVED = frozenset(_ServedRow.model_fields) - frozenset(_Row.model_fields)
 
-    group: the arms of one group had their rounds in turns; another's came before or after, when the machine may have
-    been slower. ttft_s, tpot_s, gap_s: p50, p90 and p99, over all rounds, of the requests' times to their first token,
-    of their mean times between tokens, and of all times between two tokens of a request; with late requests, the first
-    is of them alone, the others of those that were there before. texts: what each prompt was continued with, null for
-    token ids. peak_running: the most sequences in a step. hit_tokens: prompt tokens found in the prefix cache;
-    saved_bytes: of keys and values, that these did not have to compute; evicted_blocks: what it gave up for others.
-    peak_occupancy: of the KV cache's blocks, the fraction lent at the peak; last_page_waste: of the slots lent then,
-    the fraction past their sequences' ends. weight_bytes: of the model's weights as they are kept; prepare_s: what it
-    took to bring quantized ones into that layout.
-    """
 
-    stage: Literal["engine"] = "engine"
-    workload: str | None = None
-    group: int | None = None
-    requests: int | None = None
-    requests_failed: int | None = None
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    tokens_per_s: float | None = None
-    tokens_per_s_iqr: float | None = None
-    seconds: list[float] | None = None
-    ttft_s: dict[str, float] | None = None
-    tpot_s: dict[str, float] | None = None
-    gap_s: dict[str, float] | None = None
-    speed_reason: str | None = None
-    texts: list[str] | None = None
-    steps: int | None = None
-    preemptions: int | None = None
-    peak_occupancy: float | None = None
-    last_page_waste: float | None = None
-    peak_running: int | None = None
-    hit_tokens: int | None = None
-    saved_bytes: int | None = None
-    evicted_blocks: int | None = None
-    weight_bytes: int | None = None
-    prepare_s: float | None = None
+class EngineRow(_ServedRow):
+    """A workload served by one arm."""
+
+    stage: Literal["engine"] = column("engine", default="engine")
+    group: int | None = column(
+        "arms of one group had their rounds in turns; another's came before or after, on a machine that may have been "
+        "slower",
+        "index",
+    )
+    texts: list[str] | None = column("what each prompt was continued with; null of token ids")
+    steps: int | None = column("of the engine, in one round", "count")
+    preemptions: int | None = column("sequences that gave way, in one round", "count")
+    peak_occupancy: float | None = column("of the KV cache's blocks, those lent at the peak", "ratio")
+    last_page_waste: float | None = column("of the slots lent then, those past their sequences' ends", "ratio")
+    peak_running: int | None = column("most sequences in one step", "count")
+    hit_tokens: int | None = column("prompt tokens found in the prefix cache", "tokens")
+    saved_bytes: int | None = column("of keys and values that these did not have to compute", "bytes")
+    evicted_blocks: int | None = column("what the prefix cache gave up for others", "count")
+    weight_bytes: int | None = column("of the model's weights as they are kept", "bytes")
+    prepare_s: float | None = column("what it took to bring quantized weights into that layout", "s")
 
     required = {
         "ok": _SERVED
@@ -169,21 +174,22 @@ class EngineRow(_Row):
 
 
 class ParityRow(_Row):
-    """An arm's tokens and log-probabilities beside the first arm's.
+    """An arm's tokens and log-probabilities beside the first arm's."""
 
-    first_divergence: request and place of the first output token that differs, and the first arm's log-probability
-    margin there between its own token and this arm's, where it reported both. logprob_drift: the largest difference of
-    any log-probability that both report, up to and including the first place where tokens differ.
-    """
-
-    stage: Literal["parity"] = "parity"
-    workload: str | None = None
-    first_arm: dict[str, str] | None = None
-    tokens_equal: bool | None = None
-    requests_equal: int | None = None
-    requests: int | None = None
-    first_divergence: dict[str, float | int | None] | None = None
-    logprob_drift: float | None = None
+    stage: Literal["parity"] = column("parity", default="parity")
+    workload: str | None = column("name of the workload")
+    first_arm: dict[str, str] | None = column("the arm that it is compared with, op -> variant")
+    tokens_equal: bool | None = column("whether all output tokens are the first arm's")
+    requests_equal: int | None = column("requests whose tokens are all the first arm's", "count")
+    requests: int | None = column("requests that both served", "count")
+    first_divergence: dict[str, float | int | None] | None = column(
+        "request and place of the first output token that differs, and how much more likely the first arm found its "
+        "own token there than this arm's (null where it did not report both)",
+        "index, index, nats",
+    )
+    logprob_drift: float | None = column(
+        "largest difference of a log-probability that both report, up to the first place where tokens differ", "nats"
+    )
 
     required = {
         status: frozenset(
@@ -196,32 +202,17 @@ class ParityRow(_Row):
     }  # fmt: skip
 
 
-class PeerRow(_Row):
-    """A workload served by another engine, in rounds interleaved with the arms'. `arm` is the arm it is compared with.
+class PeerRow(_ServedRow):
+    """A workload served by another engine, beside the arm in `arm`."""
 
-    speedup: the arm's tokens per second over the peer's, the median over rounds; speedups: each round's.
-    """
-
-    stage: Literal["peers"] = "peers"
-    peer: str | None = None
-    peer_settings: dict[str, Any] | None = None
-    workload: str | None = None
-    requests: int | None = None
-    requests_failed: int | None = None
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    tokens_per_s: float | None = None
-    tokens_per_s_iqr: float | None = None
-    seconds: list[float] | None = None
-    ttft_s: dict[str, float] | None = None
-    tpot_s: dict[str, float] | None = None
-    gap_s: dict[str, float] | None = None
-    speed_reason: str | None = None
-    speedup: float | None = None
-    speedup_iqr: float | None = None
-    speedups: list[float] | None = None
-    tokens_equal: bool | None = None
-    requests_equal: int | None = None
+    stage: Literal["peers"] = column("peers", default="peers")
+    peer: str | None = column("name of the peer")
+    peer_settings: dict[str, Any] | None = column("what it was run with, the best that were found, in their own units")
+    speedup: float | None = column("the arm's tokens a second over the peer's, the median over rounds", "ratio")
+    speedup_iqr: float | None = column("distance between the rounds' quartiles", "ratio")
+    speedups: list[float] | None = column("of each round", "ratio")
+    tokens_equal: bool | None = column("whether all output tokens are the arm's")
+    requests_equal: int | None = column("requests whose tokens are all the arm's", "count")
 
     required = {
         "ok": _SERVED
@@ -232,30 +223,28 @@ class PeerRow(_Row):
 
 
 class QuantizationRow(_Row):
-    """The model as one method leaves it, beside the dense one, whose own row has method "dense" and no bits.
+    """The model as one method leaves it, beside the dense one, whose own row has method "dense" and no bits."""
 
-    num_tokens, window, nats, kl, top1_agreement: as in evaluation.Evaluation; of the dense one's own row the last two
-    are null. disk_bytes: of its safetensors. memory_bytes: of all its weights as they are served. tokens_per_s: of
-    output tokens of the first workload, the median over rounds that it and the dense model take in turns; speedup: over
-    the dense model's in the same turn, the median.
-    """
-
-    stage: Literal["quantization"] = "quantization"
-    method: str | None = None
-    bits: int | None = None
-    group_size: int | None = None
-    num_tokens: int | None = None
-    window: int | None = None
-    nats: float | None = None
-    perplexity: float | None = None
-    kl: float | None = None
-    top1_agreement: float | None = None
-    disk_bytes: int | None = None
-    memory_bytes: int | None = None
-    tokens_per_s: float | None = None
-    tokens_per_s_iqr: float | None = None
-    speedup: float | None = None
-    speed_reason: str | None = None
+    stage: Literal["quantization"] = column("quantization", default="quantization")
+    method: str | None = column("how codes are chosen; dense: of the model that is not quantized")
+    bits: int | None = column("of a code; null of the dense model", "bits")
+    group_size: int | None = column("inputs that share a scale, -1 being all; null of the dense model", "count")
+    num_tokens: int | None = column("of the text, that were predicted", "tokens")
+    window: int | None = column("that were read at once", "tokens")
+    nats: float | None = column("mean negative log-likelihood of a token", "nats")
+    perplexity: float | None = column("exp(nats)", "ratio")
+    kl: float | None = column("mean KL divergence from the dense model's distribution; null of itself", "nats")
+    top1_agreement: float | None = column(
+        "of the tokens, where both find the same one likeliest; null of itself", "ratio"
+    )
+    disk_bytes: int | None = column("of its safetensors", "bytes")
+    memory_bytes: int | None = column("of all its weights as they are served", "bytes")
+    tokens_per_s: float | None = column(
+        "output tokens of the first workload a second, the median over rounds in turns with the dense model", "tokens/s"
+    )
+    tokens_per_s_iqr: float | None = column("distance between the rounds' quartiles; null of one round", "tokens/s")
+    speedup: float | None = column("over the dense model's in the same turn, the median", "ratio")
+    speed_reason: str | None = column("why there is no speed; null where there is one")
 
     required = {
         "ok": frozenset(

@@ -1,0 +1,39 @@
+"""Every column is documented, every number has a unit."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from experiments.runs.columns import ROW_TYPES, columns
+
+
+def documented() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    found = columns()
+    for stage, about in {"every row": found["every row"], **found["stages"]}.items():
+        for name, one in about.items():
+            yield stage, name, one
+
+
+def test_every_field_of_every_row_is_documented() -> None:
+    found = columns()
+    for row in ROW_TYPES:
+        stage = row.model_fields["stage"].default
+        assert {*found["every row"], *found["stages"][stage]} == set(row.model_fields)
+
+
+def test_every_column_has_a_meaning_and_every_number_a_unit() -> None:
+    for stage, name, about in documented():
+        assert len(about["meaning"]) > 5 or name == "stage", (stage, name)
+        numeric = "number" in about["type"] or "integer" in about["type"]
+        assert bool(about["unit"]) == numeric, (stage, name, about)
+
+
+def test_types_are_those_of_json_and_statuses_say_where_a_column_is() -> None:
+    stages = columns()["stages"]
+    assert stages["kernels"]["median_us"] == {
+        "type": "number or null", "unit": "us", "meaning": "median of the samples, per call", "given": ["ok"],
+    }  # fmt: skip
+    assert stages["kernels"]["samples_us"]["type"] == "array of number or null"
+    assert stages["engine"]["ttft_s"]["type"] == "object of number or null"
+    assert stages["check"]["replay"]["given"] == ["wrong", "failed"]
+    assert columns()["every row"]["status"]["type"] == "string"
+    assert not {"op", "arm", "task"} & set(stages["engine"])
