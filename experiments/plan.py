@@ -19,7 +19,7 @@ from experiments.quantized_models import quantization_problems
 from experiments.schema import Experiment, SyntheticWorkload, validate
 from tkernels import Registry, SelectionError, VariantError
 from tkernels.contract import Contract, Int
-from tkernels.selection import Ranges, with_parts
+from tkernels.selection import OpAxes, with_parts
 from tkernels.variant import AxisRanges
 from tmodel import kv_bytes_per_block
 from tsched import LLM
@@ -59,14 +59,14 @@ class Plan:
         return str(self.dtype).removeprefix("torch.")
 
     @cached_property
-    def ranges(self) -> Ranges:
+    def ranges(self) -> OpAxes:
         """op -> axis -> what the arms will use, under the first one's options; without a model, the ops alone."""
         ranges: dict[str, AxisRanges | Sequence[AxisRanges]] = {}
         for arm in self.arms:
             ranges |= {op: axes for op, axes in self._ranges_of(arm).items() if op not in ranges}
         return ranges
 
-    def _ranges_of(self, arm: Arm) -> Ranges:
+    def _ranges_of(self, arm: Arm) -> OpAxes:
         if self.model is None:
             return {op: {} for op in self.experiment.kernels}
         axes = kernel_ranges(self.model, self.arms[0].scheduler, self.dtype)
@@ -133,7 +133,7 @@ def make_plan(document: Document) -> Plan:
     )
 
 
-def kernel_ranges(model: ModelPlan, options: Mapping[str, Any], dtype: torch.dtype) -> Ranges:
+def kernel_ranges(model: ModelPlan, options: Mapping[str, Any], dtype: torch.dtype) -> OpAxes:
     """The axes that LLM will select kernels for under these scheduler options, before the weights are there.
 
     Without kv_cache_bytes the number of blocks follows from the memory that is free after loading: it is taken at what

@@ -56,6 +56,7 @@ class _Row(BaseModel):
             ("median_us", "speed_reason"),
             ("tokens_per_s", "speed_reason"),
             ("roofline_fraction", "roofline_reason"),
+            ("total_us", "speed_reason"),
         ):
             if figure in given and (getattr(self, figure) is None) != (getattr(self, reason) is not None):
                 raise ValueError(f"{figure} is either given or null with its {reason}")
@@ -202,6 +203,40 @@ class ParityRow(_Row):
     }  # fmt: skip
 
 
+class StepRow(_Row):
+    """What one named range took of an arm's steps, in a round of the workload recorded apart from the timed ones, for
+    recording takes time itself. The steps ran one after the other (no overlap), so that a step's time is the sum of its
+    parts. What is in no other range has rows of its own, of category gap.
+    """
+
+    stage: Literal["step"] = column("step", default="step")
+    workload: str | None = column("name of the workload")
+    range: str | None = column("as a profiler shows it: schedule, layer 3, paged_decode.split_kv, device idle")
+    category: Literal["step", "phase", "layer", "part", "op", "gap"] | None = column(
+        "step, phase of one, layer, part of the model that is no op, op, or gap: what is in no range"
+    )
+    clock: Literal["host", "device"] | None = column(
+        "whose time: all is the host's on a CPU; on a GPU a range that launches work has a row of each"
+    )
+    calls: int | None = column("of the range in all steps, those in replayed CUDA graphs included", "count")
+    total_us: float | None = column("of all calls, what is nested in the range included", "us")
+    self_us: float | None = column("the same less what nested ranges took: of one clock they sum up to step_us", "us")
+    steps: int | None = column("steps in the round", "count")
+    step_us: float | None = column("of all the steps together", "us")
+    share: float | None = column("total_us over step_us", "ratio")
+    speed_reason: str | None = column("why there are no times, in a single row whose range is step")
+
+    required = {
+        "ok": frozenset(
+            {
+                "workload", "range", "category", "clock", "calls", "total_us", "self_us", "steps", "step_us", "share",
+                "speed_reason",
+            }
+        ),
+        "failed": frozenset({"workload"}),
+    }  # fmt: skip
+
+
 class PeerRow(_ServedRow):
     """A workload served by another engine, beside the arm in `arm`."""
 
@@ -258,6 +293,8 @@ class QuantizationRow(_Row):
     }  # fmt: skip
 
 
-Row = Annotated[CheckRow | KernelRow | EngineRow | ParityRow | PeerRow | QuantizationRow, Field(discriminator="stage")]
+Row = Annotated[
+    CheckRow | KernelRow | EngineRow | ParityRow | StepRow | PeerRow | QuantizationRow, Field(discriminator="stage")
+]
 ROW: TypeAdapter[Row] = TypeAdapter(Row)
 """Reads a line of results.jsonl: `ROW.validate_json(line)`."""

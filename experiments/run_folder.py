@@ -11,9 +11,9 @@ import yaml
 
 from experiments.document import ExperimentError
 from experiments.plan import Plan
-from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow
+from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, StepRow
 
-AnyRow = CheckRow | KernelRow | EngineRow | ParityRow | PeerRow | QuantizationRow
+AnyRow = CheckRow | KernelRow | EngineRow | ParityRow | StepRow | PeerRow | QuantizationRow
 
 
 SOURCE = "experiment.yaml"

@@ -24,6 +24,7 @@ from tkernels.contract import (
 from tkernels.device import DeviceFacts
 from tkernels.launch import Buffer, Kernel, Run
 from tkernels.preparation import PrepareReport, prepared
+from tkernels.ranges import NVTX, NvtxRanges, Ranges
 from tkernels.registry import Op, Registry, UnknownNameError, builtin_ops
 from tkernels.selection import KernelSet, SelectionError, select
 from tkernels.tuning import Tuning, TuningError
@@ -33,6 +34,7 @@ OPS = builtin_ops()
 """The built-in ops: `OPS["paged_decode"].variants["split_kv"](q, k_cache, ...)`."""
 
 __all__ = [
+    "NVTX",
     "OPS",
     "Axes",
     "Buffer",
@@ -47,9 +49,11 @@ __all__ = [
     "Int",
     "Kernel",
     "KernelSet",
+    "NvtxRanges",
     "Op",
     "Output",
     "PrepareReport",
+    "Ranges",
     "Registry",
     "Run",
     "Scalar",

@@ -11,19 +11,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import nvtx
 import torch
 
 from tkernels.config import Config
 from tkernels.contract import Axes, ContractError, pack
 from tkernels.device import DeviceFacts, device_facts
 from tkernels.inputs import clone_inputs
+from tkernels.ranges import NVTX, Range, Ranges
 
 if TYPE_CHECKING:
     from tkernels.tuning import Tuning
     from tkernels.variant import Variant
 
-_NVTX = nvtx.get_domain("tkernels")
 _STRUCTURES_KEPT = 4096
 
 
@@ -148,6 +147,7 @@ class Kernel:
     It checks structure (never values, which would need a sync), asks whether the variant supports the point, resolves
     the config, allocates outputs and workspace, and launches. `pins` replace values of the resolved config; `parts` are
     the kernels that a composed fusion calls, in its variant's order: none given, each part's default for the device.
+    Each call is a range named "op.variant", with its pins, in `ranges`.
     """
 
     variant: "Variant"
@@ -155,6 +155,7 @@ class Kernel:
     pins: Mapping[str, int]
     door: Door = jit_door
     parts: tuple["Kernel", ...] = ()
+    ranges: Ranges = field(default=NVTX, repr=False, compare=False)
     # Structures already checked, with the axes they bind: an engine repeats the same few in every layer and step, and
     # looking one up costs 3 us where checking it costs 15.
     _checked: dict[tuple[Any, ...], tuple[Axes, torch.device]] = field(
@@ -162,15 +163,21 @@ class Kernel:
     )
 
     _writes: bool = field(init=False, repr=False, compare=False)
+    _range: Range = field(init=False, repr=False, compare=False)
     _callables: dict[torch.device, tuple[Callable[..., Any], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
-        variant = self.variant
-        label = f"{variant.contract.name}.{variant.name}"
-        object.__setattr__(self, "_writes", bool(variant.contract.writes or variant.contract.consumes))
-        object.__setattr__(self, "_range", _NVTX.get_event_attributes(message=label))
+        contract = self.variant.contract
+        object.__setattr__(self, "_writes", bool(contract.writes or contract.consumes))
+        object.__setattr__(self, "_range", self.ranges.named(f"{contract.name}.{self.label}", "op"))
+
+    @property
+    def label(self) -> str:
+        """ "split_kv[num_splits=4]": the variant, with what its config is pinned to."""
+        pins = ",".join(f"{name}={value}" for name, value in sorted(self.pins.items()))
+        return f"{self.variant.name}[{pins}]" if pins else self.variant.name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         structure = _structure(args, kwargs)
@@ -178,8 +185,7 @@ class Kernel:
             structure = (structure, _places(args, kwargs))
         checked = self._checked.get(structure) if structure is not None else None
         axes, device = checked or self._check(structure, args, kwargs)
-        _NVTX.push_range(self._range)  # type: ignore[attr-defined]
-        try:
+        with self._range:
             if self.variant.function is not None:
                 if self.variant.parts:
                     return self.variant.function(*self._part_callables(device), *args, **kwargs)
@@ -189,8 +195,6 @@ class Kernel:
                 with torch.cuda.device(device):  # Triton launches on the current device, whatever its tensors are on
                     return self._launch(arguments, axes, device)
             return self._launch(arguments, axes, device)
-        finally:
-            _NVTX.pop_range()
 
     def _check(
         self, structure: tuple[Any, ...] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -219,7 +223,7 @@ class Kernel:
             parts = self.parts
             if not parts:
                 defaults = (op.variants[op.default_on(device)] for op in self.variant.part_ops)
-                parts = tuple(Kernel(variant, self.tuning, {}, self.door) for variant in defaults)
+                parts = tuple(Kernel(variant, self.tuning, {}, self.door, ranges=self.ranges) for variant in defaults)
             # The fusion has checked the call: a part that is a plain function, with no config to find, is called as it
             # is. Looking its structure up again would cost 3 us in every layer.
             found = tuple(part._call_function if part.variant.function is not None else part for part in parts)
@@ -228,11 +232,8 @@ class Kernel:
 
     def _call_function(self, *args: Any, **kwargs: Any) -> Any:
         assert self.variant.function is not None, "a variant with a launcher is launched"
-        _NVTX.push_range(self._range)  # type: ignore[attr-defined]
-        try:
+        with self._range:
             return self.variant.function(*args, **kwargs)
-        finally:
-            _NVTX.pop_range()
 
     def _launch(self, arguments: dict[str, Any], axes: Axes, device: torch.device) -> Any:
         facts = device_facts(device)

@@ -10,6 +10,7 @@ import torch
 
 from tkernels.device import device_facts
 from tkernels.launch import Kernel
+from tkernels.ranges import NVTX, Ranges
 from tkernels.registry import Op, Registry, UnknownNameError, builtin_ops, unknown_name
 from tkernels.tuning import Tuning, TuningMode
 from tkernels.variant import AxisRanges, UnsupportedError, Variant
@@ -18,7 +19,7 @@ Pins = Mapping[str, int]
 Choices = Mapping[str, str | Mapping[str, Pins | None]]
 """op -> a variant's name, or {name: {config value: number}} to pin values of its config."""
 
-Ranges = Mapping[str, AxisRanges | Sequence[AxisRanges]]
+OpAxes = Mapping[str, AxisRanges | Sequence[AxisRanges]]
 """op -> axis -> its value, or (low, high) where the model will use a range; or several such, where values go together:
 weights of 3 bits in groups of 128, and of 4 bits in groups of 32."""
 
@@ -38,11 +39,13 @@ class KernelSet:
 
     kernels: Mapping[str, Kernel]
     tuning: Tuning = field(repr=False)
+    ranges: Ranges = field(default=NVTX, repr=False)
+    """Where its kernels are named while they run; whoever builds on the set names the rest there."""
 
     @property
     def arm(self) -> dict[str, str]:
         """op -> variant name, with pinned values in brackets; what a results row is labelled with."""
-        return {op: _label(kernel) for op, kernel in sorted(self.running.items())}
+        return {op: kernel.label for op, kernel in sorted(self.running.items())}
 
     @property
     def running(self) -> dict[str, Kernel]:
@@ -63,19 +66,15 @@ class KernelSet:
             object.__setattr__(self, name, kernel)
 
 
-def _label(kernel: Kernel) -> str:
-    pins = ",".join(f"{name}={value}" for name, value in sorted(kernel.pins.items()))
-    return f"{kernel.variant.name}[{pins}]" if pins else kernel.variant.name
-
-
 def select(
     choices: Choices,
     *,
     device: torch.device | str,
     dtype: torch.dtype,
-    axes: Ranges,
+    axes: OpAxes,
     tuning: TuningMode | Tuning = "nearest",
     ops: Registry | None = None,
+    ranges: Ranges = NVTX,
 ) -> KernelSet:
     """The kernel set for a model.
 
@@ -84,6 +83,7 @@ def select(
         dtype: the activation dtype, which also stands for kv and weight where `axes` does not give those.
         axes: the ops that the model uses, each with the whole range of axes it will call them with.
         ops: the registry; the built-in one by default.
+        ranges: where what runs is named: for NVTX's tools by default, or a Recording.
 
     Raises:
         SelectionError: an unknown name (with the alternatives and the nearest match), or a variant that does not
@@ -105,17 +105,17 @@ def select(
 
         def make(op: Op) -> Kernel:
             if op.name not in made:
-                kernel = _choose(op, choices.get(op.name), device, dtype, used[op.name], resolved)
+                kernel = _choose(op, choices.get(op.name), device, dtype, used[op.name], resolved, ranges)
                 made[op.name] = replace(kernel, parts=tuple(make(ops[part]) for part in kernel.variant.parts))
             return made[op.name]
 
         kernels = {name: make(ops[name]) for name in axes}
     except UnknownNameError as error:
         raise SelectionError(f"kernels: {error}") from None
-    return KernelSet(kernels, resolved)
+    return KernelSet(kernels, resolved, ranges)
 
 
-def with_parts(axes: Ranges, choices: Choices, ops: Registry, device: torch.device) -> Ranges:
+def with_parts(axes: OpAxes, choices: Choices, ops: Registry, device: torch.device) -> OpAxes:
     """`axes`, and what the parts of the composed fusions among its ops are called at.
 
     An op that the model calls itself and that is also a part has the range that covers both.
@@ -142,7 +142,7 @@ def _covering(one: AxisRanges, other: AxisRanges) -> dict[str, Any]:
     return covering
 
 
-def _unused(name: str, choices: Choices, axes: Ranges, ops: Registry, device: torch.device) -> str:
+def _unused(name: str, choices: Choices, axes: OpAxes, ops: Registry, device: torch.device) -> str:
     """Why nothing calls an op that a choice names: a fusion was chosen in its place, or the model has no use for it."""
     for fusion in axes:
         composed = [variant for variant in ops[fusion].variants.values() if name in variant.parts]
@@ -162,11 +162,12 @@ def _choose(
     choice: str | Mapping[str, Pins | None] | None,
     device: torch.device,
     dtype: torch.dtype,
-    ranges: AxisRanges | Sequence[AxisRanges],
+    axes: AxisRanges | Sequence[AxisRanges],
     tuning: Tuning,
+    ranges: Ranges,
 ) -> Kernel:
     name, pins = _named(op, choice, device)
-    variant = _variant(op, name, ranges, device, dtype)
+    variant = _variant(op, name, axes, device, dtype)
     pins = dict(pins)
     if pins and variant.launch is None:
         raise SelectionError(f"kernels.{op.name}: variant {name!r} has no config to pin")
@@ -176,9 +177,9 @@ def _choose(
         except ValueError as error:
             raise SelectionError(f"kernels.{op.name}.{name}: {error}") from None
     # A composed fusion runs wherever the parts that it is given do, and each of those is asked itself.
-    if not variant.parts and (reason := unsupported_in(variant, ranges, device, dtype)):
+    if not variant.parts and (reason := unsupported_in(variant, axes, device, dtype)):
         raise SelectionError(f"kernels.{op.name}: variant {name!r} is unsupported here: {reason}")
-    return Kernel(variant, tuning, pins)
+    return Kernel(variant, tuning, pins, ranges=ranges)
 
 
 def _named(

@@ -11,21 +11,27 @@ import torch
 from tkernels import KernelSet
 from tkernels.launch import Kernel
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight
+from tkernels.ranges import Range
 from tmodel.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """x [T, K] -> [T, N] by the kernel for its weight, [N, K] dense or quantized, with bias [N] where there is one."""
+    """x [T, K] -> [T, N] by the kernel for its weight, [N, K] dense or quantized, with bias [N] where there is one.
 
+    `range` names it while it runs: the same kernel serves every linear of a model.
+    """
+
+    range: Range
     matmul: Callable[..., torch.Tensor]
     weight: torch.Tensor | QuantizedWeight
     bias: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.bias is None:
-            return self.matmul(x, self.weight)
-        return self.matmul(x, self.weight, bias=self.bias)
+        with self.range:
+            if self.bias is None:
+                return self.matmul(x, self.weight)
+            return self.matmul(x, self.weight, bias=self.bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import torch
 from tkernels import KernelSet, PrepareReport, prepared
 from tkernels.ops.dequant_gemm.slicing import concatenated, why_apart
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight
+from tkernels.ranges import Range
 from tmodel.layers import GateUp, JoinedLinear, Linear, SplitGateUp
 from tmodel.quantization import LinearShape, Quantization
 from tmodel.weights import Checkpoint, WeightError
@@ -56,7 +57,11 @@ class LinearReader:
         return SplitGateUp(self.linear(shape), self.kernels.swiglu)
 
     def _dense(self, shape: LinearShape, start: int, stop: int) -> Linear:
-        return Linear(self.kernels.matmul, self._dense_weight(shape, start, stop), self._bias(shape, start, stop))
+        weight, bias = self._dense_weight(shape, start, stop), self._bias(shape, start, stop)
+        return Linear(self._range(shape, start, stop), self.kernels.matmul, weight, bias)
+
+    def _range(self, shape: LinearShape, start: int, stop: int) -> Range:
+        return self.kernels.ranges.named(shape.title(start, stop), "part")
 
     def _dense_weight(self, shape: LinearShape, start: int, stop: int) -> torch.Tensor:
         """[sum of outputs, inputs] of the parts `start` to `stop`."""
@@ -99,7 +104,8 @@ class LinearReader:
         del joined
         self.report += report
         _give_back_freed_memory()
-        return Linear(self.kernels.dequant_gemm, weight, self._bias(shape, start, stop))
+        bias = self._bias(shape, start, stop)
+        return Linear(self._range(shape, start, stop), self.kernels.dequant_gemm, weight, bias)
 
 
 def _give_back_freed_memory() -> None:

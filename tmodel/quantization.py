@@ -24,6 +24,10 @@ class LinearShape:
     bias: bool = False
     gated: bool = False
 
+    def title(self, start: int, stop: int) -> str:
+        """The parts `start` to `stop` by the last word of their names: "q_proj+k_proj+v_proj"."""
+        return "+".join(name.rpartition(".")[2] for name in self.names[start:stop])
+
 
 @dataclass(frozen=True)
 class Quantization:

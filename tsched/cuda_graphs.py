@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from tkernels.ranges import NVTX, RECORD_GRAPH, Ranges
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
 from tsched.device_state import DeviceState, to_device
@@ -43,8 +44,9 @@ class CudaRecorder:
 
     _NUM_WARM_UPS = 2  # the first compiles, tunes and allocates, the second shows what a step really does
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ranges: Ranges = NVTX) -> None:
         self._device = device
+        self._ranges = ranges
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -54,13 +56,17 @@ class CudaRecorder:
             for _ in range(self._NUM_WARM_UPS):
                 run()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
+        graph, captured = torch.cuda.CUDAGraph(), self._ranges.captured()
         # What other threads do on the device meanwhile is not part of the graph.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            captured.capture(),
+        ):
             logits = run()
 
         def replay() -> torch.Tensor:
-            graph.replay()
+            with captured.replay():
+                graph.replay()
             return logits
 
         return replay
@@ -82,11 +88,13 @@ class DecodeGraphs:
         *,
         max_rows: int,
         max_model_len: int,
+        ranges: Ranges = NVTX,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._state = state
         self._recorder = recorder
+        self._recording = ranges.named(RECORD_GRAPH, "phase")
         self.buckets = batch_buckets(max_rows)
         self.bounds = context_bounds(max_model_len)
         self._replays: dict[tuple[int, int], Replay] = {}
@@ -99,6 +107,10 @@ class DecodeGraphs:
         """The buckets and bounds that there are graphs of."""
         return sorted(self._replays)
 
+    def forget(self) -> None:
+        """Drop all graphs; those that are wanted again are recorded again."""
+        self._replays.clear()
+
     def run(self, rows: Ints, starts: Ints) -> torch.Tensor:
         """Logits [n, V] of the step in which the state's first n places decode `rows` [n] at `starts` [n]; valid until
         the next run.
@@ -110,7 +122,8 @@ class DecodeGraphs:
         padded[0, : rows.size], padded[1, : rows.size] = -1 - rows, starts
         self._inputs[:, :bucket].copy_(to_device(padded, self._state.device))
         if (bucket, bound) not in self._replays:
-            self._replays[bucket, bound] = self._recorder.record(lambda: self._step(bucket, bound))
+            with self._recording:
+                self._replays[bucket, bound] = self._recorder.record(lambda: self._step(bucket, bound))
         return self._replays[bucket, bound]()[: rows.size]
 
     def _step(self, bucket: int, bound: int) -> torch.Tensor:

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import nvtx
 import torch
 from numpy.typing import NDArray
 
 from tkernels.ops.step_inputs.contract import baseline
+from tkernels.ranges import NVTX, Ranges
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
 from tsched.batch_builder import Arranged, BatchBuilder
@@ -30,6 +30,7 @@ from tsched.detokenizer import IncrementalDetokenizer
 from tsched.device_state import DeviceState, StepInputs
 from tsched.engine_stats import EngineStats, PeakUse
 from tsched.logits_processors import RequestFault
+from tsched.phases import Phases
 from tsched.readback import HostReader, Outcome, Readback
 from tsched.sampler import NONE_LEFT, Sampler, TokenLogprobs
 from tsched.sampling_params import SamplingParams
@@ -52,27 +53,6 @@ class PageMover(Protocol):
 
     def copy(self, pages: BlockIds) -> None:
         """pages: [2, n] int32, pages of the device and where they go on it."""
-
-
-class _Range:
-    """An NVTX range of one name, made once: making its attributes costs more than the range."""
-
-    __slots__ = ("_attributes",)
-    _domain = nvtx.get_domain("tsched")
-
-    def __init__(self, name: str) -> None:
-        self._attributes = self._domain.get_event_attributes(message=name)
-
-    def __enter__(self) -> None:
-        self._domain.push_range(self._attributes)
-
-    def __exit__(self, *exception: object) -> None:
-        self._domain.pop_range()
-
-
-_SCHEDULE, _PREPARE, _FORWARD, _SAMPLE, _WAIT, _COMMIT = map(
-    _Range, ("schedule", "prepare", "forward", "sample", "wait", "commit")
-)
 
 
 @dataclass(eq=False, slots=True)
@@ -118,6 +98,7 @@ class Engine:
               changed between steps: after the next one that is off, no step is under way
     cuda_graphs  whether decode steps are recorded and replayed; None: on a GPU. On a CPU they are padded as for a
                  graph, and run
+    ranges    where a step and its phases are named, the forward with the ids of its requests
     """
 
     def __init__(
@@ -133,10 +114,12 @@ class Engine:
         step_inputs: StepInputs = baseline,
         overlap: bool | None = None,
         cuda_graphs: bool | None = None,
+        ranges: Ranges = NVTX,
     ) -> None:
         is_gpu = device.type == "cuda"
         self.scheduler = scheduler
         self.overlap = is_gpu if overlap is None else overlap
+        self._phases = Phases(ranges)
         self._model = model
         self._kv_cache = kv_cache
         self._pages = pages
@@ -147,9 +130,11 @@ class Engine:
         self._launched: _Launched | None = None  # the step under way that has not been committed
         self._graphs: DecodeGraphs | None = None
         if is_gpu if cuda_graphs is None else cuda_graphs:
-            recorder = CudaRecorder(device) if is_gpu else EagerRecorder()
+            recorder = CudaRecorder(device, ranges) if is_gpu else EagerRecorder()
             rows, longest = scheduler.table.num_rows, scheduler.max_model_len
-            self._graphs = DecodeGraphs(model, kv_cache, self._state, recorder, max_rows=rows, max_model_len=longest)
+            self._graphs = DecodeGraphs(
+                model, kv_cache, self._state, recorder, max_rows=rows, max_model_len=longest, ranges=ranges
+            )
         self._requests: dict[int, Request] = {}
         self._num_watched = 0  # unfinished requests whose tokens are looked at as they come
         self._num_unbegun = 0  # and those without a token yet
@@ -238,13 +223,21 @@ class Engine:
         Raises what the model raises; every request is aborted then, because what the caches hold is not known any more.
         """
         try:
-            return self._step()
+            with self._phases.step:
+                return self._step()
         except BaseException:
             self._launched = None
             self.scheduler.abort_all()
             self._requests.clear()
             self._num_watched = self._num_unbegun = 0
             raise
+
+    def forget_graphs(self) -> None:
+        """Record decode steps anew when they are next wanted: a profiler that began after they were recorded knows
+        nothing of what is in them.
+        """
+        if self._graphs is not None:
+            self._graphs.forget()
 
     def stats(self) -> EngineStats:
         kv_bytes = sum(keys.nbytes + values.nbytes for keys, values in self._kv_cache)
@@ -258,11 +251,12 @@ class Engine:
         finished: list[Request] = []
         if self._launched is not None and not self.overlap:  # it has just been switched off
             finished = self._settle(self._launched)
-        with _SCHEDULE:
+        phases = self._phases
+        with phases.schedule:
             plan = self.scheduler.schedule()
             self._peak.note(self.scheduler)
         launched = self._launched
-        with _PREPARE:
+        with phases.prepare:
             self._move_pages(plan)
             if plan.placed.size:
                 self._sampler.forget(plan.placed)
@@ -275,11 +269,11 @@ class Engine:
             self.scheduler.commit(plan, plan.sampled)
             return finished
         with torch.inference_mode():
-            with _FORWARD:
+            with phases.forward.carrying(self._request_ids(plan)) if phases.listening else phases.forward:
                 logits = self._forward(step)
             if launched is not None:
                 finished += self._settle(launched)
-            with _SAMPLE:
+            with phases.sample:
                 rows, lengths, epochs = step.sampled_rows, step.lengths, step.sampled_epochs
                 nobody_left = self.scheduler.table.num_departures == plan.num_departures
                 sampled = self._sampler.sample(logits, rows, lengths, None if nobody_left else epochs)
@@ -294,6 +288,11 @@ class Engine:
         if self._graphs is not None and step.all_decode:
             return self._graphs.run(step.rows, step.starts)
         return self._model(self._builder.build(step), self._kv_cache)
+
+    def _request_ids(self, plan: StepPlan) -> list[int]:
+        """Of the requests that advance in a step, in the order of its rows."""
+        sequences = (self.scheduler.table.sequences[row] for row in plan.rows.tolist())
+        return [sequence.id for sequence in sequences if sequence is not None]
 
     def _move_pages(self, plan: StepPlan) -> None:
         """Copy pages as the plan asks, before its forward and in this order."""
@@ -312,9 +311,9 @@ class Engine:
     def _settle(self, launched: _Launched) -> list[Request]:
         """Wait for a step's tokens and hand them to the scheduler; returns the requests that finished."""
         self._launched = None
-        with _WAIT:
+        with self._phases.wait:
             outcome = launched.readback()
-        with _COMMIT:
+        with self._phases.commit:
             return self._commit(launched, outcome)
 
     def _commit(self, launched: _Launched, outcome: Outcome) -> list[Request]:

@@ -13,6 +13,7 @@ import torch
 
 import tkernels
 import tmodel
+from tkernels.ranges import NVTX, Ranges
 from tkernels.selection import Choices
 from tkernels.tuning import TuningMode
 from tsched.cache_size import num_host_blocks, num_kv_blocks
@@ -67,6 +68,7 @@ class ServedModel:
     overlap, cuda_graphs    plan a step while the one before runs; replay recorded decode steps. None: on a GPU alone.
                             The tokens are the same either way
     tuning, ops             handed to tkernels.select: how tuned configs are found, and the registry of variants
+    ranges                  where steps, phases, layers and kernels are named while they run, see tkernels.ranges
 
     `weight_bytes` are those of the weights as they are kept, `prepare_report` says what it cost to bring the quantized
     ones into the layout that their kernel reads.
@@ -100,6 +102,7 @@ class ServedModel:
         cuda_graphs: bool | None = None,
         tuning: TuningMode | tkernels.Tuning = "nearest",
         ops: tkernels.Registry | None = None,
+        ranges: Ranges = NVTX,
     ) -> None:
         directory = self.directory = Path(model)
         seed = _integer("seed", seed, 0)
@@ -151,10 +154,11 @@ class ServedModel:
             num_blocks=num_blocks,
         )
         self.kernels = tkernels.select(
-            kernels or {}, device=self.device, dtype=self.dtype, axes=axes, tuning=tuning, ops=ops
+            kernels or {}, device=self.device, dtype=self.dtype, axes=axes, tuning=tuning, ops=ops, ranges=ranges
         )
         # tkernels decides at import how Triton runs, so transformers, which imports Triton too, comes after it.
         self.tokenizer = load_tokenizer(directory)
+        self._detokenize = ranges.named("detokenize", "phase", launches=False)
         self._engine = self._make_engine(scheduler, seed=seed, overlap=overlap, cuda_graphs=cuda_graphs)
         self._ids = count()  # of sequences
         self._request_ids = count()
@@ -180,6 +184,7 @@ class ServedModel:
             pages=tmodel.CachePages(kv_cache, self.kernels.copy_pages, 0 if host is None else host.num_blocks),
             overlap=overlap,
             cuda_graphs=cuda_graphs,
+            ranges=self.kernels.ranges,
         )
 
     @property
@@ -190,6 +195,10 @@ class ServedModel:
     def stats(self) -> EngineStats:
         """Steps, tokens, preemptions, prefix cache hits and the pool's use since the LLM was made."""
         return self._engine.stats()
+
+    def forget_graphs(self) -> None:
+        """Record decode steps anew when they are next wanted, see Engine.forget_graphs."""
+        self._engine.forget_graphs()
 
     def reset_peak(self) -> None:
         """The pool's peak in `stats` is of what comes from now on."""
@@ -254,7 +263,8 @@ class ServedModel:
     def _decode(self, token_ids: Sequence[int]) -> str:
         if self.tokenizer is None:
             return ""
-        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        with self._detokenize:
+            text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def _refused(self, prepared: Prepared, reason: str, now: float) -> RequestOutput:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from experiments.rows import ROW, CheckRow, EngineRow, KernelRow
+from experiments.rows import ROW, CheckRow, EngineRow, KernelRow, StepRow
 
 COMMON: dict[str, Any] = {
     "run_id": "a", "arm": {"swiglu": "fused"}, "op": "swiglu", "variant": "fused", "dtype": "float32", "device": "cpu",
@@ -66,3 +66,13 @@ def test_an_arm_that_is_wrong_has_no_speed() -> None:
     EngineRow(**common, status="wrong", reason="its kernel is wrong", workload="")
     with pytest.raises(ValidationError, match="tokens_per_s"):
         EngineRow(**common, status="wrong", reason="its kernel is wrong", workload="", tokens_per_s=100.0)
+
+
+def test_a_range_of_a_step_has_its_times_or_why_it_has_none() -> None:
+    common = {key: COMMON[key] for key in ("run_id", "arm", "dtype", "device")}
+    times = {"calls": 8, "total_us": 5.0, "self_us": 4.0, "steps": 2, "step_us": 50.0, "share": 0.1}
+    names = {"workload": "w", "range": "swiglu.fused", "category": "op", "clock": "host"}
+    row = StepRow(**common, status="ok", op="swiglu", variant="fused", **names, **times, speed_reason=None)
+    assert ROW.validate_json(row.as_json()) == row
+    with pytest.raises(ValidationError, match="total_us is either given or null with its speed_reason"):
+        StepRow(**common, status="ok", **names, **times, speed_reason="interpreted")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from tkernels import KernelSet
+from tkernels.ranges import Range
 from tmodel.architectures import Architecture
 from tmodel.batch import Batch
 from tmodel.config import ConfigError, HuggingFaceConfig, ModelConfig
@@ -25,6 +26,7 @@ from tmodel.weights import Checkpoint
 class Layer:
     """One decoder layer's weights. Hq query heads and Hkv key-value heads of D dims, hidden size H, MLP width I."""
 
+    range: Range
     attention_norm: torch.Tensor  # [H]
     qkv: Linear | JoinedLinear  # H -> (Hq + 2 Hkv) D
     q_norm: torch.Tensor  # [D]
@@ -43,6 +45,7 @@ class Qwen3:
         self.config = config
         self.kernels = kernels
         self.scale = config.head_dim**-0.5
+        self._embed = kernels.ranges.named("embedding", "part")
         vocab_shape = (config.vocab_size, config.hidden_size)
         self.embedding = checkpoint.tensor("model.embed_tokens.weight", vocab_shape)
         reader = LinearReader(checkpoint, kernels, config.quantization)
@@ -52,7 +55,9 @@ class Qwen3:
         self.next_norms = [*(layer.attention_norm for layer in self.layers[1:]), self.final_norm]
         if config.tie_word_embeddings:
             checkpoint.require_equal("lm_head.weight", self.embedding)
-            self.head: Linear | JoinedLinear = Linear(kernels.matmul, self.embedding)
+            self.head: Linear | JoinedLinear = Linear(
+                kernels.ranges.named("lm_head", "part"), kernels.matmul, self.embedding
+            )
         else:
             self.head = reader.linear(_head_shape(config))
         self.prepare_report = reader.report
@@ -71,17 +76,19 @@ class Qwen3:
         """Logits [n, vocab] at `batch.logit_indices`, float32 or float64; writes this step into `kv_cache`."""
         kernels, eps = self.kernels, self.config.norm_eps
         attention = PagedAttention(kernels, batch, self.scale)
-        residual = self.embedding.index_select(0, batch.token_ids)  # [T, H]
+        with self._embed:
+            residual = self.embedding.index_select(0, batch.token_ids)  # [T, H]
         hidden = kernels.rms_norm(residual, self.layers[0].attention_norm, eps)  # [T, H]
         for layer, next_norm, (k_cache, v_cache) in zip(self.layers, self.next_norms, kv_cache, strict=True):
-            mixed = self._attend(layer, hidden, batch, attention, k_cache, v_cache)  # [T, Hq D]
-            if layer is self.layers[-1] and batch.logit_indices.shape != batch.positions.shape:
-                # Past the last attention no token looks at another, so only the wanted ones go on: [n, Hq D], [n, H].
-                # Where all T are wanted they go on as they are, for logit_indices ascend.
-                mixed, residual = mixed[batch.logit_indices], residual[batch.logit_indices]
-            hidden, residual = kernels.add_rms_norm(layer.output(mixed), residual, layer.mlp_norm, eps)
-            mlp = layer.down(layer.gate_up(hidden))  # [T, H] -> [T, I] -> [T, H]
-            hidden, residual = kernels.add_rms_norm(mlp, residual, next_norm, eps)
+            with layer.range:
+                mixed = self._attend(layer, hidden, batch, attention, k_cache, v_cache)  # [T, Hq D]
+                if layer is self.layers[-1] and batch.logit_indices.shape != batch.positions.shape:
+                    # Past the last attention no token looks at another, so only the wanted ones go on: [n, Hq D],
+                    # [n, H]. Where all T are wanted they go on as they are, for logit_indices ascend.
+                    mixed, residual = mixed[batch.logit_indices], residual[batch.logit_indices]
+                hidden, residual = kernels.add_rms_norm(layer.output(mixed), residual, layer.mlp_norm, eps)
+                mlp = layer.down(layer.gate_up(hidden))  # [T, H] -> [T, I] -> [T, H]
+                hidden, residual = kernels.add_rms_norm(mlp, residual, next_norm, eps)
         logits = self.head(hidden)  # [n, vocab]
         return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -131,6 +138,7 @@ def _layer(config: ModelConfig, checkpoint: Checkpoint, reader: LinearReader, in
         return checkpoint.tensor(f"model.layers.{index}.{name}.weight", (width,))
 
     return Layer(
+        range=reader.kernels.ranges.named(f"layer {index}", "layer"),
         attention_norm=norm("input_layernorm", config.hidden_size),
         qkv=reader.linear(qkv),
         q_norm=norm("self_attn.q_norm", config.head_dim),

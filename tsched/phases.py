@@ -1,0 +1,26 @@
+"""What a step of the engine consists of, by name."""
+
+from __future__ import annotations
+
+from tkernels.ranges import RECORD_GRAPH, Ranges
+
+PHASES = ("schedule", "prepare", "forward", RECORD_GRAPH, "sample", "wait", "commit", "detokenize")
+"""In the order of a step. forward: launches the model; inside it, the first time for a bucket, a graph is recorded.
+wait: for the device's tokens. commit: hands them to the scheduler. detokenize: wherever tokens become text, for stop
+strings within a step, else when a request has ended or a stream gives its next part."""
+
+
+class Phases:
+    """The ranges of an engine's phases and of its step."""
+
+    __slots__ = ("commit", "forward", "listening", "prepare", "sample", "schedule", "step", "wait")
+
+    def __init__(self, ranges: Ranges) -> None:
+        self.listening = ranges.listening
+        self.step = ranges.named("step", "step", launches=False)
+        self.schedule = ranges.named("schedule", "phase", launches=False)
+        self.prepare = ranges.named("prepare", "phase")
+        self.forward = ranges.named("forward", "phase")
+        self.sample = ranges.named("sample", "phase")
+        self.wait = ranges.named("wait", "phase", launches=False)
+        self.commit = ranges.named("commit", "phase", launches=False)
