@@ -8,14 +8,14 @@ columns.json in a run's folder is made of that.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, model_validator
 
 Status = Literal["ok", "wrong", "unsupported", "failed"]
 
 
 def column(meaning: str, unit: str | None = None, default: Any = None) -> Any:
     """A field that columns.json documents. unit: of a number, "count" and "ratio" included; None of everything else."""
-    extra = {"unit": unit}
+    extra: dict[str, JsonValue] = {"unit": unit}
     if default is ...:
         return Field(description=meaning, json_schema_extra=extra)
     return Field(default, description=meaning, json_schema_extra=extra)
@@ -43,6 +43,11 @@ class _Row(BaseModel):
     device: str = column("type of the device: cpu or cuda; its name is in environment.json", default=...)
     status: Status = column("ok, or why there is no figure: wrong, unsupported, failed", default=...)
     reason: str | None = column("why it is not ok; null where it is")
+    yardstick_us: float | None = column(
+        "median time of a fixed piece of work, taken in turns with this row's times: how fast the machine was; null "
+        "where none was taken, as on a GPU",
+        "us",
+    )
 
     @model_validator(mode="after")
     def _figures_fit_the_status(self) -> "_Row":

@@ -81,9 +81,10 @@ def time_call(
     warmup: int = 3,
     launch: Launch = "eager",
     l2: Cache = "cold",
+    between: Callable[[], object] | None = None,
 ) -> Timing:
     """`time_calls` of one call on one set of data."""
-    return time_calls((call,), device, samples=samples, warmup=warmup, launch=launch, l2=l2)
+    return time_calls((call,), device, samples=samples, warmup=warmup, launch=launch, l2=l2, between=between)
 
 
 def time_calls(
@@ -94,6 +95,7 @@ def time_calls(
     warmup: int = 3,
     launch: Launch = "eager",
     l2: Cache = "cold",
+    between: Callable[[], object] | None = None,
 ) -> Timing:
     """Times calls that do the same work, each on data of its own, and reports what one of them takes.
 
@@ -107,9 +109,11 @@ def time_calls(
         launch: on CUDA, "eager" puts events around each call: where it is shorter than its launch, the launch is what
             is measured (behind a cold cache's flush it is hidden). "graph" replays the calls from one CUDA graph.
         l2: on CUDA, "cold" reads a large buffer before each sample, so that nothing of the call's is cached.
+        between: on a CPU, called after each sample and not timed.
 
     Raises:
-        ValueError: too few samples, or a device without a timer. Whatever a call raises, capture's refusals included.
+        ValueError: too few samples, a device without a timer, or `between` on CUDA, where samples are queued together.
+        Whatever a call raises, capture's refusals included.
     """
     if samples < 2 or warmup < 1 or not calls:
         raise ValueError(
@@ -119,14 +123,16 @@ def time_calls(
         raise ValueError(f"launch {launch!r}, l2 {l2!r}: there is eager and graph, cold and warm")
     device = torch.device(device)
     if device.type == "cuda":
+        if between is not None:
+            raise ValueError("on CUDA nothing can be done between samples: the host queues them all before one runs")
         with torch.cuda.device(device):
             return _time_on_cuda(calls, device, samples, warmup, launch, l2)
     if device.type == "cpu":
-        return _time_on_cpu(calls[0], samples, warmup)
+        return _time_on_cpu(calls[0], samples, warmup, between)
     raise ValueError(f"device {device}: there is a timer for cpu and cuda")
 
 
-def _time_on_cpu(call: Callable[[], object], samples: int, warmup: int) -> Timing:
+def _time_on_cpu(call: Callable[[], object], samples: int, warmup: int, between: Callable[[], object] | None) -> Timing:
     lengths = []
     for _ in range(warmup):
         start = time.perf_counter()
@@ -139,6 +145,8 @@ def _time_on_cpu(call: Callable[[], object], samples: int, warmup: int) -> Timin
         for _ in range(calls):
             call()
         taken.append((time.perf_counter() - start) * 1e6 / calls)
+        if between is not None:
+            between()
     unread = read_clocks(torch.device("cpu"))
     return Timing(tuple(taken), calls, "perf_counter", lengths[0], unread, unread)
 

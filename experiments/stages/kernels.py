@@ -6,6 +6,7 @@ from experiments.arms import Pick
 from experiments.points import Point
 from experiments.rows import CheckRow, KernelRow
 from experiments.stages.context import Context, one_line
+from experiments.yardstick import Yardstick
 from tkernels.device import device_facts
 from tkernels.launch import Kernel
 from tkernels.roofline import roofline
@@ -49,7 +50,8 @@ def _time(context: Context, op: str, point: Point, pick: Pick) -> KernelRow:
         figures: dict[str, Any] = {"bytes_moved": case.bytes_moved, "flops": case.flops, "config": config}
         if variant.kind == "triton" and plan.device.type == "cpu":
             return KernelRow(**common, status="ok", **figures, **_not_timed(INTERPRETED))
-        timing = time_call(lambda: kernel(**case.inputs), plan.device)
+        yardstick = Yardstick() if plan.device.type == "cpu" else None
+        timing = time_call(lambda: kernel(**case.inputs), plan.device, between=yardstick)
         limit = roofline(timing.median_us, case.bytes_moved, case.flops, common["dtype"], device_facts(plan.device))
     except Exception as error:
         return KernelRow(**common, status="failed", reason=one_line(error))
@@ -67,6 +69,7 @@ def _time(context: Context, op: str, point: Point, pick: Pick) -> KernelRow:
         roofline_fraction=limit.fraction,
         roofline_bound=limit.bound,
         roofline_reason=limit.reason,
+        yardstick_us=yardstick.median_us if yardstick is not None else None,
     )
 
 

@@ -38,6 +38,22 @@ def test_a_call_is_warmed_up_and_sampled() -> None:
     assert calls == 2 + 5 * timing.calls_per_sample
 
 
+def test_what_comes_between_samples_is_not_in_them() -> None:
+    happened: list[str] = []
+
+    def rest() -> None:
+        happened.append("between")
+        time.sleep(0.05)
+
+    def work() -> None:
+        happened.append("work")
+        time.sleep(0.001)
+
+    timing = time_call(work, "cpu", samples=3, warmup=2, between=rest)
+    assert happened == ["work"] * 2 + ["work", "between"] * 3
+    assert timing.min_us < 50_000
+
+
 def test_a_short_call_is_repeated_within_a_sample() -> None:
     assert time_call(lambda: None, "cpu", samples=2).calls_per_sample > 10
 
@@ -83,7 +99,7 @@ def test_what_is_done_once_is_timed_apart() -> None:
 
     def call() -> None:
         if not made:
-            made.append(time.sleep(0.02))
+            made.append(time.sleep(0.05))
 
     timing = time_call(call, "cpu", samples=3)
     assert timing.first_call_us is not None
