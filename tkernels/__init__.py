@@ -25,6 +25,7 @@ from tkernels.device import DeviceFacts
 from tkernels.launch import Buffer, Kernel, Run
 from tkernels.preparation import PrepareReport, prepared
 from tkernels.ranges import NVTX, NvtxRanges, Ranges
+from tkernels.recording import Recording
 from tkernels.registry import Op, Registry, UnknownNameError, builtin_ops
 from tkernels.selection import KernelSet, SelectionError, select
 from tkernels.tuning import Tuning, TuningError
@@ -54,6 +55,7 @@ __all__ = [
     "Output",
     "PrepareReport",
     "Ranges",
+    "Recording",
     "Registry",
     "Run",
     "Scalar",

@@ -1,0 +1,114 @@
+"""Ranges that were entered and left, and what they add up to."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from tkernels.ranges import RECORD_GRAPH, Category
+
+Clock = Literal["host", "device"]
+READ_EVENTS = "read events"
+"""The range in which a recording reads the device's times: its own cost, no part of what is recorded."""
+DEVICE_IDLE = "device idle"
+
+
+class Track(NamedTuple):
+    """Where spans nest in each other: a thread of the host by its native id, or a stream of the device."""
+
+    clock: Clock
+    number: int
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A range from entering to leaving it, in nanoseconds from the recording's beginning. `parent`: the index of the
+    span around it on its track, in the list that it is in; -1 for none.
+    """
+
+    name: str
+    category: Category
+    track: Track
+    begin_ns: int
+    end_ns: int
+    parent: int
+    request_ids: tuple[int, ...] = ()
+
+    @property
+    def ns(self) -> int:
+        return self.end_ns - self.begin_ns
+
+
+@dataclass(frozen=True)
+class RangeTotal:
+    """All spans of one name by one clock. total_ns: with what is nested in them. self_ns: without, and of it what lies
+    in steps.
+    """
+
+    name: str
+    category: Category | Literal["gap"]
+    clock: Clock
+    calls: int
+    total_ns: int
+    self_ns: int
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Where the time of `steps` steps went, step_ns in all: the self_ns of each clock's totals add up to it. On the
+    host's, what is in no phase is the step's own; on the device's, it is DEVICE_IDLE.
+    """
+
+    steps: int
+    step_ns: int
+    totals: tuple[RangeTotal, ...]
+
+
+def breakdown(spans: Sequence[Span]) -> Breakdown:
+    """What ranges took, in the order in which they first came.
+
+    Of what happened while a CUDA graph was recorded only the whole is counted, under RECORD_GRAPH: it was no work for
+    a step's sake. READ_EVENTS is taken out of all that it lies in.
+    """
+    inside = [0] * len(spans)  # of each span, the time of those right inside it
+    read = [0] * len(spans)  # and of READ_EVENTS however deep
+    in_step, in_record = [False] * len(spans), [False] * len(spans)
+    for index, span in enumerate(spans):
+        outer = span.parent
+        in_step[index] = span.category == "step" or (outer >= 0 and in_step[outer])
+        if outer >= 0:
+            in_record[index] = in_record[outer] or spans[outer].name == RECORD_GRAPH
+            inside[outer] += span.ns
+        if span.name == READ_EVENTS:
+            for around in _around(spans, span):
+                read[around] += span.ns
+    found: dict[tuple[str, Clock], list[int]] = {}  # calls, total, self
+    categories: dict[str, Category] = {}
+    steps = step_ns = busy_ns = 0
+    for index, span in enumerate(spans):
+        if in_record[index] or span.name == READ_EVENTS:
+            continue
+        on_device = span.track.clock == "device"
+        sums = found.setdefault((span.name, span.track.clock), [0, 0, 0])
+        categories.setdefault(span.name, span.category)
+        sums[0] += 1
+        if all(spans[around].name != span.name for around in _around(spans, span)):
+            sums[1] += span.ns - read[index]
+        if on_device or in_step[index]:
+            sums[2] += span.ns - (0 if span.name == RECORD_GRAPH else inside[index])
+        if span.category == "step":
+            steps, step_ns = steps + 1, step_ns + span.ns - read[index]
+        if on_device and span.parent < 0:
+            busy_ns += span.ns
+    totals = [RangeTotal(name, categories[name], clock, *sums) for (name, clock), sums in found.items()]
+    if busy_ns:
+        idle = max(0, step_ns - busy_ns)
+        totals.append(RangeTotal(DEVICE_IDLE, "gap", "device", steps, idle, idle))
+    return Breakdown(steps, step_ns, tuple(totals))
+
+
+def _around(spans: Sequence[Span], span: Span) -> Iterator[int]:
+    """Indices of the spans around one, the nearest first."""
+    while span.parent >= 0:
+        yield span.parent
+        span = spans[span.parent]
