@@ -175,6 +175,32 @@ def run(
 
 
 @app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where the runs are.")] = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """List the runs in a folder: when, where, of which code, and whether they ended."""
+    from experiments.commands.runs import run
+
+    _end(run, folder, as_json)
+
+
+@app.command()
+def compare(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; of a single one, its arms.")],
+    across: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WHAT", help="Allow another device, dtype, model, threads or workload. Repeatable."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say of every figure whether it is better, worse or within noise: runs beside the first, or one run's arms."""
+    from experiments.commands.compare import run
+
+    _end(run, folders, across or [], as_json)
+
+
+@app.command()
 def simulate(
     trace: Annotated[
         str,
@@ -338,15 +364,19 @@ def convert(
 
 
 def _exit(command: Callable[..., int], *arguments: object) -> None:
-    """Runs a command: 0 or 1 as it says; 2, with a message and no traceback, where the user can put it right."""
+    """Runs a command that needs torch: 0 or 1 as it says; 2 where the user can put it right."""
     import tkernels  # noqa: F401  before anything that imports Triton
-    from experiments.document import ExperimentError
     from tkernels import SelectionError, TuningError
     from tmodel import ConfigError, TrainingError, WeightError
 
     # An interpreted kernel's exp overflows to infinity, as a GPU's does, and says so through numpy.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
-    known = (SelectionError, TuningError, ConfigError, WeightError, TrainingError, FileExistsError)
+    _end(command, *arguments, known=(SelectionError, TuningError, ConfigError, WeightError, TrainingError))
+
+
+def _end(command: Callable[..., int], *arguments: object, known: tuple[type[Exception], ...] = ()) -> None:
+    """Runs a command: 0 or 1 as it says; 2, with a message and no traceback, where the user can put it right."""
+    from experiments.document import ExperimentError
 
     try:
         status = command(*arguments)

@@ -13,11 +13,11 @@ class Yardstick:
     """Takes a sample each time it is called, 100 us or so: a multiplication of small matrices, and a pass over numbers
     that a second-level cache holds.
 
-    Numpy's, so that neither the kernels nor torch's version change it. Kernels' times follow it: on two cores with four
-    busy processes, the medians of 777 processes spread by 10.1% (swiglu on [16, 512]), 11.2% (rms_norm) and 3.8%
-    (attention); over the yardstick's median, taken in turns in the same process, by 7.0%, 8.0% and 1.6%, and blocks of
-    ten that follow each other by 2.1%, 2.6% and 0.5% where they had drifted by 3.2%, 3.7% and 1.2%. A matrix product
-    that the third-level cache decides did not follow it (7.7%, 7.5%).
+    Numpy's, so that neither the kernels nor torch's version change it. Kernels' times follow it in part. On two cores
+    that others used too, the medians of 502 processes in two minutes spread by 11.5% (swiglu on [16, 512]), 10.3%
+    (rms_norm), 9.6% (a product with a [512, 512] matrix) and 2.7% (attention); divided by the yardstick's median, taken
+    in turns in the same process, by 8.1%, 7.1%, 8.4% and 1.9%. Means of ten processes, beside the next ten's: by 4.5%,
+    4.3%, 3.2% and 1.1%; divided, by 3.2%, 3.1%, 2.6% and 0.5%.
     """
 
     def __init__(self) -> None:

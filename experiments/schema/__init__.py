@@ -2,7 +2,6 @@
 
 from experiments.schema.experiment import (
     Batching,
-    Choice,
     Dtype,
     Experiment,
     ModelSource,
@@ -16,7 +15,6 @@ from experiments.schema.workload import LateRequests, Length, Priorities, Prompt
 
 __all__ = [
     "Batching",
-    "Choice",
     "Dtype",
     "Experiment",
     "LateRequests",

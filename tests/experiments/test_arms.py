@@ -3,14 +3,13 @@
 from itertools import product
 from pathlib import Path
 
-from experiments.arms import Arm
+from experiments.arms import Arm, expand
 from experiments.document import parse_document
-from experiments.structure import parts_of
+from experiments.schema import validate
 
 
 def arms(text: str) -> list[Arm]:
-    parts = parts_of(parse_document(f"name: a\nmodel: {{preset: tiny}}\n{text}", "a.yaml", Path()))
-    return [arm for part in parts for arm in part.arms]
+    return expand(validate(parse_document(f"name: a\nmodel: {{preset: tiny}}\n{text}", "a.yaml", Path())))
 
 
 def test_no_list_is_one_arm() -> None:

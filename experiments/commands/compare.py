@@ -1,0 +1,33 @@
+"""`tk compare`: runs, or the arms of one, beside each other, with a verdict for every figure."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from experiments.document import ExperimentError, nearest
+from experiments.runs.differences import WHATS
+from experiments.runs.reading import read_run
+from experiments.runs.verdict_tables import print_comparison
+from experiments.runs.verdicts import compare_arms, compare_runs
+
+
+def run(folders: Sequence[Path], across: Sequence[str], as_json: bool) -> int:
+    """Compares every further run with the first; of a single one, its arms. Returns 0 whatever the verdicts are."""
+    for what in across:
+        if what not in WHATS:
+            there_is = f"there is {', '.join(WHATS)}{nearest(what, WHATS)}"
+            raise ExperimentError([f"--across {what}: unknown; {there_is}"])
+    first, *others = (read_run(folder) for folder in folders)
+    found = [compare_runs(first, other, across) for other in others] or [compare_arms(first, across)]
+    if as_json:
+        print(json.dumps({"comparisons": [one.as_json() for one in found]}, indent=1))
+        return 0
+    console = Console()
+    for one in found:
+        print_comparison(console, one)
+    if others:
+        console.print(Text("The smallest effects show between arms of one run: its processes take turns.", "dim"))
+    return 0

@@ -1,0 +1,78 @@
+"""`tk runs`: the runs in a folder, the newest last."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from experiments.document import ExperimentError
+from experiments.runs.reading import RecordedRun, read_run
+from experiments.table_style import add_row, new_table
+
+
+def run(folder: Path, as_json: bool) -> int:
+    """Lists them; what cannot be read is listed with its reason. ExperimentError where there is no such folder."""
+    if not folder.is_dir():
+        raise ExperimentError([f"{folder}: no such folder; `tk run` makes runs/ where it is called"])
+    names = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    listed = sorted(map(_about, names), key=lambda one: str(one.get("when") or ""))
+    if as_json:
+        print(json.dumps({"runs": listed}, indent=1))
+        return 0
+    console = Console()
+    if not listed:
+        console.print(Text(f"no runs in {folder}"))
+        return 0
+    right = ["rows", "failures"]
+    table = new_table(f"Runs in {folder}", ["name", "when", "device", "git", *right, "state"], right)
+    for one in listed:
+        if "reason" in one:
+            add_row(table, one["name"], "-", "-", "-", "-", "-", Text("no run of schema 1", "yellow"))
+            continue
+        failures = Text(str(one["failures"]), "red" if one["failures"] else "")
+        state = Text(one["state"], "" if one["finished"] else "yellow")
+        when = str(one["when"])[:16].replace("T", " ")
+        add_row(table, one["name"], when, one["device"], one["git"], str(one["rows"]), failures, state)
+    console.print(table)
+    for one in listed:
+        if "reason" in one:
+            console.print(Text(f"{one['name']}: {one['reason']}", "yellow"), soft_wrap=True)
+        for repair in one.get("repairs", ()):
+            console.print(Text(repair, "dim"), soft_wrap=True)
+    return 0
+
+
+def _about(path: Path) -> dict[str, Any]:
+    try:
+        return _row(read_run(path))
+    except ExperimentError as error:
+        return {"name": path.name, "reason": "; ".join(error.problems)}
+
+
+def _row(run: RecordedRun) -> dict[str, Any]:
+    device = run.environment.get("device", {})
+    tasks = run.meta["tasks"]
+    expected = len(tasks) if isinstance(tasks, Mapping) else tasks
+    done = len({row.task for row in run.rows if row.task})
+    return {
+        "name": run.name,
+        "run_id": run.meta["run_id"],
+        "experiment": run.meta["name"],
+        "when": run.meta["created"],
+        "device": device.get("name"),
+        "git": _git(run.environment.get("git", {})),
+        "rows": len(run.rows),
+        "failures": sum(row.status in ("wrong", "failed") for row in run.rows),
+        "finished": run.finished,
+        "state": "finished" if run.finished else f"resumable, {done} of {expected} tasks",
+        "repairs": list(run.repairs),
+    }
+
+
+def _git(state: Mapping[str, Any]) -> str:
+    if state.get("commit") is None:
+        return "-"
+    return f"{state['commit'][:8]}{' + diff' if state.get('dirty') else ''}"

@@ -1,0 +1,98 @@
+"""A comparison as tables for people, in 80 columns."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from experiments.runs.comparison import LEVEL, MIN_REPLICATES, POWER
+from experiments.runs.verdicts import Comparison, Verdict
+from experiments.table_style import add_row, new_table
+
+_STYLES = {"better": "green", "worse": "bold red", "within noise": "", "cannot tell": "yellow"}
+_SHOWN = 12
+"""Lines of each kind of difference; --json has them all."""
+
+
+def print_comparison(console: Console, found: Comparison) -> None:
+    """The verdict in a sentence, every figure's, and what else differs."""
+    console.print(Text.assemble("\n", (sentence(found), "bold")), soft_wrap=True)
+    right = ["first", "second", "change", "interval", "sees"]
+    table = new_table("", ["arm", *right, "verdict"], right)
+    table.title = None
+    last = None
+    for verdict in found.verdicts:
+        if (place := f"{verdict.place}: {verdict.figure}, {_unit(verdict)}") != last:
+            add_row(table, Text(place, "bold"))
+            last = place
+        add_row(table, f"  {verdict.arm}", *_cells(verdict))
+    table.caption = _caption(found)
+    table.caption_justify = "left"
+    console.print(table)
+    for reason in dict.fromkeys(verdict.reason for verdict in found.verdicts if verdict.reason is not None):
+        console.print(Text(f"Cannot tell: {reason}.", "yellow"))
+    _lines(console, "Not the same, and allowed with --across", [f"{what}: {how}" for what, how in found.across.items()])
+    _lines(console, "What else differs", found.circumstances)
+    _lines(console, "Rows that changed", found.changed)
+    _lines(console, f"Only in {found.first}", found.only_first)
+    _lines(console, f"Only in {found.second}", found.only_second)
+    _lines(console, "Recovered", found.repairs)
+
+
+def sentence(found: Comparison) -> str:
+    """ "b beside a: 3 figures worse, 5 within noise"."""
+    counts = [f"{n} {outcome}" for outcome in _STYLES if (n := found.count(outcome))]
+    total = len(found.verdicts)
+    subject = f"{found.second} beside {found.first}" if found.second else f"The arms of {found.first}"
+    return f"{subject}: of {total} figure{'s' if total != 1 else ''}, {', '.join(counts)}"
+
+
+def _unit(verdict: Verdict) -> str:
+    return "ms" if verdict.unit == "s" else verdict.unit
+
+
+def _cells(verdict: Verdict) -> list[str | Text]:
+    effect = verdict.effect
+    scale = 1e3 if verdict.unit == "s" else 1
+    cells: list[str | Text] = [f"{value * scale:,.4g}" for value in (verdict.first, verdict.second)]
+    cells.append(f"{effect.ratio - 1:+.1%}")
+    if effect.low is None or effect.high is None or effect.smallest is None:
+        cells += ["-", "-"]
+    else:
+        cells += [f"{_percent(effect.low - 1)} {_percent(effect.high - 1)}", f"{effect.smallest:.1%}"]
+    return [*cells, Text(effect.outcome, _STYLES[effect.outcome])]
+
+
+def _percent(share: float) -> str:
+    """Signed, and short where it is beyond all use."""
+    return f"{share:+.1%}" if abs(share) < 9.995 else ">+999%"
+
+
+def _caption(found: Comparison) -> str:
+    about = "second" if found.second else "arm"
+    parts = [
+        "first, second: geometric means over processes"
+        + ("." if found.second else "; first is the first arm of its place, second the one that is named."),
+        f"change: of the {about} over the first; interval: at the level of its verdict ({LEVEL:.0%} for a false alarm "
+        f"in any figure, after Holm); sees: the smallest change that would have been found, in {POWER:.0%} of tries.",
+    ]
+    if any(verdict.beside_yardstick for verdict in found.verdicts):
+        parts.append("Changes are beside a yardstick's, taken in the same processes: second / first may be another.")
+    if found.drift:
+        parts.append(
+            f"The machine drifted: slow waves hold {1 + found.drift:.1f} times their share, which is allowed for."
+        )
+    if all(min(verdict.processes) >= MIN_REPLICATES for verdict in found.verdicts):
+        fewest = min(min(verdict.processes) for verdict in found.verdicts)
+        parts.append(f"At least {fewest} processes each.")
+    return " ".join(parts)
+
+
+def _lines(console: Console, title: str, lines: Sequence[str]) -> None:
+    if not lines:
+        return
+    console.print(Text(f"\n{title}", "bold"))
+    for line in lines[:_SHOWN]:
+        console.print(Text(f"  {line}"), soft_wrap=True)
+    if len(lines) > _SHOWN:
+        console.print(Text(f"  and {len(lines) - _SHOWN} more: --json has them all", "dim"))

@@ -1,0 +1,193 @@
+"""Runs, or the arms of one, beside each other: a verdict for each figure."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from experiments.document import ExperimentError
+from experiments.runs.comparison import (
+    LEVEL,
+    MIN_REPLICATES,
+    POWER,
+    Difference,
+    Effect,
+    between_runs,
+    drift_of,
+    judge,
+    paired,
+)
+from experiments.runs.differences import changed_facts, circumstances, forbidding
+from experiments.runs.figures import Figure, figures_of
+from experiments.runs.reading import RecordedRun
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a comparison says of one figure of one arm.
+
+    first, second: its values, in `unit`, geometric means over processes. processes: how many of each there were.
+    beside_yardstick: whether the effect is that of the figure over the yardstick's, so that it need not be
+    second / first. reason: why it cannot tell, and what would help.
+    """
+
+    place: str
+    arm: str
+    figure: str
+    unit: str
+    effect: Effect
+    first: float
+    second: float
+    processes: tuple[int, int]
+    beside_yardstick: bool
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs, or every arm of one beside the first of its place (`second` is then empty).
+
+    drift: how much more of the figures' variance is slow than white noise would have, 0 or more. across: what the runs
+    do not share although it decides speeds, and was allowed. circumstances: what else differs. changed: rows whose
+    status, tokens or counts do. only_first, only_second: figures that the other does not have.
+    """
+
+    first: str
+    second: str
+    verdicts: tuple[Verdict, ...]
+    drift: float
+    across: Mapping[str, str]
+    circumstances: tuple[str, ...]
+    changed: tuple[str, ...]
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    repairs: tuple[str, ...]
+
+    def count(self, outcome: str) -> int:
+        return sum(verdict.effect.outcome == outcome for verdict in self.verdicts)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, with the level of a false alarm in any figure, and the power that `smallest` is of."""
+        return {"level": LEVEL, "power": POWER, **asdict(self)}
+
+
+def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str] = ()) -> Comparison:
+    """The second run's figures beside the first's.
+
+    across: the names of WHATS that they need not share.
+
+    Raises:
+        ExperimentError: they differ in something of WHATS that is not allowed; or have no figure in common.
+    """
+    apart = forbidding(first, second)
+    problems = [
+        f"{what} of {first.name} and {second.name}: {how} (--across {what} compares them all the same)"
+        for what, how in apart.items()
+        if what not in across
+    ]
+    if problems:
+        raise ExperimentError(problems)
+    among = (*first.rows, *second.rows)
+    mine, theirs = (figures_of(run.rows, across=across, among=among) for run in (first, second))
+    both = [key for key in mine if key in theirs]
+    if not both:
+        why = _why_none(mine, theirs)
+        raise ExperimentError([f"{first.name} and {second.name} have no figure of time in common{why}"])
+    pairs = {key: (mine[key], theirs[key]) for key in both}
+    enough = {key: pair for key, pair in pairs.items() if min(len(one.values) for one in pair) >= MIN_REPLICATES}
+    series = {key: _series(*pair) for key, pair in enough.items()}
+    drift = drift_of([values for pair in series.values() for values in pair])
+    differences = {key: between_runs(one, other, drift) for key, (one, other) in series.items()}
+    counts = {key: (len(one.values), len(other.values)) for key, (one, other) in pairs.items()}
+    return Comparison(
+        first.name,
+        second.name,
+        _verdicts(pairs, differences, counts),
+        drift,
+        {what: how for what, how in apart.items() if what in across},
+        tuple(circumstances(first, second)),
+        tuple(changed_facts(first, second)),
+        tuple(_told(mine[key]) for key in mine if key not in theirs),
+        tuple(_told(theirs[key]) for key in theirs if key not in mine),
+        (*first.repairs, *second.repairs),
+    )
+
+
+def compare_arms(run: RecordedRun, across: Collection[str] = ()) -> Comparison:
+    """Every arm beside the first of its place, paired by process: those of one replicate ran next to each other.
+
+    Raises:
+        ExperimentError: no place has figures of several arms.
+    """
+    figures = figures_of(run.rows, across=across)
+    first: dict[tuple[str, str], Figure] = {}
+    pairs: dict[str, tuple[Figure, Figure]] = {}
+    for key, figure in figures.items():
+        reference = first.setdefault((figure.place, figure.name), figure)
+        if reference is not figure:
+            pairs[key] = (reference, figure)
+    if not pairs:
+        raise ExperimentError([f"{run.name} has no two arms with a figure of time in common{_why_none(figures, {})}"])
+    apart = {key: _paired_values(*pair) for key, pair in pairs.items()}
+    enough = {key: values for key, values in apart.items() if len(values) >= MIN_REPLICATES}
+    drift = drift_of(list(enough.values()))
+    differences = {key: paired(values, drift) for key, values in enough.items()}
+    counts = {key: (len(values), len(values)) for key, values in apart.items()}
+    verdicts = _verdicts(pairs, differences, counts)
+    return Comparison(run.name, "", verdicts, drift, {}, (), (), (), (), run.repairs)
+
+
+def _beside_yardstick(first: Figure, second: Figure) -> bool:
+    return first.has_yardstick and second.has_yardstick
+
+
+def _comparable(first: Figure, second: Figure) -> tuple[Mapping[int, float], Mapping[int, float]]:
+    """Both beside the yardstick, or neither."""
+    return (first.relative, second.relative) if _beside_yardstick(first, second) else (first.values, second.values)
+
+
+def _series(first: Figure, second: Figure) -> tuple[list[float], list[float]]:
+    """In the order in which the processes ran."""
+    one, other = _comparable(first, second)
+    return [one[replicate] for replicate in sorted(one)], [other[replicate] for replicate in sorted(other)]
+
+
+def _paired_values(first: Figure, second: Figure) -> list[float]:
+    one, other = _comparable(first, second)
+    return [other[replicate] - one[replicate] for replicate in sorted(one.keys() & other.keys())]
+
+
+def _verdicts(
+    pairs: Mapping[str, tuple[Figure, Figure]],
+    differences: Mapping[str, Difference],
+    counts: Mapping[str, tuple[int, int]],
+) -> tuple[Verdict, ...]:
+    effects = judge(differences, {key: pairs[key][1].better for key in differences})
+    found = []
+    for key, (first, second) in pairs.items():
+        one, other = counts[key]
+        reason = None
+        if key not in effects:
+            reason = (
+                f"{one} and {other} processes; {MIN_REPLICATES} each are needed: put `replicates: {MIN_REPLICATES}` or "
+                "more into the YAML"
+            )
+        effect = effects.get(key) or Effect("cannot tell", second.mean / first.mean)
+        found.append(
+            Verdict(
+                second.place, second.title, second.name, second.unit, effect, first.mean, second.mean, (one, other),
+                _beside_yardstick(first, second), reason,
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _told(figure: Figure) -> str:
+    return f"{figure.place}: {figure.title}, {figure.name}"
+
+
+def _why_none(first: Mapping[str, Figure], second: Mapping[str, Figure]) -> str:
+    """What there is instead; a figure of an interpreted kernel is never one."""
+    if not first and not second:
+        return ": nothing was timed (an interpreted kernel is not)"
+    names: Sequence[str] = list(dict.fromkeys(_told(one) for one in (*first.values(), *second.values())))
+    return f": there is {'; '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"

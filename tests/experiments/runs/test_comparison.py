@@ -1,0 +1,134 @@
+"""The statistics of comparisons: known values, and their size and power by simulation."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+
+from experiments.runs.comparison import LEVEL, Difference, between_runs, drift_of, judge, paired, slow_share
+from experiments.runs.student import quantile, two_sided
+
+
+@pytest.mark.parametrize(
+    ("level", "df", "t"),  # of printed tables
+    [(0.05, 4, 2.776445), (0.05, 8, 2.306004), (0.01, 30, 2.749996), (0.05, 1, 12.706205), (0.001, 9, 4.780913)],
+)
+def test_students_t_is_that_of_the_tables(level: float, df: float, t: float) -> None:
+    assert quantile(level, df) == pytest.approx(t, abs=1e-6)
+    assert two_sided(t, df) == pytest.approx(level, rel=1e-5)
+    assert two_sided(-t, df) == two_sided(t, df)
+
+
+def test_students_t_of_many_degrees_is_normal_and_of_one_is_cauchy() -> None:
+    normal = statistics.NormalDist()
+    for t in (0.0, 0.3, 1.0, 2.5, 6.0):
+        assert two_sided(t, 1e7) == pytest.approx(2 * normal.cdf(-t), rel=1e-4)
+        assert two_sided(t, 1) == pytest.approx(1 - 2 * math.atan(t) / math.pi, rel=1e-9)
+
+
+def test_without_drift_the_difference_is_welchs() -> None:
+    first, second = [1.0, 2.0, 4.0, 5.0, 3.0], [2.0, 6.0, 4.0, 10.0, 8.0]
+    found = between_runs(first, second, 0.0)
+    assert found.mean == 3.0
+    assert found.variance == pytest.approx(2.5 / 5 + 10 / 5)
+    assert found.df == pytest.approx(2.5**2 / (0.5**2 / 4 + 2**2 / 4))
+
+
+def test_what_is_paired_is_judged_by_its_differences() -> None:
+    found = paired([0.1, 0.2, 0.3, 0.2, 0.2], 0.0)
+    assert (found.mean, found.df) == (pytest.approx(0.2), pytest.approx(4))
+    assert found.variance == pytest.approx(0.005 / 5)
+
+
+def test_a_trend_is_slow_and_what_alternates_is_not() -> None:
+    assert slow_share([0, 1, 2, 3, 4, 5, 6, 7]) > 3
+    assert slow_share([0, 1, 0, 1, 0, 1, 0, 1]) < 0.2
+    assert slow_share([3.0] * 8) == slow_share([1.0, 2.0, 5.0]) == 1.0
+    assert drift_of([[0, 1, 0, 1, 0, 1, 0, 1]]) == 0
+    assert drift_of([]) == 0
+
+
+def test_the_worst_figure_is_judged_first_and_holm_raises_the_level_for_the_next() -> None:
+    df, variance = 20.0, 1.0
+    sizes = [quantile(LEVEL / 3, df) + 0.01, quantile(LEVEL / 2, df) + 0.01, quantile(LEVEL, df) - 0.01]
+    differences = {str(index): Difference(-size, variance, df) for index, size in enumerate(sizes)}
+    effects = judge(differences, {"0": "lower", "1": "higher", "2": "lower"})
+    assert [effects[name].outcome for name in "012"] == ["better", "worse", "within noise"]
+    for effect in effects.values():  # the interval says what the verdict says
+        assert effect.low is not None
+        assert effect.high is not None
+        assert (effect.low < 1 < effect.high) == (effect.outcome == "within noise")
+        assert effect.smallest is not None
+        assert effect.smallest > 0
+
+
+def test_values_without_any_spread() -> None:
+    same = {"a": between_runs([1.0] * 5, [1.0] * 5, 0.0), "b": between_runs([1.0] * 5, [1.5] * 5, 0.0)}
+    effects = judge(same, {"a": "lower", "b": "lower"})
+    assert effects["a"].outcome == "within noise"
+    assert (effects["b"].outcome, effects["b"].low) == ("worse", pytest.approx(math.exp(0.5)))
+
+
+def series(kind: str, generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """[..., n] of unit spread or so."""
+    white = generator.standard_normal(shape)
+    if kind == "heavy tails":
+        return generator.standard_t(3, shape)
+    if kind == "bursts":
+        return white + (generator.random(shape) < 0.1) * 6 * np.abs(generator.standard_normal(shape))
+    if kind == "random walk":
+        return np.cumsum(white, -1)
+    if kind == "1/f":
+        parts = []
+        for phi in (0.0, 0.5, 0.75, 0.88, 0.94, 0.97, 0.985):
+            noise = generator.standard_normal(shape) * math.sqrt(1 - phi**2)
+            noise[..., 0] /= math.sqrt(1 - phi**2)
+            for place in range(1, shape[-1]):
+                noise[..., place] += phi * noise[..., place - 1]
+            parts.append(noise)
+        return np.sum(parts, 0) / math.sqrt(len(parts))
+    return white
+
+
+def alarms(
+    kind: str, processes: int, figures: int, *, change: float = 0.0, allow: bool = True, tries: int = 150
+) -> float:
+    """The share of `tries` in which any figure of two runs is found to differ; one follows the other."""
+    generator = np.random.default_rng(7)
+    found = 0
+    for _ in range(tries):
+        values = series(kind, generator, (figures, 2 * processes))
+        pairs = [(list(row[:processes]), list(row[processes:] + change)) for row in values]
+        drift = drift_of([half for pair in pairs for half in pair]) if allow else 0.0
+        effects = judge(
+            {str(index): between_runs(*pair, drift) for index, pair in enumerate(pairs)},
+            {str(index): "lower" for index in range(figures)},
+        )
+        found += any(effect.outcome != "within noise" for effect in effects.values())
+    return found / tries
+
+
+@pytest.mark.parametrize("processes", [5, 10])
+@pytest.mark.parametrize("kind", ["white", "heavy tails", "bursts"])
+def test_equal_runs_seldom_differ_whatever_the_noise_is(kind: str, processes: int) -> None:
+    assert alarms(kind, processes, 4) <= 0.03
+
+
+@pytest.mark.parametrize("kind", ["1/f", "random walk"])
+def test_a_machine_that_drifts_is_allowed_for_where_a_plain_test_is_fooled(kind: str) -> None:
+    assert alarms(kind, 10, 4, allow=False) > 0.3
+    assert alarms(kind, 10, 4) <= 0.05
+
+
+def test_a_real_change_is_found_and_the_smallest_one_is_what_it_says() -> None:
+    assert alarms("white", 10, 4, change=5.0) > 0.95
+    generator = np.random.default_rng(3)
+    smallest = []
+    for _ in range(100):
+        first, second = generator.standard_normal((2, 10))
+        (effect,) = judge({"a": between_runs(first, second, 0.0)}, {"a": "lower"}).values()
+        assert effect.smallest is not None
+        smallest.append(math.log1p(effect.smallest))
+    found = alarms("white", 10, 1, change=statistics.fmean(smallest), allow=False)
+    assert 0.88 < found <= 1
