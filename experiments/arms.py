@@ -1,11 +1,11 @@
-"""A sweep's arms: the product of an experiment's lists."""
+"""A sweep's arms: what differs between them, and what each serves."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from experiments.schema import Batching, Experiment, SchedulerOptions, VariantChoice
+from experiments.schema import Batching, PromptsWorkload, SyntheticWorkload, VariantChoice
 
 
 @dataclass(frozen=True)
@@ -28,23 +28,46 @@ class Pick:
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One point of the sweep: the variants that are named (others are the default), the scheduler's options, and how
-    requests are batched.
+class ServedWorkload:
+    """One point of an entry of `workload`. settings: its swept fields, {"workload.num_requests": 8}; name and settings
+    together tell it from the others.
+    """
 
-    `swept`: the keys that differ between arms, "op", "scheduler.option" or "batching", in the YAML's order.
+    name: str
+    settings: Mapping[str, Any]
+    workload: SyntheticWorkload | PromptsWorkload
+
+    @property
+    def title(self) -> str:
+        """For people: "long, num_requests=8"."""
+        swept = (f"{key.removeprefix('workload.')}={value}" for key, value in self.settings.items())
+        return ", ".join([*filter(None, [self.name]), *swept])
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One point of the sweep: the variants that are named (others are the default), the scheduler's options, how
+    requests are batched, and the workloads that this engine serves.
+
+    `swept`: the keys that differ between arms, "op", "scheduler.option", "batching", "model" or "dtype". model, dtype:
+    what they are called, where they are swept.
     """
 
     picks: Mapping[str, Pick]
     scheduler: Mapping[str, Any]
     swept: tuple[str, ...]
     batching: Batching = "continuous"
+    model: str | None = None
+    dtype: str | None = None
+    workloads: tuple[ServedWorkload, ...] = ()
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The swept scheduler options, and batching where it is swept."""
-        options = {key: value for key, value in self.scheduler.items() if f"scheduler.{key}" in self.swept}
-        return {**options, "batching": self.batching} if "batching" in self.swept else options
+        """Whatever is swept and no kernel: model, dtype, scheduler options by their names, batching."""
+        outer = {"model": self.model, "dtype": self.dtype}
+        given: dict[str, Any] = {key: value for key, value in outer.items() if value is not None}
+        given |= {key: value for key, value in self.scheduler.items() if f"scheduler.{key}" in self.swept}
+        return {**given, "batching": self.batching} if "batching" in self.swept else given
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -62,39 +85,17 @@ class Arm:
         return ", ".join(parts) or "the only arm"
 
 
-def picks_of(choice: VariantChoice) -> Iterator[Pick]:
-    """Every pinning of a choice."""
-    names = sorted(choice.pins)
-    for values in product(*(choice.pins[name] for name in names)):
-        yield Pick(choice.variant, tuple(zip(names, values, strict=True)))
-
-
-def expand(experiment: Experiment) -> list[Arm]:
-    """The product of the lists under `kernels`, `scheduler` and `batching`, the last list varying fastest; of several
-    sets of scheduler options, one after the other.
+def picks_of(choice: VariantChoice, together: Sequence[Sequence[str]] = ()) -> Iterator[Pick]:
+    """Every pinning of a choice, the last pin in the alphabet varying fastest; pins of one group of `together` vary
+    together where the choice has all of them with as many values each.
     """
-    kernels: dict[str, list[Pick]] = {
-        op: list(dict.fromkeys(pick for choice in choices for pick in picks_of(choice)))
-        for op, choices in experiment.kernels.items()
-    }
-    swept = [op for op, picks in kernels.items() if len(picks) > 1]
-    points = [
-        (dict(zip(kernels, picks, strict=True)), options, batching)
-        for picks in product(*kernels.values())
-        for options in _options(experiment.scheduler)
-        for batching in dict.fromkeys(experiment.batching)
+    groups = [
+        sorted(group)
+        for group in together
+        if group and all(name in choice.pins for name in group) and len({len(choice.pins[n]) for n in group}) == 1
     ]
-    for name in SchedulerOptions.model_fields:
-        if len({options.get(name) for _, options, _ in points}) > 1:
-            swept.append(f"scheduler.{name}")
-    if len(set(experiment.batching)) > 1:
-        swept.append("batching")
-    return [Arm(picks, options, tuple(swept), batching) for picks, options, batching in points]
-
-
-def _options(sets: Sequence[SchedulerOptions]) -> Iterator[dict[str, Any]]:
-    """The points of each set of options."""
-    for one in sets:
-        lists = {name: values for name in SchedulerOptions.model_fields if (values := getattr(one, name))}
-        for point in product(*lists.values()):
-            yield dict(zip(lists, point, strict=True))
+    grouped = {name for group in groups for name in group}
+    dimensions = sorted([*groups, *([name] for name in choice.pins if name not in grouped)])
+    for indices in product(*(range(len(choice.pins[names[0]])) for names in dimensions)):
+        pins = ((n, choice.pins[n][i]) for names, i in zip(dimensions, indices, strict=True) for n in names)
+        yield Pick(choice.variant, tuple(sorted(pins)))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from experiments.plan import Plan
+from experiments.plan import Plan, Sweep
 from tkernels.device import device_facts
 from tkernels.mode import MODE
 from tkernels.source_hash import source_hash
@@ -17,8 +17,9 @@ from tkernels.source_hash import source_hash
 _PACKAGES = ("tkernels", "torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "pydantic")
 
 
-def environment_of(plan: Plan, run_id: str, overrides: list[str]) -> dict[str, Any]:
+def environment_of(sweep: Sweep, run_id: str, overrides: list[str]) -> dict[str, Any]:
     """Everything but the tuned configs, which are known when the run has ended."""
+    plan = sweep.plans[0]
     facts = device_facts(plan.device)
     seeds = {"inputs": plan.experiment.seed}
     for workload in plan.experiment.workload:
@@ -38,7 +39,7 @@ def environment_of(plan: Plan, run_id: str, overrides: list[str]) -> dict[str, A
         "host": {"system": platform.platform(), "cpus": os.cpu_count(), "torch_threads": torch.get_num_threads()},
         "git": git_state(Path(__file__).parent),
         "seeds": seeds,
-        "kernels": kernel_hashes(plan),
+        "kernels": {name: code for each in sweep.plans for name, code in kernel_hashes(each).items()},
     }
 
 

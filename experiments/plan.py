@@ -1,37 +1,25 @@
 """From a document to what will run: registry, arms, model, device, dtype; every name is checked, nothing is built."""
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import tkernels
-from experiments.arms import Arm, Pick, expand
-from experiments.document import Document, ExperimentError, nearest
+from experiments.arms import Arm, Pick
+from experiments.document import Document, ExperimentError, in_order
+from experiments.engine_options import engine_problems, kernel_ranges
+from experiments.live_checks import live_problems
 from experiments.models import ModelPlan, check_headers, plan_model
-from experiments.peers import PEERS
+from experiments.peers import with_peers
 from experiments.quantized_models import quantization_problems
-from experiments.schema import Experiment, SyntheticWorkload, validate
+from experiments.schema import Experiment, SyntheticWorkload
+from experiments.structure import Part, parts_of
 from tkernels import Registry, SelectionError, VariantError
-from tkernels.contract import Contract, Int
 from tkernels.selection import OpAxes, with_parts
 from tkernels.variant import AxisRanges
-from tmodel import kv_bytes_per_block
-from tsched import LLM
-from tsched.cache_size import num_host_blocks, num_kv_blocks
-from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
-from tsched.scheduler import Scheduler
-
-_POLICIES: Mapping[str, Mapping[str, Any]] = {
-    "order": ORDERS,
-    "preemption": PREEMPTIONS,
-    "prefix_cache": PREFIX_CACHES,
-}
 
 # Such a model is there to be measured on a GPU; on a CPU a workload made for that would take hours.
 _MOST_RANDOM_ON_CPU = 100_000_000
@@ -86,12 +74,69 @@ class Plan:
         return {op: list(dict.fromkeys(picks[op] for picks in calls if op in picks)) for op in self.ranges}
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """The plans of an experiment: one for every model and dtype that it sweeps, in order.
+
+    document: as it was read, with the full sizes where they were chosen.
+    """
+
+    document: Document
+    plans: tuple[Plan, ...]
+    is_full: bool
+
+    @property
+    def experiment(self) -> Experiment:
+        """The first plan's; whatever is no axis is the same in all."""
+        return self.plans[0].experiment
+
+    @property
+    def num_arms(self) -> int:
+        """Engines, each counted once for every point of a swept workload that it serves."""
+        return sum(max(1, len(arm.workloads)) for plan in self.plans for arm in plan.arms)
+
+
 def make_plan(document: Document) -> Plan:
-    """Resolves a document; raises ExperimentError with everything that is wrong. Loads and builds no weights."""
-    experiment = validate(document)
+    """The plan of an experiment with one model and one dtype; see `make_sweep`."""
+    sweep = make_sweep(document)
+    if len(sweep.plans) > 1:
+        raise ExperimentError([f"{len(sweep.plans)} models and dtypes are swept where one plan is wanted"])
+    return sweep.plans[0]
+
+
+def make_sweep(document: Document, *, full: bool | None = None) -> Sweep:
+    """Resolves a document; raises ExperimentError with everything that is wrong. Loads and builds no weights.
+
+    full: whether the sizes of its section `full` are meant; None is where the device is CUDA.
+    """
     problems: list[str] = []
-    ops = _registry(document, experiment)
-    device = _device(document, experiment.device)
+    try:
+        parts_of(document)
+    except ExperimentError as error:
+        problems += error.problems
+    ops = _registry(document, problems)
+    device = _device(document, problems)
+    for some in (document, document.full):
+        problems += live_problems(some, ops) if some is not None else []
+    if device is None or problems:
+        raise ExperimentError(in_order(problems))
+    is_full = document.full is not None and (device.type == "cuda" if full is None else full)
+    if is_full and document.full is not None:
+        document = document.full
+    plans = []
+    for part in parts_of(document):
+        try:
+            plans.append(_plan(part, ops, device))
+        except ExperimentError as error:
+            problems += error.problems
+    if problems:
+        raise ExperimentError(in_order(problems))
+    return Sweep(document, tuple(plans), is_full)
+
+
+def _plan(part: Part, ops: Registry, device: torch.device) -> Plan:
+    document, experiment, arms = part.document, part.experiment, part.arms
+    problems: list[str] = []
     model: ModelPlan | None = None
     if experiment.model is not None:
         try:
@@ -100,25 +145,17 @@ def make_plan(document: Document) -> Plan:
                 check_headers(model.directory())
         except ValueError as error:
             problems.append(document.problem(("model",), str(error)))
-    problems += _kernel_problems(document, experiment, ops)
-    problems += _shape_problems(document, experiment, ops)
-    problems += _policy_problems(document, experiment)
     if model is not None:
         problems += quantization_problems(document, experiment, model)
-    for index, peer in enumerate(experiment.peers):
-        if peer not in PEERS:
-            there_is = f"there is {', '.join(PEERS)}{nearest(peer, PEERS)}"
-            problems.append(document.problem(("peers", index), f"unknown peer {peer!r}: {there_is}"))
     if problems:
         raise ExperimentError(problems)
-    arms = expand(experiment)
     dtype = getattr(torch, experiment.dtype) if experiment.dtype else (model.config.dtype if model else torch.float32)
     unsupported: dict[int, str] = {}
     if model is not None:
         if device.type == "cpu" and model.random_weights > _MOST_RANDOM_ON_CPU:
             raise ExperimentError([document.problem(("model",), _needs_gpu(model))])
-        problems = _model_problems(document, experiment, model, arms, ops, device)
-        problems += _engine_problems(document, model, arms, ops, dtype, device)
+        problems = _model_problems(part, model, arms, ops, device)
+        problems += engine_problems(document, model, arms, ops, dtype, device)
         if problems:
             raise ExperimentError(problems)
         for index, arm in enumerate(arms):
@@ -128,36 +165,8 @@ def make_plan(document: Document) -> Plan:
             except SelectionError as error:
                 unsupported[index] = str(error)
     folders = tuple((document.folder / folder).resolve() for folder in experiment.variants_from)
-    return Plan(
-        experiment, document.folder, ops, folders, tuple(arms), model, device, dtype, unsupported, document.text
-    )
-
-
-def kernel_ranges(model: ModelPlan, options: Mapping[str, Any], dtype: torch.dtype) -> OpAxes:
-    """The axes that LLM will select kernels for under these scheduler options, before the weights are there.
-
-    Without kv_cache_bytes the number of blocks follows from the memory that is free after loading: it is taken at what
-    all sequences could fill, its upper bound.
-    """
-    given = engine_options(options)
-    longest = given["max_model_len"] or model.config.max_position_embeddings
-    blocks = given["max_num_seqs"] * -(-longest // given["block_size"])
-    if given["kv_cache_bytes"] is not None:
-        fitting = given["kv_cache_bytes"] // kv_bytes_per_block(model.config, given["block_size"], dtype)
-        blocks = max(1, min(blocks, fitting))
-    return model.config.kernel_axes(
-        max_num_tokens=given["max_num_batched_tokens"],
-        max_num_seqs=given["max_num_seqs"],
-        max_model_len=longest,
-        block_size=given["block_size"],
-        num_blocks=blocks,
-    )
-
-
-def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Scheduler options with LLM's own default for each that is not given."""
-    defaults = {name: parameter.default for name, parameter in inspect.signature(LLM).parameters.items()}
-    return {**defaults, **options}
+    source = document.text
+    return Plan(experiment, document.folder, ops, folders, arms, model, device, dtype, unsupported, source)
 
 
 def _needs_gpu(model: ModelPlan) -> str:
@@ -168,156 +177,42 @@ def _needs_gpu(model: ModelPlan) -> str:
     )
 
 
-def _registry(document: Document, experiment: Experiment) -> Registry:
-    ops = tkernels.OPS
-    for index, folder in enumerate(experiment.variants_from):
-        try:
-            ops = ops.with_variants_from(document.folder / folder)
-        except (VariantError, tkernels.ContractError) as error:
-            raise ExperimentError([document.problem(("variants_from", index), str(error))]) from None
+def _registry(document: Document, problems: list[str]) -> Registry:
+    """The house's ops with the peers' and the outside folders' variants; what is wrong with a folder is a problem."""
+    ops = with_peers(tkernels.OPS)
+    folders = document.data.get("variants_from")
+    for index, folder in enumerate(folders if isinstance(folders, list) else ()):
+        if isinstance(folder, str) and (document.folder / folder).is_dir():
+            try:
+                ops = ops.with_variants_from(document.folder / folder)
+            except (VariantError, tkernels.ContractError) as error:
+                problems.append(document.problem(("variants_from", index), str(error)))
     return ops
 
 
-def _device(document: Document, name: str | None) -> torch.device:
+def _device(document: Document, problems: list[str]) -> torch.device | None:
+    """The device that is named, or the best there is; None where it is not there, which is a problem."""
+    name = document.data.get("device")
     if name is None:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if not isinstance(name, str):
+        return None  # the schema says so
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ExperimentError(
-            [document.problem(("device",), f"{name!r} is not a device; there is cpu, cuda")]
-        ) from None
+        problems.append(document.problem(("device",), f"{name!r} is not a device; there is cpu, cuda"))
+        return None
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         here = "cpu and cuda" if torch.cuda.is_available() else "cpu"
-        raise ExperimentError([document.problem(("device",), f"{name!r} is not available here; there is {here}")])
+        problems.append(document.problem(("device",), f"{name!r} is not available here; there is {here}"))
+        return None
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def _kernel_problems(document: Document, experiment: Experiment, ops: Registry) -> list[str]:
-    problems = []
-    for op_name, choices in experiment.kernels.items():
-        if op_name not in ops:
-            message = f"unknown op {op_name!r}: there is {', '.join(ops)}{nearest(op_name, ops)}"
-            problems.append(document.problem(("kernels", op_name), message))
-            continue
-        op = ops[op_name]
-        for index, choice in enumerate(choices):
-            path = ("kernels", op_name, index)
-            if choice.variant not in op.variants:
-                there_is = f"there is {', '.join(op.variants)}{nearest(choice.variant, op.variants)}"
-                problems.append(document.problem(path, f"unknown {op_name} variant {choice.variant!r}: {there_is}"))
-                continue
-            variant = op.variants[choice.variant]
-            if choice.pins and variant.launch is None:
-                problems.append(document.problem(path, f"variant {choice.variant!r} has no config to pin"))
-                continue
-            known = variant.default_config("").as_dict() if choice.pins else {}
-            for pin in choice.pins:
-                if pin not in known:
-                    message = f"unknown config value {pin!r}: there is {', '.join(known)}{nearest(pin, known)}"
-                    problems.append(document.problem((*path, choice.variant, pin), message))
-    return problems
-
-
-def _shape_problems(document: Document, experiment: Experiment, ops: Registry) -> list[str]:
-    problems = []
-    for op_name, points in experiment.shapes.items():
-        if op_name not in ops:
-            message = f"unknown op {op_name!r}: there is {', '.join(ops)}{nearest(op_name, ops)}"
-            problems.append(document.problem(("shapes", op_name), message))
-            continue
-        contract = ops[op_name].contract
-        for index, point in enumerate(points):
-            for axis, value in point.items():
-                path = ("shapes", op_name, index, axis)
-                if axis not in contract.axis_by_name:
-                    known = contract.axis_by_name
-                    message = f"unknown axis {axis!r}: there is {', '.join(known)}{nearest(axis, known)}"
-                    problems.append(document.problem(path, message))
-                elif not contract.axis_by_name[axis].allows(value):
-                    message = f"{axis} = {value}, but {contract.axis_by_name[axis].rule}"
-                    problems.append(document.problem(path, message))
-    return problems
-
-
-def _policy_problems(document: Document, experiment: Experiment) -> list[str]:
-    problems = []
-    for (place, options), (kind, known) in product(enumerate(experiment.scheduler), _POLICIES.items()):
-        for index, name in enumerate(getattr(options, kind) or ()):
-            if name not in known:
-                # Quoted: one of them is called 'none'.
-                there_is = f"there is {', '.join(map(repr, known))}{nearest(name, known)}"
-                path = ("scheduler", place, kind, index)
-                problems.append(document.problem(path, f"unknown {kind} {name!r}: {there_is}"))
-    return problems
-
-
-def _engine_problems(
-    document: Document, model: ModelPlan, arms: list[Arm], ops: Registry, dtype: torch.dtype, device: torch.device
-) -> list[str]:
-    """Page sizes that no op takes, caches in which not one page fits, and whatever else an engine says against its
-    options before it has a model.
-    """
-    problems: dict[str, None] = {}
-    for arm in arms:
-        given = engine_options(arm.scheduler)
-        size, available = given["block_size"], given["kv_cache_bytes"]
-        paged = [op for op, ranges in kernel_ranges(model, arm.scheduler, dtype).items() if "S" in ranges]
-        rules = [rule for op in paged if (rule := _page_rule(ops[op].contract, size))]
-        block_bytes = kv_bytes_per_block(model.config, size, dtype)
-        if rules:
-            problems[document.problem(("scheduler", "block_size"), f"{size} tokens a page, but {rules[0]}")] = None
-        elif available is not None and available < block_bytes:
-            message = f"{available} bytes hold no page: one of {size} tokens takes {block_bytes}"
-            problems[document.problem(("scheduler", "kv_cache_bytes"), message)] = None
-        else:
-            problems |= dict.fromkeys(_conflicts(document, model, given, dtype, device))
-    return list(problems)
-
-
-def _conflicts(
-    document: Document, model: ModelPlan, given: Mapping[str, Any], dtype: torch.dtype, device: torch.device
-) -> list[str]:
-    """What LLM would say against the scheduler's options, all of them given: the same calls, up to the weights."""
-    longest = given["max_model_len"] or model.config.max_position_embeddings
-    page_size = given["block_size"]
-    limits = {name: given[name] for name in ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens")}
-    policies = {kind: given[kind] for kind in _POLICIES}
-    key = "kv_cache_fraction"
-    try:
-        num_blocks = num_kv_blocks(
-            model.weights, model.config, kv_cache_bytes=given["kv_cache_bytes"], kv_cache_fraction=given[key],
-            block_size=page_size, dtype=dtype, device=device, max_tokens=given["max_num_seqs"] * longest,
-        )  # fmt: skip
-        key = "swap_bytes"
-        swapped = num_host_blocks(
-            model.config, given[key], preemption=given["preemption"], block_size=page_size, dtype=dtype
-        )
-        key = ""
-        Scheduler(
-            num_blocks=num_blocks, block_size=page_size, max_model_len=longest, num_host_blocks=swapped, **limits,
-            decode_share=given["decode_share"], chunked_prefill=given["chunked_prefill"], **policies,
-        )  # fmt: skip
-    except ValueError as error:
-        return [document.problem(("scheduler", key) if key else ("scheduler",), str(error))]
-    except MemoryError:
-        sizes = f"{given['max_num_seqs']:,} sequences of {longest:,} tokens, {num_blocks:,} blocks, {swapped:,} swapped"
-        return [document.problem(("scheduler",), f"{sizes}: the tables of these do not fit this machine's memory")]
-    return []
-
-
-def _page_rule(contract: Contract, size: int) -> str | None:
-    """What a contract says against a page size."""
-    axis = contract.axis_by_name["S"]
-    assert isinstance(axis, Int)
-    if size & (size - 1):
-        return "it must be a power of two"
-    return None if axis.allows(size) else f"{contract.name} takes {axis.low} to {axis.high}"
-
-
 def _model_problems(
-    document: Document, experiment: Experiment, model: ModelPlan, arms: list[Arm], ops: Registry, device: torch.device
+    part: Part, model: ModelPlan, arms: Sequence[Arm], ops: Registry, device: torch.device
 ) -> list[str]:
+    document, experiment = part.document, part.experiment
     problems = []
     axes = kernel_ranges(model, arms[0].scheduler, torch.float32)
     used = with_parts(axes, {}, ops, device)

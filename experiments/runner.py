@@ -9,8 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from experiments.document import ExperimentError
 from experiments.environment import environment_of
 from experiments.models import check_headers
-from experiments.plan import Plan
-from experiments.points import points_of
+from experiments.plan import Plan, Sweep
+from experiments.points import Point, points_of
 from experiments.run_folder import RunFolder
 from experiments.stages import check, engine, kernels, parity, quantization
 from experiments.stages.context import Context
@@ -18,23 +18,21 @@ from tkernels import ContractError, Tuning
 
 
 def run_experiment(
-    plan: Plan, out: Path | None, overrides: Sequence[str], console: Console, tuning: Tuning | None = None
+    sweep: Sweep, out: Path | None, overrides: Sequence[str], console: Console, tuning: Tuning | None = None
 ) -> RunFolder:
-    """Runs all stages and returns the folder with its rows. Progress goes to `console`, which should be stderr's.
-    tuning: how tuned configs are found; None is as the experiment says, in the lockfiles of the tree.
+    """Runs all stages of every plan and returns the folder with its rows. Progress goes to `console`, which should be
+    stderr's. tuning: how tuned configs are found; None is as the experiment says, in the lockfiles of the tree.
 
     Raises ExperimentError where the folder cannot be made or a point of `shapes` breaks its contract; whatever goes
     wrong in one arm becomes a row.
     """
-    try:
-        points = points_of(plan)
-    except ContractError as error:
-        raise ExperimentError([f"shapes: {error}" if plan.experiment.shapes else str(error)]) from None
-    if plan.model is not None and (plan.experiment.workload or plan.experiment.quantization):
-        # A preset that has to be trained first shows progress of its own.
-        check_headers(plan.model.directory())
-    folder = RunFolder(plan, out)
-    environment = environment_of(plan, folder.run_id, list(overrides))
+    points = [_points_of(plan) for plan in sweep.plans]
+    for plan in sweep.plans:
+        if plan.model is not None and (plan.experiment.workload or plan.experiment.quantization):
+            # A preset that has to be trained first shows progress of its own.
+            check_headers(plan.model.directory())
+    folder = RunFolder(sweep, out)
+    environment = environment_of(sweep, folder.run_id, list(overrides))
     folder.write_environment(environment)
     columns = (
         TextColumn("{task.description:<8}", markup=False),
@@ -43,15 +41,23 @@ def run_experiment(
         TimeElapsedColumn(),
         TextColumn("{task.fields[doing]}", style="dim", markup=False),
     )
-    tuning = tuning if tuning is not None else Tuning(plan.experiment.tuning)
+    tuning = tuning if tuning is not None else Tuning(sweep.experiment.tuning)
     with Progress(*columns, console=console) as progress:
-        context = Context(plan, folder, points, tuning, progress)
-        check.run(context)
-        kernels.run(context)
-        parity.run(context, engine.run(context))
-        quantization.run(context)
+        for plan, mine in zip(sweep.plans, points, strict=True):
+            context = Context(plan, folder, mine, tuning, progress)
+            check.run(context)
+            kernels.run(context)
+            parity.run(context, engine.run(context))
+            quantization.run(context)
     folder.write_environment({**environment, "tuning": {"mode": tuning.mode, "used": tuning.used}})
     return folder
+
+
+def _points_of(plan: Plan) -> dict[str, list[Point]]:
+    try:
+        return points_of(plan)
+    except ContractError as error:
+        raise ExperimentError([f"shapes: {error}" if plan.experiment.shapes else str(error)]) from None
 
 
 def failures(folder: RunFolder) -> list[str]:

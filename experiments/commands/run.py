@@ -7,17 +7,17 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.document import read_document
-from experiments.plan import make_plan
+from experiments.plan import make_sweep
 from experiments.runner import failures, run_experiment
 from experiments.tables import print_report
 
 
 def run(file: Path, overrides: Sequence[str], out: Path | None) -> int:
     """Runs the experiment and returns 1 where any of its rows is wrong or failed."""
-    plan = make_plan(read_document(file, overrides))
-    folder = run_experiment(plan, out, overrides, Console(stderr=True))
+    sweep = make_sweep(read_document(file, overrides))
+    folder = run_experiment(sweep, out, overrides, Console(stderr=True))
     console = Console()
-    prompts = {one.name: one.prompts for one in plan.experiment.workload if one.kind == "prompts"}
+    prompts = {one.name: one.prompts for one in sweep.experiment.workload if one.kind == "prompts"}
     print_report(console, prompts, folder.rows)
     bad = failures(folder)
     if bad:

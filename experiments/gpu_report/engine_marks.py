@@ -9,7 +9,7 @@ from rich.console import Console
 
 from experiments.document import read_document
 from experiments.gpu_report.journal import Fact, facts
-from experiments.plan import Plan, make_plan
+from experiments.plan import Sweep, make_sweep
 from experiments.run_folder import AnyRow
 from experiments.runner import run_experiment
 from tkernels import Tuning
@@ -177,15 +177,16 @@ def _row(mark: EngineMark, runs: Mapping[str, Fact], copy_rate: float | None) ->
     return EngineRow(mark.figure, mark.mark, figure.text, "met" if figure.met else "missed", command, figure.note)
 
 
-def plan_of(run: MarkRun, device: str, folder: Path = FOLDER) -> Plan:
-    """The run's plan on `device`."""
-    return make_plan(read_document(folder / run.file, [f"device={device}", *run.overrides]))
+def sweep_of(run: MarkRun, device: str, folder: Path = FOLDER) -> Sweep:
+    """The run as it is on `device`."""
+    return make_sweep(read_document(folder / run.file, [f"device={device}", *run.overrides]))
 
 
-def measure(run: MarkRun, plan: Plan, out: Path, tuning: Tuning) -> dict[str, Any]:
+def measure(run: MarkRun, sweep: Sweep, out: Path, tuning: Tuning) -> dict[str, Any]:
     """Runs it into the new folder `out`, with the kernels' configs of `tuning`; returns the fact."""
+    (plan,) = sweep.plans
     assert plan.model is not None
-    rows = run_experiment(plan, out, run.overrides, Console(quiet=True), tuning).rows
+    rows = run_experiment(sweep, out, run.overrides, Console(quiet=True), tuning).rows
     config = plan.model.config
     return {
         "kind": "engine mark",

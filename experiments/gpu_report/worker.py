@@ -151,9 +151,9 @@ def _time(step: Step, job: Job) -> None:
 def _mark(step: Step, job: Job) -> None:
     """In this process, since the configs that this report tuned are in its own folder."""
     run = engine_marks.RUNS[step.point]
-    plan = engine_marks.plan_of(run, str(job.device))
+    sweep = engine_marks.sweep_of(run, str(job.device))
     out = job.journal.folder / "runs" / f"{step.point.replace(' ', '-').replace('=', '-')}-{time.time_ns()}"
-    job.journal.append(step.name, "fact", **engine_marks.measure(run, plan, out, job.tuning()))
+    job.journal.append(step.name, "fact", **engine_marks.measure(run, sweep, out, job.tuning()))
 
 
 def _engine(step: Step, job: Job) -> None:

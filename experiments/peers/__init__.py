@@ -1,11 +1,14 @@
 """Other engines that serve the same workload, by name. Kernels of other projects: `kernels/<op>/<variant>.py` here."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tkernels import Registry
-from tkernels.check import BASELINE_SLACK
-from tkernels.variant import Variant
+if TYPE_CHECKING:  # the names are read where torch is not loaded yet
+    from tkernels import Registry
+    from tkernels.variant import Variant
 
 PEERS: Mapping[str, str] = {
     "transformers_one_at_a_time": "experiments.peers.transformers_generate",
@@ -14,7 +17,8 @@ PEERS: Mapping[str, str] = {
 }
 """name -> the module whose `make_peer(name, directory, requests, device, dtype)` gives a server with `settings`."""
 
-_KERNELS = Path(__file__).resolve().parent / "kernels"
+KERNELS = Path(__file__).resolve().parent / "kernels"
+"""A folder of other projects' variants, <op>/<variant>.py."""
 
 
 class PeerUnsupportedError(ValueError):
@@ -25,14 +29,16 @@ def with_peers(ops: Registry) -> Registry:
     """The registry and other projects' kernels, as variants: unavailable, with the reason, where one is not
     installed.
     """
-    return ops.with_variants_from(_KERNELS)
+    return ops.with_variants_from(KERNELS)
 
 
 def is_peer(variant: Variant) -> bool:
     """Whether another project wrote this variant's kernel."""
-    return _KERNELS in variant.file.parents
+    return KERNELS in variant.file.parents
 
 
 def slack_of(variant: Variant) -> float:
     """What the error rule's allowance is multiplied by: other projects round where they like, as torch may."""
+    from tkernels.check import BASELINE_SLACK
+
     return BASELINE_SLACK if is_peer(variant) else 1.0

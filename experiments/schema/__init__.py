@@ -2,6 +2,7 @@
 
 from experiments.schema.experiment import (
     Batching,
+    Choice,
     Dtype,
     Experiment,
     ModelSource,
@@ -15,6 +16,7 @@ from experiments.schema.workload import LateRequests, Length, Priorities, Prompt
 
 __all__ = [
     "Batching",
+    "Choice",
     "Dtype",
     "Experiment",
     "LateRequests",

@@ -88,7 +88,13 @@ class Experiment(Strict):
     scheduler: a list is of sets of options, each with arms of its own, for options that only go together.
     batching: continuous, or static: as many requests as the engine has rows, and no other before the last of them ends.
     kernels: op -> variants. shapes: op -> points of its contract to check and time, besides those of the workload.
-    repeats: timed rounds of the engine and of each peer. seed: of the inputs of the check and kernels stages.
+    repeats: timed rounds of the engine and of each peer. replicates: of what is timed, each in processes of its own.
+    seed: of the inputs of the check and kernels stages.
+    zip: groups of axes that vary together. exclude: axis -> value or values; points that match all of one rule are
+    left out. full: dotted key -> value, as `--set` has them, where the sizes are those of a GPU.
+
+    Lists of models, of dtypes, of a workload's sizes and of those in `shapes` are axes too, and single values by the
+    time that they are here.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)]
@@ -105,7 +111,11 @@ class Experiment(Strict):
     peers: list[str] = []
     quantization: Quantization | None = None
     repeats: Count = 3
+    replicates: Count = 1
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
+    zip: list[Annotated[list[str], Field(min_length=2)]] = []
+    exclude: list[Annotated[Mapping[str, Any], Field(min_length=1)]] = []
+    full: Mapping[str, Any] = {}
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Experiment":
@@ -119,9 +129,6 @@ class Experiment(Strict):
             raise ValueError("there is nothing to do: neither a model nor kernels are given")
         if "static" in self.batching and any(getattr(workload, "late", None) for workload in self.workload):
             raise ValueError("static batching is of requests that are all there: it goes with no late ones")
-        names = [workload.name for workload in self.workload]
-        if len(set(names)) != len(names):
-            raise ValueError("each workload of a list needs a name of its own")
         return self
 
 

@@ -58,6 +58,8 @@ def explain(document: Document, model: type[BaseModel], error: dict[str, Any]) -
         return document.problem(parts, f"must be a whole number, true, false or a name, got {error['input']!r}")
     if error["type"] in _WORDING:
         wording = _WORDING[error["type"]].format(**error.get("ctx", {}))
+        if isinstance(error["input"], dict):
+            wording = wording.replace("a list of", "a mapping of")
         if error["type"] in ("model_type", "model_attributes_type"):
             wordings = {"model": A_MODEL, "priority": A_PRIORITY}
             wordings |= {"input_len": A_LENGTH, "output_len": A_LENGTH}

@@ -15,6 +15,16 @@ A_LENGTH = "a length is a number of tokens, or {uniform: [LOW, HIGH]}"
 A_PRIORITY = f"a priority is a whole number to +-{MAX_PRIORITY}, a list of one each, or {{uniform: [LOW, HIGH]}}"
 
 
+AXES: Mapping[str, tuple[str, ...]] = {
+    "synthetic": (
+        "num_requests", "input_len", "output_len", "shared_prefix", "n", "tenants", "seed",
+        "late.num_requests", "late.input_len", "late.output_len", "late.every",
+    ),
+    "prompts": ("max_tokens", "n", "tenants"),
+}  # fmt: skip
+"""Kind -> the fields that a list makes an axis; in others a list has a meaning of its own."""
+
+
 class Length(Strict):
     """A number of tokens: fixed (low = high), or drawn uniformly from low to high, both included."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from experiments.arms import Arm
+from experiments.arms import Arm, ServedWorkload
 from experiments.peers import PEERS, PeerUnsupportedError
 from experiments.rows import EngineRow, PeerRow, Status
 from experiments.schema import Batching
@@ -32,7 +32,7 @@ class Answer:
 
     arm: dict[str, str]
     settings: dict[str, Any]
-    workload: str
+    workload: ServedWorkload
     outputs: tuple[RequestOutput, ...]
 
 
@@ -59,8 +59,12 @@ class _Side:
 
 @dataclass(frozen=True)
 class _Workload:
-    name: str
+    served: ServedWorkload
     requests: list[Request]
+
+    @property
+    def name(self) -> str:
+        return self.served.name
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,9 @@ def run(context: Context) -> list[Answer]:
     plan = context.plan
     if plan.model is None or not plan.experiment.workload:
         return []
-    workloads = [_Workload(w.name, requests_of(w, plan.model.config.vocab_size)) for w in plan.experiment.workload]
+    served = [one for arm in plan.arms for one in arm.workloads]
+    distinct = [one for index, one in enumerate(served) if one not in served[:index]]
+    workloads = [_Workload(one, requests_of(one.workload, plan.model.config.vocab_size)) for one in distinct]
     answers: list[Answer] = []
     peers: Sequence[str] = plan.experiment.peers
     rounds = 1 + plan.experiment.repeats
@@ -87,7 +93,9 @@ def run(context: Context) -> list[Answer]:
         for number, group in enumerate(groups_of(plan, enumerate(plan.arms)), 1):
             sides = [_Side(seat.arm, _engine(context, seat, step)) for seat in group]
             for workload in workloads:
-                answers += _Turns(context, number, workload, sides, step).serve(peers)
+                mine = [side for side in sides if workload.served in side.arm.workloads]
+                if mine:
+                    answers += _Turns(context, number, workload, mine, step).serve(peers)
             if not all(isinstance(side.engine, _Refusal) for side in sides):
                 peers = ()  # they know no arms: they are compared with the first that runs
             sides.clear()
@@ -189,12 +197,14 @@ class _Turns:
                 row = EngineRow(**self._common(side), status=answer.status, reason=answer.reason)
                 self.context.folder.record(row)
             else:
-                yield Answer(side.labels, side.arm.settings, self.workload.name, answer.timeline.outputs)
+                settings = {**side.arm.settings, **self.workload.served.settings}
+                yield Answer(side.labels, settings, self.workload.served, answer.timeline.outputs)
         for (name, server), theirs in zip(servers.items(), rounds[len(timed) :], strict=True):
             self._record_peer(timed[0], mine[timed[0]], name, server, theirs)
 
     def _common(self, side: _Side) -> dict[str, Any]:
-        return self.context.common(arm=side.labels, settings=side.arm.settings, workload=self.workload.name)
+        settings = {**side.arm.settings, **self.workload.served.settings}
+        return self.context.common(arm=side.labels, settings=settings, workload=self.workload.name)
 
     def _answer(self, side: _Side) -> _Told | _Refusal:
         llm = side.engine
@@ -203,7 +213,7 @@ class _Turns:
         before = llm.stats()
         llm.reset_peak()
         try:
-            salt = f"{self.workload.name}, answer"
+            salt = f"{self.workload.served.title}, answer"
             timeline = llm.serve(self.workload.requests, batching=side.arm.batching, salt=salt, adapt=_with_logprobs)
         except Exception as error:
             return _Refusal("failed", one_line(error))
@@ -235,7 +245,7 @@ class _Turns:
         """
         llm, requests, batching = side.engine, self.workload.requests, side.arm.batching
         assert not isinstance(llm, _Refusal)
-        salts = (f"{self.workload.name}, round {number}" for number in count())
+        salts = (f"{self.workload.served.title}, round {number}" for number in count())
         return lambda: served_once(llm, requests, batching, next(salts))
 
     def _record(self, side: _Side, told: _Told, rounds: list[Served] | Exception | None) -> _Told | _Refusal:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.arms import Arm
-from experiments.plan import Plan, engine_options
+from experiments.engine_options import engine_options
+from experiments.plan import Plan
 from tmodel import kv_bytes_per_block
 from tsched.cache_size import device_memory, num_kv_blocks, weight_bytes
 

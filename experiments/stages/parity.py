@@ -12,11 +12,10 @@ from tsched.outputs import CompletionOutput
 
 def run(context: Context, answers: Sequence[Answer]) -> None:
     """Records one row per workload and arm after the first that answered."""
-    workloads = list(dict.fromkeys(answer.workload for answer in answers))
     pairs = []
-    for workload in workloads:
-        first, *others = [answer for answer in answers if answer.workload == workload]
-        pairs += [(first, other) for other in others]
+    for index, answer in enumerate(answers):
+        same = [earlier for earlier in answers[:index] if earlier.workload == answer.workload]
+        pairs += [(same[0], answer)] if same else []
     with context.step("parity", len(pairs)) as step:
         for first, other in pairs:
             context.folder.record(_compare(context, first, other))
@@ -39,7 +38,7 @@ def _compare(context: Context, first: Answer, other: Answer) -> ParityRow:
     equal = equal_requests(*tokens)
     finite = math.isfinite(drift)
     return ParityRow(
-        **context.common(arm=other.arm, settings=other.settings, workload=other.workload),
+        **context.common(arm=other.arm, settings=other.settings, workload=other.workload.name),
         status="ok" if finite else "wrong",
         reason=None if finite else "a log-probability is not finite",
         first_arm=first.arm,

@@ -9,7 +9,7 @@ import yaml
 from rich.console import Console
 
 from experiments.document import read_document
-from experiments.plan import Plan, make_plan
+from experiments.plan import Plan, make_plan, make_sweep
 from experiments.run_folder import RunFolder
 from experiments.runner import run_experiment
 from tests.tsched.conftest import checkpoint
@@ -38,5 +38,9 @@ def plan(write: Write) -> Callable[..., Plan]:
 
 
 @pytest.fixture
-def run(plan: Callable[..., Plan], tmp_path: Path) -> Run:
-    return lambda **keys: run_experiment(plan(**keys), tmp_path / "run", [], Console(quiet=True))
+def run(write: Write, tmp_path: Path) -> Run:
+    def run_keys(**keys: Any) -> RunFolder:
+        sweep = make_sweep(read_document(write(**keys)))
+        return run_experiment(sweep, tmp_path / "run", [], Console(quiet=True))
+
+    return run_keys

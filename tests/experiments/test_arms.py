@@ -3,13 +3,14 @@
 from itertools import product
 from pathlib import Path
 
-from experiments.arms import Arm, expand
+from experiments.arms import Arm
 from experiments.document import parse_document
-from experiments.schema import validate
+from experiments.structure import parts_of
 
 
 def arms(text: str) -> list[Arm]:
-    return expand(validate(parse_document(f"name: a\nmodel: {{preset: tiny}}\n{text}", "a.yaml", Path())))
+    parts = parts_of(parse_document(f"name: a\nmodel: {{preset: tiny}}\n{text}", "a.yaml", Path()))
+    return [arm for part in parts for arm in part.arms]
 
 
 def test_no_list_is_one_arm() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from experiments.document import Document, ExperimentError, parse_document, read_document
+from experiments.structure import parts_of
 
 TEXT = "name: a\nkernels:\n  swiglu: [torch, fused]\nworkload:\n- {kind: prompts}\n"
 
@@ -15,15 +16,15 @@ def parse(text: str, *overrides: str) -> Document:
 
 def test_a_problem_names_the_path_and_the_line() -> None:
     document = parse(TEXT)
-    assert document.problem(("kernels", "swiglu", 1), "no") == "kernels.swiglu[1] (a.yaml, line 3): no"
-    assert document.problem(("workload", 0, "kind"), "no") == "workload[0].kind (a.yaml, line 5): no"
+    assert document.problem(("kernels", "swiglu", 1), "no") == "kernels.swiglu[1] (a.yaml, line 3, column 19): no"
+    assert document.problem(("workload", 0, "kind"), "no") == "workload[0].kind (a.yaml, line 5, column 4): no"
 
 
 def test_a_problem_with_a_missing_key_is_at_its_mapping() -> None:
     assert (
         parse(TEXT)
         .problem(("workload", 0, "prompts"), "is required")
-        .startswith("workload[0].prompts (a.yaml, line 5)")
+        .startswith("workload[0].prompts (a.yaml, line 5, column 3)")
     )
 
 
@@ -68,16 +69,16 @@ def test_a_set_that_fits_nowhere_is_refused(override: str, message: str) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("name: a\nname: b\n", r"name \(a.yaml, line 2\): given twice"),
-        ("name: [a\n", "a.yaml, line 2: not YAML"),
+        ("name: a\nname: b\n", r"name \(a.yaml, line 2, column 1\): given twice"),
+        ("name: [a\n", "a.yaml, line 2, column 1: not YAML"),
         ("- a\n", "a.yaml: an experiment is a mapping of keys to values, got list"),
         ("", "a.yaml: an experiment is a mapping"),
-        ("1: a\n", "line 1: key 1 must be a text"),
+        ("1: a\n", "line 1, column 1: key 1 must be a text"),
     ],
 )
 def test_broken_yaml_is_refused_with_its_line(text: str, message: str) -> None:
     with pytest.raises(ExperimentError, match=message):
-        parse(text)
+        parts_of(parse(text))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -39,7 +39,11 @@ def _nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("keys", "place", "message"),
     [
-        ({"kernels": {"paged_decode": "splitkv"}}, "kernels.paged_decode (experiment.yaml, line 5)", "'split_kv'?"),
+        (
+            {"kernels": {"paged_decode": "splitkv"}},
+            "kernels.paged_decode (experiment.yaml, line 5, column 3)",
+            "'split_kv'?",
+        ),
         ({"kernels": {"paged_decod": "torch"}}, "kernels.paged_decod", "did you mean 'paged_decode'?"),
         ({"kernels": {"swiglu": {"fused": {"BLOCK_X": 8}}}}, "kernels.swiglu.fused.BLOCK_X", "there is BLOCK_"),
         ({"kernels": {"swiglu": {"torch": {"BLOCK_I": 8}}}}, "kernels.swiglu", "has no config to pin"),
@@ -81,7 +85,7 @@ def _nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"variants_from": ["nowhere"]}, "variants_from[0]", "is not a folder"),
         ({**PROMPTS, "peers": ["transformer_batched"]}, "peers[0]", "did you mean 'transformers_batched'?"),
     ],
-)  # fmt: skip
+)
 def test_an_unknown_name_fails_with_its_place_and_the_nearest(
     plan: MakePlan, keys: dict[str, Any], place: str, message: str
 ) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import experiments.stages.engine
 from experiments.document import ExperimentError, read_document
-from experiments.plan import Plan, make_plan
+from experiments.plan import Plan, make_sweep
 from experiments.rows import ROW, CheckRow, EngineRow, KernelRow, ParityRow, PeerRow
 from experiments.run_folder import RunFolder
 from experiments.runner import failures
@@ -84,9 +84,14 @@ def test_the_resolved_experiment_is_one_that_resolves_to_itself(run: Run, tmp_pa
     write_variant(tmp_path / "mine")
     pinned = {"swiglu": ["torch", {"doubled": {"num_warps": [4, 8]}}]}
     folder = run(kernels=pinned, variants_from=["mine"], shapes={"swiglu": [{"T": 2, "I": 8}]})
-    again = make_plan(read_document(folder.path / "resolved.yaml"))
-    assert [arm.labels["swiglu"] for arm in again.arms] == ["torch", "doubled[num_warps=4]", "doubled[num_warps=8]"]
-    assert again.variant_folders == ((tmp_path / "mine").resolve(),)
+    again = make_sweep(read_document(folder.path / "resolved.yaml"))
+    (plan,) = again.plans
+    assert [arm.labels["swiglu"] for arm in plan.arms] == [
+        "torch",
+        "doubled[num_warps=4]",
+        "doubled[num_warps=8]",
+    ]
+    assert plan.variant_folders == ((tmp_path / "mine").resolve(),)
     second = RunFolder(again, tmp_path / "second")
     assert (second.path / "resolved.yaml").read_text() == (folder.path / "resolved.yaml").read_text()
 

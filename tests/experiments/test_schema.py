@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from experiments.document import ExperimentError, parse_document
-from experiments.schema import Experiment, validate
+from experiments.schema import Experiment
+from experiments.structure import parts_of
 
 GOOD = """
 name: a
@@ -18,7 +19,8 @@ LATE = "{num_requests: 2, input_len: 4, output_len: 8"
 
 
 def parse(text: str) -> Experiment:
-    return validate(parse_document(text, "a.yaml", Path()))
+    (part,) = parts_of(parse_document(text, "a.yaml", Path()))
+    return part.experiment
 
 
 def problems(text: str) -> list[str]:
@@ -34,14 +36,14 @@ def test_every_problem_is_reported_at_once_with_its_place() -> None:
         "workload: {kind: synthetic, num_request: 4, input_len: 1, output_len: {uniform: [9, 8]}}\n"
     )
     expected = {
-        "kernls (a.yaml, line 2): unknown key": "did you mean 'kernels'?",
-        "model.presett (a.yaml, line 3): unknown key": "did you mean 'preset'?",
-        "dtype (a.yaml, line 4): unknown value 'float23'": "did you mean 'float32'?",
-        "scheduler.max_num_sequences (a.yaml, line 5): unknown key": "did you mean 'max_num_seqs'?",
-        "scheduler.block_size (a.yaml, line 5)": "greater than or equal to 1, got 0",
-        "workload.num_request (a.yaml, line 6): unknown key": "did you mean 'num_requests'?",
-        "workload.num_requests (a.yaml, line 6)": "is required",
-        "workload.output_len.uniform (a.yaml, line 6)": "the first bound is above the second",
+        "kernls (a.yaml, line 2, column 1): unknown key": "did you mean 'kernels'?",
+        "model.presett (a.yaml, line 3, column 9): unknown key": "did you mean 'preset'?",
+        "dtype (a.yaml, line 4, column 1): unknown value 'float23'": "did you mean 'float32'?",
+        "scheduler.max_num_sequences (a.yaml, line 5, column 13): unknown key": "did you mean 'max_num_seqs'?",
+        "scheduler.block_size (a.yaml, line 5, column 35)": "greater than or equal to 1, got 0",
+        "workload.num_request (a.yaml, line 6, column 29): unknown key": "did you mean 'num_requests'?",
+        "workload.num_requests (a.yaml, line 6, column 1)": "is required",
+        "workload.output_len.uniform (a.yaml, line 6, column 72)": "the first bound is above the second",
     }
     for start, end in expected.items():
         (line,) = [line for line in found if line.startswith(start)]
@@ -53,12 +55,24 @@ def test_every_problem_is_reported_at_once_with_its_place() -> None:
     ("change", "message"),
     [
         ("workload: {kind: sythetic}", "kind 'sythetic': there is synthetic, prompts; did you mean 'synthetic'?"),
-        ("workload: {kind: prompts, prompts: []}", "workload.prompts (a.yaml, line 5): must be a list of at least 1"),
-        ("workload: {kind: prompts, prompts: [3]}", "workload.prompts[0] (a.yaml, line 5): must be a text, got 3"),
-        ("workload: {}", "workload.kind (a.yaml, line 5): is required: there is synthetic, prompts"),
-        ("model: /path", "model (a.yaml, line 4): a model is exactly one of {preset: NAME}, {path: DIRECTORY} and"),
-        ("scheduler: 4", "scheduler (a.yaml, line 5): must be a mapping of keys to values, got 4"),
-        ("shapes: {swiglu: [{T: [1]}]}", "T (a.yaml, line 5): must be a whole number, true, false or a name, got [1]"),
+        (
+            "workload: {kind: prompts, prompts: []}",
+            "workload.prompts (a.yaml, line 5, column 27): must be a list of at least 1",
+        ),
+        (
+            "workload: {kind: prompts, prompts: [3]}",
+            "workload.prompts[0] (a.yaml, line 5, column 37): must be a text, got 3",
+        ),
+        ("workload: {}", "workload.kind (a.yaml, line 5, column 1): is required: there is synthetic, prompts"),
+        (
+            "model: /path",
+            "model (a.yaml, line 4, column 1): a model is exactly one of {preset: NAME}, {path: DIRECTORY} and",
+        ),
+        ("scheduler: 4", "scheduler (a.yaml, line 5, column 1): must be a mapping of keys to values, got 4"),
+        (
+            "shapes: {swiglu: [{T: {a: 1}}]}",
+            "T (a.yaml, line 5, column 20): must be a whole number, true, false or a name, got",
+        ),
         ("workload: {kind: prompts, prompts: [a], sampling: {temperatur: 1}}", "did you mean 'temperature'?"),
         ("workload: {kind: prompts, prompts: [a], sampling: {top_p: 2}}", "top_p must be above 0 and at most 1"),
         ("workload: {kind: prompts, prompts: [a], sampling: {logprobs: 3}}", "unknown key 'logprobs'"),
@@ -70,11 +84,17 @@ def test_every_problem_is_reported_at_once_with_its_place() -> None:
         ("repeats: true", "repeats"),
         ("name: ../elsewhere", "name"),
         ("peers: [transformers_batched]", "peers serve a workload"),
-        ("batching: sttic", "batching (a.yaml, line 5): unknown value 'sttic': there is continuous, static; did you"),
-        ("scheduler: []", "scheduler (a.yaml, line 5): must be a list of at least 1"),
+        (
+            "batching: sttic",
+            "batching (a.yaml, line 5, column 1): unknown value 'sttic': there is continuous, static; did you",
+        ),
+        ("scheduler: []", "scheduler (a.yaml, line 5, column 1): must be a list of at least 1"),
         ("scheduler: [{}, {order: fcfs, block_size: 0}]", "scheduler[1].block_size"),
         (f"workload: {SYNTHETIC}, priority: [1, 2, 3]}}", "priority is a list of 3 for 2 requests: give one, or"),
-        (f"workload: {SYNTHETIC}, priority: [1, a]}}", "workload.priority[1] (a.yaml, line 5): must be a whole number"),
+        (
+            f"workload: {SYNTHETIC}, priority: [1, a]}}",
+            "workload.priority[1] (a.yaml, line 5, column 89): must be a whole number",
+        ),
         (f"workload: {SYNTHETIC}, priority: []}}", "a priority is a whole number to +-2147483648, a list of one"),
         (f"workload: {SYNTHETIC}, priority: high}}", "a priority is a whole number to +-2147483648, a list"),
         (f"workload: {SYNTHETIC}, priority: {{uniform: [3, 1]}}}}", "a priority is a whole number to +-2147483648, a"),
@@ -82,17 +102,26 @@ def test_every_problem_is_reported_at_once_with_its_place() -> None:
         (f"workload: {SYNTHETIC}, priority: 99999999999}}", "must be less than or equal to 2147483648"),
         (f"workload: {SYNTHETIC}, late: {LATE}, every: 1, priority: [1]}}}}", "priority is a list of 1 for 2 requests"),
         (f"workload: {SYNTHETIC}, n: 2}}", "n must be 1 where temperature is 0"),
-        (f"workload: {SYNTHETIC}, n: 0}}", "workload.n (a.yaml, line 5): must be greater than or equal to 1, got 0"),
+        (
+            f"workload: {SYNTHETIC}, n: 0}}",
+            "workload.n (a.yaml, line 5, column 75): must be greater than or equal to 1, got 0",
+        ),
         (f"workload: {SYNTHETIC}, n: 129, sampling: {{temperature: 1}}}}", "n must be from 1 to 128"),
-        (f"workload: {SYNTHETIC}, tenants: 0}}", "workload.tenants (a.yaml, line 5): must be greater than"),
+        (f"workload: {SYNTHETIC}, tenants: 0}}", "workload.tenants (a.yaml, line 5, column 75): must be greater than"),
         ("workload: {kind: prompts, prompts: [a], priority: [1, 2]}", "priority is a list of 2 for 1 requests"),
         ("workload: {kind: prompts, prompts: [a], sampling: {n: 2}}", "unknown key 'n'"),
-        (f"workload: {SYNTHETIC}, shared_prefix: 1.0}}", "shared_prefix (a.yaml, line 5): must be less than 1, got"),
-        (f"workload: {SYNTHETIC}, late: {LATE}, evry: 2}}}}", "late.evry (a.yaml, line 5): unknown key: there is num_"),
+        (
+            f"workload: {SYNTHETIC}, shared_prefix: 1.0}}",
+            "shared_prefix (a.yaml, line 5, column 75): must be less than 1, got",
+        ),
+        (
+            f"workload: {SYNTHETIC}, late: {LATE}, evry: 2}}}}",
+            "late.evry (a.yaml, line 5, column 128): unknown key: there is num_",
+        ),
         (f"workload: {SYNTHETIC}, late: {LATE}, every: 4}}}}", "comes after 8 output tokens of the others"),
         (f"batching: static\nworkload: {SYNTHETIC}, late: {LATE}, every: 3}}}}", "it goes with no late ones"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(change: str, message: str) -> None:
     key = change.partition(":")[0]
     kept = "".join(line + "\n" for line in GOOD.splitlines() if not line.startswith(f"{key}:"))
@@ -107,12 +136,12 @@ def test_an_experiment_does_something(text: str) -> None:
 
 def test_a_workload_needs_a_model() -> None:
     (problem,) = problems("name: a\nkernels: {swiglu: torch}\nworkload: {kind: prompts, prompts: [a]}")
-    assert problem == "the experiment (a.yaml, line 1): a workload needs a model"
+    assert problem == "the experiment (a.yaml, line 1, column 1): a workload needs a model"
 
 
 def test_a_model_is_exactly_one_of_three() -> None:
     (problem,) = problems("name: a\nmodel: {preset: tiny, path: b}")
-    assert problem.startswith("model (a.yaml, line 2): a model is exactly one of")
+    assert problem.startswith("model (a.yaml, line 2, column 1): a model is exactly one of")
 
 
 def test_a_single_value_is_a_list_of_one() -> None:

@@ -12,7 +12,7 @@ from experiments.gpu_report.steps import make_steps
 from experiments.gpu_report.table import report
 from experiments.gpu_report.worker import ACTIONS
 from experiments.peers import with_peers
-from experiments.plan import make_plan
+from experiments.plan import make_plan, make_sweep
 from tkernels import OPS, Tuning
 from tkernels.device import TARGETS
 from tmodel import RANDOM_PRESETS
@@ -52,9 +52,9 @@ def test_a_mark_is_measured_by_its_own_yaml(name: str, tmp_path: Path) -> None:
     run = RUNS[name]
     overrides = [*run.overrides, *SMALLER[run.file], "repeats=1", "device=cpu", "dtype=float32"]
     overrides += ["scheduler.kv_cache_bytes=4194304", "scheduler.max_num_batched_tokens=128"]
-    plan = make_plan(read_document(FOLDER / run.file, overrides))
-    assert not plan.unsupported
-    fact = measure(run, plan, tmp_path / "out", Tuning())
+    sweep = make_sweep(read_document(FOLDER / run.file, overrides))
+    assert not sweep.plans[0].unsupported
+    fact = measure(run, sweep, tmp_path / "out", Tuning())
     assert fact["failures"] == []
     lines = [RATES, {"step": f"mark {name}", "event": "fact", **fact}]
     found = rows_by_figure(lines)

@@ -1,0 +1,111 @@
+"""The engine's own options: their defaults, what kernels see of them, and what an engine would refuse before it has a
+model.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from experiments.arms import Arm
+from experiments.document import Document
+from experiments.models import ModelPlan
+from experiments.names import POLICIES
+from tkernels import Registry
+from tkernels.contract import Contract, Int
+from tkernels.selection import OpAxes
+from tmodel import kv_bytes_per_block
+from tsched import LLM
+from tsched.cache_size import num_host_blocks, num_kv_blocks
+from tsched.scheduler import Scheduler
+
+
+def kernel_ranges(model: ModelPlan, options: Mapping[str, Any], dtype: torch.dtype) -> OpAxes:
+    """The axes that LLM will select kernels for under these scheduler options, before the weights are there.
+
+    Without kv_cache_bytes the number of blocks follows from the memory that is free after loading: it is taken at what
+    all sequences could fill, its upper bound.
+    """
+    given = engine_options(options)
+    longest = given["max_model_len"] or model.config.max_position_embeddings
+    blocks = given["max_num_seqs"] * -(-longest // given["block_size"])
+    if given["kv_cache_bytes"] is not None:
+        fitting = given["kv_cache_bytes"] // kv_bytes_per_block(model.config, given["block_size"], dtype)
+        blocks = max(1, min(blocks, fitting))
+    return model.config.kernel_axes(
+        max_num_tokens=given["max_num_batched_tokens"],
+        max_num_seqs=given["max_num_seqs"],
+        max_model_len=longest,
+        block_size=given["block_size"],
+        num_blocks=blocks,
+    )
+
+
+def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Scheduler options with LLM's own default for each that is not given."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(LLM).parameters.items()}
+    return {**defaults, **options}
+
+
+def engine_problems(
+    document: Document, model: ModelPlan, arms: Sequence[Arm], ops: Registry, dtype: torch.dtype, device: torch.device
+) -> list[str]:
+    """Page sizes that no op takes, caches in which not one page fits, and whatever else an engine says against its
+    options before it has a model.
+    """
+    problems: dict[str, None] = {}
+    for arm in arms:
+        given = engine_options(arm.scheduler)
+        size, available = given["block_size"], given["kv_cache_bytes"]
+        paged = [op for op, ranges in kernel_ranges(model, arm.scheduler, dtype).items() if "S" in ranges]
+        rules = [rule for op in paged if (rule := _page_rule(ops[op].contract, size))]
+        block_bytes = kv_bytes_per_block(model.config, size, dtype)
+        if rules:
+            problems[document.problem(("scheduler", "block_size"), f"{size} tokens a page, but {rules[0]}")] = None
+        elif available is not None and available < block_bytes:
+            message = f"{available} bytes hold no page: one of {size} tokens takes {block_bytes}"
+            problems[document.problem(("scheduler", "kv_cache_bytes"), message)] = None
+        else:
+            problems |= dict.fromkeys(_conflicts(document, model, given, dtype, device))
+    return list(problems)
+
+
+def _conflicts(
+    document: Document, model: ModelPlan, given: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> list[str]:
+    """What LLM would say against the scheduler's options, all of them given: the same calls, up to the weights."""
+    longest = given["max_model_len"] or model.config.max_position_embeddings
+    page_size = given["block_size"]
+    limits = {name: given[name] for name in ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens")}
+    policies = {kind: given[kind] for kind in POLICIES}
+    key = "kv_cache_fraction"
+    try:
+        num_blocks = num_kv_blocks(
+            model.weights, model.config, kv_cache_bytes=given["kv_cache_bytes"], kv_cache_fraction=given[key],
+            block_size=page_size, dtype=dtype, device=device, max_tokens=given["max_num_seqs"] * longest,
+        )  # fmt: skip
+        key = "swap_bytes"
+        swapped = num_host_blocks(
+            model.config, given[key], preemption=given["preemption"], block_size=page_size, dtype=dtype
+        )
+        key = ""
+        Scheduler(
+            num_blocks=num_blocks, block_size=page_size, max_model_len=longest, num_host_blocks=swapped, **limits,
+            decode_share=given["decode_share"], chunked_prefill=given["chunked_prefill"], **policies,
+        )  # fmt: skip
+    except ValueError as error:
+        return [document.problem(("scheduler", key) if key else ("scheduler",), str(error))]
+    except MemoryError:
+        sizes = f"{given['max_num_seqs']:,} sequences of {longest:,} tokens, {num_blocks:,} blocks, {swapped:,} swapped"
+        return [document.problem(("scheduler",), f"{sizes}: the tables of these do not fit this machine's memory")]
+    return []
+
+
+def _page_rule(contract: Contract, size: int) -> str | None:
+    """What a contract says against a page size."""
+    axis = contract.axis_by_name["S"]
+    assert isinstance(axis, Int)
+    if size & (size - 1):
+        return "it must be a power of two"
+    return None if axis.allows(size) else f"{contract.name} takes {axis.low} to {axis.high}"

@@ -1,0 +1,79 @@
+"""Whether an experiment's names are known, told from folders and tables alone: nothing here imports torch."""
+
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.axes import choices_of, entries
+from experiments.document import Document, PathParts, nearest
+from experiments.peers import KERNELS as PEER_KERNELS
+from experiments.peers import PEERS
+from experiments.schema import VariantChoice
+from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
+
+POLICIES: Mapping[str, Mapping[str, Any]] = {
+    "order": ORDERS,
+    "preemption": PREEMPTIONS,
+    "prefix_cache": PREFIX_CACHES,
+}
+
+_DECLARES = re.compile(r"^VARIANT\b", re.MULTILINE)
+
+
+def variant_names(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
+    """op -> its variants, of the house, the peers and outside `folders`, as the registry would find them."""
+    house = importlib.util.find_spec("tkernels")
+    assert house is not None
+    assert house.origin is not None
+    found: dict[str, list[str]] = {}
+    for root in (Path(house.origin).parent / "ops", PEER_KERNELS, *folders):
+        is_outside = root in folders
+        for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(("_", "."))):
+            if (folder / "contract.py").exists():
+                found.setdefault(folder.name, ["torch"])
+            for file in sorted(folder.glob("*.py")) if folder.name in found else ():
+                is_part = not is_outside and not _DECLARES.search(file.read_text(encoding="utf-8"))
+                if file.stem != "contract" and not file.stem.startswith("_") and not is_part:
+                    found[folder.name].append(file.stem)
+    return found
+
+
+def name_problems(document: Document) -> list[str]:
+    """Unknown ops, variants, policies and peers, and folders of variants that are none."""
+    problems: list[str] = []
+    folders = []
+    for index, given in enumerate(entries(document.data.get("variants_from"))):
+        folder = document.folder / str(given)
+        if folder.is_dir():
+            folders.append(folder)
+        else:
+            problems.append(document.problem(("variants_from", index), f"{folder} is not a folder"))
+    # What a folder that is not there would have had is not known.
+    ops = variant_names(folders) if not problems else {}
+    for section in ("kernels", "shapes") if ops else ():
+        written = document.data.get(section)
+        for op in written if isinstance(written, dict) else ():
+            if op not in ops:
+                problems.append(_unknown(document, (section, op), "op", op, list(ops)))
+            elif section == "kernels":
+                for index, choice in enumerate(choices_of(document, op)):
+                    if isinstance(choice, VariantChoice) and choice.variant not in ops[op]:
+                        where = ("kernels", op, index)
+                        problems.append(_unknown(document, where, f"{op} variant", choice.variant, ops[op]))
+    for place, options in enumerate(entries(document.data.get("scheduler"))):
+        for kind, known in POLICIES.items() if isinstance(options, dict) else ():
+            for index, name in enumerate(entries(options.get(kind))):
+                if isinstance(name, str) and name not in known:
+                    # Quoted: one of them is called 'none'.
+                    message = f"unknown {kind} {name!r}: there is {', '.join(map(repr, known))}{nearest(name, known)}"
+                    problems.append(document.problem(("scheduler", place, kind, index), message))
+    for index, peer in enumerate(entries(document.data.get("peers"))):
+        if isinstance(peer, str) and peer not in PEERS:
+            problems.append(_unknown(document, ("peers", index), "peer", peer, list(PEERS)))
+    return problems
+
+
+def _unknown(document: Document, where: PathParts, kind: str, name: str, known: Sequence[str]) -> str:
+    return document.problem(where, f"unknown {kind} {name!r}: there is {', '.join(known)}{nearest(name, known)}")
