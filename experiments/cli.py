@@ -201,6 +201,31 @@ def compare(
 
 
 @app.command()
+def profile(
+    file: Annotated[Path | None, typer.Argument(help="The experiment's YAML.", metavar="[EXPERIMENT]")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="key=value", help="Override a key, as for run. Repeatable.")
+    ] = None,
+    nsys_export: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Read this instead: nsys export's .sqlite, or nsys stats' .csv."),
+    ] = None,
+    proton: Annotated[bool, typer.Option("--proton", help="With Triton's own profiler, on a GPU.")] = False,
+    ncu: Annotated[
+        str | None, typer.Option(metavar="OP.VARIANT", help="One launch of a kernel under Nsight Compute.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A folder, new or empty; profiles/<name>-... by default.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Where the first arm's steps spend their time, by phase, layer and op: by Nsight Systems, or recorded here."""
+    from experiments.commands.profile import Request, run
+
+    _exit(run, Request(file, overrides or [], nsys_export, proton, ncu, out), as_json)
+
+
+@app.command()
 def simulate(
     trace: Annotated[
         str,

@@ -42,7 +42,7 @@ class Span:
 @dataclass(frozen=True)
 class RangeTotal:
     """All spans of one name by one clock. total_ns: with what is nested in them. self_ns: without, and of it what lies
-    in steps.
+    in steps; None where nothing tells.
     """
 
     name: str
@@ -50,7 +50,7 @@ class RangeTotal:
     clock: Clock
     calls: int
     total_ns: int
-    self_ns: int
+    self_ns: int | None
 
 
 @dataclass(frozen=True)

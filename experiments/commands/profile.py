@@ -1,0 +1,177 @@
+"""`tk profile`: where the steps of one arm spend their time, by range."""
+
+import json
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from experiments.document import ExperimentError, read_document
+from experiments.plan import Plan, make_plan
+from experiments.profiling import tools
+from experiments.profiling.chrome_trace import write_trace
+from experiments.profiling.launches import find_launch
+from experiments.profiling.nsys_export import read_export
+from experiments.profiling.nsys_stats import read_stats
+from experiments.profiling.proton import profile_with_proton, unavailable
+from experiments.profiling.range_table import figures, range_table
+from experiments.profiling.steady import recorded
+from tkernels.spans import Breakdown, breakdown
+
+_RECORDED = "Recording takes time of its own, most where ranges are short: compare shares, not speeds."
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `tk profile` was asked. file: None with an export that is there already."""
+
+    file: Path | None
+    overrides: Sequence[str]
+    nsys_export: Path | None
+    proton: bool
+    ncu: str | None
+    out: Path | None
+
+
+@dataclass(frozen=True)
+class _Profile:
+    """What ranges took. `facts`: of which run and from what source, for --json; `notes`: lines for people."""
+
+    found: Breakdown
+    title: str
+    caption: str
+    facts: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+def run(request: Request, as_json: bool) -> int:
+    """Prints the table by range, or what a tool of another kind left; 1 where a tool failed."""
+    if request.proton + (request.ncu is not None) + (request.nsys_export is not None) > 1:
+        raise ExperimentError(["--nsys-export, --proton and --ncu are three different profiles: give one"])
+    if request.nsys_export is not None:
+        _show(_from_export(request.nsys_export), as_json)
+        return 0
+    if request.file is None:
+        raise ExperimentError(["EXPERIMENT is missing: only --nsys-export FILE does without one"])
+    plan = make_plan(read_document(request.file, request.overrides))
+    if request.ncu is not None:
+        return _ncu(plan, request, request.file, request.ncu, as_json)
+    if request.proton:
+        return _proton(plan, request, as_json)
+    out = _folder(plan, request.out)
+    process = tools.target("steps", request.file, request.overrides)
+    command = tools.nsys_profile(out / "steps", process)
+    if plan.device.type == "cuda" and shutil.which("nsys"):
+        for line in (command, tools.nsys_export(out / "steps")):
+            if status := _call(line):
+                return status
+        profile = _from_export(out / "steps.sqlite")
+    else:
+        profile = _record(plan, out, command)
+    (out / "ranges.json").write_text(json.dumps(_as_json(profile), indent=1) + "\n", encoding="utf-8")
+    _show(profile, as_json)
+    return 0
+
+
+def _folder(plan: Plan, out: Path | None) -> Path:
+    """The folder of this profile, new or empty."""
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    path = out if out is not None else Path("profiles") / f"{plan.experiment.name}-{stamp}"
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ExperimentError([f"--out {path}: exists and is not an empty folder"])
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _call(command: Sequence[str]) -> int:
+    """Runs a tool, its output on stderr: stdout may be --json's. 1, and a word, where it failed."""
+    print(shlex.join(command), file=sys.stderr)
+    status = subprocess.run(command, stdout=2, check=False).returncode
+    if status:
+        print(f"error: {command[0]} ended with exit status {status}", file=sys.stderr)
+    return 1 if status else 0
+
+
+def _record(plan: Plan, out: Path, command: Sequence[str]) -> _Profile:
+    spans, steady = recorded(plan)
+    arm = {"arm": steady.llm.arm, "settings": steady.arm.settings, "workload": steady.workload}
+    about = {"experiment": plan.experiment.name, **arm, "dtype": plan.dtype_name, "device": str(plan.device)}
+    trace = out / "trace.json"
+    write_trace(trace, spans, about)
+    missing = "nsys is not on PATH" if not shutil.which("nsys") else f"the device is {plan.device}, without CUDA"
+    which = ", ".join(filter(None, (steady.arm.title, steady.workload)))
+    notes = [
+        f"{missing}: the same ranges were recorded here. With Nsight Systems and a GPU:",
+        f"  {shlex.join(command)}",
+        f"{len(spans)} spans in {trace}: open it in https://ui.perfetto.dev",
+    ]
+    if len(plan.arms) > 1 or len(plan.experiment.workload) > 1:
+        notes.insert(0, f"The first arm and workload of {plan.experiment.name}; --set chooses others.")
+    facts = {**about, "source": "recording", "trace": str(trace), "nsys": shlex.join(command)}
+    return _Profile(breakdown(spans), f"{plan.experiment.name}: {which}", _RECORDED, facts, tuple(notes))
+
+
+def _from_export(file: Path) -> _Profile:
+    facts = {"source": "nsys", "file": str(file)}
+    if file.suffix == ".csv":
+        caption = "device us: from a range's first operation on the device to its last, as nsys stats projects it."
+        return _Profile(read_stats(file), file.name, caption, facts)
+    caption = "device us: of the work that was launched in the range, or captured in it and replayed."
+    return _Profile(read_export(file), file.name, caption, facts)
+
+
+def _as_json(profile: _Profile) -> dict[str, Any]:
+    steps = {"steps": profile.found.steps, "step_us": profile.found.step_ns / 1000}
+    ranges = [{k: v for k, v in row.items() if k not in steps} for row in figures(profile.found)]
+    return {**profile.facts, **steps, "ranges": ranges}
+
+
+def _show(profile: _Profile, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(_as_json(profile), indent=1))
+        return
+    console = Console()
+    console.print(range_table(profile.found, profile.title, profile.caption).as_rich())
+    for note in profile.notes:
+        console.print(Text(note), soft_wrap=True)
+
+
+def _proton(plan: Plan, request: Request, as_json: bool) -> int:
+    if reason := unavailable(plan.device):
+        raise ExperimentError([f"--proton: {reason}"])
+    file = profile_with_proton(plan, _folder(plan, request.out), import_module("triton.profiler"))
+    viewer = f"proton-viewer -m time/us,count {shlex.quote(str(file))}"
+    if as_json:
+        print(json.dumps({"source": "proton", "file": str(file), "view": viewer}, indent=1))
+    else:
+        Console().print(Text(f"{file}\n{viewer}"), soft_wrap=True)
+    return 0
+
+
+def _ncu(plan: Plan, request: Request, file: Path, name: str, as_json: bool) -> int:
+    launch = find_launch(plan, name)
+    process = tools.target("launch", file, request.overrides, name)
+    here = plan.device.type == "cuda" and shutil.which("ncu") is not None
+    out = _folder(plan, request.out) if here else request.out or Path()
+    command = tools.ncu_launch(out / name, launch.launched, process)
+    if here and (status := _call(command)):
+        return status
+    if as_json:
+        kernels = {"kernels": list(launch.launched), "point": launch.point.name, "axes": dict(launch.point.axes)}
+        print(json.dumps({"source": "ncu", "command": shlex.join(command), "ran": here, **kernels}, indent=1))
+        return 0
+    what = f"{name} at {launch.point.name}: one call launches {', '.join(launch.launched)}"
+    missing = "ncu is not on PATH" if not shutil.which("ncu") else f"the device is {plan.device}, without CUDA"
+    lines = [f"{out / name}.ncu-rep"] if here else [f"{missing}: on a machine with Nsight Compute and a GPU:"]
+    Console().print(Text("\n".join([what, *lines, *([] if here else [f"  {shlex.join(command)}"])])), soft_wrap=True)
+    return 0

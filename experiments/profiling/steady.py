@@ -1,0 +1,89 @@
+"""An arm of an experiment brought to its steady state, and one round of its first workload from there."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+
+from experiments.arms import Arm
+from experiments.document import ExperimentError
+from experiments.plan import Plan
+from experiments.timed_llm import TimedLLM, Timeline
+from experiments.workloads import Request, requests_of
+from tkernels import Recording, Tuning
+from tkernels.ranges import NVTX, Ranges
+from tkernels.spans import Span
+
+STEADY = "steady"
+"""The range around the round that a profile is about; what comes before it warms up, and records graphs."""
+
+
+@dataclass(frozen=True)
+class Steady:
+    """An arm's engine and a workload's requests."""
+
+    llm: TimedLLM
+    arm: Arm
+    workload: str
+    requests: Sequence[Request]
+    rounds: Iterator[int] = field(default_factory=count, repr=False)
+
+    def serve(self) -> Timeline:
+        """A round, which finds nothing in the prefix cache that another left there."""
+        salt = f"profile, round {next(self.rounds)}"
+        return self.llm.serve(self.requests, batching=self.arm.batching, salt=salt)
+
+
+def open_steady(plan: Plan, ranges: Ranges, index: int = 0, **options: Any) -> Steady:
+    """The arm's engine with its `options` over the arm's own, not warm yet.
+
+    Raises ExperimentError where the experiment serves nothing, or this arm cannot.
+    """
+    if plan.model is None or not plan.experiment.workload:
+        raise ExperimentError([f"{plan.experiment.name}: a profile needs a model and a workload, to have steps"])
+    if index in plan.unsupported:
+        raise ExperimentError([f"{plan.arms[index].title}: {plan.unsupported[index]}"])
+    arm, workload = plan.arms[index], plan.experiment.workload[0]
+    llm = TimedLLM(
+        plan.model.directory(),
+        kernels=arm.choices,
+        dtype=plan.dtype,
+        device=plan.device,
+        ops=plan.ops,
+        tuning=Tuning(plan.experiment.tuning),
+        ranges=ranges,
+        **{**arm.scheduler, **options},
+    )
+    return Steady(llm, arm, workload.name, requests_of(workload, plan.model.config.vocab_size))
+
+
+def recorded(plan: Plan, index: int = 0) -> tuple[list[Span], Steady]:
+    """The spans of one round, after a first one that compiles and records graphs.
+
+    On a GPU the steps run one after the other, without overlap: a replay's times have to be read before the next one.
+    """
+    recording = Recording(plan.device)
+    steady = open_steady(plan, recording, index, overlap=False)
+    steady.serve()
+    recording.clear()
+    steady.serve()
+    return recording.spans(), steady
+
+
+def run_under_nsys(plan: Plan, index: int = 0) -> None:
+    """What Nsight Systems watches: warm, then from cudaProfilerStart to Stop the graphs recorded again, so that it
+    knows what is in them, and the round in the range STEADY.
+    """
+    steady = open_steady(plan, NVTX, index)
+    steady.serve()
+    steady.llm.forget_graphs()
+    torch.cuda.synchronize(plan.device)
+    torch.cuda.profiler.start()
+    steady.serve()
+    torch.cuda.synchronize(plan.device)
+    with NVTX.named(STEADY, "phase"):
+        steady.serve()
+        torch.cuda.synchronize(plan.device)
+    torch.cuda.profiler.stop()
