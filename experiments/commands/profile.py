@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.document import ExperimentError, read_document
-from experiments.plan import Plan, make_plan
+from experiments.plan import Plan, make_sweep
 from experiments.profiling import tools
 from experiments.profiling.chrome_trace import write_trace
 from experiments.profiling.launches import find_launch
@@ -63,7 +63,8 @@ def run(request: Request, as_json: bool) -> int:
         return 0
     if request.file is None:
         raise ExperimentError(["EXPERIMENT is missing: only --nsys-export FILE does without one"])
-    plan = make_plan(read_document(request.file, request.overrides))
+    sweep = make_sweep(read_document(request.file, request.overrides))
+    plan = sweep.plans[0]
     if request.ncu is not None:
         return _ncu(plan, request, request.file, request.ncu, as_json)
     if request.proton:
@@ -77,7 +78,7 @@ def run(request: Request, as_json: bool) -> int:
                 return status
         profile = _from_export(out / "steps.sqlite")
     else:
-        profile = _record(plan, out, command)
+        profile = _record(plan, out, command, is_first=sweep.num_arms > 1)
     (out / "ranges.json").write_text(json.dumps(_as_json(profile), indent=1) + "\n", encoding="utf-8")
     _show(profile, as_json)
     return 0
@@ -102,20 +103,21 @@ def _call(command: Sequence[str]) -> int:
     return 1 if status else 0
 
 
-def _record(plan: Plan, out: Path, command: Sequence[str]) -> _Profile:
+def _record(plan: Plan, out: Path, command: Sequence[str], *, is_first: bool) -> _Profile:
     spans, steady = recorded(plan)
-    arm = {"arm": steady.llm.arm, "settings": steady.arm.settings, "workload": steady.workload}
+    settings = {**steady.arm.settings, **steady.workload.settings}
+    arm = {"arm": steady.llm.arm, "settings": settings, "workload": steady.workload.name}
     about = {"experiment": plan.experiment.name, **arm, "dtype": plan.dtype_name, "device": str(plan.device)}
     trace = out / "trace.json"
     write_trace(trace, spans, about)
     missing = "nsys is not on PATH" if not shutil.which("nsys") else f"the device is {plan.device}, without CUDA"
-    which = ", ".join(filter(None, (steady.arm.title, steady.workload)))
+    which = ", ".join(filter(None, (steady.arm.title, steady.workload.title)))
     notes = [
         f"{missing}: the same ranges were recorded here. With Nsight Systems and a GPU:",
         f"  {shlex.join(command)}",
         f"{len(spans)} spans in {trace}: open it in https://ui.perfetto.dev",
     ]
-    if len(plan.arms) > 1 or len(plan.experiment.workload) > 1:
+    if is_first:
         notes.insert(0, f"The first arm and workload of {plan.experiment.name}; --set chooses others.")
     facts = {**about, "source": "recording", "trace": str(trace), "nsys": shlex.join(command)}
     return _Profile(breakdown(spans), f"{plan.experiment.name}: {which}", _RECORDED, facts, tuple(notes))

@@ -1,4 +1,4 @@
-"""An arm of an experiment brought to its steady state, and one round of its first workload from there."""
+"""An arm of an experiment brought to its steady state, and one round of a workload from there."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from experiments.arms import Arm
+from experiments.arms import Arm, ServedWorkload
 from experiments.document import ExperimentError
 from experiments.plan import Plan
 from experiments.timed_llm import TimedLLM, Timeline
@@ -26,7 +26,7 @@ class Steady:
 
     llm: TimedLLM
     arm: Arm
-    workload: str
+    workload: ServedWorkload
     requests: Sequence[Request]
     rounds: Iterator[int] = field(default_factory=count, repr=False)
 
@@ -36,16 +36,19 @@ class Steady:
         return self.llm.serve(self.requests, batching=self.arm.batching, salt=salt)
 
 
-def open_steady(plan: Plan, ranges: Ranges, index: int = 0, **options: Any) -> Steady:
-    """The arm's engine with its `options` over the arm's own, not warm yet.
+def open_steady(
+    plan: Plan, ranges: Ranges, index: int = 0, workload: ServedWorkload | None = None, **options: Any
+) -> Steady:
+    """The arm's engine with these `options` over the arm's own, not warm yet, and its first workload or the given one.
 
     Raises ExperimentError where the experiment serves nothing, or this arm cannot.
     """
-    if plan.model is None or not plan.experiment.workload:
+    if plan.model is None or not plan.arms[index].workloads:
         raise ExperimentError([f"{plan.experiment.name}: a profile needs a model and a workload, to have steps"])
     if index in plan.unsupported:
         raise ExperimentError([f"{plan.arms[index].title}: {plan.unsupported[index]}"])
-    arm, workload = plan.arms[index], plan.experiment.workload[0]
+    arm = plan.arms[index]
+    served = arm.workloads[0] if workload is None else workload
     llm = TimedLLM(
         plan.model.directory(),
         kernels=arm.choices,
@@ -56,16 +59,16 @@ def open_steady(plan: Plan, ranges: Ranges, index: int = 0, **options: Any) -> S
         ranges=ranges,
         **{**arm.scheduler, **options},
     )
-    return Steady(llm, arm, workload.name, requests_of(workload, plan.model.config.vocab_size))
+    return Steady(llm, arm, served, requests_of(served.workload, plan.model.config.vocab_size))
 
 
-def recorded(plan: Plan, index: int = 0) -> tuple[list[Span], Steady]:
+def recorded(plan: Plan, index: int = 0, workload: ServedWorkload | None = None) -> tuple[list[Span], Steady]:
     """The spans of one round, after a first one that compiles and records graphs.
 
     On a GPU the steps run one after the other, without overlap: a replay's times have to be read before the next one.
     """
     recording = Recording(plan.device)
-    steady = open_steady(plan, recording, index, overlap=False)
+    steady = open_steady(plan, recording, index, workload, overlap=False)
     steady.serve()
     recording.clear()
     steady.serve()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tkernels  # noqa: F401  before anything that imports Triton
 from experiments.document import ExperimentError, read_document
-from experiments.plan import make_plan
+from experiments.plan import make_sweep
 from experiments.profiling.launches import run_under_ncu
 from experiments.profiling.steady import run_under_nsys
 
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
         mode.add_argument("--set", dest="overrides", action="append", default=[])
     asked = parser.parse_args(arguments)
     try:
-        plan = make_plan(read_document(asked.file, asked.overrides))
+        plan = make_sweep(read_document(asked.file, asked.overrides)).plans[0]
         if plan.device.type != "cuda":
             raise ExperimentError([f"NVIDIA's profilers watch a GPU, and the experiment's device is {plan.device}"])
         if asked.mode == "steps":
