@@ -3,13 +3,17 @@
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from experiments.plan import Plan, Sweep
+from experiments.provenance import lockfile_hashes, model_hashes, sha256_of, source_hashes
+from tkernels.clocks import read_clocks
 from tkernels.device import device_facts
 from tkernels.mode import MODE
 from tkernels.source_hash import source_hash
@@ -18,7 +22,10 @@ _PACKAGES = ("tkernels", "torch", "triton", "transformers", "safetensors", "toke
 
 
 def environment_of(sweep: Sweep, run_id: str, overrides: list[str]) -> dict[str, Any]:
-    """Everything but the tuned configs, which are known when the run has ended."""
+    """Everything but the tuned configs that are used and the clocks afterwards, which the end of the run tells.
+
+    Reads the weights of the models that are served, for their hashes.
+    """
     plan = sweep.plans[0]
     facts = device_facts(plan.device)
     seeds = {"inputs": plan.experiment.seed}
@@ -35,10 +42,15 @@ def environment_of(sweep: Sweep, run_id: str, overrides: list[str]) -> dict[str,
             "arch": platform.machine() if plan.device.type == "cpu" else facts.arch,
             "triton": "interpreted" if MODE == "interpret" else "compiled",
             "cuda": torch.version.cuda,
+            "driver": _driver(),
+            "clocks": asdict(read_clocks(plan.device)),
         },
         "host": {"system": platform.platform(), "cpus": os.cpu_count(), "torch_threads": torch.get_num_threads()},
         "git": git_state(Path(__file__).parent),
         "seeds": seeds,
+        "model": model_hashes(sweep.plans),
+        "sources": source_hashes(sweep.plans),
+        "lockfiles": lockfile_hashes(sweep.plans, facts),
         "kernels": {name: code for each in sweep.plans for name, code in kernel_hashes(each).items()},
     }
 
@@ -53,20 +65,39 @@ def kernel_hashes(plan: Plan) -> dict[str, str | None]:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """{"commit", "dirty"} of the checkout that `folder` is in, or {"commit": None, "reason"}."""
+    """{"commit", "dirty", "diff", "untracked"} of the checkout that `folder` is in, or {"commit": None, "reason"}.
+
+    diff: of all tracked files, against the commit. untracked: files that are not ignored -> SHA-256 of each.
+    """
 
     def git(*arguments: str) -> str:
         return subprocess.run(
-            ("git", "-C", str(folder), *arguments), capture_output=True, text=True, check=True, timeout=20
-        ).stdout.strip()
+            ("git", "-C", str(folder), *arguments), capture_output=True, text=True, check=True, timeout=20,
+            errors="replace",
+        ).stdout  # fmt: skip
 
     try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+        top = Path(git("rev-parse", "--show-toplevel").removesuffix("\n"))
+        commit, diff = git("rev-parse", "HEAD").strip(), git("diff", "HEAD", "--no-ext-diff", "--no-color")
+        others = git("-C", str(top), "ls-files", "--others", "--exclude-standard", "-z").split("\0")
+        files = {name: top / name for name in others if name and (top / name).is_file()}
+        untracked = {name: sha256_of(file) for name, file in files.items()}
+        return {"commit": commit, "dirty": bool(diff or untracked), "diff": diff, "untracked": untracked}
     except FileNotFoundError:
         return {"commit": None, "reason": "git is not installed"}
     except subprocess.SubprocessError as error:
         reason = getattr(error, "stderr", None) or error
         return {"commit": None, "reason": str(reason).strip()}
+
+
+def _driver() -> str | None:
+    """NVIDIA's, as its kernel module gives it; None where there is none."""
+    try:
+        first = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return None
+    found = re.search(r"\b\d+(\.\d+)+\b", first)
+    return found.group() if found else first
 
 
 def _version(package: str) -> str | None:

@@ -234,24 +234,39 @@ class Tuning:
             and missing_configs(variant, device, exact)
         ):
             exact = entries[tuning_key(variant, point)] = search(variant, device, point, launch, self.measure, path)
-        if exact and (best := exact.best(offered)) is not None:
-            return best, "exact"
-        if self.mode == "frozen":
+        found = nearest_entry(variant, point, entries, offered)
+        if self.mode == "frozen" and (found is None or found[1] != "exact"):
             raise TuningError(
                 f"{name}.{variant.name}: tuning is frozen and {path.name} has no entry for source {variant.source}, "
                 f"Triton {triton.__version__}, {point}"
             )
-        near = [e for e in entries.values() if (e.op, e.variant, e.bucket) == (name, variant.name, point)]
-        near = sorted((e for e in near if e.best(offered) is not None), key=lambda e: _version(e.triton), reverse=True)
-        matches: tuple[tuple[Match, list[Entry]], ...] = (
-            ("other Triton version", [e for e in near if e.source == variant.source]),
-            ("stale source", near),
-        )
-        for match, fits in matches:
-            if fits and (best := fits[0].best(offered)) is not None:
+        if found is not None:
+            entry, match = found
+            best = entry.best(offered)
+            assert best is not None
+            if match != "exact":
                 warnings.warn(f"{name}.{variant.name} [{point}]: config tuned with {match}", stacklevel=2)
-                return best, match
+            return best, match
         return variant.default_config(device.arch), "default"
+
+
+def nearest_entry(
+    variant: Variant, point: str, entries: Mapping[tuple[str, ...], Entry], offered: Sequence[Config]
+) -> tuple[Entry, Match] | None:
+    """Of a lockfile's entries, the one whose config a call gets: the exact one, else another Triton version's, else a
+    stale source's, the newest version first; None where none has a config that is still offered.
+    """
+    exact = entries.get(tuning_key(variant, point))
+    if exact and exact.best(offered) is not None:
+        return exact, "exact"
+    name = variant.contract.name
+    near = [e for e in entries.values() if (e.op, e.variant, e.bucket) == (name, variant.name, point)]
+    near = sorted((e for e in near if e.best(offered) is not None), key=lambda e: _version(e.triton), reverse=True)
+    matches: tuple[tuple[Match, list[Entry]], ...] = (
+        ("other Triton version", [e for e in near if e.source == variant.source]),
+        ("stale source", near),
+    )
+    return next(((fits[0], match) for match, fits in matches if fits), None)
 
 
 def tuning_key(variant: Variant, point: str) -> tuple[str, str, str, str, str]:

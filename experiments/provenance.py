@@ -1,0 +1,106 @@
+"""What a run was made of, so that it can be said later what made a difference: sources, tuned configs, weights."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from experiments.plan import Plan
+from tkernels.device import INTERPRETER, DeviceFacts
+from tkernels.tuning import TUNED_FOLDER, candidates, lockfile, nearest_entry, read_lockfile
+from tkernels.variant import Variant
+
+_MODEL_FILES = ("*.json", "*.safetensors", "tokenizer.model")
+_SHOWN_FROM_BYTES = 10**9
+_READ_BYTES = 1 << 22
+
+
+def variants_of(plans: Iterable[Plan]) -> dict[str, Variant]:
+    """ "op.variant" -> every variant that some arm calls, outside ones too, by name."""
+    found = {
+        f"{op}.{pick.variant}": plan.ops[op].variants[pick.variant]
+        for plan in plans
+        for op, picks in plan.picks.items()
+        for pick in picks
+    }
+    return dict(sorted(found.items()))
+
+
+def source_files(plans: Iterable[Plan]) -> dict[Path, Path]:
+    """Where in `sources/` the file of each variant that is used goes: "<op>/<variant>.py" -> the file. A `torch`
+    variant is its op's contract.
+    """
+    return {Path(*name.split(".")).with_suffix(".py"): one.file for name, one in variants_of(plans).items()}
+
+
+def source_hashes(plans: Iterable[Plan]) -> dict[str, str]:
+    """ "op.variant" -> SHA-256 of the file that it is defined in; what the file imports is known by git's state."""
+    return {name: sha256_of(variant.file) for name, variant in variants_of(plans).items()}
+
+
+def lockfile_hashes(plans: Iterable[Plan], device: DeviceFacts, folder: Path = TUNED_FOLDER) -> dict[str, str | None]:
+    """Path of each lockfile that the variants' tuned configs are looked up in -> its SHA-256; None where there is none
+    of that device. Empty where kernels are interpreted, which takes the defaults.
+    """
+    if device == INTERPRETER:
+        return {}
+    files = {lockfile(variant, device, folder) for variant in variants_of(plans).values() if variant.kind == "triton"}
+    return {str(file): sha256_of(file) if file.exists() else None for file in sorted(files)}
+
+
+def lockfile_entries(
+    plans: Iterable[Plan], device: DeviceFacts, used: Iterable[str], folder: Path = TUNED_FOLDER
+) -> dict[str, Any]:
+    """`used` ("op.variant[bucket]", as in Tuning.used) -> the lockfile's entry that its config is from, with every
+    timing; None where it was the default.
+    """
+    variants = variants_of(plans)
+    found: dict[str, Any] = {}
+    for key in used:
+        name, _, point = key.removesuffix("]").partition("[")
+        variant = variants[name]
+        entries = read_lockfile(lockfile(variant, device, folder))
+        nearest = nearest_entry(variant, point, entries, candidates(variant, device.arch))
+        found[key] = nearest[0].as_json() if nearest is not None else None
+    return found
+
+
+def model_hashes(plans: Iterable[Plan], console: Console | None = None) -> dict[str, dict[str, str]]:
+    """Model -> its configuration's, tokenizer's and weights' files, by name -> SHA-256; of models that serve nothing
+    in this experiment, nothing. Progress goes to `console` (stderr's by default) where it is more than a gigabyte.
+    """
+    served = {
+        plan.model.name: plan.model.directory()
+        for plan in plans
+        if plan.model is not None and (plan.experiment.workload or plan.experiment.quantization)
+    }
+    files = {
+        name: sorted({file for pattern in _MODEL_FILES for file in directory.glob(pattern)})
+        for name, directory in served.items()
+    }
+    total = sum(file.stat().st_size for some in files.values() for file in some)
+    columns = (
+        TextColumn("hashing the model"), BarColumn(bar_width=20), DownloadColumn(), TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    console = console if console is not None else Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=total < _SHOWN_FROM_BYTES) as progress:
+        task = progress.add_task("", total=total)
+        return {
+            name: {file.name: sha256_of(file, lambda count: progress.advance(task, count)) for file in some}
+            for name, some in files.items()
+        }
+
+
+def sha256_of(file: Path, read: Callable[[int], None] | None = None) -> str:
+    """Of a file's bytes, in hex. read: told how many bytes were taken in."""
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while block := opened.read(_READ_BYTES):
+            digest.update(block)
+            if read is not None:
+                read(len(block))
+    return digest.hexdigest()

@@ -1,0 +1,106 @@
+"""What a run records of where its figures come from."""
+
+import hashlib
+import io
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import experiments.provenance
+from experiments.environment import git_state
+from experiments.plan import Plan
+from experiments.provenance import lockfile_entries, lockfile_hashes, model_hashes, source_files, source_hashes
+from tests.tkernels.outside import write_variant
+from tkernels.config import Config
+from tkernels.device import INTERPRETER, TARGETS
+from tkernels.tuning import Entry, lockfile, record
+
+MakePlan = Callable[..., Plan]
+H200 = TARGETS["sm_90"]
+
+
+def sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def outside(plan: MakePlan, tmp_path: Path) -> Plan:
+    write_variant(tmp_path / "mine")
+    return plan(kernels={"swiglu": ["torch", "fused", "doubled"]}, variants_from=["mine"])
+
+
+def test_the_sources_are_those_of_every_variant_used_outside_ones_too(outside: Plan, tmp_path: Path) -> None:
+    files = source_files([outside])
+    assert list(map(str, files)) == ["swiglu/doubled.py", "swiglu/fused.py", "swiglu/torch.py"]
+    mine = tmp_path / "mine" / "swiglu" / "doubled.py"
+    assert files[Path("swiglu/doubled.py")] == mine.resolve()
+    before = source_hashes([outside])
+    assert before["swiglu.doubled"] == sha256(mine)
+    mine.write_text(mine.read_text() + "# changed\n")
+    after = source_hashes([outside])
+    assert {name for name in after if after[name] != before[name]} == {"swiglu.doubled"}
+
+
+def test_lockfiles_are_hashed_and_the_entries_that_were_used_are_told(outside: Plan, tmp_path: Path) -> None:
+    variant = outside.ops["swiglu"].variants["doubled"]
+    folder = tmp_path / "tuned"
+    assert lockfile_hashes([outside], INTERPRETER, folder) == {}
+    beside, inside = (
+        str(lockfile(outside.ops["swiglu"].variants[name], H200, folder)) for name in ("doubled", "fused")
+    )
+    assert lockfile_hashes([outside], H200, folder) == {beside: None, inside: None}
+    entry = Entry(
+        "swiglu", "doubled", variant.source, "3.5.0", "I<=8", Config(num_warps=8), ((Config(num_warps=8), 2.0, ""),)
+    )
+    record(Path(beside), H200, entry)
+    assert lockfile_hashes([outside], H200, folder)[beside] == sha256(Path(beside))
+    used = lockfile_entries([outside], H200, ["swiglu.doubled[I<=8]", "swiglu.doubled[I<=16]"], folder)
+    assert used == {"swiglu.doubled[I<=8]": entry.as_json(), "swiglu.doubled[I<=16]": None}
+
+
+def test_a_models_files_are_hashed_where_it_is_served(
+    plan: MakePlan, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"path": str(checkpoint)}
+    assert model_hashes([plan(model=model, kernels={"swiglu": "torch"})]) == {}
+    served = plan(model=model, workload={"kind": "prompts", "prompts": ["a"]})
+    shown = io.StringIO()
+    (files,) = model_hashes([served], Console(file=shown, force_terminal=True)).values()
+    assert shown.getvalue() == ""
+    assert files == {
+        file.name: sha256(file) for file in sorted(checkpoint.iterdir()) if file.suffix in (".json", ".safetensors")
+    }
+    assert {"config.json", "model.safetensors"} <= set(files)
+    monkeypatch.setattr(experiments.provenance, "_SHOWN_FROM_BYTES", 0)
+    assert model_hashes([served], Console(file=shown, force_terminal=True)) == {checkpoint.name: files}
+    assert "hashing the model" in shown.getvalue()
+
+
+def test_gits_state_has_the_diff_and_the_files_that_it_does_not_know(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        subprocess.run(("git", "-C", str(tmp_path), *identity, *arguments), check=True, capture_output=True)
+
+    assert git_state(tmp_path)["commit"] is None
+    git("init")
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / "a.py").write_text("one\n")
+    (tmp_path / ".gitignore").write_text("*.log\n")
+    git("add", "-A")
+    git("commit", "-m", "first")
+    clean = git_state(inside)
+    assert (clean["dirty"], clean["diff"], clean["untracked"]) == (False, "", {})
+    assert len(clean["commit"]) == 40
+    (inside / "a.py").write_text("two\n")
+    (tmp_path / "b.py").write_text("new\n")
+    (tmp_path / "c.log").write_text("ignored\n")
+    dirty = git_state(inside)
+    assert "-one\n+two" in dirty["diff"]
+    assert dirty["untracked"] == {"b.py": sha256(tmp_path / "b.py")}
+    assert (dirty["dirty"], dirty["commit"]) == (True, clean["commit"])
+    assert json.loads(json.dumps(dirty)) == dirty
