@@ -1,0 +1,200 @@
+"""What a picture is, and how it becomes an SVG that follows its page from light to dark.
+
+Pictures are drawn in marks, colours that no picture needs, which stand for the theme's. A page puts CSS variables in
+their place; a file keeps the light theme's colours, which any editor reads, and a rule for each that turns it dark.
+"""
+
+import csv
+import io
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NEEDS_PLOT = "not drawn: pictures need matplotlib, `pip install 'tkernels[plot]'`"
+
+WIDTH = 5.2
+"""Inches. A picture is as wide as a phone at its own size, and two stand side by side on a desk; labels stay legible."""
+
+INK, SOFT, RULE, PAPER = "#1c0a01", "#1c0a02", "#1c0a03", "#1c0a04"
+SERIES = tuple(f"#5e0a0{index}" for index in range(7))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+"""Nine, beside seven colours: a series is told by both, and no pair comes back before the 64th."""
+
+# Light, dark. The series differ in lightness too, for eyes that do not tell the hues apart, and have a contrast of
+# at least 3 to 1 with the paper of their theme.
+COLOURS: Mapping[str, tuple[str, str, str]] = {
+    INK: ("--ink", "#1d1d1b", "#e9e7e2"),
+    SOFT: ("--soft", "#62625d", "#a5a39c"),
+    RULE: ("--rule", "#dcdad3", "#3a3935"),
+    PAPER: ("--paper", "#fffffc", "#171716"),
+    SERIES[0]: ("--s0", "#1460a8", "#6fb1f0"),
+    SERIES[1]: ("--s1", "#c4500b", "#f29a5b"),
+    SERIES[2]: ("--s2", "#0b7f62", "#4ecba5"),
+    SERIES[3]: ("--s3", "#9d3f86", "#e394cf"),
+    SERIES[4]: ("--s4", "#8a6a00", "#dfbd4d"),
+    SERIES[5]: ("--s5", "#3f90c9", "#a6d8fa"),
+    SERIES[6]: ("--s6", "#5b5b8f", "#b3b1ea"),
+}
+
+_STYLE: Mapping[str, Any] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "axes.labelcolor": SOFT,
+    "axes.edgecolor": RULE,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": RULE,
+    "grid.linewidth": 0.6,
+    "figure.facecolor": "none",
+    "savefig.facecolor": "none",
+    "text.color": INK,
+    "text.parse_math": False,  # a name with dollars in it is a name
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "svg.fonttype": "none",  # text stays text: it can be read aloud, searched and restyled
+}
+_FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture, not drawn yet.
+
+    name: of its files. caption: says device, timer and spread. columns, records: its figures, as the CSV has them.
+    draw: fills a matplotlib figure, WIDTH inches wide unless it says otherwise.
+    """
+
+    name: str
+    title: str
+    caption: str
+    columns: tuple[str, ...]
+    records: tuple[tuple[Any, ...], ...]
+    draw: Callable[["Figure"], None]
+
+    def as_csv(self) -> str:
+        """The figures, with a header."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(self.columns)
+        writer.writerows(["" if value is None else value for value in record] for record in self.records)
+        return text.getvalue()
+
+    def as_svg(self) -> str | None:
+        """The picture in marks; None where matplotlib is not installed."""
+        try:
+            import matplotlib
+            from matplotlib.figure import Figure
+        except ImportError:
+            return None
+        buffer = io.StringIO()
+        with matplotlib.rc_context({**_STYLE, "svg.hashsalt": self.name}), warnings.catch_warnings():
+            # A name in a script that the measuring font lacks is measured roughly; the browser's fonts have it.
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+            figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
+            self.draw(figure)
+            nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+            figure.savefig(buffer, format="svg", metadata=nothing)
+        return _cleaned(buffer.getvalue(), self.name, self.title)
+
+
+def _cleaned(svg: str, name: str, title: str) -> str:
+    """The svg element alone, with ids of its own among others on a page, and a name for those who do not see it."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<style type="text/css">.*?</style>', "", svg, count=1, flags=re.DOTALL)
+    svg = re.sub(r'\bid="([^"]*)"', rf'id="{name}-\1"', svg)
+    svg = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", svg)
+    svg = re.sub(r"font: ([^;\"]*?)(\d[\d.]*)px [^;\"]*", rf"font: \1\2px {_FONT}", svg)
+    start = svg.index(">") + 1
+    box = re.search(r'viewBox="[^"]*"', svg[:start])
+    assert box is not None
+    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    opening = f'<svg {names} {box[0]} role="img" aria-label="{escape(title)}">'
+    lines = "<style>*{stroke-linejoin:round;stroke-linecap:butt}</style>"
+    return f"{opening}<title>{escape(title)}</title>{lines}{svg[start:].strip()}"
+
+
+def for_page(svg: str) -> str:
+    """With CSS variables, which the page defines, in place of the marks."""
+    for mark, (variable, _, _) in COLOURS.items():
+        svg = svg.replace(mark, f"var({variable})")
+    return svg
+
+
+def for_file(svg: str) -> str:
+    """A document of its own: the light theme's colours, and rules that turn each dark where that is wished for."""
+    rules = []
+    for mark, (_, light, dark) in COLOURS.items():
+        svg = svg.replace(mark, light)
+        rules += [f'[style*="{kind}: {light}"]{{{kind}:{dark}!important}}' for kind in ("fill", "stroke")]
+    paper, night = COLOURS[PAPER][1:]
+    style = (
+        f"svg{{color-scheme:light dark;background:{paper}}}"
+        f"@media (prefers-color-scheme: dark){{svg{{background:{night}}}{''.join(rules)}}}"
+    )
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + svg.replace("<style>", f"<style>{style}", 1) + "\n"
+
+
+def variables(theme: int) -> str:
+    """The theme's CSS variables: 1 is light, 2 dark."""
+    return "".join(f"{values[0]}:{values[theme]};" for values in COLOURS.values())
+
+
+def look(index: int) -> dict[str, Any]:
+    """The colour and marker of a series."""
+    return {"color": SERIES[index % len(SERIES)], "marker": MARKERS[index % len(MARKERS)]}
+
+
+def label(text: str, most: int = 40) -> str:
+    """A name as a picture can hold it: no control characters, which no SVG may have, and not too long."""
+    text = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+    text = text if len(text) <= most else f"{text[: most * 2 // 3]}…{text[-(most // 3 - 1) :]}"
+    return f" {text}" if text.startswith("_") else text  # matplotlib takes a leading underscore for "hide this"
+
+
+def compact(value: float) -> str:
+    """A tick's number: 4096 -> "4,096", 16777216 -> "16.8M", 0.25 -> "0.25"."""
+    for power, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if abs(value) >= power:
+            return f"{value / power:.3g}{letter}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def legend(figure: "Figure", entries: Sequence[tuple[str, Mapping[str, Any]]], most: int = 18) -> None:
+    """Above the plot, as many columns as fit; what does not fit is counted."""
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], **dict(style)) for _, style in entries[:most]]
+    names = [label(name, 34) for name, _ in entries[:most]]
+    if len(entries) > most:
+        handles.append(Line2D([], [], linestyle="none"))
+        names.append(f"and {len(entries) - most} more")
+    longest = max(map(len, names), default=1)
+    columns = max(1, min(4, 62 // (longest + 6)))
+    figure.legend(
+        handles, names, loc="outside upper left", ncols=columns, borderpad=0, handlelength=1.6, columnspacing=1.4
+    )
