@@ -35,9 +35,9 @@ def print_report(console: Console, prompts: Prompts, rows: Sequence[Row]) -> Non
     """What a run found, stage by stage, reasons last. A replay command stays one line, so that it can be copied."""
     parts: list[RenderableType] = []
     engines = [row for row in rows if isinstance(row, EngineRow)]
-    for table in tables_of(rows):
+    for name, table in tables_of(rows).items():
         parts.append(table.as_rich())
-        if table.title == ENGINE:
+        if name == "engine":
             parts += _texts(prompts, engines)
     console.print(Group(*parts))
     for number, reason in enumerate(reasons(rows)):
@@ -47,34 +47,31 @@ def print_report(console: Console, prompts: Prompts, rows: Sequence[Row]) -> Non
             console.print(Text(f"  replay: {reason.replay}"), soft_wrap=True)
 
 
-ENGINE = "Engine"
-
-
-def tables_of(rows: Sequence[Row]) -> list[PlainTable]:
-    """The tables of what a run found, stage by stage; figures of several processes are merged."""
+def tables_of(rows: Sequence[Row]) -> dict[str, PlainTable]:
+    """The tables of what a run found, by name, stage by stage; figures of several processes are merged."""
     count = processes(rows)
     rows = merged(rows)
-    parts: list[PlainTable] = []
+    parts: dict[str, PlainTable] = {}
     checks = [row for row in rows if isinstance(row, CheckRow)]
     timings = {_place(r): r for r in rows if isinstance(r, KernelRow)}
     if checks:
-        parts.append(_kernel_table(checks, timings, count))
+        parts["kernels"] = _kernel_table(checks, timings, count)
     engines = [row for row in rows if isinstance(row, EngineRow)]
     if engines:
-        parts.append(_engine_table(engines, [row for row in rows if isinstance(row, ParityRow)], count))
+        parts["engine"] = _engine_table(engines, [row for row in rows if isinstance(row, ParityRow)], count)
     peers = [row for row in rows if isinstance(row, PeerRow)]
     served: list[EngineRow | PeerRow] = [*engines, *peers]
     timed = [row for row in served if row.status == "ok" and row.ttft_s is not None]
     if timed:
-        parts.append(_latency_table(timed, swept(engines)))
+        parts["waiting"] = _latency_table(timed, swept(engines))
     scheduled = [row for row in engines if row.status == "ok" and row.settings]
     if scheduled:
-        parts.append(_memory_table(scheduled, swept(engines)))
+        parts["memory"] = _memory_table(scheduled, swept(engines))
     if peers:
-        parts.append(_peer_table(peers))
+        parts["peers"] = _peer_table(peers)
     quantized = [row for row in rows if isinstance(row, QuantizationRow)]
     if quantized:
-        parts.append(quantization_table(quantized))
+        parts["quantization"] = quantization_table(quantized)
     return parts
 
 
@@ -189,7 +186,7 @@ def _engine_table(engines: Sequence[EngineRow], parities: Sequence[ParityRow], c
             f" The engines were in memory in {len(groups)} groups, one after the other; only those of a group took "
             "turns: a smaller kv_cache_bytes lets more of them."
         )
-    return PlainTable(ENGINE, tuple(columns), tuple(lines), caption)
+    return PlainTable("Engine", tuple(columns), tuple(lines), caption)
 
 
 def _by_workload(

@@ -74,7 +74,8 @@ def _sweeps(name: str, title: str, points: Sequence[Measured], unit: str, least:
         values = factors[axis]
         if not numeric(values) or len(values) < (least if _is_size(axis) else 2):
             continue
-        found += _over(name, title, points, axis, [other for other in factors if other != axis], unit, about)
+        others = [other for other in dict.fromkeys(("variant", *factors)) if other != axis]
+        found += _over(name, title, points, axis, others, unit, about)
     return found
 
 
@@ -124,7 +125,7 @@ def _series(names: Sequence[str], values: Sequence[Factor | None]) -> str:
         if value is not None and value != "":
             plain = name in ("variant", "dtype", "workload") or isinstance(value, str)
             shown.append(str(value) if plain else f"{name.removeprefix('workload.')} {value}")
-    return ", ".join(shown) or "measured"
+    return ", ".join(shown)
 
 
 def _drawing(lines: Sequence[_Line], x_name: str, unit: str) -> Any:
@@ -143,7 +144,7 @@ def _drawing(lines: Sequence[_Line], x_name: str, unit: str) -> Any:
         _scale(axes, xs, ys)
         axes.set_xlabel(x_name)
         axes.set_title(unit)
-        if len(lines) > 1 or lines[0].name != "measured":
+        if any(one.name for one in lines):
             legend(figure, [(one.name, look(index)) for index, one in enumerate(lines)])
 
     return draw

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NEEDS_PLOT = "not drawn: pictures need matplotlib, `pip install 'tkernels[plot]'`"
 
 WIDTH = 5.2
-"""Inches. A picture is as wide as a phone at its own size, and two stand side by side on a desk; labels stay legible."""
+"""Inches: a picture is as wide as a phone at its own size, and two stand side by side on a desk."""
 
 INK, SOFT, RULE, PAPER = "#1c0a01", "#1c0a02", "#1c0a03", "#1c0a04"
 SERIES = tuple(f"#5e0a0{index}" for index in range(7))
@@ -42,7 +42,7 @@ COLOURS: Mapping[str, tuple[str, str, str]] = {
     SERIES[6]: ("--s6", "#5b5b8f", "#b3b1ea"),
 }
 
-_STYLE: Mapping[str, Any] = {
+_STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9,

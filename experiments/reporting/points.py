@@ -31,7 +31,7 @@ def quartiles(values: Sequence[float], median: float, iqr: float | None) -> tupl
 
 
 def label_factors(op: str, label: str, several_ops: bool) -> dict[str, Factor]:
-    """ "split_kv[num_splits=4]" -> {"variant": "split_kv", "num_splits": 4}, named after the op where there are some."""
+    """ "split_kv[num_splits=4]" -> {"variant": "split_kv", "num_splits": 4}; of several ops, named after its op."""
     match = _LABEL.fullmatch(label)
     assert match is not None
     prefix = f"{op}." if several_ops else ""

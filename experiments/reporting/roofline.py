@@ -1,4 +1,4 @@
-"""Every timed variant against the device's limits, or, where those are not known, against arithmetic intensity alone."""
+"""Every timed variant against the device's limits; where those are not known, against arithmetic intensity alone."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     from tkernels.roofline import Peaks
 
 NO_ROOFLINE = "no roofline known for this device"
-_COLUMNS = ("op", "variant", "point", "dtype", "flops_per_byte", "gflop_per_s", "gb_per_s", "roofline_fraction", "bound")
+_COLUMNS = (
+    "op",
+    "variant",
+    "point",
+    "dtype",
+    "flops_per_byte",
+    "gflop_per_s",
+    "gb_per_s",
+    "roofline_fraction",
+    "bound",
+)
 
 
 def roofline_picture(rows: Sequence[KernelRow], device: str, about: str) -> Picture | None:
@@ -75,7 +85,9 @@ def _draw(figure: "Figure", records: Sequence[tuple[Any, ...]], peaks: "Peaks | 
         for key, style in styles.items():
             mine = [r for r in records if (r[0], r[1]) == key and r[column] > 0]
             places = [r[4] or none_at for r in mine]
-            axes.plot(places, [r[column] for r in mine], linestyle="none", markeredgecolor=PAPER, markeredgewidth=0.5, **style)
+            axes.plot(
+                places, [r[column] for r in mine], linestyle="none", markeredgecolor=PAPER, markeredgewidth=0.5, **style
+            )
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.margins(0.06, 0.1)

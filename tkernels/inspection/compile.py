@@ -25,6 +25,7 @@ from tkernels.inspection.occupancy import LIMITS, occupancy, resident_blocks
 from tkernels.inspection.points import Point, UnalignedPointer, point
 from tkernels.inspection.rows import CompiledKernel
 from tkernels.launch import Kernel
+from tkernels.source_hash import source_hash
 from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
 
@@ -55,7 +56,7 @@ def compile_point(
     used = config if config is not None else default  # one without constants is false
     row = CompiledKernel(
         contract.name, variant.name, "", arch, used.as_dict(), "unsupported", used == default,
-        "axes" if mine else name, here.reason or "", dict(here.drawn),
+        "axes" if mine else name, here.reason or "", dict(here.drawn), source=source_hash(variant.kernels),
     )  # fmt: skip
     if here.reason:
         return [row]

@@ -75,6 +75,6 @@ def _widths(narrow: Sequence[str]) -> list[str]:
 
 
 def changed(before: CompiledKernel, now: CompiledKernel) -> dict[str, tuple[object, object]]:
-    """Every kept figure that differs: name -> (before, now)."""
-    pairs = {name: (getattr(before, name), getattr(now, name)) for name in _KEPT}
+    """Every kept figure that differs: name -> (before, now). Code that compiles to the same is no difference."""
+    pairs = {name: (getattr(before, name), getattr(now, name)) for name in _KEPT if name != "source"}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

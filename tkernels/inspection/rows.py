@@ -24,7 +24,8 @@ class CompiledKernel:
     narrow: main-loop accesses to 8- and 16-bit floats of less than 16 bytes, "file.py:line float width".
     launch: its position among the variant's launches. grid: programs by axis. waves: grid over what is resident.
     workspace_bytes: of the variant, for all its launches. compile_s: without any cache.
-    code: a hash of the instructions, whatever the kernel's name.
+    code: a hash of the instructions, whatever the kernel's name. source: the hash of the variant's kernels, as tuned
+        configs are kept by: whoever shows a row of the expected table can tell whether the code is still that.
     """
 
     op: str
@@ -52,6 +53,7 @@ class CompiledKernel:
     workspace_bytes: int = 0
     compile_s: float | None = None
     code: str = ""
+    source: str = ""
 
     @property
     def name(self) -> str:

@@ -1,0 +1,77 @@
+"""What is right, and what says the same: the checks of every variant, and the arms beside the first one."""
+
+from collections.abc import Mapping, Sequence
+
+from experiments.rows import CheckRow, ParityRow
+from experiments.table_style import Cell, Column, Line, PlainTable, cells, status_cell
+
+_WORST_FIRST = ("wrong", "failed", "ok", "unsupported")
+
+
+def check_table(checks: Sequence[CheckRow]) -> PlainTable:
+    """A line for each variant and dtype: at how many points it was checked, and its largest error over the allowed."""
+    columns = (
+        Column("variant"), Column("dtype"), Column("result"), Column("points right", right=True),
+        Column("worst error", right=True), Column("worst RMS", right=True), Column("at"),
+    )  # fmt: skip
+    groups: dict[tuple[str, str, str], list[CheckRow]] = {}
+    for row in checks:
+        groups.setdefault((str(row.op), str(row.variant), row.dtype), []).append(row)
+    lines: list[Line] = []
+    last = None
+    for (op, variant, dtype), mine in groups.items():
+        if op != last:
+            lines.append(op)
+        last = op
+        status = min((row.status for row in mine), key=_WORST_FIRST.index)
+        right = f"{sum(row.status == 'ok' for row in mine)} of {len(mine)}"
+        judged = [row for row in mine if row.max_error_ratio is not None]
+        worst = max(judged, key=lambda row: row.max_error_ratio or 0.0, default=None)
+        rms = max((row.rms_error_ratio for row in judged if row.rms_error_ratio is not None), default=None)
+        error = f"{worst.max_error_ratio:.2f}" if worst is not None else "-"
+        place = str(worst.point) if worst is not None else "-"
+        rms_text = f"{rms:.2f}" if rms is not None else "-"
+        lines.append(cells(variant, dtype, status_cell(status), right, error, rms_text, place))
+    caption = (
+        "Every variant once at every point, against the op's definition in float64. Errors are over what the error rule "
+        "allows, at most 1.00: of the largest error, 2 times torch's own at the same dtype and 2 eps of the largest value; "
+        "of the RMS error, 1.25 times torch's and eps/4; small outputs have no RMS rule."
+    )
+    return PlainTable("Checks", columns, tuple(lines), caption)
+
+
+def parity_table(parities: Sequence[ParityRow]) -> PlainTable:
+    """A line for each arm after the first: the same tokens, where not, and how far log-probabilities drift."""
+    several = len({row.workload for row in parities}) > 1
+    names = _swept(parities)
+    columns = [*([Column("workload")] if several else []), *(Column(name) for name in names), Column("same tokens")]
+    columns += [Column("first difference"), Column("drift, nats", right=True)]
+    lines: list[Line] = []
+    for row in parities:
+        known = {**row.arm, **row.settings}
+        line = cells(*([str(row.workload)] if several else []), *(str(known.get(name, "-")) for name in names))
+        equal = Cell("yes", "yes") if row.tokens_equal else Cell(f"{row.requests_equal} of {row.requests}", "partly")
+        drift = f"{row.logprob_drift:.1e}" if row.logprob_drift is not None else "-"
+        lines.append((*line, *cells(equal, _place(row.first_divergence), drift)))
+    first = parities[0].first_arm or {}
+    against = ", ".join(f"{op} {first[op]}" for op in names if op in first) or "the first of the experiment"
+    caption = (
+        f"Beside the first arm ({against}). Drift: the largest difference of any log-probability that both arms report, up "
+        "to the first token that differs."
+    )
+    return PlainTable("Parity", tuple(columns), tuple(lines), caption)
+
+
+def _swept(parities: Sequence[ParityRow]) -> list[str]:
+    arms = [{**row.arm, **row.settings} for row in parities] + [row.first_arm or {} for row in parities[:1]]
+    names = dict.fromkeys(name for arm in arms for name in arm)
+    settings = {name for row in parities for name in row.settings}
+    return [name for name in names if name in settings or len({arm[name] for arm in arms if name in arm}) > 1]
+
+
+def _place(divergence: Mapping[str, float | int | None] | None) -> str:
+    if divergence is None:
+        return "-"
+    margin = divergence.get("margin")
+    sure = f", by a margin of {margin:.2g} nats" if margin is not None else ""
+    return f"request {divergence['request']}, token {divergence['place']}{sure}"

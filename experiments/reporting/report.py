@@ -1,0 +1,272 @@
+"""A report before it is written: the question, the verdict, and every table and picture with its words."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from experiments.quantization_report import quantization_picture
+from experiments.replicates import merged, processes
+from experiments.reporting.breakdown import breakdown_picture, not_recorded, step_table, steps_of
+from experiments.reporting.curves import engine_curves, kernel_curves
+from experiments.reporting.dots import throughput_picture, variant_pictures, waiting_pictures
+from experiments.reporting.numerics import check_table, parity_table
+from experiments.reporting.pictures import Picture
+from experiments.reporting.question import Question, question_of
+from experiments.reporting.resources import resources_of
+from experiments.reporting.roofline import roofline_picture
+from experiments.reporting.verdict import Verdict, verdict_of
+from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, Row, StepRow
+from experiments.run_folder import SOURCE
+from experiments.runs.reading import RecordedRun
+from experiments.table_style import PlainTable
+from experiments.tables import Reason, reasons, tables_of
+
+
+@dataclass(frozen=True)
+class Section:
+    """name: what links to it. notes: paragraphs before its pictures and tables, such as why there are none."""
+
+    name: str
+    title: str
+    notes: tuple[str, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    tables: tuple[PlainTable, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """facts: what every figure depends on. texts: prompts, each with what the first arm made of it. commands: how to
+    do it again, each with what it does. repairs: what of the folder was half written.
+    """
+
+    name: str
+    run_id: str
+    when: str
+    question: Question
+    verdict: Verdict
+    facts: tuple[tuple[str, str], ...]
+    sections: tuple[Section, ...]
+    failures: tuple[Reason, ...]
+    texts: tuple[tuple[str, str], ...]
+    commands: tuple[tuple[str, str], ...]
+    environment: tuple[tuple[str, str], ...]
+    source: str
+    repairs: tuple[str, ...]
+
+    @property
+    def pictures(self) -> list[Picture]:
+        return [picture for section in self.sections for picture in section.pictures]
+
+
+def report_of(run: RecordedRun) -> Report:
+    """The report on a recorded run; whatever was not measured is said to be so."""
+    rows = merged(run.rows)
+    count = processes(run.rows)
+    source = _source(run.path)
+    name = str(run.resolved.get("name", run.name))
+    tables = tables_of(run.rows)
+    sections = (
+        _end_to_end(run, rows, tables, count),
+        _kernels(run, rows, tables, count),
+        _step_time(run, rows),
+        _quantization(run, rows, tables),
+        _numerics(rows),
+        _compiled(run),
+    )
+    return Report(
+        name=name,
+        run_id=str(run.meta["run_id"]),
+        when=_moment(run.meta["created"]),
+        question=question_of(source, name),
+        verdict=verdict_of(rows, count, run.finished),
+        facts=_facts(run, rows, count),
+        sections=tuple(one for one in sections if one is not None),
+        failures=tuple(reasons(run.rows)),
+        texts=_texts(run, rows),
+        commands=_commands(run),
+        environment=_flat(run.environment),
+        source=source,
+        repairs=run.repairs,
+    )
+
+
+def _of(rows: Sequence[Row], kind: type) -> list[Any]:
+    return [row for row in rows if isinstance(row, kind)]
+
+
+def _source(folder: Path) -> str:
+    try:
+        return (folder / SOURCE).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _about(run: RecordedRun, timer: str, count: int, each: str) -> str:
+    """Device, timer and spread, in a sentence."""
+    spread = f"between {count} processes" if count > 1 else f"between {each} of one process"
+    return f"{_device(run)}; {timer}; spread: quartiles {spread}."
+
+
+def _device(run: RecordedRun) -> str:
+    device, host = run.environment.get("device") or {}, run.environment.get("host") or {}
+    name = str(device.get("name") or "an unknown device")
+    threads = host.get("torch_threads")
+    if device.get("type") != "cpu" or not threads:
+        return name
+    return f"{name}, {threads} thread{'s' if threads != 1 else ''}"
+
+
+def _end_to_end(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, PlainTable], count: int) -> Section | None:
+    engines, peers = _of(rows, EngineRow), _of(rows, PeerRow)
+    if not engines and not peers:
+        return None
+    rounds = max((len(row.seconds or ()) for row in engines if row.status == "ok"), default=0)
+    about = _about(run, "wall clock", count, f"{rounds} rounds")
+    curves = engine_curves(engines, about)
+    pictures = [throughput_picture([*engines, *peers], about), *curves, *waiting_pictures([*engines, *peers], about)]
+    shown = [name for name in tables if name not in ("kernels", "quantization", "steps")]
+    notes = []
+    if engines and not any(row.tokens_per_s for row in engines):
+        why = next((row.speed_reason or row.reason for row in engines), None)
+        notes.append(f"No arm's speed was measured: {why}.")
+    return Section(
+        "end-to-end", "End to end", tuple(notes), tuple(one for one in pictures if one is not None),
+        tuple(tables[name] for name in shown),
+    )  # fmt: skip
+
+
+def _kernels(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, PlainTable], count: int) -> Section | None:
+    kernels = _of(rows, KernelRow)
+    if "kernels" not in tables and not kernels:
+        return None
+    timers = list(dict.fromkeys(str(row.timer) for row in kernels if row.status == "ok" and row.timer))
+    samples = max((len(row.samples_us or ()) for row in kernels if row.status == "ok"), default=0)
+    about = _about(run, f"timer: {', '.join(timers) or 'none'}", count, f"{samples} samples")
+    device = str((run.environment.get("device") or {}).get("name"))
+    curves = kernel_curves(kernels, run.resolved.get("shapes") or {}, about)
+    drawn = {str(row.op) for row in kernels if any(one.name.startswith(f"time-{row.op}-by") for one in curves)}
+    pictures = [roofline_picture(kernels, device, about), *curves, *variant_pictures(kernels, sorted(drawn), about)]
+    notes = []
+    if not timers:
+        why = next((row.speed_reason or row.reason for row in kernels), "no variant passed its check")
+        notes.append(f"No kernel's time was measured: {why}.")
+    found = tuple(one for one in pictures if one is not None)
+    table = (tables["kernels"],) if "kernels" in tables else ()
+    return Section("kernels", "Kernels alone", tuple(notes), found, table)
+
+
+def _step_time(run: RecordedRun, rows: Sequence[Row]) -> Section | None:
+    engines, steps = _of(rows, EngineRow), _of(rows, StepRow)
+    if not engines:
+        return None
+    found = steps_of(steps, engines)
+    if not found:
+        why = not_recorded(steps)
+        return Section("step-time", "Step time", (f"Where a step's time goes: {why}.",))
+    picture = breakdown_picture(found, f"{_device(run)}; {found[0].clock} clock; the mean over a round's steps.")
+    return Section("step-time", "Step time", (), (picture,) if picture else (), (step_table(found),))
+
+
+def _quantization(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, PlainTable]) -> Section | None:
+    if "quantization" not in tables:
+        return None
+    picture = quantization_picture(_of(rows, QuantizationRow), _device(run))
+    return Section("quantization", "Quantization", (), (picture,) if picture else (), (tables["quantization"],))
+
+
+def _numerics(rows: Sequence[Row]) -> Section | None:
+    checks, parities = _of(rows, CheckRow), _of(rows, ParityRow)
+    tables = [*([check_table(checks)] if checks else []), *([parity_table(parities)] if parities else [])]
+    notes = ()
+    if _of(rows, EngineRow) and not parities:
+        notes = ("Parity of arms: nothing to compare, for only one answered.",)
+    return Section("numerics", "Checks and parity", notes, (), tuple(tables)) if tables else None
+
+
+def _compiled(run: RecordedRun) -> Section:
+    table, notes = resources_of(run.environment)
+    return Section("compiled", "What the kernels compile to", tuple(notes), (), (table,) if table else ())
+
+
+def _facts(run: RecordedRun, rows: Sequence[Row], count: int) -> tuple[tuple[str, str], ...]:
+    environment = run.environment
+    versions, git = environment.get("versions") or {}, environment.get("git") or {}
+    commit = str(git.get("commit") or git.get("reason") or "unknown")[:12]
+    ended = run.meta.get("finished")
+    facts = {
+        "Device": _device(run),
+        "Kernels": str((environment.get("device") or {}).get("triton") or "unknown"),
+        "Dtype": ", ".join(dict.fromkeys(row.dtype for row in rows)) or "none",
+        "Processes": str(count),
+        "Software": ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton") if versions.get(name)),
+        "Code": commit + (", with changes" if git.get("dirty") else ""),
+        "Took": _duration(run.meta["created"], ended) if ended else "cut off",
+        "Rows": f"{len(run.rows):,}",
+    }
+    return tuple((label, value) for label, value in facts.items() if value)
+
+
+def _moment(iso: object) -> str:
+    """ "21 November 2026, 16:09 UTC" for people; what is no moment stays as it is."""
+    try:
+        moment = datetime.fromisoformat(str(iso))
+    except ValueError:
+        return str(iso)
+    zone = f" {moment.tzname()}" if moment.tzname() else ""
+    return f"{moment.day} {moment:%B %Y, %H:%M}{zone}"
+
+
+def _duration(start: object, end: object) -> str:
+    try:
+        seconds = (datetime.fromisoformat(str(end)) - datetime.fromisoformat(str(start))).total_seconds()
+    except (ValueError, TypeError):
+        return "unknown"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _texts(run: RecordedRun, rows: Sequence[Row]) -> tuple[tuple[str, str], ...]:
+    """Prompts of the workloads, each with what the first arm that answered made of it."""
+    found = []
+    workloads = run.resolved.get("workload") or []
+    for workload in workloads if isinstance(workloads, list) else [workloads]:
+        prompts = workload.get("prompts") if isinstance(workload, Mapping) else None
+        answers = [row for row in _of(rows, EngineRow) if row.workload == workload.get("name", "") and row.status == "ok"]
+        if prompts and answers and answers[0].texts:
+            found += list(zip(map(str, prompts), answers[0].texts, strict=False))
+    return tuple(found)
+
+
+def _commands(run: RecordedRun) -> tuple[tuple[str, str], ...]:
+    try:
+        path = run.path.resolve().relative_to(Path.cwd())
+    except ValueError:
+        path = Path(run.name)
+    folder = shlex.quote(str(path))
+    git = run.environment.get("git") or {}
+    commands = [("Run it again, and hear what changed", f"tk repeat {folder}")]
+    if commit := git.get("commit"):
+        changes = "; it had changes besides, which environment.json keeps" if git.get("dirty") else ""
+        commands.append((f"The code as it was{changes}", f"git checkout {shlex.quote(str(commit))}"))
+    commands += [
+        ("The experiment as it was resolved, without this folder's other files", f"tk run {folder}/resolved.yaml"),
+        ("Beside another run", f"tk compare {folder} OTHER"),
+        ("This report again, or its figures", f"tk report {folder} --format html"),
+    ]
+    return tuple(commands)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> tuple[tuple[str, str], ...]:
+    """Nested values as "versions.torch" -> "2.13"; what is long is left to environment.json."""
+    found: list[tuple[str, str]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found += _flat(value, f"{prefix}{name}.")
+        else:
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            if value not in (None, [], ""):
+                found.append((f"{prefix}{name}", text if len(text) <= 200 else f"{text[:200]} …"))
+    return tuple(found)

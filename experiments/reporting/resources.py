@@ -1,0 +1,77 @@
+"""What the kernels that a run used compile to, from the expected tables of `tk inspect`: only where the code is still
+that, so that no figure is of other code than what ran.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.table_style import Cell, Column, Line, PlainTable, cells
+from tkernels.device import TARGETS
+from tkernels.inspection import expected
+from tkernels.inspection.rows import CompiledKernel
+
+STAND_IN = "sm_90"
+"""Whose code is shown where the run's device compiles none, as a CPU: the H100's and H200's."""
+
+
+def resources_of(environment: Mapping[str, Any]) -> tuple[PlainTable | None, list[str]]:
+    """The table, None where no row fits, and what is to be said about it.
+
+    Args:
+        environment: of the run: its "kernels" are "op.variant" -> hash of the code, None for one without a kernel.
+    """
+    hashes = {name: value for name, value in (environment.get("kernels") or {}).items() if value is not None}
+    version = str((environment.get("versions") or {}).get("triton") or "")
+    device = environment.get("device") or {}
+    arch = str(device.get("arch"))
+    notes = []
+    if not hashes:
+        return None, ["No variant of this run has a Triton kernel."]
+    if arch not in TARGETS:
+        notes.append(
+            f"{device.get('name')} runs no compiled kernel: this is what the same code compiles to for {STAND_IN} "
+            "(H100, H200), ahead of time. Nothing of it was measured."
+        )
+        arch = STAND_IN
+    lines: list[Line] = []
+    missing = []
+    table = expected.read(expected.table_path(version)) if version else {}
+    for name, source in sorted(hashes.items()):
+        op, _, variant = name.partition(".")
+        rows = [row for row in table.values() if (row.op, row.variant, row.arch, row.source) == (op, variant, arch, source)]
+        lines += [_line(name, row) for row in rows if row.point != "unaligned"]
+        if not rows:
+            missing.append(name)
+    if missing:
+        command = "`tk inspect --op OP --variant VARIANT`"
+        notes.append(
+            f"Not in the expected table of Triton {version or '(unknown)'} as the code was then, for {arch}: "
+            f"{', '.join(missing)}. {command} compiles what there is now."
+        )
+    if not lines:
+        return None, notes
+    columns = (
+        Column("variant"), Column("kernel"), Column("dtype"), Column("registers", right=True),
+        Column("spilled bytes", right=True), Column("shared, KB", right=True), Column("occupancy", right=True),
+        Column("matrix instructions"), Column("config"),
+    )  # fmt: skip
+    caption = (
+        f"{arch}, Triton {version}, each variant's default config at the engine's shapes; the run may have used another "
+        "config. Registers and bytes spilled: of a thread; shared: of a block; occupancy: resident warps over the most "
+        "there can be. From the expected table of `tk inspect`, where the hash of the code is the run's."
+    )
+    return PlainTable(f"Registers, spills and shared memory ({arch})", columns, tuple(lines), caption), notes
+
+
+def _line(name: str, row: CompiledKernel) -> tuple[Cell, ...]:
+    dtype = "e4m3" if row.point == "fp8" else "bf16"
+    if row.status != "ok":
+        return cells(name, row.kernel, dtype, Cell(row.status, row.status), *["-"] * 4, row.reason)
+    kernel = row.kernel.removeprefix(f"{row.op}_") or row.kernel
+    matrix = ", ".join(f"{kind} × {count}" for kind, count in row.matrix_instructions.items()) or "-"
+    config = ", ".join(f"{key} {value}" for key, value in row.config.items())
+    spilled = f"{row.spill_bytes:,}" if row.spill_bytes is not None else "-"
+    shared = f"{(row.shared_bytes or 0) / 1024:.3g}"
+    occupancy = f"{row.occupancy:.0%}" if row.occupancy is not None else "-"
+    tone = "partly" if row.spill_bytes else ""
+    return cells(name, kernel, dtype, f"{row.registers}", Cell(spilled, tone), shared, occupancy, matrix, config)

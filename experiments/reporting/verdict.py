@@ -1,0 +1,173 @@
+"""What came out, in a sentence made of the rows."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, Row
+from experiments.tables import swept, title_of
+
+ENOUGH_PROCESSES = 5
+"""From which on `tk compare` judges a difference; see experiments/runs/comparison.py."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """good: nothing is wrong and nothing failed. notes: what the sentence has no room for."""
+
+    sentence: str
+    good: bool
+    notes: tuple[str, ...]
+
+
+def verdict_of(rows: Sequence[Row], processes: int, finished: bool) -> Verdict:
+    """The verdict on a run.
+
+    Args:
+        rows: merged. processes: that timed things were repeated in. finished: the run ended.
+    """
+    bad = [row for row in rows if row.status in ("wrong", "failed")]
+    engines = [row for row in rows if isinstance(row, EngineRow)]
+    parts = [*_checks([row for row in rows if isinstance(row, CheckRow)])]
+    parts += _tokens([row for row in rows if isinstance(row, ParityRow)], engines)
+    speeds = _engine_speed(engines) or _kernel_speed([row for row in rows if isinstance(row, KernelRow)])
+    peers = _peers([row for row in rows if isinstance(row, PeerRow)])
+    quantized = _quantized([row for row in rows if isinstance(row, QuantizationRow)])
+    main = "; ".join([" and ".join(parts), *speeds[:1]] if parts else speeds[:1]) or "nothing was measured"
+    notes = [_sentence(note) for note in (*speeds[1:], *peers, *quantized)]
+    if any("times" in note or "the fastest" in note for note in (*speeds, *peers)) and processes < ENOUGH_PROCESSES:
+        times = "One process" if processes == 1 else f"{processes} processes"
+        notes.append(
+            f"{times} each: no test says which of these differences are noise; `replicates: {ENOUGH_PROCESSES}` and "
+            "`tk compare` would."
+        )
+    if not finished:
+        notes.append("The run has not ended: what follows is what it knew when it was cut off.")
+    return Verdict(_sentence(main), not bad and bool(rows), tuple(notes))
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")
+
+
+def _listed(names: Sequence[str], most: int = 3) -> str:
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
+def _checks(checks: Sequence[CheckRow]) -> list[str]:
+    verdicts: dict[str, set[str]] = {}
+    for row in checks:
+        verdicts.setdefault(f"{row.op}.{row.variant}", set()).add(row.status)
+    judged = {name: found for name, found in verdicts.items() if found != {"unsupported"}}
+    wrong = [name for name, found in judged.items() if found & {"wrong", "failed"}]
+    if not judged:
+        return ["no variant could be checked"] if verdicts else []
+    if wrong:
+        verb = "is" if len(wrong) == 1 else "are"
+        return [f"{len(wrong)} of {len(judged)} variants {verb} not right ({_listed(wrong)})"]
+    return [f"all {len(judged)} variants were right" if len(judged) > 1 else "the variant was right"]
+
+
+def _tokens(parities: Sequence[ParityRow], engines: Sequence[EngineRow]) -> list[str]:
+    if not parities:
+        return []
+    other = [row for row in parities if row.tokens_equal is False]
+    if other:
+        return [f"{len(other)} of {len(parities)} comparisons with the first arm differ in some token"]
+    count = len({(str(row.arm), str(row.settings)) for row in engines if row.status == "ok"})
+    return [f"all {count} arms gave the same tokens"]
+
+
+def _engine_speed(engines: Sequence[EngineRow]) -> list[str]:
+    """By workload the fastest arm over the first one; the workload with the largest difference first."""
+    names = swept(engines)
+    served = [row for row in engines if row.status == "ok"]
+    timed = [row for row in served if row.tokens_per_s]
+    if served and not timed:
+        return [f"no arm's speed was measured ({served[0].speed_reason})"]
+    found: list[tuple[float, str]] = []
+    workloads = list(dict.fromkeys(row.workload for row in timed))
+    for workload in workloads:
+        mine = [row for row in timed if row.workload == workload]
+        best, first = max(mine, key=lambda row: row.tokens_per_s or 0.0), mine[0]
+        where = f"with “{workload}”, " if len(workloads) > 1 else ""
+        speed = f"{best.tokens_per_s:,.0f} tokens/s"
+        if len(mine) == 1:
+            alone = f", the only one of {len(served)} arms whose speed was measured," if len(served) > 1 else ""
+            found.append((0.0, f"{where}{title_of(best, names)}{alone} served {speed}"))
+            continue
+        ratio = (best.tokens_per_s or 0.0) / (first.tokens_per_s or math.inf)
+        if best is first:
+            second = sorted(mine, key=lambda row: -(row.tokens_per_s or 0.0))[1]
+            ratio = (best.tokens_per_s or 0.0) / (second.tokens_per_s or math.inf)
+            beside = f"{ratio:.3g} times {title_of(second, names)}'s, the next"
+        else:
+            beside = f"{ratio:.3g} times {title_of(first, names)}'s, the first arm's"
+        overlap = " (their quartiles overlap)" if _overlap(best, first) and best is not first else ""
+        found.append((ratio, f"{where}{title_of(best, names)} was the fastest: {speed}, {beside}{overlap}"))
+    return [text for _, text in sorted(found, key=lambda pair: -pair[0])]
+
+
+def _overlap(one: EngineRow, other: EngineRow) -> bool:
+    """Whether medians are nearer than half their spreads together."""
+    distance = abs((one.tokens_per_s or 0.0) - (other.tokens_per_s or 0.0))
+    return distance < ((one.tokens_per_s_iqr or 0.0) + (other.tokens_per_s_iqr or 0.0)) / 2
+
+
+def _kernel_speed(kernels: Sequence[KernelRow]) -> list[str]:
+    """Of each op with several timed variants, which was the fastest at how many points."""
+    ok = [row for row in kernels if row.status == "ok"]
+    timed = [row for row in ok if row.median_us is not None]
+    if ok and not timed:
+        return [f"no speed was measured ({ok[0].speed_reason})"]
+    found = []
+    for op in dict.fromkeys(row.op for row in timed):
+        points: dict[Any, list[KernelRow]] = {}
+        for row in timed:
+            if row.op == op:
+                points.setdefault((row.point, row.dtype, str(row.settings)), []).append(row)
+        contested = {point: rows for point, rows in points.items() if len(rows) > 1}
+        if not contested:
+            continue
+        wins: dict[str, list[float]] = {}
+        for mine in contested.values():
+            first, second = sorted(mine, key=lambda row: row.median_us or 0.0)[:2]
+            assert first.median_us is not None
+            assert second.median_us is not None
+            wins.setdefault(str(first.variant), []).append(second.median_us / first.median_us)
+        best = max(wins, key=lambda name: len(wins[name]))
+        lead = f"up to {max(wins[best]):.3g} times as fast as the next"
+        found.append(f"{op}: {best} was the fastest at {len(wins[best])} of {len(contested)} points, {lead}")
+    if not found and timed:
+        names = list(dict.fromkeys(f"{row.op}.{row.variant}" for row in timed))
+        found = [
+            f"{_listed(names)} {'was' if len(names) == 1 else 'were'} timed, beside no other variant of the same op"
+        ]
+    return found
+
+
+def _peers(peers: Sequence[PeerRow]) -> list[str]:
+    found = []
+    for row in peers:
+        if row.status == "ok" and row.speedup is not None:
+            where = f" with “{row.workload}”" if row.workload else ""
+            iqr = f" (IQR {row.speedup_iqr:.2f})" if row.speedup_iqr is not None else ""
+            found.append(f"{row.speedup:.3g} times {str(row.peer).replace('_', ' ')}'s tokens per second{where}{iqr}")
+    return found
+
+
+def _quantized(rows: Sequence[QuantizationRow]) -> list[str]:
+    judged = [row for row in rows if row.status == "ok" and row.perplexity is not None]
+    dense = next((row for row in judged if row.bits is None), None)
+    others: Mapping[int, list[QuantizationRow]] = {}
+    for row in judged:
+        if row.bits is not None:
+            others = {**others, row.bits: [*others.get(row.bits, []), row]}
+    found = []
+    for bits, mine in sorted(others.items()):
+        best = min(mine, key=lambda row: row.perplexity or math.inf)
+        beside = f", dense {dense.perplexity:.4g}" if dense is not None and dense.perplexity is not None else ""
+        found.append(f"at {bits} bits {best.method} has the lowest perplexity, {best.perplexity:.4g}{beside}")
+    return found
