@@ -226,6 +226,19 @@ def profile(
 
 
 @app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    form: Annotated[
+        str, typer.Option("--format", metavar="html|md|json", help="A file in the folder, or text on stdout.")
+    ] = "html",
+) -> None:
+    """What a run found: the verdict, tables and pictures, in one HTML file that needs no network."""
+    from experiments.commands.report import run
+
+    _end(run, folder, form)
+
+
+@app.command()
 def simulate(
     trace: Annotated[
         str,

@@ -2,9 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from experiments.reporting.pictures import PAPER, SOFT, Picture, for_file, legend, look
 from experiments.rows import QuantizationRow
 from experiments.table_style import Column, Line, PlainTable, cells, status_cell
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PLOT = "quantization.svg"
 
@@ -46,35 +51,52 @@ def quantization_table(rows: Sequence[QuantizationRow]) -> PlainTable:
     return PlainTable("Quantization", columns, tuple(lines), caption)
 
 
-def write_plot(rows: Sequence[QuantizationRow], folder: Path) -> Path | None:
-    """Perplexity over the weights' size in memory, a line for each method, as an SVG; None where matplotlib is not
-    installed (the extra `plot`) or no quantized model was judged.
-    """
-    judged = [row for row in rows if row.status == "ok"]
+def quantization_picture(rows: Sequence[QuantizationRow], device: str) -> Picture | None:
+    """Perplexity over the weights' size in memory, a line for each method; None where no quantized model was judged."""
+    judged = [row for row in rows if row.status == "ok" and row.perplexity is not None]
     methods = list(dict.fromkeys(str(row.method) for row in judged if row.bits is not None))
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
     if not methods:
         return None
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    records = tuple(
+        (row.method, row.bits, row.group_size, (row.memory_bytes or 0) / 1e6, row.perplexity) for row in judged
+    )
+    caption = f"Perplexity on {judged[0].num_tokens:,} tokens; beside each point its bits. {device}"
+
+    def draw(figure: "Figure") -> None:
+        _draw(figure, judged, methods)
+
+    columns = ("method", "bits", "group_size", "memory_mb", "perplexity")
+    return Picture("quantization", "Perplexity by size", caption, columns, records, draw)
+
+
+def write_plot(rows: Sequence[QuantizationRow], folder: Path) -> Path | None:
+    """The picture as an SVG; None where there is none, or no matplotlib (the extra `plot`)."""
+    picture = quantization_picture(rows, "")
+    svg = picture.as_svg() if picture is not None else None
+    if svg is None:
+        return None
+    (folder / PLOT).write_text(for_file(svg), encoding="utf-8")
+    return folder / PLOT
+
+
+def _draw(figure: "Figure", judged: Sequence[QuantizationRow], methods: Sequence[str]) -> None:
     axes = figure.subplots()
-    for method in methods:
+    for index, method in enumerate(methods):
         line = sorted((row for row in judged if row.method == method), key=lambda row: row.memory_bytes or 0)
         sizes, perplexities = [(row.memory_bytes or 0) / 1e6 for row in line], [row.perplexity or 0 for row in line]
-        axes.plot(sizes, perplexities, marker="o", label=method)
+        axes.plot(sizes, perplexities, markeredgecolor=PAPER, markeredgewidth=0.5, **look(index))
         for row, size, perplexity in zip(line, sizes, perplexities, strict=True):
             axes.annotate(f"{row.bits}", (size, perplexity), xytext=(4, 4), textcoords="offset points", fontsize=8)
     for row in judged:
         if row.bits is None and row.perplexity is not None:
-            label = f"dense, {(row.memory_bytes or 0) / 1e6:,.2f} MB"
-            axes.axhline(row.perplexity, linestyle="--", color="black", linewidth=1, label=label)
+            axes.axhline(row.perplexity, linestyle="--", color=SOFT, linewidth=1)
+            text = f"dense, {(row.memory_bytes or 0) / 1e6:,.2f} MB"
+            axes.annotate(text, (1, row.perplexity), xycoords=("axes fraction", "data"), ha="right", va="bottom",
+                          xytext=(0, 2), textcoords="offset points", color=SOFT, fontsize=8)  # fmt: skip
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
-    axes.set_xlabel("weights in memory, MB (at each point: bits)")
-    axes.set_ylabel("perplexity")
-    axes.legend()
-    figure.savefig(folder / PLOT)
-    return folder / PLOT
+    axes.margins(0.06, 0.1)
+    axes.set_xlabel("weights in memory, MB")
+    axes.set_title("perplexity")
+    legend(figure, [(method, look(index)) for index, method in enumerate(methods)])

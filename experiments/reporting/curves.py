@@ -130,7 +130,7 @@ def _series(names: Sequence[str], values: Sequence[Factor | None]) -> str:
 
 def _drawing(lines: Sequence[_Line], x_name: str, unit: str) -> Any:
     def draw(figure: "Figure") -> None:
-        figure.set_size_inches(WIDTH, 3.3 + 0.17 * len(lines) / 2)
+        figure.set_size_inches(WIDTH, 3.0 + 0.17 * len(lines) / 2)
         axes = figure.subplots()
         for index, one in enumerate(lines):
             style = look(index)

@@ -70,7 +70,8 @@ def variant_pictures(rows: Sequence[KernelRow], with_curves: Sequence[str], abou
             low, high = quartiles(row.samples_us or (), row.median_us, row.iqr_us)
             dots.append(_Dot(str(row.point), str(row.variant), (row.median_us,), low, high))
         if len({row.variant for row in mine}) > 1 and op not in with_curves:
-            dots.sort(key=lambda dot: [d.group for d in dots].index(dot.group))
+            order = list(dict.fromkeys(dot.group for dot in dots))
+            dots.sort(key=lambda dot: order.index(dot.group))
             pictures.append(
                 _picture(f"variants-{op}", f"Variants of {op}", "time, µs", dots, f"Bars: quartiles. {about}")
             )
@@ -160,5 +161,5 @@ def _marks(axes: Any, dots: Sequence[_Dot], places: Sequence[float]) -> None:
             continue
         if 1 < len(dot.samples) <= 50:
             axes.plot(dot.samples, [place + 0.28] * len(dot.samples), "|", color=SOFT, markersize=3.5)
-        axes.hlines(place, dot.low, dot.high, color=SERIES[0], linewidth=4, alpha=0.35)
+        axes.hlines(place, dot.low, dot.high, color=SERIES[0], linewidth=6, alpha=0.35)
         axes.plot([dot.values[0]], [place], "o", color=SERIES[0], markersize=6.5, markeredgecolor=PAPER, zorder=3)

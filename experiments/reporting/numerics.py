@@ -11,18 +11,14 @@ _WORST_FIRST = ("wrong", "failed", "ok", "unsupported")
 def check_table(checks: Sequence[CheckRow]) -> PlainTable:
     """A line for each variant and dtype: at how many points it was checked, and its largest error over the allowed."""
     columns = (
-        Column("variant"), Column("dtype"), Column("result"), Column("points right", right=True),
+        Column("op"), Column("variant"), Column("dtype"), Column("result"), Column("points right", right=True),
         Column("worst error", right=True), Column("worst RMS", right=True), Column("at"),
     )  # fmt: skip
     groups: dict[tuple[str, str, str], list[CheckRow]] = {}
     for row in checks:
         groups.setdefault((str(row.op), str(row.variant), row.dtype), []).append(row)
     lines: list[Line] = []
-    last = None
     for (op, variant, dtype), mine in groups.items():
-        if op != last:
-            lines.append(op)
-        last = op
         status = min((row.status for row in mine), key=_WORST_FIRST.index)
         right = f"{sum(row.status == 'ok' for row in mine)} of {len(mine)}"
         judged = [row for row in mine if row.max_error_ratio is not None]
@@ -31,11 +27,11 @@ def check_table(checks: Sequence[CheckRow]) -> PlainTable:
         error = f"{worst.max_error_ratio:.2f}" if worst is not None else "-"
         place = str(worst.point) if worst is not None else "-"
         rms_text = f"{rms:.2f}" if rms is not None else "-"
-        lines.append(cells(variant, dtype, status_cell(status), right, error, rms_text, place))
+        lines.append(cells(op, variant, dtype, status_cell(status), right, error, rms_text, place))
     caption = (
-        "Every variant once at every point, against the op's definition in float64. Errors are over what the error rule "
-        "allows, at most 1.00: of the largest error, 2 times torch's own at the same dtype and 2 eps of the largest value; "
-        "of the RMS error, 1.25 times torch's and eps/4; small outputs have no RMS rule."
+        "Every variant once at every point, against the op's definition in float64. Errors are over what the error "
+        "rule allows, at most 1.00: for the largest error that is 2 times torch's own at the same dtype and 2 eps of "
+        "the largest value; for the RMS error 1.25 times torch's and eps/4. Small outputs have no RMS rule."
     )
     return PlainTable("Checks", columns, tuple(lines), caption)
 
@@ -56,8 +52,8 @@ def parity_table(parities: Sequence[ParityRow]) -> PlainTable:
     first = parities[0].first_arm or {}
     against = ", ".join(f"{op} {first[op]}" for op in names if op in first) or "the first of the experiment"
     caption = (
-        f"Beside the first arm ({against}). Drift: the largest difference of any log-probability that both arms report, up "
-        "to the first token that differs."
+        f"Beside the first arm ({against}). Drift: the largest difference of any log-probability that both arms "
+        "report, up to the first token that differs."
     )
     return PlainTable("Parity", tuple(columns), tuple(lines), caption)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NEEDS_PLOT = "not drawn: pictures need matplotlib, `pip install 'tkernels[plot]'`"
 
-WIDTH = 5.2
+WIDTH = 4.7
 """Inches: a picture is as wide as a phone at its own size, and two stand side by side on a desk."""
 
 INK, SOFT, RULE, PAPER = "#1c0a01", "#1c0a02", "#1c0a03", "#1c0a04"
@@ -114,7 +114,7 @@ class Picture:
         with matplotlib.rc_context({**_STYLE, "svg.hashsalt": self.name}), warnings.catch_warnings():
             # A name in a script that the measuring font lacks is measured roughly; the browser's fonts have it.
             warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-            figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
+            figure = Figure(figsize=(WIDTH, 3.1), layout="constrained")
             self.draw(figure)
             nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
             figure.savefig(buffer, format="svg", metadata=nothing)
@@ -172,7 +172,7 @@ def look(index: int) -> dict[str, Any]:
 def label(text: str, most: int = 40) -> str:
     """A name as a picture can hold it: no control characters, which no SVG may have, and not too long."""
     text = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
-    text = text if len(text) <= most else f"{text[: most * 2 // 3]}…{text[-(most // 3 - 1) :]}"
+    text = text if len(text) <= most else f"{text[: most - most // 3]}…{text[1 - most // 3 :]}"
     return f" {text}" if text.startswith("_") else text  # matplotlib takes a leading underscore for "hide this"
 
 
@@ -194,7 +194,7 @@ def legend(figure: "Figure", entries: Sequence[tuple[str, Mapping[str, Any]]], m
         handles.append(Line2D([], [], linestyle="none"))
         names.append(f"and {len(entries) - most} more")
     longest = max(map(len, names), default=1)
-    columns = max(1, min(4, 62 // (longest + 6)))
+    columns = max(1, min(4, 54 // (longest + 6)))
     figure.legend(
         handles, names, loc="outside upper left", ncols=columns, borderpad=0, handlelength=1.6, columnspacing=1.4
     )

@@ -106,8 +106,8 @@ def _source(folder: Path) -> str:
 
 def _about(run: RecordedRun, timer: str, count: int, each: str) -> str:
     """Device, timer and spread, in a sentence."""
-    spread = f"between {count} processes" if count > 1 else f"between {each} of one process"
-    return f"{_device(run)}; {timer}; spread: quartiles {spread}."
+    spread = f"{count} processes" if count > 1 else f"{each}, one process"
+    return f"{_device(run)}; {timer}; spread: quartiles of {spread}."
 
 
 def _device(run: RecordedRun) -> str:
@@ -180,7 +180,7 @@ def _quantization(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, Pl
 def _numerics(rows: Sequence[Row]) -> Section | None:
     checks, parities = _of(rows, CheckRow), _of(rows, ParityRow)
     tables = [*([check_table(checks)] if checks else []), *([parity_table(parities)] if parities else [])]
-    notes = ()
+    notes: tuple[str, ...] = ()
     if _of(rows, EngineRow) and not parities:
         notes = ("Parity of arms: nothing to compare, for only one answered.",)
     return Section("numerics", "Checks and parity", notes, (), tuple(tables)) if tables else None
@@ -225,7 +225,13 @@ def _duration(start: object, end: object) -> str:
     except (ValueError, TypeError):
         return "unknown"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return (
+        f"{minutes // 60} h {minutes % 60} min"
+        if minutes >= 60
+        else f"{minutes} min {rest} s"
+        if minutes
+        else f"{rest} s"
+    )
 
 
 def _texts(run: RecordedRun, rows: Sequence[Row]) -> tuple[tuple[str, str], ...]:
@@ -234,7 +240,9 @@ def _texts(run: RecordedRun, rows: Sequence[Row]) -> tuple[tuple[str, str], ...]
     workloads = run.resolved.get("workload") or []
     for workload in workloads if isinstance(workloads, list) else [workloads]:
         prompts = workload.get("prompts") if isinstance(workload, Mapping) else None
-        answers = [row for row in _of(rows, EngineRow) if row.workload == workload.get("name", "") and row.status == "ok"]
+        answers = [
+            row for row in _of(rows, EngineRow) if row.workload == workload.get("name", "") and row.status == "ok"
+        ]
         if prompts and answers and answers[0].texts:
             found += list(zip(map(str, prompts), answers[0].texts, strict=False))
     return tuple(found)

@@ -38,15 +38,16 @@ def resources_of(environment: Mapping[str, Any]) -> tuple[PlainTable | None, lis
     table = expected.read(expected.table_path(version)) if version else {}
     for name, source in sorted(hashes.items()):
         op, _, variant = name.partition(".")
-        rows = [row for row in table.values() if (row.op, row.variant, row.arch, row.source) == (op, variant, arch, source)]
+        rows = [
+            row for row in table.values() if (row.op, row.variant, row.arch, row.source) == (op, variant, arch, source)
+        ]
         lines += [_line(name, row) for row in rows if row.point != "unaligned"]
         if not rows:
             missing.append(name)
     if missing:
-        command = "`tk inspect --op OP --variant VARIANT`"
         notes.append(
             f"Not in the expected table of Triton {version or '(unknown)'} as the code was then, for {arch}: "
-            f"{', '.join(missing)}. {command} compiles what there is now."
+            f"{', '.join(missing)}. tk inspect compiles what there is now."
         )
     if not lines:
         return None, notes
@@ -56,9 +57,9 @@ def resources_of(environment: Mapping[str, Any]) -> tuple[PlainTable | None, lis
         Column("matrix instructions"), Column("config"),
     )  # fmt: skip
     caption = (
-        f"{arch}, Triton {version}, each variant's default config at the engine's shapes; the run may have used another "
-        "config. Registers and bytes spilled: of a thread; shared: of a block; occupancy: resident warps over the most "
-        "there can be. From the expected table of `tk inspect`, where the hash of the code is the run's."
+        f"{arch}, Triton {version}, each variant's default config at the engine's shapes; the run may have used "
+        "another. Registers and bytes spilled: of a thread; shared: of a block; occupancy: resident warps over the "
+        "most there can be. From the expected table of tk inspect, where the hash of the code is the run's."
     )
     return PlainTable(f"Registers, spills and shared memory ({arch})", columns, tuple(lines), caption), notes
 
@@ -68,7 +69,7 @@ def _line(name: str, row: CompiledKernel) -> tuple[Cell, ...]:
     if row.status != "ok":
         return cells(name, row.kernel, dtype, Cell(row.status, row.status), *["-"] * 4, row.reason)
     kernel = row.kernel.removeprefix(f"{row.op}_") or row.kernel
-    matrix = ", ".join(f"{kind} × {count}" for kind, count in row.matrix_instructions.items()) or "-"
+    matrix = ", ".join(f"{kind}:{count}" for kind, count in row.matrix_instructions.items()) or "-"
     config = ", ".join(f"{key} {value}" for key, value in row.config.items())
     spilled = f"{row.spill_bytes:,}" if row.spill_bytes is not None else "-"
     shared = f"{(row.shared_bytes or 0) / 1024:.3g}"

@@ -76,7 +76,7 @@ def _names(records: Sequence[tuple[Any, ...]]) -> dict[tuple[str, str], str]:
 
 def _draw(figure: "Figure", records: Sequence[tuple[Any, ...]], peaks: "Peaks | None") -> None:
     names = _names(records)
-    figure.set_size_inches(WIDTH, 5.4 + 0.17 * max(0, len(names) - 6) / 2)
+    figure.set_size_inches(WIDTH, 5.0 + 0.17 * max(0, len(names) - 6) / 2)
     flops, bytes_ = figure.subplots(2, 1, sharex=True)
     styles: dict[tuple[str, str], Mapping[str, Any]] = {key: look(index) for index, key in enumerate(names)}
     positive = [record[4] for record in records if record[4]]

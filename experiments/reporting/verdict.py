@@ -39,8 +39,8 @@ def verdict_of(rows: Sequence[Row], processes: int, finished: bool) -> Verdict:
     if any("times" in note or "the fastest" in note for note in (*speeds, *peers)) and processes < ENOUGH_PROCESSES:
         times = "One process" if processes == 1 else f"{processes} processes"
         notes.append(
-            f"{times} each: no test says which of these differences are noise; `replicates: {ENOUGH_PROCESSES}` and "
-            "`tk compare` would."
+            f"{times} each: no test says which of these differences are noise; with replicates: {ENOUGH_PROCESSES}, "
+            "tk compare does."
         )
     if not finished:
         notes.append("The run has not ended: what follows is what it knew when it was cut off.")
@@ -75,7 +75,8 @@ def _tokens(parities: Sequence[ParityRow], engines: Sequence[EngineRow]) -> list
         return []
     other = [row for row in parities if row.tokens_equal is False]
     if other:
-        return [f"{len(other)} of {len(parities)} comparisons with the first arm differ in some token"]
+        verb = "differs" if len(other) == 1 else "differ"
+        return [f"{len(other)} of {len(parities)} comparisons with the first arm {verb} in some token"]
     count = len({(str(row.arm), str(row.settings)) for row in engines if row.status == "ok"})
     return [f"all {count} arms gave the same tokens"]
 
@@ -95,19 +96,31 @@ def _engine_speed(engines: Sequence[EngineRow]) -> list[str]:
         where = f"with “{workload}”, " if len(workloads) > 1 else ""
         speed = f"{best.tokens_per_s:,.0f} tokens/s"
         if len(mine) == 1:
-            alone = f", the only one of {len(served)} arms whose speed was measured," if len(served) > 1 else ""
-            found.append((0.0, f"{where}{title_of(best, names)}{alone} served {speed}"))
+            text = f"{where}the arm {_arm(best, names)} served {speed}"
+            if others := sum(row.workload == workload and row.tokens_per_s is None for row in served):
+                text += f", and {'the other arm was' if others == 1 else f'the other {others} were'} not timed"
+            found.append((0.0, text))
             continue
         ratio = (best.tokens_per_s or 0.0) / (first.tokens_per_s or math.inf)
         if best is first:
             second = sorted(mine, key=lambda row: -(row.tokens_per_s or 0.0))[1]
             ratio = (best.tokens_per_s or 0.0) / (second.tokens_per_s or math.inf)
-            beside = f"{ratio:.3g} times {title_of(second, names)}'s, the next"
+            beside = f"{ratio:.3g} times the next one's ({_arm(second, names)})"
         else:
-            beside = f"{ratio:.3g} times {title_of(first, names)}'s, the first arm's"
+            beside = f"{ratio:.3g} times the first arm's ({_arm(first, names)})"
         overlap = " (their quartiles overlap)" if _overlap(best, first) and best is not first else ""
-        found.append((ratio, f"{where}{title_of(best, names)} was the fastest: {speed}, {beside}{overlap}"))
+        found.append((ratio, f"{where}the arm {_arm(best, names)} was the fastest: {speed}, {beside}{overlap}"))
     return [text for _, text in sorted(found, key=lambda pair: -pair[0])]
+
+
+def _arm(row: EngineRow, names: Sequence[str]) -> str:
+    """What tells an arm from the others; of several ops, each variant with its op's name."""
+    ops = [name for name in names if name in row.arm]
+    if len(ops) < 2:
+        return title_of(row, names)
+    return ", ".join(
+        [*(f"{op} {row.arm[op]}" for op in ops), *(f"{key} {value}" for key, value in row.settings.items())]
+    )
 
 
 def _overlap(one: EngineRow, other: EngineRow) -> bool:
@@ -139,7 +152,7 @@ def _kernel_speed(kernels: Sequence[KernelRow]) -> list[str]:
             wins.setdefault(str(first.variant), []).append(second.median_us / first.median_us)
         best = max(wins, key=lambda name: len(wins[name]))
         lead = f"up to {max(wins[best]):.3g} times as fast as the next"
-        found.append(f"{op}: {best} was the fastest at {len(wins[best])} of {len(contested)} points, {lead}")
+        found.append(f"for {op}, {best} was the fastest at {len(wins[best])} of {len(contested)} points, {lead}")
     if not found and timed:
         names = list(dict.fromkeys(f"{row.op}.{row.variant}" for row in timed))
         found = [

@@ -1,0 +1,216 @@
+"""Pictures: their figures, their looks in both themes, and names that would break them."""
+
+import csv
+import io
+import math
+import xml.etree.ElementTree as ElementTree
+from typing import Any
+
+import pytest
+
+from experiments.reporting.breakdown import breakdown_picture, step_table, steps_of
+from experiments.reporting.curves import engine_curves, kernel_curves
+from experiments.reporting.dots import throughput_picture, variant_pictures, waiting_pictures
+from experiments.reporting.pictures import COLOURS, MARKERS, SERIES, Picture, compact, for_file, for_page, label, look
+from experiments.reporting.points import kernel_points, label_factors, varying
+from experiments.reporting.roofline import NO_ROOFLINE, roofline_picture
+from experiments.rows import EngineRow, KernelRow, PeerRow, StepRow
+from tests.experiments.reporting.recorded import EVIL, everything, kernel, served
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def rows_of(*kinds: type) -> list[Any]:
+    return [row for row in everything() if isinstance(row, kinds)]
+
+
+def records(picture: Picture | None) -> list[dict[str, str]]:
+    assert picture is not None
+    return list(csv.DictReader(io.StringIO(picture.as_csv())))
+
+
+def texts(picture: Picture) -> str:
+    svg = picture.as_svg()
+    assert svg is not None
+    return " ".join("".join(one.itertext()) for one in ElementTree.fromstring(for_file(svg)).iter(f"{SVG}text"))
+
+
+def test_every_timed_variant_is_on_the_roofline_and_a_cpu_says_that_none_is_known() -> None:
+    picture = roofline_picture(rows_of(KernelRow), "AMD EPYC", "AMD EPYC; perf_counter.")
+    assert picture is not None
+    found = records(picture)
+    assert len(found) == 11
+    assert {(row["op"], row["variant"]) for row in found} == {
+        ("swiglu", "torch"), ("swiglu", "fused"), ("rms_norm", "torch"), ("rms_norm", "one_pass"),
+        ("copy_pages", "torch"),
+    }  # fmt: skip
+    first = found[0]  # 2,000 FLOPs and 8,000 bytes in 3 us
+    assert float(first["flops_per_byte"]) == 0.25
+    assert float(first["gflop_per_s"]) == pytest.approx(2 / 3)
+    assert float(first["gb_per_s"]) == pytest.approx(8 / 3)
+    shown = texts(picture)
+    assert shown.count(NO_ROOFLINE) == 2
+    assert "none" in shown
+    assert "swiglu.fused" in shown
+    assert "copy_pages" in shown
+    assert "matmul.tiled" in picture.caption
+    assert "AMD EPYC; perf_counter." in picture.caption
+    assert roofline_picture([], "AMD EPYC", "") is None
+
+
+def test_a_known_device_has_its_limits() -> None:
+    picture = roofline_picture(rows_of(KernelRow), "NVIDIA H200", "")
+    assert picture is not None
+    shown = texts(picture)
+    assert NO_ROOFLINE not in shown
+    assert "67,000 GFLOP/s, float32" in shown
+    assert "4,800 GB/s of memory" in shown
+    assert "data sheet" in picture.caption
+
+
+def test_a_curve_goes_over_the_number_that_varies() -> None:
+    (picture,) = kernel_curves(rows_of(KernelRow), {"swiglu": []}, "some CPU")
+    assert (picture.name, picture.title) == ("time-swiglu-by-T", "swiglu by tokens T")
+    found = records(picture)
+    assert [(row["series"], float(row["T"])) for row in found] == [
+        (name, size) for name in ("torch", "fused") for size in (1, 2, 4, 64)
+    ]
+    assert float(found[0]["median"]) == 3.0
+    assert float(found[0]["low"]) == pytest.approx(2.925)  # the samples' first quartile
+    assert float(found[0]["high"]) == pytest.approx(3.15)
+
+
+def test_pins_and_options_are_axes_too_and_two_sizes_need_to_be_asked_for() -> None:
+    pinned = [kernel("swiglu", f"fused[num_warps={warps}]", 1.0 * warps, {"T": 4}) for warps in (4, 8)]
+    (picture,) = kernel_curves(pinned, {}, "")
+    assert picture.name == "time-swiglu-by-num_warps"
+    assert [row["series"] for row in records(picture)] == ["fused", "fused"]
+    two = [kernel("swiglu", "torch", 1.0 * size, {"T": size}) for size in (4, 8)]
+    assert kernel_curves(two, {}, "") == []
+    assert len(kernel_curves(two, {"swiglu": []}, "")) == 1
+    swept = [served(EngineRow, 100.0 * size, "chat", settings={"block_size": size}) for size in (16, 32)]
+    names = ["engine-tokens_per-by-block_size", "engine-ttft-by-block_size", "engine-tpot-by-block_size"]
+    assert [one.name for one in engine_curves(swept, "")] == names
+
+
+def test_what_follows_from_other_axes_is_none_of_its_own() -> None:
+    rows = [
+        kernel("paged_decode", "torch", 1.0, {"B": batch, "P": batch * pages, "S": 16, "N": pages, "D": 64})
+        for batch in (1, 8)
+        for pages in (4, 8, 16)
+    ]
+    (points,) = kernel_points(rows).values()
+    assert varying(points) == {"B": [1, 8], "context": [64, 128, 256]}
+    by_context = next(one for one in kernel_curves(rows, {}, "") if one.name.endswith("by-context"))
+    assert {row["series"] for row in records(by_context)} == {"torch, B 1", "torch, B 8"}
+
+
+def test_more_lines_than_can_be_told_apart_are_several_pictures() -> None:
+    rows = [kernel("swiglu", f"v{number}", 1.0, {"T": size}) for number in range(40) for size in (1, 2, 4)]
+    pictures = kernel_curves(rows, {}, "")
+    assert len(pictures) == 4
+    assert pictures[-1].title == "swiglu by tokens T (4 of 5)"
+    assert "8 more lines are in results.jsonl" in pictures[-1].caption
+
+
+def test_labels_as_factors() -> None:
+    assert label_factors("op", "split_kv[num_splits=4,num_warps=8]", False) == {
+        "variant": "split_kv", "num_splits": 4, "num_warps": 8,
+    }  # fmt: skip
+    assert label_factors("op", "torch", True) == {"op": "torch"}
+
+
+def test_arms_side_by_side() -> None:
+    rows = rows_of(EngineRow, PeerRow)
+    found = records(throughput_picture(rows, ""))
+    assert [(row["name"], float(row["median"])) for row in found] == [
+        ("torch", 1000), ("fused", 1500), ("transformers padded", 500),
+    ]  # fmt: skip
+    waits = waiting_pictures(rows, "")
+    assert [one.name for one in waits] == ["waiting-ttft", "waiting-tpot", "waiting-gap"]
+    assert {(row["p50"], row["p99"]) for row in records(waits[0])} == {("1.0", "4.0")}
+    assert throughput_picture([served(EngineRow, None, "chat")], "") is None
+    (variants,) = variant_pictures(rows_of(KernelRow), ["swiglu"], "")
+    assert variants.name == "variants-rms_norm"
+    assert [row["name"] for row in records(variants)] == ["torch", "one_pass"]
+
+
+def test_a_steps_parts_sum_up_to_the_step() -> None:
+    steps = steps_of(rows_of(StepRow), rows_of(EngineRow))
+    assert [(one.arm, one.step_us) for one in steps] == [("torch", 1000.0), ("fused", 1000.0)]
+    for one in steps:
+        assert math.isclose(sum(one.parts.values()), one.step_us)
+    picture = breakdown_picture(steps, "")
+    assert picture is not None
+    assert "swiglu" in texts(picture)
+    table = step_table(steps)
+    line = next(line for line in table.lines if not isinstance(line, str))
+    assert [cell.text for cell in line] == ["swiglu.torch", "20", "600.0", "60.0%"]
+    assert steps_of([], []) == []
+    assert breakdown_picture([], "") is None
+
+
+def all_pictures() -> list[Picture]:
+    kernels, engines = rows_of(KernelRow), rows_of(EngineRow)
+    odd = served(EngineRow, 700.0, EVIL, settings={"prefix_cache": EVIL})
+    found = [
+        roofline_picture([*kernels, kernel("swiglu", EVIL, 2.0, {"T": 9})], "some CPU", EVIL),
+        *kernel_curves([*kernels, *(kernel("swiglu", "_x$y", 2.0, {"T": size}) for size in (1, 2))], {"swiglu": 1}, ""),
+        throughput_picture([*engines, odd], ""),
+        *waiting_pictures([*engines, odd], ""),
+        breakdown_picture(steps_of(rows_of(StepRow), engines), ""),
+    ]
+    return [one for one in found if one is not None]
+
+
+def test_pictures_are_whole_documents_with_texts_that_stay_texts() -> None:
+    for picture in all_pictures():
+        svg = picture.as_svg()
+        assert svg is not None
+        root = ElementTree.fromstring(for_file(svg))
+        assert root.tag == f"{SVG}svg"
+        assert not list(root.iter(f"{SVG}script"))
+        assert not list(root.iter(f"{SVG}image"))
+        assert root.find(f"{SVG}title") is not None
+        ids = [one.get("id") for one in root.iter() if one.get("id")]
+        assert all(str(one).startswith(f"{picture.name}-") for one in ids)
+        for mark, (variable, light, dark) in COLOURS.items():
+            assert mark not in for_page(svg) + for_file(svg)
+            if mark in svg:
+                assert f"var({variable})" in for_page(svg)
+                assert light in for_file(svg)
+                assert dark in for_file(svg)
+    assert "alert" in texts(all_pictures()[0])
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG's ratio of two colours."""
+
+    def light(colour: str) -> float:
+        parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((light(one), light(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", [1, 2])
+def test_colours_are_readable_on_their_paper(theme: int) -> None:
+    named = {values[0]: values[theme] for values in COLOURS.values()}
+    paper = named["--paper"]
+    assert contrast(named["--ink"], paper) > 12
+    assert contrast(named["--soft"], paper) > 4.5
+    assert all(contrast(named[f"--s{index}"], paper) >= 3 for index in range(len(SERIES)))
+
+
+def test_series_are_told_apart_by_colour_and_marker() -> None:
+    looks = [tuple(look(index).values()) for index in range(len(SERIES) * len(MARKERS))]
+    assert len(set(looks)) == len(looks)
+
+
+def test_numbers_and_names_as_a_picture_shows_them() -> None:
+    assert [compact(value) for value in (0.25, 16, 4096, 16_777_216, 2e9)] == ["0.25", "16", "4,096", "16.8M", "2G"]
+    assert label("a\x00b") == "a\ufffdb"
+    assert label("_hidden") == " _hidden"
+    assert len(label("long" * 30)) == 40

@@ -1,0 +1,77 @@
+"""What was asked, and what came out, in sentences."""
+
+import pytest
+
+from experiments.replicates import merged
+from experiments.reporting.question import question_of
+from experiments.reporting.verdict import verdict_of
+from experiments.rows import EngineRow, Row
+from tests.experiments.reporting.recorded import check, everything, kernel, parity, served
+
+
+@pytest.mark.parametrize(
+    ("source", "heading", "text", "asked"),
+    [
+        ("# Is it? It is.\n# Or not.\n#\n# Two.\nname: a\n# no more\n", "Is it?", ("It is. Or not.", "Two."), True),
+        ("\n# One line without an end\nname: a\n", "One line without an end", (), True),
+        ("---\n# At 1.5 bits? Yes.\nname: a", "At 1.5 bits?", ("Yes.",), True),
+        ("name: a\n# a comment further down\n", "a-run", (), False),
+        ("", "a-run", (), False),
+        ("# " + "so long " * 40 + ".\nname: a", "a-run", (("so long " * 40).strip() + " .",), True),
+    ],
+)
+def test_the_question_is_the_comment_at_the_top(source: str, heading: str, text: tuple[str, ...], asked: bool) -> None:
+    found = question_of(source, "a-run")
+    assert (found.heading, found.text, found.asked) == (heading, text, asked)
+
+
+def verdict(rows: list[Row], processes: int = 1, finished: bool = True) -> str:
+    found = verdict_of(merged(rows), processes, finished)
+    return " ".join([found.sentence, *found.notes])
+
+
+def test_all_is_well() -> None:
+    arms = [served(EngineRow, 1000.0, ""), served(EngineRow, 1500.0, "", arm={"swiglu": "fused"})]
+    rows = [check("swiglu", "torch"), check("swiglu", "fused"), *arms, parity({"swiglu": "fused"}, 4)]
+    found = verdict_of(rows, 1, True)
+    assert found.good
+    assert found.sentence == (
+        "All 2 variants were right and all 2 arms gave the same tokens; the arm fused was the fastest: 1,500 "
+        "tokens/s, 1.5 times the first arm's (torch)."
+    )
+    assert found.notes == (
+        "One process each: no test says which of these differences are noise; with replicates: 5, tk compare does.",
+    )
+    assert verdict_of(rows, 5, True).notes == ()
+
+
+def test_what_is_wrong_comes_first_and_a_cut_run_says_so() -> None:
+    text = verdict(everything(), finished=False)  # type: ignore[arg-type]
+    assert text.startswith("2 of 4 variants are not right (swiglu.crash, swiglu.wrong) and 1 of 1 comparisons")
+    assert "2 times transformers padded's tokens per second with “chat” (IQR 0.10)." in text
+    assert "At 4 bits rtn has the lowest perplexity, 27, dense 26.5." in text
+    assert text.endswith("The run has not ended: what follows is what it knew when it was cut off.")
+    assert not verdict_of(everything(), 1, True).good  # type: ignore[arg-type]
+
+
+def test_nothing_is_made_of_what_was_not_measured() -> None:
+    interpreted = [served(EngineRow, None, "")]
+    assert verdict(interpreted) == "No arm's speed was measured (swiglu interpreted on a CPU: not measured)."
+    one = [served(EngineRow, 1000.0, ""), served(EngineRow, None, "", arm={"swiglu": "fused"})]
+    assert verdict(one) == "The arm torch served 1,000 tokens/s, and the other arm was not timed."
+    assert verdict([kernel("swiglu", "fused", None, {"T": 1})]) == (
+        "No speed was measured (interpreted: not measured)."
+    )
+    assert verdict([]) == "Nothing was measured."
+    assert not verdict_of([], 1, True).good
+
+
+def test_medians_nearer_than_their_spreads_are_said_to_overlap() -> None:
+    arms = [served(EngineRow, 1000.0, ""), served(EngineRow, 1050.0, "", arm={"swiglu": "fused"})]
+    assert "1.05 times the first arm's (torch) (their quartiles overlap)" in verdict(arms)
+
+
+def test_kernels_alone_by_op() -> None:
+    times = [("torch", 3.0, 1), ("fused", 2.0, 1), ("torch", 3.0, 2), ("fused", 4.5, 2), ("torch", 9.0, 4)]
+    rows: list[Row] = [kernel("swiglu", name, us, {"T": size}) for name, us, size in (*times, ("fused", 3.0, 4))]
+    assert verdict(rows).startswith("For swiglu, fused was the fastest at 2 of 3 points, up to 3 times as fast as")

@@ -1,0 +1,160 @@
+"""A report as HTML, Markdown and JSON, and the folder that it is written into."""
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from experiments.reporting.rendering import MOST_LINES, as_html, as_json, as_markdown, drawn, shortened, write_report
+from experiments.reporting.report import report_of
+from experiments.runs.reading import read_run
+from experiments.table_style import Column, PlainTable, cells
+from tests.experiments.reporting.recorded import check, everything, record
+
+
+class Page(HTMLParser):
+    """Which elements a page has, with their attributes, and its text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("runs") / "mine", everything())
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Page:
+    report = report_of(read_run(folder))
+    return Page(as_html(report, drawn(report)))
+
+
+def test_a_report_holds_all_that_it_should(page: Page) -> None:
+    text = " ".join(page.text.split())
+    for words in (
+        "Which of these <b>is</b> faster?", "The second paragraph's first half.", "Another.",
+        "2 of 4 variants are not right", "Achieved rates", "no roofline known for this device", "swiglu by tokens T",
+        "Where a step's time goes", "swiglu.torch", "Checks and parity", "request 2, token 5, by a margin of 0.25 nats",
+        "What the kernels compile to", "tk check --op swiglu", "tk repeat", "git checkout cccc", "Perplexity by size",
+        "transformers padded", "some CPU, 1 thread; wall clock; spread: quartiles of 3 rounds, one process.",
+    ):  # fmt: skip
+        assert words in text, words
+    pictures = [attributes for tag, attributes in page.tags if tag == "svg"]
+    assert len(pictures) == 9
+    assert all(one.get("aria-label") for one in pictures)
+
+
+def test_texts_of_a_run_come_out_as_text(page: Page) -> None:
+    assert '<script>alert("1")</script>' in page.text
+    tags = {tag for tag, _ in page.tags}
+    assert not tags & {"script", "b", "img", "iframe", "object", "link"}
+
+
+def test_a_report_needs_nothing_else(page: Page) -> None:
+    for _, attributes in page.tags:
+        for name in ("src", "href", "xlink:href", "action"):
+            assert str(attributes.get(name) or "#").startswith("#"), attributes
+        assert not any(name.startswith("on") for name in attributes)
+    css = page.text
+    assert "@import" not in css
+    assert not re.search(r"url\((?!#)", css)
+    policy = next(a["content"] for tag, a in page.tags if tag == "meta" and a.get("http-equiv"))
+    assert str(policy).startswith("default-src 'none'")
+    ids = [attributes["id"] for _, attributes in page.tags if attributes.get("id")]
+    assert len(ids) == len(set(ids))
+    anchors = {a["href"] for tag, a in page.tags if tag == "a"}
+    assert {str(one).removeprefix("#") for one in anchors} <= set(map(str, ids))
+
+
+def test_figures_are_files_too(folder: Path) -> None:
+    report = report_of(read_run(folder))
+    (folder / "figures").mkdir(exist_ok=True)
+    assert write_report(report, folder) == folder / "report.html"
+    names = {path.name for path in (folder / "figures").iterdir()}
+    stems = {picture.name for picture in report.pictures}
+    assert names == {f"{stem}.{kind}" for stem in stems for kind in ("svg", "csv")}
+    assert "roofline" in stems
+    header, *lines = (folder / "figures" / "throughput.csv").read_text().splitlines()
+    assert header == "group,name,median,low,high,unit"
+    assert len(lines) == 3
+
+
+def test_without_matplotlib_the_tables_are_there_and_the_lack_is_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    report = report_of(read_run(folder))
+    assert drawn(report) == {}
+    without = Page(as_html(report, {}))
+    assert "pictures need matplotlib" in without.text
+    assert "tkernels[plot]" in without.text
+    assert not any(tag == "svg" for tag, _ in without.tags)
+    assert "1,500" in without.text
+    assert "pictures need matplotlib" in as_markdown(report)
+
+
+def test_markdown_has_the_same_and_no_markup_of_a_run(folder: Path) -> None:
+    text = as_markdown(report_of(read_run(folder)))
+    assert text.startswith("# Which of these &lt;b&gt;is&lt;/b&gt; faster?\n")
+    assert "![Achieved rates](figures/roofline.svg)" in text
+    assert "<script" not in text
+    (header,) = [line for line in text.splitlines() if line.startswith("| op | variant | dtype | result")]
+    assert header.count("|") == 9
+    bodies = [line for line in text.splitlines() if "| float32 |" in line]
+    assert len(bodies) == 5
+    assert {line.replace("\\|", "").count("|") for line in bodies} == {9}
+
+
+def test_json_has_every_word_and_figure(folder: Path) -> None:
+    data = json.loads(as_json(report_of(read_run(folder))))
+    assert data["question"]["heading"] == "Which of these <b>is</b> faster?"
+    assert data["verdict"]["good"] is False
+    sections = {section["name"]: section for section in data["sections"]}
+    assert list(sections) == ["end-to-end", "kernels", "step-time", "quantization", "numerics", "compiled"]
+    engine = sections["end-to-end"]["tables"][0]
+    assert engine["rows"][1]["tokens/s"] == "1,500"
+    roofline = sections["kernels"]["pictures"][0]
+    assert roofline["rows"][0]["flops_per_byte"] == 0.25
+    assert {one["status"] for one in data["failures"]} == {"failed", "wrong", "unsupported"}
+
+
+def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
+    report = report_of(read_run(record(tmp_path / "mine", [check("swiglu", "fused")], source="name: a\n")))
+    assert not report.question.asked
+    assert report.question.heading == "test"
+    html = Page(as_html(report, {})).text
+    assert "No kernel's time was measured" in html
+    assert "Nothing is asked" in html
+    assert "None: everything that was asked for is right" in html
+
+
+def test_a_run_that_was_cut_off_has_a_report(tmp_path: Path) -> None:
+    path = record(tmp_path / "mine", everything())
+    meta = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps({**meta, "finished": None}))
+    with (path / "results.jsonl").open("a") as file:
+        file.write('{"run_id": "01')
+    html = Page(as_html(report_of(read_run(path)), {})).text
+    assert "half written" in html
+    assert "The run has not ended" in html
+
+
+def test_a_long_table_says_what_it_leaves_out() -> None:
+    table = PlainTable("t", (Column("a"),), tuple(cells(str(index)) for index in range(MOST_LINES + 5)), "What.")
+    short = shortened(table)
+    assert len(short.lines) == MOST_LINES
+    assert short.caption == "What. 5 more of 405 lines are in results.jsonl."
+    assert shortened(short) is short
