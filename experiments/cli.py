@@ -1,12 +1,13 @@
 """`tk`, the command line. Commands are imported when they are called: `tk --help` loads no torch."""
 
-import sys
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from experiments.exits import end as _end
+from experiments.exits import end_with_torch as _exit
+from experiments.exits import refusing as _refusing
 
 app = typer.Typer(
     name="tk",
@@ -167,11 +168,20 @@ def run(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The run folder, new or empty; runs/<name>-... by default.")
     ] = None,
+    full: Annotated[
+        bool | None,
+        typer.Option("--full/--no-full", help="The sizes of its section `full`, or not; by default where it is CUDA."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="However many arms there are.")] = False,
 ) -> None:
     """Run an experiment: check, time, serve and compare every arm."""
+    from experiments.structure import refuse_early
+
+    _refusing(refuse_early, file, overrides or [])
+    from experiments.commands.run import Request
     from experiments.commands.run import run as run_command
 
-    _exit(run_command, file, overrides or [], out)
+    _exit(run_command, Request(file, overrides or [], out, full, yes))
 
 
 @app.command()
@@ -399,45 +409,6 @@ def convert(
     from experiments.commands.convert import run
 
     _exit(run, source, out)
-
-
-def _exit(command: Callable[..., int], *arguments: object) -> None:
-    """Runs a command that needs torch: 0 or 1 as it says; 2 where the user can put it right."""
-    import tkernels  # noqa: F401  before anything that imports Triton
-    from tkernels import SelectionError, TuningError
-    from tmodel import ConfigError, TrainingError, WeightError
-
-    # An interpreted kernel's exp overflows to infinity, as a GPU's does, and says so through numpy.
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
-    _end(command, *arguments, known=(SelectionError, TuningError, ConfigError, WeightError, TrainingError))
-
-
-def _end(command: Callable[..., int], *arguments: object, known: tuple[type[Exception], ...] = ()) -> None:
-    """Runs a command: 0 or 1 as it says; 2, with a message and no traceback, where the user can put it right."""
-    from experiments.document import ExperimentError
-
-    try:
-        status = command(*arguments)
-    except ExperimentError as error:
-        for problem in error.problems:
-            _complain(problem)
-        raise typer.Exit(2) from None
-    except known as error:
-        _complain(str(error))
-        raise typer.Exit(2) from None
-    except BrokenPipeError:
-        raise  # the reader of our output has gone: click's to handle
-    except OSError as error:
-        _complain(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error))
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        _complain("interrupted")
-        raise typer.Exit(130) from None
-    raise typer.Exit(status)
-
-
-def _complain(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
 
 
 def main() -> None:

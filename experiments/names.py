@@ -69,6 +69,9 @@ def name_problems(document: Document) -> list[str]:
                     # Quoted: one of them is called 'none'.
                     message = f"unknown {kind} {name!r}: there is {', '.join(map(repr, known))}{nearest(name, known)}"
                     problems.append(document.problem(("scheduler", place, kind, index), message))
+    device = document.data.get("device")
+    if isinstance(device, str) and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        problems.append(document.problem(("device",), f"{device!r} is not a device; there is cpu, cuda"))
     for index, peer in enumerate(entries(document.data.get("peers"))):
         if isinstance(peer, str) and peer not in PEERS:
             problems.append(_unknown(document, ("peers", index), "peer", peer, list(PEERS)))

@@ -95,6 +95,15 @@ class Sweep:
         """Engines, each counted once for every point of a swept workload that it serves."""
         return sum(max(1, len(arm.workloads)) for plan in self.plans for arm in plan.arms)
 
+    @property
+    def extent(self) -> str:
+        """ "12 arms, at most 31 tasks": checks, and timings, engines and peers in every replicate."""
+        variants = sum(len(picks) for plan in self.plans for picks in plan.picks.values())
+        peers = sum(len(plan.experiment.peers) * len(plan.experiment.workload) for plan in self.plans)
+        served = self.num_arms if self.experiment.workload else 0
+        tasks = variants + (variants + served + peers) * self.experiment.replicates
+        return f"{self.num_arms:,} arm{'s' if self.num_arms > 1 else ''}, at most {tasks:,} tasks"
+
 
 def make_plan(document: Document) -> Plan:
     """The plan of an experiment with one model and one dtype; see `make_sweep`."""
@@ -200,11 +209,9 @@ def _device(document: Document, problems: list[str]) -> torch.device | None:
     try:
         device = torch.device(name)
     except RuntimeError:
-        problems.append(document.problem(("device",), f"{name!r} is not a device; there is cpu, cuda"))
-        return None
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        here = "cpu and cuda" if torch.cuda.is_available() else "cpu"
-        problems.append(document.problem(("device",), f"{name!r} is not available here; there is {here}"))
+        return None  # and so do the names
+    if device.type == "cuda" and not torch.cuda.is_available():
+        problems.append(document.problem(("device",), f"{name!r} is not available here; there is cpu"))
         return None
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 

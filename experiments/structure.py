@@ -2,13 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from experiments.arms import Arm, ServedWorkload
-from experiments.axes import Combination, distinct, entries, label_of, multiplied, read_branches
-from experiments.document import Document, ExperimentError, Narrowed, PathParts, in_order
+from experiments.axes import Combination, choices_of, distinct, entries, label_of, multiplied, read_branches
+from experiments.document import Document, ExperimentError, Narrowed, PathParts, in_order, read_document
 from experiments.names import name_problems
-from experiments.schema import Experiment, PromptsWorkload, SchedulerOptions, SyntheticWorkload, validate
+from experiments.schema import (
+    Experiment,
+    PromptsWorkload,
+    SchedulerOptions,
+    SyntheticWorkload,
+    VariantChoice,
+    validate,
+)
 from experiments.shape_axes import Shape, expanded_shapes
 from experiments.zip_and_exclude import sound_groups, without_excluded, written_groups
 
@@ -35,6 +43,24 @@ def parts_of(document: Document) -> list[Part]:
     if problems:
         raise ExperimentError(in_order(problems))
     return found
+
+
+def refuse_early(file: Path, overrides: Sequence[str]) -> None:
+    """Raises ExperimentError with what is wrong, where the live registry would have nothing to add to it."""
+    document = read_document(file, overrides)
+    try:
+        parts_of(document)
+    except ExperimentError:
+        if not _says_more(document):
+            raise
+
+
+def _says_more(document: Document) -> bool:
+    """Whether the registry may have something against the document that names alone do not show: pins and shapes."""
+    kernels = document.data.get("kernels")
+    choices = [c for op in (kernels if isinstance(kernels, dict) else {}) for c in choices_of(document, op)]
+    pinned = any(isinstance(choice, VariantChoice) and choice.pins for choice in choices)
+    return pinned or bool(document.data.get("shapes")) or bool(document.data.get("variants_from"))
 
 
 def _parts(document: Document, problems: list[str]) -> list[Part]:

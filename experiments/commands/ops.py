@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.commands.registry import open_registry
-from experiments.tables import add_row, new_table
+from experiments.table_style import add_row, new_table
 from tkernels.check import chooser
+from tkernels.contract import Axes, Contract
 from tkernels.device import device_facts
 from tkernels.tuning import tuned_devices
 from tkernels.variant import Variant
@@ -26,7 +27,10 @@ def run(variants_from: Sequence[Path], as_json: bool) -> int:
     """Prints the registry; always 0."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     ops = open_registry(variants_from)
-    rows = [describe(variant, device) for op in ops.values() for variant in op.variants.values()]
+    rows = []
+    for op in ops.values():
+        draws = Draws(op.contract)
+        rows += [describe(variant, device, draws) for variant in op.variants.values()]
     if as_json:
         json.dump(rows, sys.stdout, indent=1)
         print()
@@ -35,16 +39,36 @@ def run(variants_from: Sequence[Path], as_json: bool) -> int:
     return 0
 
 
-def describe(variant: Variant, device: torch.device) -> dict[str, Any]:
-    """One row of `tk ops --json`.
+class Draws:
+    """The axes of a contract's first draws, as a variant's `supports` gets them. Each is bound once for all variants:
+    to make inputs anew for each took a third of the command's time. (Meta tensors take longer than values: torch
+    imports its Python kernels for them.)
+    """
+
+    def __init__(self, contract: Contract) -> None:
+        self._contract = contract
+        self._made: list[Axes] = []
+
+    def __getitem__(self, seed: int) -> Axes:
+        while len(self._made) <= seed:
+            drawn = self._contract.draw_axes(chooser(len(self._made)))
+            case = self._contract.case(drawn, len(self._made))
+            axes, _ = self._contract.bind_axes(self._contract.bind_arguments((), case.inputs))
+            self._made.append(axes)
+        return self._made[seed]
+
+
+def describe(variant: Variant, device: torch.device, draws: Draws) -> dict[str, Any]:
+    """One row of `tk ops --json`; `draws` are of the variant's contract.
 
     supported: on this device, somewhere in the contract's draws. reason: why not, or where it is not.
     tuned_on: the devices in whose lockfiles it is; none means that its configs are defaults, by reasoning. Null for a
         variant without configs.
     """
-    reasons = [_reason(variant, seed, device) for seed in range(_DRAWS)]
+    facts = device_facts(device)
+    reasons = [variant.unsupported_reason(draws[seed], device, facts) for seed in range(_DRAWS)]
     while None not in reasons and len(reasons) < _MOST_DRAWS:  # a variant of one kind in many may be met in none
-        reasons.append(_reason(variant, len(reasons), device))
+        reasons.append(variant.unsupported_reason(draws[len(reasons)], device, facts))
     # "not M = 2" and "not M = 17" are one reason.
     refused = {re.sub(r"\d+", "0", reason): reason for reason in reversed(reasons) if reason is not None}
     return {
@@ -59,13 +83,6 @@ def describe(variant: Variant, device: torch.device) -> dict[str, Any]:
         "wins": variant.wins,
         "file": str(variant.file),
     }
-
-
-def _reason(variant: Variant, seed: int, device: torch.device) -> str | None:
-    contract = variant.contract
-    case = contract.case(contract.draw_axes(chooser(seed)), seed)  # on the CPU: only shapes and dtypes matter
-    axes, _ = contract.bind_axes(contract.bind_arguments((), case.inputs))
-    return variant.unsupported_reason(axes, device, device_facts(device))
 
 
 def _print(rows: Sequence[dict[str, Any]], device: torch.device) -> None:

@@ -1,21 +1,40 @@
 """`tk run`: one experiment, from its YAML to a run folder and a table."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from experiments.document import read_document
+from experiments.document import ExperimentError, read_document
 from experiments.plan import make_sweep
 from experiments.runner import failures, run_experiment
 from experiments.tables import print_report
 
+MOST_ARMS = 64
+"""More are asked about first: a list too many is soon written."""
 
-def run(file: Path, overrides: Sequence[str], out: Path | None) -> int:
+
+@dataclass(frozen=True)
+class Request:
+    """What is run, and where to. full: whether in its full sizes; None is where the device is CUDA. yes: however many
+    arms there are.
+    """
+
+    file: Path
+    overrides: Sequence[str] = ()
+    out: Path | None = None
+    full: bool | None = None
+    yes: bool = False
+
+
+def run(request: Request) -> int:
     """Runs the experiment and returns 1 where any of its rows is wrong or failed."""
-    sweep = make_sweep(read_document(file, overrides))
-    folder = run_experiment(sweep, out, overrides, Console(stderr=True))
+    sweep = make_sweep(read_document(request.file, request.overrides), full=request.full)
+    if sweep.num_arms > MOST_ARMS and not request.yes:
+        raise ExperimentError([f"{request.file}: {sweep.extent}; more than {MOST_ARMS} arms are run with --yes"])
+    folder = run_experiment(sweep, request.out, request.overrides, Console(stderr=True))
     console = Console()
     prompts = {one.name: one.prompts for one in sweep.experiment.workload if one.kind == "prompts"}
     print_report(console, prompts, folder.rows)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from experiments.peers.installed import MadeOnce
 from tkernels.ops.paged_decode.paged_cache import gather_context
@@ -55,8 +54,12 @@ def dense_attention(backend: SDPBackend) -> Callable[[dict[str, Any]], torch.Ten
         paged = {name: arguments.get(name) for name in ("k_cache", "v_cache", "block_tables", "context_lens")}
         context = contexts.get({**paged, "cu_seqlens_q": arguments.get("cu_seqlens_q")}, lambda: _made(arguments))
         rows = q.unflatten(0, (-1, context.queries)).transpose(1, 2)  # [B, Hq, M, D]
-        causal = arguments.get("causal", True) and context.queries > 1
-        mask = causal_lower_right(context.queries, context.k.shape[2]) if causal else None
+        mask = None
+        if arguments.get("causal", True) and context.queries > 1:
+            # It imports torch.compile's whole machinery: most of a second, which naming a variant should not cost.
+            from torch.nn.attention.bias import causal_lower_right
+
+            mask = causal_lower_right(context.queries, context.k.shape[2])
         gqa = q.shape[1] != context.k.shape[1]
         with sdpa_kernel([backend]):
             out = F.scaled_dot_product_attention(rows, context.k, context.v, mask, scale=scale, enable_gqa=gqa)

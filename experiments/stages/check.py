@@ -3,6 +3,7 @@
 from typing import Any
 
 from experiments.arms import Pick
+from experiments.peers import slack_of
 from experiments.points import Point
 from experiments.rows import CheckRow
 from experiments.stages.context import Context, one_line
@@ -37,7 +38,7 @@ def _check(context: Context, op: str, point: Point, pick: Pick) -> CheckRow:
         config = None
         if variant.kind == "triton" and variant.unsupported_reason(axes, device, device_facts(device)) is None:
             config = Kernel(variant, context.tuning, dict(pick.pins)).config(axes, device, arguments)
-        result = check_case(variant, case, config)
+        result = check_case(variant, case, config, slack=slack_of(variant))
     except Exception as error:
         return CheckRow(**common, status="failed", reason=one_line(error), seed=seed, replay=None)
     if result.status == "unsupported":

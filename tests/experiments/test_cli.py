@@ -215,3 +215,28 @@ def test_a_path_that_cannot_be_made_is_an_error_and_no_traceback(
     ran = tk("run", write(model={"preset": "tiny"}, workload=workload), "--out", tmp_path / "out")
     assert ran.exit_code == 2
     assert ran.stderr.startswith("error: /proc/x")
+
+
+def test_a_wrong_name_is_refused_without_torch() -> None:
+    command = (
+        "import sys; from typer.testing import CliRunner; from experiments.cli import app; "
+        "result = CliRunner().invoke(app, sys.argv[1:]); print(result.output); "
+        "assert result.exit_code == 2; assert 'torch' not in sys.modules"
+    )
+    wrong = ["kernels.swiglu=fsed", "scheduler.order=lifo", "dtype=[float32, float23]"]
+    arguments = ["run", "experiments/quickstart.yaml", *(part for one in wrong for part in ("--set", one))]
+    done = subprocess.run([sys.executable, "-c", command, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("'fused'?", "'lifo'", "dtype[1]"):
+        assert name in done.stdout
+
+
+def test_more_arms_than_usual_are_asked_about(tmp_path: Path) -> None:
+    text = "name: many\nmodel: {preset: tiny}\nkernels: {swiglu: [torch, fused]}\nrepeats: 1\nreplicates: 2\n"
+    sizes = "scheduler: {max_num_seqs: [1, 2, 3, 4, 5, 6], max_chunk_tokens: [16, 32, 64, 128, 256, 512]}\n"
+    (tmp_path / "many.yaml").write_text(text + sizes)
+    result = tk("run", tmp_path / "many.yaml", "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "72 arms, at most" in result.output
+    assert "more than 64 arms are run with --yes" in result.output
+    assert not (tmp_path / "out").exists()
