@@ -196,6 +196,19 @@ def runs(
 
 
 @app.command()
+def repeat(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The new run's folder, new or empty; runs/<name>-... by default.")
+    ] = None,
+) -> None:
+    """Run a run's resolved experiment again, and say what changed: verdicts, rows, circumstances."""
+    from experiments.commands.repeat import run
+
+    _exit(run, folder, out)
+
+
+@app.command()
 def compare(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; of a single one, its arms.")],
     across: Annotated[

@@ -10,6 +10,8 @@ from experiments.runs.verdicts import Comparison, Verdict
 from experiments.table_style import add_row, new_table
 
 _STYLES = {"better": "green", "worse": "bold red", "within noise": "", "cannot tell": "yellow"}
+_WIDTHS = {"first": 8, "second": 8, "change": 7, "interval": 15, "sees": 6, "verdict": 12}
+
 _SHOWN = 12
 """Lines of each kind of difference; --json has them all."""
 
@@ -17,26 +19,31 @@ _SHOWN = 12
 def print_comparison(console: Console, found: Comparison) -> None:
     """The verdict in a sentence, every figure's, and what else differs."""
     console.print(Text.assemble("\n", (sentence(found), "bold")), soft_wrap=True)
-    right = ["first", "second", "change", "interval", "sees"]
-    table = new_table("", ["arm", *right, "verdict"], right)
-    table.title = None
-    last = None
+    places: dict[str, list[Verdict]] = {}
     for verdict in found.verdicts:
-        if (place := f"{verdict.place}: {verdict.figure}, {_unit(verdict)}") != last:
-            add_row(table, Text(place, "bold"))
-            last = place
-        add_row(table, f"  {verdict.arm}", *_cells(verdict))
-    table.caption = _caption(found)
-    table.caption_justify = "left"
-    console.print(table)
+        places.setdefault(f"{verdict.place}: {verdict.figure}, {_unit(verdict)}", []).append(verdict)
+    for number, (place, verdicts) in enumerate(places.items()):
+        table = new_table(f"\n{place}", ["arm", *_WIDTHS], list(_WIDTHS)[:-1])
+        table.expand = True
+        table.columns[0].ratio = 1
+        for column, width in zip(table.columns[1:], _WIDTHS.values(), strict=True):
+            column.width = width
+        for verdict in verdicts:
+            add_row(table, verdict.arm, *_cells(verdict))
+        if number == len(places) - 1:
+            table.caption = _caption(found)
+            table.caption_justify = "left"
+        console.print(table)
     for reason in dict.fromkeys(verdict.reason for verdict in found.verdicts if verdict.reason is not None):
         console.print(Text(f"Cannot tell: {reason}.", "yellow"))
-    _lines(console, "Not the same, and allowed with --across", [f"{what}: {how}" for what, how in found.across.items()])
-    _lines(console, "What else differs", found.circumstances)
-    _lines(console, "Rows that changed", found.changed)
-    _lines(console, f"Only in {found.first}", found.only_first)
-    _lines(console, f"Only in {found.second}", found.only_second)
-    _lines(console, "Recovered", found.repairs)
+    print_lines(
+        console, "Not the same, and allowed with --across", [f"{what}: {how}" for what, how in found.across.items()]
+    )
+    print_lines(console, "What else differs", found.circumstances)
+    print_lines(console, "Rows that changed", found.changed)
+    print_lines(console, f"Only in {found.first}", found.only_first)
+    print_lines(console, f"Only in {found.second}", found.only_second)
+    print_lines(console, "Recovered", found.repairs)
 
 
 def sentence(found: Comparison) -> str:
@@ -88,7 +95,8 @@ def _caption(found: Comparison) -> str:
     return " ".join(parts)
 
 
-def _lines(console: Console, title: str, lines: Sequence[str]) -> None:
+def print_lines(console: Console, title: str, lines: Sequence[str]) -> None:
+    """A heading with lines under it, where there are any."""
     if not lines:
         return
     console.print(Text(f"\n{title}", "bold"))
