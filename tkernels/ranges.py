@@ -59,15 +59,15 @@ class Ranges(Protocol):
 
 
 class Silence:
-    """A range, and a graph's ranges, that nobody listens to: entering and leaving takes 0.1 us together."""
+    """A range, and a graph's ranges, that nobody listens to.
+
+    It is entered and left by a builtin that takes whatever it is given and returns what is false: 70 ns together, where
+    two methods of Python take 110. A step of the tiny model has 43 ranges in 750 us.
+    """
 
     __slots__ = ()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, trace: Any, /) -> None:
-        pass
+    __enter__: Any = "".format
+    __exit__: Any = "".format
 
     def carrying(self, request_ids: Sequence[int]) -> "Silence":
         return self
