@@ -166,7 +166,13 @@ def run(
         typer.Option("--set", metavar="key=value", help="Override a key, as in scheduler.block_size=32. Repeatable."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The run folder, new or empty; runs/<name>-... by default.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="The run folder, new or empty, or one that was cut off; runs/<name>-... by default."
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Go on with this run, which was cut off: what it has is kept.")
     ] = None,
     full: Annotated[
         bool | None,
@@ -174,14 +180,14 @@ def run(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="However many arms there are.")] = False,
 ) -> None:
-    """Run an experiment: check, time, serve and compare every arm."""
+    """Run an experiment: check, time, serve and compare every arm, each in processes of its own."""
     from experiments.structure import refuse_early
 
     _refusing(refuse_early, file, overrides or [])
     from experiments.commands.run import Request
     from experiments.commands.run import run as run_command
 
-    _exit(run_command, Request(file, overrides or [], out, full, yes))
+    _exit(run_command, Request(file, overrides or [], out, resume, full, yes))
 
 
 @app.command()

@@ -78,9 +78,6 @@ def _served(group: Sequence[Any]) -> dict[str, Any]:
     }
     for name in ("ttft_s", "tpot_s", "gap_s"):
         figures[name] = _quantiles([getattr(row, name) for row in timed if getattr(row, name)])
-    speedups = [row.speedup for row in timed if getattr(row, "speedup", None) is not None]
-    if len(speedups) > 1:
-        figures |= {"speedup": statistics.median(speedups), "speedup_iqr": spread(speedups)}
     return figures
 
 

@@ -152,11 +152,6 @@ class EngineRow(_ServedRow):
     """A workload served by one arm."""
 
     stage: Literal["engine"] = column("engine", default="engine")
-    group: int | None = column(
-        "arms of one group had their rounds in turns; another's came before or after, on a machine that may have been "
-        "slower",
-        "index",
-    )
     texts: list[str] | None = column("what each prompt was continued with; null of token ids")
     steps: int | None = column("of the engine, in one round", "count")
     preemptions: int | None = column("sequences that gave way, in one round", "count")
@@ -171,7 +166,7 @@ class EngineRow(_ServedRow):
 
     required = {
         "ok": _SERVED
-        | {"group", "texts", "steps", "preemptions", "peak_running", "peak_occupancy", "last_page_waste"}
+        | {"texts", "steps", "preemptions", "peak_running", "peak_occupancy", "last_page_waste"}
         | {"hit_tokens", "saved_bytes", "evicted_blocks", "weight_bytes", "prepare_s"},
         "wrong": frozenset({"workload"}),
         "unsupported": frozenset({"workload"}),
@@ -243,23 +238,47 @@ class StepRow(_Row):
 
 
 class PeerRow(_ServedRow):
-    """A workload served by another engine, beside the arm in `arm`."""
+    """A workload served by another engine, in processes of its own. It knows no arm: `arm` is empty."""
 
     stage: Literal["peers"] = column("peers", default="peers")
     peer: str | None = column("name of the peer")
     peer_settings: dict[str, Any] | None = column("what it was run with, the best that were found, in their own units")
-    speedup: float | None = column("the arm's tokens a second over the peer's, the median over rounds", "ratio")
-    speedup_iqr: float | None = column("distance between the rounds' quartiles", "ratio")
-    speedups: list[float] | None = column("of each round", "ratio")
-    tokens_equal: bool | None = column("whether all output tokens are the arm's")
-    requests_equal: int | None = column("requests whose tokens are all the arm's", "count")
 
     required = {
-        "ok": _SERVED
-        | {"peer", "peer_settings", "speedup", "speedup_iqr", "speedups", "tokens_equal", "requests_equal"},
+        "ok": _SERVED | {"peer", "peer_settings"},
         "failed": frozenset({"peer", "workload"}),
         "unsupported": frozenset({"peer", "workload"}),
     }
+
+
+class SpeedupRow(_Row):
+    """The first arm that was timed over a peer, at one workload: derived from their rows, replicate by replicate."""
+
+    stage: Literal["speedup"] = column("speedup", default="speedup")
+    workload: str | None = column("name of the workload")
+    peer: str | None = column("name of the peer")
+    peer_settings: dict[str, Any] | None = column("what it was run with, in their own units")
+    speedup: float | None = column("median of speedups", "ratio")
+    speedup_iqr: float | None = column("distance between the quartiles of speedups; null of one", "ratio")
+    speedups: list[float] | None = column(
+        "the arm's tokens a second over the peer's, each the median over its rounds, in every replicate in which both "
+        "were timed",
+        "ratio",
+    )
+    speedup_of: Literal["median of replicates", "one replicate"] | None = column("which of both speedup is")
+    requests: int | None = column("completions that were asked for", "count")
+    tokens_equal: bool | None = column("whether all output tokens of the peer are the arm's")
+    requests_equal: int | None = column("requests whose tokens are all the arm's", "count")
+
+    required = {
+        "ok": frozenset(
+            {
+                "workload", "peer", "peer_settings", "speedup", "speedup_iqr", "speedups", "speedup_of", "requests",
+                "tokens_equal", "requests_equal",
+            }
+        ),
+        "failed": frozenset({"workload", "peer"}),
+    }  # fmt: skip
 
 
 class QuantizationRow(_Row):
@@ -299,7 +318,8 @@ class QuantizationRow(_Row):
 
 
 Row = Annotated[
-    CheckRow | KernelRow | EngineRow | ParityRow | StepRow | PeerRow | QuantizationRow, Field(discriminator="stage")
+    CheckRow | KernelRow | EngineRow | ParityRow | StepRow | PeerRow | SpeedupRow | QuantizationRow,
+    Field(discriminator="stage"),
 ]
 ROW: TypeAdapter[Row] = TypeAdapter(Row)
 """Reads a line of results.jsonl: `ROW.validate_json(line)`."""

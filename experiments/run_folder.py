@@ -1,9 +1,26 @@
-"""One run's folder: the YAML as written and resolved, environment.json, and results.jsonl, a row for each fact."""
+"""One run's folder, as it is written: by one process, a task at a time, so that a kill leaves whole tasks behind.
 
+run.json            what the run is, and whether it has ended
+experiment.yaml     the experiment as it was written: its comments say what it asks
+resolved.yaml       the experiment with what it left open filled in: it resolves to itself, wherever it lies
+environment.json    what figures depend on besides: versions, device, code, seeds, model files
+sources/            <op>/<variant>.py of every variant that is used, outside ones too
+columns.json        every column of results.jsonl: its type, unit and meaning
+tuned.json          the tuned configs that were used, and how each was found
+results.jsonl       a row per fact, all of a task in one write
+samples/            <hash of a task's key>.json: raw figures that are too big for rows
+"""
+
+import difflib
+import fcntl
+import hashlib
 import json
+import os
 import secrets
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,44 +28,206 @@ import yaml
 
 from experiments.document import ExperimentError
 from experiments.plan import Plan, Sweep
-from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, StepRow
-
-AnyRow = CheckRow | KernelRow | EngineRow | ParityRow | StepRow | PeerRow | QuantizationRow
-
+from experiments.rows import Row
+from experiments.runs.columns import columns
+from experiments.runs.reading import SCHEMA, read_run
+from experiments.sweep.server import write_whole
 
 SOURCE = "experiment.yaml"
-"""The experiment as it was written: its comments say what it asks."""
 
 
 class RunFolder:
-    """Open for the length of a run. `rows` holds what was recorded so far, in order."""
+    """Open for the length of a run. `rows` holds what was recorded so far, in order; `repairs` says what was cut off
+    when it was opened again.
+    """
 
-    def __init__(self, sweep: Sweep, out: Path | None) -> None:
-        """Makes the folder: `out`, which must be new or empty, or runs/<name>-<time>-<id>/ under the current one."""
-        self.run_id = secrets.token_hex(4)
-        name = f"{sweep.experiment.name}-{time.strftime('%Y%m%d-%H%M%S')}-{self.run_id}"
-        self.path = out if out is not None else Path("runs") / name
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise ExperimentError([f"--out {self.path}: exists and is not an empty folder"])
+    def __init__(self, path: Path, meta: dict[str, Any], rows: Sequence[Row], repairs: Sequence[str] = ()) -> None:
+        """Opens a folder that `new_folder` made; ExperimentError where another process writes into it."""
+        self.path = path
+        self.meta = meta
+        self.repairs = tuple(repairs)
+        self.rows: list[Row] = list(rows)
+        self._of_task: dict[str, list[Row]] = {}
+        for row in rows:
+            self._of_task.setdefault(row.task, []).append(row)
+        self._used: dict[str, Any] = {}
+        if (path / "tuned.json").exists():
+            self._used = json.loads((path / "tuned.json").read_text(encoding="utf-8"))["used"]
+        self._file = os.open(path / "results.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ExperimentError([f"{self.path}: cannot be made: {error.strerror}"]) from None
-        self.rows: list[AnyRow] = []
-        (self.path / SOURCE).write_text(sweep.document.text, encoding="utf-8")
-        (self.path / "resolved.yaml").write_text(
-            yaml.safe_dump(resolved(sweep), sort_keys=False, width=100, allow_unicode=True), encoding="utf-8"
-        )
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._file)
+            raise ExperimentError([f"{path}: another process is running it"]) from None
 
-    def record(self, row: AnyRow) -> None:
-        """Appends a row. The file is closed after each, so that a run that is killed keeps what it knew."""
-        self.rows.append(row)
-        with (self.path / "results.jsonl").open("a", encoding="utf-8") as file:
-            file.write(row.as_json() + "\n")
+    @property
+    def run_id(self) -> str:
+        return str(self.meta["run_id"])
 
-    def write_environment(self, environment: Mapping[str, Any]) -> None:
-        text = json.dumps(environment, indent=2, default=str) + "\n"
-        (self.path / "environment.json").write_text(text, encoding="utf-8")
+    def done(self, key: str) -> bool:
+        """Whether a task has all its rows here."""
+        return key in self._of_task
+
+    def of_task(self, key: str) -> Sequence[Row]:
+        return self._of_task.get(key, ())
+
+    def record(self, rows: Sequence[Row], samples: Mapping[str, Any] | None = None) -> None:
+        """All rows of a task, at least one, in one write that is on disk when this returns; its samples before them."""
+        task = rows[0].task
+        if samples is not None:
+            (self.path / "samples").mkdir(exist_ok=True)
+            _write(self.samples_file(task), json.dumps({"task": task, **samples}, separators=(",", ":")))
+        whole = [row.model_copy(update={"task_rows": len(rows)}) for row in rows]
+        write_whole(self._file, "".join(row.as_json() + "\n" for row in whole).encode())
+        os.fsync(self._file)
+        self.rows += whole
+        self._of_task[task] = whole
+
+    def samples_file(self, task: str) -> Path:
+        return self.path / "samples" / f"{hashlib.sha256(task.encode()).hexdigest()[:16]}.json"
+
+    def samples(self, task: str) -> Mapping[str, Any]:
+        data: Mapping[str, Any] = json.loads(self.samples_file(task).read_text(encoding="utf-8"))
+        return data
+
+    def use(self, mode: str, used: Mapping[str, Any]) -> None:
+        """Notes tuned configs that a task used."""
+        if new := {key: value for key, value in used.items() if self._used.get(key) != value}:
+            self._used |= new
+            _write(self.path / "tuned.json", json.dumps({"mode": mode, "used": self._used}, indent=2) + "\n")
+
+    def finish(self, mode: str) -> None:
+        """The run has ended: every task has its rows."""
+        environment = json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
+        environment["tuning"] = {**environment.get("tuning", {}), "mode": mode, "used": self._used}
+        _write(self.path / "environment.json", json.dumps(environment, indent=2, default=str) + "\n")
+        self.meta |= {"finished": _now(), "tasks": len(self._of_task)}
+        _write(self.path / "run.json", json.dumps(self.meta, indent=2) + "\n")
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def new_path(sweep: Sweep, out: Path | None, run_id: str) -> Path:
+    """Where a new run goes: `out`, or runs/<name>-<time>-<id>/ under the current folder."""
+    return out or Path("runs") / f"{sweep.experiment.name}-{time.strftime('%Y%m%d-%H%M%S')}-{run_id}"
+
+
+def new_run_id() -> str:
+    return secrets.token_hex(4)
+
+
+def new_folder(
+    sweep: Sweep, path: Path, run_id: str, environment: Mapping[str, Any], executor: str, tasks: int
+) -> RunFolder:
+    """Makes the folder `path`, which is new or empty. It is there whole or not at all, whenever the process is killed.
+
+    tasks: how many there will be where nothing goes wrong.
+    """
+    check_new(path)
+    text = resolved_text(sweep)
+    meta = {
+        "schema": SCHEMA, "run_id": run_id, "name": sweep.experiment.name, "created": _now(), "finished": None,
+        "resolved_sha256": hashlib.sha256(text.encode()).hexdigest(), "tasks": tasks, "executor": executor,
+    }  # fmt: skip
+    begun = path.parent / f".{path.name}.begun"
+    try:
+        shutil.rmtree(begun, ignore_errors=True)  # of a process that was killed here
+        begun.mkdir(parents=True)
+        (begun / SOURCE).write_text(sweep.document.text, encoding="utf-8")
+        (begun / "resolved.yaml").write_text(text, encoding="utf-8")
+        (begun / "environment.json").write_text(json.dumps(environment, indent=2, default=str) + "\n", "utf-8")
+        (begun / "columns.json").write_text(json.dumps(columns(), indent=2) + "\n", encoding="utf-8")
+        (begun / "run.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+        (begun / "results.jsonl").touch()
+        for (op, name), file in _sources(sweep).items():
+            target = begun / "sources" / op / f"{name}.py"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+        os.rename(begun, path)  # over an empty folder too
+    except OSError as error:
+        raise ExperimentError([f"{path}: cannot be made: {error.strerror}"]) from None
+    return RunFolder(path, meta, ())
+
+
+def _sources(sweep: Sweep) -> dict[tuple[str, str], Path]:
+    """(op, variant) -> its file, of all that are used."""
+    used = [(plan, op, pick.variant) for plan in sweep.plans for op, picks in plan.picks.items() for pick in picks]
+    return {(op, name): plan.ops[op].variants[name].file for plan, op, name in used}
+
+
+def check_new(path: Path) -> None:
+    """Raises ExperimentError where there is something at `path` that is not an empty folder."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ExperimentError([f"--out {path}: exists and is not an empty folder"])
+
+
+def open_again(sweep: Sweep, path: Path, environment: Mapping[str, Any], executor: str) -> RunFolder:
+    """The folder of a run that was cut off, without what a kill left half written; `repairs` says what that was.
+
+    Raises ExperimentError where `path` is no run, or one of another experiment, device, version or kernel's code: rows
+    of both would stand in one file as if they were of one run.
+    """
+    run = read_run(path)
+    differences = _text_differences(path, resolved_text(sweep)) + _changes(run.environment, environment)
+    if differences:
+        raise ExperimentError([f"{path}: cannot be resumed: {difference}" for difference in differences])
+    folder = RunFolder(path, {**run.meta, "executor": executor}, run.rows, run.repairs)
+    if run.repairs:
+        # In place: the lock is on this very file. Whole tasks are written again before what was cut goes.
+        text = "".join(row.as_json() + "\n" for row in run.rows).encode()
+        kept = (path / "results.jsonl").read_bytes()[: len(text)]
+        if kept == text:
+            os.truncate(path / "results.jsonl", len(text))
+        else:
+            folder.close()
+            _write(path / "results.jsonl", text.decode())
+            folder = RunFolder(path, dict(folder.meta), run.rows, run.repairs)
+    return folder
+
+
+def _text_differences(path: Path, now: str) -> list[str]:
+    """Where the resolved experiment is another one."""
+    then = (path / "resolved.yaml").read_text(encoding="utf-8")
+    if then == now:
+        return []
+    lines = difflib.unified_diff(then.splitlines(), now.splitlines(), lineterm="", n=0)
+    changed = [line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    return [f"it is a run of another experiment: {'; '.join(changed[:8])}{' …' if len(changed) > 8 else ''}"]
+
+
+_SAME = ("kernels", "device", "versions", "model")
+"""Of the environment, what all rows of a run have in common."""
+
+
+def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    found = []
+    current = json.loads(json.dumps(now, default=str))
+    for part in _SAME:
+        before, after = then.get(part) or {}, current.get(part) or {}
+        for name in sorted({*before, *after}):
+            if before.get(name) != after.get(name) and name != "clocks":
+                found.append(f"{part}: {name} was {before.get(name)!r} and is {after.get(name)!r}")
+    return found
+
+
+def _write(path: Path, text: str) -> None:
+    """The whole file or, where the process is killed, the one before."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def resolved_text(sweep: Sweep) -> str:
+    """resolved.yaml."""
+    return yaml.safe_dump(resolved(sweep), sort_keys=False, width=100, allow_unicode=True)
 
 
 def resolved(sweep: Sweep) -> dict[str, Any]:

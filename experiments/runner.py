@@ -1,55 +1,76 @@
-"""One run: the stages in order, into one folder."""
+"""One run: the tasks of its sweep, carried out by an executor, into one folder, and what follows from their rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments.document import ExperimentError
 from experiments.environment import environment_of
 from experiments.models import check_headers
 from experiments.plan import Plan, Sweep
 from experiments.points import Point, points_of
-from experiments.run_folder import RunFolder
-from experiments.stages import check, engine, kernels, parity, quantization
-from experiments.stages.context import Context
+from experiments.quantization_report import write_plot
+from experiments.rows import EngineRow, ParityRow, PeerRow, QuantizationRow, Row, SpeedupRow
+from experiments.run_folder import RunFolder, check_new, new_folder, new_path, new_run_id, open_again, resolved_text
+from experiments.runs.reading import read_meta
+from experiments.stages import parity, speedups
+from experiments.stages.context import common_fields, served_fields, workloads_of
+from experiments.stages.parity import Answer
+from experiments.stages.quantization import CACHE
+from experiments.sweep import listing
+from experiments.sweep.display import Display
+from experiments.sweep.failing import failed_row
+from experiments.sweep.listing import Verdicts
+from experiments.sweep.local import Local
+from experiments.sweep.tasks import Ended, Executor, Phase, Setup, Task
 from tkernels import ContractError, Tuning
+from tkernels.mode import MODE
+
+Points = Sequence[Mapping[str, Sequence[Point]]]
+"""Of each plan, op -> its points."""
 
 
 def run_experiment(
-    sweep: Sweep, out: Path | None, overrides: Sequence[str], console: Console, tuning: Tuning | None = None
+    sweep: Sweep,
+    out: Path | None,
+    overrides: Sequence[str],
+    console: Console,
+    tuning: Tuning | None = None,
+    *,
+    executor: Executor | None = None,
+    resume: Path | None = None,
 ) -> RunFolder:
-    """Runs all stages of every plan and returns the folder with its rows. Progress goes to `console`, which should be
-    stderr's. tuning: how tuned configs are found; None is as the experiment says, in the lockfiles of the tree.
+    """Runs all tasks that the folder does not have yet, and returns it with its rows. Progress goes to `console`, which
+    should be stderr's.
 
-    Raises ExperimentError where the folder cannot be made or a point of `shapes` breaks its contract; whatever goes
-    wrong in one arm becomes a row.
+    tuning: how tuned configs are found; None is as the experiment says, in the lockfiles of the tree. executor: None is
+    this machine. resume: the folder of a run that was cut off; so is `out`, where it is one of this very experiment.
+
+    Raises ExperimentError where the folder cannot be made or resumed, or a point of `shapes` breaks its contract;
+    whatever goes wrong in one task becomes a row.
     """
     points = [_points_of(plan) for plan in sweep.plans]
     for plan in sweep.plans:
         if plan.model is not None and (plan.experiment.workload or plan.experiment.quantization):
             # A preset that has to be trained first shows progress of its own.
             check_headers(plan.model.directory())
-    folder = RunFolder(sweep, out)
-    environment = environment_of(sweep, folder.run_id, list(overrides))
-    folder.write_environment(environment)
-    columns = (
-        TextColumn("{task.description:<8}", markup=False),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[doing]}", style="dim", markup=False),
-    )
+    executor = executor if executor is not None else Local()
     tuning = tuning if tuning is not None else Tuning(sweep.experiment.tuning)
-    with Progress(*columns, console=console) as progress:
-        for plan, mine in zip(sweep.plans, points, strict=True):
-            context = Context(plan, folder, mine, tuning, progress)
-            check.run(context)
-            kernels.run(context)
-            parity.run(context, engine.run(context))
-            quantization.run(context)
-    folder.write_environment({**environment, "tuning": {"mode": tuning.mode, "used": tuning.used}})
+    folder = _folder(sweep, points, out, resume, overrides, executor.name)
+    try:
+        if folder.meta["finished"] is not None:
+            return folder
+        with Display(console) as display:
+            for repair in folder.repairs:
+                display.say(repair)
+            _Run(sweep, points, folder, executor, tuning, display).run()
+        folder.finish(tuning.mode)
+    finally:
+        folder.close()
+    write_plot([row for row in folder.rows if isinstance(row, QuantizationRow)], folder.path)
     return folder
 
 
@@ -58,6 +79,173 @@ def _points_of(plan: Plan) -> dict[str, list[Point]]:
         return points_of(plan)
     except ContractError as error:
         raise ExperimentError([f"shapes: {error}" if plan.experiment.shapes else str(error)]) from None
+
+
+def _is_cut_off(sweep: Sweep, out: Path) -> bool:
+    """Whether `out` is the folder of this experiment's run, and has not ended."""
+    if not (out / "run.json").is_file() or read_meta(out)["finished"] is not None:
+        return False
+    return (out / "resolved.yaml").read_text(encoding="utf-8") == resolved_text(sweep)
+
+
+def _folder(
+    sweep: Sweep, points: Points, out: Path | None, resume: Path | None, overrides: Sequence[str], executor: str
+) -> RunFolder:
+    again = resume if resume is not None else out if out is not None and _is_cut_off(sweep, out) else None
+    if again is not None:
+        run_id = str(read_meta(again)["run_id"])
+        return open_again(sweep, again, environment_of(sweep, run_id, list(overrides)), executor)
+    run_id = new_run_id()
+    path = new_path(sweep, out, run_id)
+    check_new(path)
+    tasks = len(listing.expected_tasks(sweep, points))
+    return new_folder(sweep, path, run_id, environment_of(sweep, run_id, list(overrides)), executor, tasks)
+
+
+@dataclass
+class _Run:
+    """A run under way. expected: the tasks that there will be, as far as is known."""
+
+    sweep: Sweep
+    points: Points
+    folder: RunFolder
+    executor: Executor
+    tuning: Tuning
+    display: Display
+    expected: list[Task] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Every phase, less what is done already."""
+        self.expected = listing.expected_tasks(self.sweep, self.points)
+        rows_of, replicates = self.folder.of_task, self.sweep.experiment.replicates
+        with self.executor.start(self._setup()):
+            checks = listing.check_tasks(self.sweep, self.points)
+            self._do(checks)
+            kernels = listing.kernel_tasks(checks, rows_of)
+            self._do(kernels)
+            again = listing.later_replicates(kernels, replicates, rows_of)
+            self._settle("kernels", [*kernels, *again])
+            self._do(again)
+            self._serve(listing.verdicts(checks, rows_of))
+            self._do(listing.quantization_tasks(self.sweep))
+
+    def _serve(self, verdicts: Verdicts) -> None:
+        """Arms and peers, and what follows from both."""
+        engines, rows_of = listing.engine_tasks(self.sweep), self.folder.of_task
+        for task in engines:
+            refused = listing.refusal(self.sweep.plans[task.plan], task, verdicts)
+            if refused is not None and not self.folder.done(task.key):
+                self.folder.record([self._refused_row(task, *refused)])
+        self._do(engines)
+        peers = listing.peer_tasks(self.sweep, engines, rows_of)
+        self._do(peers)
+        again = listing.later_replicates([*engines, *peers], self.sweep.experiment.replicates, rows_of)
+        self._settle("engine", [*engines, *again])
+        self._settle("peers", [*peers, *again])
+        self._do(again)
+        derived: list[Row] = [*self._parity_rows(engines), *self._speedup_rows(engines, peers)]
+        for row in derived:
+            if not self.folder.done(row.task):
+                self.folder.record([row])
+
+    def _setup(self) -> Setup:
+        plan, experiment = self.sweep.plans[0], self.sweep.experiment
+        serves = plan.model is not None and bool(experiment.workload or experiment.quantization)
+        return Setup(
+            resolved=resolved_text(self.sweep),
+            run_id=self.folder.run_id,
+            mode=MODE,
+            tuning_mode=self.tuning.mode,
+            tuning_folder=str(self.tuning.folder.resolve()),
+            cache=str((self.folder.path.parent / CACHE).resolve()),
+            on_cuda=plan.device.type == "cuda",
+            # Most of what a small engine's start would take.
+            imports=("transformers.models.auto.tokenization_auto",) if serves else (),
+            replicates=experiment.replicates,
+        )
+
+    def _do(self, tasks: Sequence[Task]) -> None:
+        """The tasks that the folder does not have, each recorded as it ends."""
+        todo = [task for task in tasks if not self.folder.done(task.key)]
+        self._show()
+        if todo:
+            for ended in self.executor.run(todo, self.display.doing, self._printed):
+                self._record(ended)
+                self._show()
+
+    def _settle(self, phase: Phase, tasks: Sequence[Task]) -> None:
+        """It is known now which tasks of a phase there are."""
+        keys = {task.key for task in tasks}
+        self.expected = [task for task in self.expected if task.phase != phase or task.key in keys]
+
+    def _show(self) -> None:
+        left = [task for task in self.expected if not self.folder.done(task.key)]
+        self.display.plan(len(self.expected) - len(left), left)
+
+    def _printed(self, task: Task, text: str) -> None:
+        self.display.say(f"{task.key}: {text}")
+
+    def _record(self, ended: Ended) -> None:
+        rows = list(ended.rows)
+        if ended.death is not None or not rows:
+            rows.append(failed_row(self.sweep.plans[ended.task.plan], self.folder.run_id, ended))
+        self.folder.use(self.tuning.mode, ended.used)
+        self.folder.record(rows, ended.samples)
+        self.display.ended(ended)
+
+    def _refused_row(self, task: Task, status: Any, reason: str) -> EngineRow:
+        plan = self.sweep.plans[task.plan]
+        about = served_fields(plan, plan.arms[task.arm], workloads_of(plan)[task.workload])
+        return EngineRow(**common_fields(plan, task, self.folder.run_id, **about), status=status, reason=reason)
+
+    def _derived(self, stage: str, task: Task, **fields: Any) -> dict[str, Any]:
+        """The fields that a row which follows from a task's shares with every row."""
+        key = f"{stage}/{task.key.removesuffix('#0').partition('/')[2]}"
+        plan = self.sweep.plans[task.plan]
+        return common_fields(plan, Task(key, task.phase, task.plan), self.folder.run_id, **fields)
+
+    def _parity_rows(self, engines: Sequence[Task]) -> list[ParityRow]:
+        """Of each model and workload, every arm after the first that answered, beside it: of another dtype too."""
+        firsts: list[tuple[Any, Answer]] = []
+        rows = []
+        for task in engines:
+            row = self.folder.of_task(task.key)[0]
+            if row.status != "ok":
+                continue
+            plan = self.sweep.plans[task.plan]
+            asked = (plan.arms[task.arm].model, workloads_of(plan)[task.workload])
+            answer = Answer.of(row.arm, row.settings, self.folder.samples(task.key))
+            first = next((one for place, one in firsts if place == asked), None)
+            if first is None:
+                firsts.append((asked, answer))
+            else:
+                common = self._derived("parity", task, workload=asked[1].name)
+                rows.append(parity.compare(first, answer, common))
+        return rows
+
+    def _speedup_rows(self, engines: Sequence[Task], peers: Sequence[Task]) -> list[SpeedupRow]:
+        """Of each peer that was timed, the first arm that was."""
+        rows = []
+        for peer in peers:
+            mine = listing.first_timed(engines, peer, self.folder.of_task)
+            if mine is None or listing.timed_row(self.folder.of_task(peer.key)) is None:
+                continue
+            plan = self.sweep.plans[peer.plan]
+            about = served_fields(plan, plan.arms[mine.arm], workloads_of(plan)[peer.workload])
+            answer = Answer.of(about["arm"], about["settings"], self.folder.samples(mine.key))
+            theirs = self.folder.samples(peer.key)["tokens"]
+            common = self._derived("speedup", peer, **about, peer=peer.peer)
+            rows.append(speedups.compare(self._pairs(mine, peer), answer.tokens, theirs, common))
+        return rows
+
+    def _pairs(self, mine: Task, peer: Task) -> list[tuple[EngineRow, PeerRow]]:
+        pairs = []
+        for number in range(self.sweep.experiment.replicates):
+            keys = [listing.replicate_key(task, number) for task in (mine, peer)]
+            of_arm, of_peer = (listing.timed_row(self.folder.of_task(key)) for key in keys)
+            if of_arm is not None and of_peer is not None:
+                pairs.append((of_arm, of_peer))
+        return pairs
 
 
 def failures(folder: RunFolder) -> list[str]:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from experiments.quantization_report import quantization_table
 from experiments.replicates import identity, merged, processes
-from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, Row
+from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, Row, SpeedupRow
 from experiments.table_style import (
     Cell,
     Column,
@@ -68,7 +68,7 @@ def tables_of(rows: Sequence[Row]) -> dict[str, PlainTable]:
     if scheduled:
         parts["memory"] = _memory_table(scheduled, swept(engines))
     if peers:
-        parts["peers"] = _peer_table(peers)
+        parts["peers"] = _peer_table(peers, [row for row in rows if isinstance(row, SpeedupRow)])
     quantized = [row for row in rows if isinstance(row, QuantizationRow)]
     if quantized:
         parts["quantization"] = quantization_table(quantized)
@@ -180,12 +180,6 @@ def _engine_table(engines: Sequence[EngineRow], parities: Sequence[ParityRow], c
         "Output tokens per second; ttft: time to first token, p50; same tokens, drift: as "
         "the first arm, and the largest difference of a log-probability. n/m: not measured."
     ) + _several(count, "the processes' tokens/s")
-    groups = {row.group for row in engines if row.group is not None}
-    if len(groups) > 1:
-        caption += (
-            f" The engines were in memory in {len(groups)} groups, one after the other; only those of a group took "
-            "turns: a smaller kv_cache_bytes lets more of them."
-        )
     return PlainTable("Engine", tuple(columns), tuple(lines), caption)
 
 
@@ -275,22 +269,38 @@ def _key(row: EngineRow | ParityRow) -> str:
     return identity(row.model_copy(update={"stage": ""}))
 
 
-def _peer_table(peers: Sequence[PeerRow]) -> PlainTable:
+def _peer_table(peers: Sequence[PeerRow], speedups: Sequence[SpeedupRow]) -> PlainTable:
     columns = [Column(name) for name in ("workload", "peer", "settings")]
     columns += [Column(name, right=True) for name in ("tokens/s", "speed-up", "IQR")]
     columns.append(Column("same tokens"))
+    compared = {_pair(row): row for row in speedups if row.status == "ok"}
     lines: list[Line] = []
     for row in peers:
-        if row.status != "ok" or row.speedup is None:
+        if row.status != "ok":
             lines.append(cells(str(row.workload), str(row.peer), status_cell(row.status), "-", "-", "-", "-"))
             continue
         settings = ", ".join(str(value) for value in (row.peer_settings or {}).values())
-        speed = f"{row.tokens_per_s:,.1f}"
-        speedup, iqr = f"{row.speedup:.2f}x", f"{row.speedup_iqr:.2f}" if row.speedup_iqr is not None else "-"
-        about = cells(str(row.workload), str(row.peer).replace("_", " "), settings)
-        lines.append((*about, *cells(speed, speedup, iqr, _same(row.requests_equal, row.requests))))
-    caption = "speed-up: this engine's tokens/s over the peer's, median over interleaved rounds."
-    return PlainTable("Against peers", tuple(columns), tuple(lines), caption)
+        about = cells(str(row.workload), str(row.peer).replace("_", " "), settings, f"{row.tokens_per_s:,.1f}")
+        beside = compared.get(_pair(row))
+        if beside is None:
+            lines.append((*about, *cells("-", "-", "-")))
+            continue
+        iqr = f"{beside.speedup_iqr:.2f}" if beside.speedup_iqr is not None else "-"
+        lines.append((*about, *cells(f"{beside.speedup:.2f}x", iqr, _same(beside.requests_equal, beside.requests))))
+    several = any(row.speedup_of == "median of replicates" for row in speedups)
+    how = "the median over replicates" if several else "each the median over its rounds in one process"
+    return PlainTable(
+        "Against peers", tuple(columns), tuple(lines), f"speed-up: this engine's tokens/s over the peer's, {how}."
+    )
+
+
+def _pair(row: PeerRow | SpeedupRow) -> tuple[Any, ...]:
+    """A peer at a workload; the arm that is compared with it has more settings than these, and is the only one."""
+    return row.workload, row.peer, row.dtype, *(str(row.settings.get(name)) for name in ("model", *_workload_axes(row)))
+
+
+def _workload_axes(row: Row) -> list[str]:
+    return sorted(name for name in row.settings if name.startswith("workload."))
 
 
 @dataclass(frozen=True)
@@ -310,6 +320,7 @@ def reasons(rows: Iterable[Row]) -> list[Reason]:
         if row.status == "ok":
             continue
         about = f"{row.op}.{row.variant}" if row.op else ", ".join(f"{k}={v}" for k, v in row.arm.items())
+        about = str(row.peer) if isinstance(row, PeerRow | SpeedupRow) else about
         replay = row.replay if isinstance(row, CheckRow) else None
         abouts = found.setdefault((row.status, row.reason, replay), [])
         if about not in abouts:

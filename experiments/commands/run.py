@@ -18,23 +18,26 @@ MOST_ARMS = 64
 
 @dataclass(frozen=True)
 class Request:
-    """What is run, and where to. full: whether in its full sizes; None is where the device is CUDA. yes: however many
-    arms there are.
+    """What is run, and where to. resume: the folder of a run that was cut off, to go on with. full: whether in its full
+    sizes; None is where the device is CUDA. yes: however many arms there are.
     """
 
     file: Path
     overrides: Sequence[str] = ()
     out: Path | None = None
+    resume: Path | None = None
     full: bool | None = None
     yes: bool = False
 
 
 def run(request: Request) -> int:
-    """Runs the experiment and returns 1 where any of its rows is wrong or failed."""
+    """Runs the experiment, or what is left of it; returns 1 where any of its rows is wrong or failed."""
+    if request.out is not None and request.resume is not None:
+        raise ExperimentError(["--out and --resume: a run is a new one or goes on: give one"])
     sweep = make_sweep(read_document(request.file, request.overrides), full=request.full)
     if sweep.num_arms > MOST_ARMS and not request.yes:
         raise ExperimentError([f"{request.file}: {sweep.extent}; more than {MOST_ARMS} arms are run with --yes"])
-    folder = run_experiment(sweep, request.out, request.overrides, Console(stderr=True))
+    folder = run_experiment(sweep, request.out, request.overrides, Console(stderr=True), resume=request.resume)
     console = Console()
     prompts = {one.name: one.prompts for one in sweep.experiment.workload if one.kind == "prompts"}
     print_report(console, prompts, folder.rows)

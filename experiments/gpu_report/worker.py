@@ -5,6 +5,7 @@ goes on after the step that failed.
 """
 
 import argparse
+import gc
 import shutil
 import subprocess
 import sys
@@ -149,9 +150,11 @@ def _time(step: Step, job: Job) -> None:
 
 
 def _mark(step: Step, job: Job) -> None:
-    """In this process, since the configs that this report tuned are in its own folder."""
+    """With the configs that this report tuned, which are in its own folder."""
     run = engine_marks.RUNS[step.point]
     sweep = engine_marks.sweep_of(run, str(job.device))
+    gc.collect()
+    torch.cuda.empty_cache()  # the engines are made in other processes
     out = job.journal.folder / "runs" / f"{step.point.replace(' ', '-').replace('=', '-')}-{time.time_ns()}"
     job.journal.append(step.name, "fact", **engine_marks.measure(run, sweep, out, job.tuning()))
 

@@ -15,7 +15,9 @@ PEERS: Mapping[str, str] = {
     "transformers_batched": "experiments.peers.transformers_generate",
     "without_kv_cache": "experiments.peers.without_kv_cache",
 }
-"""name -> the module whose `make_peer(name, directory, requests, device, dtype)` gives a server with `settings`."""
+"""name -> the module whose `make_peer(name, directory, requests, device, dtype, settings)` gives a server with its
+`settings`: the best ones where None are given.
+"""
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
 """A folder of other projects' variants, <op>/<variant>.py."""

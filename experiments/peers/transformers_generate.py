@@ -63,14 +63,22 @@ class TransformersPeer:
 
 
 def make_peer(
-    name: str, directory: Path, requests: Sequence[Request], device: torch.device, dtype: torch.dtype
+    name: str,
+    directory: Path,
+    requests: Sequence[Request],
+    device: torch.device,
+    dtype: torch.dtype,
+    settings: Mapping[str, str] | None = None,
 ) -> TransformersPeer:
-    """The peer of that name with the settings that serve `requests` (token ids) fastest.
+    """The peer of that name with `settings`; None are those that serve `requests` (token ids) fastest.
 
     Raises PeerUnsupportedError where the workload is not greedy with exact lengths, which is all that is compared.
     """
     check_comparable(requests)
     batched = name == "transformers_batched"
+    if settings is not None:
+        model = _load(directory, settings["attention"], device, dtype)
+        return TransformersPeer(model, tuple(requests), batched, settings["cache"], settings["attention"])
     candidates: list[tuple[float, int, TransformersPeer]] = []
     for attention in ATTENTION:
         model = _load(directory, attention, device, dtype)

@@ -50,9 +50,14 @@ class RecomputingPeer:
 
 
 def make_peer(
-    name: str, directory: Path, requests: Sequence[Request], device: torch.device, dtype: torch.dtype
+    name: str,
+    directory: Path,
+    requests: Sequence[Request],
+    device: torch.device,
+    dtype: torch.dtype,
+    settings: Mapping[str, str] | None = None,
 ) -> RecomputingPeer:
-    """The peer for `requests` (token ids) with the default kernels.
+    """The peer for `requests` (token ids) with the default kernels; it has no settings to choose from.
 
     Raises PeerUnsupportedError where a token would not depend on the tokens before it alone, or a request comes late.
     """

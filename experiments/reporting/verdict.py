@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, Row
+from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, QuantizationRow, Row, SpeedupRow
 from experiments.tables import swept, title_of
 
 ENOUGH_PROCESSES = 5
@@ -32,7 +32,7 @@ def verdict_of(rows: Sequence[Row], processes: int, finished: bool) -> Verdict:
     parts = [*_checks([row for row in rows if isinstance(row, CheckRow)])]
     parts += _tokens([row for row in rows if isinstance(row, ParityRow)], engines)
     speeds = _engine_speed(engines) or _kernel_speed([row for row in rows if isinstance(row, KernelRow)])
-    peers = _peers([row for row in rows if isinstance(row, PeerRow)])
+    peers = _peers([row for row in rows if isinstance(row, SpeedupRow)])
     quantized = _quantized([row for row in rows if isinstance(row, QuantizationRow)])
     main = "; ".join([" and ".join(parts), *speeds[:1]] if parts else speeds[:1]) or "nothing was measured"
     notes = [_sentence(note) for note in (*speeds[1:], *peers, *quantized)]
@@ -161,7 +161,7 @@ def _kernel_speed(kernels: Sequence[KernelRow]) -> list[str]:
     return found
 
 
-def _peers(peers: Sequence[PeerRow]) -> list[str]:
+def _peers(peers: Sequence[SpeedupRow]) -> list[str]:
     found = []
     for row in peers:
         if row.status == "ok" and row.speedup is not None:

@@ -88,8 +88,9 @@ class Experiment(Strict):
     scheduler: a list is of sets of options, each with arms of its own, for options that only go together.
     batching: continuous, or static: as many requests as the engine has rows, and no other before the last of them ends.
     kernels: op -> variants. shapes: op -> points of its contract to check and time, besides those of the workload.
-    repeats: timed rounds of the engine and of each peer. replicates: of what is timed, each in processes of its own.
-    seed: of the inputs of the check and kernels stages.
+    repeats: timed rounds of an engine or a peer in its process. replicates: of what is timed, each in processes of its
+    own, those of arms and peers in turns. timeout: seconds that one task may take; None is for ever. seed: of the
+    inputs of the check and kernels stages.
     zip: groups of axes that vary together. exclude: axis -> value or values; points that match all of one rule are
     left out. full: dotted key -> value, as `--set` has them, where the sizes are those of a GPU.
 
@@ -112,6 +113,7 @@ class Experiment(Strict):
     quantization: Quantization | None = None
     repeats: Count = 3
     replicates: Count = 1
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
     zip: list[Annotated[list[str], Field(min_length=2)]] = []
     exclude: list[Annotated[Mapping[str, Any], Field(min_length=1)]] = []

@@ -1,1 +1,1 @@
-"""The stages of a run, in order: check, kernels, engine (with peers beside it), parity."""
+"""What the tasks of a sweep do, by phase: check, kernels, engine, peers, quantization; and what their rows give."""

@@ -1,10 +1,9 @@
-"""Each variant at each point, once, against the float64 oracle."""
+"""A variant at each of its points, once, against the float64 oracle."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from experiments.arms import Pick
 from experiments.peers import slack_of
-from experiments.points import Point
 from experiments.rows import CheckRow
 from experiments.stages.context import Context, one_line
 from tkernels.check import check_case
@@ -13,26 +12,18 @@ from tkernels.launch import Kernel
 
 
 def run(context: Context) -> None:
-    """Records one row per variant and point, and fills `context.verdicts` with those that are wrong or failed."""
-    work = [
-        (op, point, pick) for op, picks in context.plan.picks.items() for point in context.points[op] for pick in picks
-    ]
-    with context.step("check", len(work)) as step:
-        for op, point, pick in work:
-            step.say(f"{op}.{pick.label} {point.name}")
-            row = _check(context, op, point, pick)
-            context.folder.record(row)
-            if row.status in ("wrong", "failed"):
-                context.verdicts.setdefault((op, pick.label), (row.status, row.reason or ""))
-            step.advance("")
+    """Records one row per point."""
+    for name, axes in context.task.points:
+        context.report.say(name)
+        context.report.record(_check(context, name, axes))
 
 
-def _check(context: Context, op: str, point: Point, pick: Pick) -> CheckRow:
-    plan, seed = context.plan, context.plan.experiment.seed
-    variant = plan.ops[op].variants[pick.variant]
-    common = context.common(arm={op: pick.label}, op=op, variant=pick.label, axes=dict(point.axes), point=point.name)
+def _check(context: Context, point: str, at: Mapping[str, Any]) -> CheckRow:
+    plan, seed, op = context.plan, context.plan.experiment.seed, context.task.op
+    variant, pick = context.variant
+    common = context.common(arm={op: pick.label}, op=op, variant=pick.label, axes=dict(at), point=point)
     try:
-        case = variant.contract.case(point.axes, seed, plan.device)
+        case = variant.contract.case(at, seed, plan.device)
         arguments = variant.contract.bind_arguments((), case.inputs)
         axes, device = variant.contract.bind_axes(arguments)
         config = None

@@ -1,65 +1,107 @@
-"""What every stage is given."""
+"""What every task is given."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
-from rich.progress import Progress, TaskID
+import torch
 
+from experiments.arms import Arm, Pick, ServedWorkload
 from experiments.plan import Plan
-from experiments.points import Point
-from experiments.rows import Status
-from experiments.run_folder import RunFolder
+from experiments.rows import Row
+from experiments.sweep.tasks import Task
+from experiments.workloads import Request, requests_of
 from tkernels import Tuning
+from tkernels.variant import Variant
 
 
-@dataclass
-class Step:
-    """One bar of the progress display."""
+class Report(Protocol):
+    """Where a task's findings go. Each is known at once, so that what a crash leaves behind is not lost."""
 
-    progress: Progress
-    task: TaskID
+    def record(self, row: Row) -> None: ...
 
-    def advance(self, doing: str, units: int = 1) -> None:
-        """So many units are done; `doing` names the next, or is empty."""
-        self.progress.update(self.task, advance=units, doing=doing)
+    def keep(self, samples: Mapping[str, Any]) -> None:
+        """Raw figures that are too big for rows, once."""
 
-    def say(self, doing: str) -> None:
-        self.progress.update(self.task, doing=doing)
+    def say(self, doing: str) -> None: ...
 
 
 @dataclass(frozen=True)
 class Context:
-    """A run under way. `verdicts`: (op, variant label) -> its first check that was wrong or failed, with the reason."""
+    """A task under way. cache: the folder of quantized checkpoints."""
 
+    task: Task
     plan: Plan
-    folder: RunFolder
-    points: dict[str, list[Point]]
+    run_id: str
     tuning: Tuning
-    progress: Progress
-    verdicts: dict[tuple[str, str], tuple[Status, str]] = field(default_factory=dict)
+    cache: Path
+    report: Report
 
-    @contextmanager
-    def step(self, name: str, total: int) -> Iterator[Step]:
-        """A bar of `total` units, shown where there are any."""
-        task = self.progress.add_task(name, total=total, doing="", visible=total > 0)
-        try:
-            yield Step(self.progress, task)
-        finally:
-            self.progress.update(task, doing="")
+    @property
+    def arm(self) -> Arm:
+        return self.plan.arms[self.task.arm]
+
+    @property
+    def variant(self) -> tuple[Variant, Pick]:
+        """The task's variant, and how it is pinned."""
+        pick = next(pick for pick in self.plan.picks[self.task.op] if pick.label == self.task.variant)
+        return self.plan.ops[self.task.op].variants[pick.variant], pick
+
+    @property
+    def served(self) -> ServedWorkload:
+        """The task's workload."""
+        return workloads_of(self.plan)[self.task.workload]
+
+    def requests(self) -> list[Request]:
+        """Those of the task's workload."""
+        assert self.plan.model is not None
+        return requests_of(self.served.workload, self.plan.model.config.vocab_size)
 
     def common(self, **more: Any) -> dict[str, Any]:
-        """The fields that every row of this run shares."""
-        return {
-            "run_id": self.folder.run_id,
-            "dtype": str((more.get("axes") or {}).get("activation", self.plan.dtype_name)),
-            "device": self.plan.device.type,
-            **more,
-        }
+        return common_fields(self.plan, self.task, self.run_id, **more)
+
+
+def common_fields(plan: Plan, task: Task, run_id: str, **more: Any) -> dict[str, Any]:
+    """The fields that every row of a task shares."""
+    return {
+        "run_id": run_id,
+        "task": task.key,
+        "replicate": task.replicate,
+        "dtype": str((more.get("axes") or {}).get("activation", plan.dtype_name)),
+        "device": plan.device.type,
+        **more,
+    }
+
+
+def workloads_of(plan: Plan) -> list[ServedWorkload]:
+    """Those that some arm serves, each once."""
+    served = [one for arm in plan.arms for one in arm.workloads]
+    return [one for index, one in enumerate(served) if one not in served[:index]]
+
+
+def served_fields(plan: Plan, arm: Arm, served: ServedWorkload) -> dict[str, Any]:
+    """Of an arm at a workload, the fields that say which they are."""
+    return {"arm": labels_of(plan, arm), "settings": {**arm.settings, **served.settings}, "workload": served.name}
+
+
+def peer_fields(plan: Plan, served: ServedWorkload, peer: str) -> dict[str, Any]:
+    """Of a peer at a workload, the fields that say which they are. It knows no arm, but is of its plan's model and
+    dtype.
+    """
+    outer = {name: value for name, value in plan.arms[0].settings.items() if name in ("model", "dtype")}
+    return {"arm": {}, "settings": {**outer, **served.settings}, "workload": served.name, "peer": peer}
+
+
+def labels_of(plan: Plan, arm: Arm) -> dict[str, str]:
+    """op -> the label of the variant that an arm calls: of all that serve it, also those that it does not name."""
+    return {op: pick.label for op, pick in sorted(plan.running(arm).items())}
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as a row's reason."""
+    """An exception as a row's reason; that memory ran out is said in the same words, whoever raised it."""
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    name = type(error).__name__
+    is_short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text
+    unsaid = is_short and "out of memory" not in text
+    return ("out of memory: " if unsaid else "") + (f"{name}: {text}" if text else name)

@@ -1,10 +1,9 @@
-"""Each variant's time at each point where its check was ok. No other variant gets one."""
+"""A variant's time at each point where its check was ok."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from experiments.arms import Pick
-from experiments.points import Point
-from experiments.rows import CheckRow, KernelRow
+from experiments.rows import KernelRow
 from experiments.stages.context import Context, one_line
 from experiments.yardstick import Yardstick
 from tkernels.device import device_facts
@@ -16,32 +15,18 @@ INTERPRETED = "interpreted on a CPU: not measured"
 
 
 def run(context: Context) -> None:
-    """Records one row per variant and point whose check row says ok."""
-    passed = {
-        (row.op, row.variant, row.point)
-        for row in context.folder.rows
-        if isinstance(row, CheckRow) and row.status == "ok"
-    }
-    work = [
-        (op, point, pick)
-        for op, picks in context.plan.picks.items()
-        for point in context.points[op]
-        for pick in picks
-        if (op, pick.label, point.name) in passed
-    ]
-    with context.step("kernels", len(work)) as step:
-        for op, point, pick in work:
-            step.say(f"{op}.{pick.label} {point.name}")
-            context.folder.record(_time(context, op, point, pick))
-            step.advance("")
+    """Records one row per point."""
+    for name, axes in context.task.points:
+        context.report.say(name)
+        context.report.record(_time(context, name, axes))
 
 
-def _time(context: Context, op: str, point: Point, pick: Pick) -> KernelRow:
-    plan = context.plan
-    variant = plan.ops[op].variants[pick.variant]
-    common = context.common(arm={op: pick.label}, op=op, variant=pick.label, axes=dict(point.axes), point=point.name)
+def _time(context: Context, point: str, at: Mapping[str, Any]) -> KernelRow:
+    plan, op = context.plan, context.task.op
+    variant, pick = context.variant
+    common = context.common(arm={op: pick.label}, op=op, variant=pick.label, axes=dict(at), point=point)
     try:
-        case = variant.contract.case(point.axes, plan.experiment.seed, plan.device)
+        case = variant.contract.case(at, plan.experiment.seed, plan.device)
         kernel = Kernel(variant, context.tuning, dict(pick.pins))
         config = None
         if variant.kind == "triton":

@@ -1,58 +1,81 @@
 """Every arm's tokens and log-probabilities beside the first arm's."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from experiments.rows import ParityRow
-from experiments.stages.context import Context
-from experiments.stages.engine import Answer
 from experiments.stages.serving import equal_requests
-from tsched.outputs import CompletionOutput
 
 
-def run(context: Context, answers: Sequence[Answer]) -> None:
-    """Records one row per workload and arm after the first that answered."""
-    pairs = []
-    for index, answer in enumerate(answers):
-        same = [earlier for earlier in answers[:index] if earlier.workload == answer.workload]
-        pairs += [(same[0], answer)] if same else []
-    with context.step("parity", len(pairs)) as step:
-        for first, other in pairs:
-            context.folder.record(_compare(context, first, other))
-            step.advance("")
+@dataclass(frozen=True)
+class Completion:
+    """A completion's tokens, and for each place the log-probabilities that were reported, by token."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[Mapping[int, float], ...]
 
 
-def _compare(context: Context, first: Answer, other: Answer) -> ParityRow:
+@dataclass(frozen=True)
+class Answer:
+    """What an arm said to a workload: every completion of every request, None where the request failed. prompts: their
+    token ids; answers to others do not compare.
+    """
+
+    arm: Mapping[str, str]
+    settings: Mapping[str, Any]
+    prompts: tuple[tuple[int, ...], ...]
+    completions: tuple[Completion | None, ...]
+
+    @property
+    def tokens(self) -> list[tuple[int, ...] | None]:
+        return [None if one is None else one.tokens for one in self.completions]
+
+    @staticmethod
+    def of(arm: Mapping[str, str], settings: Mapping[str, Any], samples: Mapping[str, Any]) -> "Answer":
+        """From what an engine's task kept."""
+        completions = [
+            None if request["error"] is not None else Completion(tuple(one["tokens"]), _by_token(one["logprobs"]))
+            for request in samples["requests"]
+            for one in request["completions"]
+        ]
+        prompts = tuple(tuple(request["prompt"]) for request in samples["requests"])
+        return Answer(arm, settings, prompts, tuple(completions))
+
+
+def _by_token(places: Sequence[Sequence[tuple[int, float]]]) -> tuple[Mapping[int, float], ...]:
+    return tuple({token: float(logprob) for token, logprob in place} for place in places)
+
+
+def compare(first: Answer, other: Answer, common: Mapping[str, Any]) -> ParityRow:
+    """The row of `other` beside `first`; `common`: the fields that it shares with every row."""
     drift = 0.0
     divergence: dict[str, float | int | None] | None = None
-    ours, theirs = _completions(first), _completions(other)
-    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    for index, (a, b) in enumerate(zip(first.completions, other.completions, strict=True)):
         if a is None or b is None:
             continue
-        place = first_difference(a.token_ids, b.token_ids)
-        drift = max(drift, _drift(a, b, place))
+        place = first_difference(a.tokens, b.tokens)
+        found = _drift(a, b, place)
+        drift = found if math.isnan(found) else max(drift, found)  # max() keeps a NaN that is first, and no other
         if divergence is None and place is not None:
             divergence = {"request": index, "place": place, "margin": _margin(a, b, place)}
-    tokens = [[None if c is None else tuple(c.token_ids) for c in answers] for answers in (ours, theirs)]
-    served = sum(a is not None and b is not None for a, b in zip(*tokens, strict=True))
-    equal = equal_requests(*tokens)
+    served = sum(a is not None and b is not None for a, b in zip(first.tokens, other.tokens, strict=True))
+    equal = equal_requests(first.tokens, other.tokens)
     finite = math.isfinite(drift)
     return ParityRow(
-        **context.common(arm=other.arm, settings=other.settings, workload=other.workload.name),
+        **common,
+        arm=dict(other.arm),
+        settings=dict(other.settings),
         status="ok" if finite else "wrong",
         reason=None if finite else "a log-probability is not finite",
-        first_arm=first.arm,
+        first_arm=dict(first.arm),
         tokens_equal=equal == served,
         requests_equal=equal,
         requests=served,
         first_divergence=divergence,
         logprob_drift=drift,
     )
-
-
-def _completions(answer: Answer) -> list[CompletionOutput | None]:
-    """Every completion of every request; None where the request failed."""
-    return [c if output.error is None else None for output in answer.outputs for c in output.outputs]
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -63,15 +86,13 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return None if len(a) == len(b) else min(len(a), len(b))
 
 
-def _drift(a: CompletionOutput, b: CompletionOutput, end: int | None) -> float:
+def _drift(a: Completion, b: Completion, end: int | None) -> float:
     """The largest difference of a log-probability that both report, while their contexts are the same."""
-    assert a.logprobs is not None
-    assert b.logprobs is not None
     last = len(a.logprobs) if end is None else end + 1
     largest = 0.0
     for mine, theirs in zip(a.logprobs[:last], b.logprobs[:last], strict=False):
         for token in mine.keys() & theirs.keys():
-            difference = abs(mine[token].logprob - theirs[token].logprob)
+            difference = abs(mine[token] - theirs[token])
             # max() would drop a NaN
             largest = difference if math.isnan(difference) or difference > largest else largest
             if math.isnan(largest):
@@ -79,11 +100,10 @@ def _drift(a: CompletionOutput, b: CompletionOutput, end: int | None) -> float:
     return largest
 
 
-def _margin(a: CompletionOutput, b: CompletionOutput, place: int) -> float | None:
+def _margin(a: Completion, b: Completion, place: int) -> float | None:
     """How much more likely the first arm found its own token than the other's, in nats."""
-    assert a.logprobs is not None
-    if place >= min(len(a.token_ids), len(b.token_ids)):
+    if place >= min(len(a.tokens), len(b.tokens)):
         return None
-    mine, theirs = a.token_ids[place], b.token_ids[place]
+    mine, theirs = a.tokens[place], b.tokens[place]
     reported = a.logprobs[place]
-    return reported[mine].logprob - reported[theirs].logprob if theirs in reported else None
+    return reported[mine] - reported[theirs] if theirs in reported else None

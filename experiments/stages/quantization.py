@@ -1,19 +1,14 @@
-"""The model as each quantization method leaves it: how well it predicts, what it weighs, how fast it serves."""
+"""The model as a quantization method leaves it: how well it predicts, what it weighs, how fast it serves."""
 
-import gc
 import statistics
-from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from experiments.evaluation import WindowReader, evaluate
-from experiments.quantization_report import write_plot
 from experiments.quantized_models import QuantizedModel, Texts, checkpoint_of, quantized_models, texts_of
 from experiments.rows import QuantizationRow, Status
-from experiments.stages.context import Context, Step, one_line
-from experiments.stages.engine import interpreted_ops, served_once
-from experiments.stages.memory import groups_of
+from experiments.stages.context import Context, labels_of, one_line
+from experiments.stages.engine import interpreted_ops, rounds_of
 from experiments.stages.serving import Server, interleaved, spread
 from experiments.timed_llm import TimedLLM
 from experiments.workloads import requests_of
@@ -24,82 +19,62 @@ CACHE = "quantized"
 
 
 def run(context: Context) -> None:
-    """Records a row for the dense model and one for each quantized one, and draws their plot."""
-    plan, quantization = context.plan, context.plan.experiment.quantization
-    if plan.model is None or quantization is None:
-        return
-    source = plan.model.directory()
-    models = quantized_models(quantization)
-    cache = context.folder.path.parent / CACHE
-    with context.step("quantize", 1 + len(models)) as step:
-        step.say("texts")
+    """Records the row of one model: of the dense one, checkpoint 0, or of one that is quantized, which is made first
+    where it is not in the cache.
+    """
+    plan, report = context.plan, context.report
+    quantization = plan.experiment.quantization
+    assert plan.model is not None
+    assert quantization is not None
+    number = context.task.checkpoint
+    one = None if number == 0 else quantized_models(quantization)[number - 1]
+    common = {**context.common(arm=labels_of(plan, plan.arms[0])), **settings_of(one)}
+    try:
+        source = plan.model.directory()
+        report.say("texts")
         texts = texts_of(quantization, plan.folder, source)
-        judge = _Judge(context, source, texts)
-        step.say("dense")
-        judge.record(None, source)
-        step.advance("")
-        for one in models:
-            step.say(one.label)
-            try:
-                directory = checkpoint_of(one, source, texts, cache, partial(_say, step, one))
-            except Exception as error:
-                judge.fail(one, error)
-            else:
-                judge.record(one, directory)
-            step.advance("")
-    write_plot([row for row in context.folder.rows if isinstance(row, QuantizationRow)], context.folder.path)
+        directory = source if one is None else checkpoint_of(one, source, texts, context.cache, report.say)
+        report.say("reading")
+        report.record(_Judge(context, source, texts).row(one, directory, common))
+    except Exception as error:
+        status: Status = "unsupported" if isinstance(error, SelectionError) else "failed"
+        report.record(QuantizationRow(**common, status=status, reason=one_line(error)))
 
 
-def _say(step: Step, one: QuantizedModel, done: str) -> None:
-    step.say(f"{one.label}: {done}")
+def settings_of(one: QuantizedModel | None) -> dict[str, Any]:
+    """A row's fields that say which model it is of; None is the dense one."""
+    return {"method": "dense", "bits": None, "group_size": None} if one is None else dict(vars(one))
 
 
 class _Judge:
-    """Judges models beside the dense one, whose reader and engine stay in memory; of the others, one at a time."""
+    """Judges a model beside the dense one."""
 
     def __init__(self, context: Context, source: Path, texts: Texts) -> None:
         self.context = context
         self.texts = texts
         self.arm = context.plan.arms[0]
-        ((seat, *_), *_) = groups_of(context.plan, [(0, self.arm)])
-        self.options: dict[str, Any] = seat.options
         self.dense = self._reader(source)
         workload = next(iter(context.plan.experiment.workload), None)
         self.requests = None if workload is None else requests_of(workload, self.dense.config.vocab_size)
         self.engine = None if self.requests is None else self._engine(source)
 
-    def record(self, one: QuantizedModel | None, directory: Path) -> None:
-        """The row of the model in `directory`; None is the dense one."""
-        try:
-            reader = self.dense if one is None else self._reader(directory)
-            found = evaluate(reader, self.texts.windows, None if one is None else self.dense)
-            row = QuantizationRow(
-                **self._common(one),
-                status="ok",
-                num_tokens=found.num_tokens,
-                window=found.window,
-                nats=found.nats,
-                perplexity=found.perplexity,
-                kl=found.kl,
-                top1_agreement=found.top1_agreement,
-                disk_bytes=sum(file.stat().st_size for file in directory.glob("*.safetensors")),
-                memory_bytes=reader.model.weight_bytes,
-                **self._speed(one, directory),
-            )
-            del reader
-        except Exception as error:
-            self.fail(one, error)
-        else:
-            self.context.folder.record(row)
-        gc.collect()
-
-    def fail(self, one: QuantizedModel | None, error: Exception) -> None:
-        status: Status = "unsupported" if isinstance(error, SelectionError) else "failed"
-        self.context.folder.record(QuantizationRow(**self._common(one), status=status, reason=one_line(error)))
-
-    def _common(self, one: QuantizedModel | None) -> dict[str, Any]:
-        settings = {"method": "dense", "bits": None, "group_size": None} if one is None else vars(one)
-        return {**self.context.common(arm=self.arm.labels), **settings}
+    def row(self, one: QuantizedModel | None, directory: Path, common: dict[str, Any]) -> QuantizationRow:
+        """The row of the model in `directory`; `one` None is the dense one."""
+        reader = self.dense if one is None else self._reader(directory)
+        found = evaluate(reader, self.texts.windows, None if one is None else self.dense)
+        return QuantizationRow(
+            **common,
+            status="ok",
+            num_tokens=found.num_tokens,
+            window=found.window,
+            nats=found.nats,
+            perplexity=found.perplexity,
+            kl=found.kl,
+            top1_agreement=found.top1_agreement,
+            disk_bytes=sum(file.stat().st_size for file in directory.glob("*.safetensors")),
+            memory_bytes=reader.model.weight_bytes,
+            **self._speed(one, directory),
+        )
 
     def _reader(self, directory: Path) -> WindowReader:
         plan = self.context.plan
@@ -110,7 +85,7 @@ class _Judge:
         plan = self.context.plan
         return TimedLLM(
             directory, kernels=self.arm.choices, dtype=plan.dtype, device=plan.device, ops=plan.ops,
-            tuning=self.context.tuning, **self.options,
+            tuning=self.context.tuning, **self.arm.scheduler,
         )  # fmt: skip
 
     def _speed(self, one: QuantizedModel | None, directory: Path) -> dict[str, Any]:
@@ -122,6 +97,7 @@ class _Judge:
         slow = sorted({*interpreted_ops(engine), *interpreted_ops(self.engine)})
         if slow:
             return {**unknown, "speed_reason": f"{', '.join(slow)} interpreted on a CPU: not measured"}
+        self.context.report.say("rounds")
         servers = [self._server(each) for each in dict.fromkeys((engine, self.engine))]
         rates: list[list[float]] = []
         for rounds in interleaved(servers, self.context.plan.experiment.repeats, lambda: None):
@@ -137,7 +113,5 @@ class _Judge:
         }
 
     def _server(self, engine: TimedLLM) -> Server:
-        requests = self.requests
-        assert requests is not None
-        salts = (f"quantization, round {number}" for number in count())
-        return lambda: served_once(engine, requests, self.arm.batching, next(salts))
+        assert self.requests is not None
+        return rounds_of(engine, self.requests, self.arm.batching, "quantization")

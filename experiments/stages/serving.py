@@ -97,6 +97,19 @@ def spread(values: Sequence[float]) -> float | None:
     return third - first
 
 
+def raw_rounds(rounds: Sequence[Served]) -> list[dict[str, Any]]:
+    """Each round's seconds, and of each request, when its tokens were there, seconds after it came; null where nobody
+    knows. Rounded to the 100 nanoseconds that a clock tells.
+    """
+    return [
+        {
+            "seconds": served.seconds,
+            "moments": None if served.moments is None else [[round(at, 7) for at in m] for m in served.moments],
+        }
+        for served in rounds
+    ]
+
+
 def figures(rounds: Sequence[Served], not_timed: str | None = None) -> dict[str, Any]:
     """The fields that an engine row and a peer row share. `not_timed`: why there is no speed, or None."""
     last = rounds[-1]

@@ -12,6 +12,7 @@ from experiments.document import read_document
 from experiments.plan import Plan, make_plan, make_sweep
 from experiments.run_folder import RunFolder
 from experiments.runner import run_experiment
+from tests.experiments.in_process import InProcess
 from tests.tsched.conftest import checkpoint
 
 __all__ = ["checkpoint"]
@@ -39,8 +40,10 @@ def plan(write: Write) -> Callable[..., Plan]:
 
 @pytest.fixture
 def run(write: Write, tmp_path: Path) -> Run:
+    """Runs an experiment into tmp_path/run, its tasks in this process."""
+
     def run_keys(**keys: Any) -> RunFolder:
         sweep = make_sweep(read_document(write(**keys)))
-        return run_experiment(sweep, tmp_path / "run", [], Console(quiet=True))
+        return run_experiment(sweep, tmp_path / "run", [], Console(quiet=True), executor=InProcess())
 
     return run_keys

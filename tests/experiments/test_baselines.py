@@ -12,7 +12,7 @@ import pytest
 import experiments.stages.engine
 from experiments.document import read_document
 from experiments.plan import Plan, make_plan
-from experiments.rows import EngineRow, ParityRow, PeerRow
+from experiments.rows import EngineRow, ParityRow, PeerRow, SpeedupRow
 from experiments.run_folder import RunFolder
 from experiments.runner import failures
 from experiments.schema import LateRequests, Length, SyntheticWorkload
@@ -207,9 +207,11 @@ def test_the_peer_without_a_cache_says_the_same(run: Run, checkpoint: Path) -> N
         workload={**SYNTHETIC, "input_len": {"uniform": [2, 20]}, "output_len": {"uniform": [1, 6]}},
     )  # fmt: skip
     assert failures(folder) == []
+    (beside,) = rows_of(folder, SpeedupRow)
+    assert beside.tokens_equal
+    assert beside.requests_equal == 5
+    assert beside.speedup_of == "one replicate"
     (row,) = rows_of(folder, PeerRow)
-    assert row.tokens_equal
-    assert row.requests_equal == 5
     assert row.ttft_s["p50"] > 0
     assert row.gap_s["p99"] > 0
 

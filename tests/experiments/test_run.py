@@ -12,8 +12,8 @@ from rich.console import Console
 import experiments.stages.engine
 from experiments.document import ExperimentError, read_document
 from experiments.plan import Plan, make_sweep
-from experiments.rows import ROW, CheckRow, EngineRow, KernelRow, ParityRow, PeerRow
-from experiments.run_folder import RunFolder
+from experiments.rows import ROW, CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, SpeedupRow
+from experiments.run_folder import RunFolder, resolved_text
 from experiments.runner import failures
 from experiments.stages.parity import first_difference
 from experiments.tables import print_report
@@ -43,8 +43,9 @@ def printed(plan: Plan, folder: RunFolder, width: int) -> str:
 
 def test_a_kernel_only_run_fills_its_folder(run: Run, tmp_path: Path) -> None:
     folder = run(**KERNELS)
-    files = ["environment.json", "experiment.yaml", "resolved.yaml", "results.jsonl"]
-    assert sorted(path.name for path in folder.path.iterdir()) == files
+    assert sorted(path.name for path in folder.path.iterdir()) == [
+        "columns.json", "environment.json", "experiment.yaml", "resolved.yaml", "results.jsonl", "run.json", "sources",
+    ]  # fmt: skip
     assert (folder.path / "experiment.yaml").read_text() == (tmp_path / "experiment.yaml").read_text()
     lines = (folder.path / "results.jsonl").read_text().splitlines()
     assert [ROW.validate_json(line) for line in lines] == folder.rows
@@ -58,8 +59,6 @@ def test_a_kernel_only_run_fills_its_folder(run: Run, tmp_path: Path) -> None:
     assert torch_row.axes["activation"] == "bfloat16"
     if not torch.cuda.is_available():
         assert torch_row.min_us <= torch_row.median_us <= torch_row.max_us
-        assert torch_row.yardstick_us > 1
-        assert fused_row.yardstick_us is None
         assert fused_row.median_us is None
         assert "interpreted" in fused_row.speed_reason
         assert "CPU" in torch_row.roofline_reason
@@ -92,8 +91,7 @@ def test_the_resolved_experiment_is_one_that_resolves_to_itself(run: Run, tmp_pa
         "doubled[num_warps=8]",
     ]
     assert plan.variant_folders == ((tmp_path / "mine").resolve(),)
-    second = RunFolder(again, tmp_path / "second")
-    assert (second.path / "resolved.yaml").read_text() == (folder.path / "resolved.yaml").read_text()
+    assert resolved_text(again) == (folder.path / "resolved.yaml").read_text()
 
 
 def test_an_outside_variant_is_checked_timed_and_served(run: Run, tmp_path: Path, checkpoint: Path) -> None:
@@ -218,20 +216,31 @@ def test_peers_serve_the_same_tokens(run: Run, checkpoint: Path) -> None:
         "kind": "synthetic", "num_requests": 3, "input_len": {"uniform": [2, 9]}, "output_len": {"uniform": [3, 6]},
     }  # fmt: skip
     peers = ["transformers_one_at_a_time", "transformers_batched"]
-    folder = run(model={"path": str(checkpoint)}, scheduler=SMALL, workload=workload, peers=peers, repeats=2)
+    folder = run(
+        model={"path": str(checkpoint)}, scheduler=SMALL, workload=workload, peers=peers, repeats=1, replicates=2
+    )
     assert failures(folder) == []
-    (engine,) = rows_of(folder, EngineRow)
-    rows = rows_of(folder, PeerRow)
-    assert [row.peer for row in rows] == peers
-    for row in rows:
-        assert row.status == "ok"
-        assert row.tokens_equal
-        assert row.output_tokens == engine.output_tokens
-        assert set(row.peer_settings) == {"attention", "cache"}
-        assert len(row.speedups) == 2
-        assert min(row.speedups) <= row.speedup <= max(row.speedups)
-        ratios = [theirs / mine for mine, theirs in zip(engine.seconds, row.seconds, strict=True)]
-        assert row.speedups == pytest.approx(ratios)
+    engines = rows_of(folder, EngineRow)
+    assert [row.replicate for row in engines] == [0, 1]
+    for peer in peers:
+        rows = [row for row in rows_of(folder, PeerRow) if row.peer == peer]
+        assert [row.replicate for row in rows] == [0, 1]
+        assert rows[0].peer_settings == rows[1].peer_settings
+        for row in rows:
+            assert row.status == "ok"
+            assert row.arm == {}
+            assert row.output_tokens == engines[0].output_tokens
+            assert set(row.peer_settings) == {"attention", "cache"}
+        (beside,) = [row for row in rows_of(folder, SpeedupRow) if row.peer == peer]
+        assert beside.arm == engines[0].arm
+        assert beside.tokens_equal
+        assert beside.requests_equal == beside.requests == 3
+        assert len(beside.speedups) == 2
+        assert beside.speedup_of == "median of replicates"
+        assert min(beside.speedups) <= beside.speedup <= max(beside.speedups)
+        pairs = zip(engines, rows, strict=True)
+        ratios = [theirs.seconds[0] / mine.seconds[0] for mine, theirs in pairs]
+        assert beside.speedups == pytest.approx(ratios)
 
 
 def test_a_peer_that_cannot_compare_is_a_row(run: Run, checkpoint: Path) -> None:

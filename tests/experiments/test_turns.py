@@ -1,23 +1,30 @@
-"""Arms that take turns: their order, what one's failure does to the others, and groups where memory is short."""
+"""Arms and peers that are compared for speed: their order over replicates, what one's failure does to the others, and
+that none of it depends on who else is there.
+"""
 
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import experiments.stages.engine
-import experiments.stages.memory
-from experiments.plan import Plan
-from experiments.rows import EngineRow, PeerRow
+from experiments.document import read_document
+from experiments.plan import Plan, make_sweep
+from experiments.rows import EngineRow, PeerRow, SpeedupRow
 from experiments.run_folder import RunFolder
-from experiments.runner import failures
-from experiments.stages.memory import groups_of
+from experiments.runner import failures, run_experiment
 from experiments.stages.serving import Served, interleaved
+from experiments.sweep.listing import later_replicates
+from experiments.sweep.tasks import Task
 from experiments.timed_llm import TimedLLM, Timeline
+from tests.experiments.conftest import Write
+from tests.experiments.in_process import InProcess
 from tests.experiments.test_baselines import SMALL, SYNTHETIC, rows_of
 from tests.experiments.test_run import printed
-from tsched.cache_size import weight_bytes
 
 Run = Callable[..., RunFolder]
 MakePlan = Callable[..., Plan]
@@ -28,27 +35,68 @@ def keys_of(checkpoint: Path, **scheduler: Any) -> dict[str, Any]:
     return {"model": {"path": str(checkpoint)}, "scheduler": options, "workload": dict(SYNTHETIC), "repeats": 2}
 
 
-def test_the_rounds_of_arms_take_turns_and_every_second_time_the_other_way_round(
+def test_replicates_of_arms_take_turns_and_every_second_one_goes_the_other_way_round(
+    write: Write, tmp_path: Path, checkpoint: Path
+) -> None:
+    file = write(**keys_of(checkpoint, block_size=[8, 16, 32]), peers=["without_kv_cache"], replicates=3)
+    executor = InProcess()
+    folder = run_experiment(
+        make_sweep(read_document(file)), tmp_path / "run", [], Console(quiet=True), executor=executor
+    )
+    assert failures(folder) == []
+    served = [key.removeprefix("engine/") for key in executor.tasks if key.startswith(("engine/", "peers/"))]
+    assert served == [
+        *("block_size=8#0", "block_size=16#0", "block_size=32#0", "peers/without_kv_cache#0"),
+        *("peers/without_kv_cache#1", "block_size=32#1", "block_size=16#1", "block_size=8#1"),
+        *("block_size=8#2", "block_size=16#2", "block_size=32#2", "peers/without_kv_cache#2"),
+    ]
+    timed = [key for key in executor.tasks if key.startswith("kernels/")]
+    first, second, third = (
+        [key.partition("#")[0] for key in group]
+        for _, group in itertools.groupby(timed, lambda key: key.partition("#")[2])
+    )
+    assert second == first[::-1]
+    assert third == first
+    assert len(first) > 5
+    rows = rows_of(folder, EngineRow)
+    assert Counter((row.settings["block_size"], row.replicate) for row in rows) == dict.fromkeys(
+        itertools.product((8, 16, 32), (0, 1, 2)), 1
+    )
+
+
+def test_nobody_always_follows_the_same_one() -> None:
+    """Of any two that are compared, each comes before the other as often, and in each replicate everyone comes once."""
+    tasks = [Task(f"engine/{name}#0", "engine") for name in "abcd"]
+    row = EngineRow.model_construct(status="ok", tokens_per_s=1.0)
+    order = [task.key for task in [*tasks, *later_replicates(tasks, 6, lambda key: [row])]]
+    rounds = [[key[7] for key in order[i : i + 4]] for i in range(0, 24, 4)]
+    assert all(sorted(one) == list("abcd") for one in rounds)
+    for a, b in itertools.combinations("abcd", 2):
+        assert sum(one.index(a) < one.index(b) for one in rounds) == 3
+
+
+def test_what_has_no_speed_is_not_repeated(run: Run, checkpoint: Path) -> None:
+    """An interpreted kernel would be interpreted again."""
+    folder = run(**keys_of(checkpoint), kernels={"swiglu": ["torch", "fused"]}, device="cpu", replicates=2)
+    assert [(row.arm["swiglu"], row.replicate) for row in rows_of(folder, EngineRow)] == [
+        ("torch", 0), ("fused", 0), ("torch", 1),
+    ]  # fmt: skip
+
+
+def test_the_rounds_of_a_task_share_no_prefix_and_the_first_is_not_counted(
     run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = []
 
     class Noting(TimedLLM):
         def serve(self, *args: Any, **kwargs: Any) -> Timeline:
-            served.append((self._engine.scheduler.pool.block_size, kwargs["salt"]))
+            served.append(kwargs["salt"])
             return super().serve(*args, **kwargs)
 
     monkeypatch.setattr(experiments.stages.engine, "TimedLLM", Noting)
-    folder = run(**keys_of(checkpoint, block_size=[8, 16, 32]))
-    assert failures(folder) == []
-    answers, rounds = served[:3], served[3:]
-    assert answers == [(size, ", answer") for size in (8, 16, 32)]
-    assert rounds == [
-        *((size, ", round 0") for size in (32, 16, 8)),  # not counted
-        *((size, ", round 1") for size in (8, 16, 32)),
-        *((size, ", round 2") for size in (32, 16, 8)),
-    ]
-    assert [(row.settings["block_size"], row.group) for row in rows_of(folder, EngineRow)] == [(8, 1), (16, 1), (32, 1)]
+    folder = run(**keys_of(checkpoint))
+    assert served == [", answer", ", round 0", ", round 1", ", round 2"]
+    assert [len(row.seconds) for row in rows_of(folder, EngineRow)] == [2]
 
 
 def test_an_arm_that_fails_in_a_round_fails_alone(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,14 +107,36 @@ def test_an_arm_that_fails_in_a_round_fails_alone(run: Run, checkpoint: Path, mo
             return super().serve(*args, **kwargs)
 
     monkeypatch.setattr(experiments.stages.engine, "TimedLLM", Failing)
-    folder = run(**keys_of(checkpoint, block_size=[8, 16]), peers=["without_kv_cache"])
-    first, second = rows_of(folder, EngineRow)
-    assert (first.status, first.reason) == ("failed", "RuntimeError: lost the device")
-    assert second.status == "ok"
-    assert len(second.seconds) == 2
-    (peer,) = rows_of(folder, PeerRow)
-    assert peer.status == "failed"
-    assert peer.reason == "the arm that it is compared with: RuntimeError: lost the device"
+    folder = run(**keys_of(checkpoint, block_size=[8, 16]), peers=["without_kv_cache"], replicates=2)
+    failed, *others = rows_of(folder, EngineRow)
+    assert (failed.status, failed.reason) == ("failed", "RuntimeError: lost the device")
+    assert [(row.status, row.settings["block_size"], row.replicate) for row in others] == [("ok", 16, 0), ("ok", 16, 1)]
+    assert all(len(row.seconds) == 2 for row in others)
+    assert [row.status for row in rows_of(folder, PeerRow)] == ["ok", "ok"]
+    (beside,) = rows_of(folder, SpeedupRow)  # it is compared with the first arm that was timed
+    assert beside.settings == {"block_size": 16}
+    assert len(beside.speedups) == 2
+
+
+def test_a_replicate_that_fails_is_left_out_of_the_ratio(
+    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[TimedLLM] = []
+
+    class FailingLater(TimedLLM):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            made.append(self)
+            if len(made) == 2:
+                raise RuntimeError("no device")
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(experiments.stages.engine, "TimedLLM", FailingLater)
+    folder = run(**keys_of(checkpoint), peers=["without_kv_cache"], replicates=3)
+    assert [(row.replicate, row.status) for row in rows_of(folder, EngineRow)] == [(0, "ok"), (1, "failed"), (2, "ok")]
+    (beside,) = rows_of(folder, SpeedupRow)
+    peers = {row.replicate: row for row in rows_of(folder, PeerRow)}
+    arms = {row.replicate: row for row in rows_of(folder, EngineRow)}
+    assert beside.speedups == [arms[r].tokens_per_s / peers[r].tokens_per_s for r in (0, 2)]
 
 
 def test_a_server_that_raised_is_asked_no_more() -> None:
@@ -88,42 +158,40 @@ def test_a_server_that_raised_is_asked_no_more() -> None:
     assert (calls.count("good"), calls.count("bad")) == (4, 2)
 
 
-def test_memory_bounds_how_many_engines_there_are_at_once(
-    run: Run, plan: MakePlan, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Room for two engines and a half, by their weights and caches: groups of two and one, and the report says so."""
-    keys = keys_of(checkpoint, block_size=[8, 16, 32])
-    made = plan(**keys)
-    assert made.model is not None
-    ((first, second, third),) = groups_of(made, enumerate(made.arms))
-    assert first.kv_cache_bytes == second.kv_cache_bytes == third.kv_cache_bytes
-    each = weight_bytes(made.model.directory(), made.model.config, made.dtype) + first.kv_cache_bytes
-    monkeypatch.setattr(experiments.stages.memory, "device_memory", lambda device: (5 * each, 0))
-    groups = list(groups_of(made, enumerate(made.arms)))
-    assert [[seat.index for seat in group] for group in groups] == [[0, 1], [2]]
-    folder = run(**keys)
-    assert failures(folder) == []
-    assert [row.group for row in rows_of(folder, EngineRow)] == [1, 1, 2]
-    assert "The engines were in memory in 2 groups" in " ".join(printed(made, folder, 100).split())
+def test_in_one_process_rounds_take_turns_too() -> None:
+    """As a quantized model's do with the dense one's."""
+    calls: list[str] = []
+
+    def server(name: str) -> Callable[[], Served]:
+        def serve() -> Served:
+            calls.append(name)
+            return Served(((1,),), 1, 1.0, None)
+
+        return serve
+
+    interleaved([server(name) for name in "abc"], 2, lambda: None)
+    assert "".join(calls) == "cbaabccba"
 
 
-def test_a_share_of_memory_is_bytes_before_another_engine_takes_some(
-    plan: MakePlan, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_share_of_memory_is_of_all_of_it_for_every_arm(
+    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each engine is alone in its process: what one arm's share is does not depend on the arms before it."""
+    sizes: list[int] = []
+
+    class Noting(TimedLLM):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            sizes.append(self._engine.scheduler.pool.num_blocks)
+
+    monkeypatch.setattr(experiments.stages.engine, "TimedLLM", Noting)
+    monkeypatch.setattr("tsched.cache_size.device_memory", lambda device: (2**21, 0))
     keys = keys_of(checkpoint, kv_cache_fraction=[0.25, 0.75])
     del keys["scheduler"]["kv_cache_bytes"]
     keys["scheduler"]["max_num_seqs"] = 256
-    made = plan(**keys)
-    memory = 2**21
-    monkeypatch.setattr(experiments.stages.memory, "device_memory", lambda device: (memory, 0))
-    monkeypatch.setattr("tsched.cache_size.device_memory", lambda device: (memory, 0))
-    assert made.model is not None
-    weights = weight_bytes(made.model.directory(), made.model.config, made.dtype)
-    (small,), (large,) = groups_of(made, enumerate(made.arms))
-    for seat, share in ((small, 0.25), (large, 0.75)):
-        assert seat.options["kv_cache_fraction"] is None
-        assert seat.options["kv_cache_bytes"] == seat.kv_cache_bytes
-        assert 0 <= share * memory - weights - seat.kv_cache_bytes < 2**14
+    run(**keys)
+    small, large = sizes
+    assert large > 2 * small
 
 
 def test_there_is_one_time_to_the_first_token(run: Run, plan: MakePlan, checkpoint: Path) -> None:

@@ -13,6 +13,7 @@ from experiments.gpu_report.table import report
 from experiments.gpu_report.worker import ACTIONS
 from experiments.peers import with_peers
 from experiments.plan import make_plan, make_sweep
+from tests.experiments.in_process import InProcess
 from tkernels import OPS, Tuning
 from tkernels.device import TARGETS
 from tmodel import RANDOM_PRESETS
@@ -54,7 +55,7 @@ def test_a_mark_is_measured_by_its_own_yaml(name: str, tmp_path: Path) -> None:
     overrides += ["scheduler.kv_cache_bytes=4194304", "scheduler.max_num_batched_tokens=128"]
     sweep = make_sweep(read_document(FOLDER / run.file, overrides))
     assert not sweep.plans[0].unsupported
-    fact = measure(run, sweep, tmp_path / "out", Tuning())
+    fact = measure(run, sweep, tmp_path / "out", Tuning(), InProcess())
     assert fact["failures"] == []
     lines = [RATES, {"step": f"mark {name}", "event": "fact", **fact}]
     found = rows_by_figure(lines)
@@ -120,13 +121,13 @@ def test_what_the_other_marks_ask_for() -> None:
         rows = [served({"prefix_cache": name}, tokens_per_s=rate) for name, rate in arms.items()]
         found = row("prefix_cache", "tokens/s lost", *rows)
         assert (found.verdict, found.reached) == (verdict, f"hash {1 - hash_rate / 1000:.1%}, radix 0.1%")
-    peer = {"stage": "peers", "peer": "transformers_batched", "settings": {}, "requests": 32, "requests_equal": 30}
+    peer = {"stage": "speedup", "peer": "transformers_batched", "settings": {}, "requests": 32, "requests_equal": 30}
     for speedup, verdict in ((24.5, "met"), (9.0, "missed")):
         found = row(
             "transformers", "over transformers' generate, one padded", {**peer, "status": "ok", "speedup": speedup}
         )
         assert (found.verdict, found.note) == (verdict, "30 of 32 requests with the same tokens")
-    refused = {**peer, "status": "failed", "reason": "out of memory"}
+    refused = {**peer, "stage": "peers", "status": "failed", "reason": "out of memory"}
     assert row("transformers", "over transformers' generate, one padded", refused).note == "out of memory"
     equal = [{"stage": "parity", "status": "ok", "requests": 64, "requests_equal": equal} for equal in (64, 63, 64)]
     found = row(

@@ -3,7 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, StepRow, _Row
+from experiments.rows import (
+    CheckRow,
+    EngineRow,
+    KernelRow,
+    ParityRow,
+    PeerRow,
+    QuantizationRow,
+    SpeedupRow,
+    StepRow,
+    _Row,
+)
 from tests.experiments.runs.folders import ENVIRONMENT, write_run
 
 EVIL = '<script>alert("1")</script> & $x_1$ \x1b[31m</svg>'
@@ -52,7 +62,7 @@ def served(kind: type[_Row], tokens_per_s: float | None, workload: str, **more: 
         figures |= dict.fromkeys(("ttft_s", "tpot_s", "gap_s"), QUANTILES)
     if kind is EngineRow:
         figures |= {"steps": 9, "preemptions": 0, "peak_running": 4, "peak_occupancy": 0.5, "last_page_waste": 0.1}
-        figures |= {"hit_tokens": 8, "saved_bytes": 4096, "evicted_blocks": 1, "group": 1}
+        figures |= {"hit_tokens": 8, "saved_bytes": 4096, "evicted_blocks": 1}
     return kind(**{**COMMON, "arm": {"swiglu": "torch"}, "status": "ok", **figures, **more})
 
 
@@ -89,8 +99,10 @@ def everything() -> list[_Row]:
         served(EngineRow, None, EVIL, texts=[EVIL, "plain"]),
         EngineRow(**COMMON, arm={"swiglu": "crash"}, status="failed", reason=EVIL, workload="chat"),
         parity(fused, 3),
-        served(PeerRow, 500.0, "chat", peer="transformers_padded", peer_settings={"cache": "static"}, speedup=2.0,
-               speedup_iqr=0.1, speedups=[2.0], tokens_equal=True, requests_equal=4),
+        served(PeerRow, 500.0, "chat", arm={}, peer="transformers_padded", peer_settings={"cache": "static"}),
+        SpeedupRow(**COMMON, arm=torch, status="ok", workload="chat", peer="transformers_padded",
+                   peer_settings={"cache": "static"}, speedup=2.0, speedup_iqr=0.1, speedups=[2.0, 1.9, 2.1],
+                   speedup_of="median of replicates", requests=4, tokens_equal=True, requests_equal=4),
         *(step(*part, arm) for arm in (torch, fused) for part in (
             ("step", "step", 100.0), ("schedule", "phase", 900.0), ("layer 1", "layer", 500.0),
             ("swiglu.torch", "op", 6000.0), ("no range", "gap", 2500.0))),

@@ -1,0 +1,47 @@
+"""A peer serves the token ids of a workload in timed rounds."""
+
+from dataclasses import replace
+from importlib import import_module
+
+from experiments.peers import PEERS, PeerUnsupportedError
+from experiments.rows import PeerRow
+from experiments.stages.context import Context, one_line, peer_fields
+from experiments.stages.engine import counted
+from experiments.stages.serving import figures, interleaved, raw_rounds
+from experiments.workloads import Request
+from tsched.served_model import load_tokenizer
+
+
+def run(context: Context) -> None:
+    """Records one row, and keeps the rounds' raw moments and the last one's tokens."""
+    plan, task, report = context.plan, context.task, context.report
+    assert plan.model is not None
+    common = context.common(**peer_fields(plan, context.served, task.peer))
+    report.say("finding its best settings" if task.peer_settings is None else "loading")
+    try:
+        make = import_module(PEERS[task.peer]).make_peer
+        directory, requests = plan.model.directory(), _by_ids(context)
+        server = make(task.peer, directory, requests, plan.device, plan.dtype, task.peer_settings)
+        repeats = plan.experiment.repeats
+        rounds = interleaved([server], repeats, counted(report.say, 1 + repeats))[0]
+        if isinstance(rounds, Exception):
+            raise rounds
+    except PeerUnsupportedError as error:
+        report.record(PeerRow(**common, status="unsupported", reason=str(error)))
+    except Exception as error:
+        report.record(PeerRow(**common, status="failed", reason=one_line(error)))
+    else:
+        report.keep({"rounds": raw_rounds(rounds), "tokens": rounds[-1].tokens})
+        report.record(PeerRow(**common, status="ok", peer_settings=dict(server.settings), **figures(rounds)))
+
+
+def _by_ids(context: Context) -> list[Request]:
+    """The workload's requests with their prompts as token ids, which every peer is given."""
+    requests = context.requests()
+    if not any(isinstance(request.prompt, str) for request in requests):
+        return requests
+    assert context.plan.model is not None
+    tokenizer = load_tokenizer(context.plan.model.directory())
+    if tokenizer is None:
+        raise PeerUnsupportedError("the workload is of texts, and the model has no tokenizer")
+    return [replace(request, prompt=list(tokenizer(request.prompt)["input_ids"])) for request in requests]

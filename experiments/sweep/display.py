@@ -1,0 +1,79 @@
+"""How far a run is: one bar over all its tasks, with the time that is left."""
+
+import statistics
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from experiments.sweep.tasks import Ended, Task
+
+
+class Display(AbstractContextManager["Display"]):
+    """Shown on `console`, which should be stderr's."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description:<8}", markup=False),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}", markup=False),
+            TextColumn("{task.fields[doing]}", style="dim", markup=False),
+            console=console,
+        )
+        self._bar = self._progress.add_task("", total=None, left="", doing="")
+        self._seconds: dict[str, list[float]] = {}
+
+    def __enter__(self) -> "Display":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.update(self._bar, doing="", left="")
+        self._progress.stop()
+
+    def plan(self, done: int, left: Sequence[Task]) -> None:
+        """So many tasks are over, and these, as far as can be known, are left."""
+        seconds = time_left(self._seconds, left)
+        text = "" if seconds is None or not left else f"{clock(seconds)} left"
+        self._progress.update(self._bar, completed=done, total=done + len(left), left=text)
+
+    def doing(self, task: Task, text: str) -> None:
+        self._progress.update(self._bar, description=task.phase, doing=f"{task.key} {text}".strip())
+
+    def ended(self, ended: Ended) -> None:
+        for name in _names(ended.task):
+            self._seconds.setdefault(name, []).append(ended.seconds)
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        self._progress.console.print(Text(text, "dim"), soft_wrap=True)
+
+
+def _names(task: Task) -> tuple[str, ...]:
+    """What its time may tell of others' times: of its own replicates first, then of its phase, then of any."""
+    return task.key.rpartition("#")[0] or task.key, f"phase {task.phase}", "all"
+
+
+def time_left(seconds: dict[str, list[float]], left: Sequence[Task]) -> float | None:
+    """What the tasks that are left will take, one after the other, by the times of those that are done; None where none
+    is.
+
+    seconds: the times by a task's own replicates, by phase, and of all.
+    """
+    if "all" not in seconds:
+        return None
+    return sum(statistics.fmean(next(seconds[n] for n in _names(task) if n in seconds)) for task in left)
+
+
+def clock(seconds: float) -> str:
+    """ "0:07", "1:02:03"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

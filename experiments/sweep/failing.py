@@ -1,0 +1,41 @@
+"""The row of a task whose process did not come to its end."""
+
+from typing import Any
+
+from experiments.plan import Plan
+from experiments.quantized_models import quantized_models
+from experiments.rows import CheckRow, EngineRow, KernelRow, PeerRow, QuantizationRow, Row
+from experiments.stages.context import common_fields, labels_of, peer_fields, served_fields, workloads_of
+from experiments.stages.quantization import settings_of
+from experiments.sweep.tasks import Ended
+
+
+def failed_row(plan: Plan, run_id: str, ended: Ended) -> Row:
+    """A row of status failed, with how the process ended and what it was at; rows that it had sent stand beside it."""
+    task = ended.task
+    at = f" (at: {ended.doing})" if ended.doing else ""
+    reason = f"{ended.death or 'its process ended without a row'}{at}"
+    common: dict[str, Any] = {"status": "failed", "reason": reason}
+
+    def of(**more: Any) -> dict[str, Any]:
+        return {**common_fields(plan, task, run_id, **more), **common}
+
+    match task.phase:
+        case "check" | "kernels":
+            arm = {"arm": {task.op: task.variant}, "op": task.op, "variant": task.variant}
+            done = {row.point for row in ended.rows if isinstance(row, CheckRow | KernelRow)}
+            at_point = next(((name, dict(axes)) for name, axes in task.points if name not in done), (None, None))
+            about = of(**arm, axes=at_point[1], point=at_point[0])
+            if task.phase == "kernels":
+                return KernelRow(**about)
+            return CheckRow(**about, seed=plan.experiment.seed, replay=None)
+        case "engine":
+            arm_of_plan = plan.arms[task.arm]
+            return EngineRow(**of(**served_fields(plan, arm_of_plan, workloads_of(plan)[task.workload])))
+        case "peers":
+            return PeerRow(**of(**peer_fields(plan, workloads_of(plan)[task.workload], task.peer)))
+        case "quantization":
+            quantization = plan.experiment.quantization
+            assert quantization is not None
+            models = [None, *quantized_models(quantization)]
+            return QuantizationRow(**of(arm=labels_of(plan, plan.arms[0])), **settings_of(models[task.checkpoint]))

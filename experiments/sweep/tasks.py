@@ -1,0 +1,120 @@
+"""What a sweep is made of: tasks, and what one comes back with. Plain data, which goes from process to process as JSON.
+
+Needs no torch: a machine that only hands tasks on has none to import.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
+
+from experiments.rows import ROW, Row
+
+Phase = Literal["check", "kernels", "engine", "peers", "quantization"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process's work. `key` depends on the experiment alone, so that a run which goes on knows what is done.
+
+    plan: its index in the sweep. replicate: which of its repetitions, in an image of its own; 0 where there is one.
+    timeout: seconds, None is for ever. The rest says what to do: op and variant (its label) at points (name and axes);
+    an arm, by its index in the plan, or a peer with the settings found best before, at one of the workloads that the
+    plan's arms serve, by its index; a quantized checkpoint by its index, 0 being the dense one.
+    """
+
+    key: str
+    phase: Phase
+    plan: int = 0
+    replicate: int = 0
+    timeout: float | None = None
+    op: str = ""
+    variant: str = ""
+    points: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    arm: int = 0
+    workload: int = 0
+    peer: str = ""
+    peer_settings: Mapping[str, Any] | None = None
+    checkpoint: int = 0
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether its rows compare speeds, so that nothing else may run beside it."""
+        return self.phase != "check"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def of(data: Mapping[str, Any]) -> "Task":
+        return Task(**{**data, "points": tuple((name, axes) for name, axes in data["points"])})
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every task of a run shares. resolved: the text of its resolved.yaml, whose paths are absolute.
+
+    mode: whether Triton interprets or compiles, as in the process that planned. cache: the folder of quantized
+    checkpoints. on_cuda: whether tasks use CUDA. imports: modules that most tasks will want. replicates: how many
+    process images there will be.
+    """
+
+    resolved: str
+    run_id: str
+    mode: Literal["interpret", "compile"]
+    tuning_mode: Literal["nearest", "frozen", "search"]
+    tuning_folder: str
+    cache: str
+    on_cuda: bool
+    imports: tuple[str, ...]
+    replicates: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def of(data: Mapping[str, Any]) -> "Setup":
+        return Setup(**{**data, "imports": tuple(data["imports"])})
+
+
+@dataclass
+class Ended:
+    """What a task came to. samples: raw figures that are too big for rows. used: tuned configs, as in Tuning.used.
+
+    seconds: of its process, from its start to its end. death: why it did not come to its end; `doing`: what it was at.
+    """
+
+    task: Task
+    rows: list[Row] = field(default_factory=list)
+    samples: Mapping[str, Any] | None = None
+    used: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    death: str | None = None
+    doing: str = ""
+
+    def hear(self, kind: str, value: Any) -> None:
+        """Take in one message of its process: a "row", "samples", "used" or "doing"."""
+        if kind == "row":
+            self.rows.append(ROW.validate_python(value))
+        elif kind in ("samples", "used", "doing"):
+            setattr(self, kind, value)
+        else:
+            raise ValueError(f"a task sent {kind!r}")
+
+
+Tell = Callable[[Task, str], None]
+"""Hears what a task is doing, or what it printed."""
+
+
+class Executor(Protocol):
+    """Carries tasks out. The one that started it writes the run folder; nothing else does."""
+
+    name: str
+
+    def start(self, setup: Setup) -> AbstractContextManager[None]:
+        """Ready until the context ends, however it ends: no process is left then."""
+        ...
+
+    def run(self, tasks: Sequence[Task], doing: Tell, printed: Tell) -> Iterator[Ended]:
+        """Every task, as it ends. Those that compare speeds are begun in the order given."""
+        ...

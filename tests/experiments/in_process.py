@@ -1,0 +1,35 @@
+"""Tasks in the test's own process: for tests of what a task finds, which need no process of their own for it."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from experiments.sweep.tasks import Ended, Setup, Task, Tell
+from experiments.sweep.work import carry_out, plans_of
+
+
+class InProcess:
+    """An executor without processes: what would end one ends the test. tasks: the keys, in the order they ran."""
+
+    name = "in process"
+
+    def __init__(self) -> None:
+        self.tasks: list[str] = []
+
+    @contextmanager
+    def start(self, setup: Setup) -> Iterator[None]:
+        self._setup = setup
+        yield
+
+    def run(self, tasks: Sequence[Task], doing: Tell, printed: Tell) -> Iterator[Ended]:
+        plans = plans_of(self._setup) if tasks else []
+        for task in tasks:
+            self.tasks.append(task.key)
+            ended = Ended(task)
+
+            def send(line: str, ended: Ended = ended) -> None:
+                ((kind, value),) = json.loads(line).items()
+                ended.hear(kind, value)
+
+            carry_out(Task.of(json.loads(json.dumps(task.as_json()))), plans, self._setup, send)
+            yield ended
