@@ -59,6 +59,8 @@ def test_a_kernel_only_run_fills_its_folder(run: Run, tmp_path: Path) -> None:
     assert torch_row.axes["activation"] == "bfloat16"
     if not torch.cuda.is_available():
         assert torch_row.min_us <= torch_row.median_us <= torch_row.max_us
+        assert torch_row.yardstick_us > 1
+        assert fused_row.yardstick_us is None
         assert fused_row.median_us is None
         assert "interpreted" in fused_row.speed_reason
         assert "CPU" in torch_row.roofline_reason

@@ -9,7 +9,7 @@ from experiments.arms import Arm
 from experiments.document import ExperimentError, parse_document, read_document
 from experiments.plan import make_sweep
 from experiments.points import points_of
-from experiments.run_folder import RunFolder
+from experiments.run_folder import resolved_text
 from experiments.structure import Part, parts_of
 from tests.experiments.conftest import Write
 
@@ -192,7 +192,7 @@ def test_the_full_sizes_are_checked_everywhere_and_taken_where_they_are_asked_fo
     assert not small.is_full or small.plans[0].device.type == "cuda"
     assert [point.axes["T"] for point in points_of(full.plans[0])["swiglu"]] == [16, 32]
     assert full.plans[0].dtype_name == "bfloat16"
-    again = make_sweep(read_document(RunFolder(full, tmp_path / "full").path / "resolved.yaml"))
+    again = make_sweep(parse_document(resolved_text(full), "resolved.yaml", Path("/")))
     assert points_of(again.plans[0]) == points_of(full.plans[0])
     with pytest.raises(ExperimentError, match=r"full.dtype|dtype \(experiment.yaml, line"):
         make_sweep(read_document(write(**keys, full={"dtype": "bfloat61"})))
@@ -206,7 +206,7 @@ def test_the_resolved_sweep_resolves_to_the_same_arms(write: Write, tmp_path: Pa
         exclude=[{"dtype": "float32", "kernels.swiglu": "fused"}],
     )  # fmt: skip
     sweep = make_sweep(read_document(file))
-    again = make_sweep(read_document(RunFolder(sweep, tmp_path / "out").path / "resolved.yaml"))
+    again = make_sweep(parse_document(resolved_text(sweep), "resolved.yaml", Path("/")))
     assert [plan.arms for plan in again.plans] == [plan.arms for plan in sweep.plans]
     assert [len(plan.arms) for plan in sweep.plans] == [1, 2]
     assert sweep.num_arms == 6
