@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import tkernels
-from experiments.arms import Arm, Pick
+from experiments.arms import Arm, Pick, ServedWorkload
 from experiments.document import Document, ExperimentError, in_order
 from experiments.engine_options import engine_problems, kernel_ranges
 from experiments.live_checks import live_problems
@@ -59,6 +59,14 @@ class Plan:
             return {op: {} for op in self.experiment.kernels}
         axes = kernel_ranges(self.model, self.arms[0].scheduler, self.dtype)
         return with_parts(axes, arm.choices, self.ops, self.device)
+
+    @cached_property
+    def workloads(self) -> tuple[ServedWorkload, ...]:
+        """What some arm serves, each once, in the YAML's order."""
+        served = [one for arm in self.arms for one in arm.workloads]
+        distinct = [one for index, one in enumerate(served) if one not in served[:index]]
+        places = {id(workload): place for place, workload in enumerate(self.experiment.workload)}
+        return tuple(sorted(distinct, key=lambda one: places[id(one.workload)]))
 
     def running(self, arm: Arm) -> dict[str, Pick]:
         """op -> the variant that an arm calls, the default where none was named. The parts of a fusion are among them

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from experiments.arms import Pick
@@ -48,10 +49,10 @@ def _points(plan: Plan, op: str) -> list[Point]:
         # A swept page size is another shape to every op that sees pages.
         pages = list(dict.fromkeys(arm.scheduler.get("block_size") for arm in plan.arms))
         for page in pages if "S" in contract.axis_by_name else pages[:1]:
-            for way in ways(plan.ranges[op]):
-                for name, axes in _workload_points(plan, contract, way, page):
+            for way, (swept, typical) in product(ways(plan.ranges[op]), _typical(plan).items()):
+                for name, axes in _workload_points(contract, way, page, typical):
                     label = f"{name} S={page}" if page != pages[0] else name
-                    label += _way_label(way, ways(plan.ranges[op]))
+                    label += _way_label(way, ways(plan.ranges[op])) + swept
                     points.append(Point(label, _fitting(plan, contract, axes, variants)))
     elif not asked and plan.device.type == "cpu":
         points.append(Point("drawn", _complete(plan, contract, {})))  # a benchmark's sizes are a GPU's
@@ -73,13 +74,13 @@ def _way_label(way: AxisRanges, others: Sequence[AxisRanges]) -> str:
 
 
 def _workload_points(
-    plan: Plan, contract: Contract, way: AxisRanges, page: int | None
+    contract: Contract, way: AxisRanges, page: int | None, typical: tuple[int, int, int]
 ) -> list[tuple[str, dict[str, Value]]]:
     """The model's own sizes, with the batch of a decode step and that of a prefill step. `page` None: LLM's default."""
     ranges = {**way}
     if page is not None and "S" in ranges:
         ranges["S"] = page
-    requests, prompt, context = _typical(plan)
+    requests, prompt, context = typical
     page_size = ranges.get("S", 1)
     assert isinstance(page_size, int)
     pages = -(-context // page_size)
@@ -104,15 +105,25 @@ def _workload_points(
     return points
 
 
-def _typical(plan: Plan) -> tuple[int, int, int]:
-    """(requests at once, prompt tokens, tokens of a context halfway through the outputs) of the first workload."""
-    if not plan.experiment.workload:
-        return 4, _TEXT_TOKENS, 2 * _TEXT_TOKENS
-    workload = plan.experiment.workload[0]
-    if isinstance(workload, SyntheticWorkload):
-        prompt = sum(workload.input_len.uniform) // 2
-        return workload.num_requests, prompt, prompt + sum(workload.output_len.uniform) // 4
-    return len(workload.prompts), _TEXT_TOKENS, _TEXT_TOKENS + workload.max_tokens // 2
+def _typical(plan: Plan) -> dict[str, tuple[int, int, int]]:
+    """What tells a point of the first workload from its first, " input_len=512" -> (requests at once, prompt tokens,
+    tokens of a context halfway through the outputs), those that differ.
+    """
+    if not plan.workloads:
+        return {"": (4, _TEXT_TOKENS, 2 * _TEXT_TOKENS)}
+    found: dict[str, tuple[int, int, int]] = {}
+    first = plan.workloads[0]
+    for served in plan.workloads:
+        workload = served.workload
+        if isinstance(workload, SyntheticWorkload):
+            prompt = sum(workload.input_len.uniform) // 2
+            sizes = (workload.num_requests, prompt, prompt + sum(workload.output_len.uniform) // 4)
+        else:
+            sizes = (len(workload.prompts), _TEXT_TOKENS, _TEXT_TOKENS + workload.max_tokens // 2)
+        if served.name == first.name and sizes not in found.values():
+            differing = {key: value for key, value in served.settings.items() if value != first.settings.get(key)}
+            found["".join(f" {key.removeprefix('workload.')}={value}" for key, value in differing.items())] = sizes
+    return found
 
 
 def _plain(contract: Contract) -> Any:

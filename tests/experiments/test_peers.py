@@ -1,14 +1,18 @@
 """What can be known of the peers without a GPU: that SDPA on gathered pages and the dense weight are the same ops."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from experiments.peers import with_peers
+from experiments.peers import slack_of, with_peers
 from experiments.peers.dense_attention import dense_attention
 from experiments.peers.flashinfer_pages import Pages
 from experiments.peers.installed import MadeOnce
 from tkernels import OPS, UnsupportedError
+from tkernels.check import check_case, chooser
+from tkernels.device import device_facts
 from tkernels.measurement import CPU_SIZE, at_most
 
 PAGED = {"D": 32, "Dv": 32, "Hq": 4, "Hkv": 2, "S": 8, "N": 5, "activation": "float64", "kv": "float64"}
@@ -70,3 +74,24 @@ def test_what_is_made_once_is_made_again_when_its_tensor_was_written() -> None:
     assert once.get({"x": x}, count) == 1
     assert [once.get({"x": torch.zeros(3)}, count) for _ in range(2)] == [2, 3]
     assert once.get({"x": x}, count) == 4  # the oldest made room
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "swiglu"])
+def test_torch_compile_is_the_op_wherever_there_is_a_compiler(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = with_peers(OPS)[op].variants["torch_compile"]
+    device = torch.device("cpu")
+    facts = device_facts(device)
+    for seed, held in enumerate([{"T": 1, "activation": "float32"}, {"T": 5, "activation": "float32"}]):
+        case = variant.contract.case(variant.contract.draw_axes(chooser(seed), held), seed)
+        if (reason := variant.unsupported_reason(case.axes, device, facts)) is not None:
+            assert "compiler" in reason or "headers" in reason
+            assert check_case(variant, case).status == "unsupported"
+        else:
+            assert check_case(variant, case, slack=slack_of(variant)).status == "ok"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert (
+        variant.supports({}, facts) == "torch.compile needs a C++ compiler on a CPU, and there is no no-such-compiler"
+    )
+    old, new = (replace(facts, arch=arch) for arch in ("sm_60", "sm_90"))
+    assert "sm_70" in str(variant.supports({}, old))
+    assert variant.supports({}, new) is None
