@@ -15,11 +15,13 @@ from tkernels.contract import Axes
 from tkernels.device import DeviceFacts
 
 
-def compiled(function: FunctionType) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of tensors [T, ...] (and numbers), compiled on its first call of each kind: dtypes, and which of the
     tensors are dense. T is dynamic, as an engine's batches are; other sizes are taken as they come, and become dynamic
     once they change.
     """
+    assert isinstance(function, FunctionType)
+    plain = function
     kinds: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def call(*arguments: Any) -> Any:
@@ -28,7 +30,7 @@ def compiled(function: FunctionType) -> Callable[..., Any]:
         if kind not in kinds:
             # Dynamo gives up on a code object after some recompilations, and would then run it as it is. A copy is
             # another code object; `fullgraph` makes giving up an error.
-            copy = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+            copy = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__)
             kinds[kind] = torch.compile(copy, fullgraph=True)
         for one in tensors:
             if one.dim() > 1:

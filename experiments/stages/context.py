@@ -76,8 +76,7 @@ def common_fields(plan: Plan, task: Task, run_id: str, **more: Any) -> dict[str,
 
 def workloads_of(plan: Plan) -> list[ServedWorkload]:
     """Those that some arm serves, each once."""
-    served = [one for arm in plan.arms for one in arm.workloads]
-    return [one for index, one in enumerate(served) if one not in served[:index]]
+    return list(plan.workloads)
 
 
 def served_fields(plan: Plan, arm: Arm, served: ServedWorkload) -> dict[str, Any]:
