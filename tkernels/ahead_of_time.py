@@ -44,7 +44,8 @@ def compile_variants(
     """Compiles variants, given as "op.variant" (none given: every Triton variant), in a process of its own.
 
     Args:
-        axes: axes to hold, instead of a benchmark point's. points: of `tkernels.inspection.points.POINTS`.
+        axes: axes to hold, instead of a benchmark point's. points: of `tkernels.inspection.points.POINTS`, or a
+            contract's own.
         dump: a folder for the texts. on_row: called with each row as it arrives.
 
     Raises:
@@ -149,7 +150,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tkernels.ahead_of_time", description=DESCRIPTION)
     parser.add_argument("--arch", required=True)
     parser.add_argument("--axis", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--point", action="append", default=[], help="engine (the default), fp8 or unaligned")
+    parser.add_argument(
+        "--point", action="append", default=[], help="engine (the default), fp8, unaligned or one of the contract's"
+    )
     parser.add_argument("--dump", type=Path, metavar="FOLDER")
     parser.add_argument("--variants-from", action="append", default=[], type=Path, metavar="FOLDER")
     parser.add_argument("names", nargs="*", metavar="op.variant", help="default: every Triton variant")

@@ -272,6 +272,8 @@ class Contract:
         scratch to use or to leave: the definition writes them or not, and nobody looks.
     default: the variant chosen on CUDA when nothing was named.
     benchmarks: realistic points, by name.
+    inspected: by name, what a benchmark point has to be at to be compiled beside the last of all: where a kernel is
+        other code there.
     corners: points that no draw reaches and a kernel may be wrong at, by name; what they leave open is drawn.
     batching: how its batch is taken apart; without one, `batch_invariant` cannot be tested.
     """
@@ -290,6 +292,7 @@ class Contract:
     consumes: tuple[str, ...] = ()
     constraints: tuple[Constraint, ...] = ()
     benchmarks: Mapping[str, Axes] = field(default_factory=dict)
+    inspected: Mapping[str, Axes] = field(default_factory=dict)
     corners: Mapping[str, Axes] = field(default_factory=dict)
     batching: Batching | None = None
 
@@ -303,9 +306,9 @@ class Contract:
                 raise ContractError(
                     f"{self.name}: constraint {constraint.text!r} names no axis of it: {sorted(unknown)}"
                 )
-        for name, corner in self.corners.items():
-            if strange := set(corner) - known:
-                raise ContractError(f"{self.name}: corner {name!r} names no axis of it: {sorted(strange)}")
+        for name, point in (*self.corners.items(), *self.inspected.items()):
+            if strange := set(point) - known:
+                raise ContractError(f"{self.name}: point {name!r} names no axis of it: {sorted(strange)}")
         if strangers := {*self.writes, *self.consumes} - set(parameters):
             raise ContractError(f"{self.name}: writes no such argument: {sorted(strangers)}")
 

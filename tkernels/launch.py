@@ -114,7 +114,9 @@ class Run:
 
 
 def _structure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """What a contract looks at in each argument, hashable; None where one is no strided tensor, number or dtype."""
+    """What a contract looks at in each argument, hashable; None where one is no strided tensor, number or dtype, and no
+    weight that says what its `structure` is.
+    """
     parts: list[Any] = [*kwargs]
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
@@ -123,6 +125,8 @@ def _structure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, .
             parts.append((value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % 16))
         elif value is None or isinstance(value, int | float | torch.dtype):
             parts.append((value.__class__, value))  # the class too, for 1 == 1.0 == True
+        elif (structure := getattr(value, "structure", None)) is not None:
+            parts.append((value.__class__, structure))
         else:
             return None
     return tuple(parts)

@@ -21,7 +21,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from tkernels.config import Config
-from tkernels.contract import Axes
+from tkernels.contract import Axes, Int
 from tkernels.device import INTERPRETER, DeviceFacts
 from tkernels.timing import time_call
 from tkernels.variant import Variant
@@ -95,7 +95,7 @@ def bucket(variant: Variant, axes: Axes) -> str:
     parts = []
     for axis in variant.contract.axes:
         value = axes.get(axis.name)
-        if axis.name in variant.key and isinstance(value, int) and not isinstance(value, bool):
+        if axis.name in variant.key and isinstance(axis, Int) and isinstance(value, int):
             parts.append(f"{axis.name}<={1 << max(value - 1, 0).bit_length()}")
         elif axis.name in variant.key or (isinstance(value, str) and hasattr(torch, value)):
             parts.append(f"{axis.name}={value}")

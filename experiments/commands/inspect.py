@@ -141,12 +141,17 @@ def _compiled(
                 names,
                 axes=axes,
                 variants_from=request.variants_from,
-                points=("engine",) if axes else POINTS,
+                points=("engine",) if axes else _points(variants),
                 dump=dump,
                 on_row=arrived,
             )
         except CompilationError as error:
             raise ExperimentError([str(error)]) from None
+
+
+def _points(variants: Sequence[Variant]) -> list[str]:
+    own = (name for one in variants for name in one.contract.inspected)
+    return list(dict.fromkeys((*POINTS, *own)))
 
 
 def _dump(request: Request, variants: Sequence[Variant], archs: Sequence[str]) -> int:

@@ -10,6 +10,7 @@ from experiments.peers import slack_of, with_peers
 from experiments.peers.dense_attention import dense_attention
 from experiments.peers.flashinfer_pages import Pages
 from experiments.peers.installed import MadeOnce
+from experiments.peers.plain_weights import only_plain
 from tkernels import OPS, UnsupportedError
 from tkernels.check import check_case, chooser
 from tkernels.device import device_facts
@@ -44,6 +45,21 @@ def test_the_dense_weight_is_the_quantized_one() -> None:
     dense = peer.prepare(weight)
     assert dense.shape == (16, 64)
     assert torch.equal(peer.function(x, dense), peer.function(x, weight))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"bits": 3}, "uniform codes of 4 bits, not uniform ones of 3"),
+        ({"coding": "lookup"}, "not lookup ones of 4"),
+        ({"permuted": True}, "no permuted weight"),
+        ({"sparse": True}, "no sparse weight"),
+        ({}, None),
+    ],
+)
+def test_a_peer_says_which_weights_it_does_not_read(change: dict[str, object], reason: str | None) -> None:
+    found = only_plain({"bits": 4, "coding": "uniform", "permuted": False, "sparse": False, **change})
+    assert found is None if reason is None else reason in str(found)
 
 
 def test_pages_as_flashinfer_wants_them() -> None:

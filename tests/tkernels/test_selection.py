@@ -188,11 +188,12 @@ def test_a_composition_that_breaks_a_rule_is_refused(tmp_path: Path, before: str
 def test_an_op_that_is_called_in_several_ways_must_support_each() -> None:
     way = {"M": (1, 8), "N": 64, "K": 128, "padding": 0, "bits": 4, "group_size": 32, "coding": "uniform",
            "symmetric": False, "permuted": False, "sparse": False, "bias": False}  # fmt: skip
-    lookup = {**way, "group_size": 128, "coding": "lookup"}
-    choices = {"dequant_gemm": "tiled"}
+    lookup, sparse = {**way, "group_size": 128, "coding": "lookup"}, {**way, "sparse": True}
+    choices = {"dequant_gemm": "dequantize_then_matmul"}
     assert choose(choices, axes={"dequant_gemm": way}).arm == choices
     assert choose(choices, axes={"dequant_gemm": (way, {**way, "K": 256})}).arm == choices
-    with pytest.raises(SelectionError, match=r"variant 'tiled' is unsupported here: it reads .*not lookup ones of 4"):
-        choose(choices, axes={"dequant_gemm": (way, lookup)})
+    unsupported = r"variant 'dequantize_then_matmul' is unsupported here: it adds outliers to .* rounded already"
+    with pytest.raises(SelectionError, match=unsupported):
+        choose(choices, axes={"dequant_gemm": (way, sparse)})
     # No range from one way to the other is meant: of 128 inputs there is no group of 256.
     assert choose({}, axes={"dequant_gemm": (lookup, {**lookup, "K": 256, "group_size": 256})}).arm["dequant_gemm"]

@@ -18,7 +18,7 @@ from tkernels.variant import Variant
 POINTS = ("engine", "fp8", "unaligned")
 """engine: the last of the contract's benchmark points that the variant supports. fp8: the same over an e4m3 cache with
 scales or of e4m3 codes, where the contract has such. unaligned: the same, strides odd, pointers on no more than an
-element's boundary."""
+element's boundary. Beside these a contract names its own: see `Contract.inspected`."""
 
 _FP8 = "float8_e4m3fn"
 _META = torch.device("meta")
@@ -56,11 +56,14 @@ def point(variant: Variant, name: str, facts: DeviceFacts, held: Axes | None = N
         A point whose `reason` says why the variant does not support it, where it does not.
     """
     contract = variant.contract
-    eight_bits: dict[str, Value] = {}
-    if name == "fp8" and not (eight_bits := _in_fp8(contract)):
+    eight_bits = _in_fp8(contract) if name == "fp8" else {}
+    if (name == "fp8" and not eight_bits) or name not in (*POINTS, *contract.inspected):
         return None
+    wanted = contract.inspected.get(name, {})
     found: Point | None = None
     for axes in _candidates(contract, held or {}):
+        if any(axes[axis] != value for axis, value in wanted.items()):
+            continue
         here = _bound(variant, name, {**axes, **eight_bits}, facts)
         if here.reason is None:
             return here

@@ -13,7 +13,7 @@ class CompiledKernel:
     status: ok; unsupported (the variant says so) or failed (the compiler says so, or it needs more shared memory than
         a block may have), each with its `reason`.
     default: the config is the variant's default for the architecture.
-    point: "engine", "fp8" or "unaligned" (see `points`), or "axes" where axes were held by hand.
+    point: "engine", "fp8", "unaligned" or the contract's own (see `points`), or "axes" where axes were held by hand.
     registers: of a thread. spill_bytes: of a thread, in its code (NVIDIA: ptxas' spill stores or loads, whichever are
         more) or in scratch memory (AMD).
     shared_bytes: of a block. occupancy: resident warps over the most that a multiprocessor holds.

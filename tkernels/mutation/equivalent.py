@@ -86,10 +86,6 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "paged_decode", "paged_decode_split_kv_part", "mask_shifted", "split < used", "split <= used",
         "the part of a split without keys is written where the reduction never looks",
     ),
-    Equivalent(
-        "dequant_gemm", "weight_tile", "constant_changed", "0", "2147483647",
-        "a masked zero-point is any of 0 to 15, and multiplied by a masked scale, which is 0", nth=1,
-    ),
     _largest_in_any_dtype(_ROW, "tl.load(x_ptr + row * stride_x_m + offs, mask=mask, other=0.0)"),
     _largest_in_any_dtype(_WALKED, "tl.load(x_ptr + offs, mask=offs < inputs, other=0.0)"),
     _passed_over(_ROW, 0),
@@ -97,6 +93,16 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         "scaled_matmul", "summed_by_the_last", "constant_changed", "0.0", "float('nan')",
         "sums of what is masked off are not stored",
+    ),
+    Equivalent(
+        "dequant_gemm", "dequant_gemm_dequantize_then_matmul_outliers", "mask_dropped",
+        "tl.load(dense_ptrs, mask=mask)", "tl.load(dense_ptrs)",
+        "lanes past the last outlier read the first weight of all and store nothing",
+    ),
+    Equivalent(
+        "dequant_gemm", "dequant_gemm_gemv_difference", "mask_shifted",
+        "FIELD * WIDTH + BITS <= 23", "FIELD * WIDTH + BITS < 23",
+        "a field that just fits is shifted down, and is the same number there",
     ),
     _no_rows("paged_prefill_packed_gqa"),
     _no_rows("paged_prefill_tensor_descriptor"),

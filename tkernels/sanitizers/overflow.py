@@ -42,9 +42,10 @@ def _faked(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, _strides(tensor), dtype=tensor.dtype, device="meta")
     if tensor.dim() < 2 or tensor.numel() == 0:
         return tensor
-    # A dim of one keeps its stride: what a kernel computes for its other, masked, rows reaches no memory.
+    # A dim of one or two keeps its stride: index 1 overflows nothing, and what a kernel computes for its other, masked,
+    # rows reaches no memory.
     pairs = zip(tensor.shape, tensor.stride(), _strides(tensor), strict=True)
-    strides = [faked if n > 1 else real for n, real, faked in pairs]
+    strides = [faked if n > 2 else real for n, real, faked in pairs]
     elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
     return lazy_zeros(elements, tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
 

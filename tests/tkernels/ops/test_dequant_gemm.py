@@ -8,15 +8,19 @@ import torch
 from tkernels import OPS, Config, ContractError, UnsupportedError, prepared, select
 from tkernels.check import check_case
 from tkernels.device import INTERPRETER, TARGETS
+from tkernels.launch import Kernel
 from tkernels.ops.dequant_gemm.auto import by_tokens, chosen
-from tkernels.ops.dequant_gemm.codes import interleaving, unpack
-from tkernels.ops.dequant_gemm.outliers import Outliers
+from tkernels.ops.dequant_gemm.codes import BITS, interleaving, unpack
+from tkernels.ops.dequant_gemm.outliers import Outliers, outliers_from
 from tkernels.ops.dequant_gemm.rounding import quantize
+from tkernels.ops.dequant_gemm.slicing import slice_inputs
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight, dequantize, interleaved, sequential, unpack_codes
+from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
 
 VARIANTS = OPS["dequant_gemm"].variants
 AUTO, GEMV, SPLIT_K, TILED = (VARIANTS[name] for name in ("auto", "gemv", "split_k", "tiled"))
+LOOKUP_GEMV, DENSE_FIRST = VARIANTS["lookup_gemv"], VARIANTS["dequantize_then_matmul"]
 
 
 NO_OUTLIERS = Outliers(
@@ -33,6 +37,21 @@ def axes_of(**given: int | str | bool) -> dict[str, int | str | bool]:
 
 def dense(outputs: int = 16, inputs: int = 64, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def drawn(seed: int = 0, **given: int | str | bool) -> QuantizedWeight:
+    """A weight as the contract draws it."""
+    sizes: dict[str, int | str | bool] = {"M": 1, "N": 40, "K": 96, "group_size": 32}
+    weight: QuantizedWeight = TILED.contract.case(axes_of(**{**sizes, **given}), seed).inputs["weight"]
+    return weight
+
+
+def weight_for(variant: Variant) -> QuantizedWeight:
+    """[16, 64] in fp32, of the coding that the variant takes."""
+    if variant is not LOOKUP_GEMV:
+        return quantize(dense(), group_size=16)
+    kind = {"coding": "lookup", "group_size": 64, "activation": "float32", "weight": "float32", "order": "sequential"}
+    return drawn(N=16, K=64, **kind)
 
 
 def by_hand(weight: QuantizedWeight) -> torch.Tensor:
@@ -192,8 +211,9 @@ def test_interleaving_moves_every_code_to_its_documented_place_and_back() -> Non
 
 
 def test_preparing_says_what_it_cost_and_a_kernel_refuses_what_was_not_prepared() -> None:
-    weight, x = quantize(dense(), group_size=16), torch.ones(1, 64)
+    x = torch.ones(1, 64)
     for variant in VARIANTS.values():
+        weight = weight_for(variant)
         mine, report = prepared(variant, weight)
         assert report.bytes_before == report.bytes_after == weight.nbytes
         assert report.seconds >= 0
@@ -238,7 +258,7 @@ def test_a_variant_says_how_many_tokens_it_takes() -> None:
     with pytest.raises(UnsupportedError, match="takes 64 rows, not M = 65"):
         SPLIT_K(torch.zeros(65, 64), weight)
     for variant in VARIANTS.values():
-        assert variant(torch.zeros(0, 64), weight).shape == (0, 16)
+        assert variant(torch.zeros(0, 64), interleaved(weight_for(variant))).shape == (0, 16)
 
 
 @pytest.mark.parametrize("variant", [GEMV, SPLIT_K])
@@ -248,14 +268,14 @@ def test_splits_cover_k_and_fill_the_device(variant: Variant, outputs: int, inpu
     config = variant.default_config(device.arch)
     block_w = config["BLOCK_W"] if variant is GEMV else config["BLOCK_K"] // 8
     assert variant.module is not None
-    rows = variant.module.split_words(outputs, inputs, config, device)
+    rows = variant.module.split_words(outputs, inputs, 4, config, device)
     splits = -(-(inputs // 8) // rows)
     assert rows % block_w == 0
     assert 1 <= splits <= 64
     assert (splits - 1) * rows < inputs // 8 <= splits * rows  # none is empty: each is counted
     shapes = {}
     for tokens in (1, 16):
-        buffers = variant.workspace({"M": tokens, "N": outputs, "K": inputs}, config, device)
+        buffers = variant.workspace(axes_of(M=tokens, N=outputs, K=inputs), config, device)
         assert bool(buffers) == (splits > 1)
         shapes[tokens] = buffers["arrived"].shape if buffers else ()
     assert shapes[1] == shapes[16]  # one zeroed buffer for every batch
@@ -267,7 +287,7 @@ def test_splits_cover_k_and_fill_the_device(variant: Variant, outputs: int, inpu
 def test_gemv_is_right_with_one_split_and_with_several(programs: int) -> None:
     config = Config(BLOCK_N=16, BLOCK_W=4, PROGRAMS_PER_SM=programs)
     case = GEMV.contract.case(axes_of(M=1, N=40, K=256, group_size=64), seed=1)
-    assert len(GEMV.workspace({"M": 1, "N": 40, "K": 256}, config, INTERPRETER)) == (2 if programs == 8 else 0)
+    assert len(GEMV.workspace(axes_of(M=1, N=40, K=256), config, INTERPRETER)) == (2 if programs == 8 else 0)
     result = check_case(GEMV, case, config)
     assert result.status == "ok", str(result)
 
@@ -277,7 +297,7 @@ def test_gemv_is_right_with_one_split_and_with_several(programs: int) -> None:
 def test_split_k_is_right_with_one_split_and_with_several(programs: int, group_size: int) -> None:
     config = Config(BLOCK_TOKENS=16, BLOCK_N=32, BLOCK_K=32 if programs == 4 else 256, PROGRAMS_PER_SM=programs)
     case = SPLIT_K.contract.case(axes_of(M=17, N=40, K=256, group_size=group_size), seed=1)
-    assert bool(SPLIT_K.workspace({"M": 17, "N": 40, "K": 256}, config, INTERPRETER)) == (programs == 4)
+    assert bool(SPLIT_K.workspace(axes_of(M=17, N=40, K=256), config, INTERPRETER)) == (programs == 4)
     result = check_case(SPLIT_K, case, config)
     assert result.status == "ok", str(result)
 
@@ -289,3 +309,92 @@ def test_a_row_has_the_same_bits_in_every_batch(variant: Variant) -> None:
     whole = variant(x, weight)
     for rows in (slice(0, 1), slice(3, 5), slice(16, 19)):
         assert torch.equal(variant(x[rows], weight), whole[rows])
+
+
+WEIGHTS: list[dict[str, int | str | bool]] = [
+    *({"bits": bits} for bits in BITS),
+    *({"bits": bits, "permuted": True, "K": 72, "padding": 24, "sparse": True} for bits in BITS),
+    *({"bits": bits, "coding": "lookup", "group_size": 96, "sparse": True} for bits in BITS),
+    {"coding": "lookup", "group_size": 96, "permuted": True},
+]
+
+
+@pytest.mark.parametrize("kind", WEIGHTS, ids=str)
+def test_auto_takes_every_weight_at_every_number_of_tokens(kind: dict[str, int | str | bool]) -> None:
+    for tokens, uniform in ((1, "gemv"), (17, "split_k"), (65, "tiled"), (600, "dequantize_then_matmul")):
+        axes = axes_of(**{"M": tokens, "N": 40, "K": 96, "group_size": 32, **kind})
+        runs = chosen(axes, AUTO.default_config("sm_90"), INTERPRETER).name
+        is_lookup = kind.get("coding") == "lookup"
+        if uniform == "dequantize_then_matmul" and kind.get("sparse") and not is_lookup:
+            assert runs == "tiled"  # outliers are added to rounded weights there, which is exact of a table's alone
+        else:
+            assert runs == ("lookup_gemv" if is_lookup and uniform == "gemv" else uniform)
+        if tokens < 100:
+            result = check_case(AUTO, AUTO.contract.case(axes, seed=3), offsets=False)
+            assert result.status == "ok", str(result)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kind", WEIGHTS, ids=str)
+def test_the_kernels_decode_bit_for_bit(kind: dict[str, int | str | bool], dtype: str) -> None:
+    weight = drawn(activation=dtype, weight=dtype, **kind)
+    if weight.coding == "uniform":
+        weight = replace(weight, outliers=None)  # they are added to a weight that its dtype has rounded
+    eye = torch.eye(weight.shape[1], dtype=weight.dtype)
+    for variant in (TILED, DENSE_FIRST):
+        assert torch.equal(variant(eye, weight), dequantize(weight).t()), variant.name
+
+
+@pytest.mark.parametrize("variant", [GEMV, LOOKUP_GEMV, SPLIT_K, TILED], ids=lambda variant: variant.name)
+def test_slices_of_an_activation_ordered_weight_run_and_add_up(variant: Variant) -> None:
+    lookup = {"coding": "lookup", "group_size": 96} if variant is LOOKUP_GEMV else {}
+    weight = drawn(activation="float32", weight="float32", permuted=True, sparse=True, **lookup)
+    x = dense(1 if "gemv" in variant.name else 3, 96)
+    parts = [slice_inputs(weight, start, stop) for start, stop in ((0, 29), (29, 64), (64, 96))]
+    assert any(part.places > part.shape[1] for part in parts)  # padding
+    sums = sum(variant(x[:, at : at + part.shape[1]], part) for part, at in zip(parts, (0, 29, 64), strict=True))
+    expected = x.double() @ dequantize(weight, torch.float64).t()
+    torch.testing.assert_close(sums.double(), expected, rtol=1e-5, atol=1e-5)  # fp32, summed in three parts
+
+
+@pytest.mark.parametrize(("dtype", "coding"), [("float16", "uniform"), ("bfloat16", "lookup")])
+def test_one_outlier_is_added_to_its_own_output_alone(dtype: str, coding: str) -> None:
+    groups = 96 if coding == "lookup" else 32
+    plain = drawn(activation=dtype, weight=dtype, coding=coding, group_size=groups)
+    one = outliers_from(torch.tensor([7]), torch.tensor([90]), torch.tensor([3.0]), plain.shape)
+    weight = replace(
+        plain, outliers=one.map_tensors(lambda part: part.to(plain.dtype) if part.is_floating_point() else part)
+    )
+    x = torch.zeros(17, 96, dtype=plain.dtype)
+    x[5, 90] = 1
+    for variant in (SPLIT_K, TILED):
+        without, got = variant(x, plain), variant(x, weight)
+        moved = (without != got).nonzero().tolist()
+        assert moved == [[5, 7]]
+        assert got[5, 7] == (dequantize(plain, torch.float64)[7, 90] + 3).to(plain.dtype)
+
+
+def test_variants_say_which_weights_they_do_not_take() -> None:
+    x = torch.zeros(1, 96, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="uniform codes, not lookup: lookup_gemv does"):
+        GEMV(x, drawn(coding="lookup", group_size=96))
+    with pytest.raises(UnsupportedError, match="looked up, not uniform ones: gemv does"):
+        LOOKUP_GEMV(x, drawn())
+    with pytest.raises(UnsupportedError, match="one token at a time, not M = 2"):
+        LOOKUP_GEMV(x.expand(2, 96), drawn(coding="lookup", group_size=96))
+    with pytest.raises(UnsupportedError, match="adds outliers to weights that are rounded already"):
+        DENSE_FIRST(x, drawn(sparse=True))
+
+
+def test_a_call_is_checked_once_for_weights_of_one_structure() -> None:
+    kernel = Kernel(VARIANTS["torch"], NEAREST, {})
+    x = torch.zeros(1, 64)
+    one, other = quantize(dense(), group_size=16), quantize(dense() + 1, group_size=16)
+    for weight in (one, other, one):
+        torch.testing.assert_close(kernel(x + 1, weight), (x + 1) @ dequantize(weight).t())
+    assert len(kernel._checked) == 1
+    kernel(x, quantize(dense(), group_size=32))
+    kernel(x, quantize(dense(), group_size=16, symmetric=True))
+    assert len(kernel._checked) == 3
+    with pytest.raises(ContractError, match="'weight.packed' gives K = 64, but K = 72"):
+        kernel(torch.zeros(1, 72), one)

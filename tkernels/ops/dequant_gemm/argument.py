@@ -66,12 +66,3 @@ def needs_interleaved(axes: Axes) -> str | None:
     if axes.get("order", "interleaved") == "interleaved":
         return None
     return f"its weight must be interleaved, not {axes['order']}: pass what tkernels.prepared(variant, weight) returns"
-
-
-def only_plain(axes: Axes) -> str | None:
-    """Why a variant that reads nothing but 4-bit codes, each input at its own place, cannot take this weight."""
-    if axes.get("bits", 4) != 4 or axes.get("coding", "uniform") != "uniform":
-        return f"it reads uniform codes of 4 bits, not {axes.get('coding', 'uniform')} ones of {axes.get('bits', 4)}"
-    if axes.get("permuted", False) or axes.get("sparse", False):
-        return f"it reads no {'permuted' if axes.get('permuted', False) else 'sparse'} weight"
-    return needs_interleaved(axes)

@@ -13,11 +13,14 @@ from functools import cache
 import torch
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
-from tkernels.ops.dequant_gemm.argument import axes_of, only_plain
+from tkernels.ops.dequant_gemm.argument import axes_of, needs_interleaved
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved
 
 ALGORITHMS = ("gemv", "split_k", "tiled", "dequantize_then_matmul")
 BY_TOKENS = 1
+LOOKUP_GEMV = "lookup_gemv"
+"""What `gemv` is called where codes are looked up."""
+
 CONFIGS = tuple(Config(ALGORITHM=BY_TOKENS + 1 + index) for index in range(len(ALGORITHMS)))
 
 SPLIT_K_TOKENS = 64
@@ -42,15 +45,20 @@ def by_tokens(tokens: int) -> str:
 def _variants() -> dict[str, Variant]:
     from tkernels.registry import builtin_ops  # not while the registry itself is being made
 
-    return {name: builtin_ops()["dequant_gemm"].variants[name] for name in ALGORITHMS}
+    known = builtin_ops()["dequant_gemm"].variants
+    return {name: known[name] for name in (*ALGORITHMS, LOOKUP_GEMV)}
 
 
 def chosen(axes: Axes, config: Config, device: DeviceFacts) -> Variant:
-    """The algorithm that a call at these axes runs; one that does not take so many tokens gives way to the default."""
+    """The algorithm that a call at these axes runs; one that does not take so many tokens gives way to the default, and
+    where that does not take such a weight, `tiled` does.
+    """
     default = by_tokens(int(axes["M"]))
     wanted = config["ALGORITHM"] - BY_TOKENS - 1
-    variant = _variants()[default if wanted < 0 else ALGORITHMS[wanted]]
-    return _variants()[default] if variant.supports(axes, device) else variant
+    names = [default, "tiled"] if wanted < 0 else [ALGORITHMS[wanted], default, "tiled"]
+    if axes.get("coding", "uniform") == "lookup":
+        names = [LOOKUP_GEMV if name == "gemv" else name for name in names]
+    return next(v for v in (_variants()[name] for name in names) if not v.supports(axes, device))
 
 
 def _own_config(variant: Variant, axes: Axes, device: DeviceFacts) -> Config:
@@ -65,7 +73,7 @@ def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, B
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    return only_plain(axes)
+    return needs_interleaved(axes)
 
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
@@ -84,7 +92,7 @@ VARIANT = Variant(
     supports=supports,
     workspace=workspace,
     prepare=interleaved,
-    key=("M", "N", "K", "group_size"),
+    key=("M", "N", "K", "bits", "coding", "permuted", "sparse", "group_size"),
     deterministic=True,
     batch_invariant=False,  # another number of tokens may be another algorithm
 )

@@ -1,5 +1,6 @@
 """dequant_gemm: a linear layer whose weight is stored as short codes."""
 
+from itertools import count
 from typing import Any
 
 import torch
@@ -43,7 +44,9 @@ def _drawn_outliers(draws: Draws, outputs: int, inputs: int, dtype: torch.dtype,
         return Outliers(rows, cols, torch.empty(each * outputs, dtype=dtype, device="meta"))
     of = torch.cat((torch.zeros(inputs), torch.arange(1, outputs - 1).repeat_interleave(each))).long()
     cols = torch.cat((torch.arange(inputs), draws.integers(0, inputs - 1, (of.numel() - inputs,))))
-    vals = (draws.normal(of.shape, torch.float64).cpu() * (16 * unit)).to(dtype)
+    vals = draws.normal(of.shape, torch.float64).cpu() * unit
+    vals[inputs:] *= 16  # not the full row, or that output alone would decide what error is natural
+    vals = vals.to(dtype)
     return outliers_from(of, cols, vals, (outputs, inputs)).map_tensors(lambda part: part.to(draws.device))
 
 
@@ -87,12 +90,12 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     if axes["order"] == "interleaved":
         weight = interleaved(weight)
 
+    paddings = count(3)  # another for each part: one's stride taken for another's, which is as wide, must show
+
     def laid_out(part: torch.Tensor) -> torch.Tensor:
         if part.dim() == 1:
             return draws.laid_out(part, "contiguous")
-        # One part's stride taken for another's, which has as many columns, must show.
-        paddings = {torch.int32: 3, torch.int16: 7}
-        return draws.laid_out(part, axes["weight_layout"], padding=paddings.get(part.dtype, 5))
+        return draws.laid_out(part, axes["weight_layout"], padding=next(paddings))
 
     weight = weight.map_tensors(laid_out)
     x = draws.laid_out(draws.normal((tokens, inputs), dtype, axes["values"]), axes["layout"])
@@ -138,16 +141,30 @@ def _benchmark(tokens: int, outputs: int, inputs: int, group_size: int = 128, **
 
 
 def _benchmarks() -> dict[str, dict[str, Value]]:
-    named: dict[str, dict[str, Value]] = {}
+    """The ordinary weight first and last, which are the points that stand for all where one is enough."""
+    plain = {
+        f"M={tokens},N={outputs},K={inputs},g=128": _benchmark(tokens, outputs, inputs)
+        for tokens in (1, 16, 64, 128, 2048)
+        for outputs, inputs in _SHAPES
+    }
+    other: dict[str, dict[str, Value]] = {}
     for tokens in (1, 16, 2048):
         square = f"M={tokens},N={_SQUARE[0]},K={_SQUARE[1]}"
         for bits in (2, 3, 8):
-            named[f"{square},g=128,bits={bits}"] = _benchmark(tokens, *_SQUARE, bits=bits)
-        named[f"{square},g=128,permuted"] = _benchmark(tokens, *_SQUARE, permuted=True)
+            other[f"{square},g=128,bits={bits}"] = _benchmark(tokens, *_SQUARE, bits=bits)
+        other[f"{square},g=128,permuted"] = _benchmark(tokens, *_SQUARE, permuted=True)
         for bits in (3, 4):
             lookup = _benchmark(tokens, *_SQUARE, _SQUARE[1], bits=bits, coding="lookup", sparse=True)
-            named[f"{square},lookup,bits={bits},sparse"] = lookup
-    return named
+            other[f"{square},lookup,bits={bits},sparse"] = lookup
+    first = next(iter(plain))
+    return {first: plain[first], **other, **plain}
+
+
+def _corners() -> dict[str, dict[str, Value]]:
+    """Weights that are rare among the draws, each with code of its own in the kernels; of any coding."""
+    one: dict[str, Value] = {"M": 1, "order": "interleaved", "weight_layout": "padded"}
+    widths = {f"bits{bits}": {**one, "bits": bits} for bits in (2, 3, 8)}
+    return widths | {kind: {**one, kind: True} for kind in ("permuted", "sparse")}
 
 
 CONTRACT = Contract(
@@ -206,11 +223,12 @@ CONTRACT = Contract(
     bytes_moved=bytes_moved,
     flops=flops,
     default="auto",
-    benchmarks={
-        f"M={tokens},N={outputs},K={inputs},g=128": _benchmark(tokens, outputs, inputs)
-        for tokens in (1, 16, 64, 128, 2048)
-        for outputs, inputs in _SHAPES
-    }
-    | _benchmarks(),
+    benchmarks=_benchmarks(),
+    inspected={
+        **{f"bits{bits}": {"bits": bits, "coding": "uniform"} for bits in (2, 3, 8)},
+        "permuted": {"permuted": True},
+        **{f"lookup{bits}": {"bits": bits, "coding": "lookup"} for bits in (3, 4)},
+    },
+    corners=_corners(),
     batching=row_batching("x"),
 )

@@ -13,9 +13,30 @@ import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
 from tkernels.inputs import dtype_of
-from tkernels.ops.dequant_gemm.argument import only_plain
-from tkernels.ops.dequant_gemm.unpack import magic_of, unpacked, weight_arguments, weight_tile
+from tkernels.ops.dequant_gemm.argument import needs_interleaved
+from tkernels.ops.dequant_gemm.codes import codes_per_word
+from tkernels.ops.dequant_gemm.outlier_sums import (
+    OUTLIERS_AT_A_TIME,
+    outlier_block,
+    outlier_rows,
+    outliers_arguments,
+)
+from tkernels.ops.dequant_gemm.unpack import (
+    group_tile,
+    groups_arguments,
+    inputs_at,
+    looked_up,
+    magic_of,
+    table_arguments,
+    table_tile,
+    unpacked,
+    word_tile,
+    words_arguments,
+)
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved
+
+OUTLIER_PROGRAMS = 4
+"""That share the outliers of a tile of outputs: a full row of them is then a few dozen blocks for each."""
 
 CONFIGS = tuple(
     Config(BLOCK_N=columns, BLOCK_K=depth, num_warps=warps, num_stages=1)
@@ -27,32 +48,70 @@ CONFIGS = tuple(
 def dequant_gemm_dequantize_then_matmul(
     dense_ptr,
     packed_ptr,
+    high_ptr,
     scales_ptr,
     zeros_ptr,
+    table_ptr,
+    permutation_ptr,
     stride_dense_k,
     stride_packed_w,
+    stride_high_w,
     stride_scales_g,
     stride_zeros_g,
+    stride_table_c,
     outputs,
-    inputs,
+    places,
     magic,
+    BITS: tl.constexpr,
     GROUP_WORDS: tl.constexpr,
     ONE_GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile of the dense weight [K, N], in its own dtype."""
+    """One tile of the codes, as rows of the dense weight [K, N] in its own dtype."""
+    FIELDS: tl.constexpr = 16 if BITS == 3 else 32 // BITS
     start = tl.program_id(0) * BLOCK_K
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < outputs
-    packed, zero, scale = weight_tile(
-        packed_ptr, scales_ptr, zeros_ptr, stride_packed_w, stride_scales_g, stride_zeros_g,
-        start // 8, inputs // 8, offs_n, mask_n, GROUP_WORDS, ONE_GROUP, BLOCK_K // 8,
-    )  # fmt: skip
-    weight = tl.trans(unpacked(packed, zero, scale, magic, dense_ptr.dtype.element_ty, BLOCK_N, BLOCK_K))
-    offs_k = start + tl.arange(0, BLOCK_K)
-    dense_ptrs = dense_ptr + offs_k.to(tl.int64)[:, None] * stride_dense_k + offs_n[None, :]  # K * N can pass 2**31
-    tl.store(dense_ptrs, weight, mask=(offs_k < inputs)[:, None] & mask_n[None, :])
+    first, end = start // FIELDS, places // FIELDS
+    packed, high = word_tile(
+        packed_ptr, high_ptr, stride_packed_w, stride_high_w, first, end, offs_n, mask_n, BLOCK_K // FIELDS
+    )
+    if table_ptr is None:
+        zero, scale = group_tile(
+            scales_ptr, zeros_ptr, stride_scales_g, stride_zeros_g, first, end, offs_n, mask_n,
+            BITS, GROUP_WORDS, ONE_GROUP, BLOCK_K // FIELDS,
+        )  # fmt: skip
+        weight = unpacked(packed, high, zero, scale, magic, dense_ptr.dtype.element_ty, BITS, BLOCK_N, BLOCK_K)
+    else:
+        table = table_tile(table_ptr, stride_table_c, offs_n, mask_n, BITS)
+        weight = looked_up(packed, high, table, table_ptr, stride_table_c, offs_n, mask_n, BITS, BLOCK_N, BLOCK_K)
+    rows, mask_k = inputs_at(permutation_ptr, start + tl.arange(0, BLOCK_K), places)
+    dense_ptrs = dense_ptr + rows.to(tl.int64)[:, None] * stride_dense_k + offs_n[None, :]  # K * N can pass 2**31
+    tl.store(dense_ptrs, tl.trans(weight), mask=mask_k[:, None] & mask_n[None, :])
+
+
+@triton.jit
+def dequant_gemm_dequantize_then_matmul_outliers(
+    dense_ptr,
+    rows_ptr,
+    cols_ptr,
+    vals_ptr,
+    stride_dense_k,
+    outputs,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Adds a share of the outliers of BLOCK_N outputs to the dense weight."""
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    starts, ends, first, last = outlier_rows(rows_ptr, offs_n, offs_n < outputs)
+    for at in tl.range(first + tl.program_id(0) * BLOCK_S, last, tl.num_programs(0) * BLOCK_S, num_stages=1):
+        cols, vals, mask, owned = outlier_block(cols_ptr, vals_ptr, starts, ends, at, last, BLOCK_S)
+        output = tl.sum(tl.where(owned, offs_n[None, :], 0), axis=1)  # [BLOCK_S]: each has one owner
+        dense_ptrs = dense_ptr + cols.to(tl.int64) * stride_dense_k + output
+        # No other program has this weight: an output has one outlier at most for each input.
+        value = tl.load(dense_ptrs, mask=mask).to(tl.float32) + vals
+        tl.store(dense_ptrs, value.to(dense_ptr.dtype.element_ty), mask=mask)
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
@@ -60,26 +119,42 @@ def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, B
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    return only_plain(axes)
+    if axes.get("sparse", False) and axes.get("coding", "uniform") == "uniform":
+        return "it adds outliers to weights that are rounded already, which is exact of a table's entries alone"
+    return needs_interleaved(axes)
 
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
-    outputs, inputs = weight.shape
+    outputs, _ = weight.shape
     dense = run.workspace["dense"]
     block_n, block_k = run.config["BLOCK_N"], run.config["BLOCK_K"]
+    some = min(x.shape[0], 1)  # no program where there is no token
     run.launch(
         dequant_gemm_dequantize_then_matmul,
-        # No program where there is no token.
-        (triton.cdiv(inputs, block_k) * min(x.shape[0], 1), triton.cdiv(outputs, block_n)),
+        (triton.cdiv(weight.places, block_k) * some, triton.cdiv(outputs, block_n)),
         dense_ptr=dense,
+        **words_arguments(weight),
+        **groups_arguments(weight, block_k // codes_per_word(weight.bits)),
+        **table_arguments(weight),
+        permutation_ptr=weight.permutation,
         stride_dense_k=dense.stride(0),
         outputs=outputs,
-        inputs=inputs,
+        places=weight.places,
         magic=magic_of(weight.dtype),
-        **weight_arguments(weight, block_k // 8),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
     )
+    if weight.outliers is not None:
+        run.launch(
+            dequant_gemm_dequantize_then_matmul_outliers,
+            (OUTLIER_PROGRAMS * some, triton.cdiv(outputs, block_n)),
+            dense_ptr=dense,
+            **outliers_arguments(weight),
+            stride_dense_k=dense.stride(0),
+            outputs=outputs,
+            BLOCK_N=block_n,
+            BLOCK_S=OUTLIERS_AT_A_TIME,
+        )
     if bias is None:
         torch.mm(x, dense, out=out)
     else:
@@ -99,7 +174,7 @@ VARIANT = Variant(
     supports=supports,
     workspace=workspace,
     prepare=interleaved,
-    key=("N", "K", "group_size"),
+    key=("N", "K", "bits", "coding", "group_size"),
     deterministic=True,
     batch_invariant=False,  # cuBLAS picks its kernel by the number of tokens
 )

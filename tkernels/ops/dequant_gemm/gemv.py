@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
-from tkernels.ops.dequant_gemm.argument import only_plain
+from tkernels.ops.dequant_gemm.argument import needs_interleaved
+from tkernels.ops.dequant_gemm.codes import codes_per_word
+from tkernels.ops.dequant_gemm.outlier_sums import OUTLIERS_AT_A_TIME, outlier_sums_of_one, outliers_arguments
 from tkernels.ops.dequant_gemm.split_sums import summed_by_the_last, words_per_split
-from tkernels.ops.dequant_gemm.unpack import weight_arguments, weight_tile
+from tkernels.ops.dequant_gemm.unpack import group_tile, groups_arguments, inputs_at, word_tile, words_arguments
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved
 
 CONFIGS = tuple(
@@ -26,19 +28,87 @@ MAX_SPLITS = 64
 
 
 @triton.jit
-def dequant_gemm_gemv_difference(packed, zero, exponent, NIBBLE: tl.constexpr):
-    """code - zero-point of one nibble of each word, exact, in fp32.
+def dequant_gemm_gemv_difference(packed, high, zero, exponent, FIELD: tl.constexpr, BITS: tl.constexpr):
+    """code - zero-point of one field of each word, exact, in fp32.
 
-    The code stays where it is in the word and becomes the low mantissa bits of a number whose bit there counts 1, of
-    which that number and the zero-point are subtracted: three operations at the full rate, where a conversion from an
-    integer runs at a quarter of it (see unpack.py).
+    The code stays where it is in the word and becomes mantissa bits of a number whose bit there counts 1, of which that
+    number and the zero-point are subtracted: three operations at the full rate, where a conversion from an integer runs
+    at a quarter of it (see unpack.py). high: third bits, at bit FIELD of each half.
     """
-    SHIFT: tl.constexpr = 0 if NIBBLE < 5 else 12  # fp32 has 23 bits of mantissa: nibbles 5 to 7 are shifted down
-    PLACE: tl.constexpr = 4 * NIBBLE - SHIFT
+    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
+    HALF: tl.constexpr = 16 // WIDTH  # fields in half a word
+    # fp32 has 23 bits of mantissa: what lies above is shifted down.
+    SHIFT: tl.constexpr = 0 if FIELD * WIDTH + BITS <= 23 else 16
+    PLACE: tl.constexpr = FIELD * WIDTH - SHIFT
     # In a register, not a constant beside the mask: one instruction, not two (see `magic_of`).
     magic = exponent - (PLACE << 23)
-    code = (((packed >> SHIFT) & (15 << PLACE)) | magic).to(tl.float32, bitcast=True)  # 2**(23 - PLACE) + code
-    return code - (zero + 2.0 ** (23 - PLACE))
+    code = (packed >> SHIFT) & (((1 << WIDTH) - 1) << PLACE)
+    if BITS == 3:
+        # From bit i of its half to bit 2 i + 2, beside the other two.
+        UP: tl.constexpr = FIELD % HALF + 2
+        code = code | (((high >> SHIFT) << UP) & (4 << PLACE))
+    value = (code | magic).to(tl.float32, bitcast=True)  # 2**(23 - PLACE) + code
+    return value - (zero + 2.0 ** (23 - PLACE))
+
+
+@triton.jit
+def dequant_gemm_gemv_four(
+    products, packed, high, zero, exponent, x0, x1, x2, x3, PAIR: tl.constexpr, BITS: tl.constexpr
+):
+    """products [BLOCK_W, BLOCK_N] plus those of the codes 2 PAIR to 2 PAIR + 3 of each word with x0 to x3 [BLOCK_W]."""
+    # Words are interleaved: the odd codes are below the even ones.
+    ABOVE: tl.constexpr = 8 if BITS == 3 else 16 // BITS
+    products += dequant_gemm_gemv_difference(packed, high, zero, exponent, PAIR, BITS) * x1[:, None]
+    products += dequant_gemm_gemv_difference(packed, high, zero, exponent, PAIR + ABOVE, BITS) * x0[:, None]
+    products += dequant_gemm_gemv_difference(packed, high, zero, exponent, PAIR + 1, BITS) * x3[:, None]
+    products += dequant_gemm_gemv_difference(packed, high, zero, exponent, PAIR + 1 + ABOVE, BITS) * x2[:, None]
+    return products
+
+
+@triton.jit
+def dequant_gemm_gemv_eight(
+    products, packed, high, zero, exponent, x0, x1, x2, x3, PAIR: tl.constexpr, BITS: tl.constexpr
+):
+    """As `four` for eight codes: x0 to x3 [BLOCK_W, 2], each the inputs of two codes that are four apart."""
+    a0, b0 = tl.split(x0)
+    a1, b1 = tl.split(x1)
+    a2, b2 = tl.split(x2)
+    a3, b3 = tl.split(x3)
+    products = dequant_gemm_gemv_four(products, packed, high, zero, exponent, a0, a1, a2, a3, PAIR, BITS)
+    return dequant_gemm_gemv_four(products, packed, high, zero, exponent, b0, b1, b2, b3, PAIR + 2, BITS)
+
+
+@triton.jit
+def dequant_gemm_gemv_halves(x, BLOCK_W: tl.constexpr):
+    """[BLOCK_W, 4] -> the first two columns and the last two."""
+    return tl.split(tl.permute(tl.reshape(x, (BLOCK_W, 2, 2)), (0, 2, 1)))
+
+
+@triton.jit
+def dequant_gemm_gemv_products(packed, high, zero, exponent, x, BITS: tl.constexpr, BLOCK_W: tl.constexpr):
+    """(code - zero-point) * x of all codes of a word, summed: x [places of the tile] -> [BLOCK_W, BLOCK_N]."""
+    FIELDS: tl.constexpr = 16 if BITS == 3 else 32 // BITS
+    even, odd = tl.split(tl.reshape(x, (BLOCK_W, FIELDS // 4, 2, 2)))  # k of a word by its bits
+    x0, x2 = tl.split(even)  # [BLOCK_W, FIELDS / 4] each
+    x1, x3 = tl.split(odd)
+    products = tl.zeros((BLOCK_W, packed.shape[1]), dtype=tl.float32)
+    if FIELDS == 4:
+        x0, x1, x2, x3 = (
+            tl.reshape(x0, (BLOCK_W,)),
+            tl.reshape(x1, (BLOCK_W,)),
+            tl.reshape(x2, (BLOCK_W,)),
+            tl.reshape(x3, (BLOCK_W,)),
+        )
+        return dequant_gemm_gemv_four(products, packed, high, zero, exponent, x0, x1, x2, x3, 0, BITS)
+    elif FIELDS == 8:
+        return dequant_gemm_gemv_eight(products, packed, high, zero, exponent, x0, x1, x2, x3, 0, BITS)
+    else:
+        a0, b0 = dequant_gemm_gemv_halves(x0, BLOCK_W)
+        a1, b1 = dequant_gemm_gemv_halves(x1, BLOCK_W)
+        a2, b2 = dequant_gemm_gemv_halves(x2, BLOCK_W)
+        a3, b3 = dequant_gemm_gemv_halves(x3, BLOCK_W)
+        products = dequant_gemm_gemv_eight(products, packed, high, zero, exponent, a0, a1, a2, a3, 0, BITS)
+        return dequant_gemm_gemv_eight(products, packed, high, zero, exponent, b0, b1, b2, b3, 4, BITS)
 
 
 @triton.jit
@@ -48,10 +118,16 @@ def dequant_gemm_gemv(
     arrived_ptr,
     x_ptr,
     packed_ptr,
+    high_ptr,
     scales_ptr,
     zeros_ptr,
+    permutation_ptr,
+    rows_ptr,
+    cols_ptr,
+    vals_ptr,
     bias_ptr,
     stride_packed_w,
+    stride_high_w,
     stride_scales_g,
     stride_zeros_g,
     outputs,
@@ -59,13 +135,15 @@ def dequant_gemm_gemv(
     words_of_split,
     splits,
     exponent,
+    BITS: tl.constexpr,
     GROUP_WORDS: tl.constexpr,
     ONE_GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A word row is a row of `packed`: 8 inputs for each output. partial [splits, N] and arrived: None, one split."""
+    """A word row is a row of `packed`. partial [splits, N] and arrived: None, one split."""
+    FIELDS: tl.constexpr = 16 if BITS == 3 else 32 // BITS
     split = tl.program_id(1)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < outputs
@@ -73,31 +151,22 @@ def dequant_gemm_gemv(
     end = tl.minimum(first + words_of_split, words)
     sums = tl.zeros((BLOCK_W, BLOCK_N), dtype=tl.float32)
     for start in tl.range(first, end, BLOCK_W, num_stages=STAGES):
-        offs_k = start * 8 + tl.arange(0, BLOCK_W * 8)
-        x = tl.load(x_ptr + offs_k, mask=offs_k < end * 8, other=0.0).to(tl.float32)
-        even, odd = tl.split(tl.reshape(x, (BLOCK_W, 2, 2, 2)))  # [BLOCK_W, 2, 2] each: k of a word by its bits
-        even04, even26 = tl.split(even)
-        odd15, odd37 = tl.split(odd)
-        x0, x4 = tl.split(even04)
-        x2, x6 = tl.split(even26)
-        x1, x5 = tl.split(odd15)
-        x3, x7 = tl.split(odd37)
-        packed, zero, scale = weight_tile(
-            packed_ptr, scales_ptr, zeros_ptr, stride_packed_w, stride_scales_g, stride_zeros_g,
-            start, end, offs_n, mask_n, GROUP_WORDS, ONE_GROUP, BLOCK_W,
+        cols, mask_k = inputs_at(permutation_ptr, start * FIELDS + tl.arange(0, BLOCK_W * FIELDS), end * FIELDS)
+        x = tl.load(x_ptr + cols, mask=mask_k, other=0.0)  # what it is multiplied by is fp32
+        packed, high = word_tile(
+            packed_ptr, high_ptr, stride_packed_w, stride_high_w, start, end, offs_n, mask_n, BLOCK_W
+        )
+        zero, scale = group_tile(
+            scales_ptr, zeros_ptr, stride_scales_g, stride_zeros_g, start, end, offs_n, mask_n,
+            BITS, GROUP_WORDS, ONE_GROUP, BLOCK_W,
         )  # fmt: skip
-        zero = zero.to(tl.float32)
-        # Words are interleaved: the odd codes are below the even ones.
-        products = dequant_gemm_gemv_difference(packed, zero, exponent, 0) * x1[:, None]
-        products += dequant_gemm_gemv_difference(packed, zero, exponent, 1) * x3[:, None]
-        products += dequant_gemm_gemv_difference(packed, zero, exponent, 2) * x5[:, None]
-        products += dequant_gemm_gemv_difference(packed, zero, exponent, 3) * x7[:, None]
-        products += dequant_gemm_gemv_difference(packed, zero, exponent, 4) * x0[:, None]
-        products += dequant_gemm_gemv_difference(packed, zero, exponent, 5) * x2[:, None]
-        products += dequant_gemm_gemv_difference(packed, zero, exponent, 6) * x4[:, None]
-        products += dequant_gemm_gemv_difference(packed, zero, exponent, 7) * x6[:, None]
+        products = dequant_gemm_gemv_products(packed, high, zero.to(tl.float32), exponent, x, BITS, BLOCK_W)
         sums += products * scale.to(tl.float32)
     total = tl.sum(sums, axis=0)  # [BLOCK_N]
+    if rows_ptr is not None:
+        total = outlier_sums_of_one(
+            total, x_ptr, rows_ptr, cols_ptr, vals_ptr, offs_n, mask_n, split, splits, OUTLIERS_AT_A_TIME
+        )
     mask = mask_n
     if partial_ptr is not None:
         is_last, total = summed_by_the_last(
@@ -109,17 +178,21 @@ def dequant_gemm_gemv(
     tl.store(out_ptr + offs_n, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def split_words(outputs: int, inputs: int, config: Config, device: DeviceFacts) -> int:
+def word_rows(config: Config, bits: int) -> int:
+    """Word rows of a tile: half as many of 16 codes, for a thread keeps the inputs of all of them."""
+    return config["BLOCK_W"] // 2 if codes_per_word(bits) > 8 else config["BLOCK_W"]
+
+
+def split_words(outputs: int, places: int, bits: int, config: Config, device: DeviceFacts) -> int:
     """Word rows for one program: enough programs for PROGRAMS_PER_SM on every multiprocessor."""
     programs = device.multiprocessors * config["PROGRAMS_PER_SM"]
-    return words_per_split(
-        inputs // 8, config["BLOCK_W"], triton.cdiv(outputs, config["BLOCK_N"]), programs, MAX_SPLITS
-    )
+    words, tiles = places // codes_per_word(bits), triton.cdiv(outputs, config["BLOCK_N"])
+    return words_per_split(words, word_rows(config, bits), tiles, programs, MAX_SPLITS)
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
-    outputs, inputs = int(axes["N"]), int(axes["K"])
-    splits = triton.cdiv(inputs // 8, split_words(outputs, inputs, config, device))
+    outputs, places, bits = int(axes["N"]), int(axes["K"]) + int(axes["padding"]), int(axes["bits"])
+    splits = triton.cdiv(places // codes_per_word(bits), split_words(outputs, places, bits, config, device))
     if splits == 1:
         return {}
     tiles = triton.cdiv(outputs, config["BLOCK_N"])
@@ -132,13 +205,15 @@ def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, B
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
     if int(axes["M"]) > 1:
         return f"it takes one token at a time, not M = {axes['M']}"
-    return only_plain(axes)
+    if axes.get("coding", "uniform") != "uniform":
+        return f"it takes uniform codes, not {axes['coding']}: lookup_gemv does"
+    return needs_interleaved(axes)
 
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
-    outputs, inputs = weight.shape
-    words, block_n = inputs // 8, run.config["BLOCK_N"]
-    words_of_split = split_words(outputs, inputs, run.config, run.device)
+    outputs, block_n, block_w = weight.shape[0], run.config["BLOCK_N"], word_rows(run.config, weight.bits)
+    words = weight.places // codes_per_word(weight.bits)
+    words_of_split = split_words(outputs, weight.places, weight.bits, run.config, run.device)
     splits = triton.cdiv(words, words_of_split)
     run.launch(
         dequant_gemm_gemv,
@@ -147,15 +222,18 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
         partial_ptr=run.workspace.get("partial"),
         arrived_ptr=run.workspace.get("arrived"),
         x_ptr=x,
+        **words_arguments(weight),
+        **groups_arguments(weight, block_w),
+        permutation_ptr=weight.permutation,
+        **outliers_arguments(weight),
         bias_ptr=bias,
         outputs=outputs,
         words=words,
         words_of_split=words_of_split,
         splits=splits,
         exponent=(127 + 23) << 23,  # of 2**23 in fp32
-        **weight_arguments(weight, run.config["BLOCK_W"]),
         BLOCK_N=block_n,
-        BLOCK_W=run.config["BLOCK_W"],
+        BLOCK_W=block_w,
         STAGES=run.config.num_stages,
     )
 
@@ -175,7 +253,7 @@ VARIANT = Variant(
     },
     supports=supports,
     workspace=workspace,
-    key=("N", "K", "group_size"),
+    key=("N", "K", "bits", "group_size"),
     prepare=interleaved,
     deterministic=True,
     batch_invariant=True,

@@ -12,9 +12,22 @@ import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
 from tkernels.language import dot
-from tkernels.ops.dequant_gemm.argument import only_plain
+from tkernels.ops.dequant_gemm.argument import needs_interleaved
+from tkernels.ops.dequant_gemm.codes import codes_per_word
+from tkernels.ops.dequant_gemm.outlier_sums import OUTLIERS_AT_A_TIME, outlier_sums, outliers_arguments
 from tkernels.ops.dequant_gemm.split_sums import summed_by_the_last, words_per_split
-from tkernels.ops.dequant_gemm.unpack import magic_of, unpacked, weight_arguments, weight_tile
+from tkernels.ops.dequant_gemm.unpack import (
+    group_tile,
+    groups_arguments,
+    inputs_at,
+    looked_up,
+    magic_of,
+    table_arguments,
+    table_tile,
+    unpacked,
+    word_tile,
+    words_arguments,
+)
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved
 
 # BLOCK_TOKENS, not BLOCK_M: the product is transposed, and its rows are outputs.
@@ -48,28 +61,38 @@ def dequant_gemm_split_k(
     arrived_ptr,
     x_ptr,
     packed_ptr,
+    high_ptr,
     scales_ptr,
     zeros_ptr,
+    table_ptr,
+    permutation_ptr,
+    rows_ptr,
+    cols_ptr,
+    vals_ptr,
     bias_ptr,
     stride_out_m,
     stride_x_m,
     stride_packed_w,
+    stride_high_w,
     stride_scales_g,
     stride_zeros_g,
+    stride_table_c,
     tokens,
     outputs,
     words,
     words_of_split,
     splits,
     magic,
+    BITS: tl.constexpr,
     GROUP_WORDS: tl.constexpr,
     ONE_GROUP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A word row is a row of `packed`: 8 inputs for each output. partial [splits, M, N], arrived: None, one split."""
-    BLOCK_W: tl.constexpr = BLOCK_K // 8
+    """A word row is a row of `packed`. partial [splits, M, N], arrived: None, one split."""
+    FIELDS: tl.constexpr = 16 if BITS == 3 else 32 // BITS
+    BLOCK_W: tl.constexpr = BLOCK_K // FIELDS
     split = tl.program_id(2)
     rows = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     offs_m = rows.to(tl.int64)  # M * stride can pass 2**31
@@ -78,27 +101,39 @@ def dequant_gemm_split_k(
     first = split * words_of_split
     end = tl.minimum(first + words_of_split, words)
     x_ptrs = x_ptr + offs_m[:, None] * stride_x_m
+    table = table_tile(table_ptr, stride_table_c, offs_n, mask_n, BITS)
     # Transposed, so that the weight's 64 rows and more are the side of the product that Hopper's matrix units want.
     sums = tl.zeros((BLOCK_N, BLOCK_TOKENS), dtype=tl.float32)
     for start in tl.range(first, end, BLOCK_W):
-        offs_k = start * 8 + tl.arange(0, BLOCK_K)
-        mask_k = offs_k < end * 8
+        cols, mask_k = inputs_at(permutation_ptr, start * FIELDS + tl.arange(0, BLOCK_K), end * FIELDS)
         x = tl.load(
-            x_ptrs + offs_k[None, :], mask=mask_m[:, None] & mask_k[None, :], other=0.0
+            x_ptrs + cols[None, :], mask=mask_m[:, None] & mask_k[None, :], other=0.0
         )  # [BLOCK_TOKENS, BLOCK_K]
-        packed, zero, scale = weight_tile(
-            packed_ptr, scales_ptr, zeros_ptr, stride_packed_w, stride_scales_g, stride_zeros_g,
-            start, end, offs_n, mask_n, GROUP_WORDS, ONE_GROUP, BLOCK_W,
-        )  # fmt: skip
-        if ONE_GROUP:
-            # A scale for each sum, not for each weight: 16 to 32 products instead of BLOCK_K, and no rounding.
-            weight = unpacked(packed, zero, None, magic, x_ptr.dtype.element_ty, BLOCK_N, BLOCK_K)
-            products = dot(weight, tl.trans(x), tl.zeros((BLOCK_N, BLOCK_TOKENS), dtype=tl.float32))
-            sums += products * tl.trans(scale).to(tl.float32)
-        else:
-            weight = unpacked(packed, zero, scale, magic, x_ptr.dtype.element_ty, BLOCK_N, BLOCK_K)
+        packed, high = word_tile(
+            packed_ptr, high_ptr, stride_packed_w, stride_high_w, start, end, offs_n, mask_n, BLOCK_W
+        )
+        if table_ptr is not None:
+            weight = looked_up(packed, high, table, table_ptr, stride_table_c, offs_n, mask_n, BITS, BLOCK_N, BLOCK_K)
             sums = dot(weight, tl.trans(x), sums)  # [BLOCK_N, BLOCK_K] @ [BLOCK_K, BLOCK_TOKENS]
+        else:
+            zero, scale = group_tile(
+                scales_ptr, zeros_ptr, stride_scales_g, stride_zeros_g, start, end, offs_n, mask_n,
+                BITS, GROUP_WORDS, ONE_GROUP, BLOCK_W,
+            )  # fmt: skip
+            if ONE_GROUP:
+                # A scale for each sum, not for each weight: 16 to 32 products instead of BLOCK_K, and no rounding but
+                # of codes of 8 bits.
+                weight = unpacked(packed, high, zero, None, magic, x_ptr.dtype.element_ty, BITS, BLOCK_N, BLOCK_K)
+                products = dot(weight, tl.trans(x), tl.zeros((BLOCK_N, BLOCK_TOKENS), dtype=tl.float32))
+                sums += products * tl.trans(scale).to(tl.float32)
+            else:
+                weight = unpacked(packed, high, zero, scale, magic, x_ptr.dtype.element_ty, BITS, BLOCK_N, BLOCK_K)
+                sums = dot(weight, tl.trans(x), sums)
     sums = tl.trans(sums)
+    if rows_ptr is not None:
+        sums = outlier_sums(
+            sums, x_ptrs, mask_m, rows_ptr, cols_ptr, vals_ptr, offs_n, mask_n, split, splits, OUTLIERS_AT_A_TIME
+        )
     mask = mask_m[:, None] & mask_n[None, :]
     if partial_ptr is not None:
         partial_ptrs = partial_ptr + rows[:, None] * outputs + offs_n[None, :]  # splits * M * N: see `supports`
@@ -111,16 +146,17 @@ def dequant_gemm_split_k(
     tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def split_words(outputs: int, inputs: int, config: Config, device: DeviceFacts) -> int:
+def split_words(outputs: int, places: int, bits: int, config: Config, device: DeviceFacts) -> int:
     """Word rows for one program: enough programs for PROGRAMS_PER_SM on every multiprocessor."""
     programs = device.multiprocessors * config["PROGRAMS_PER_SM"]
-    tiles = triton.cdiv(outputs, config["BLOCK_N"])
-    return words_per_split(inputs // 8, config["BLOCK_K"] // 8, tiles, programs, MAX_SPLITS)
+    fields, tiles = codes_per_word(bits), triton.cdiv(outputs, config["BLOCK_N"])
+    return words_per_split(places // fields, config["BLOCK_K"] // fields, tiles, programs, MAX_SPLITS)
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
-    tokens, outputs, inputs = int(axes["M"]), int(axes["N"]), int(axes["K"])
-    splits = triton.cdiv(inputs // 8, split_words(outputs, inputs, config, device))
+    tokens, outputs, bits = int(axes["M"]), int(axes["N"]), int(axes["bits"])
+    places = int(axes["K"]) + int(axes["padding"])
+    splits = triton.cdiv(places // codes_per_word(bits), split_words(outputs, places, bits, config, device))
     if splits == 1:
         return {}
     # The counts for the most rows there may be: one buffer serves every batch.
@@ -135,14 +171,14 @@ def supports(axes: Axes, device: DeviceFacts) -> str | None:
     # Also what keeps the workspace's offsets in 32 bits: splits * N is at most the programs times BLOCK_N.
     if int(axes["M"]) > MAX_ROWS:
         return f"it keeps a partial sum for every row and split, and takes {MAX_ROWS} rows, not M = {axes['M']}"
-    return only_plain(axes)
+    return needs_interleaved(axes)
 
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
-    outputs, inputs = weight.shape
+    outputs, fields = weight.shape[0], codes_per_word(weight.bits)
     block_m, block_n, block_k = (run.config[name] for name in ("BLOCK_TOKENS", "BLOCK_N", "BLOCK_K"))
-    words = inputs // 8
-    words_of_split = split_words(outputs, inputs, run.config, run.device)
+    words = weight.places // fields
+    words_of_split = split_words(outputs, weight.places, weight.bits, run.config, run.device)
     splits = triton.cdiv(words, words_of_split)
     run.launch(
         dequant_gemm_split_k,
@@ -151,6 +187,11 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
         partial_ptr=run.workspace.get("partial"),
         arrived_ptr=run.workspace.get("arrived"),
         x_ptr=x,
+        **words_arguments(weight),
+        **groups_arguments(weight, block_k // fields),
+        **table_arguments(weight),
+        permutation_ptr=weight.permutation,
+        **outliers_arguments(weight),
         bias_ptr=bias,
         stride_out_m=out.stride(0),
         stride_x_m=x.stride(0),
@@ -160,7 +201,6 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
         words_of_split=words_of_split,
         splits=splits,
         magic=magic_of(weight.dtype),
-        **weight_arguments(weight, block_k // 8),
         BLOCK_TOKENS=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -174,16 +214,17 @@ VARIANT = Variant(
     # 64 outputs are the least that Hopper's asynchronous matrix units take, and rows come by 8 there: 32 cost no more
     # than 16. BLOCK_K 128 is the usual group, whose scale is then left to the sums. Four programs of 4 warps on a
     # multiprocessor have 48 kB of codes in flight, twice what hides the latency of its share of 4.3 TB/s.
+    # On gfx942 4 warps spill where outliers are added.
     default={
         "": Config(BLOCK_TOKENS=16, BLOCK_N=64, BLOCK_K=128, PROGRAMS_PER_SM=4, num_warps=4, num_stages=3),
         "sm_90": Config(BLOCK_TOKENS=32, BLOCK_N=64, BLOCK_K=128, PROGRAMS_PER_SM=4, num_warps=4, num_stages=4),
-        "gfx942": Config(BLOCK_TOKENS=16, BLOCK_N=64, BLOCK_K=128, PROGRAMS_PER_SM=2, num_warps=4, num_stages=2),
+        "gfx942": Config(BLOCK_TOKENS=16, BLOCK_N=64, BLOCK_K=128, PROGRAMS_PER_SM=2, num_warps=8, num_stages=2),
         "interpreter": Config(BLOCK_TOKENS=16, BLOCK_N=16, BLOCK_K=32, PROGRAMS_PER_SM=2, num_warps=4, num_stages=2),
     },
     supports=supports,
     workspace=workspace,
     prepare=interleaved,
-    key=("N", "K", "group_size"),
+    key=("N", "K", "bits", "coding", "group_size"),
     deterministic=True,
     batch_invariant=True,
 )

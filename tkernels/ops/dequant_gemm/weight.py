@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -164,6 +165,12 @@ class QuantizedWeight:
     def nbytes(self) -> int:
         """Bytes of all parts."""
         return sum(part.nbytes for _, part in self.parts())
+
+    @cached_property
+    def structure(self) -> tuple[Any, ...]:
+        """What a contract looks at, hashable: all but the contents, which no check reads."""
+        parts = ((name, t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for name, t in self.parts())
+        return (self.bits, self.group_size, self.order, self.inputs, *parts)
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "QuantizedWeight":
         """The weight with `function` applied to each of its tensors, the outliers' too."""

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from experiments.peers.installed import needs
+from experiments.peers.plain_weights import only_plain
 from tkernels import Variant
 from tkernels.contract import Axes
 from tkernels.device import DeviceFacts
-from tkernels.ops.dequant_gemm.argument import only_plain
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight, unpack_codes
 
 
@@ -33,7 +33,7 @@ def dequant_gemm(x: torch.Tensor, weight: Any, *, bias: torch.Tensor | None = No
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    return needs("gemlite")(axes, device) or only_plain({**axes, "order": "interleaved"})
+    return needs("gemlite")(axes, device) or only_plain(axes)
 
 
 VARIANT = Variant(

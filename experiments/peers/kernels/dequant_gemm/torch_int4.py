@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from experiments.peers.installed import needs
+from experiments.peers.plain_weights import only_plain
 from tkernels import Variant
 from tkernels.contract import Axes
 from tkernels.device import DeviceFacts
-from tkernels.ops.dequant_gemm.argument import only_plain
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight, unpack_codes
 
 _INNER_K_TILES = 8  # the largest it knows
@@ -46,7 +46,7 @@ def dequant_gemm(x: torch.Tensor, weight: Any, *, bias: torch.Tensor | None = No
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    if reason := needs(None)(axes, device) or only_plain({**axes, "order": "interleaved"}):
+    if reason := needs(None)(axes, device) or only_plain(axes):
         return reason
     if axes.get("activation") != "bfloat16" or axes.get("weight") != "bfloat16":
         return "it takes bfloat16 alone"
