@@ -95,12 +95,14 @@ def test_who_stops_consuming_aborts(checkpoint: Path, how: str) -> None:
     run(main)
 
 
-def test_a_timeout_around_an_output_aborts(checkpoint: Path) -> None:
+def test_a_timeout_around_an_output_aborts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with make_async(checkpoint) as served:
+            gate = hold_up(served, monkeypatch)
             stream = served.add_request("a", PROMPTS[3], LONG)
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(anext(stream), 1e-6)
+                await asyncio.wait_for(anext(stream), 0.01)
+            gate.release(1000)
             assert joined(await collect(stream))[0].finish_reason == "abort"
 
     run(main)

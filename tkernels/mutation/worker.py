@@ -36,7 +36,7 @@ WALL_SECONDS = 1200
 WARM_CASES = 6
 MAX_BYTES = 24 * 2**30
 """Of address space: a mutant that allocates without end must not take the machine's memory. Faked strides need hundreds
-of GiB of it, none of which are memory, and are tried last, on what has passed within the limit."""
+of GiB of it, none of which are memory, and are tried without the limit."""
 
 Answer = dict[str, Any]
 Drawn = tuple[Case, Config]
@@ -45,6 +45,7 @@ Tell = Callable[[Answer], None]
 Work = Callable[[Tell], Answer]
 _RULE = "error beyond the rule"
 _WITHOUT_LIMIT = resource.getrlimit(resource.RLIMIT_AS)
+_LIMITED = (MAX_BYTES, _WITHOUT_LIMIT[1])
 
 
 class Cases:
@@ -105,24 +106,26 @@ def _limited(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def _killed(
-    variant: Variant, plain: Sequence[Drawn], for_offsets: Sequence[Drawn], seconds: float, tell: Tell
-) -> Answer:
-    """Who noticed: a wrong value or a crash; or that nobody did. The case is told before it is tried."""
-    for case, config in plain:
-        tell({"case": _named(case, config), "stage": "plain"})
-        _limited(seconds)
-        result = check_case(variant, case, config, offsets=False)
-        if result.status != "ok":
-            return {"verdict": "value" if result.status == "wrong" else "crash", "reason": result.reason or _RULE}
-    resource.setrlimit(resource.RLIMIT_AS, _WITHOUT_LIMIT)
-    for case, config in for_offsets:
-        tell({"case": _named(case, config), "stage": "offsets"})
-        _limited(seconds)
-        try:
-            check_offsets(variant, case, config)
-        except Exception as error:
-            return {"verdict": "crash", "reason": f"offsets: {error}"}
+def _killed(variant: Variant, stages: Mapping[str, Sequence[Drawn]], seconds: float, tell: Tell) -> Answer:
+    """Who noticed: a wrong value or a crash; or that nobody did. The case is told before it is tried.
+
+    stages: "plain" and "offsets", with the cases of each, in the order in which they are tried.
+    """
+    for stage, drawn in stages.items():
+        resource.setrlimit(resource.RLIMIT_AS, _LIMITED if stage == "plain" else _WITHOUT_LIMIT)
+        for case, config in drawn:
+            tell({"case": _named(case, config), "stage": stage})
+            _limited(seconds)
+            if stage == "plain":
+                result = check_case(variant, case, config, offsets=False)
+                if result.status != "ok":
+                    verdict = "value" if result.status == "wrong" else "crash"
+                    return {"verdict": verdict, "reason": result.reason or _RULE}
+            else:
+                try:
+                    check_offsets(variant, case, config)
+                except Exception as error:
+                    return {"verdict": "crash", "reason": f"offsets: {error}"}
     return {"verdict": "survived"}
 
 
@@ -149,7 +152,8 @@ def _check(task: Mapping[str, Any], cases: Cases) -> Work:
     def run(tell: Tell) -> Answer:
         if task["source"] is not None:
             _plant(task, variant)
-        return _killed(variant, plain, for_offsets, task["seconds"], tell)
+        cases_of = {"plain": plain, "offsets": for_offsets}
+        return _killed(variant, {stage: cases_of[stage] for stage in task["stages"]}, task["seconds"], tell)
 
     return run
 
@@ -158,8 +162,7 @@ def _original(task: Mapping[str, Any], cases: Cases) -> Work:
     """The variant as it is, on the cases that the task names, in the stage that it names."""
     variant = cases.variant(task)
     named = [(variant.contract.case(one["axes"], one["seed"]), Config.of(one["config"])) for one in task["cases"]]
-    plain, for_offsets = (named, []) if task["stage"] == "plain" else ([], named)
-    return lambda tell: _killed(variant, plain, for_offsets, task["seconds"], tell)
+    return lambda tell: _killed(variant, {task["stage"]: named}, task["seconds"], tell)
 
 
 def _same_bits(task: Mapping[str, Any], cases: Cases) -> Work:
@@ -243,7 +246,7 @@ def _live(work: Work, writing: int) -> NoReturn:
 
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, _WITHOUT_LIMIT[1]))
+        resource.setrlimit(resource.RLIMIT_AS, _LIMITED)
         answer = work(tell)
     except BaseException as error:
         answer = {"verdict": "crash", "reason": f"{type(error).__name__}: {error}"}

@@ -86,7 +86,7 @@ def test_a_bucket_is_tuned_at_its_largest_batch() -> None:
 
 def test_auto_is_tuned_after_those_it_picks_among(steps: list[Step]) -> None:
     tuned = [step.variant for step in steps if step.kind == "tune" and step.op == "dequant_gemm"]
-    assert len(set(tuned)) == 5
+    assert set(tuned) == {v.name for v in OPS["dequant_gemm"].variants.values() if v.kind == "triton"}
     first = list(dict.fromkeys(tuned))
     assert first[-1] == "auto"
 

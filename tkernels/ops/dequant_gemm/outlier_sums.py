@@ -79,7 +79,7 @@ def outlier_sums_of_one(sums, x_ptr, rows_ptr, cols_ptr, vals_ptr, offs_n, mask_
     """As `outlier_sums` for one token: sums [BLOCK_N], x_ptr its input 0."""
     starts, ends, first, last = outlier_rows(rows_ptr, offs_n, mask_n)
     for at in tl.range(first + part * BLOCK_S, last, parts * BLOCK_S, num_stages=1):
-        cols, vals, mask, owned = outlier_block(cols_ptr, vals_ptr, starts, ends, at, last, BLOCK_S)
-        products = tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32) * vals  # [BLOCK_S]
+        cols, vals, _, owned = outlier_block(cols_ptr, vals_ptr, starts, ends, at, last, BLOCK_S)
+        products = tl.load(x_ptr + cols).to(tl.float32) * vals  # [BLOCK_S]; past the end input 0, which nobody owns
         sums += tl.sum(tl.where(owned, products[:, None], 0.0), axis=0)
     return sums
