@@ -28,7 +28,7 @@ def run(folder: Path, as_json: bool) -> int:
         return 0
     right = ["rows", "failures"]
     table = new_table(f"Runs in {folder}", ["name", "when", "device", "git", *right, "state"], right)
-    table.columns[0].min_width, table.columns[1].no_wrap = 16, True
+    table.columns[1].no_wrap = True
     for one in listed:
         if "reason" in one:
             add_row(table, one["name"], "-", "-", "-", "-", "-", Text("no run of schema 1", "yellow"))
