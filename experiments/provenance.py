@@ -42,13 +42,16 @@ def source_hashes(plans: Iterable[Plan]) -> dict[str, str]:
 
 
 def lockfile_hashes(plans: Iterable[Plan], device: DeviceFacts, folder: Path = TUNED_FOLDER) -> dict[str, str | None]:
-    """Path of each lockfile that the variants' tuned configs are looked up in -> its SHA-256; None where there is none
-    of that device. Empty where kernels are interpreted, which takes the defaults.
+    """Each lockfile that the variants' tuned configs are looked up in, by its name in `folder` or else its path, -> its
+    SHA-256; None where there is none of that device. Empty where kernels are interpreted, which takes the defaults.
     """
     if device == INTERPRETER:
         return {}
     files = {lockfile(variant, device, folder) for variant in variants_of(plans).values() if variant.kind == "triton"}
-    return {str(file): sha256_of(file) if file.exists() else None for file in sorted(files)}
+    return {
+        file.name if file.parent == folder else str(file): sha256_of(file) if file.exists() else None
+        for file in sorted(files)
+    }
 
 
 def lockfile_entries(

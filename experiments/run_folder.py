@@ -6,7 +6,7 @@ resolved.yaml       the experiment with what it left open filled in: it resolves
 environment.json    what figures depend on besides: versions, device, code, seeds, model files
 sources/            <op>/<variant>.py of every variant that is used, outside ones too
 columns.json        every column of results.jsonl: its type, unit and meaning
-tuned.json          the tuned configs that were used, and how each was found
+tuned.json          the tuned configs that were used, how each was found, and at the end the lockfiles' entries for them
 results.jsonl       a row per fact, all of a task in one write
 samples/            <hash of a task's key>.json: raw figures that are too big for rows
 """
@@ -28,6 +28,7 @@ import yaml
 
 from experiments.document import ExperimentError
 from experiments.plan import Plan, Sweep
+from experiments.provenance import source_files
 from experiments.rows import Row
 from experiments.runs.columns import columns
 from experiments.runs.reading import SCHEMA, read_run
@@ -96,10 +97,21 @@ class RunFolder:
             self._used |= new
             _write(self.path / "tuned.json", json.dumps({"mode": mode, "used": self._used}, indent=2) + "\n")
 
-    def finish(self, mode: str) -> None:
-        """The run has ended: every task has its rows."""
+    @property
+    def used(self) -> Mapping[str, Any]:
+        """As in Tuning.used, of all tasks."""
+        return self._used
+
+    def finish(self, mode: str, entries: Mapping[str, Any], clocks: Mapping[str, Any]) -> None:
+        """The run has ended: every task has its rows. entries: the lockfiles' for what was `used`. clocks: the
+        device's, now.
+        """
+        if self._used:
+            about = {"mode": mode, "used": self._used, "entries": entries}
+            _write(self.path / "tuned.json", json.dumps(about, indent=2) + "\n")
         environment = json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
         environment["tuning"] = {**environment.get("tuning", {}), "mode": mode, "used": self._used}
+        environment["device"]["clocks_after"] = clocks
         _write(self.path / "environment.json", json.dumps(environment, indent=2, default=str) + "\n")
         self.meta |= {"finished": _now(), "tasks": len(self._of_task)}
         _write(self.path / "run.json", json.dumps(self.meta, indent=2) + "\n")
@@ -140,20 +152,14 @@ def new_folder(
         (begun / "columns.json").write_text(json.dumps(columns(), indent=2) + "\n", encoding="utf-8")
         (begun / "run.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
         (begun / "results.jsonl").touch()
-        for (op, name), file in _sources(sweep).items():
-            target = begun / "sources" / op / f"{name}.py"
+        for name, file in source_files(sweep.plans).items():
+            target = begun / "sources" / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
         os.rename(begun, path)  # over an empty folder too
     except OSError as error:
         raise ExperimentError([f"{path}: cannot be made: {error.strerror}"]) from None
     return RunFolder(path, meta, ())
-
-
-def _sources(sweep: Sweep) -> dict[tuple[str, str], Path]:
-    """(op, variant) -> its file, of all that are used."""
-    used = [(plan, op, pick.variant) for plan in sweep.plans for op, picks in plan.picks.items() for pick in picks]
-    return {(op, name): plan.ops[op].variants[name].file for plan, op, name in used}
 
 
 def check_new(path: Path) -> None:
@@ -196,7 +202,7 @@ def _text_differences(path: Path, now: str) -> list[str]:
     return [f"it is a run of another experiment: {'; '.join(changed[:8])}{' …' if len(changed) > 8 else ''}"]
 
 
-_SAME = ("kernels", "device", "versions", "model")
+_SAME = ("kernels", "sources", "device", "versions", "model")
 """Of the environment, what all rows of a run have in common."""
 
 

@@ -1,7 +1,7 @@
 """One run: the tasks of its sweep, carried out by an executor, into one folder, and what follows from their rows."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from experiments.environment import environment_of
 from experiments.models import check_headers
 from experiments.plan import Plan, Sweep
 from experiments.points import Point, points_of
+from experiments.provenance import lockfile_entries
 from experiments.quantization_report import write_plot
 from experiments.rows import EngineRow, ParityRow, PeerRow, QuantizationRow, Row, SpeedupRow
 from experiments.run_folder import RunFolder, check_new, new_folder, new_path, new_run_id, open_again, resolved_text
@@ -27,6 +28,8 @@ from experiments.sweep.listing import Verdicts
 from experiments.sweep.local import Local
 from experiments.sweep.tasks import Ended, Executor, Phase, Setup, Task
 from tkernels import ContractError, Tuning
+from tkernels.clocks import read_clocks
+from tkernels.device import device_facts
 from tkernels.mode import MODE
 
 Points = Sequence[Mapping[str, Sequence[Point]]]
@@ -67,7 +70,9 @@ def run_experiment(
             for repair in folder.repairs:
                 display.say(repair)
             _Run(sweep, points, folder, executor, tuning, display).run()
-        folder.finish(tuning.mode)
+        device = sweep.plans[0].device
+        entries = lockfile_entries(sweep.plans, device_facts(device), folder.used, tuning.folder)
+        folder.finish(tuning.mode, entries, asdict(read_clocks(device)))
     finally:
         folder.close()
     write_plot([row for row in folder.rows if isinstance(row, QuantizationRow)], folder.path)

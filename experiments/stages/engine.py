@@ -11,11 +11,14 @@ from experiments.stages.context import Context, one_line, served_fields
 from experiments.stages.serving import Served, figures, interleaved, raw_rounds
 from experiments.timed_llm import TimedLLM, Timeline
 from experiments.workloads import Request
+from experiments.yardstick import Yardstick
 from tkernels import SelectionError
 from tsched import SamplingParams
 from tsched.outputs import RequestOutput
 
 REPORTED_LOGPROBS = 5
+
+_YARDSTICK_SAMPLES = 100  # 10 ms after each round
 
 
 def run(context: Context) -> None:
@@ -41,9 +44,11 @@ def run(context: Context) -> None:
         slow = interpreted_ops(llm)
         not_timed = f"{', '.join(slow)} interpreted on a CPU: not measured" if slow else None
         rounds: list[Served] | Exception = [_served(timeline, requests)]
+        yardstick = Yardstick() if not_timed is None and plan.device.type == "cpu" else None
         if not_timed is None:
             serve = rounds_of(llm, requests, arm.batching, served.title)
-            rounds = interleaved([serve], plan.experiment.repeats, counted(report.say, 1 + plan.experiment.repeats))[0]
+            over = counted(report.say, 1 + plan.experiment.repeats, yardstick)
+            rounds = interleaved([serve], plan.experiment.repeats, over)[0]
         if isinstance(rounds, Exception):
             raise rounds
     except SelectionError as error:
@@ -57,7 +62,8 @@ def run(context: Context) -> None:
         if context.task.replicate == 0:
             samples["requests"] = [_as_samples(output) for output in timeline.outputs]
         report.keep(samples)
-        report.record(EngineRow(**common, status="ok", **figures(rounds, not_timed), **facts))
+        taken = yardstick.median_us if yardstick is not None else None
+        report.record(EngineRow(**common, status="ok", yardstick_us=taken, **figures(rounds, not_timed), **facts))
 
 
 class _NothingServedError(RuntimeError):
@@ -71,10 +77,17 @@ def interpreted_ops(llm: TimedLLM) -> list[str]:
     return [op for op, kernel in llm.kernels.running.items() if kernel.variant.kind == "triton"]
 
 
-def counted(say: Callable[[str], None], total: int) -> Callable[[], None]:
-    """Says how many rounds are over each time that it is called."""
+def counted(say: Callable[[str], None], total: int, yardstick: Yardstick | None) -> Callable[[], None]:
+    """Says how many rounds are over each time that it is called, and takes the yardstick's samples between two."""
     done = count(1)
-    return lambda: say(f"{next(done)} of {total} rounds")
+
+    def over() -> None:
+        if yardstick is not None:
+            for _ in range(_YARDSTICK_SAMPLES):
+                yardstick()
+        say(f"{next(done)} of {total} rounds")
+
+    return over
 
 
 def rounds_of(llm: TimedLLM, requests: Sequence[Request], batching: Batching, name: str) -> Callable[[], Served]:

@@ -9,6 +9,7 @@ from experiments.stages.context import Context, one_line, peer_fields
 from experiments.stages.engine import counted
 from experiments.stages.serving import figures, interleaved, raw_rounds
 from experiments.workloads import Request
+from experiments.yardstick import Yardstick
 from tsched.served_model import load_tokenizer
 
 
@@ -23,7 +24,8 @@ def run(context: Context) -> None:
         directory, requests = plan.model.directory(), _by_ids(context)
         server = make(task.peer, directory, requests, plan.device, plan.dtype, task.peer_settings)
         repeats = plan.experiment.repeats
-        rounds = interleaved([server], repeats, counted(report.say, 1 + repeats))[0]
+        yardstick = Yardstick() if plan.device.type == "cpu" else None
+        rounds = interleaved([server], repeats, counted(report.say, 1 + repeats, yardstick))[0]
         if isinstance(rounds, Exception):
             raise rounds
     except PeerUnsupportedError as error:
@@ -32,7 +34,10 @@ def run(context: Context) -> None:
         report.record(PeerRow(**common, status="failed", reason=one_line(error)))
     else:
         report.keep({"rounds": raw_rounds(rounds), "tokens": rounds[-1].tokens})
-        report.record(PeerRow(**common, status="ok", peer_settings=dict(server.settings), **figures(rounds)))
+        taken = yardstick.median_us if yardstick is not None else None
+        settings = dict(server.settings)
+        row = PeerRow(**common, status="ok", yardstick_us=taken, peer_settings=settings, **figures(rounds))
+        report.record(row)
 
 
 def _by_ids(context: Context) -> list[Request]:
