@@ -1,0 +1,208 @@
+"""From a kernel alone to tokens a second: what swapping a variant did at every level, and what else a step consists of.
+
+All of it follows from a run's rows: checks, kernels' times, engines' rates, parity, and the ranges of recorded steps.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, Row, StepRow
+from experiments.table_style import Column, Line, PlainTable, cells
+
+EFFECTS = "From a kernel alone to tokens"
+_GEMMS = ("matmul", "dequant_gemm", "scaled_matmul")
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A variant of an op in the place of another, in two arms that differ in nothing else. None: not measured.
+
+    alone: its speed over the other's, the geometric mean over the points at which both were timed. share_before, share:
+    of the step, the other's in its arm and its own. end_to_end: tokens a second over the other arm's. error: the
+    largest error ratio of its checks. drift, differs: its arm beside the run's first one, the log-probabilities'
+    largest difference and (request, token) of the first token that is another one; differs is None where none is.
+    """
+
+    op: str
+    before: str
+    variant: str
+    arm: Mapping[str, str]
+    settings: Mapping[str, Any]
+    workload: str
+    alone: float | None
+    share_before: float | None
+    share: float | None
+    end_to_end: float | None
+    error: float | None
+    drift: float | None
+    differs: tuple[int, int] | None
+
+
+def effects_of(rows: Sequence[Row], ops: Sequence[str]) -> list[Effect]:
+    """Of each of the swept `ops` and each set of arms that differ in it alone, every variant after the first."""
+    found = []
+    for op in ops:
+        groups: dict[Any, list[EngineRow]] = {}
+        for row in rows:
+            if isinstance(row, EngineRow) and row.status == "ok" and op in row.arm:
+                others = {name: label for name, label in row.arm.items() if name != op}
+                groups.setdefault((row.workload, _text(row.settings), _text(others), row.dtype), []).append(row)
+        for first, *rest in groups.values():
+            found += [_effect(rows, op, first, row) for row in rest if row.arm[op] != first.arm[op]]
+    return found
+
+
+def _effect(rows: Sequence[Row], op: str, first: EngineRow, row: EngineRow) -> Effect:
+    before, variant = first.arm[op], row.arm[op]
+    rate = row.tokens_per_s / first.tokens_per_s if row.tokens_per_s and first.tokens_per_s else None
+    errors = [
+        check.max_error_ratio
+        for check in rows
+        if isinstance(check, CheckRow) and (check.op, check.variant, check.dtype) == (op, variant, row.dtype)
+        and check.max_error_ratio is not None
+    ]  # fmt: skip
+    parity = next((one for one in rows if isinstance(one, ParityRow) and _place(one) == _place(row)), None)
+    divergence = None if parity is None else parity.first_divergence
+    return Effect(
+        op, before, variant, row.arm, row.settings, str(row.workload),
+        alone=_alone(rows, op, first, row),
+        share_before=_share(rows, op, first),
+        share=_share(rows, op, row),
+        end_to_end=rate,
+        error=max(errors, default=None),
+        drift=None if parity is None else parity.logprob_drift,
+        differs=None if divergence is None else (int(divergence["request"] or 0), int(divergence["place"] or 0)),
+    )  # fmt: skip
+
+
+def _alone(rows: Sequence[Row], op: str, first: EngineRow, row: EngineRow) -> float | None:
+    times: dict[str, dict[str, float]] = {first.arm[op]: {}, row.arm[op]: {}}
+    for one in rows:
+        if isinstance(one, KernelRow) and one.op == op and one.variant in times and one.dtype == row.dtype:
+            fits = all(row.settings.get(name, value) == value for name, value in one.settings.items())
+            if fits and one.median_us:
+                times[one.variant][str(one.point)] = one.median_us
+    before, mine = times[first.arm[op]], times[row.arm[op]]
+    ratios = [before[point] / mine[point] for point in before.keys() & mine.keys()]
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+
+
+def _share(rows: Sequence[Row], op: str, arm: EngineRow) -> float | None:
+    """The op's share of the arm's step: by the device's clock where it has one."""
+    name = f"{op}.{arm.arm[op]}"
+    shares = {step.clock: step.share for step in _steps(rows, arm) if step.range == name}
+    return shares.get("device", shares.get("host"))
+
+
+def _steps(rows: Sequence[Row], arm: EngineRow | StepRow) -> Iterator[StepRow]:
+    for row in rows:
+        if isinstance(row, StepRow) and row.status == "ok" and _place(row) == _place(arm) and row.total_us is not None:
+            yield row
+
+
+def _place(row: EngineRow | StepRow | ParityRow) -> tuple[Any, ...]:
+    return row.workload, _text(row.arm), _text(row.settings), row.dtype
+
+
+def _text(values: Mapping[str, Any]) -> str:
+    return str(sorted(values.items()))
+
+
+def effects_table(rows: Sequence[Row], names: Sequence[str]) -> PlainTable | None:
+    """The effects of the swept ops among `names`; None where no op was swept, or no step was recorded."""
+    ops = [name for name in names if any(isinstance(row, EngineRow) and name in row.arm for row in rows)]
+    effects = effects_of(rows, ops)
+    if not any(effect.share is not None for effect in effects):
+        return None
+    columns = (
+        Column("variant", whole=True),
+        *(Column(name, right=True) for name in ("alone", "of the step", "end to end", "error", "drift", "differs at")),
+    )
+    lines: list[Line] = []
+    heading = ""
+    for effect in effects:
+        others = [f"{name} {effect.arm[name]}" for name in ops if name != effect.op]
+        others += [f"{name} {value}" for name, value in effect.settings.items()]
+        where = ", ".join(filter(None, [effect.workload, *others]))
+        mine = f"{effect.op} over {effect.before}" + (f", with {where}" if where else "")
+        if mine != heading:
+            lines.append(mine)
+            heading = mine
+        lines.append(
+            cells(
+                effect.variant,
+                _times(effect.alone),
+                f"{_percent(effect.share_before)} -> {_percent(effect.share)}",
+                _times(effect.end_to_end),
+                "-" if effect.error is None else f"{effect.error:.2f}",
+                "-" if effect.drift is None else f"{effect.drift:.1e}",
+                "never" if effect.differs is None else f"{effect.differs[0]}/{effect.differs[1]}",
+            )
+        )
+    caption = (
+        "alone: speed of the kernel over the first variant's, the geometric mean over the points; of the step: its "
+        "share, in the first variant's arm and in its own; end to end: tokens/s. error: over what is allowed; drift, "
+        "differs at: log-probabilities, and request/token of the first other token, beside the run's first arm. n/m: "
+        "not measured."
+    )
+    return PlainTable(EFFECTS, columns, tuple(lines), caption)
+
+
+def _times(ratio: float | None) -> str:
+    return "n/m" if ratio is None else f"{ratio:.2f}x"
+
+
+def _percent(share: float | None) -> str:
+    return "n/m" if share is None else f"{share:.1%}"
+
+
+_WHOLE = ("ops", "GEMMs", "model", "sample", "prepare", "schedule", "commit", "gaps")
+
+
+def whole_step(steps: Sequence[StepRow]) -> dict[str, float]:
+    """Where the whole of one arm's step goes, as shares that add up to 1, of one clock's rows."""
+    found = dict.fromkeys(_WHOLE, 0.0)
+    for row in steps:
+        found[_part_of(row)] += (row.self_us or 0.0) / (row.step_us or 1.0)
+    return found
+
+
+def _part_of(row: StepRow) -> str:
+    if row.category == "op":
+        return "GEMMs" if row.op in _GEMMS else "ops"
+    if row.category in ("layer", "part") or row.range == "forward":
+        return "model"
+    if row.range in ("sample", "prepare", "schedule"):
+        return str(row.range)
+    return "commit" if row.range in ("commit", "wait", "detokenize") else "gaps"
+
+
+def step_table(rows: Sequence[Row], titles: Mapping[str, str]) -> PlainTable | None:
+    """A line for each arm whose steps were recorded; titles: what arms are called, by `key_of`. None where none was."""
+    arms: dict[str, list[StepRow]] = {}
+    for row in rows:
+        if isinstance(row, StepRow) and row.status == "ok" and row.total_us is not None:
+            arms.setdefault(key_of(row), []).append(row)
+    lines: list[Line] = []
+    for key, mine in arms.items():
+        clock = "device" if any(row.clock == "device" for row in mine) else "host"
+        chosen = [row for row in mine if row.clock == clock]
+        mean = (mine[0].step_us or 0.0) / max(mine[0].steps or 1, 1)
+        shares = whole_step(chosen).values()
+        lines.append(cells(titles.get(key, key), f"{mean:,.0f}", *(f"{share:.0%}" for share in shares)))
+    if not lines:
+        return None
+    columns = (Column("arm"), *(Column(name, right=True) for name in ("us", *_WHOLE)))
+    caption = (
+        "Shares of a step that was recorded apart, without overlap. ops: kernels but GEMMs, which are matmul and the "
+        "quantized ones; model: what its layers do besides; commit: tokens to the host, the scheduler and text; gaps: "
+        "between these. On a GPU it is the device's time, and what the host does meanwhile is in the gaps."
+    )
+    return PlainTable("Where a step goes", columns, tuple(lines), caption)
+
+
+def key_of(row: EngineRow | StepRow) -> str:
+    """What an arm's rows at one workload share."""
+    return str(_place(row))
