@@ -114,7 +114,7 @@ def effects_table(rows: Sequence[Row], names: Sequence[str]) -> PlainTable | Non
     """The effects of the swept ops among `names`; None where no op was swept, or no step was recorded."""
     ops = [name for name in names if any(isinstance(row, EngineRow) and name in row.arm for row in rows)]
     effects = effects_of(rows, ops)
-    if not any(effect.share is not None for effect in effects):
+    if all(effect.share is None and effect.share_before is None for effect in effects):
         return None
     columns = (
         Column("variant", whole=True),

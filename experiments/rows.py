@@ -204,7 +204,7 @@ class ParityRow(_Row):
 
 
 class StepRow(_Row):
-    """What one named range took of an arm's steps, in a round of the workload recorded apart from the timed ones, for
+    """What one named range took of an arm's steps, in rounds of the workload recorded apart from the timed ones, for
     recording takes time itself. The steps ran one after the other (no overlap), so that a step's time is the sum of its
     parts. What is in no other range has rows of its own, of category gap.
     """
@@ -221,7 +221,7 @@ class StepRow(_Row):
     calls: int | None = column("of the range in all steps, those in replayed CUDA graphs included", "count")
     total_us: float | None = column("of all calls, what is nested in the range included", "us")
     self_us: float | None = column("the same less what nested ranges took: of one clock they sum up to step_us", "us")
-    steps: int | None = column("steps in the round", "count")
+    steps: int | None = column("steps in all rounds", "count")
     step_us: float | None = column("of all the steps together", "us")
     share: float | None = column("total_us over step_us", "ratio")
     speed_reason: str | None = column("why there are no times, in a single row whose range is step")

@@ -14,7 +14,7 @@ from experiments.plan import Plan, Sweep
 from experiments.points import Point, points_of
 from experiments.provenance import lockfile_entries
 from experiments.quantization_report import write_plot
-from experiments.rows import EngineRow, ParityRow, PeerRow, QuantizationRow, Row, SpeedupRow
+from experiments.rows import EngineRow, ParityRow, PeerRow, QuantizationRow, Row, SpeedupRow, StepRow
 from experiments.run_folder import RunFolder, check_new, new_folder, new_path, new_run_id, open_again, resolved_text
 from experiments.runs.reading import read_meta
 from experiments.stages import parity, speedups
@@ -148,7 +148,12 @@ class _Run:
         self._settle("engine", [*engines, *again])
         self._settle("peers", [*peers, *again])
         self._do(again)
-        derived: list[Row] = [*self._parity_rows(engines), *self._speedup_rows(engines, peers)]
+        recorded = listing.step_tasks(engines, rows_of)
+        self._settle("step", recorded)
+        self._do(recorded)
+        derived: list[Row] = [
+            *self._parity_rows(engines), *self._speedup_rows(engines, peers), *self._unrecorded_rows(engines)
+        ]  # fmt: skip
         for row in derived:
             if not self.folder.done(row.task):
                 self.folder.record([row])
@@ -241,6 +246,19 @@ class _Run:
             theirs = self.folder.samples(peer.key)["tokens"]
             common = self._derived("speedup", peer, **about, peer=peer.peer)
             rows.append(speedups.compare(self._pairs(mine, peer), answer.tokens, theirs, common))
+        return rows
+
+    def _unrecorded_rows(self, engines: Sequence[Task]) -> list[StepRow]:
+        """Of arms that serve and were not timed, why their steps were not recorded either."""
+        rows = []
+        for task in engines:
+            row = self.folder.of_task(task.key)[0]
+            if isinstance(row, EngineRow) and row.status == "ok" and row.tokens_per_s is None:
+                about = {"arm": row.arm, "settings": row.settings, "workload": row.workload}
+                nothing: dict[str, Any] = dict.fromkeys(StepRow.required["ok"] - {"workload", "speed_reason"})
+                nothing |= {"range": "step", "category": "step", "clock": "host"}
+                common = self._derived("step", task, **about)
+                rows.append(StepRow(**common, status="ok", **nothing, speed_reason=row.speed_reason))
         return rows
 
     def _pairs(self, mine: Task, peer: Task) -> list[tuple[EngineRow, PeerRow]]:

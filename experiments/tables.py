@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from experiments.effects import effects_table, key_of, step_table
 from experiments.quantization_report import quantization_table
 from experiments.replicates import identity, merged, processes
 from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, Row, SpeedupRow
@@ -69,6 +70,9 @@ def tables_of(rows: Sequence[Row]) -> dict[str, PlainTable]:
         parts["memory"] = _memory_table(scheduled, swept(engines))
     if peers:
         parts["peers"] = _peer_table(peers, [row for row in rows if isinstance(row, SpeedupRow)])
+    titles = {key_of(row): _title_at(row, swept(engines)) for row in engines}
+    levels = {"effects": effects_table(rows, swept(engines)), "steps": step_table(rows, titles)}
+    parts |= {name: table for name, table in levels.items() if table is not None}
     quantized = [row for row in rows if isinstance(row, QuantizationRow)]
     if quantized:
         parts["quantization"] = quantization_table(quantized)
@@ -91,6 +95,11 @@ def title_of(row: EngineRow | PeerRow | ParityRow, names: Sequence[str]) -> str:
         return str(row.peer).replace("_", " ")
     ops = [row.arm[key] for key in names if key in row.arm]
     return ", ".join([*ops, *(f"{key} {value}" for key, value in row.settings.items())]) or "this engine"
+
+
+def _title_at(row: EngineRow, names: Sequence[str]) -> str:
+    """An arm with its workload, where that has a name."""
+    return ", ".join(filter(None, [row.workload, title_of(row, names)]))
 
 
 def microseconds(value: float) -> str:

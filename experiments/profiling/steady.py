@@ -37,7 +37,12 @@ class Steady:
 
 
 def open_steady(
-    plan: Plan, ranges: Ranges, index: int = 0, workload: ServedWorkload | None = None, **options: Any
+    plan: Plan,
+    ranges: Ranges,
+    index: int = 0,
+    workload: ServedWorkload | None = None,
+    tuning: Tuning | None = None,
+    **options: Any,
 ) -> Steady:
     """The arm's engine with these `options` over the arm's own, not warm yet, and its first workload or the given one.
 
@@ -55,23 +60,30 @@ def open_steady(
         dtype=plan.dtype,
         device=plan.device,
         ops=plan.ops,
-        tuning=Tuning(plan.experiment.tuning),
+        tuning=Tuning(plan.experiment.tuning) if tuning is None else tuning,
         ranges=ranges,
         **{**arm.scheduler, **options},
     )
     return Steady(llm, arm, served, requests_of(served.workload, plan.model.config.vocab_size))
 
 
-def recorded(plan: Plan, index: int = 0, workload: ServedWorkload | None = None) -> tuple[list[Span], Steady]:
-    """The spans of one round, after a first one that compiles and records graphs.
+def recorded(
+    plan: Plan,
+    index: int = 0,
+    workload: ServedWorkload | None = None,
+    tuning: Tuning | None = None,
+    rounds: int = 1,
+) -> tuple[list[Span], Steady]:
+    """The spans of so many rounds, after a first one that compiles and records graphs.
 
     On a GPU the steps run one after the other, without overlap: a replay's times have to be read before the next one.
     """
     recording = Recording(plan.device)
-    steady = open_steady(plan, recording, index, workload, overlap=False)
+    steady = open_steady(plan, recording, index, workload, tuning, overlap=False)
     steady.serve()
     recording.clear()
-    steady.serve()
+    for _ in range(rounds):
+        steady.serve()
     return recording.spans(), steady
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from experiments.plan import Plan
 from experiments.quantized_models import quantized_models
-from experiments.rows import CheckRow, EngineRow, KernelRow, PeerRow, QuantizationRow, Row
+from experiments.rows import CheckRow, EngineRow, KernelRow, PeerRow, QuantizationRow, Row, StepRow
 from experiments.stages.context import common_fields, labels_of, peer_fields, served_fields, workloads_of
 from experiments.stages.quantization import settings_of
 from experiments.sweep.tasks import Ended
@@ -29,9 +29,9 @@ def failed_row(plan: Plan, run_id: str, ended: Ended) -> Row:
             if task.phase == "kernels":
                 return KernelRow(**about)
             return CheckRow(**about, seed=plan.experiment.seed, replay=None)
-        case "engine":
-            arm_of_plan = plan.arms[task.arm]
-            return EngineRow(**of(**served_fields(plan, arm_of_plan, workloads_of(plan)[task.workload])))
+        case "engine" | "step":
+            about = of(**served_fields(plan, plan.arms[task.arm], workloads_of(plan)[task.workload]))
+            return EngineRow(**about) if task.phase == "engine" else StepRow(**about)
         case "peers":
             return PeerRow(**of(**peer_fields(plan, workloads_of(plan)[task.workload], task.peer)))
         case "quantization":

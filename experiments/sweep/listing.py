@@ -102,6 +102,15 @@ def replicate_key(task: Task, number: int) -> str:
     return f"{task.key.rpartition('#')[0]}#{number}"
 
 
+def step_tasks(engines: Sequence[Task], rows_of: RowsOf) -> list[Task]:
+    """Of each arm and workload that was timed, once: recording takes time itself, so that it is no timed round."""
+    return [_step_task(task) for task in engines if _timed(rows_of(task.key))]
+
+
+def _step_task(engine: Task) -> Task:
+    return replace(engine, key=f"step/{engine.key.removesuffix('#0').partition('/')[2]}", phase="step")
+
+
 def quantization_tasks(sweep: Sweep) -> list[Task]:
     """Of each plan: the dense model, and each quantized one."""
     quantization = sweep.experiment.quantization
@@ -125,7 +134,7 @@ def expected_tasks(sweep: Sweep, points: Sequence[Mapping[str, Sequence[Point]]]
     timed += [*engine_tasks(sweep), *all_peer_tasks(sweep)]
     replicates = range(sweep.experiment.replicates)
     each = [replace(task, key=replicate_key(task, number)) for number in replicates for task in timed]
-    return [*checks, *each, *quantization_tasks(sweep)]
+    return [*checks, *each, *map(_step_task, engine_tasks(sweep)), *quantization_tasks(sweep)]
 
 
 Verdicts = Mapping[tuple[int, str, str], tuple[Status, str]]

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from experiments.rows import ROW, Row
 
-Phase = Literal["check", "kernels", "engine", "peers", "quantization"]
+Phase = Literal["check", "kernels", "engine", "peers", "step", "quantization"]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from experiments.document import parse_document
 from experiments.plan import Plan, make_sweep
 from experiments.rows import Row
-from experiments.stages import check, engine, kernels, peers, quantization
+from experiments.stages import check, engine, kernels, peers, quantization, steps
 from experiments.stages.context import Context
 from experiments.sweep.tasks import Phase, Setup, Task
 from tkernels import Tuning
@@ -19,6 +19,7 @@ _STAGES: Mapping[Phase, Callable[[Context], None]] = {
     "kernels": kernels.run,
     "engine": engine.run,
     "peers": peers.run,
+    "step": steps.run,
     "quantization": quantization.run,
 }
 

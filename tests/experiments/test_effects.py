@@ -1,0 +1,141 @@
+"""From a kernel alone to tokens: one table of what a swap did at every level, and the rest of the step by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.effects import effects_of, effects_table, step_table, whole_step
+from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, Row, StepRow
+from experiments.tables import tables_of
+from tests.experiments.conftest import Run, checkpoint
+
+__all__ = ["checkpoint"]
+
+COMMON: dict[str, Any] = {"run_id": "r", "dtype": "float32", "device": "cuda", "status": "ok"}
+
+
+def kernel(variant: str, point: str, median_us: float | None, **settings: Any) -> KernelRow:
+    names = KernelRow.required["ok"]
+    nothing = dict.fromkeys(names - {"median_us"}) | {"roofline_reason": "no figures"}
+    nothing |= {"point": point, "bytes_moved": 1, "speed_reason": None if median_us else "interpreted"}
+    about = {"arm": {"swiglu": variant}, "op": "swiglu", "variant": variant, "settings": settings}
+    return KernelRow(**COMMON, **about, **nothing, median_us=median_us)
+
+
+def engine(swiglu: str, decode: str, rate: float | None, **settings: Any) -> EngineRow:
+    nothing = dict.fromkeys(EngineRow.required["ok"] - {"tokens_per_s", "workload", "speed_reason"})
+    arm = {"swiglu": swiglu, "paged_decode": decode, "rms_norm": "torch"}
+    reason = None if rate else "interpreted"
+    return EngineRow(
+        **COMMON, arm=arm, settings=settings, workload="w", tokens_per_s=rate, speed_reason=reason, **nothing
+    )
+
+
+def step(of: EngineRow, name: str, category: str, self_us: float, total_us: float, clock: str = "device") -> StepRow:
+    op, _, variant = name.partition(".")
+    about = {"op": op, "variant": variant} if category == "op" else {}
+    return StepRow(
+        **COMMON, arm=of.arm, settings=of.settings, workload=of.workload, range=name, category=category, clock=clock,
+        calls=10, total_us=total_us, self_us=self_us, steps=10, step_us=1000.0, share=total_us / 1000,
+        speed_reason=None, **about,
+    )  # fmt: skip
+
+
+def check(variant: str, point: str, error: float) -> CheckRow:
+    about = {"arm": {"swiglu": variant}, "op": "swiglu", "variant": variant, "point": point, "seed": 0}
+    return CheckRow(**COMMON, **about, max_error_ratio=error, rms_error_ratio=None)
+
+
+TORCH, FUSED = engine("torch", "torch", 1000.0), engine("fused", "torch", 1030.0)
+ROWS: list[Row] = [
+    kernel("torch", "decode", 28.0), kernel("fused", "decode", 20.0),
+    kernel("torch", "prefill", 56.0), kernel("fused", "prefill", 40.0),
+    check("fused", "decode", 0.4), check("fused", "prefill", 0.7), check("torch", "decode", 0.9),
+    TORCH, FUSED,
+    step(TORCH, "swiglu.torch", "op", 150, 150), step(FUSED, "swiglu.fused", "op", 110, 110),
+    step(FUSED, "swiglu.fused", "op", 20, 20, "host"),
+    ParityRow(
+        **COMMON, arm=FUSED.arm, workload="w", first_arm=TORCH.arm, tokens_equal=False, requests_equal=3, requests=4,
+        first_divergence={"request": 2, "place": 5, "margin": 0.01}, logprob_drift=2e-4,
+    ),
+]  # fmt: skip
+
+
+def test_one_line_says_alone_of_the_step_and_end_to_end() -> None:
+    (effect,) = effects_of(ROWS, ["swiglu"])
+    assert effect.alone == pytest.approx(1.4)
+    assert (effect.share_before, effect.share) == (0.15, 0.11)
+    assert effect.end_to_end == pytest.approx(1.03)
+    assert (effect.error, effect.drift, effect.differs) == (0.7, 2e-4, (2, 5))
+    table = effects_table(ROWS, ["swiglu"])
+    assert table is not None
+    heading, line = table.lines
+    assert heading == "swiglu over torch, with w"
+    assert [cell.text for cell in line if not isinstance(cell, str)] == [
+        "fused", "1.40x", "15.0% -> 11.0%", "1.03x", "0.70", "2.0e-04", "2/5",
+    ]  # fmt: skip
+
+
+def test_only_arms_that_differ_in_nothing_else_are_compared() -> None:
+    arms = [engine(s, d, 100.0, block_size=size) for size in (8, 16) for d in ("a", "b") for s in ("torch", "fused")]
+    found = effects_of([*arms, kernel("torch", "decode S=16", 3.0, model="x")], ["swiglu", "paged_decode"])
+    assert [(e.op, e.before, e.variant, e.settings["block_size"]) for e in found] == [
+        *[("swiglu", "torch", "fused", size) for size in (8, 8, 16, 16)],
+        *[("paged_decode", "a", "b", size) for size in (8, 8, 16, 16)],
+    ]
+    assert all(e.arm[other] == arm for e in found for other, arm in e.arm.items() if other == "rms_norm")
+
+
+def test_what_was_not_measured_is_none_and_no_step_is_no_table() -> None:
+    rows: list[Row] = [kernel("torch", "decode", 28.0), kernel("fused", "decode", None), engine("torch", "a", 100.0)]
+    rows.append(engine("fused", "a", None))
+    (effect,) = effects_of(rows, ["swiglu"])
+    assert (effect.alone, effect.share, effect.end_to_end, effect.differs) == (None, None, None, None)
+    assert effects_table(rows, ["swiglu"]) is None
+    assert step_table(rows, {}) is None
+
+
+def test_the_whole_step_has_a_name_and_adds_up() -> None:
+    parts = [
+        ("step", "step", 0), ("schedule", "phase", 10), ("prepare", "phase", 40), ("forward", "phase", 50),
+        ("sample", "phase", 100), ("wait", "phase", 5), ("commit", "phase", 15), ("layer 0", "layer", 30),
+        ("lm_head", "part", 20), ("matmul.persistent", "op", 400), ("dequant_gemm.auto", "op", 80),
+        ("swiglu.fused", "op", 110), ("device idle", "gap", 140),
+    ]  # fmt: skip
+    rows = [step(FUSED, name, category, own, own) for name, category, own in parts]
+    found = whole_step(rows)
+    assert found == pytest.approx(
+        {
+            "ops": 0.11, "GEMMs": 0.48, "model": 0.1, "sample": 0.1, "prepare": 0.04, "schedule": 0.01, "commit": 0.02,
+            "gaps": 0.14,
+        }
+    )  # fmt: skip
+    assert sum(found.values()) == pytest.approx(1)
+    table = tables_of([FUSED, *rows])["steps"]
+    (line,) = table.lines
+    assert [cell.text for cell in line if not isinstance(cell, str)][:4] == ["w, this engine", "100", "11%", "48%"]
+
+
+def test_a_run_records_the_steps_of_every_arm_that_it_timed(run: Run, checkpoint: Path) -> None:
+    workload = {"kind": "synthetic", "num_requests": 3, "input_len": 5, "output_len": 4, "seed": 0}
+    folder = run(
+        model={"path": str(checkpoint)}, repeats=2, workload=workload, kernels={"swiglu": ["torch", "fused"]},
+        scheduler={"kv_cache_bytes": 1 << 16},
+    )  # fmt: skip
+    engines = [row for row in folder.rows if isinstance(row, EngineRow)]
+    steps = [row for row in folder.rows if isinstance(row, StepRow)]
+    timed = [row for row in steps if row.arm["swiglu"] == "torch"]
+    assert {row.clock for row in timed} == {"host"}
+    by_range = {str(row.range): row for row in timed}
+    assert by_range["swiglu.torch"].op == "swiglu"
+    assert by_range["swiglu.torch"].calls == 2 * by_range["step"].calls
+    assert by_range["step"].steps == by_range["step"].calls == 2 * (engines[0].steps or 0)
+    assert sum(row.self_us or 0 for row in timed) == pytest.approx(by_range["step"].step_us)
+    assert {"schedule", "prepare", "forward", "sample", "wait", "commit", "layer 0", "layer 1"} <= set(by_range)
+    (untimed,) = [row for row in steps if row.arm["swiglu"] == "fused"]
+    assert (untimed.total_us, untimed.range) == (None, "step")
+    assert untimed.speed_reason == "swiglu interpreted on a CPU: not measured"
+    table = tables_of(folder.rows)["effects"]
+    line = table.lines[-1]
+    assert [cell.text for cell in line if not isinstance(cell, str)][:2] == ["fused", "n/m"]
