@@ -9,7 +9,7 @@ from rich.text import Text
 
 _STYLES = {
     "ok": "green", "wrong": "bold red", "failed": "red", "unsupported": "yellow", "finding": "bold red",
-    "yes": "green", "partly": "yellow",
+    "yes": "green", "partly": "yellow", "better": "green", "worse": "bold red", "cannot tell": "yellow",
 }  # fmt: skip
 
 
@@ -27,10 +27,13 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """tone: a row's status, "yes" or "partly"; what shows the table gives it its colour."""
+    """tone: a row's status, a comparison's outcome, "yes" or "partly"; what shows the table gives it its colour."""
 
     text: str
     tone: str = ""
+
+    def as_rich(self) -> Text:
+        return Text(self.text, _STYLES.get(self.tone, ""))
 
 
 Line = tuple[Cell, ...] | str
@@ -59,8 +62,9 @@ class PlainTable:
                 headed = True
                 add_row(table, Text(line, "bold"))
                 continue
-            cells = [Text(line[index].text, _STYLES.get(line[index].tone, "")) for index in shown]
+            cells = [line[index].as_rich() for index in shown]
             add_row(table, Text("  ") + cells[0] if headed else cells[0], *cells[1:])
+        table.title = self.title or None
         table.caption = self.caption
         table.caption_justify = "left"
         return table

@@ -57,7 +57,7 @@ def engine_curves(rows: Sequence[EngineRow], about: str) -> list[Picture]:
     for metric, title in METRICS.items():
         points = engine_points(rows, metric)
         shown = about if metric == "tokens_per_s" else f"{about} Bars reach from p50 to p90."
-        pictures += _sweeps(f"engine-{metric.removesuffix('_s')}", _capital(title), points, title, 2, shown)
+        pictures += _sweeps(f"engine-{metric.replace('_', '-')}", _capital(title), points, title, 2, shown)
     return pictures
 
 

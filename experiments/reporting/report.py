@@ -2,11 +2,12 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from experiments.document import ExperimentError
 from experiments.quantization_report import quantization_picture
 from experiments.replicates import merged, processes
 from experiments.reporting.breakdown import breakdown_picture, not_recorded, step_table, steps_of
@@ -20,7 +21,10 @@ from experiments.reporting.roofline import roofline_picture
 from experiments.reporting.verdict import Verdict, verdict_of
 from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, Row, StepRow
 from experiments.run_folder import SOURCE
+from experiments.runs.comparison import MIN_REPLICATES
 from experiments.runs.reading import RecordedRun
+from experiments.runs.verdict_tables import sentence, verdict_table
+from experiments.runs.verdicts import Comparison, compare_arms
 from experiments.table_style import PlainTable
 from experiments.tables import Reason, reasons, tables_of
 
@@ -68,8 +72,10 @@ def report_of(run: RecordedRun) -> Report:
     source = _source(run.path)
     name = str(run.resolved.get("name", run.name))
     tables = tables_of(run.rows)
+    judged = _judged(run, count)
     sections = (
         _end_to_end(run, rows, tables, count),
+        _differences(judged),
         _kernels(run, rows, tables, count),
         _step_time(run, rows),
         _quantization(run, rows, tables),
@@ -81,7 +87,7 @@ def report_of(run: RecordedRun) -> Report:
         run_id=str(run.meta["run_id"]),
         when=_moment(run.meta["created"]),
         question=question_of(source, name),
-        verdict=verdict_of(rows, count, run.finished),
+        verdict=verdict_of(rows, count, run.finished, judged),
         facts=_facts(run, rows, count),
         sections=tuple(one for one in sections if one is not None),
         failures=tuple(reasons(run.rows)),
@@ -136,6 +142,23 @@ def _end_to_end(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, Plai
         "end-to-end", "End to end", tuple(notes), tuple(one for one in pictures if one is not None),
         tuple(tables[name] for name in shown),
     )  # fmt: skip
+
+
+def _judged(run: RecordedRun, count: int) -> Comparison | None:
+    """The run's arms beside each other; None where there are none, or too few processes to tell anything."""
+    if count < MIN_REPLICATES:
+        return None
+    try:
+        return compare_arms(run)
+    except ExperimentError:  # no two arms have a figure of time in common
+        return None
+
+
+def _differences(judged: Comparison | None) -> Section | None:
+    if judged is None:
+        return None
+    table = replace(verdict_table(judged), title="Arms beside the first of their place")
+    return Section("differences", "Which differences are real", (f"{sentence(judged)}.",), (), (table,))
 
 
 def _kernels(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, PlainTable], count: int) -> Section | None:

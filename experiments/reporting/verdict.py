@@ -1,15 +1,16 @@
 """What came out, in a sentence made of the rows."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, QuantizationRow, Row, SpeedupRow
+from experiments.runs import verdicts as judgement
+from experiments.runs.comparison import MIN_REPLICATES
+from experiments.runs.verdicts import Comparison
 from experiments.tables import swept, title_of
-
-ENOUGH_PROCESSES = 5
-"""From which on `tk compare` judges a difference; see experiments/runs/comparison.py."""
 
 
 @dataclass(frozen=True)
@@ -21,25 +22,27 @@ class Verdict:
     notes: tuple[str, ...]
 
 
-def verdict_of(rows: Sequence[Row], processes: int, finished: bool) -> Verdict:
+def verdict_of(rows: Sequence[Row], processes: int, finished: bool, judged: Comparison | None = None) -> Verdict:
     """The verdict on a run.
 
     Args:
-        rows: merged. processes: that timed things were repeated in. finished: the run ended.
+        rows: merged. processes: that timed things were repeated in. finished: the run ended. judged: its arms beside
+            the first of their places, where there are processes enough to tell.
     """
     bad = [row for row in rows if row.status in ("wrong", "failed")]
     engines = [row for row in rows if isinstance(row, EngineRow)]
     parts = [*_checks([row for row in rows if isinstance(row, CheckRow)])]
     parts += _tokens([row for row in rows if isinstance(row, ParityRow)], engines)
-    speeds = _engine_speed(engines) or _kernel_speed([row for row in rows if isinstance(row, KernelRow)])
+    speeds = _judged_speed(judged) if judged is not None else []
+    speeds = speeds or _engine_speed(engines) or _kernel_speed([row for row in rows if isinstance(row, KernelRow)])
     peers = _peers([row for row in rows if isinstance(row, SpeedupRow)])
     quantized = _quantized([row for row in rows if isinstance(row, QuantizationRow)])
     main = "; ".join([" and ".join(parts), *speeds[:1]] if parts else speeds[:1]) or "nothing was measured"
     notes = [_sentence(note) for note in (*speeds[1:], *peers, *quantized)]
-    if any("times" in note or "the fastest" in note for note in (*speeds, *peers)) and processes < ENOUGH_PROCESSES:
+    if any("times" in note or "the fastest" in note for note in (*speeds, *peers)) and judged is None:
         times = "One process" if processes == 1 else f"{processes} processes"
         notes.append(
-            f"{times} each: no test says which of these differences are noise; with replicates: {ENOUGH_PROCESSES}, "
+            f"{times} each: no test says which of these differences are noise; with replicates: {MIN_REPLICATES}, "
             "tk compare does."
         )
     if not finished:
@@ -79,6 +82,47 @@ def _tokens(parities: Sequence[ParityRow], engines: Sequence[EngineRow]) -> list
         return [f"{len(other)} of {len(parities)} comparisons with the first arm {verb} in some token"]
     count = len({(str(row.arm), str(row.settings)) for row in engines if row.status == "ok"})
     return [f"all {count} arms gave the same tokens"]
+
+
+def _judged_speed(found: Comparison) -> list[str]:
+    """Of arms that were compared process by process: which are faster than the first, and by how much."""
+    rates = [one for one in found.verdicts if one.figure == "tokens_per_s" and one.place.startswith("engine")]
+    shown = []
+    places = list(dict.fromkeys(one.place for one in rates))
+    for place in places:
+        mine = [one for one in rates if one.place == place]
+        where = f"with “{place.removeprefix('engine, ')}”, " if len(places) > 1 else ""
+        best = max(mine, key=lambda one: one.effect.ratio)
+        outcomes = [one.effect.outcome for one in mine]
+        if best.effect.outcome == "better":
+            text = f"{where}the arm {best.arm} serves {best.effect.ratio:.3g} times the first arm's tokens per second"
+            shown.append((best.effect.ratio, f"{text} ({_interval(best)})"))
+        elif "worse" in outcomes:
+            slower = f"{outcomes.count('worse')} of {len(mine)} others are slower"
+            shown.append((1.0, f"{where}no arm is faster than the first, and {slower}"))
+        else:
+            least = max((one.effect.smallest or 0.0 for one in mine), default=0.0)
+            text = f"{where}no arm's tokens per second differ from the first arm's by more than noise"
+            shown.append((0.0, f"{text} (a change of {least:.1%} would have been found)"))
+    ordered = [text for _, text in sorted(shown, key=lambda pair: -pair[0])]
+    times = [one for one in found.verdicts if one.figure == "median_us"]
+    if times:
+        counts = Counter(str(one.effect.outcome) for one in times)
+        told = ", ".join(f"{counts[outcome]} {outcome}" for outcome in _OUTCOMES if counts[outcome])
+        best = min(times, key=lambda one: one.effect.ratio)
+        text = f"of {len(times)} kernel times beside the first variant's, {told}"
+        if best.effect.outcome == "better":
+            text += f"; the most: {best.arm} takes {best.effect.ratio:.3g} times as long, {best.place}"
+        ordered.append(text)
+    return ordered
+
+
+_OUTCOMES = ("better", "worse", "within noise", "cannot tell")
+
+
+def _interval(one: judgement.Verdict) -> str:
+    low, high = one.effect.low, one.effect.high
+    return f"{low:.3g} to {high:.3g}" if low is not None and high is not None else "no interval"
 
 
 def _engine_speed(engines: Sequence[EngineRow]) -> list[str]:

@@ -7,9 +7,9 @@ from rich.text import Text
 
 from experiments.runs.comparison import LEVEL, MIN_REPLICATES, POWER
 from experiments.runs.verdicts import Comparison, Verdict
-from experiments.table_style import add_row, new_table
+from experiments.table_style import Cell, Column, Line, PlainTable, add_row, cells, new_table
 
-_STYLES = {"better": "green", "worse": "bold red", "within noise": "", "cannot tell": "yellow"}
+_OUTCOMES = ("better", "worse", "within noise", "cannot tell")
 _WIDTHS = {"first": 8, "second": 8, "change": 7, "interval": 15, "sees": 6, "verdict": 12}
 
 _SHOWN = 12
@@ -29,7 +29,7 @@ def print_comparison(console: Console, found: Comparison) -> None:
         for column, width in zip(table.columns[1:], _WIDTHS.values(), strict=True):
             column.width = width
         for verdict in verdicts:
-            add_row(table, verdict.arm, *_cells(verdict))
+            add_row(table, *(one.as_rich() for one in cells(verdict.arm, *_cells(verdict))))
         if number == len(places) - 1:
             table.caption = _caption(found)
             table.caption_justify = "left"
@@ -46,9 +46,23 @@ def print_comparison(console: Console, found: Comparison) -> None:
     print_lines(console, "Recovered", found.repairs)
 
 
+def verdict_table(found: Comparison) -> PlainTable:
+    """A line for each figure, under its place."""
+    figures = ("first", "second", "change", "interval", "sees")
+    columns = (Column("arm"), *(Column(name, right=True) for name in figures), Column("verdict"))
+    lines: list[Line] = []
+    last = None
+    for verdict in found.verdicts:
+        if (place := f"{verdict.place}: {verdict.figure}, {_unit(verdict)}") != last:
+            lines.append(place)
+            last = place
+        lines.append(cells(verdict.arm, *_cells(verdict)))
+    return PlainTable("", columns, tuple(lines), _caption(found))
+
+
 def sentence(found: Comparison) -> str:
     """ "b beside a: 3 figures worse, 5 within noise"."""
-    counts = [f"{n} {outcome}" for outcome in _STYLES if (n := found.count(outcome))]
+    counts = [f"{n} {outcome}" for outcome in _OUTCOMES if (n := found.count(outcome))]
     total = len(found.verdicts)
     subject = f"{found.second} beside {found.first}" if found.second else f"The arms of {found.first}"
     return f"{subject}: of {total} figure{'s' if total != 1 else ''}, {', '.join(counts)}"
@@ -58,16 +72,16 @@ def _unit(verdict: Verdict) -> str:
     return "ms" if verdict.unit == "s" else verdict.unit
 
 
-def _cells(verdict: Verdict) -> list[str | Text]:
+def _cells(verdict: Verdict) -> list[str | Cell]:
     effect = verdict.effect
     scale = 1e3 if verdict.unit == "s" else 1
-    cells: list[str | Text] = [f"{value * scale:,.4g}" for value in (verdict.first, verdict.second)]
-    cells.append(f"{effect.ratio - 1:+.1%}")
+    shown: list[str | Cell] = [f"{value * scale:,.4g}" for value in (verdict.first, verdict.second)]
+    shown.append(f"{effect.ratio - 1:+.1%}")
     if effect.low is None or effect.high is None or effect.smallest is None:
-        cells += ["-", "-"]
+        shown += ["-", "-"]
     else:
-        cells += [f"{_percent(effect.low - 1)} {_percent(effect.high - 1)}", f"{effect.smallest:.1%}"]
-    return [*cells, Text(effect.outcome, _STYLES[effect.outcome])]
+        shown += [f"{_percent(effect.low - 1)} {_percent(effect.high - 1)}", f"{effect.smallest:.1%}"]
+    return [*shown, Cell(effect.outcome, effect.outcome)]
 
 
 def _percent(share: float) -> str:

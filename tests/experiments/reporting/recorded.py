@@ -1,5 +1,6 @@
 """Recorded runs for the report to read: rows of every stage, some with texts that would be markup if they were let."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def everything() -> list[_Row]:
     ]  # fmt: skip
 
 
-def record(folder: Path, rows: list[_Row], source: str = QUESTION, **more: Any) -> Path:
+def record(folder: Path, rows: Sequence[_Row], source: str = QUESTION, **more: Any) -> Path:
     """The folder of a run with these rows."""
     import json
 

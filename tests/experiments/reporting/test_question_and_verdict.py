@@ -1,12 +1,16 @@
 """What was asked, and what came out, in sentences."""
 
+from pathlib import Path
+
 import pytest
 
 from experiments.replicates import merged
 from experiments.reporting.question import question_of
+from experiments.reporting.report import report_of
 from experiments.reporting.verdict import verdict_of
 from experiments.rows import EngineRow, Row
-from tests.experiments.reporting.recorded import check, everything, kernel, parity, served
+from experiments.runs.reading import read_run
+from tests.experiments.reporting.recorded import check, everything, kernel, parity, record, served
 
 
 @pytest.mark.parametrize(
@@ -42,7 +46,6 @@ def test_all_is_well() -> None:
     assert found.notes == (
         "One process each: no test says which of these differences are noise; with replicates: 5, tk compare does.",
     )
-    assert verdict_of(rows, 5, True).notes == ()
 
 
 def test_what_is_wrong_comes_first_and_a_cut_run_says_so() -> None:
@@ -75,3 +78,34 @@ def test_kernels_alone_by_op() -> None:
     times = [("torch", 3.0, 1), ("fused", 2.0, 1), ("torch", 3.0, 2), ("fused", 4.5, 2), ("torch", 9.0, 4)]
     rows: list[Row] = [kernel("swiglu", name, us, {"T": size}) for name, us, size in (*times, ("fused", 3.0, 4))]
     assert verdict(rows).startswith("For swiglu, fused was the fastest at 2 of 3 points, up to 3 times as fast as")
+
+
+def repeated(speeds: dict[str, float]) -> list[Row]:
+    """Five processes of each arm, each a little off."""
+    return [
+        served(
+            EngineRow,
+            speed * (1 + 0.01 * (index % 3)),
+            "",
+            arm={"swiglu": name},
+            replicate=index,
+            task=f"{name}{index}",
+        )
+        for index in range(5)
+        for name, speed in speeds.items()
+    ]
+
+
+def test_with_five_processes_a_test_says_what_is_noise(tmp_path: Path) -> None:
+    faster = report_of(read_run(record(tmp_path / "a", repeated({"torch": 1000.0, "fused": 1500.0}))))
+    assert faster.verdict.sentence.startswith("The arm fused serves 1.5 times the first arm's tokens per second (")
+    assert faster.verdict.notes == ()
+    section = next(one for one in faster.sections if one.name == "differences")
+    assert section.notes == ("The arms of a: of 3 figures, 1 better, 2 within noise.",)
+    assert any(not isinstance(line, str) and line[-1].tone == "better" for line in section.tables[0].lines)
+    same = report_of(read_run(record(tmp_path / "b", repeated({"torch": 1000.0, "fused": 1000.0}))))
+    assert same.verdict.sentence.startswith(
+        "No arm's tokens per second differ from the first arm's by more than noise (a change of "
+    )
+    slower = report_of(read_run(record(tmp_path / "c", repeated({"torch": 1000.0, "fused": 500.0}))))
+    assert slower.verdict.sentence == "No arm is faster than the first, and 1 of 1 others are slower."
