@@ -1,17 +1,14 @@
 """What quantization costs and saves, for people: a table, and a plot."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.reporting.pictures import PAPER, SOFT, Picture, for_file, legend, look
+from experiments.reporting.pictures import PAPER, SOFT, Picture, legend, look
 from experiments.rows import QuantizationRow
 from experiments.table_style import Column, Line, PlainTable, cells, status_cell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-PLOT = "quantization.svg"
 
 
 def name_of(row: QuantizationRow) -> str:
@@ -67,16 +64,6 @@ def quantization_picture(rows: Sequence[QuantizationRow], device: str) -> Pictur
 
     columns = ("method", "bits", "group_size", "memory_mb", "perplexity")
     return Picture("quantization", "Perplexity by size", caption, columns, records, draw)
-
-
-def write_plot(rows: Sequence[QuantizationRow], folder: Path) -> Path | None:
-    """The picture as an SVG; None where there is none, or no matplotlib (the extra `plot`)."""
-    picture = quantization_picture(rows, "")
-    svg = picture.as_svg() if picture is not None else None
-    if svg is None:
-        return None
-    (folder / PLOT).write_text(for_file(svg), encoding="utf-8")
-    return folder / PLOT
 
 
 def _draw(figure: "Figure", judged: Sequence[QuantizationRow], methods: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ columns.json        every column of results.jsonl: its type, unit and meaning
 tuned.json          the tuned configs that were used, how each was found, and at the end the lockfiles' entries for them
 results.jsonl       a row per fact, all of a task in one write
 samples/            <hash of a task's key>.json: raw figures that are too big for rows
+report.html         what all this says, and figures/, its pictures as SVG and CSV: made when the run has ended
 """
 
 import difflib
@@ -31,10 +32,8 @@ from experiments.plan import Plan, Sweep
 from experiments.provenance import source_files
 from experiments.rows import Row
 from experiments.runs.columns import columns
-from experiments.runs.reading import SCHEMA, read_run
+from experiments.runs.reading import SCHEMA, SOURCE, read_run
 from experiments.sweep.server import write_whole
-
-SOURCE = "experiment.yaml"
 
 
 class RunFolder:

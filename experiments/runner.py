@@ -13,8 +13,7 @@ from experiments.models import check_headers
 from experiments.plan import Plan, Sweep
 from experiments.points import Point, points_of
 from experiments.provenance import lockfile_entries
-from experiments.quantization_report import write_plot
-from experiments.rows import EngineRow, ParityRow, PeerRow, QuantizationRow, Row, SpeedupRow, StepRow
+from experiments.rows import EngineRow, ParityRow, PeerRow, Row, SpeedupRow, StepRow
 from experiments.run_folder import RunFolder, check_new, new_folder, new_path, new_run_id, open_again, resolved_text
 from experiments.runs.reading import read_meta
 from experiments.stages import parity, speedups
@@ -75,7 +74,6 @@ def run_experiment(
         folder.finish(tuning.mode, entries, asdict(read_clocks(device)))
     finally:
         folder.close()
-    write_plot([row for row in folder.rows if isinstance(row, QuantizationRow)], folder.path)
     return folder
 
 

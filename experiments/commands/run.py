@@ -1,4 +1,4 @@
-"""`tk run`: one experiment, from its YAML to a run folder and a table."""
+"""`tk run`: one experiment, from its YAML to a run folder, a table and a report."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,10 @@ from rich.text import Text
 
 from experiments.document import ExperimentError, read_document
 from experiments.plan import make_sweep
+from experiments.reporting.rendering import write_report
+from experiments.reporting.report import report_of
 from experiments.runner import failures, run_experiment
+from experiments.runs.reading import read_run
 from experiments.tables import print_report
 
 MOST_ARMS = 64
@@ -45,4 +48,5 @@ def run(request: Request) -> int:
     if bad:
         console.print(Text(f"{len(bad)} of {len(folder.rows)} results are not as they should be", "bold red"))
     console.print(Text(f"{len(folder.rows)} rows in {folder.path / 'results.jsonl'}"), soft_wrap=True)
+    console.print(Text(f"Report: {write_report(report_of(read_run(folder.path)), folder.path)}"), soft_wrap=True)
     return 1 if bad else 0

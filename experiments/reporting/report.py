@@ -20,9 +20,8 @@ from experiments.reporting.resources import resources_of
 from experiments.reporting.roofline import roofline_picture
 from experiments.reporting.verdict import Verdict, verdict_of
 from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, Row, StepRow
-from experiments.run_folder import SOURCE
 from experiments.runs.comparison import MIN_REPLICATES
-from experiments.runs.reading import RecordedRun
+from experiments.runs.reading import SOURCE, RecordedRun
 from experiments.runs.verdict_tables import sentence, verdict_table
 from experiments.runs.verdicts import Comparison, compare_arms
 from experiments.table_style import PlainTable

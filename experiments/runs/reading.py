@@ -17,6 +17,9 @@ from experiments.rows import ROW, Row
 SCHEMA = 1
 """Of the folder: which files there are, and what they hold. A reader refuses a newer one."""
 
+SOURCE = "experiment.yaml"
+"""The experiment as it was written, comments and all."""
+
 META_KEYS = ("run_id", "name", "created", "finished", "resolved_sha256", "tasks", "executor")
 """What run.json has besides "schema". finished: when, or null where the run was cut off and can be resumed."""
 

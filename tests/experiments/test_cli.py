@@ -149,6 +149,9 @@ def test_run_prints_a_table_and_its_folder(write: Callable[..., Path], tmp_path:
     assert result.exit_code == 0
     assert "T=2,I=33" in result.stdout
     assert str(out / "results.jsonl") in result.stdout
+    assert f"Report: {out / 'report.html'}" in result.stdout
+    assert (out / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert (out / "figures" / "roofline.svg").exists()
     assert json.loads((out / "environment.json").read_text())["overrides"] == ["shapes.swiglu=[{T: 2, I: 33}]"]
 
 

@@ -54,9 +54,10 @@ def compile_point(
         return []
     default = variant.default_config(arch)
     used = config if config is not None else default  # one without constants is false
+    source = source_hash(variant.kernels) if variant.kernels else ""  # `auto` launches other variants' kernels
     row = CompiledKernel(
         contract.name, variant.name, "", arch, used.as_dict(), "unsupported", used == default,
-        "axes" if mine else name, here.reason or "", dict(here.drawn), source=source_hash(variant.kernels),
+        "axes" if mine else name, here.reason or "", dict(here.drawn), source=source,
     )  # fmt: skip
     if here.reason:
         return [row]

@@ -25,7 +25,8 @@ class CompiledKernel:
     launch: its position among the variant's launches. grid: programs by axis. waves: grid over what is resident.
     workspace_bytes: of the variant, for all its launches. compile_s: without any cache.
     code: a hash of the instructions, whatever the kernel's name. source: the hash of the variant's kernels, as tuned
-        configs are kept by: whoever shows a row of the expected table can tell whether the code is still that.
+        configs are kept by: whoever shows a row of the expected table can tell whether the code is still that;
+        "" of a variant that launches others' kernels.
     """
 
     op: str
