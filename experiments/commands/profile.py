@@ -26,6 +26,7 @@ from experiments.profiling.nsys_stats import read_stats
 from experiments.profiling.proton import profile_with_proton, unavailable
 from experiments.profiling.range_table import figures, range_table
 from experiments.profiling.steady import recorded
+from experiments.stages.engine import interpreted_ops
 from tkernels.spans import Breakdown, breakdown
 
 _RECORDED = "Recording takes time of its own, most where ranges are short: compare shares, not speeds."
@@ -119,8 +120,10 @@ def _record(plan: Plan, out: Path, command: Sequence[str], *, is_first: bool) ->
     ]
     if is_first:
         notes.insert(0, f"The first arm and workload of {plan.experiment.name}; --set chooses others.")
-    facts = {**about, "source": "recording", "trace": str(trace), "nsys": shlex.join(command)}
-    return _Profile(breakdown(spans), f"{plan.experiment.name}: {which}", _RECORDED, facts, tuple(notes))
+    slow = interpreted_ops(steady.llm)
+    caption = f"{_RECORDED} Interpreted, so that no kernel was timed: {', '.join(slow)}." if slow else _RECORDED
+    facts = {**about, "source": "recording", "interpreted": slow, "trace": str(trace), "nsys": shlex.join(command)}
+    return _Profile(breakdown(spans), f"{plan.experiment.name}: {which}", caption, facts, tuple(notes))
 
 
 def _from_export(file: Path) -> _Profile:

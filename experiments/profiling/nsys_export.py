@@ -109,9 +109,16 @@ class _Export:
         )
         rows = self.db.execute(query).fetchall()
         domains = {(_pid(tid), domain): text for _, _, kind, text, tid, domain in rows if kind == _DOMAIN_CREATE}
+        ranges = [row for row in rows if row[2] == _PUSH_POP and row[1] is not None]
+        names: dict[tuple[int, Any], set[str]] = defaultdict(set)
+        for _, _, _, text, tid, domain in ranges:
+            names[_pid(tid), domain].add(str(text))
+        # One that was made before the collection began has no name: it is ours where it has what a step has.
+        ours = {key for key, inside in names.items() if key not in domains and {"step", "forward"} <= inside}
+        ours |= {key for key, name in domains.items() if name == DOMAIN}
         events: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
-        for start, end, kind, text, tid, domain in rows:
-            if kind == _PUSH_POP and end is not None and domains.get((_pid(tid), domain)) == DOMAIN:
+        for start, end, _, text, tid, domain in ranges:
+            if (_pid(tid), domain) in ours:
                 events[tid].append((start, end, str(text)))
         if not events:
             there_is = ", ".join(sorted(set(map(str, domains.values())))) or "none"

@@ -68,6 +68,14 @@ def test_without_graphs_there_are_no_tables_of_graphs(tmp_path: Path) -> None:
     assert by_clock(found, "device") == {"swiglu.fused": (1, 0.04, 0.04), "device idle": (1, 0.06, 0.06)}
 
 
+def test_a_domain_whose_making_was_not_collected_is_known_by_its_ranges(tmp_path: Path) -> None:
+    """The collection began after the process had made its domain."""
+    file = two_steps(tmp_path / "report.sqlite")
+    with sqlite3.connect(file) as db:
+        db.execute("DELETE FROM NVTX_EVENTS WHERE eventType = 75 AND text = 'tkernels'")
+    assert read_export(file).steps == 2
+
+
 def test_a_file_that_is_none_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
     def refused(file: Path) -> str:
         with pytest.raises(ExperimentError) as caught:
@@ -102,6 +110,14 @@ def test_nsys_stats_csv_gives_host_and_projected_times(tmp_path: Path) -> None:
         "step": (2, 150, None), "paged_decode.one_pass": (4, 3, None), "schedule": (2, 5, None),
     }  # fmt: skip
     assert [row["share"] for row in figures(found) if row["clock"] == "device"] == [10 / 150]
+    host_only = tmp_path / "host.csv"
+    host_only.write_text(
+        "Time (%),Total Time (ns),Instances,Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (ns),Style,Range\n"
+        "60.0,90000,3,1,1,1,1,0,PushPop,tkernels:step\n40.0,60000,6,1,1,1,1,0,PushPop,tkernels:forward\n\n"
+        "Processing [report.sqlite] with [cuda_gpu_kern_sum.py]...\nTime (%),Name\n1,tkernels:step\n"
+    )
+    assert by_clock(read_stats(host_only), "host") == {"step": (3, 90, None), "forward": (6, 60, None)}
+    assert by_clock(read_stats(host_only), "device") == {}
     in_us = tmp_path / "us.csv"
     in_us.write_text(file.read_text().replace("(ns)", "(us)"))
     assert read_stats(in_us).step_ns == 150_000_000
@@ -110,8 +126,8 @@ def test_nsys_stats_csv_gives_host_and_projected_times(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("Time (%),Total Time (ns),Instances,Name\n", "no line of columns that begins with Range"),
-        ("Range,Style\ntkernels:step,PushPop\n", "its columns are Range, Style"),
+        ("Time (%),Total Time (ns),Instances,Name\n", "has no table of NVTX ranges"),
+        ("Range,Style\ntkernels:step,PushPop\n", "has no table of NVTX ranges"),
         (HEADER, "no ranges in the domain 'tkernels'"),
         (HEADER + ":step,PushPop,1,1,1,1,1,1,1,0,1,1,0,0\n", "no ranges in the domain 'tkernels'"),
     ],

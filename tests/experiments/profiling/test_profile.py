@@ -55,6 +55,7 @@ def test_the_quickstart_gives_a_trace_of_its_phases_layers_and_ops(
     assert run(asked(QUICKSTART, *overrides, out=tmp_path / "out"), True) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["arm"]["swiglu"] == swiglu
+    assert told["interpreted"] == (["swiglu"] if swiglu == "fused" else [])
     text = (tmp_path / "out" / "trace.json").read_text()
     assert problems_of(text) == []
     events = [event for event in json.loads(text)["traceEvents"] if event["ph"] == "X"]
