@@ -45,10 +45,23 @@ def test_a_quantized_model_says_what_its_dense_twin_says(kind: Kind, tmp_path: P
     assert tokens(served(quantized)) == tokens(served(dense))
 
 
-@pytest.mark.parametrize("kind", [Kind("gptq", 4, 32), Kind("awq", 4, 32, symmetric=True)], ids=str)
+INTERPRETED = (
+    Kind("gptq", 2, 32),
+    Kind("gptq", 3, 32, symmetric=True),
+    Kind("gptq", 4, 32),
+    Kind("gptq_v2", 4, 32, act_order=True),
+    Kind("gptq", 8, -1),
+    Kind("awq", 4, 32, symmetric=True),
+    Kind("compressed-tensors", 4, 32, act_order=True),
+    Kind("squeezellm", 3),
+    Kind("squeezellm", 4),
+)
+
+
+@pytest.mark.parametrize("kind", INTERPRETED, ids=str)
 def test_so_does_a_triton_kernel(kind: Kind, tmp_path: Path) -> None:
     narrow = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    quantized, dense = write_models(tmp_path, kind, **narrow, head_dim=16)
+    quantized, dense = write_models(tmp_path, kind, **narrow, head_dim=32)
     llm = served(quantized, kernels={"dequant_gemm": "auto"})
     assert llm.arm["dequant_gemm"] == "auto"
     assert network(quantized, dequant_gemm="auto").layers[0].down.weight.order == "interleaved"  # type: ignore[union-attr]
