@@ -63,7 +63,7 @@ def write_experiment(folder: Path, replicates: int) -> Path:
         "name": "false-alarms", "dtype": "float32", "device": "cpu", "variants_from": ["variants"], "kernels": kernels,
         "shapes": shapes, "replicates": replicates,
     }  # fmt: skip
-    file.write_text(yaml.safe_dump(experiment))
+    file.write_text(yaml.safe_dump(experiment, sort_keys=False))
     return file
 
 
