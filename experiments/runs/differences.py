@@ -13,24 +13,34 @@ def _device(run: RecordedRun) -> Any:
     return {key: device.get(key) for key in ("name", "type", "arch", "triton")}
 
 
-def _model(run: RecordedRun) -> Any:
-    """The files' hashes where they are known: a directory may hold other weights under the same name."""
-    files = run.environment.get("model")
-    return files if files else run.resolved.get("model")
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
-def _workload(run: RecordedRun) -> Any:
-    """By name: two runs may share one of several."""
-    given = run.resolved.get("workload", [])
-    return {str(one.get("name", "")): one for one in (given if isinstance(given, list) else [given])}
+def _dtypes(run: RecordedRun) -> Any:
+    return {str(name): True for name in _listed(run.resolved.get("dtype"))}
+
+
+def _models(run: RecordedRun) -> Any:
+    """Each by its name, and its files' hashes where they are known: a directory may hold other weights next month. An
+    only one has no name, for its directory may have another.
+    """
+    files = dict(run.environment.get("model") or {})
+    if not files:
+        files = {json.dumps(source, sort_keys=True): source for source in _listed(run.resolved.get("model"))}
+    return files if len(files) > 1 else {"": next(iter(files.values()))}
+
+
+def _workloads(run: RecordedRun) -> Any:
+    return {str(one.get("name", "")): one for one in _listed(run.resolved.get("workload", []))}
 
 
 WHATS: Mapping[str, Callable[[RecordedRun], Any]] = {
     "device": _device,
-    "dtype": lambda run: run.resolved.get("dtype"),
-    "model": _model,
+    "dtype": _dtypes,
+    "model": _models,
     "threads": lambda run: run.environment.get("host", {}).get("torch_threads"),
-    "workload": _workload,
+    "workload": _workloads,
 }
 """What a difference of speed would be no news across, by the name under which `--across` allows it."""
 
@@ -38,15 +48,20 @@ _SAID_ELSEWHERE = ("name", "device", "dtype", "model", "workload")
 _NO_CIRCUMSTANCE = ("run_id", "model")
 
 
+_SEVERAL = ("dtype", "model", "workload")
+"""Of which a run may have several, by name: those that both have are compared, and must be the same."""
+
+
 def forbidding(first: RecordedRun, second: RecordedRun) -> dict[str, str]:
     """Name of WHATS -> the two values, for each that the runs do not share."""
     found = {}
     for what, of in WHATS.items():
         one, other = of(first), of(second)
-        if what == "workload":
-            shared = one.keys() & other.keys()
+        if what in _SEVERAL and (shared := one.keys() & other.keys()):
             one, other = ({name: some[name] for name in sorted(shared)} for some in (one, other))
         if one != other:
+            if what == "dtype":
+                one, other = ", ".join(one), ", ".join(other)
             found[what] = "; ".join(_change(path, a, b) for path, a, b in _leaves(one, other))
     return found
 
@@ -54,6 +69,7 @@ def forbidding(first: RecordedRun, second: RecordedRun) -> dict[str, str]:
 def circumstances(first: RecordedRun, second: RecordedRun) -> list[str]:
     """What else differs: code, versions, lockfile, seeds, and other keys of the YAML, a line for each."""
     changes = [
+        *_leaves({"executor": first.meta["executor"]}, {"executor": second.meta["executor"]}),
         *_leaves(_without(first.environment, _NO_CIRCUMSTANCE), _without(second.environment, _NO_CIRCUMSTANCE)),
         *_leaves(_without(first.resolved, _SAID_ELSEWHERE), _without(second.resolved, _SAID_ELSEWHERE)),
     ]

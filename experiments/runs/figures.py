@@ -52,12 +52,12 @@ class Figure:
 
 
 def figures_of(
-    rows: Sequence[Row], *, across: Collection[str] = (), among: Sequence[Row] | None = None
+    rows: Sequence[Row], *, across: Collection[str] = (), leave_out: bool = False, among: Sequence[Row] | None = None
 ) -> dict[str, Figure]:
     """The figures by a key that is the same in every run of the same YAML, in the rows' order.
 
-    across: "dtype" and "model" are left out of the key. among: the rows that titles tell arms apart in; `rows` itself
-    by default.
+    across: "dtype" and "model", where named, tell arms apart and not places; with `leave_out`, nothing at all, for runs
+    that have one each. among: the rows that titles tell arms apart in; `rows` itself by default.
 
     Raises:
         ExperimentError: two rows of one process are of the same thing.
@@ -71,7 +71,7 @@ def figures_of(
             value = _value(row, name)
             if value is None or not 0 < value < math.inf:
                 continue
-            place, arm, title = _labels(row, across, swept)
+            place, arm, title = _labels(row, across, leave_out, swept)
             figure = found.setdefault(f"{place} | {arm} | {name}", Figure(name, unit, better, place, arm, title))
             if row.replicate in figure.values:
                 what = f"{name} of {arm}, {place}"
@@ -100,10 +100,13 @@ def _swept(rows: Iterable[Row]) -> set[tuple[str, str]]:
     return {key for key, values in labels.items() if len(values) > 1}
 
 
-def _labels(row: Row, across: Collection[str], swept: Collection[tuple[str, str]]) -> tuple[str, str, str]:
+def _labels(
+    row: Row, across: Collection[str], leave_out: bool, swept: Collection[tuple[str, str]]
+) -> tuple[str, str, str]:
     """Place, arm and title."""
-    settings = {key: value for key, value in row.settings.items() if key not in across}
-    shared = {key: value for key, value in settings.items() if key in _ALIKE or key.startswith("workload.")}
+    settings = {key: value for key, value in row.settings.items() if not (leave_out and key in across)}
+    alike = [key for key in _ALIKE if key not in across]
+    shared = {key: value for key, value in settings.items() if key in alike or key.startswith("workload.")}
     own = {key: value for key, value in settings.items() if key not in shared}
     dtype = None if "dtype" in across or "dtype" in shared else row.dtype
     if isinstance(row, KernelRow):

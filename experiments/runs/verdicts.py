@@ -87,7 +87,7 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
     if problems:
         raise ExperimentError(problems)
     among = (*first.rows, *second.rows)
-    mine, theirs = (figures_of(run.rows, across=across, among=among) for run in (first, second))
+    mine, theirs = (figures_of(run.rows, across=across, leave_out=True, among=among) for run in (first, second))
     both = [key for key in mine if key in theirs]
     if not both:
         why = _why_none(mine, theirs)
@@ -114,6 +114,8 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
 
 def compare_arms(run: RecordedRun, across: Collection[str] = ()) -> Comparison:
     """Every arm beside the first of its place, paired by process: those of one replicate ran next to each other.
+
+    across: "dtype" and "model" make no other place; nothing else of WHATS differs within a run.
 
     Raises:
         ExperimentError: no place has figures of several arms.

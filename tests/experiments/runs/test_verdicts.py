@@ -140,6 +140,39 @@ def test_what_decides_speeds_is_not_compared_across_without_being_told(
     assert len(found.verdicts) == 1
 
 
+def test_of_several_dtypes_those_that_both_runs_have_are_compared(tmp_path: Path) -> None:
+    def rows(seed: int, *dtypes: str) -> list[dict[str, Any]]:
+        return [
+            {**row, "dtype": dtype, "settings": {"dtype": dtype}, "task": f"{row['task']} {dtype}"}
+            for dtype in dtypes
+            for row in timed(seed, torch=1)
+        ]
+
+    both = {**RESOLVED, "dtype": ["float32", "bfloat16"]}
+    first = recorded(tmp_path, "a", rows(0, "float32", "bfloat16"), resolved=both)
+    second = recorded(
+        tmp_path, "b", rows(1, "bfloat16", "float16"), resolved={**RESOLVED, "dtype": ["bfloat16", "float16"]}
+    )
+    found = compare_runs(first, second)
+    assert [verdict.place for verdict in found.verdicts] == ["swiglu, decode, dtype=bfloat16"]
+    assert len(found.only_first) == len(found.only_second) == 1
+    with pytest.raises(ExperimentError, match="a has no two arms"):
+        compare_arms(first)
+    across = compare_arms(first, ["dtype"])
+    assert outcomes(across) == {"torch, dtype=bfloat16": "within noise"}
+    assert across.verdicts[0].place == "swiglu, decode"
+
+
+def test_the_same_weights_under_another_name_are_the_same_model(tmp_path: Path) -> None:
+    runs = []
+    for number, (name, code) in enumerate((("tiny", "a"), ("copy", "a"), ("copy", "b"))):
+        environment = {**ENVIRONMENT, "model": {name: {"config.json": code}}}
+        runs.append(recorded(tmp_path, str(number), timed(number, torch=1), environment=environment))
+    assert len(compare_runs(runs[0], runs[1]).verdicts) == 1
+    with pytest.raises(ExperimentError, match="model of 0 and 2: config.json: a, then b"):
+        compare_runs(runs[0], runs[2])
+
+
 def test_all_that_forbids_a_comparison_is_said_at_once(tmp_path: Path) -> None:
     first = recorded(tmp_path, "a", timed(0, torch=1))
     environment = changed(changed(dict(ENVIRONMENT), "device", "type", to="cuda"), "host", "torch_threads", to=2)
