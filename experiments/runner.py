@@ -35,6 +35,14 @@ Points = Sequence[Mapping[str, Sequence[Point]]]
 """Of each plan, op -> its points."""
 
 
+class RunInterrupted(KeyboardInterrupt):
+    """Ctrl-C came while tasks ran; what is done is in the folder `path`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self.path = path
+
+
 def run_experiment(
     sweep: Sweep,
     out: Path | None,
@@ -52,7 +60,7 @@ def run_experiment(
     this machine. resume: the folder of a run that was cut off; so is `out`, where it is one of this very experiment.
 
     Raises ExperimentError where the folder cannot be made or resumed, or a point of `shapes` breaks its contract;
-    whatever goes wrong in one task becomes a row.
+    whatever goes wrong in one task becomes a row. RunInterrupted for Ctrl-C.
     """
     points = [_points_of(plan) for plan in sweep.plans]
     for plan in sweep.plans:
@@ -72,6 +80,8 @@ def run_experiment(
         device = sweep.plans[0].device
         entries = lockfile_entries(sweep.plans, device_facts(device), folder.used, tuning.folder)
         folder.finish(tuning.mode, entries, asdict(read_clocks(device)))
+    except KeyboardInterrupt:
+        raise RunInterrupted(folder.path) from None
     finally:
         folder.close()
     return folder

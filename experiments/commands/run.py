@@ -1,5 +1,6 @@
 """`tk run`: one experiment, from its YAML to a run folder, a table and a report."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from experiments.document import ExperimentError, read_document
 from experiments.plan import make_sweep
 from experiments.reporting.rendering import write_report
 from experiments.reporting.report import report_of
-from experiments.runner import failures, run_experiment
+from experiments.runner import RunInterrupted, failures, run_experiment
 from experiments.runs.reading import read_run
 from experiments.tables import print_report
 
@@ -33,6 +34,13 @@ class Request:
     yes: bool = False
 
 
+def resume_command(request: Request, path: Path) -> str:
+    """What goes on with a run that was cut off."""
+    words = ["tk", "run", str(request.file), *(word for one in request.overrides for word in ("--set", one))]
+    words += [] if request.full is None else ["--full" if request.full else "--no-full"]
+    return shlex.join([*words, *(["--yes"] if request.yes else []), "--resume", str(path)])
+
+
 def run(request: Request) -> int:
     """Runs the experiment, or what is left of it; returns 1 where any of its rows is wrong or failed."""
     if request.out is not None and request.resume is not None:
@@ -40,7 +48,13 @@ def run(request: Request) -> int:
     sweep = make_sweep(read_document(request.file, request.overrides), full=request.full)
     if sweep.num_arms > MOST_ARMS and not request.yes:
         raise ExperimentError([f"{request.file}: {sweep.extent}; more than {MOST_ARMS} arms are run with --yes"])
-    folder = run_experiment(sweep, request.out, request.overrides, Console(stderr=True), resume=request.resume)
+    progress = Console(stderr=True)
+    try:
+        folder = run_experiment(sweep, request.out, request.overrides, progress, resume=request.resume)
+    except RunInterrupted as interrupted:
+        again = resume_command(request, interrupted.path)
+        progress.print(Text(f"interrupted; what is done is kept, and goes on with: {again}"), soft_wrap=True)
+        return 130
     console = Console()
     prompts = {one.name: one.prompts for one in sweep.experiment.workload if one.kind == "prompts"}
     print_report(console, prompts, folder.rows)

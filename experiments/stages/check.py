@@ -5,7 +5,7 @@ from typing import Any
 
 from experiments.peers import slack_of
 from experiments.rows import CheckRow
-from experiments.stages.context import Context, one_line
+from experiments.stages.context import Context, in_words, one_line
 from tkernels.check import check_case
 from tkernels.device import device_facts
 from tkernels.launch import Kernel
@@ -35,7 +35,8 @@ def _check(context: Context, point: str, at: Mapping[str, Any]) -> CheckRow:
     if result.status == "unsupported":
         return CheckRow(**common, status="unsupported", reason=result.reason)
     if result.status == "failed":
-        return CheckRow(**common, status="failed", reason=result.reason, seed=seed, replay=result.replay)
+        reason = in_words(result.reason or "")
+        return CheckRow(**common, status="failed", reason=reason, seed=seed, replay=result.replay)
     ratios: dict[str, Any] = {"max_error_ratio": result.max_ratio, "rms_error_ratio": result.rms_ratio}
     if result.status == "ok":
         return CheckRow(**common, status="ok", seed=seed, **ratios)

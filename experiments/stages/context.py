@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from experiments.arms import Arm, Pick, ServedWorkload
 from experiments.plan import Plan
 from experiments.rows import Row
@@ -98,9 +96,12 @@ def labels_of(plan: Plan, arm: Arm) -> dict[str, str]:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as a row's reason; that memory ran out is said in the same words, whoever raised it."""
+    """An exception as a row's reason."""
     text = " ".join(str(error).split())
-    name = type(error).__name__
-    is_short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text
-    unsaid = is_short and "out of memory" not in text
-    return ("out of memory: " if unsaid else "") + (f"{name}: {text}" if text else name)
+    return in_words(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def in_words(reason: str) -> str:
+    """The reason; that memory ran out is said in the same words, whoever says it."""
+    unsaid = "out of memory" not in reason and any(sign in reason for sign in ("MemoryError", "can't allocate memory"))
+    return f"out of memory: {reason}" if unsaid else reason

@@ -173,7 +173,8 @@ class _Watch:
 
 def signal_reason(number: int) -> str:
     """What a process's end by a signal means, in a row's words."""
-    name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+    known = {one.value: one.name for one in signal.Signals}
+    name = known.get(number, f"signal {number}")
     memory = ", as the kernel does when memory runs out" if number == signal.SIGKILL else ""
     return f"killed by {name}{memory}"
 

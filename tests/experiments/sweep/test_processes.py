@@ -1,0 +1,106 @@
+"""Tasks in processes of their own: what ends one is its row, and nothing is left when the driver is gone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from experiments.rows import ROW, CheckRow, KernelRow
+from experiments.sweep.server import signal_reason
+from tests.experiments.sweep.kill_runs import left_over, marked
+from tests.tkernels.outside import write_variant
+
+BEFORE = "    tokens, width = out.shape\n"
+DEATHS = {
+    "segfault": "import ctypes; ctypes.string_at(0)",
+    "killed": "import os; os.kill(os.getpid(), 9)",
+    "leaves": "import os; print('on my way', flush=True); os._exit(3)",
+    "hangs": "import time; time.sleep(60)",
+    "hungry": "torch.empty(1 << 60, dtype=torch.uint8)",
+    "memory": "raise MemoryError",
+    "orphans": "import subprocess; subprocess.Popen(['sleep', '300'])",
+}
+
+
+def experiment(folder: Path, **keys: Any) -> Path:
+    file = folder / "experiment.yaml"
+    file.write_text(yaml.safe_dump({"name": "deaths", "shapes": {"swiglu": [{"T": 2, "I": 8}]}, **keys}))
+    return file
+
+
+def command(file: Path, out: Path) -> list[str]:
+    return [sys.executable, "-m", "experiments.cli", "run", str(file), "--out", str(out)]
+
+
+@pytest.fixture
+def run_id() -> Iterator[str]:
+    """Marks every process that a test starts; none may be left."""
+    mark = f"test-{os.getpid()}-{time.time_ns()}"
+    yield mark
+    assert left_over(mark, seconds=10.0) == []
+
+
+def test_whatever_ends_a_task_is_its_row_and_the_others_go_on(tmp_path: Path, run_id: str) -> None:
+    for name, code in DEATHS.items():
+        named = ("swiglu_doubled", f"swiglu_{name}")
+        write_variant(tmp_path / "mine", (BEFORE, f"{BEFORE}    {code}\n"), named, name=name)
+    write_variant(tmp_path / "mine")
+    kernels = {"swiglu": [*DEATHS, "doubled", "torch"]}
+    file = experiment(tmp_path, variants_from=["mine"], kernels=kernels, device="cpu", timeout=4)
+    out = tmp_path / "out"
+    done = subprocess.run(command(file, out), capture_output=True, text=True, check=False, env=marked(run_id))
+    assert done.returncode == 1, done.stderr
+    rows = [ROW.validate_json(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    checks = {row.variant: row for row in rows if isinstance(row, CheckRow)}
+    assert set(checks) == set(kernels["swiglu"])
+    reasons = {name: str(checks[name].reason) for name in DEATHS if checks[name].status == "failed"}
+    assert set(reasons) == set(DEATHS) - {"orphans"}
+    assert reasons["segfault"].startswith("killed by SIGSEGV")
+    assert "Fatal Python error: Segmentation fault" in done.stderr
+    assert reasons["killed"].startswith("killed by SIGKILL, as the kernel does when memory runs out")
+    assert reasons["leaves"].startswith("its process left with exit status 3; last printed: on my way")
+    assert reasons["hangs"].startswith("timeout: it took longer than 4 s")
+    assert reasons["hungry"].startswith("out of memory: RuntimeError")
+    assert reasons["memory"].startswith("out of memory: MemoryError")
+    for name in ("segfault", "killed", "leaves", "hangs"):
+        assert reasons[name].endswith("(at: T=2,I=8)")
+        assert (checks[name].point, checks[name].task_rows) == ("T=2,I=8", 1)
+    assert checks["doubled"].status == checks["torch"].status == "ok"
+    timed = {row.variant: row.status for row in rows if isinstance(row, KernelRow)}
+    assert timed == {"doubled": "ok", "torch": "ok", "orphans": "ok"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_when_the_driver_is_gone_so_is_everything_that_it_started(tmp_path: Path, run_id: str, number: int) -> None:
+    write_variant(
+        tmp_path / "mine", (BEFORE, f"{BEFORE}    open({str(tmp_path / 'here')!r}, 'w'); {DEATHS['hangs']}\n")
+    )
+    file = experiment(tmp_path, variants_from=["mine"], kernels={"swiglu": ["torch", "doubled"]}, replicates=3)
+    process = subprocess.Popen(command(file, tmp_path / "out"), stderr=subprocess.PIPE, text=True, env=marked(run_id))
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "here").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert (tmp_path / "here").exists()
+    assert len(left_over(run_id, seconds=0.0)) >= 5  # driver, three servers, the task
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    if number == signal.SIGINT:
+        assert process.returncode == 130
+        assert f"tk run {file} --resume {tmp_path / 'out'}" in " ".join(said.split())
+    assert left_over(run_id, seconds=10.0) == []
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [row["variant"] for row in rows] == ["torch"]
+
+
+def test_what_a_signal_means() -> None:
+    assert signal_reason(signal.SIGABRT) == "killed by SIGABRT"
+    assert "memory" in signal_reason(signal.SIGKILL)
+    assert signal_reason(99) == "killed by signal 99"
