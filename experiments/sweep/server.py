@@ -203,9 +203,16 @@ def _serve(
     if text := watch.tail.decode(errors="replace").strip():
         write_whole(answers, json.dumps({"printed": text}).encode() + b"\n")
         if death is not None:
-            death += f"; last printed: {' '.join(text.split())[-_LAST_WORDS:]}"
+            death += f"; last printed: {_last_words(text)}"
     over = {"seconds": time.monotonic() - started, "death": death}
     write_whole(answers, json.dumps({"over": over}).encode() + b"\n")
+
+
+def _last_words(text: str) -> str:
+    """Of what a process printed, the end; of a crash that Python saw coming, where it was."""
+    _, crash, stack = text.rpartition("Fatal Python error")
+    stack = stack.partition("Extension modules:")[0]
+    return " ".join(f"{crash}{stack}".split())[:_LAST_WORDS] if crash else " ".join(text.split())[-_LAST_WORDS:]
 
 
 def _wait(watch: _Watch, waiting: selectors.BaseSelector, lines: _Lines, woken: _Woken, answers: int) -> None:

@@ -1,0 +1,182 @@
+"""A run that was cut off goes on: what is whole is kept and not done again, what is not is cut away and said."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import experiments.stages.check
+from experiments.document import ExperimentError, read_document
+from experiments.plan import make_sweep
+from experiments.run_folder import RunFolder
+from experiments.runner import run_experiment
+from experiments.runs.reading import read_run
+from experiments.sweep.tasks import Setup
+from tests.experiments.conftest import Write
+from tests.experiments.in_process import InProcess
+from tests.experiments.sweep.kill_runs import differences, facts_of
+from tests.experiments.test_baselines import SMALL, SYNTHETIC
+from tests.tkernels.outside import write_variant
+
+KERNELS: dict[str, Any] = {"kernels": {"swiglu": ["torch", "fused"]}, "shapes": {"swiglu": [{"T": 2, "I": 8}]}}
+Start = Callable[..., tuple[RunFolder, list[str]]]
+
+
+@pytest.fixture
+def start(write: Write, tmp_path: Path) -> Start:
+    """Runs an experiment into tmp_path/<out>, and returns the folder and the tasks that were carried out."""
+
+    def start_run(out: str = "run", resume: bool = False, **keys: Any) -> tuple[RunFolder, list[str]]:
+        sweep = make_sweep(read_document(write(**keys)))
+        executor = InProcess()
+        path = tmp_path / out
+        console = Console(file=(tmp_path / "said").open("w"), width=1000)
+        where = {"resume": path} if resume else {}
+        folder = run_experiment(sweep, None if resume else path, [], console, executor=executor, **where)
+        return folder, executor.tasks
+
+    return start_run
+
+
+def cut_off(path: Path, lines: int, rest: bytes = b"") -> list[bytes]:
+    """Leaves so many rows, as a kill would; returns those that it takes away."""
+    file = path / "results.jsonl"
+    whole = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(whole[:lines]) + rest)
+    meta = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps({**meta, "finished": None}))
+    return whole[lines:]
+
+
+def test_only_what_is_missing_is_done_wherever_it_was_cut(start: Start, checkpoint: Path, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {
+        "model": {"path": str(checkpoint)}, "scheduler": {**SMALL, "block_size": [8, 16]}, "workload": SYNTHETIC,
+        "peers": ["without_kv_cache"], "repeats": 1, "replicates": 2,
+    }  # fmt: skip
+    folder, all_tasks = start(**keys)
+    whole = facts_of(folder.path)
+    assert set(whole.values()) == {1}
+    rows = [json.loads(line)["task"] for line in (folder.path / "results.jsonl").read_text().splitlines()]
+    first_of = {task: rows.index(task) for task in dict.fromkeys(rows)}
+    for task in ("check/rms_norm.torch", "kernels/rms_norm.torch#1", "engine/block_size=16#0", "engine/block_size=8#1"):
+        cut_off(folder.path, first_of[task])
+        again, done = start(**keys)
+        assert done == all_tasks[all_tasks.index(task) :]
+        assert differences(whole, facts_of(again.path)) == []
+        assert again.run_id == folder.run_id
+    for stage in ("parity", "speedup"):  # what is derived needs no task
+        cut_off(folder.path, next(i for i, task in enumerate(rows) if task.startswith(stage)))
+        assert start(resume=True, **keys)[1] == []
+        assert differences(whole, facts_of(folder.path)) == []
+
+
+@pytest.mark.parametrize("torn", [0, 40])
+def test_a_task_whose_write_was_cut_is_cut_away_said_and_done_again(start: Start, tmp_path: Path, torn: int) -> None:
+    keys = {**KERNELS, "shapes": {"swiglu": [{"T": 2, "I": 8}, {"T": 3, "I": 8}]}}
+    folder, _ = start(**keys)
+    whole = facts_of(folder.path)
+    taken = cut_off(folder.path, 3)  # torch's two checks, and one of fused's
+    with (folder.path / "results.jsonl").open("ab") as file:
+        file.write(taken[0][:torn])
+    again, done = start(resume=True, **keys)
+    assert done == ["check/swiglu.fused", "kernels/swiglu.torch#0", "kernels/swiglu.fused#0"]
+    assert differences(whole, facts_of(again.path)) == []
+    said = (tmp_path / "said").read_text()
+    assert "task 'check/swiglu.fused' has 1 of its 2 rows" in said
+    assert ("line 4, the last, is half written (40 bytes)" in said) == bool(torn)
+    assert read_run(again.path).repairs == ()
+
+
+def test_a_run_that_has_ended_is_left_as_it_is(start: Start) -> None:
+    folder, _ = start(**KERNELS)
+    before = {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
+    again, done = start(resume=True, **KERNELS)
+    assert done == []
+    assert {path.name: path.read_bytes() for path in again.path.iterdir() if path.is_file()} == before
+    with pytest.raises(ExperimentError, match="exists and is not an empty folder"):
+        start(**KERNELS)
+
+
+def test_another_experiment_is_refused_with_what_differs(start: Start) -> None:
+    folder, _ = start(**KERNELS)
+    cut_off(folder.path, 1)
+    for resume in (True, False):
+        expected = "another experiment: -  - T: 2; \\+  - T: 3" if resume else "exists and is not an empty folder"
+        with pytest.raises(ExperimentError, match=expected):
+            start(resume=resume, **{**KERNELS, "shapes": {"swiglu": [{"T": 3, "I": 8}]}})
+    assert len((folder.path / "results.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_kernel_that_changed_is_refused(start: Start, tmp_path: Path) -> None:
+    write_variant(tmp_path / "mine")
+    keys = {**KERNELS, "kernels": {"swiglu": ["torch", "doubled"]}, "variants_from": ["mine"]}
+    folder, _ = start(**keys)
+    cut_off(folder.path, 1)
+    write_variant(tmp_path / "mine", ("up * FACTOR", "FACTOR * up"))
+    with pytest.raises(ExperimentError, match="cannot be resumed: kernels: swiglu.doubled was '[0-9a-f]+' and is '"):
+        start(resume=True, **keys)
+    write_variant(tmp_path / "mine")
+    assert start(resume=True, **keys)[1][0] == "check/swiglu.doubled"
+
+
+def test_another_machine_or_version_is_refused(start: Start) -> None:
+    folder, _ = start(**KERNELS)
+    cut_off(folder.path, 1)
+    file = folder.path / "environment.json"
+    environment = json.loads(file.read_text())
+    environment["device"]["name"] = "another"
+    environment["versions"]["torch"] = "1.0"
+    file.write_text(json.dumps(environment))
+    with pytest.raises(ExperimentError) as refused:
+        start(resume=True, **KERNELS)
+    assert [problem.partition("resumed: ")[2].partition(" was")[0] for problem in refused.value.problems] == [
+        "device: name", "versions: torch",
+    ]  # fmt: skip
+
+
+def test_what_is_no_run_cannot_be_resumed(start: Start, tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError, match="no such folder"):
+        start(resume=True, **KERNELS)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ExperimentError, match="not a run of schema 1"):
+        start(resume=True, **KERNELS)
+
+
+def test_two_processes_do_not_write_into_one_folder(
+    start: Start, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = start(**KERNELS)
+    cut_off(folder.path, 1)
+    holder = RunFolder(folder.path, dict(folder.meta), ())
+    with pytest.raises(ExperimentError, match="another process is running it"):
+        start(resume=True, **KERNELS)
+    holder.close()
+    start(resume=True, **KERNELS)
+
+
+def test_a_task_is_on_disk_whole_or_not_at_all(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure between two rows of a task leaves none of them."""
+    real, count = experiments.stages.check.check_case, [0]
+
+    def third_time_out(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        if count[0] == 4:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(experiments.stages.check, "check_case", third_time_out)
+    keys = {**KERNELS, "shapes": {"swiglu": [{"T": 2, "I": 8}, {"T": 3, "I": 8}]}}
+    with pytest.raises(KeyboardInterrupt):
+        start(**keys)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "results.jsonl").read_text().splitlines()]
+    assert [(row["variant"], row["task_rows"]) for row in rows] == [("torch", 2), ("torch", 2)]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"] is None
+    assert [row.variant for row in start(**keys)[0].rows] == ["torch", "torch", "fused", "fused"] * 2
+
+
+def test_a_setup_goes_to_another_process_and_back() -> None:
+    setup = Setup("name: a", "0a", "interpret", "nearest", "/x", "/y", False, ("json",), 3)
+    assert Setup.of(json.loads(json.dumps(setup.as_json()))) == setup
