@@ -211,7 +211,7 @@ def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     for part in _SAME:
         before, after = then.get(part) or {}, current.get(part) or {}
         for name in sorted({*before, *after}):
-            if before.get(name) != after.get(name) and name != "clocks":
+            if before.get(name) != after.get(name) and not name.startswith("clocks"):
                 found.append(f"{part}: {name} was {before.get(name)!r} and is {after.get(name)!r}")
     return found
 
