@@ -1,5 +1,6 @@
 """How tables for people look: what a table is, whoever shows it, and how a console does."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ _STYLES = {
     "ok": "green", "wrong": "bold red", "failed": "red", "unsupported": "yellow", "finding": "bold red",
     "yes": "green", "partly": "yellow", "better": "green", "worse": "bold red", "cannot tell": "yellow",
 }  # fmt: skip
+
+_HEADING = 16  # columns that a heading may take, however short what is below it
 
 
 @dataclass(frozen=True)
@@ -50,17 +53,20 @@ class PlainTable:
     caption: str = ""
 
     def as_rich(self) -> Table:
-        """For a console: without the wide columns; under a heading, lines are indented."""
+        """For a console: without the wide columns; under a heading, lines are indented. A heading is broken to the
+        width of what is below it: a console's table has no cell over several columns.
+        """
         shown = [index for index, column in enumerate(self.columns) if not column.wide]
         columns = [self.columns[index] for index in shown]
         table = new_table(self.title, [one.name for one in columns], [one.name for one in columns if one.right])
         for one, column in zip(columns, table.columns, strict=True):
             column.no_wrap = column.no_wrap or one.whole
         headed = False
+        room = max([_HEADING, *(2 + len(line[0].text) for line in self.lines if not isinstance(line, str))])
         for line in self.lines:
             if isinstance(line, str):
                 headed = True
-                add_row(table, Text(line, "bold"))
+                add_row(table, Text("\n".join(textwrap.wrap(line, room)), "bold"))
                 continue
             cells = [line[index].as_rich() for index in shown]
             add_row(table, Text("  ") + cells[0] if headed else cells[0], *cells[1:])

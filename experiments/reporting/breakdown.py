@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _OTHERS = "everything else"
+_OWN = {"layer": "layers themselves", "step": "between phases"}  # what is not in a range nested in these
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,17 @@ def steps_of(rows: Sequence[StepRow], engines: Sequence[EngineRow]) -> list[Step
         parts: dict[str, float] = {}
         calls: dict[str, int] = {}
         chosen = [row for row in mine if row.clock == clock and row.steps]
+        # Each process that recorded has the same number of rows, and of steps: the workload is the same.
+        count = len({row.replicate for row in chosen})
         for row in chosen:
-            name = "layers themselves" if row.category == "layer" else str(row.range)
-            parts[name] = parts.get(name, 0.0) + (row.self_us or 0.0) / (row.steps or 1)
+            name = _OWN.get(str(row.category), str(row.range))
+            parts[name] = parts.get(name, 0.0) + (row.self_us or 0.0) / (row.steps or 1) / count
             calls[name] = calls.get(name, 0) + (row.calls or 0)
         if chosen:
             ordered = dict(sorted(parts.items(), key=lambda part: -part[1]))
-            steps, step_us = chosen[0].steps or 1, chosen[0].step_us or 0.0
-            found.append(Step(workload, arm, clock, steps, step_us / steps, ordered, calls))
+            whole = {row.replicate: ((row.step_us or 0.0) / (row.steps or 1), row.steps or 1) for row in chosen}
+            mean = sum(us for us, _ in whole.values()) / count
+            found.append(Step(workload, arm, clock, sum(steps for _, steps in whole.values()), mean, ordered, calls))
     return found
 
 
@@ -74,7 +78,7 @@ def step_table(steps: Sequence[Step], most: int = 60) -> PlainTable:
             lines.append(cells(name, f"{step.calls[name]:,}", microseconds(value), share))
     caption = "What each range took itself, less what is nested in it; recorded in a round of its own, without overlap."
     caption += f" {left_out} ranges of less than 0.1% are in results.jsonl." if left_out else ""
-    return PlainTable("Step time", columns, tuple(lines), caption)
+    return PlainTable("Every range of a step", columns, tuple(lines), caption)
 
 
 def breakdown_picture(steps: Sequence[Step], about: str, most: int = 24) -> Picture | None:

@@ -87,11 +87,11 @@ def as_html(report: Report, svgs: Mapping[str, str]) -> str:
     )
 
 
-def _classes(column: Column, cell: Cell) -> str | None:
-    """Of a table's cell; None leaves the attribute out."""
+def _classes(column: Column, cell: Cell) -> str:
+    """Of a table's cell."""
     whole = column.whole or len(cell.text) <= _SHORT
-    names = ["right"] * column.right + ["whole"] * whole + ([cell.tone] if cell.tone else [])
-    return " ".join(names) or None
+    names = ["right"] * column.right + ["whole" if whole else "long"] + ([cell.tone] if cell.tone else [])
+    return " ".join(names)
 
 
 def shortened(table: PlainTable, most: int = MOST_LINES) -> PlainTable:

@@ -76,7 +76,7 @@ def report_of(run: RecordedRun) -> Report:
         _end_to_end(run, rows, tables, count),
         _differences(judged),
         _kernels(run, rows, tables, count),
-        _step_time(run, rows),
+        _step_time(run, rows, tables),
         _quantization(run, rows, tables),
         _numerics(rows),
         _compiled(run),
@@ -180,7 +180,7 @@ def _kernels(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, PlainTa
     return Section("kernels", "Kernels alone", tuple(notes), found, table)
 
 
-def _step_time(run: RecordedRun, rows: Sequence[Row]) -> Section | None:
+def _step_time(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, PlainTable]) -> Section | None:
     engines, steps = _of(rows, EngineRow), _of(rows, StepRow)
     if not engines:
         return None
@@ -189,7 +189,8 @@ def _step_time(run: RecordedRun, rows: Sequence[Row]) -> Section | None:
         why = not_recorded(steps)
         return Section("step-time", "Step time", (f"Where a step's time goes: {why}.",))
     picture = breakdown_picture(found, f"{_device(run)}; {found[0].clock} clock; the mean over a round's steps.")
-    return Section("step-time", "Step time", (), (picture,) if picture else (), (step_table(found),))
+    summary = (tables["steps"],) if "steps" in tables else ()
+    return Section("step-time", "Step time", (), (picture,) if picture else (), (*summary, step_table(found)))
 
 
 def _quantization(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, PlainTable]) -> Section | None:

@@ -53,13 +53,14 @@ def resources_of(environment: Mapping[str, Any]) -> tuple[PlainTable | None, lis
         return None, notes
     columns = (
         Column("variant"), Column("kernel"), Column("dtype"), Column("registers", right=True),
-        Column("spilled bytes", right=True), Column("shared, KB", right=True), Column("occupancy", right=True),
-        Column("matrix instructions"), Column("config"),
+        Column("spilled", right=True), Column("shared KB", right=True), Column("occ.", right=True),
+        Column("matrix"), Column("config"),
     )  # fmt: skip
     caption = (
         f"{arch}, Triton {version}, each variant's default config at the engine's shapes; the run may have used "
-        "another. Registers and bytes spilled: of a thread; shared: of a block; occupancy: resident warps over the "
-        "most there can be. From the expected table of tk inspect, where the hash of the code is the run's."
+        "another. Registers and bytes spilled: of a thread; shared memory: of a block; occ.: resident warps over the "
+        "most there can be; matrix: instructions by kind. From the expected table of tk inspect, where the hash of the "
+        "code is the run's."
     )
     return PlainTable(f"Registers, spills and shared memory ({arch})", columns, tuple(lines), caption), notes
 

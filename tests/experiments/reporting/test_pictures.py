@@ -146,6 +146,10 @@ def test_a_steps_parts_sum_up_to_the_step() -> None:
     table = step_table(steps)
     line = next(line for line in table.lines if not isinstance(line, str))
     assert [cell.text for cell in line] == ["swiglu.torch", "20", "600.0", "60.0%"]
+    twice = [row.model_copy(update={"replicate": index}) for row in rows_of(StepRow) for index in (0, 1)]
+    again = steps_of(twice, rows_of(EngineRow))
+    assert [(one.arm, one.step_us, one.steps) for one in again] == [("torch", 1000.0, 20), ("fused", 1000.0, 20)]
+    assert again[0].parts == steps[0].parts
     assert steps_of([], []) == []
     assert breakdown_picture([], "") is None
 

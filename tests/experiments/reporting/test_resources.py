@@ -32,7 +32,7 @@ def test_the_expected_rows_are_of_todays_code(fused: str) -> None:
         if (one.op, one.variant, one.arch, one.point) == ("swiglu", "fused", "sm_90", "engine")
     )  # fmt: skip
     assert shown["registers"] == str(row.registers)
-    assert shown["spilled bytes"] == str(row.spill_bytes)
+    assert shown["spilled"] == str(row.spill_bytes)
 
 
 def test_code_that_changed_has_no_row(fused: str) -> None:
