@@ -19,10 +19,10 @@ _GEMMS = ("matmul", "dequant_gemm", "scaled_matmul")
 class Effect:
     """A variant of an op in the place of another, in two arms that differ in nothing else. None: not measured.
 
-    alone: its speed over the other's, the geometric mean over the points at which both were timed. share_before, share:
-    of the step, the other's in its arm and its own. end_to_end: tokens a second over the other arm's. error: the
-    largest error ratio of its checks. drift, differs: its arm beside the run's first one, the log-probabilities'
-    largest difference and (request, token) of the first token that is another one; differs is None where none is.
+    alone: its speed over the other's, the geometric mean over the points at which both were timed. share: of its arm's
+    step. end_to_end: tokens a second over the other arm's. error: the largest error ratio of its checks. drift,
+    differs: its arm beside the run's first one, the log-probabilities' largest difference and (request, token) of the
+    first token that is another one; differs is None where none is.
     """
 
     op: str
@@ -32,7 +32,6 @@ class Effect:
     settings: Mapping[str, Any]
     workload: str
     alone: float | None
-    share_before: float | None
     share: float | None
     end_to_end: float | None
     error: float | None
@@ -41,16 +40,20 @@ class Effect:
 
 
 def effects_of(rows: Sequence[Row], ops: Sequence[str]) -> list[Effect]:
-    """Of each of the swept `ops` and each set of arms that differ in it alone, every variant after the first."""
+    """Of each of the swept `ops` and each set of arms that differ in it alone, every variant over the first; the
+    first is there too, at 1.
+    """
     found = []
     for op in ops:
         groups: dict[Any, list[EngineRow]] = {}
         for row in rows:
             if isinstance(row, EngineRow) and row.status == "ok" and op in row.arm:
-                others = {name: label for name, label in row.arm.items() if name != op}
-                groups.setdefault((row.workload, _text(row.settings), _text(others), row.dtype), []).append(row)
+                rest_of_arm = {name: label for name, label in row.arm.items() if name != op}
+                key = (row.workload, _text(row.settings), _text(rest_of_arm), row.dtype)
+                groups.setdefault(key, []).append(row)
         for first, *rest in groups.values():
-            found += [_effect(rows, op, first, row) for row in rest if row.arm[op] != first.arm[op]]
+            if others := [row for row in rest if row.arm[op] != first.arm[op]]:
+                found += [_effect(rows, op, first, row) for row in (first, *others)]
     return found
 
 
@@ -68,7 +71,6 @@ def _effect(rows: Sequence[Row], op: str, first: EngineRow, row: EngineRow) -> E
     return Effect(
         op, before, variant, row.arm, row.settings, str(row.workload),
         alone=_alone(rows, op, first, row),
-        share_before=_share(rows, op, first),
         share=_share(rows, op, row),
         end_to_end=rate,
         error=max(errors, default=None),
@@ -114,40 +116,44 @@ def effects_table(rows: Sequence[Row], names: Sequence[str]) -> PlainTable | Non
     """The effects of the swept ops among `names`; None where no op was swept, or no step was recorded."""
     ops = [name for name in names if any(isinstance(row, EngineRow) and name in row.arm for row in rows)]
     effects = effects_of(rows, ops)
-    if all(effect.share is None and effect.share_before is None for effect in effects):
+    if all(effect.share is None for effect in effects):
         return None
+    several = len(ops) > 1 or any(effect.settings for effect in effects)
+    right = ("alone", "of step", "tokens/s", "error", "drift", "differs")
     columns = (
-        Column("variant", whole=True),
-        *(Column(name, right=True) for name in ("alone", "of the step", "end to end", "error", "drift", "differs at")),
-    )
+        Column("variant"), *([Column("with")] if several else []), *(Column(name, right=True) for name in right)
+    )  # fmt: skip
     lines: list[Line] = []
-    heading = ""
     for effect in effects:
-        others = [f"{name} {effect.arm[name]}" for name in ops if name != effect.op]
+        heading = ": ".join(filter(None, [effect.workload, effect.op]))
+        if heading not in lines:
+            lines.append(heading)
+        others = [effect.arm[name] for name in ops if name != effect.op]
         others += [f"{name} {value}" for name, value in effect.settings.items()]
-        where = ", ".join(filter(None, [effect.workload, *others]))
-        mine = f"{effect.op} over {effect.before}" + (f", with {where}" if where else "")
-        if mine != heading:
-            lines.append(mine)
-            heading = mine
         lines.append(
             cells(
                 effect.variant,
+                *([", ".join(others)] if several else []),
                 _times(effect.alone),
-                f"{_percent(effect.share_before)} -> {_percent(effect.share)}",
+                _percent(effect.share),
                 _times(effect.end_to_end),
                 "-" if effect.error is None else f"{effect.error:.2f}",
-                "-" if effect.drift is None else f"{effect.drift:.1e}",
-                "never" if effect.differs is None else f"{effect.differs[0]}/{effect.differs[1]}",
+                "-" if effect.drift is None else f"{effect.drift:.0e}",
+                _where(effect),
             )
         )
     caption = (
-        "alone: speed of the kernel over the first variant's, the geometric mean over the points; of the step: its "
-        "share, in the first variant's arm and in its own; end to end: tokens/s. error: over what is allowed; drift, "
-        "differs at: log-probabilities, and request/token of the first other token, beside the run's first arm. n/m: "
-        "not measured."
+        "alone: speed of the kernel over the first variant's, the geometric mean over the points; of step: its share "
+        "of a step; tokens/s: over those with the first variant. error: over what is allowed; drift, differs: of "
+        "log-probabilities, and request/token of the first other token, beside the run's first arm. n/m: not measured."
     )
     return PlainTable(EFFECTS, columns, tuple(lines), caption)
+
+
+def _where(effect: Effect) -> str:
+    if effect.differs is not None:
+        return f"{effect.differs[0]}/{effect.differs[1]}"
+    return "-" if effect.drift is None else "never"
 
 
 def _times(ratio: float | None) -> str:
