@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from experiments.reporting.pictures import PAPER, WIDTH, Picture, compact, legend, look
+from experiments.reporting.pictures import PAPER, WIDTH, Picture, compact, legend, log_ticks, look
 from experiments.reporting.points import METRICS, Factor, Measured, engine_points, kernel_points, numeric, varying
 from experiments.rows import EngineRow, KernelRow
 
@@ -51,13 +51,13 @@ def kernel_curves(rows: Sequence[KernelRow], asked: Mapping[str, Any], about: st
     return pictures
 
 
-def engine_curves(rows: Sequence[EngineRow], about: str) -> list[Picture]:
-    """Tokens per second and waiting times over a numeric option of the sweep."""
+def engine_curves(rows: Sequence[EngineRow], about: str, waits: str) -> list[Picture]:
+    """Tokens per second and waiting times over a numeric option of the sweep; `waits` is the latter's caption."""
     pictures = []
-    for metric, title in METRICS.items():
-        points = engine_points(rows, metric)
-        shown = about if metric == "tokens_per_s" else f"{about} Bars reach from p50 to p90."
-        pictures += _sweeps(f"engine-{metric.replace('_', '-')}", _capital(title), points, title, 2, shown)
+    for metric, unit in METRICS.items():
+        caption = about if metric == "tokens_per_s" else f"p50; bars reach up to p90. {waits}"
+        name = f"engine-{metric.replace('_', '-')}"
+        pictures += _sweeps(name, _capital(unit.split(",")[0]), engine_points(rows, metric), unit, 2, caption)
     return pictures
 
 
@@ -160,8 +160,8 @@ def _scale(axes: Any, xs: Sequence[float], ys: Sequence[float]) -> None:
     axes.set_xticks(shown, [compact(x) for x in shown])
     if min(ys) > 0 and max(ys) / min(ys) >= 2 * _LOG_FROM:
         axes.set_yscale("log")
-        axes.yaxis.set_minor_formatter("")
+        log_ticks(axes.yaxis)
     else:
         axes.set_ylim(bottom=0)
         axes.margins(y=0.12)
-    axes.yaxis.set_major_formatter(lambda value, _: compact(value))
+        axes.yaxis.set_major_formatter(lambda value, _: compact(value))

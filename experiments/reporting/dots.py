@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from experiments.reporting.pictures import INK, PAPER, SERIES, SOFT, WIDTH, Picture, compact, label, legend
+from experiments.reporting.pictures import INK, PAPER, SERIES, SOFT, WIDTH, Picture, compact, label, legend, log_ticks
 from experiments.reporting.points import quartiles
 from experiments.rows import EngineRow, KernelRow, PeerRow
 from experiments.tables import swept, title_of
@@ -55,7 +55,7 @@ def waiting_pictures(rows: Sequence[EngineRow | PeerRow], about: str) -> list[Pi
                 dots.append(_Dot(str(row.workload), name, values, values[0], values[-1]))
         stem = f"waiting-{field.removesuffix('_s')}"
         capital = title[:1].upper() + title[1:]
-        pictures.append(_picture(stem, capital, f"{title}, ms", dots, f"Percentiles over all rounds. {about}"))
+        pictures.append(_picture(stem, capital, f"{title}, ms", dots, about))
     return [picture for picture in pictures if picture is not None]
 
 
@@ -132,10 +132,10 @@ def _draw(figure: "Figure", dots: Sequence[_Dot], unit: str) -> None:
     largest, smallest = max(max(d.values) for d in dots), min(min(d.values) for d in dots)
     if smallest > 0 and largest / smallest > 30:
         axes.set_xscale("log")
-        axes.xaxis.set_minor_formatter("")
+        log_ticks(axes.xaxis)
     else:
         axes.set_xlim(0, largest * 1.08)
-    axes.xaxis.set_major_formatter(lambda value, _: compact(value))
+        axes.xaxis.set_major_formatter(lambda value, _: compact(value))
     axes.set_xlabel(unit)
     if several:
         legend(figure, [(key, _style(place)) for place, key in enumerate(("p50", "p90", "p99"))])

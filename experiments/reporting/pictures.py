@@ -6,6 +6,7 @@ their place; a file keeps the light theme's colours, which any editor reads, and
 
 import csv
 import io
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 NEEDS_PLOT = "not drawn: pictures need matplotlib, `pip install 'tkernels[plot]'`"
@@ -182,6 +184,18 @@ def compact(value: float) -> str:
         if abs(value) >= power:
             return f"{value / power:.3g}{letter}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def log_ticks(axis: "Axis") -> None:
+    """Labels on a logarithmic axis: powers of ten over a wide range, finer steps over a narrow one."""
+    from matplotlib.ticker import LogLocator
+
+    low, high = axis.get_view_interval()
+    decades = math.log10(high / low)
+    steps = (1.0,) if decades > 2.5 else (1.0, 2.0, 5.0) if decades > 0.9 else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
+    axis.set_major_locator(LogLocator(10, steps, numticks=20))
+    axis.set_major_formatter(lambda value, _: compact(value))
+    axis.set_minor_formatter("")
 
 
 def legend(figure: "Figure", entries: Sequence[tuple[str, Mapping[str, Any]]], most: int = 18) -> None:

@@ -111,7 +111,7 @@ def _source(folder: Path) -> str:
 
 def _about(run: RecordedRun, timer: str, count: int, each: str) -> str:
     """Device, timer and spread, in a sentence."""
-    spread = f"{count} processes" if count > 1 else f"{each}, one process"
+    spread = f"{count} processes" if count > 1 else f"{each}, one process each"
     return f"{_device(run)}; {timer}; spread: quartiles of {spread}."
 
 
@@ -130,8 +130,14 @@ def _end_to_end(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, Plai
         return None
     rounds = max((len(row.seconds or ()) for row in engines if row.status == "ok"), default=0)
     about = _about(run, "wall clock", count, f"{rounds} rounds")
-    curves = engine_curves(engines, about)
-    pictures = [throughput_picture([*engines, *peers], about), *curves, *waiting_pictures([*engines, *peers], about)]
+    waits = f"{_device(run)}; wall clock; percentiles over the requests of all rounds"
+    waits += f", the medians of {count} processes' own." if count > 1 else ", one process each."
+    everyone = [*engines, *peers]
+    curves = engine_curves(engines, about, waits)
+    # A curve shows every arm already; peers are on none.
+    beside = None if curves and not peers else throughput_picture(everyone, about)
+    dots = [one for one in waiting_pictures(everyone, waits) if not curves or peers or one.name == "waiting-gap"]
+    pictures = [beside, *curves, *dots]
     shown = [name for name in tables if name not in ("kernels", "quantization", "steps")]
     notes = []
     if engines and not any(row.tokens_per_s for row in engines):

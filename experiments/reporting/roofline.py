@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from experiments.reporting.pictures import INK, PAPER, SOFT, WIDTH, Picture, compact, legend, look
+from experiments.reporting.pictures import INK, PAPER, SOFT, WIDTH, Picture, compact, legend, log_ticks, look
 from experiments.rows import KernelRow
 
 if TYPE_CHECKING:
@@ -92,8 +92,6 @@ def _draw(figure: "Figure", records: Sequence[tuple[Any, ...]], peaks: "Peaks | 
         axes.set_yscale("log")
         axes.margins(0.06, 0.1)
         axes.set_title(f"{unit} achieved", color=INK)
-        axes.yaxis.set_major_formatter(lambda value, _: compact(value))
-        axes.yaxis.set_minor_formatter("")
     flops.tick_params(labelbottom=False)
     if peaks is None:
         for axes in (flops, bytes_):
@@ -101,8 +99,8 @@ def _draw(figure: "Figure", records: Sequence[tuple[Any, ...]], peaks: "Peaks | 
     else:
         _limits(flops, bytes_, peaks, list(dict.fromkeys(str(record[3]) for record in records)))
     bytes_.set_xlabel("arithmetic intensity, FLOP per byte")
-    bytes_.xaxis.set_minor_formatter("")
-    bytes_.xaxis.set_major_formatter(lambda value, _: compact(value))
+    for axis in (flops.yaxis, bytes_.yaxis, bytes_.xaxis):
+        log_ticks(axis)
     if len(positive) < len(records):
         bytes_.set_xlim(left=none_at / 1.6)
         ticks = [tick for tick in bytes_.get_xticks() if tick > none_at * 1.5]

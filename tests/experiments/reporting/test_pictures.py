@@ -90,7 +90,7 @@ def test_pins_and_options_are_axes_too_and_two_sizes_need_to_be_asked_for() -> N
     assert len(kernel_curves(two, {"swiglu": []}, "")) == 1
     swept = [served(EngineRow, 100.0 * size, "chat", settings={"block_size": size}) for size in (16, 32)]
     names = ["engine-tokens-per-s-by-block_size", "engine-ttft-s-by-block_size", "engine-tpot-s-by-block_size"]
-    assert [one.name for one in engine_curves(swept, "")] == names
+    assert [one.name for one in engine_curves(swept, "", "")] == names
 
 
 def test_what_follows_from_other_axes_is_none_of_its_own() -> None:

@@ -49,7 +49,7 @@ def test_a_report_holds_all_that_it_should(page: Page) -> None:
         "2 of 4 variants are not right", "Achieved rates", "no roofline known for this device", "swiglu by tokens T",
         "Where a step's time goes", "swiglu.torch", "Checks and parity", "request 2, token 5, by a margin of 0.25 nats",
         "What the kernels compile to", "tk check --op swiglu", "tk repeat", "git checkout cccc", "Perplexity by size",
-        "transformers padded", "some CPU, 1 thread; wall clock; spread: quartiles of 3 rounds, one process.",
+        "transformers padded", "some CPU, 1 thread; wall clock; spread: quartiles of 3 rounds, one process each.",
     ):  # fmt: skip
         assert words in text, words
     pictures = [attributes for tag, attributes in page.tags if tag == "svg"]
