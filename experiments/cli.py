@@ -179,6 +179,9 @@ def run(
         typer.Option("--full/--no-full", help="The sizes of its section `full`, or not; by default where it is CUDA."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="However many arms there are.")] = False,
+    executor: Annotated[
+        str, typer.Option(metavar="local|ray", help="Tasks here, one after the other, or over a Ray cluster.")
+    ] = "local",
 ) -> None:
     """Run an experiment: check, time, serve and compare every arm, each in processes of its own."""
     from experiments.structure import refuse_early
@@ -187,7 +190,7 @@ def run(
     from experiments.commands.run import Request
     from experiments.commands.run import run as run_command
 
-    _exit(run_command, Request(file, overrides or [], out, resume, full, yes))
+    _exit(run_command, Request(file, overrides or [], out, resume, full, yes, executor))
 
 
 @app.command()

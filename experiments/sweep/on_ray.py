@@ -1,0 +1,104 @@
+"""Tasks over a Ray cluster: each where Ray finds a GPU for it, or a core where there is no CUDA.
+
+A Ray worker runs one task and ends. It does not do the task itself, but starts the server process that a local run
+forks its tasks from: a crash, a timeout or memory that runs out is told in the same words, and what Ray keeps in its
+workers (threads, gRPC) is not what is measured. The rows go back to the driver, which alone writes the run folder.
+
+Every node needs this code, the model's directory and outside variants under the same paths. Compare speeds of arms that
+ran on nodes of one kind, and had no neighbours: a core is not alone on its machine.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from experiments.document import ExperimentError
+from experiments.sweep.local import Server
+from experiments.sweep.tasks import Ended, Setup, Task, Tell
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+def carry_out(setup: Mapping[str, Any], task: Mapping[str, Any]) -> tuple[Ended, list[str]]:
+    """In a Ray worker: the task in a process of its own; what it came to, and what it printed."""
+    printed: list[str] = []
+    server = Server(Setup.of(setup))
+    try:
+        ended = server.run(Task.of(task), lambda task, text: None, lambda task, text: printed.append(text))
+    finally:
+        server.end()
+    return ended, printed
+
+
+class OnRay:
+    """The executor of a Ray cluster: the one that RAY_ADDRESS or `ray start` on this machine says, else one that is
+    started here for the length of the run.
+    """
+
+    name = "ray"
+
+    def __init__(self) -> None:
+        """Raises ExperimentError where Ray is not installed."""
+        self._ray: ModuleType = _ray()
+        self._setup: Setup | None = None
+
+    @contextmanager
+    def start(self, setup: Setup) -> Iterator[None]:
+        self._setup = setup
+        started_here = not self._ray.is_initialized()
+        if started_here:
+            # Its dashboard and its log lines are for those who run clusters.
+            self._ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
+        try:
+            yield
+        finally:
+            if started_here:
+                self._ray.shutdown()
+
+    def run(self, tasks: Sequence[Task], doing: Tell, printed: Tell) -> Iterator[Ended]:
+        """All at once, begun in the order given; Ray waits with those that there is no room for."""
+        assert self._setup is not None
+        share = {"num_gpus": 1, "num_cpus": 0} if self._setup.on_cuda else {"num_cpus": 1}
+        self._check_room(share)
+        remote = self._ray.remote(max_calls=1, max_retries=0, **share)(carry_out)
+        setup = self._setup.as_json()
+        pending = {remote.remote(setup, task.as_json()): task for task in tasks}
+        try:
+            while pending:
+                self._say(pending, doing)
+                (done,), _ = self._ray.wait(list(pending), num_returns=1)
+                task = pending.pop(done)
+                try:
+                    ended, texts = self._ray.get(done)
+                except self._ray.exceptions.RayError as error:
+                    # The worker itself is gone: its node died, or Ray ended it because the node had no memory left.
+                    reason = " ".join(str(error).split())[:300]
+                    ended, texts = Ended(task, death=f"its Ray worker: {type(error).__name__}: {reason}"), []
+                for text in texts:
+                    printed(task, text)
+                yield ended
+        finally:
+            for reference in pending:
+                self._ray.cancel(reference, force=True)
+
+    def _check_room(self, share: Mapping[str, int]) -> None:
+        """Raises ExperimentError where no node has a GPU: a task would wait for ever."""
+        if share.get("num_gpus") and not self._ray.cluster_resources().get("GPU"):
+            raise ExperimentError(["--executor ray: device is cuda, and no node of the cluster has a GPU"])
+
+    def _say(self, pending: Mapping[Any, Task], doing: Tell) -> None:
+        task = next(iter(pending.values()))
+        doing(task, f"and {len(pending) - 1} more" if len(pending) > 1 else "")
+
+
+def _ray() -> "ModuleType":
+    try:
+        import ray
+    except ImportError:
+        message = "--executor ray needs Ray, which is not installed: pip install 'tkernels[ray]'"
+        raise ExperimentError([message]) from None
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # an experiment tells nobody that it ran
+    module: ModuleType = ray
+    return module

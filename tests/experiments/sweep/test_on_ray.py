@@ -1,0 +1,48 @@
+"""The same run over a Ray cluster, one that is started for the test."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from experiments.cli import app
+from experiments.document import read_document
+from experiments.plan import make_sweep
+from experiments.rows import CheckRow
+from experiments.runner import run_experiment
+from experiments.sweep.local import Local
+from experiments.sweep.on_ray import OnRay
+from experiments.sweep.tasks import Executor
+from tests.experiments.conftest import Write
+from tests.experiments.sweep.kill_runs import differences, facts_of
+from tests.tkernels.outside import write_variant
+
+pytest.importorskip("ray", reason="the extra `ray` is not installed")
+
+
+def test_on_ray_a_run_has_the_rows_that_it_has_here(write: Write, tmp_path: Path) -> None:
+    """Also of a task that dies: told by the same process, in the same words."""
+    dies = "    tokens, width = out.shape\n    import os; print('on my way', flush=True); os._exit(3)\n"
+    write_variant(tmp_path / "mine", ("    tokens, width = out.shape\n", dies))
+    file = write(
+        kernels={"swiglu": ["torch", "doubled"]}, variants_from=["mine"], shapes={"swiglu": [{"T": 2, "I": 8}]}
+    )
+    found = {}
+    executors: list[Executor] = [Local(), OnRay()]
+    for executor in executors:
+        sweep = make_sweep(read_document(file))
+        folder = run_experiment(sweep, tmp_path / executor.name, [], Console(quiet=True), executor=executor)
+        assert folder.meta["executor"] == executor.name
+        assert folder.meta["finished"]
+        found[executor.name] = facts_of(folder.path)
+        (dead,) = [row for row in folder.rows if isinstance(row, CheckRow) and row.variant == "doubled"]
+        assert str(dead.reason).startswith("its process left with exit status 3; last printed: on my way")
+    assert found["local"].total() == 3
+    assert differences(found["local"], found["ray"]) == []
+
+
+def test_an_executor_that_there_is_not(write: Write) -> None:
+    done = CliRunner().invoke(app, ["run", str(write(kernels={"swiglu": "torch"})), "--executor", "rya"])
+    assert done.exit_code == 2
+    assert "--executor: unknown 'rya': there is local, ray; did you mean 'ray'?" in done.stderr
