@@ -187,10 +187,13 @@ def run(
     from experiments.structure import refuse_early
 
     _refusing(refuse_early, file, overrides or [])
+    from experiments.sweep.executors import make_executor
+
+    chosen = _refusing(make_executor, executor)
     from experiments.commands.run import Request
     from experiments.commands.run import run as run_command
 
-    _exit(run_command, Request(file, overrides or [], out, resume, full, yes, executor))
+    _exit(run_command, Request(file, overrides or [], out, resume, full, yes, chosen))
 
 
 @app.command()

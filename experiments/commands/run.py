@@ -1,26 +1,22 @@
 """`tk run`: one experiment, from its YAML to a run folder, a table and a report."""
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from experiments.document import ExperimentError, nearest, read_document
+from experiments.document import ExperimentError, read_document
 from experiments.plan import make_sweep
 from experiments.reporting.rendering import write_report
 from experiments.reporting.report import report_of
 from experiments.runner import RunInterrupted, failures, run_experiment
 from experiments.runs.reading import read_run
 from experiments.sweep.local import Local
-from experiments.sweep.on_ray import OnRay
 from experiments.sweep.tasks import Executor
 from experiments.tables import print_report
-
-EXECUTORS: Mapping[str, Callable[[], Executor]] = {"local": Local, "ray": OnRay}
-"""Where tasks can be carried out, by name."""
 
 MOST_ARMS = 64
 """More are asked about first: a list too many is soon written."""
@@ -29,7 +25,7 @@ MOST_ARMS = 64
 @dataclass(frozen=True)
 class Request:
     """What is run, and where to. resume: the folder of a run that was cut off, to go on with. full: whether in its full
-    sizes; None is where the device is CUDA. yes: however many arms there are. executor: of EXECUTORS.
+    sizes; None is where the device is CUDA. yes: however many arms there are. executor: what carries the tasks out.
     """
 
     file: Path
@@ -38,7 +34,7 @@ class Request:
     resume: Path | None = None
     full: bool | None = None
     yes: bool = False
-    executor: str = "local"
+    executor: Executor = field(default_factory=Local)
 
 
 def resume_command(request: Request, path: Path) -> str:
@@ -46,25 +42,28 @@ def resume_command(request: Request, path: Path) -> str:
     words = ["tk", "run", str(request.file), *(word for one in request.overrides for word in ("--set", one))]
     words += [] if request.full is None else ["--full" if request.full else "--no-full"]
     words += ["--yes"] if request.yes else []
-    words += ["--executor", request.executor] if request.executor != "local" else []
+    words += ["--executor", request.executor.name] if request.executor.name != "local" else []
     return shlex.join([*words, "--resume", str(path)])
 
 
 def run(request: Request) -> int:
     """Runs the experiment, or what is left of it; returns 1 where any of its rows is wrong or failed."""
+    try:
+        return _run(request)
+    finally:
+        request.executor.end()
+
+
+def _run(request: Request) -> int:
     if request.out is not None and request.resume is not None:
         raise ExperimentError(["--out and --resume: a run is a new one or goes on: give one"])
-    if request.executor not in EXECUTORS:
-        known = f"there is {', '.join(EXECUTORS)}{nearest(request.executor, EXECUTORS)}"
-        raise ExperimentError([f"--executor: unknown {request.executor!r}: {known}"])
-    executor = EXECUTORS[request.executor]()
     sweep = make_sweep(read_document(request.file, request.overrides), full=request.full)
     if sweep.num_arms > MOST_ARMS and not request.yes:
         raise ExperimentError([f"{request.file}: {sweep.extent}; more than {MOST_ARMS} arms are run with --yes"])
     progress = Console(stderr=True)
     try:
         folder = run_experiment(
-            sweep, request.out, request.overrides, progress, executor=executor, resume=request.resume
+            sweep, request.out, request.overrides, progress, executor=request.executor, resume=request.resume
         )
     except RunInterrupted as interrupted:
         again = resume_command(request, interrupted.path)

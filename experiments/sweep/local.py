@@ -1,7 +1,6 @@
 """Tasks on this machine, one after the other: each in a child of its replicate's server. Needs no torch itself."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,14 +18,16 @@ _MOST_SERVERS = 5
 class Server:
     """A process of experiments.sweep.server. It ends when this object's pipe to it closes."""
 
-    def __init__(self, setup: Setup) -> None:
-        environment = {**os.environ, "TRITON_INTERPRET": "1" if setup.mode == "interpret" else "0"}
+    def __init__(self) -> None:
         # A session of its own: Ctrl-C is for the one that starts it, who ends it in good order.
         self._process = subprocess.Popen(
             (sys.executable, "-m", "experiments.sweep.server"),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         self.is_ready = False
+
+    def set_up(self, setup: Setup) -> None:
+        """Which run it is for; it then takes tasks."""
         self._send(setup.as_json())
 
     @property
@@ -74,13 +75,13 @@ class Server:
     def is_dead(self) -> bool:
         return self._process.poll() is not None
 
-    def end(self) -> None:
-        """Ends it and the child that it may have."""
+    def end(self, patience: float = 1.0) -> None:
+        """Ends it and the child that it may have, after so many seconds by force."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            self._process.wait(timeout=1.0)
+            self._process.wait(timeout=patience)
         except subprocess.TimeoutExpired:  # it still imports; a child of it dies with it
             self._process.kill()
             self._process.wait()
@@ -88,13 +89,25 @@ class Server:
 
 
 class Local:
-    """The executor of this machine."""
+    """The executor of this machine. `begin` may come before a run is known."""
 
     name = "local"
 
     def __init__(self) -> None:
         self._servers: dict[int, Server] = {}
+        self._begun: list[Server] = []
         self._setup: Setup | None = None
+
+    def begin(self) -> None:
+        """Starts a server for the run that will be told by `start`, so that both processes import at the same time. It
+        ends with this process where there is none.
+        """
+        self._begun.append(Server())
+
+    def end(self) -> None:
+        for server in self._begun:
+            server.end(patience=0.0)  # it has no child
+        self._begun.clear()
 
     @contextmanager
     def start(self, setup: Setup) -> Iterator[None]:
@@ -102,7 +115,7 @@ class Local:
         self._setup = setup
         try:
             for replicate in range(min(setup.replicates, _MOST_SERVERS)):
-                self._servers[replicate] = Server(setup)
+                self._start(replicate)
             yield
         finally:
             for server in self._servers.values():
@@ -119,7 +132,6 @@ class Local:
 
     def _server(self, replicate: int) -> Server:
         """The replicate's server, started where it is not there or has died."""
-        assert self._setup is not None
         server = self._servers.get(replicate)
         if server is not None and server.is_dead:
             self._servers.pop(replicate).end()
@@ -127,5 +139,11 @@ class Local:
         if server is None:
             if len(self._servers) == _MOST_SERVERS:
                 self._servers.pop(next(iter(self._servers))).end()
-            server = self._servers[replicate] = Server(self._setup)
+            server = self._start(replicate)
+        return server
+
+    def _start(self, replicate: int) -> Server:
+        assert self._setup is not None
+        server = self._servers[replicate] = self._begun.pop() if self._begun else Server()
+        server.set_up(self._setup)
         return server

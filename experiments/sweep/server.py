@@ -42,16 +42,20 @@ def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever a library prints is no answer
     lines = _Lines(0)
+    import torch  # noqa: F401  most of the time that it takes to be ready, and the same for every run
+
     head = lines.wait()
     if head is None:
         return
     # An interpreted kernel's exp overflows to infinity, as a GPU's does, and says so through numpy.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
+    data = json.loads(head)
+    os.environ["TRITON_INTERPRET"] = "1" if data["mode"] == "interpret" else "0"
     import tkernels  # noqa: F401  before anything that imports Triton
     from experiments.sweep.tasks import Setup, Task
     from experiments.sweep.work import plans_of
 
-    setup = Setup.of(json.loads(head))
+    setup = Setup.of(data)
     for module in setup.imports:
         importlib.import_module(module)
     plans = None if setup.on_cuda else plans_of(setup)

@@ -115,6 +115,10 @@ class Executor(Protocol):
         """Ready until the context ends, however it ends: no process is left then."""
         ...
 
+    def end(self) -> None:
+        """Ends what was begun before `start`, where that was not called."""
+        ...
+
     def run(self, tasks: Sequence[Task], doing: Tell, printed: Tell) -> Iterator[Ended]:
         """Every task, as it ends. Those that compare speeds are begun in the order given."""
         ...

@@ -21,6 +21,9 @@ class InProcess:
         self._setup = setup
         yield
 
+    def end(self) -> None:
+        pass
+
     def run(self, tasks: Sequence[Task], doing: Tell, printed: Tell) -> Iterator[Ended]:
         plans = plans_of(self._setup) if tasks else []
         for task in tasks:

@@ -1,0 +1,22 @@
+"""Where tasks are carried out, by name. Needs no torch."""
+
+from experiments.document import ExperimentError, nearest
+from experiments.sweep.local import Local
+from experiments.sweep.on_ray import OnRay
+from experiments.sweep.tasks import Executor
+
+NAMES = ("local", "ray")
+
+
+def make_executor(name: str) -> Executor:
+    """The executor of that name; a local one has begun to start.
+
+    Raises ExperimentError for another name, or where Ray is wanted and not installed.
+    """
+    if name == "ray":
+        return OnRay()
+    if name != "local":
+        raise ExperimentError([f"--executor: unknown {name!r}: there is {', '.join(NAMES)}{nearest(name, NAMES)}"])
+    local = Local()
+    local.begin()
+    return local
