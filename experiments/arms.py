@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from experiments.schema import Batching, PromptsWorkload, SyntheticWorkload, VariantChoice
+from experiments.schema import AnyWorkload, Batching, VariantChoice
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ServedWorkload:
 
     name: str
     settings: Mapping[str, Any]
-    workload: SyntheticWorkload | PromptsWorkload
+    workload: AnyWorkload
 
     @property
     def title(self) -> str:

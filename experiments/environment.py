@@ -30,7 +30,7 @@ def environment_of(sweep: Sweep, run_id: str, overrides: list[str]) -> dict[str,
     facts = device_facts(plan.device)
     seeds = {"inputs": plan.experiment.seed}
     for workload in plan.experiment.workload:
-        if workload.kind == "synthetic":
+        if workload.kind in ("synthetic", "trace"):
             seeds[f"workload {workload.name}".strip()] = workload.seed
     return {
         "run_id": run_id,

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.axes import choices_of, entries
-from experiments.document import Document, PathParts, nearest
+from experiments.document import Document, ExperimentError, PathParts, nearest
 from experiments.peers import KERNELS as PEER_KERNELS
 from experiments.peers import PEERS
 from experiments.schema import VariantChoice
+from experiments.simulation.trace_files import trace_lines
 from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
 
 POLICIES: Mapping[str, Mapping[str, Any]] = {
@@ -41,7 +42,7 @@ def variant_names(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
 
 
 def name_problems(document: Document) -> list[str]:
-    """Unknown ops, variants, policies and peers, and folders of variants that are none."""
+    """Unknown ops, variants, policies and peers, folders of variants that are none, and traces that cannot be read."""
     problems: list[str] = []
     folders = []
     for index, given in enumerate(entries(document.data.get("variants_from"))):
@@ -69,12 +70,39 @@ def name_problems(document: Document) -> list[str]:
                     # Quoted: one of them is called 'none'.
                     message = f"unknown {kind} {name!r}: there is {', '.join(map(repr, known))}{nearest(name, known)}"
                     problems.append(document.problem(("scheduler", place, kind, index), message))
+    problems += _trace_problems(document)
     device = document.data.get("device")
     if isinstance(device, str) and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         problems.append(document.problem(("device",), f"{device!r} is not a device; there is cpu, cuda"))
     for index, peer in enumerate(entries(document.data.get("peers"))):
         if isinstance(peer, str) and peer not in PEERS:
             problems.append(_unknown(document, ("peers", index), "peer", peer, list(PEERS)))
+    return problems
+
+
+def with_whole_path(workload: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """An entry of `workload` whose trace is found from anywhere."""
+    file = workload.get("file")
+    return {**workload, "file": str((folder / file).resolve())} if isinstance(file, str) else dict(workload)
+
+
+def _trace_problems(document: Document) -> list[str]:
+    """Traces that cannot be read, or have fewer requests than are asked for."""
+    problems = []
+    for index, entry in enumerate(entries(document.data.get("workload"))):
+        given = entry if isinstance(entry, dict) and entry.get("kind") == "trace" else {}
+        if isinstance(given.get("file"), str):
+            where: PathParts = ("workload", index, "file")
+            try:
+                count = len(trace_lines(document.folder / given["file"]))
+            except (ExperimentError, OSError) as error:
+                reason = error.strerror if isinstance(error, OSError) else None
+                problems.append(document.problem(where, f"{given['file']}: {reason}" if reason else str(error)))
+                continue
+            asked = [one for one in entries(given.get("num_requests")) if isinstance(one, int)]
+            if any(one > count for one in asked):
+                message = f"{max(asked)} of a trace of {count}"
+                problems.append(document.problem(("workload", index, "num_requests"), message))
     return problems
 
 

@@ -15,8 +15,9 @@ from experiments.live_checks import live_problems
 from experiments.models import ModelPlan, check_headers, plan_model
 from experiments.peers import with_peers
 from experiments.quantized_models import quantization_problems
-from experiments.schema import Experiment, SyntheticWorkload
+from experiments.schema import AnyWorkload, Experiment, SyntheticWorkload, TraceWorkload
 from experiments.structure import Part, parts_of
+from experiments.workloads import traced_lengths
 from tkernels import Registry, SelectionError, VariantError
 from tkernels.selection import OpAxes, with_parts
 from tkernels.variant import AxisRanges
@@ -224,6 +225,13 @@ def _device(document: Document, problems: list[str]) -> torch.device | None:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
+def _longest(workload: AnyWorkload) -> int:
+    """The most tokens, in and out, of a request whose lengths are known before there is a tokenizer; else 0."""
+    if isinstance(workload, TraceWorkload):
+        return max(sum(lengths) for lengths in traced_lengths(workload))
+    return workload.longest if isinstance(workload, SyntheticWorkload) else 0
+
+
 def _model_problems(
     part: Part, model: ModelPlan, arms: Sequence[Arm], ops: Registry, device: torch.device
 ) -> list[str]:
@@ -250,7 +258,7 @@ def _model_problems(
             problems.append(document.problem(("scheduler", "max_model_len"), message))
         longest = min(longest, length)
     for index, workload in enumerate(experiment.workload):
-        if isinstance(workload, SyntheticWorkload) and workload.longest > longest:
-            message = f"input_len + output_len reach {workload.longest} tokens, the model's length is {longest}"
+        if (most := _longest(workload)) > longest:
+            message = f"input_len + output_len reach {most} tokens, the model's length is {longest}"
             problems.append(document.problem(("workload", index), message))
     return problems

@@ -7,7 +7,8 @@ from typing import Any
 
 from experiments.arms import Pick
 from experiments.plan import Plan
-from experiments.schema import SyntheticWorkload
+from experiments.schema import SyntheticWorkload, TraceWorkload
+from experiments.workloads import traced_lengths
 from tkernels.check import count_programs
 from tkernels.contract import Contract, Int, Value
 from tkernels.selection import ways
@@ -61,10 +62,29 @@ def _points(plan: Plan, op: str) -> list[Point]:
             # The experiment's dtype, or its default, stands above the benchmark's.
             sizes = {axis: value for axis, value in benchmark.items() if axis not in _DTYPE_ROLES}
             points.append(Point(name, _complete(plan, contract, sizes)))
-    for axes in asked:
-        name = ",".join(f"{axis}={value}" for axis, value in axes.items())
-        points.append(Point(name, _complete(plan, contract, dict(axes))))
+    for name, asked_axes in _named(asked).items():
+        points.append(Point(name, _complete(plan, contract, _as_served(contract, asked_axes))))
     return list({point.name: point for point in points}.values())
+
+
+def _named(asked: Sequence[Mapping[str, Value]]) -> dict[str, Mapping[str, Value]]:
+    """The points of `shapes` by name: of one all that it says, of several what tells them apart."""
+    if len(asked) == 1:
+        return {",".join(f"{axis}={value}" for axis, value in asked[0].items()): asked[0]}
+    telling: list[str] = []
+    for axis in dict.fromkeys(axis for axes in asked for axis in axes):
+        apart = [{tuple(axes.get(name) for name in names) for axes in asked} for names in (telling, [*telling, axis])]
+        telling += [axis] if len(apart[1]) > len(apart[0]) else []
+    return {",".join(f"{axis}={axes[axis]}" for axis in telling if axis in axes): axes for axes in asked}
+
+
+def _as_served(contract: Contract, axes: Mapping[str, Value]) -> dict[str, Value]:
+    """The point of `shapes` with what it leaves open as an engine's calls have it, and no more pages than it uses."""
+    given = {axis: value for axis, value in _AS_SERVED.items() if axis in contract.axis_by_name}
+    given |= axes
+    if "P" in contract.axis_by_name and "P" not in axes and ({"B", "N"} <= axes.keys() or {"T", "S"} <= axes.keys()):
+        given["P"] = max(1, _used_pages(axes))
+    return given
 
 
 def _way_label(way: AxisRanges, others: Sequence[AxisRanges]) -> str:
@@ -115,7 +135,11 @@ def _typical(plan: Plan) -> dict[str, tuple[int, int, int]]:
     first = plan.workloads[0]
     for served in plan.workloads:
         workload = served.workload
-        if isinstance(workload, SyntheticWorkload):
+        if isinstance(workload, TraceWorkload):
+            lengths = traced_lengths(workload)
+            prompt, outputs = (sum(column) // len(lengths) for column in zip(*lengths, strict=True))
+            sizes = (len(lengths), prompt, prompt + outputs // 2)
+        elif isinstance(workload, SyntheticWorkload):
             prompt = sum(workload.input_len.uniform) // 2
             sizes = (workload.num_requests, prompt, prompt + sum(workload.output_len.uniform) // 4)
         else:

@@ -27,7 +27,9 @@ from typing import Any
 
 import yaml
 
+from experiments.axes import entries
 from experiments.document import ExperimentError
+from experiments.names import with_whole_path
 from experiments.plan import Plan, Sweep
 from experiments.provenance import source_files
 from experiments.rows import Row
@@ -253,7 +255,8 @@ def resolved(sweep: Sweep) -> dict[str, Any]:
         if written.get("dtype") is None and len(dtypes) > 1:
             del data["dtype"]  # each model has its own
     if any(served.settings for each in sweep.plans for arm in each.arms for served in arm.workloads):
-        data["workload"] = written["workload"]
+        found = [with_whole_path(entry, plan.folder) for entry in entries(written["workload"])]
+        data["workload"] = found if isinstance(written["workload"], list) else found[0]
     if experiment.shapes:
         data["shapes"] = written["shapes"]
     for name in ("text", "calibration"):

@@ -8,12 +8,11 @@ from typing import Any
 from experiments.arms import Arm, ServedWorkload
 from experiments.axes import Combination, choices_of, distinct, entries, label_of, multiplied, read_branches
 from experiments.document import Document, ExperimentError, Narrowed, PathParts, in_order, read_document
-from experiments.names import name_problems
+from experiments.names import name_problems, with_whole_path
 from experiments.schema import (
+    AnyWorkload,
     Experiment,
-    PromptsWorkload,
     SchedulerOptions,
-    SyntheticWorkload,
     VariantChoice,
     validate,
 )
@@ -143,7 +142,7 @@ def _narrowed(document: Document, points: Sequence[Combination], shapes: Mapping
     if served:
         written = entries(document.data["workload"])
         data["workload"] = [
-            _single(point, written[point.branch.entry or 0], index, origins)
+            _single(document, point, written[point.branch.entry or 0], index, origins)
             for index, point in enumerate(served.values())
         ]
     if shapes:
@@ -157,12 +156,12 @@ def _narrowed(document: Document, points: Sequence[Combination], shapes: Mapping
     return Narrowed(data, document.folder, document.places, document.text, whole=document, origins=origins)
 
 
-def _single(point: Combination, entry: Any, index: int, origins: dict[PathParts, PathParts]) -> Any:
+def _single(document: Document, point: Combination, entry: Any, index: int, origins: dict[PathParts, PathParts]) -> Any:
     """An entry of `workload` with one value in every field, which is the `index`-th of the narrowed document."""
     assert point.branch.entry is not None
     origin: PathParts = ("workload", point.branch.entry)
     origins[("workload", index)] = origin
-    single = dict(entry) if isinstance(entry, dict) else entry
+    single = with_whole_path(entry, document.folder) if isinstance(entry, dict) else entry
     for field, name in point.below("workload").items():
         place = point.place(name)
         target, path = single, field.split(".")
@@ -200,7 +199,7 @@ def _arms(points: Sequence[Combination], experiment: Experiment, swept: Sequence
     return tuple(made)
 
 
-def _served_workload(point: Combination, workload: SyntheticWorkload | PromptsWorkload) -> ServedWorkload:
+def _served_workload(point: Combination, workload: AnyWorkload) -> ServedWorkload:
     names = point.below("workload").values()
     settings = {name: point.value(name) for name in names if len(point.branch.axes[name].values) > 1}
     return ServedWorkload(workload.name, settings, workload)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from experiments.schema import LateRequests, Priorities, PromptsWorkload, SyntheticWorkload
+from experiments.schema import AnyWorkload, LateRequests, Priorities, PromptsWorkload, SyntheticWorkload, TraceWorkload
+from experiments.simulation.trace_files import MOONCAKE_BLOCK, trace_lines
 from tsched import SamplingParams
 
 
@@ -24,7 +25,7 @@ class Request:
     tenant: int = 0
 
 
-def requests_of(workload: SyntheticWorkload | PromptsWorkload, vocab_size: int) -> list[Request]:
+def requests_of(workload: AnyWorkload, vocab_size: int) -> list[Request]:
     """The workload's requests, the same ones on every machine.
 
     A request that samples has a seed of its own (`sampling.seed`, or the workload's, plus its index), so that its
@@ -42,6 +43,9 @@ def requests_of(workload: SyntheticWorkload | PromptsWorkload, vocab_size: int) 
     if isinstance(workload, PromptsWorkload):
         texts = enumerate(workload.prompts)
         return [of(index, text, workload.max_tokens, exact=False) for index, text in texts]
+    if isinstance(workload, TraceWorkload):
+        traced = zip(_prompts(workload, vocab_size), traced_lengths(workload), strict=True)
+        return [of(index, prompt, outputs, exact=True) for index, (prompt, (_, outputs)) in enumerate(traced)]
     generator = np.random.default_rng(workload.seed)
     lengths = _lengths(generator, workload, workload.num_requests)
     prompts = [generator.integers(0, vocab_size, inputs).tolist() for inputs, _ in lengths]
@@ -61,10 +65,39 @@ def requests_of(workload: SyntheticWorkload | PromptsWorkload, vocab_size: int) 
     return found
 
 
-def _ranks(workload: SyntheticWorkload | PromptsWorkload) -> list[int]:
+def traced_lengths(workload: TraceWorkload) -> list[tuple[int, int]]:
+    """Of each of the trace's requests, the tokens in and out, in the workload's size of a block."""
+    scale = workload.block_tokens
+    return [
+        (-(-line.input_len * scale // MOONCAKE_BLOCK), -(-line.output_len * scale // MOONCAKE_BLOCK))
+        for line in trace_lines(workload.file)[: workload.num_requests]
+    ]
+
+
+def _prompts(workload: TraceWorkload, vocab_size: int) -> list[list[int]]:
+    """Random tokens, the same ones in blocks of the same hash id; each request its own where there are no ids."""
+    blocks: dict[int, list[int]] = {}
+    prompts = []
+    lines = trace_lines(workload.file)[: workload.num_requests]
+    for index, (line, (length, _)) in enumerate(zip(lines, traced_lengths(workload), strict=True)):
+        if line.hash_ids is None:
+            own = np.random.default_rng((workload.seed, 1, index))
+            prompts.append(own.integers(0, vocab_size, length).tolist())
+            continue
+        for one in line.hash_ids:
+            if one not in blocks:
+                drawn = np.random.default_rng((workload.seed, 0, one))
+                blocks[one] = drawn.integers(0, vocab_size, workload.block_tokens).tolist()
+        prompts.append([token for one in line.hash_ids for token in blocks[one]][:length])
+    return prompts
+
+
+def _ranks(workload: AnyWorkload) -> list[int]:
     """The priorities, those of late requests last; drawn apart, so that the prompts are the same with and without."""
     if isinstance(workload, PromptsWorkload):
         drawn: list[tuple[Priorities | None, int]] = [(workload.priority, len(workload.prompts))]
+    elif isinstance(workload, TraceWorkload):
+        drawn = [(workload.priority, len(traced_lengths(workload)))]
     else:
         drawn = [(workload.priority, workload.num_requests)]
         if workload.late is not None:

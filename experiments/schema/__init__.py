@@ -12,9 +12,19 @@ from experiments.schema.experiment import (
     validate,
 )
 from experiments.schema.scheduler import SchedulerOptions
-from experiments.schema.workload import LateRequests, Length, Priorities, PromptsWorkload, SyntheticWorkload, Workload
+from experiments.schema.workload import (
+    AnyWorkload,
+    LateRequests,
+    Length,
+    Priorities,
+    PromptsWorkload,
+    SyntheticWorkload,
+    TraceWorkload,
+    Workload,
+)
 
 __all__ = [
+    "AnyWorkload",
     "Batching",
     "Choice",
     "Dtype",
@@ -28,6 +38,7 @@ __all__ = [
     "QuantizationSettings",
     "SchedulerOptions",
     "SyntheticWorkload",
+    "TraceWorkload",
     "VariantChoice",
     "Workload",
     "validate",

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
@@ -21,6 +22,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
         "late.num_requests", "late.input_len", "late.output_len", "late.every",
     ),
     "prompts": ("max_tokens", "n", "tenants"),
+    "trace": ("num_requests", "block_tokens", "n", "tenants", "seed"),
 }  # fmt: skip
 """Kind -> the fields that a list makes an axis; in others a list has a meaning of its own."""
 
@@ -188,5 +190,28 @@ class PromptsWorkload(_Workload):
         return self
 
 
-WORKLOAD_KINDS = ("synthetic", "prompts")
-Workload = Annotated[SyntheticWorkload | PromptsWorkload, Field(discriminator="kind")]
+class TraceWorkload(_Workload):
+    """The requests of a trace, in its order, each begun as soon as the engine has room: how fast they are served is
+    measured, and not when their users came, which `tk simulate` replays.
+
+    file: Mooncake's JSON lines (.jsonl), whose prompts agree where their hash_ids do, or an Azure trace (.csv), whose
+    prompts share nothing. num_requests: the first ones; all by default. block_tokens: how many tokens stand for 512 of
+    the trace's, in prompts and outputs, so that a small model serves the same pattern.
+    """
+
+    kind: Literal["trace"]
+    file: Path
+    num_requests: Count | None = None
+    block_tokens: Annotated[int, Field(strict=True, ge=1, le=512)] = 512
+    seed: Annotated[int, Field(strict=True, ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _one_priority(self) -> Self:
+        if self.priority is not None and self.priority.each:
+            raise ValueError("a trace's requests have one priority, or {uniform: [LOW, HIGH]}")
+        return self
+
+
+WORKLOAD_KINDS = ("synthetic", "prompts", "trace")
+AnyWorkload = SyntheticWorkload | PromptsWorkload | TraceWorkload
+Workload = Annotated[AnyWorkload, Field(discriminator="kind")]

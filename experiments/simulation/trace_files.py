@@ -110,6 +110,16 @@ def read_mooncake(path: Path) -> Iterator[Line]:
         yield Line(arrival, input_len, output_len, ids, priority)
 
 
+def trace_lines(path: Path) -> list[Line]:
+    """All lines of a trace, read as its suffix says."""
+    if path.suffix not in (".jsonl", ".csv"):
+        raise ExperimentError([f"{path.name}: the format follows from the suffix, .csv (Azure) or .jsonl (Mooncake)"])
+    lines = list(read_mooncake(path) if path.suffix == ".jsonl" else read_azure(path))
+    if not lines:
+        raise ExperimentError([f"{path.name}: holds no request"])
+    return lines
+
+
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Each line with its number, from 1."""
     with path.open("rb") as file:

@@ -1,0 +1,161 @@
+"""Every experiment of the gallery at reduced size: what its rows must hold for its question to have an answer."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import experiments
+from experiments.document import read_document
+from experiments.plan import make_sweep
+from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, Row
+from experiments.runner import failures, run_experiment
+from experiments.structure import parts_of
+from tests.experiments.in_process import InProcess
+
+GALLERY = Path(experiments.__file__).parent / "gallery"
+Rows = Sequence[Row]
+
+
+def of_kind(rows: Rows, kind: type) -> Sequence[Any]:
+    return [row for row in rows if isinstance(row, kind)]
+
+
+def checked(rows: Rows) -> dict[tuple[str, str], str]:
+    """(variant, point) -> the status of its check."""
+    return {(row.variant, row.point): row.status for row in of_kind(rows, CheckRow)}
+
+
+def by_setting(rows: Rows, key: str, figure: str) -> list[tuple[Any, Any]]:
+    return [(row.settings[key], getattr(row, figure)) for row in of_kind(rows, EngineRow)]
+
+
+def decode_by_context(rows: Rows) -> None:
+    points = [f"B={sequences},N={pages}" for sequences in (1, 2) for pages in (4, 8)]
+    variants = ["torch", "one_pass", "split_kv", "last_arriver"]
+    assert checked(rows) == {(variant, point): "ok" for variant in variants for point in points}
+    moved = {row.point: row.bytes_moved for row in of_kind(rows, KernelRow)}
+    assert moved["B=2,N=8"] > 3 * moved["B=1,N=4"]
+
+
+def page_size(rows: Rows) -> None:
+    waste = by_setting(rows, "block_size", "last_page_waste")
+    assert [size for size, _ in waste] == [8, 64]
+    assert waste[0][1] < waste[1][1]
+    assert {row.axes["S"] for row in of_kind(rows, KernelRow) if row.op == "paged_decode"} == {8, 64}
+    assert all(row.tokens_equal for row in of_kind(rows, ParityRow))
+
+
+def split_count(rows: Rows) -> None:
+    labels = ["one_pass", *(f"split_kv[num_splits={count}]" for count in (2, 4, 8))]
+    assert checked(rows) == {(label, f"N={pages}"): "ok" for label in labels for pages in (2, 8)}
+
+
+def fused_norm_rope_write(rows: Rows) -> None:
+    found = checked([row for row in rows if row.op == "qk_norm_rope_scatter"])
+    assert found == {(v, point): "ok" for v in ("composed", "head_tile") for point in ("decode", "prefill")}
+    assert [row.arm["qk_norm_rope_scatter"] for row in of_kind(rows, EngineRow)] == ["composed", "head_tile"]
+    assert [row.tokens_equal for row in of_kind(rows, ParityRow)] == [True]
+
+
+def w4_by_tokens(rows: Rows) -> None:
+    found = checked(rows)
+    refused = {key for key, status in found.items() if status == "unsupported"}
+    assert refused == {("gemv", "M=16"), ("gemlite", "M=1"), ("gemlite", "M=16")}
+    assert {status for key, status in found.items() if key not in refused} == {"ok"}
+    assert {variant for variant, _ in found} >= {"torch", "split_k", "tiled", "dequantize_then_matmul", "auto"}
+
+
+def kv_dtype(rows: Rows) -> None:
+    assert set(checked(rows).values()) == {"ok"}
+    for op, wide, narrow in (
+        ("paged_decode", "N=4,kv=bfloat16", "N=4,kv=float8_e4m3fn"),
+        ("kv_scatter", "kv=bfloat16", "kv=float8_e4m3fn"),
+    ):
+        moved = {row.point: row.bytes_moved for row in of_kind(rows, KernelRow) if row.op == op}
+        assert moved[narrow] < 0.8 * moved[wide]
+    scaled = {row.axes["kv"]: row.axes["k_scale"] for row in of_kind(rows, CheckRow)}
+    assert scaled == {"bfloat16": False, "float8_e4m3fn": True}
+
+
+def prefix_cache_on_a_trace(rows: Rows) -> None:
+    engines = of_kind(rows, EngineRow)
+    hits = {tuple(row.settings[key] for key in ("prefix_cache", "kv_cache_bytes")): row.hit_tokens for row in engines}
+    evicted = [row.evicted_blocks > 0 for row in engines if row.settings["prefix_cache"] != "none"]
+    assert len(engines) == 6
+    assert {hits["none", size] for size in (32768, 1048576)} == {0}
+    assert hits["hash", 1048576] == hits["radix", 1048576] > 0
+    assert evicted == [size == 32768 for _, size in hits if _ != "none"]
+    assert all(row.tokens_equal for row in of_kind(rows, ParityRow))
+
+
+def chunk_size(rows: Rows) -> None:
+    steps = by_setting(rows, "max_chunk_tokens", "steps")
+    assert [size for size, _ in steps] == [8, 32]
+    assert steps[0][1] > steps[1][1]
+    for row in of_kind(rows, EngineRow):
+        assert row.tpot_s["p99"] > 0
+        assert row.gap_s["p99"] > 0
+    assert all(row.tokens_equal for row in of_kind(rows, ParityRow))
+
+
+def batch_invariance(rows: Rows) -> None:
+    engines = of_kind(rows, EngineRow)
+    assert [(row.arm["matmul"], row.peak_running) for row in engines] == [
+        ("persistent", 1), ("persistent", 2), ("torch", 1), ("torch", 2)
+    ]  # fmt: skip
+    parities = of_kind(rows, ParityRow)
+    assert len(parities) == 3
+    assert all(row.tokens_equal and row.logprob_drift < 1e-4 for row in parities)
+
+
+FEW = "workload={kind: synthetic, num_requests: 2, input_len: 6, output_len: 2}"
+SMALL = "S: 8, Hq: 2, Hkv: 1, D: 16, Dv: 16"
+REDUCED: dict[Callable[[Rows], None], list[str]] = {
+    decode_by_context: [f"shapes.paged_decode=[{{B: [1, 2], N: [4, 8], {SMALL}}}]"],
+    page_size: ["scheduler.block_size=[8, 64]", "scheduler.kv_cache_bytes=1048576", FEW, "repeats=1"],
+    split_count: [f"shapes.paged_decode=[{{B: 1, N: [2, 8], {SMALL}}}]"],
+    fused_norm_rope_write: [FEW, "repeats=1"],
+    w4_by_tokens: ["shapes.dequant_gemm.0.N=16", "shapes.dequant_gemm.0.K=64"],
+    kv_dtype: [
+        "shapes.paged_decode.0.N=[2, 4]", "shapes.paged_decode.0.B=1", "shapes.paged_decode.0.Hq=2",
+        "shapes.kv_scatter.0.T=4", "shapes.kv_scatter.0.P=1",
+    ],
+    prefix_cache_on_a_trace: [
+        "workload.block_tokens=4", "workload.num_requests=12", "scheduler.kv_cache_bytes=[32768, 1048576]",
+        "scheduler.block_size=8", "scheduler.max_num_seqs=2", "repeats=1",
+    ],
+    chunk_size: [
+        "scheduler.max_chunk_tokens=[8, 32]", "scheduler.max_num_batched_tokens=64", "repeats=1",
+        "workload={kind: synthetic, num_requests: 2, input_len: 4, output_len: 12, "
+        "late: {num_requests: 1, input_len: 64, output_len: 2, every: 4}}",
+    ],
+    batch_invariance: [FEW, "repeats=1"],
+}  # fmt: skip
+
+
+def test_every_experiment_of_the_gallery_is_here() -> None:
+    assert {file.stem for file in GALLERY.glob("*.yaml")} == {check.__name__ for check in REDUCED}
+
+
+@pytest.mark.parametrize("check", REDUCED, ids=lambda check: check.__name__)
+def test_an_experiment_answers_its_question(check: Callable[[Rows], None], checkpoint: Path, tmp_path: Path) -> None:
+    file = GALLERY / f"{check.__name__}.yaml"
+    document = read_document(file, ["device=cpu", *REDUCED[check]])
+    if "model" in document.data:
+        document = read_document(file, ["device=cpu", f"model={{path: {checkpoint}}}", *REDUCED[check]])
+    folder = run_experiment(make_sweep(document), tmp_path / "run", [], Console(quiet=True), executor=InProcess())
+    assert failures(folder) == []
+    check(folder.rows)
+
+
+@pytest.mark.parametrize("file", sorted(GALLERY.glob("*.yaml")), ids=lambda file: file.stem)
+def test_an_experiment_says_what_it_asks_and_has_full_sizes(file: Path) -> None:
+    text = file.read_text()
+    for said in ("# Question: ", "# Read: ", "# Takes: "):
+        assert said in text.partition("\nname: ")[0]
+    document = read_document(file)
+    assert document.full is not None
+    assert sum(len(part.arms) for part in parts_of(document.full)) >= 2
