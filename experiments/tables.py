@@ -94,12 +94,17 @@ def title_of(row: EngineRow | PeerRow | ParityRow, names: Sequence[str]) -> str:
     if isinstance(row, PeerRow):
         return str(row.peer).replace("_", " ")
     ops = [row.arm[key] for key in names if key in row.arm]
-    return ", ".join([*ops, *(f"{key} {value}" for key, value in row.settings.items())]) or "this engine"
+    return ", ".join([*ops, *(f"{key} {told(value)}" for key, value in row.settings.items())]) or "this engine"
 
 
 def _title_at(row: EngineRow, names: Sequence[str]) -> str:
     """An arm with its workload, where that has a name."""
     return ", ".join(filter(None, [row.workload, title_of(row, names)]))
+
+
+def told(value: object) -> str:
+    """A setting's value as the YAML has it: true, not True."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def microseconds(value: float) -> str:
@@ -167,7 +172,7 @@ def _engine_table(engines: Sequence[EngineRow], parities: Sequence[ParityRow], c
     lines: list[Line] = []
     for row in engines:
         known = {**row.arm, **row.settings}
-        line = cells(*([str(row.workload)] if several else []), *(str(known.get(name, "-")) for name in names))
+        line = cells(*([str(row.workload)] if several else []), *(told(known.get(name, "-")) for name in names))
         line += cells(status_cell(row.status))
         if row.status != "ok":
             lines.append((*line, *cells(*["-"] * 5)))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.reporting.pictures import PAPER, WIDTH, Picture, compact, legend, log_ticks, look
 from experiments.reporting.points import METRICS, Factor, Measured, engine_points, kernel_points, numeric, varying
 from experiments.rows import EngineRow, KernelRow
+from experiments.tables import told
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -95,7 +96,7 @@ def _over(
     lines = [
         _Line(_series(others, key), tuple(sorted(mine, key=lambda one: one[0])))
         for key, mine in groups.items()
-        if len({x for x, _ in mine}) > 1
+        if len({x for x, _ in mine}) > 1 and len({_names(point) for _, point in mine}) == 1
     ]
     parts = [lines[start : start + MOST_LINES] for start in range(0, len(lines), MOST_LINES)]
     pictures = []
@@ -119,12 +120,17 @@ def _over(
     return pictures
 
 
+def _names(point: Measured) -> tuple[tuple[str, Factor], ...]:
+    """What of a point is no number. Where that changes along with a number, the number alone explains nothing."""
+    return tuple((name, value) for name, value in point.factors.items() if not numeric([value]))
+
+
 def _series(names: Sequence[str], values: Sequence[Factor | None]) -> str:
     shown = []
     for name, value in zip(names, values, strict=True):
         if value is not None and value != "":
             plain = name in ("variant", "dtype", "workload") or isinstance(value, str)
-            shown.append(str(value) if plain else f"{name.removeprefix('workload.')} {value}")
+            shown.append(str(value) if plain else f"{name.removeprefix('workload.')} {told(value)}")
     return ", ".join(shown)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from experiments.rows import CheckRow, ParityRow
 from experiments.table_style import Cell, Column, Line, PlainTable, cells, status_cell
+from experiments.tables import told
 
 _WORST_FIRST = ("wrong", "failed", "ok", "unsupported")
 
@@ -45,7 +46,7 @@ def parity_table(parities: Sequence[ParityRow]) -> PlainTable:
     lines: list[Line] = []
     for row in parities:
         known = {**row.arm, **row.settings}
-        line = cells(*([str(row.workload)] if several else []), *(str(known.get(name, "-")) for name in names))
+        line = cells(*([str(row.workload)] if several else []), *(told(known.get(name, "-")) for name in names))
         equal = Cell("yes", "yes") if row.tokens_equal else Cell(f"{row.requests_equal} of {row.requests}", "partly")
         drift = f"{row.logprob_drift:.1e}" if row.logprob_drift is not None else "-"
         lines.append((*line, *cells(equal, _place(row.first_divergence), drift)))

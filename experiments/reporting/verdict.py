@@ -10,7 +10,7 @@ from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, Quantiza
 from experiments.runs import verdicts as judgement
 from experiments.runs.comparison import MIN_REPLICATES
 from experiments.runs.verdicts import Comparison
-from experiments.tables import swept, title_of
+from experiments.tables import swept, title_of, told
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _arm(row: EngineRow, names: Sequence[str]) -> str:
     if len(ops) < 2:
         return title_of(row, names)
     return ", ".join(
-        [*(f"{op} {row.arm[op]}" for op in ops), *(f"{key} {value}" for key, value in row.settings.items())]
+        [*(f"{op} {row.arm[op]}" for op in ops), *(f"{key} {told(value)}" for key, value in row.settings.items())]
     )
 
 

@@ -93,6 +93,16 @@ def test_pins_and_options_are_axes_too_and_two_sizes_need_to_be_asked_for() -> N
     assert [one.name for one in engine_curves(swept, "", "")] == names
 
 
+def test_a_number_that_changes_along_with_a_policy_makes_no_curve() -> None:
+    arms = [
+        {"max_num_batched_tokens": 1024, "chunked_prefill": False},
+        {"max_num_batched_tokens": 128, "chunked_prefill": True},
+    ]
+    assert engine_curves([served(EngineRow, 100.0, "chat", settings=arm) for arm in arms], "", "") == []
+    named = throughput_picture([served(EngineRow, 100.0, "chat", settings=arm) for arm in arms], "")
+    assert records(named)[1]["name"] == "max_num_batched_tokens 128, chunked_prefill true"
+
+
 def test_what_follows_from_other_axes_is_none_of_its_own() -> None:
     rows = [
         kernel("paged_decode", "torch", 1.0, {"B": batch, "P": batch * pages, "S": 16, "N": pages, "D": 64})
