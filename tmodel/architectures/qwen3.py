@@ -45,9 +45,9 @@ class Qwen3:
         self.config = config
         self.kernels = kernels
         self.scale = config.head_dim**-0.5
-        self._embed = kernels.ranges.named("embedding", "part")
         vocab_shape = (config.vocab_size, config.hidden_size)
         self.embedding = checkpoint.tensor("model.embed_tokens.weight", vocab_shape)
+        self._embed = kernels.ranges.named("embedding", "part")
         reader = LinearReader(checkpoint, kernels, config.quantization)
         self.layers = [_layer(config, checkpoint, reader, index) for index in range(config.num_layers)]
         self.final_norm = checkpoint.tensor("model.norm.weight", (config.hidden_size,))
