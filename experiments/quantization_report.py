@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from experiments.reporting.pictures import PAPER, SOFT, Picture, legend, look
+from experiments.reporting.pictures import PAPER, SOFT, Picture, legend, log_ticks, look
 from experiments.rows import QuantizationRow
 from experiments.table_style import Column, Line, PlainTable, cells, status_cell
 
@@ -57,7 +57,7 @@ def quantization_picture(rows: Sequence[QuantizationRow], device: str) -> Pictur
     records = tuple(
         (row.method, row.bits, row.group_size, (row.memory_bytes or 0) / 1e6, row.perplexity) for row in judged
     )
-    caption = f"Perplexity on {judged[0].num_tokens:,} tokens; beside each point its bits. {device}"
+    caption = f"Perplexity on {judged[0].num_tokens:,} tokens; beside each point its bits. {device}."
 
     def draw(figure: "Figure") -> None:
         _draw(figure, judged, methods)
@@ -78,12 +78,13 @@ def _draw(figure: "Figure", judged: Sequence[QuantizationRow], methods: Sequence
         if row.bits is None and row.perplexity is not None:
             axes.axhline(row.perplexity, linestyle="--", color=SOFT, linewidth=1)
             text = f"dense, {(row.memory_bytes or 0) / 1e6:,.2f} MB"
-            axes.annotate(text, (1, row.perplexity), xycoords=("axes fraction", "data"), ha="right", va="bottom",
-                          xytext=(0, 2), textcoords="offset points", color=SOFT, fontsize=8)  # fmt: skip
+            axes.annotate(
+                text, (0, row.perplexity), xycoords=("axes fraction", "data"), va="top", xytext=(3, -3),
+                textcoords="offset points", color=SOFT, fontsize=8,
+            )  # fmt: skip
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    axes.margins(0.06, 0.1)
+    axes.margins(0.06, 0.14)
+    log_ticks(axes.yaxis)
     axes.set_xlabel("weights in memory, MB")
     axes.set_title("perplexity")
     legend(figure, [(method, look(index)) for index, method in enumerate(methods)])

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +37,9 @@ def verdict_of(rows: Sequence[Row], processes: int, finished: bool, judged: Comp
     speeds = speeds or _engine_speed(engines) or _kernel_speed([row for row in rows if isinstance(row, KernelRow)])
     peers = _peers([row for row in rows if isinstance(row, SpeedupRow)])
     quantized = _quantized([row for row in rows if isinstance(row, QuantizationRow)])
-    main = "; ".join([" and ".join(parts), *speeds[:1]] if parts else speeds[:1]) or "nothing was measured"
-    notes = [_sentence(note) for note in (*speeds[1:], *peers, *quantized)]
+    found = [*quantized, *speeds, *peers]
+    main = "; ".join([" and ".join(parts), *found[:1]] if parts else found[:1]) or "nothing was measured"
+    notes = [_sentence(note) for note in found[1:]]
     if any("times" in note or "the fastest" in note for note in (*speeds, *peers)) and judged is None:
         times = "One process" if processes == 1 else f"{processes} processes"
         notes.append(
@@ -161,7 +162,7 @@ def _arm(row: EngineRow, names: Sequence[str]) -> str:
     """What tells an arm from the others; of several ops, each variant with its op's name."""
     ops = [name for name in names if name in row.arm]
     if len(ops) < 2:
-        return title_of(row, names)
+        return title_of(row, names) if names else "of this experiment"
     return ", ".join(
         [*(f"{op} {row.arm[op]}" for op in ops), *(f"{key} {told(value)}" for key, value in row.settings.items())]
     )
@@ -216,15 +217,26 @@ def _peers(peers: Sequence[SpeedupRow]) -> list[str]:
 
 
 def _quantized(rows: Sequence[QuantizationRow]) -> list[str]:
+    """Whose perplexity is the lowest at each number of bits."""
     judged = [row for row in rows if row.status == "ok" and row.perplexity is not None]
-    dense = next((row for row in judged if row.bits is None), None)
-    others: Mapping[int, list[QuantizationRow]] = {}
+    best: dict[int, QuantizationRow] = {}
     for row in judged:
-        if row.bits is not None:
-            others = {**others, row.bits: [*others.get(row.bits, []), row]}
-    found = []
-    for bits, mine in sorted(others.items()):
-        best = min(mine, key=lambda row: row.perplexity or math.inf)
-        beside = f", dense {dense.perplexity:.4g}" if dense is not None and dense.perplexity is not None else ""
-        found.append(f"at {bits} bits {best.method} has the lowest perplexity, {best.perplexity:.4g}{beside}")
-    return found
+        if row.bits is not None and (row.perplexity or 0.0) < (
+            best[row.bits].perplexity or 0.0 if row.bits in best else math.inf
+        ):
+            best[row.bits] = row
+    if not best:
+        return []
+    winners: dict[str, list[QuantizationRow]] = {}
+    for bits in sorted(best):
+        winners.setdefault(str(best[bits].method), []).append(best[bits])
+    shown = []
+    for method, mine in winners.items():
+        bits, perplexities = (
+            ", ".join(str(row.bits) for row in mine),
+            ", ".join(f"{row.perplexity:.4g}" for row in mine),
+        )
+        shown.append(f"{method}'s at {bits} bits ({perplexities})")
+    dense = next((row for row in judged if row.bits is None), None)
+    beside = f"; the dense model's is {dense.perplexity:.4g}" if dense is not None else ""
+    return [f"the lowest perplexity is {', '.join(shown)}{beside}"]

@@ -52,7 +52,7 @@ def test_what_is_wrong_comes_first_and_a_cut_run_says_so() -> None:
     text = verdict(everything(), finished=False)  # type: ignore[arg-type]
     assert text.startswith("2 of 4 variants are not right (swiglu.crash, swiglu.wrong) and 1 of 1 comparisons")
     assert "2 times transformers padded's tokens per second with “chat” (IQR 0.10)." in text
-    assert "At 4 bits rtn has the lowest perplexity, 27, dense 26.5." in text
+    assert "; the lowest perplexity is rtn's at 4 bits (27); the dense model's is 26.5." in text
     assert text.endswith("The run has not ended: what follows is what it knew when it was cut off.")
     assert not verdict_of(everything(), 1, True).good  # type: ignore[arg-type]
 
