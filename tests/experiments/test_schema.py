@@ -54,7 +54,10 @@ def test_every_problem_is_reported_at_once_with_its_place() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("workload: {kind: sythetic}", "kind 'sythetic': there is synthetic, prompts; did you mean 'synthetic'?"),
+        (
+            "workload: {kind: sythetic}",
+            "kind 'sythetic': there is synthetic, prompts, trace; did you mean 'synthetic'?",
+        ),
         (
             "workload: {kind: prompts, prompts: []}",
             "workload.prompts (a.yaml, line 5, column 27): must be a list of at least 1",

@@ -1,5 +1,6 @@
 """Requests that are not all alike: priorities, several completions of one, tenants, and what they do to a run."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -7,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from experiments.document import read_document
-from experiments.plan import make_plan
+from experiments.document import ExperimentError, read_document
+from experiments.plan import make_plan, make_sweep
 from experiments.rows import EngineRow, ParityRow
 from experiments.run_folder import RunFolder
 from experiments.runner import failures
+from experiments.schema import TraceWorkload
 from experiments.timed_llm import TimedLLM
 from experiments.workloads import Request, requests_of
 from tests.experiments.test_baselines import SMALL, SYNTHETIC, rows_of, workload
@@ -104,3 +106,63 @@ def test_tenants_share_no_prefix(run: Run, checkpoint: Path) -> None:
         hits[tenants] = row.hit_tokens
         shutil.rmtree(folder.path)
     assert hits == {1: 5 * 16, 2: 4 * 16, 6: 0}
+
+
+TRACE = [
+    {"timestamp": 0, "input_length": 1500, "output_length": 40, "hash_ids": [0, 1, 2]},
+    {"timestamp": 9, "input_length": 1100, "output_length": 513, "hash_ids": [0, 1, 3]},
+    {"timestamp": 12, "input_length": 3, "output_length": 1, "hash_ids": [4]},
+]
+
+
+def write_trace(folder: Path, name: str = "trace.jsonl") -> dict[str, Any]:
+    (folder / name).write_text("".join(json.dumps(line) + "\n" for line in TRACE))
+    return {"kind": "trace", "file": name, "block_tokens": 8}
+
+
+def test_a_traces_prompts_share_what_their_hash_ids_share(tmp_path: Path) -> None:
+    written = write_trace(tmp_path)
+    workload = TraceWorkload.model_validate({**written, "file": tmp_path / "trace.jsonl"})
+    found = requests_of(workload, 1000)
+    prompts = [request.prompt for request in found]
+    assert [len(prompt) for prompt in prompts] == [24, 18, 1]  # 8 tokens for each 512, rounded up
+    assert [request.params.max_tokens for request in found] == [1, 9, 1]
+    assert prompts[0][:16] == prompts[1][:16]
+    assert prompts[0][16:18] != prompts[1][16:18]
+    assert found == requests_of(workload, 1000)
+    assert requests_of(workload.model_copy(update={"num_requests": 2}), 1000) == found[:2]
+
+
+def test_a_trace_is_a_workload_like_others(run: Callable[..., RunFolder], checkpoint: Path, tmp_path: Path) -> None:
+    workload = {**write_trace(tmp_path), "num_requests": [1, 3]}
+    scheduler = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "block_size": 8, "kv_cache_bytes": 1 << 18}
+    folder = run(model={"path": str(checkpoint)}, workload=workload, scheduler=scheduler, repeats=1)
+    rows = [row for row in folder.rows if row.stage == "engine"]
+    assert [(row.settings, row.prompt_tokens, row.output_tokens) for row in rows] == [
+        ({"workload.num_requests": 1}, 24, 1), ({"workload.num_requests": 3}, 43, 11)
+    ]  # fmt: skip
+    again = make_sweep(read_document(folder.path / "resolved.yaml"))
+    assert again.experiment.workload[0].file == tmp_path / "trace.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"file": "nowhere.jsonl"}, "nowhere.jsonl: No such file"),
+        ({"file": "trace.txt"}, "the format follows from the suffix"),
+        ({"file": "broken.jsonl"}, "line 2"),
+        ({"num_requests": 4}, "4 of a trace of 3"),
+        ({"block_tokens": 513}, "must be less than or equal to 512"),
+        ({"block_tokens": 512}, "reach 1613 tokens, the model's length is 128"),
+        ({"priority": [1, 2, 3]}, "a trace's requests have one priority"),
+    ],
+)
+def test_a_trace_that_cannot_be_served_is_refused(
+    change: dict[str, Any], message: str, write: Callable[..., Path], checkpoint: Path, tmp_path: Path
+) -> None:
+    written = write_trace(tmp_path)
+    (tmp_path / "trace.txt").write_text("")
+    (tmp_path / "broken.jsonl").write_text(json.dumps(TRACE[0]) + "\n{\n")
+    file = write(model={"path": str(checkpoint)}, workload={**written, **change})
+    with pytest.raises(ExperimentError, match=message):
+        make_sweep(read_document(file))
