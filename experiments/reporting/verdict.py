@@ -232,11 +232,9 @@ def _quantized(rows: Sequence[QuantizationRow]) -> list[str]:
         winners.setdefault(str(best[bits].method), []).append(best[bits])
     shown = []
     for method, mine in winners.items():
-        bits, perplexities = (
-            ", ".join(str(row.bits) for row in mine),
-            ", ".join(f"{row.perplexity:.4g}" for row in mine),
-        )
-        shown.append(f"{method}'s at {bits} bits ({perplexities})")
+        widths = ", ".join(str(row.bits) for row in mine)
+        perplexities = ", ".join(f"{row.perplexity:.4g}" for row in mine)
+        shown.append(f"{method}'s at {widths} bits ({perplexities})")
     dense = next((row for row in judged if row.bits is None), None)
     beside = f"; the dense model's is {dense.perplexity:.4g}" if dense is not None else ""
     return [f"the lowest perplexity is {', '.join(shown)}{beside}"]
