@@ -21,6 +21,9 @@ from tkernels.source_hash import source_hash
 _PACKAGES = ("tkernels", "torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "pydantic")
 
 
+_MOST_UNTRACKED, _MOST_HASHED_BYTES = 1000, 1_000_000
+
+
 def environment_of(sweep: Sweep, run_id: str, overrides: list[str]) -> dict[str, Any]:
     """Everything but the tuned configs that are used and the clocks afterwards, which the end of the run tells.
 
@@ -67,7 +70,8 @@ def kernel_hashes(plan: Plan) -> dict[str, str | None]:
 def git_state(folder: Path) -> dict[str, Any]:
     """{"commit", "dirty", "diff", "untracked"} of the checkout that `folder` is in, or {"commit": None, "reason"}.
 
-    diff: of all tracked files, against the commit. untracked: files that are not ignored -> SHA-256 of each.
+    diff: of all tracked files, against the commit. untracked: files that are not ignored -> SHA-256 of each, or its
+    size where it is no source (a megabyte or more); the first thousand.
     """
 
     def git(*arguments: str) -> str:
@@ -80,14 +84,19 @@ def git_state(folder: Path) -> dict[str, Any]:
         top = Path(git("rev-parse", "--show-toplevel").removesuffix("\n"))
         commit, diff = git("rev-parse", "HEAD").strip(), git("diff", "HEAD", "--no-ext-diff", "--no-color")
         others = git("-C", str(top), "ls-files", "--others", "--exclude-standard", "-z").split("\0")
-        files = {name: top / name for name in others if name and (top / name).is_file()}
-        untracked = {name: sha256_of(file) for name, file in files.items()}
+        files = {name: top / name for name in others[:_MOST_UNTRACKED] if name and (top / name).is_file()}
+        untracked = {name: _identity(file) for name, file in files.items()}
         return {"commit": commit, "dirty": bool(diff or untracked), "diff": diff, "untracked": untracked}
     except FileNotFoundError:
         return {"commit": None, "reason": "git is not installed"}
     except subprocess.SubprocessError as error:
         reason = getattr(error, "stderr", None) or error
         return {"commit": None, "reason": str(reason).strip()}
+
+
+def _identity(file: Path) -> str:
+    size = file.stat().st_size
+    return sha256_of(file) if size < _MOST_HASHED_BYTES else f"{size} bytes"
 
 
 def _driver() -> str | None:

@@ -7,15 +7,15 @@ tries. So the process is the unit, and at least MIN_REPLICATES of them are asked
 The tests are Student's, on trimmed means of logarithms: with equal numbers their size holds at five processes for heavy
 tails and for skewed ones, which the tests of this module try. But processes that follow each other are on a machine
 that drifts, and then a mean over them is less sure than their number says: two runs of the same thing, ten processes
-each under 1/f noise, differ in 28% of tries at a level of 1% (four figures), and in 9 of 10 where the noise is a random
+each under 1/f noise, differ in 30% of tries at a level of 1% (four figures), and in 78% where the noise is a random
 walk. The drift is therefore a variance component of its own. It is estimated where it shows, in the slowest two waves
 of each series of processes (its cosine transform's first coefficients, which of white noise hold no more than any
 others), pooled over the figures of a comparison, and carried on over the length of both runs as a random walk would.
-That brings the 28% to 3% (five processes: 12% to 6%). Its price, where there is no drift: a change of 8 standard errors
-is found in 86% of tries instead of 99%. What stays as it is for the length of a run, and leaves no trace within it, is
-RUN_SPREAD.
+That brings them to 3% and 1% (five processes: 10% and 41% to 4% and 7%). Its price, where there is no drift: a change
+of 8 standard errors is found in 86% of tries instead of 99%. What stays as it is for the length of a run, and leaves no
+trace within it, is RUN_SPREAD.
 
-Arms of one run need neither: what slows all of a replicate's processes down cancels.
+Arms of one run need less: what slows all of a replicate's processes down cancels.
 """
 
 import math

@@ -97,8 +97,9 @@ def test_gits_state_has_the_diff_and_the_files_that_it_does_not_know(tmp_path: P
     (inside / "a.py").write_text("two\n")
     (tmp_path / "b.py").write_text("new\n")
     (tmp_path / "c.log").write_text("ignored\n")
+    (tmp_path / "d.bin").write_bytes(bytes(1_000_000))
     dirty = git_state(inside)
     assert "-one\n+two" in dirty["diff"]
-    assert dirty["untracked"] == {"b.py": sha256(tmp_path / "b.py")}
+    assert dirty["untracked"] == {"b.py": sha256(tmp_path / "b.py"), "d.bin": "1000000 bytes"}
     assert (dirty["dirty"], dirty["commit"]) == (True, clean["commit"])
     assert json.loads(json.dumps(dirty)) == dirty
