@@ -255,6 +255,10 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Where the first arm's steps spend their time, by phase, layer and op: by Nsight Systems, or recorded here."""
+    from experiments.structure import refuse_early
+
+    if file is not None:
+        _refusing(refuse_early, file, overrides or [])
     from experiments.commands.profile import Request, run
 
     _exit(run, Request(file, overrides or [], nsys_export, proton, ncu, out), as_json)

@@ -220,14 +220,15 @@ def test_a_path_that_cannot_be_made_is_an_error_and_no_traceback(
     assert ran.stderr.startswith("error: /proc/x")
 
 
-def test_a_wrong_name_is_refused_without_torch() -> None:
+@pytest.mark.parametrize("asked", ["run", "profile"])
+def test_a_wrong_name_is_refused_without_torch(asked: str) -> None:
     command = (
         "import sys; from typer.testing import CliRunner; from experiments.cli import app; "
         "result = CliRunner().invoke(app, sys.argv[1:]); print(result.output); "
         "assert result.exit_code == 2; assert 'torch' not in sys.modules"
     )
     wrong = ["kernels.swiglu=fsed", "scheduler.order=lifo", "dtype=[float32, float23]"]
-    arguments = ["run", "experiments/quickstart.yaml", *(part for one in wrong for part in ("--set", one))]
+    arguments = [asked, "experiments/quickstart.yaml", *(part for one in wrong for part in ("--set", one))]
     done = subprocess.run([sys.executable, "-c", command, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for name in ("'fused'?", "'lifo'", "dtype[1]"):
