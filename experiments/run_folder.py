@@ -66,6 +66,11 @@ class RunFolder:
     def run_id(self) -> str:
         return str(self.meta["run_id"])
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether it had ended before it was opened, or has since."""
+        return self.meta["finished"] is not None
+
     def done(self, key: str) -> bool:
         """Whether a task has all its rows here."""
         return key in self._of_task
@@ -179,7 +184,11 @@ def open_again(sweep: Sweep, path: Path, environment: Mapping[str, Any], executo
     differences = _text_differences(path, resolved_text(sweep)) + _changes(run.environment, environment)
     if differences:
         raise ExperimentError([f"{path}: cannot be resumed: {difference}" for difference in differences])
-    folder = RunFolder(path, {**run.meta, "executor": executor}, run.rows, run.repairs)
+    now = {name: environment["git"].get(name) for name in ("commit", "dirty")}
+    resumed = [*run.meta.get("resumed", []), {"at": _now(), "executor": executor, "git": now}]
+    meta = {**run.meta, "resumed": resumed}
+    notes = [*run.repairs, *_other_code(run.environment["git"], environment["git"])]
+    folder = RunFolder(path, meta, run.rows, notes)
     if run.repairs:
         # In place: the lock is on this very file. Whole tasks are written again before what was cut goes.
         text = "".join(row.as_json() + "\n" for row in run.rows).encode()
@@ -189,8 +198,20 @@ def open_again(sweep: Sweep, path: Path, environment: Mapping[str, Any], executo
         else:
             folder.close()
             _write(path / "results.jsonl", text.decode())
-            folder = RunFolder(path, dict(folder.meta), run.rows, run.repairs)
+            folder = RunFolder(path, meta, run.rows, notes)
+    if not folder.is_finished:
+        _write(path / "run.json", json.dumps(meta, indent=2) + "\n")
     return folder
+
+
+def _other_code(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """That the code around the kernels, whose own is the same, is another one: no reason not to go on, but said."""
+    if all(then.get(name) == now.get(name) for name in ("commit", "diff")):
+        return []
+    commits = " and ".join(
+        f"{str(git.get('commit'))[:12]}{' with changes' * bool(git.get('dirty'))}" for git in (then, now)
+    )
+    return [f"the code around the kernels has changed since the run began: its rows are of {commits}"]
 
 
 def _text_differences(path: Path, now: str) -> list[str]:
@@ -203,16 +224,18 @@ def _text_differences(path: Path, now: str) -> list[str]:
     return [f"it is a run of another experiment: {'; '.join(changed[:8])}{' …' if len(changed) > 8 else ''}"]
 
 
-_SAME = ("kernels", "sources", "device", "versions", "model")
-"""Of the environment, what all rows of a run have in common."""
+_SAME: Mapping[str, tuple[str, ...] | None] = {
+    "kernels": None, "sources": None, "device": None, "versions": None, "model": None, "host": ("torch_threads",),
+}  # fmt: skip
+"""Of the environment, what all rows of a run have in common: the part, and which of its names where not all."""
 
 
 def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     found = []
     current = json.loads(json.dumps(now, default=str))
-    for part in _SAME:
+    for part, names in _SAME.items():
         before, after = then.get(part) or {}, current.get(part) or {}
-        for name in sorted({*before, *after}):
+        for name in names or sorted({*before, *after}):
             if before.get(name) != after.get(name) and not name.startswith("clocks"):
                 found.append(f"{part}: {name} was {before.get(name)!r} and is {after.get(name)!r}")
     return found

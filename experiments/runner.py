@@ -71,7 +71,7 @@ def run_experiment(
     tuning = tuning if tuning is not None else Tuning(sweep.experiment.tuning)
     folder = _folder(sweep, points, out, resume, overrides, executor.name)
     try:
-        if folder.meta["finished"] is not None:
+        if folder.is_finished:
             return folder
         with Display(console) as display:
             for repair in folder.repairs:

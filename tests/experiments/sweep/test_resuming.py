@@ -88,6 +88,8 @@ def test_a_task_whose_write_was_cut_is_cut_away_said_and_done_again(start: Start
     assert "task 'check/swiglu.fused' has 1 of its 2 rows" in said
     assert ("line 4, the last, is half written (40 bytes)" in said) == bool(torn)
     assert read_run(again.path).repairs == ()
+    (resumed,) = read_run(again.path).meta["resumed"]
+    assert resumed["executor"] == "in process"
 
 
 def test_a_run_that_has_ended_is_left_as_it_is(start: Start) -> None:
@@ -129,12 +131,25 @@ def test_another_machine_or_version_is_refused(start: Start) -> None:
     environment = json.loads(file.read_text())
     environment["device"]["name"] = "another"
     environment["versions"]["torch"] = "1.0"
+    environment["host"]["torch_threads"] += 1
+    environment["git"]["commit"] = "f" * 40  # said, and no reason
     file.write_text(json.dumps(environment))
     with pytest.raises(ExperimentError) as refused:
         start(resume=True, **KERNELS)
     assert [problem.partition("resumed: ")[2].partition(" was")[0] for problem in refused.value.problems] == [
-        "device: name", "versions: torch",
+        "device: name", "versions: torch", "host: torch_threads",
     ]  # fmt: skip
+
+
+def test_that_other_code_has_changed_is_said(start: Start, tmp_path: Path) -> None:
+    folder, _ = start(**KERNELS)
+    cut_off(folder.path, 1)
+    file = folder.path / "environment.json"
+    environment = json.loads(file.read_text())
+    environment["git"] = {**environment["git"], "commit": "f" * 40, "dirty": False}
+    file.write_text(json.dumps(environment))
+    start(resume=True, **KERNELS)
+    assert "has changed since the run began: its rows are of ffffffffffff and " in (tmp_path / "said").read_text()
 
 
 def test_what_is_no_run_cannot_be_resumed(start: Start, tmp_path: Path) -> None:
