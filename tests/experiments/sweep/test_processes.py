@@ -105,3 +105,25 @@ def test_what_a_signal_means() -> None:
     assert signal_reason(signal.SIGABRT) == "killed by SIGABRT"
     assert "memory" in signal_reason(signal.SIGKILL)
     assert signal_reason(99) == "killed by signal 99"
+
+
+def test_what_a_server_imports_asks_nothing_about_cuda() -> None:
+    """Asking is enough to break CUDA in the children that it forks; compiled, as it is for a GPU."""
+    code = """
+import os, sys
+os.environ["TRITON_INTERPRET"] = "0"
+import torch
+asked = []
+for name in ("is_available", "device_count", "init", "_lazy_init", "get_device_properties", "current_device"):
+    setattr(torch.cuda, name, lambda *args, name=name: asked.append(name) or False)
+import tkernels, experiments.sweep.work
+import transformers.models.auto.tokenization_auto
+from tkernels.mode import MODE
+assert MODE == "compile", MODE
+assert asked == [], asked
+threads = len(os.listdir("/proc/self/task"))
+assert threads == 1, threads
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
