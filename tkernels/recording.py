@@ -8,7 +8,8 @@ In a captured CUDA graph these are external events (`torch.cuda.Event(enable_tim
 event record nodes of the graph, which every replay records again; others would be the graph's own dependencies, of
 which no time can be asked. (torch.cuda.Event's documentation; cudaEventRecordExternal in the CUDA runtime's; PyTorch
 pull request 155372, which added them for this.) A replay overwrites the times of the one before, so these are read
-first, which waits for the device: record rounds without overlap, and apart from those that are timed.
+first, which waits for the device: record rounds without overlap, and apart from those that are timed. Each event is a
+node of the graph, so that kernels which would follow each other closely do not: shares are of steps that are recorded.
 """
 
 import threading
