@@ -8,6 +8,7 @@ import typer
 from experiments.exits import end as _end
 from experiments.exits import end_with_torch as _exit
 from experiments.exits import refusing as _refusing
+from experiments.recorded_cli import Json, compare, repeat, runs
 
 app = typer.Typer(
     name="tk",
@@ -22,7 +23,6 @@ VariantsFrom = Annotated[
     list[Path] | None,
     typer.Option("--variants-from", metavar="DIR", help="A folder of more variants, <op>/<variant>.py. Repeatable."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 
 
 @app.command()
@@ -197,45 +197,6 @@ def run(
 
 
 @app.command()
-def runs(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where the runs are.")] = Path("runs"),
-    as_json: Json = False,
-) -> None:
-    """List the runs in a folder: when, where, of which code, and whether they ended."""
-    from experiments.commands.runs import run
-
-    _end(run, folder, as_json)
-
-
-@app.command()
-def repeat(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The new run's folder, new or empty; runs/<name>-... by default.")
-    ] = None,
-) -> None:
-    """Run a run's resolved experiment again, and say what changed: verdicts, rows, circumstances."""
-    from experiments.commands.repeat import run
-
-    _exit(run, folder, out)
-
-
-@app.command()
-def compare(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; of a single one, its arms.")],
-    across: Annotated[
-        list[str] | None,
-        typer.Option(metavar="WHAT", help="Allow another device, dtype, model, threads or workload. Repeatable."),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Say of every figure whether it is better, worse or within noise: runs beside the first, or one run's arms."""
-    from experiments.commands.compare import run
-
-    _end(run, folders, across or [], as_json)
-
-
-@app.command()
 def profile(
     file: Annotated[Path | None, typer.Argument(help="The experiment's YAML.", metavar="[EXPERIMENT]")] = None,
     overrides: Annotated[
@@ -275,6 +236,10 @@ def report(
     from experiments.commands.report import run
 
     _end(run, folder, form)
+
+
+for _command in (runs, compare, repeat):
+    app.command()(_command)
 
 
 @app.command()
