@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from experiments.reporting.pictures import PAPER, WIDTH, Picture, compact, legend, log_ticks, look
+from experiments.reporting.pictures import PAPER, WIDTH, Picture, compact, legend, legend_rows, log_ticks, look
 from experiments.reporting.points import METRICS, Factor, Measured, engine_points, kernel_points, numeric, varying
 from experiments.rows import EngineRow, KernelRow
 from experiments.tables import told
@@ -18,6 +18,7 @@ MOST_LINES = 8
 MOST_PICTURES = 4
 """Of one sweep: what else there is is in the table and in results.jsonl, and the last caption says so."""
 
+_APART = ("dtype", "workload", "model")  # what lines are rather not compared across
 _LOG_FROM = 8  # a range of this ratio is shown in doublings
 _AXES: Mapping[str, str] = {
     "context": "context, tokens",
@@ -88,36 +89,53 @@ def _is_size(axis: str) -> bool:
 def _over(
     name: str, title: str, points: Sequence[Measured], axis: str, others: Sequence[str], unit: str, about: str
 ) -> list[Picture]:
-    groups: dict[tuple[Factor | None, ...], list[tuple[float, Measured]]] = {}
-    for point in points:
-        if axis in point.factors:
-            key = tuple(point.factors.get(other) for other in others)
-            groups.setdefault(key, []).append((float(point.factors[axis]), point))
-    lines = [
-        _Line(_series(others, key), tuple(sorted(mine, key=lambda one: one[0])))
-        for key, mine in groups.items()
-        if len({x for x, _ in mine}) > 1 and len({_names(point) for _, point in mine}) == 1
-    ]
-    parts = [lines[start : start + MOST_LINES] for start in range(0, len(lines), MOST_LINES)]
+    """Pictures over one axis: of each size and workload its own where many lines would share one, and not too many."""
+    x_name = _AXES.get(axis, axis)
+    title = f"{title} by {x_name.split(',')[0]}"
+    lines = _lines(points, axis, others)
+    apart = [other for other in others if _is_size(other) or other in _APART or other.startswith("workload.")]
+    facets = list(dict.fromkeys(tuple(point.factors.get(other) for other in apart) for point in points))
+    parts = [(title, lines[start : start + MOST_LINES]) for start in range(0, len(lines), MOST_LINES)]
+    if len(parts) > 1:
+        parts = [(f"{title} ({number} of {len(parts)})", part) for number, (_, part) in enumerate(parts, 1)]
+    if len(lines) > MOST_LINES // 2 and 1 < len(facets) <= MOST_PICTURES:
+        inside = [other for other in others if other not in apart]
+        each = [[p for p in points if tuple(p.factors.get(other) for other in apart) == facet] for facet in facets]
+        faceted = [
+            (f"{title}, {_series(apart, facet)}", _lines(mine, axis, inside))
+            for facet, mine in zip(facets, each, strict=True)
+        ]
+        if all(1 < len(mine) <= MOST_LINES for _, mine in faceted):
+            parts = faceted
     pictures = []
-    for number, part in enumerate(parts[:MOST_PICTURES]):
-        caption = f"{about}"
-        if number == MOST_PICTURES - 1 and len(parts) > MOST_PICTURES:
-            caption += f" {len(lines) - MOST_LINES * MOST_PICTURES} more lines are in results.jsonl."
-        suffix = f"-{number + 1}" if len(parts) > 1 else ""
-        which = f" ({number + 1} of {len(parts)})" if len(parts) > 1 else ""
-        x_name = _AXES.get(axis, axis)
+    for number, (heading, part) in enumerate(parts[:MOST_PICTURES], 1):
+        left_out = len(lines) - MOST_LINES * MOST_PICTURES if number == MOST_PICTURES < len(parts) else 0
+        suffix = f"-{number}" if len(parts) > 1 else ""
         pictures.append(
             Picture(
                 name=f"{name}-by-{axis}{suffix}".replace(".", "-").replace("/", "-"),
-                title=f"{title} by {x_name.split(',')[0]}{which}",
-                caption=caption,
+                title=heading,
+                caption=about + (f" {left_out} more lines are in results.jsonl." if left_out else ""),
                 columns=("series", axis, "median", "low", "high", "unit"),
                 records=tuple((one.name, x, p.median, p.low, p.high, unit) for one in part for x, p in one.points),
                 draw=_drawing(part, x_name, unit),
             )
         )
     return pictures
+
+
+def _lines(points: Sequence[Measured], axis: str, others: Sequence[str]) -> list[_Line]:
+    """A line for each combination of the other factors that has several values of the axis."""
+    groups: dict[tuple[Factor | None, ...], list[tuple[float, Measured]]] = {}
+    for point in points:
+        if axis in point.factors:
+            key = tuple(point.factors.get(other) for other in others)
+            groups.setdefault(key, []).append((float(point.factors[axis]), point))
+    return [
+        _Line(_series(others, key), tuple(sorted(mine, key=lambda one: one[0])))
+        for key, mine in groups.items()
+        if len({x for x, _ in mine}) > 1 and len({_names(point) for _, point in mine}) == 1
+    ]
 
 
 def _names(point: Measured) -> tuple[tuple[str, Factor], ...]:
@@ -136,7 +154,7 @@ def _series(names: Sequence[str], values: Sequence[Factor | None]) -> str:
 
 def _drawing(lines: Sequence[_Line], x_name: str, unit: str) -> Any:
     def draw(figure: "Figure") -> None:
-        figure.set_size_inches(WIDTH, 3.0 + 0.17 * len(lines) / 2)
+        figure.set_size_inches(WIDTH, 2.9 + 0.17 * legend_rows([one.name for one in lines]))
         axes = figure.subplots()
         for index, one in enumerate(lines):
             style = look(index)

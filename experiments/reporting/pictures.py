@@ -79,6 +79,7 @@ _STYLE: dict[Any, Any] = {
     "legend.fontsize": 8.5,
     "svg.fonttype": "none",  # text stays text: it can be read aloud, searched and restyled
 }
+_LEGEND, _MOST_ENTRIES = 44, 18  # letters of a name in a legend, and names
 _FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 
 
@@ -198,17 +199,26 @@ def log_ticks(axis: "Axis") -> None:
     axis.set_minor_formatter("")
 
 
-def legend(figure: "Figure", entries: Sequence[tuple[str, Mapping[str, Any]]], most: int = 18) -> None:
+def _legend_columns(names: Sequence[str]) -> int:
+    return max(1, min(4, 54 // (max(map(len, names), default=1) + 6)))
+
+
+def legend_rows(names: Sequence[str]) -> int:
+    """How many lines a legend of these names takes, of which each is 0.17 inches high."""
+    shown = [label(name, _LEGEND) for name in names[:_MOST_ENTRIES]]
+    return -(-len(shown) // _legend_columns(shown))
+
+
+def legend(figure: "Figure", entries: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     """Above the plot, as many columns as fit; what does not fit is counted."""
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], **dict(style)) for _, style in entries[:most]]
-    names = [label(name, 34) for name, _ in entries[:most]]
-    if len(entries) > most:
+    handles = [Line2D([], [], **dict(style)) for _, style in entries[:_MOST_ENTRIES]]
+    names = [label(name, _LEGEND) for name, _ in entries[:_MOST_ENTRIES]]
+    if len(entries) > _MOST_ENTRIES:
         handles.append(Line2D([], [], linestyle="none"))
-        names.append(f"and {len(entries) - most} more")
-    longest = max(map(len, names), default=1)
-    columns = max(1, min(4, 54 // (longest + 6)))
+        names.append(f"and {len(entries) - _MOST_ENTRIES} more")
     figure.legend(
-        handles, names, loc="outside upper left", ncols=columns, borderpad=0, handlelength=1.6, columnspacing=1.4
-    )
+        handles, names, loc="outside upper left", ncols=_legend_columns(names), borderpad=0, handlelength=1.6,
+        columnspacing=1.4,
+    )  # fmt: skip

@@ -26,7 +26,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_report(report: Report, folder: Path) -> Path:
-    """Writes report.html, and figures/ with an SVG and a CSV of each picture, in place of what was there before.
+    """Writes report.html, and figures/ with an SVG and a CSV of each picture; other files there are left alone.
 
     Without matplotlib (the extra `plot`) there are no SVGs, and the report says what it lacks.
     """

@@ -17,7 +17,7 @@ from experiments.reporting.numerics import check_table, parity_table
 from experiments.reporting.pictures import Picture
 from experiments.reporting.question import Question, question_of
 from experiments.reporting.resources import resources_of
-from experiments.reporting.roofline import roofline_picture
+from experiments.reporting.roofline import roofline_pictures
 from experiments.reporting.verdict import Verdict, verdict_of
 from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, Row, StepRow
 from experiments.runs.comparison import MIN_REPLICATES
@@ -176,14 +176,13 @@ def _kernels(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, PlainTa
     device = str((run.environment.get("device") or {}).get("name"))
     curves = kernel_curves(kernels, run.resolved.get("shapes") or {}, about)
     drawn = {str(row.op) for row in kernels if any(one.name.startswith(f"time-{row.op}-by") for one in curves)}
-    pictures = [roofline_picture(kernels, device, about), *curves, *variant_pictures(kernels, sorted(drawn), about)]
+    pictures = [*roofline_pictures(kernels, device, about), *curves, *variant_pictures(kernels, sorted(drawn), about)]
     notes = []
     if not timers:
         why = next((row.speed_reason or row.reason for row in kernels), "no variant passed its check")
         notes.append(f"No kernel's time was measured: {why}.")
-    found = tuple(one for one in pictures if one is not None)
     table = (tables["kernels"],) if "kernels" in tables else ()
-    return Section("kernels", "Kernels alone", tuple(notes), found, table)
+    return Section("kernels", "Kernels alone", tuple(notes), tuple(pictures), table)
 
 
 def _step_time(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, PlainTable]) -> Section | None:

@@ -1,9 +1,20 @@
 """Every timed variant against the device's limits; where those are not known, against arithmetic intensity alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from experiments.reporting.pictures import INK, PAPER, SOFT, WIDTH, Picture, compact, legend, log_ticks, look
+from experiments.reporting.pictures import (
+    INK,
+    PAPER,
+    SOFT,
+    WIDTH,
+    Picture,
+    compact,
+    legend,
+    legend_rows,
+    log_ticks,
+    look,
+)
 from experiments.rows import KernelRow
 
 if TYPE_CHECKING:
@@ -24,10 +35,13 @@ _COLUMNS = (
     "roofline_fraction",
     "bound",
 )
+_INTENSITY, _GFLOPS, _GBYTES = 4, 5, 6
+_TERA_FROM = 10_000  # GFLOP/s, from which on the axis is in TFLOP/s
 
 
-def roofline_picture(rows: Sequence[KernelRow], device: str, about: str) -> Picture | None:
-    """All timed rows on one picture; None where nothing was timed.
+def roofline_pictures(rows: Sequence[KernelRow], device: str, about: str) -> list[Picture]:
+    """All timed rows over their arithmetic intensity: the FLOPs that they reach, and the bytes; none where nothing was
+    timed.
 
     Args:
         rows: of the kernels stage, merged.
@@ -38,21 +52,25 @@ def roofline_picture(rows: Sequence[KernelRow], device: str, about: str) -> Pict
 
     timed = [row for row in rows if row.status == "ok" and row.median_us is not None]
     if not timed:
-        return None
+        return []
     records = tuple(_record(row) for row in timed)
     peaks = PEAKS.get(device)
     untimed = list(dict.fromkeys(f"{r.op}.{r.variant}" for r in rows if r.status == "ok" and r.median_us is None))
-    caption = f"Achieved rates by the contract's own counts of bytes (each unique byte once) and FLOPs. {about}"
-    caption += f" Limits: {peaks.source}." if peaks else f" There is {NO_ROOFLINE}."
+    ending = f" {about}" + (f" Limits: {peaks.source}." if peaks else f" There is {NO_ROOFLINE}.")
     if untimed:
-        caption += f" Not measured, and so not shown: {', '.join(untimed)}."
-    if any(not record[4] for record in records):
+        ending += f" Not measured, and so not shown: {', '.join(untimed)}."
+    computing = tuple(record for record in records if record[_GFLOPS])
+    pictures = []
+    if computing:
+        caption = f"FLOPs by the contract's own count, over the median time.{ending}"
+        title = "Roofline" if peaks else "FLOP/s achieved"
+        pictures.append(Picture("roofline", title, caption, _COLUMNS, records, _drawing(computing, peaks, flops=True)))
+    caption = "Bytes by the contract's own count, each unique byte once, over the median time."
+    if len(computing) < len(records):
         caption += ' Ops that compute nothing stand at "none".'
-
-    def draw(figure: "Figure") -> None:
-        _draw(figure, records, peaks)
-
-    return Picture("roofline", "Roofline" if peaks else "Achieved rates", caption, _COLUMNS, records, draw)
+    draw = _drawing(records, peaks, flops=False)
+    pictures.append(Picture("bandwidth", "Bandwidth achieved", caption + ending, _COLUMNS, records, draw))
+    return pictures
 
 
 def _record(row: KernelRow) -> tuple[Any, ...]:
@@ -74,55 +92,64 @@ def _names(records: Sequence[tuple[Any, ...]]) -> dict[tuple[str, str], str]:
     return {key: key[0] if ops.count(key[0]) == 1 else f"{key[0]}.{key[1]}" for key in keys}
 
 
-def _draw(figure: "Figure", records: Sequence[tuple[Any, ...]], peaks: "Peaks | None") -> None:
-    names = _names(records)
-    figure.set_size_inches(WIDTH, 5.0 + 0.17 * max(0, len(names) - 6) / 2)
-    flops, bytes_ = figure.subplots(2, 1, sharex=True)
-    styles: dict[tuple[str, str], Mapping[str, Any]] = {key: look(index) for index, key in enumerate(names)}
-    positive = [record[4] for record in records if record[4]]
-    none_at = min(positive) / 4 if positive else 1.0
-    for axes, column, unit in ((flops, 5, "GFLOP/s"), (bytes_, 6, "GB/s")):
+def _drawing(records: Sequence[tuple[Any, ...]], peaks: "Peaks | None", *, flops: bool) -> Callable[["Figure"], None]:
+    column = _GFLOPS if flops else _GBYTES
+    dtypes = list(dict.fromkeys(str(record[3]) for record in records))
+    known = {name: peaks.flops_per_s[name] / 1e9 for name in dtypes if name in peaks.flops_per_s} if peaks else {}
+    highest = max([*known.values(), *(record[column] for record in records)])
+    scale, unit = (1e3, "TFLOP/s") if flops and highest >= _TERA_FROM else (1.0, "GFLOP/s" if flops else "GB/s")
+
+    def draw(figure: "Figure") -> None:
+        names = _names(records)
+        styles = {key: look(index) for index, key in enumerate(names)}
+        figure.set_size_inches(WIDTH, 3.1 + 0.17 * legend_rows(list(names.values())))
+        axes = figure.subplots()
+        positive = [record[_INTENSITY] for record in records if record[_INTENSITY]]
+        none_at = min(positive, default=4.0) / 4
         for key, style in styles.items():
-            mine = [r for r in records if (r[0], r[1]) == key and r[column] > 0]
-            places = [r[4] or none_at for r in mine]
-            axes.plot(
-                places, [r[column] for r in mine], linestyle="none", markeredgecolor=PAPER, markeredgewidth=0.5, **style
-            )
+            mine = [record for record in records if (record[0], record[1]) == key]
+            places = [record[_INTENSITY] or none_at for record in mine]
+            rates = [record[column] / scale for record in mine]
+            axes.plot(places, rates, linestyle="none", markeredgecolor=PAPER, markeredgewidth=0.5, **style)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.margins(0.06, 0.1)
-        axes.set_title(f"{unit} achieved", color=INK)
-    flops.tick_params(labelbottom=False)
-    if peaks is None:
-        for axes in (flops, bytes_):
+        axes.set_title(f"{unit}, by the contract's count", color=INK)
+        if peaks is None:
             axes.text(0.99, 0.03, NO_ROOFLINE, transform=axes.transAxes, ha="right", color=SOFT, style="italic")
-    else:
-        _limits(flops, bytes_, peaks, list(dict.fromkeys(str(record[3]) for record in records)))
-    bytes_.set_xlabel("arithmetic intensity, FLOP per byte")
-    for axis in (flops.yaxis, bytes_.yaxis, bytes_.xaxis):
-        log_ticks(axis)
-    if len(positive) < len(records):
-        bytes_.set_xlim(left=none_at / 1.6)
-        ticks = [tick for tick in bytes_.get_xticks() if tick > none_at * 1.5]
-        low, high = bytes_.get_xlim()
-        bytes_.set_xticks([none_at, *ticks], ["none", *map(compact, ticks)])
-        bytes_.set_xlim(low, high)
-    entries = [(name, {**styles[key], "linestyle": "none"}) for key, name in names.items()]
-    legend(figure, entries)
+        else:
+            _limits(axes, peaks, {name: peak / scale for name, peak in known.items()} if flops else {}, scale, unit)
+        axes.set_xlabel("arithmetic intensity, FLOP per byte")
+        log_ticks(axes.yaxis)
+        log_ticks(axes.xaxis)
+        if len(positive) < len(records):
+            _none(axes, none_at)
+        legend(figure, [(name, {**styles[key], "linestyle": "none"}) for key, name in names.items()])
+
+    return draw
 
 
-def _limits(flops: "Axes", bytes_: "Axes", peaks: "Peaks", dtypes: Sequence[str]) -> None:
-    """The roof over each panel: a line for each dtype's peak, whose slope is the memory's."""
+def _none(axes: "Axes", place: float) -> None:
+    """A tick for ops that compute nothing, left of all that do."""
+    low, high = min(axes.get_xlim()[0], place / 1.6), axes.get_xlim()[1]
+    ticks = [tick for tick in axes.get_xticks() if place * 1.5 < tick < high]
+    axes.set_xticks([place, *ticks], ["none", *map(compact, ticks)])
+    axes.set_xlim(low, high)
+
+
+def _limits(axes: "Axes", peaks: "Peaks", flops: Mapping[str, float], scale: float, unit: str) -> None:
+    """The roof: a line for each dtype's peak, whose slope is the memory's; of bytes, the memory's bandwidth."""
     bandwidth = peaks.memory_bytes_per_s / 1e9
-    low, high = bytes_.get_xlim()
+    low, high = axes.get_xlim()
     low /= 1.3
-    for place, dtype in enumerate(one for one in dtypes if one in peaks.flops_per_s):
-        peak = peaks.flops_per_s[dtype] / 1e9
-        ridge = peak / bandwidth
+    if not flops:
+        axes.axhline(bandwidth, color=SOFT, linewidth=1.2)
+        axes.text(low, bandwidth, f" {compact(bandwidth)} {unit} of memory", color=SOFT, va="bottom", fontsize=8)
+    for place, (dtype, peak) in enumerate(flops.items()):
+        slope = bandwidth / scale
+        ridge = peak / slope
         high = max(high, ridge * 4)
         dashes = ("-", "--", ":")[place % 3]
-        flops.plot([low, ridge, high], [low * bandwidth, peak, peak], color=SOFT, linewidth=1.2, linestyle=dashes)
-        flops.text(high, peak, f"{compact(peak)} GFLOP/s, {dtype} ", color=SOFT, ha="right", va="bottom", fontsize=8)
-    bytes_.axhline(bandwidth, color=SOFT, linewidth=1.2)
-    bytes_.text(low, bandwidth, f" {compact(bandwidth)} GB/s of memory", color=SOFT, va="bottom", fontsize=8)
-    bytes_.set_xlim(low, high)
+        axes.plot([low, ridge, high], [low * slope, peak, peak], color=SOFT, linewidth=1.2, linestyle=dashes)
+        axes.text(high, peak, f"{peak:,.4g} {unit}, {dtype} ", color=SOFT, ha="right", va="bottom", fontsize=8)
+    axes.set_xlim(low, high)

@@ -47,7 +47,7 @@ def test_it_opens_without_a_complaint_and_fits(report: Path, browser: Browser, w
     assert browser.value("document.documentElement.scrollWidth") <= width
     assert browser.value("document.scripts.length + document.images.length") == 0
     sizes = "[...document.querySelectorAll('figure svg')].map(s => s.getBoundingClientRect())"
-    assert browser.value(f"{sizes}.length") == 9
+    assert browser.value(f"{sizes}.length") == 10
     assert browser.value(f"{sizes}.filter(b => b.width < 250 || b.height < 80 || b.right > innerWidth).length") == 0
     # Whatever is wider than its column scrolls there, and nothing else.
     outside = (

@@ -13,7 +13,7 @@ from experiments.reporting.curves import engine_curves, kernel_curves
 from experiments.reporting.dots import throughput_picture, variant_pictures, waiting_pictures
 from experiments.reporting.pictures import COLOURS, MARKERS, SERIES, Picture, compact, for_file, for_page, label, look
 from experiments.reporting.points import kernel_points, label_factors, varying
-from experiments.reporting.roofline import NO_ROOFLINE, roofline_picture
+from experiments.reporting.roofline import NO_ROOFLINE, roofline_pictures
 from experiments.rows import EngineRow, KernelRow, PeerRow, StepRow
 from tests.experiments.reporting.recorded import EVIL, everything, kernel, served
 
@@ -36,9 +36,8 @@ def texts(picture: Picture) -> str:
 
 
 def test_every_timed_variant_is_on_the_roofline_and_a_cpu_says_that_none_is_known() -> None:
-    picture = roofline_picture(rows_of(KernelRow), "AMD EPYC", "AMD EPYC; perf_counter.")
-    assert picture is not None
-    found = records(picture)
+    roofline, bandwidth = roofline_pictures(rows_of(KernelRow), "AMD EPYC", "AMD EPYC; perf_counter.")
+    found = records(roofline)
     assert len(found) == 11
     assert {(row["op"], row["variant"]) for row in found} == {
         ("swiglu", "torch"), ("swiglu", "fused"), ("rms_norm", "torch"), ("rms_norm", "one_pass"),
@@ -48,24 +47,26 @@ def test_every_timed_variant_is_on_the_roofline_and_a_cpu_says_that_none_is_know
     assert float(first["flops_per_byte"]) == 0.25
     assert float(first["gflop_per_s"]) == pytest.approx(2 / 3)
     assert float(first["gb_per_s"]) == pytest.approx(8 / 3)
-    shown = texts(picture)
-    assert shown.count(NO_ROOFLINE) == 2
-    assert "none" in shown
-    assert "swiglu.fused" in shown
-    assert "copy_pages" in shown
-    assert "matmul.tiled" in picture.caption
-    assert "AMD EPYC; perf_counter." in picture.caption
-    assert roofline_picture([], "AMD EPYC", "") is None
+    for picture in (roofline, bandwidth):
+        assert NO_ROOFLINE in texts(picture)
+        assert "swiglu.fused" in texts(picture)
+        assert "matmul.tiled" in picture.caption
+        assert "AMD EPYC; perf_counter." in picture.caption
+    assert "none" in texts(bandwidth).split()
+    assert "copy_pages" in texts(bandwidth)
+    assert "copy_pages" not in texts(roofline)  # it computes nothing
+    assert roofline_pictures([], "AMD EPYC", "") == []
+    (only,) = roofline_pictures([kernel("copy_pages", "torch", 5.0, {"P": 8}, flops=0)], "AMD EPYC", "")
+    assert only.name == "bandwidth"
+    assert only.as_svg() is not None
 
 
 def test_a_known_device_has_its_limits() -> None:
-    picture = roofline_picture(rows_of(KernelRow), "NVIDIA H200", "")
-    assert picture is not None
-    shown = texts(picture)
-    assert NO_ROOFLINE not in shown
-    assert "67,000 GFLOP/s, float32" in shown
-    assert "4,800 GB/s of memory" in shown
-    assert "data sheet" in picture.caption
+    roofline, bandwidth = roofline_pictures(rows_of(KernelRow), "NVIDIA H200", "")
+    assert NO_ROOFLINE not in texts(roofline) + texts(bandwidth)
+    assert "67 TFLOP/s, float32" in texts(roofline)
+    assert "4,800 GB/s of memory" in texts(bandwidth)
+    assert "data sheet" in roofline.caption
 
 
 def test_a_curve_goes_over_the_number_that_varies() -> None:
@@ -123,6 +124,18 @@ def test_more_lines_than_can_be_told_apart_are_several_pictures() -> None:
     assert "8 more lines are in results.jsonl" in pictures[-1].caption
 
 
+def test_many_lines_are_a_picture_for_each_batch() -> None:
+    rows = [
+        kernel("swiglu", name, 1.0 * size, {"T": size, "I": width})
+        for name in ("torch", "fused", "tiled")
+        for width in (64, 128)
+        for size in (1, 2, 4)
+    ]
+    found = {one.title: {row["series"] for row in records(one)} for one in kernel_curves(rows, {}, "")}
+    names = {"torch", "fused", "tiled"}
+    assert found == {"swiglu by tokens T, I 64": names, "swiglu by tokens T, I 128": names}
+
+
 def test_labels_as_factors() -> None:
     assert label_factors("op", "split_kv[num_splits=4,num_warps=8]", False) == {
         "variant": "split_kv", "num_splits": 4, "num_warps": 8,
@@ -168,7 +181,7 @@ def all_pictures() -> list[Picture]:
     kernels, engines = rows_of(KernelRow), rows_of(EngineRow)
     odd = served(EngineRow, 700.0, EVIL, settings={"prefix_cache": EVIL})
     found = [
-        roofline_picture([*kernels, kernel("swiglu", EVIL, 2.0, {"T": 9})], "some CPU", EVIL),
+        *roofline_pictures([*kernels, kernel("swiglu", EVIL, 2.0, {"T": 9})], "some CPU", EVIL),
         *kernel_curves([*kernels, *(kernel("swiglu", "_x$y", 2.0, {"T": size}) for size in (1, 2))], {"swiglu": 1}, ""),
         throughput_picture([*engines, odd], ""),
         *waiting_pictures([*engines, odd], ""),
@@ -215,6 +228,7 @@ def test_colours_are_readable_on_their_paper(theme: int) -> None:
     paper = named["--paper"]
     assert contrast(named["--ink"], paper) > 12
     assert contrast(named["--soft"], paper) > 4.5
+    assert all(contrast(named[name], paper) > 4.5 for name in ("--s1", "--s2", "--s4"))  # the page's texts in colour
     assert all(contrast(named[f"--s{index}"], paper) >= 3 for index in range(len(SERIES)))
 
 

@@ -46,14 +46,14 @@ def test_a_report_holds_all_that_it_should(page: Page) -> None:
     text = " ".join(page.text.split())
     for words in (
         "Which of these <b>is</b> faster?", "The second paragraph's first half.", "Another.",
-        "2 of 4 variants are not right", "Achieved rates", "no roofline known for this device", "swiglu by tokens T",
+        "2 of 4 variants are not right", "Bandwidth achieved", "no roofline known for this device", "by tokens T",
         "Where a step's time goes", "swiglu.torch", "Checks and parity", "request 2, token 5, by a margin of 0.25 nats",
         "What the kernels compile to", "tk check --op swiglu", "tk repeat", "git checkout cccc", "Perplexity by size",
         "transformers padded", "some CPU, 1 thread; wall clock; spread: quartiles of 3 rounds, one process each.",
     ):  # fmt: skip
         assert words in text, words
     pictures = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(pictures) == 9
+    assert len(pictures) == 10
     assert all(one.get("aria-label") for one in pictures)
 
 
@@ -109,7 +109,7 @@ def test_without_matplotlib_the_tables_are_there_and_the_lack_is_said(
 def test_markdown_has_the_same_and_no_markup_of_a_run(folder: Path) -> None:
     text = as_markdown(report_of(read_run(folder)))
     assert text.startswith("# Which of these &lt;b&gt;is&lt;/b&gt; faster?\n")
-    assert "![Achieved rates](figures/roofline.svg)" in text
+    assert "![FLOP/s achieved](figures/roofline.svg)" in text
     assert "<script" not in text
     (header,) = [line for line in text.splitlines() if line.startswith("| op | variant | dtype | result")]
     assert header.count("|") == 9
