@@ -18,7 +18,7 @@ _SECTIONS: Mapping[str, str] = {
     "step": "Step",
     "phase": "Phases",
     "layer": "Layers",
-    "part": "Parts of the model that are no ops",
+    "part": "Parts of the model",
     "op": "Ops",
     "gap": "Gaps",
 }
@@ -82,7 +82,8 @@ def range_table(found: Breakdown, title: str, note: str = "") -> PlainTable:
     steps = max(found.steps, 1)
     whole = f"{title}: {found.steps} steps of {_us(found.step_ns / steps)} us" if found.steps else f"{title}: no steps"
     caption = (
-        "calls, host us, device us: a step's, in the mean, with what is nested in the range; own us: without; "
+        "calls, host us, device us: a step's, in the mean, with what is nested in the range; own us: without, and what "
+        "lies in steps alone; "
         f"share: of the step{', the device time where there is one' if on_device else ''}.{note and ' ' + note}"
     )
     return PlainTable(whole, columns, tuple(lines), caption)
