@@ -1,6 +1,7 @@
 """Whether an experiment's names are known, told from folders and tables alone: nothing here imports torch."""
 
 import importlib.util
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,13 +24,18 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
 _DECLARES = re.compile(r"^VARIANT\b", re.MULTILINE)
 
 
+def _folder_of(package: str) -> Path:
+    """Where a package lies, without importing it."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
 def variant_names(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
     """op -> its variants, of the house, the peers and outside `folders`, as the registry would find them."""
-    house = importlib.util.find_spec("tkernels")
-    assert house is not None
-    assert house.origin is not None
     found: dict[str, list[str]] = {}
-    for root in (Path(house.origin).parent / "ops", PEER_KERNELS, *folders):
+    for root in (_folder_of("tkernels") / "ops", PEER_KERNELS, *folders):
         is_outside = root in folders
         for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(("_", "."))):
             if (folder / "contract.py").exists():
@@ -42,7 +48,7 @@ def variant_names(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
 
 
 def name_problems(document: Document) -> list[str]:
-    """Unknown ops, variants, policies and peers, folders of variants that are none, and traces that cannot be read."""
+    """Unknown ops, variants, policies, peers and presets, and folders and traces that are not there."""
     problems: list[str] = []
     folders = []
     for index, given in enumerate(entries(document.data.get("variants_from"))):
@@ -71,6 +77,7 @@ def name_problems(document: Document) -> list[str]:
                     message = f"unknown {kind} {name!r}: there is {', '.join(map(repr, known))}{nearest(name, known)}"
                     problems.append(document.problem(("scheduler", place, kind, index), message))
     problems += _trace_problems(document)
+    problems += _model_problems(document)
     device = document.data.get("device")
     if isinstance(device, str) and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         problems.append(document.problem(("device",), f"{device!r} is not a device; there is cpu, cuda"))
@@ -84,6 +91,21 @@ def with_whole_path(workload: Mapping[str, Any], folder: Path) -> dict[str, Any]
     """An entry of `workload` whose trace is found from anywhere."""
     file = workload.get("file")
     return {**workload, "file": str((folder / file).resolve())} if isinstance(file, str) else dict(workload)
+
+
+def _model_problems(document: Document) -> list[str]:
+    """Presets and directories that are not there."""
+    problems = []
+    file = _folder_of("tmodel") / "presets.json"
+    known = [name for names in json.loads(file.read_text(encoding="utf-8")).values() for name in names]
+    for index, source in enumerate(entries(document.data.get("model"))):
+        given = source if isinstance(source, dict) and len(source) == 1 else {}
+        preset, path = given.get("preset"), given.get("path")
+        if isinstance(preset, str) and preset not in known:
+            problems.append(_unknown(document, ("model", index), "preset", preset, known))
+        if isinstance(path, str) and not (document.folder / path).is_dir():
+            problems.append(document.problem(("model", index), f"{document.folder / path} is not a directory"))
+    return problems
 
 
 def _trace_problems(document: Document) -> list[str]:

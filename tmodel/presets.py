@@ -16,29 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from tmodel.corpus import standard_library_corpus
-from tmodel.random_weights import RANDOM_PRESETS, VERSION, write_random
+from tmodel.random_weights import PRESET_TABLE, RANDOM_PRESETS, VERSION, write_random
 from tmodel.train import Recipe, TrainingReport, train_on
 
-PRESETS = {
-    # About a minute on two idle cores, most of it matrix products: 1,000 steps of 1,024 tokens.
-    "tiny": Recipe(
-        version=1,
-        vocab_size=1024,
-        hidden_size=128,
-        intermediate_size=384,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        corpus_bytes=8_000_000,
-        sequence_len=128,
-        batch_size=8,
-        num_steps=1000,
-        matrix_learning_rate=0.04,
-        vector_learning_rate=0.008,
-    ),
-}
+PRESETS = {name: Recipe(**recipe) for name, recipe in PRESET_TABLE["trained"].items()}
+"""tiny: about a minute on two idle cores, most of it matrix products: 1,000 steps of 1,024 tokens."""
 
 
 def make_model(preset: str, directory: str | Path, *, seed: int = 0) -> TrainingReport:

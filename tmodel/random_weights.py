@@ -16,19 +16,10 @@ from tmodel.config import ModelConfig, parse_config
 
 VERSION = 1  # goes up when other weights come out
 _STD = 0.02  # transformers' initializer_range
-_QWEN3 = {
-    "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1e6,
-    "num_key_value_heads": 8, "tie_word_embeddings": True,
-}  # fmt: skip
+PRESET_TABLE: Mapping[str, Any] = json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
+"""Every preset's sizes. Data, so that their names are known where torch is not loaded."""
 
-RANDOM_PRESETS: dict[str, Mapping[str, Any]] = {
-    "Qwen3-0.6B": {
-        **_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-    },
-    "Qwen3-4B": {
-        **_QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
-    },
-}  # fmt: skip
+RANDOM_PRESETS: Mapping[str, Mapping[str, Any]] = PRESET_TABLE["random"]
 """The published configurations of Qwen/<name> on the Hugging Face hub, as far as they decide what is computed."""
 
 

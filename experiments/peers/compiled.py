@@ -32,9 +32,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             # another code object; `fullgraph` makes giving up an error.
             copy = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__)
             kinds[kind] = torch.compile(copy, fullgraph=True)
-        for one in tensors:
-            if one.dim() > 1:
-                torch._dynamo.maybe_mark_dynamic(one, 0)
+            for one in tensors:
+                if one.dim() > 1:
+                    torch._dynamo.maybe_mark_dynamic(one, 0)
         return kinds[kind](*arguments)
 
     return call

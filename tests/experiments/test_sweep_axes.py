@@ -7,11 +7,15 @@ import pytest
 
 from experiments.arms import Arm
 from experiments.document import ExperimentError, parse_document, read_document
+from experiments.names import variant_names
+from experiments.peers import with_peers
 from experiments.plan import make_sweep
 from experiments.points import points_of
 from experiments.run_folder import resolved_text
 from experiments.structure import Part, parts_of
 from tests.experiments.conftest import Write
+from tests.tkernels.outside import write_variant
+from tkernels import OPS
 
 SERVED = "workload: {kind: synthetic, num_requests: [1, 8], input_len: [16, {uniform: [4, 8]}], output_len: 4}"
 
@@ -210,3 +214,9 @@ def test_the_resolved_sweep_resolves_to_the_same_arms(write: Write, tmp_path: Pa
     assert [plan.arms for plan in again.plans] == [plan.arms for plan in sweep.plans]
     assert [len(plan.arms) for plan in sweep.plans] == [1, 2]
     assert sweep.num_arms == 6
+
+
+def test_names_told_from_folders_are_the_registrys(tmp_path: Path) -> None:
+    write_variant(tmp_path / "mine")
+    ops = with_peers(OPS).with_variants_from(tmp_path / "mine")
+    assert variant_names([tmp_path / "mine"]) == {name: list(op.variants) for name, op in ops.items()}
