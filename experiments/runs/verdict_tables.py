@@ -21,7 +21,8 @@ def print_comparison(console: Console, found: Comparison) -> None:
     console.print(Text.assemble("\n", (sentence(found), "bold")), soft_wrap=True)
     places: dict[str, list[Verdict]] = {}
     for verdict in found.verdicts:
-        places.setdefault(f"{verdict.place}: {verdict.figure}, {_unit(verdict)}", []).append(verdict)
+        beside = f", beside {verdict.beside}" if verdict.beside else ""
+        places.setdefault(f"{verdict.place}: {verdict.figure}, {_unit(verdict)}{beside}", []).append(verdict)
     for number, (place, verdicts) in enumerate(places.items()):
         table = new_table(f"\n{place}", ["arm", *_WIDTHS], list(_WIDTHS)[:-1])
         table.expand = True
@@ -80,20 +81,23 @@ def _cells(verdict: Verdict) -> list[str | Cell]:
     if effect.low is None or effect.high is None or effect.smallest is None:
         shown += ["-", "-"]
     else:
-        shown += [f"{_percent(effect.low - 1)} {_percent(effect.high - 1)}", f"{effect.smallest:.1%}"]
+        shown += [
+            f"{_percent(effect.low - 1)} {_percent(effect.high - 1)}",
+            _percent(effect.smallest).removeprefix("+"),
+        ]
     return [*shown, Cell(effect.outcome, effect.outcome)]
 
 
 def _percent(share: float) -> str:
     """Signed, and short where it is beyond all use."""
-    return f"{share:+.1%}" if abs(share) < 9.995 else ">+999%"
+    return f"{share:+.1%}" if abs(share) < 9.995 else ">999%"
 
 
 def _caption(found: Comparison) -> str:
     about = "second" if found.second else "arm"
     parts = [
         "first, second: geometric means over processes"
-        + ("." if found.second else "; first is the first arm of its place, second the one that is named."),
+        + ("." if found.second else "; first is of the arm that the others are beside."),
         f"change: of the {about} over the first; interval: at the level of its verdict ({LEVEL:.0%} for a false alarm "
         f"in any figure, after Holm); sees: the smallest change that would have been found, in {POWER:.0%} of tries.",
     ]

@@ -27,7 +27,8 @@ class Verdict:
 
     first, second: its values, in `unit`, geometric means over processes. processes: how many of each there were.
     beside_yardstick: whether the effect is that of the figure over the yardstick's, so that it need not be
-    second / first. reason: why it cannot tell, and what would help.
+    second / first. reason: why it cannot tell, and what would help. beside: the arm that `first` is of, where it is of
+    another one.
     """
 
     place: str
@@ -40,6 +41,7 @@ class Verdict:
     processes: tuple[int, int]
     beside_yardstick: bool
     reason: str | None = None
+    beside: str = ""
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ def _verdicts(
         found.append(
             Verdict(
                 second.place, second.title, second.name, second.unit, effect, first.mean, second.mean, (one, other),
-                _beside_yardstick(first, second), reason,
+                _beside_yardstick(first, second), reason, first.title if first.arm != second.arm else "",
             )
         )  # fmt: skip
     return tuple(found)

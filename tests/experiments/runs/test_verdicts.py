@@ -160,7 +160,7 @@ def test_of_several_dtypes_those_that_both_runs_have_are_compared(tmp_path: Path
         compare_arms(first)
     across = compare_arms(first, ["dtype"])
     assert outcomes(across) == {"torch, dtype=bfloat16": "within noise"}
-    assert across.verdicts[0].place == "swiglu, decode"
+    assert (across.verdicts[0].place, across.verdicts[0].beside) == ("swiglu, decode", "torch, dtype=float32")
 
 
 def test_the_same_weights_under_another_name_are_the_same_model(tmp_path: Path) -> None:
