@@ -5,7 +5,7 @@ from typing import Any
 
 from experiments.peers import slack_of
 from experiments.rows import CheckRow
-from experiments.stages.context import Context, in_words, one_line
+from experiments.stages.context import Context, in_words, one_line, op_fields
 from tkernels.check import check_case
 from tkernels.device import device_facts
 from tkernels.launch import Kernel
@@ -21,7 +21,7 @@ def run(context: Context) -> None:
 def _check(context: Context, point: str, at: Mapping[str, Any]) -> CheckRow:
     plan, seed, op = context.plan, context.plan.experiment.seed, context.task.op
     variant, pick = context.variant
-    common = context.common(arm={op: pick.label}, op=op, variant=pick.label, axes=dict(at), point=point)
+    common = context.common(**op_fields(plan, op, pick.label), axes=dict(at), point=point)
     try:
         case = variant.contract.case(at, seed, plan.device)
         arguments = variant.contract.bind_arguments((), case.inputs)

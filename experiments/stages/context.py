@@ -82,12 +82,21 @@ def served_fields(plan: Plan, arm: Arm, served: ServedWorkload) -> dict[str, Any
     return {"arm": labels_of(plan, arm), "settings": {**arm.settings, **served.settings}, "workload": served.name}
 
 
+def plan_settings(plan: Plan) -> dict[str, Any]:
+    """What tells a plan from the others of its sweep: its model and dtype, where they are swept."""
+    return {name: value for name, value in plan.arms[0].settings.items() if name in ("model", "dtype")}
+
+
+def op_fields(plan: Plan, op: str, variant: str) -> dict[str, Any]:
+    """Of a variant, by its label, the fields that say which it is."""
+    return {"arm": {op: variant}, "settings": plan_settings(plan), "op": op, "variant": variant}
+
+
 def peer_fields(plan: Plan, served: ServedWorkload, peer: str) -> dict[str, Any]:
     """Of a peer at a workload, the fields that say which they are. It knows no arm, but is of its plan's model and
     dtype.
     """
-    outer = {name: value for name, value in plan.arms[0].settings.items() if name in ("model", "dtype")}
-    return {"arm": {}, "settings": {**outer, **served.settings}, "workload": served.name, "peer": peer}
+    return {"arm": {}, "settings": {**plan_settings(plan), **served.settings}, "workload": served.name, "peer": peer}
 
 
 def labels_of(plan: Plan, arm: Arm) -> dict[str, str]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from experiments.rows import KernelRow
-from experiments.stages.context import Context, one_line
+from experiments.stages.context import Context, one_line, op_fields
 from experiments.yardstick import Yardstick
 from tkernels.device import device_facts
 from tkernels.launch import Kernel
@@ -31,7 +31,7 @@ def run(context: Context) -> None:
 def _time(context: Context, point: str, at: Mapping[str, Any]) -> KernelRow:
     plan, op = context.plan, context.task.op
     variant, pick = context.variant
-    common = context.common(arm={op: pick.label}, op=op, variant=pick.label, axes=dict(at), point=point)
+    common = context.common(**op_fields(plan, op, pick.label), axes=dict(at), point=point)
     try:
         case = variant.contract.case(at, plan.experiment.seed, plan.device)
         kernel = Kernel(variant, context.tuning, dict(pick.pins))

@@ -7,7 +7,7 @@ from typing import Any
 from experiments.evaluation import WindowReader, evaluate
 from experiments.quantized_models import QuantizedModel, Texts, checkpoint_of, quantized_models, texts_of
 from experiments.rows import QuantizationRow, Status
-from experiments.stages.context import Context, labels_of, one_line
+from experiments.stages.context import Context, labels_of, one_line, plan_settings
 from experiments.stages.engine import interpreted_ops, rounds_of
 from experiments.stages.serving import Server, interleaved, spread
 from experiments.timed_llm import TimedLLM
@@ -28,7 +28,8 @@ def run(context: Context) -> None:
     assert quantization is not None
     number = context.task.checkpoint
     one = None if number == 0 else quantized_models(quantization)[number - 1]
-    common = {**context.common(arm=labels_of(plan, plan.arms[0])), **settings_of(one)}
+    which = {"arm": labels_of(plan, plan.arms[0]), "settings": plan_settings(plan)}
+    common = {**context.common(**which), **settings_of(one)}
     try:
         source = plan.model.directory()
         report.say("texts")

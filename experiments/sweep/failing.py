@@ -5,7 +5,15 @@ from typing import Any
 from experiments.plan import Plan
 from experiments.quantized_models import quantized_models
 from experiments.rows import CheckRow, EngineRow, KernelRow, PeerRow, QuantizationRow, Row, StepRow
-from experiments.stages.context import common_fields, labels_of, peer_fields, served_fields, workloads_of
+from experiments.stages.context import (
+    common_fields,
+    labels_of,
+    op_fields,
+    peer_fields,
+    plan_settings,
+    served_fields,
+    workloads_of,
+)
 from experiments.stages.quantization import settings_of
 from experiments.sweep.tasks import Ended
 
@@ -22,10 +30,9 @@ def failed_row(plan: Plan, run_id: str, ended: Ended) -> Row:
 
     match task.phase:
         case "check" | "kernels":
-            arm = {"arm": {task.op: task.variant}, "op": task.op, "variant": task.variant}
             done = {row.point for row in ended.rows if isinstance(row, CheckRow | KernelRow)}
             at_point = next(((name, dict(axes)) for name, axes in task.points if name not in done), (None, None))
-            about = of(**arm, axes=at_point[1], point=at_point[0])
+            about = of(**op_fields(plan, task.op, task.variant), axes=at_point[1], point=at_point[0])
             if task.phase == "kernels":
                 return KernelRow(**about)
             return CheckRow(**about, seed=plan.experiment.seed, replay=None)
@@ -38,4 +45,5 @@ def failed_row(plan: Plan, run_id: str, ended: Ended) -> Row:
             quantization = plan.experiment.quantization
             assert quantization is not None
             models = [None, *quantized_models(quantization)]
-            return QuantizationRow(**of(arm=labels_of(plan, plan.arms[0])), **settings_of(models[task.checkpoint]))
+            which = {"arm": labels_of(plan, plan.arms[0]), "settings": plan_settings(plan)}
+            return QuantizationRow(**of(**which), **settings_of(models[task.checkpoint]))

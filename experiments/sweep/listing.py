@@ -9,7 +9,7 @@ from experiments.plan import Plan, Sweep
 from experiments.points import Point
 from experiments.quantized_models import quantized_models
 from experiments.rows import CheckRow, EngineRow, KernelRow, PeerRow, Row, Status
-from experiments.stages.context import workloads_of
+from experiments.stages.context import plan_settings, workloads_of
 from experiments.sweep.tasks import Task
 
 RowsOf = Callable[[str], Sequence[Row]]
@@ -182,8 +182,7 @@ def _timed(rows: Sequence[Row]) -> bool:
 
 def _of_plan(plan: Plan) -> str:
     """What tells a plan from the others of its sweep: "dtype=bfloat16/"."""
-    outer = {name: value for name, value in plan.arms[0].settings.items() if name in ("model", "dtype")}
-    return "".join(f"{name}={_slug(str(value))}/" for name, value in outer.items())
+    return "".join(f"{name}={_slug(str(value))}/" for name, value in plan_settings(plan).items())
 
 
 def _named(served: ServedWorkload) -> str:

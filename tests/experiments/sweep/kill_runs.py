@@ -118,7 +118,7 @@ def write_experiment(folder: Path, **keys: Any) -> Path:
     data: Mapping[str, Any] = {
         "name": "killed", "model": {"path": "model"}, "dtype": "float32", "device": "cpu", "repeats": 1,
         "replicates": 2, "kernels": {"swiglu": ["torch", "fused"]},
-        "scheduler": {"max_num_seqs": 2, "block_size": [8, 16], "kv_cache_bytes": 1 << 18},
+        "scheduler": {"max_num_seqs": 2, "block_size": 8, "kv_cache_bytes": 1 << 18},
         "workload": {"kind": "synthetic", "num_requests": 3, "input_len": 6, "output_len": 4},
         "peers": ["without_kv_cache"], **keys,
     }  # fmt: skip

@@ -1,0 +1,64 @@
+"""Which tasks a sweep has, and that every row says what it is of."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from experiments.document import read_document
+from experiments.plan import make_sweep
+from experiments.points import points_of
+from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow
+from experiments.run_folder import RunFolder
+from experiments.sweep.listing import check_tasks, engine_tasks, expected_tasks, replicate_key
+from tests.experiments.conftest import Write
+from tests.experiments.test_baselines import SMALL, SYNTHETIC, rows_of
+
+Run = Callable[..., RunFolder]
+
+
+def test_a_sweep_over_dtypes_is_one_run_whose_rows_are_told_apart(run: Run, checkpoint: Path) -> None:
+    folder = run(
+        model={"path": str(checkpoint)}, dtype=["float32", "bfloat16"], scheduler=SMALL, repeats=1, device="cpu",
+        workload={**SYNTHETIC, "num_requests": [1, 2], "input_len": 4, "output_len": 3}, replicates=2,
+    )  # fmt: skip
+    engines = rows_of(folder, EngineRow)
+    assert [(row.settings, row.replicate) for row in engines] == [
+        ({"dtype": dtype, "workload.num_requests": number}, replicate)
+        for replicate, order in ((0, 1), (1, -1))
+        for dtype, number in [(d, n) for d in ("float32", "bfloat16") for n in (1, 2)][::order]
+    ]
+    for kind in (CheckRow, KernelRow):
+        rows = rows_of(folder, kind)
+        assert {(row.settings["dtype"], row.dtype) for row in rows if row.dtype != "float64"} == {
+            ("float32", "float32"), ("bfloat16", "bfloat16"),
+        }  # fmt: skip
+        about = Counter((row.task, row.point, row.replicate) for row in rows)
+        assert set(about.values()) == {1}
+    # of one model, what another dtype says is beside the first one's
+    assert [row.settings for row in rows_of(folder, ParityRow)] == [
+        {"dtype": "bfloat16", "workload.num_requests": number} for number in (1, 2)
+    ]
+
+
+def test_keys_depend_on_the_experiment_alone_and_are_all_different(write: Write, checkpoint: Path) -> None:
+    file = write(
+        model={"path": str(checkpoint)}, dtype=["float32", "bfloat16"], scheduler={**SMALL, "block_size": [8, 16]},
+        kernels={"swiglu": ["torch", {"fused": {"num_warps": [2, 4]}}]}, replicates=3, timeout=7.5,
+        workload=[{**SYNTHETIC, "name": "a b"}, {**SYNTHETIC, "name": "c"}], peers=["without_kv_cache"],
+    )  # fmt: skip
+    keys = []
+    for _ in range(2):
+        sweep = make_sweep(read_document(file))
+        points = [points_of(plan) for plan in sweep.plans]
+        tasks = expected_tasks(sweep, points)
+        keys.append([task.key for task in tasks])
+    assert keys[0] == keys[1]
+    assert set(Counter(keys[0]).values()) == {1}
+    assert {task.timeout for task in tasks} == {7.5}
+    assert "engine/fused[num_warps=2],_dtype=bfloat16,_block_size=16/a_b#2" in keys[0]
+    assert "peers/dtype=float32/without_kv_cache/c#0" in keys[0]
+    assert "check/dtype=float32/swiglu.fused[num_warps=4]" in keys[0]
+    assert len(engine_tasks(sweep)) == 2 * 3 * 2 * 2
+    first = check_tasks(sweep, points)[0]
+    assert replicate_key(engine_tasks(sweep)[0], 2).endswith("#2")
+    assert first.phase == "check"
