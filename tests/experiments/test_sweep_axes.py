@@ -37,13 +37,13 @@ def problems(text: str) -> list[str]:
 
 def test_models_and_dtypes_are_parts_of_their_own() -> None:
     found = parts(
-        "model: [{preset: tiny}, {path: mine}]\ndtype: [float32, bfloat16]\nkernels: {swiglu: [torch, fused]}"
+        "model: [{preset: tiny}, {hub: me/mine}]\ndtype: [float32, bfloat16]\nkernels: {swiglu: [torch, fused]}"
     )
     sides = [(part.experiment.model, part.experiment.dtype) for part in found]
-    assert [(str(model.preset or model.path), dtype) for model, dtype in sides if model] == [
-        ("tiny", "float32"), ("tiny", "bfloat16"), ("mine", "float32"), ("mine", "bfloat16")
+    assert [(model.preset or model.hub, dtype) for model, dtype in sides if model] == [
+        ("tiny", "float32"), ("tiny", "bfloat16"), ("me/mine", "float32"), ("me/mine", "bfloat16")
     ]  # fmt: skip
-    assert [arm.settings for arm in found[3].arms] == [{"model": "mine", "dtype": "bfloat16"}] * 2
+    assert [arm.settings for arm in found[3].arms] == [{"model": "me/mine", "dtype": "bfloat16"}] * 2
     assert found[0].arms[0].swept == ("model", "dtype", "swiglu")
 
 
