@@ -317,6 +317,13 @@ def _workload_axes(row: Row) -> list[str]:
     return sorted(name for name in row.settings if name.startswith("workload."))
 
 
+def _arm_of(row: Row, names: Sequence[str]) -> str:
+    """ "swiglu=fused, block_size=16": of the swept values those that the row has, or all of its arm."""
+    known = {**row.arm, **row.settings}
+    shown = [name for name in names if name in known] or list(known)
+    return ", ".join(f"{name}={told(known[name])}" for name in shown)
+
+
 @dataclass(frozen=True)
 class Reason:
     """Why rows are not ok: what they concern, and the command that shows it again, where there is one."""
@@ -328,12 +335,14 @@ class Reason:
 
 
 def reasons(rows: Iterable[Row]) -> list[Reason]:
-    """Each reason once, with what it concerns."""
+    """Each reason once, with what it concerns: of an arm, what tells it from the others."""
+    rows = list(rows)
+    names = swept([row for row in rows if isinstance(row, EngineRow)])
     found: dict[tuple[str, str | None, str | None], list[str]] = {}
     for row in rows:
         if row.status == "ok":
             continue
-        about = f"{row.op}.{row.variant}" if row.op else ", ".join(f"{k}={v}" for k, v in row.arm.items())
+        about = f"{row.op}.{row.variant}" if row.op else _arm_of(row, names)
         about = str(row.peer) if isinstance(row, PeerRow | SpeedupRow) else about
         replay = row.replay if isinstance(row, CheckRow) else None
         abouts = found.setdefault((row.status, row.reason, replay), [])

@@ -129,7 +129,8 @@ def _draw(figure: "Figure", dots: Sequence[_Dot], unit: str) -> None:
         axes.text(0.0, place, f" {label(text)}", color=SOFT, fontsize=8.5, **where)
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
-    largest, smallest = max(max(d.values) for d in dots), min(min(d.values) for d in dots)
+    largest = max(max(*dot.values, dot.high, *dot.samples) for dot in dots)
+    smallest = min(min(dot.values) for dot in dots)
     if smallest > 0 and largest / smallest > 30:
         axes.set_xscale("log")
         log_ticks(axes.xaxis)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +34,15 @@ def verdict_of(rows: Sequence[Row], processes: int, finished: bool, judged: Comp
     parts = [*_checks([row for row in rows if isinstance(row, CheckRow)])]
     parts += _tokens([row for row in rows if isinstance(row, ParityRow)], engines)
     speeds = _judged_speed(judged) if judged is not None else []
-    speeds = speeds or _engine_speed(engines) or _kernel_speed([row for row in rows if isinstance(row, KernelRow)])
     peers = _peers([row for row in rows if isinstance(row, SpeedupRow)])
+    speeds = speeds or _engine_speed(engines, peers) or _kernel_speed([r for r in rows if isinstance(r, KernelRow)])
     quantized = _quantized([row for row in rows if isinstance(row, QuantizationRow)])
-    found = [*quantized, *speeds, *peers]
+    if len({(str(row.arm), str(row.settings)) for row in engines}) > 1:  # a single arm's are in its own sentence
+        speeds += [f"with “{name}”, {text}" if name else text for name, texts in peers.items() for text in texts]
+    found = [*quantized, *speeds]
     main = "; ".join([" and ".join(parts), *found[:1]] if parts else found[:1]) or "nothing was measured"
     notes = [_sentence(note) for note in found[1:]]
-    if any("times" in note or "the fastest" in note for note in (*speeds, *peers)) and judged is None:
+    if any("times" in note or "the fastest" in note for note in speeds) and judged is None:
         times = "One process" if processes == 1 else f"{processes} processes"
         notes.append(
             f"{times} each: no test says which of these differences are noise; with replicates: {MIN_REPLICATES}, "
@@ -126,8 +128,9 @@ def _interval(one: judgement.Verdict) -> str:
     return f"{low:.3g} to {high:.3g}" if low is not None and high is not None else "no interval"
 
 
-def _engine_speed(engines: Sequence[EngineRow]) -> list[str]:
+def _engine_speed(engines: Sequence[EngineRow], peers: Mapping[str, Sequence[str]]) -> list[str]:
     """By workload the fastest arm over the first one; the workload with the largest difference first."""
+    arms = len({(str(row.arm), str(row.settings)) for row in engines})
     names = swept(engines)
     served = [row for row in engines if row.status == "ok"]
     timed = [row for row in served if row.tokens_per_s]
@@ -141,7 +144,9 @@ def _engine_speed(engines: Sequence[EngineRow]) -> list[str]:
         where = f"with “{workload}”, " if len(workloads) > 1 else ""
         speed = f"{best.tokens_per_s:,.0f} tokens/s"
         if len(mine) == 1:
-            text = f"{where}the arm {_arm(best, names)} served {speed}"
+            text = f"{where}{f'the arm {_arm(best, names)}' if arms > 1 else 'this engine'} served {speed}"
+            if arms == 1 and (beside := peers.get(str(workload))):
+                text += f", {' and '.join(beside)}"
             if others := sum(row.workload == workload and row.tokens_per_s is None for row in served):
                 text += f", and {'the other arm was' if others == 1 else f'the other {others} were'} not timed"
             found.append((0.0, text))
@@ -150,11 +155,11 @@ def _engine_speed(engines: Sequence[EngineRow]) -> list[str]:
         if best is first:
             second = sorted(mine, key=lambda row: -(row.tokens_per_s or 0.0))[1]
             ratio = (best.tokens_per_s or 0.0) / (second.tokens_per_s or math.inf)
-            beside = f"{ratio:.3g} times the next one's ({_arm(second, names)})"
+            rival = f"{ratio:.3g} times the next one's ({_arm(second, names)})"
         else:
-            beside = f"{ratio:.3g} times the first arm's ({_arm(first, names)})"
-        overlap = " (their quartiles overlap)" if _overlap(best, first) and best is not first else ""
-        found.append((ratio, f"{where}the arm {_arm(best, names)} was the fastest: {speed}, {beside}{overlap}"))
+            rival = f"{ratio:.3g} times the first arm's ({_arm(first, names)})"
+        overlap = " (nearer than their spreads)" if _overlap(best, first) and best is not first else ""
+        found.append((ratio, f"{where}the arm {_arm(best, names)} was the fastest: {speed}, {rival}{overlap}"))
     return [text for _, text in sorted(found, key=lambda pair: -pair[0])]
 
 
@@ -162,7 +167,7 @@ def _arm(row: EngineRow, names: Sequence[str]) -> str:
     """What tells an arm from the others; of several ops, each variant with its op's name."""
     ops = [name for name in names if name in row.arm]
     if len(ops) < 2:
-        return title_of(row, names) if names else "of this experiment"
+        return title_of(row, names)
     return ", ".join(
         [*(f"{op} {row.arm[op]}" for op in ops), *(f"{key} {told(value)}" for key, value in row.settings.items())]
     )
@@ -206,13 +211,14 @@ def _kernel_speed(kernels: Sequence[KernelRow]) -> list[str]:
     return found
 
 
-def _peers(peers: Sequence[SpeedupRow]) -> list[str]:
-    found = []
+def _peers(peers: Sequence[SpeedupRow]) -> dict[str, list[str]]:
+    """By workload what this engine is beside each peer."""
+    found: dict[str, list[str]] = {}
     for row in peers:
         if row.status == "ok" and row.speedup is not None:
-            where = f" with “{row.workload}”" if row.workload else ""
             iqr = f" (IQR {row.speedup_iqr:.2f})" if row.speedup_iqr is not None else ""
-            found.append(f"{row.speedup:.3g} times {str(row.peer).replace('_', ' ')}'s tokens per second{where}{iqr}")
+            text = f"{row.speedup:.3g} times the tokens per second of {str(row.peer).replace('_', ' ')}{iqr}"
+            found.setdefault(str(row.workload), []).append(text)
     return found
 
 

@@ -51,10 +51,18 @@ def test_all_is_well() -> None:
 def test_what_is_wrong_comes_first_and_a_cut_run_says_so() -> None:
     text = verdict(everything(), finished=False)  # type: ignore[arg-type]
     assert text.startswith("2 of 4 variants are not right (swiglu.crash, swiglu.wrong) and 1 of 1 comparisons")
-    assert "2 times transformers padded's tokens per second with “chat” (IQR 0.10)." in text
+    assert "With “chat”, 2 times the tokens per second of transformers padded (IQR 0.10)." in text
     assert "; the lowest perplexity is rtn's at 4 bits (27); the dense model's is 26.5." in text
     assert text.endswith("The run has not ended: what follows is what it knew when it was cut off.")
     assert not verdict_of(everything(), 1, True).good  # type: ignore[arg-type]
+
+
+def test_a_single_arm_is_told_beside_its_peers() -> None:
+    rows = [row for row in everything() if row.stage in ("speedup", "peers")]
+    text = verdict([served(EngineRow, 1000.0, "chat"), *rows])  # type: ignore[list-item]
+    assert text.startswith(
+        "This engine served 1,000 tokens/s, 2 times the tokens per second of transformers padded (IQR 0.10). One"
+    )
 
 
 def test_nothing_is_made_of_what_was_not_measured() -> None:
@@ -71,7 +79,7 @@ def test_nothing_is_made_of_what_was_not_measured() -> None:
 
 def test_medians_nearer_than_their_spreads_are_said_to_overlap() -> None:
     arms = [served(EngineRow, 1000.0, ""), served(EngineRow, 1050.0, "", arm={"swiglu": "fused"})]
-    assert "1.05 times the first arm's (torch) (their quartiles overlap)" in verdict(arms)
+    assert "1.05 times the first arm's (torch) (nearer than their spreads)" in verdict(arms)
 
 
 def test_kernels_alone_by_op() -> None:
