@@ -18,6 +18,7 @@ from pathlib import Path
 
 import yaml
 
+from experiments.runs.comparison import MIN_REPLICATES
 from experiments.runs.reading import RecordedRun, read_run
 from experiments.runs.verdicts import Comparison, compare_arms, compare_runs
 
@@ -122,6 +123,8 @@ def main() -> int:
     parser.add_argument("--replicates", type=int, default=10, help="processes for each arm of a run, 5 at least")
     parser.add_argument("--out", type=Path, help="keeps the runs here")
     asked = parser.parse_args()
+    if asked.replicates < MIN_REPLICATES or asked.repetitions < 1:
+        parser.error(f"--replicates is {MIN_REPLICATES} at least, --repetitions 1")
     counts: Counter[str] = Counter()
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
