@@ -17,7 +17,9 @@ def run(folder: Path, as_json: bool) -> int:
     """Lists them; what cannot be read is listed with its reason. ExperimentError where there is no such folder."""
     if not folder.is_dir():
         raise ExperimentError([f"{folder}: no such folder; `tk run` makes runs/ where it is called"])
-    names = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    # What has neither is no run at all: quantized checkpoints are kept there too.
+    files = [folder.glob(f"[!.]*/{name}") for name in ("run.json", "results.jsonl")]
+    names = sorted({file.parent for some in files for file in some})
     listed = sorted(map(_about, names), key=lambda one: str(one.get("when") or ""))
     if as_json:
         print(json.dumps({"runs": listed}, indent=1))

@@ -37,17 +37,19 @@ def test_runs_are_listed_with_their_state_the_newest_last(tmp_path: Path) -> Non
     write_run(tmp_path / "b", [kernel_row(1.0)], created="2026-01-01T00:00:00+00:00", environment=dirty)
     cut_off = [kernel_row(1.0), failed(kernel_row(1.0, "fused"))]
     write_run(tmp_path / "a", cut_off, finished=None, tasks=5)
-    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "inside").mkdir(parents=True)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "results.jsonl").touch()
     (tmp_path / "newer").mkdir()
     (tmp_path / "newer" / "run.json").write_text('{"schema": 7}')
-    (tmp_path / ".hidden").mkdir()
+    write_run(tmp_path / ".hidden", [])
     result = tk("runs", tmp_path, "--json")
     assert result.exit_code == 0
     listed = json.loads(result.stdout)["runs"]
-    assert [one["name"] for one in listed] == ["newer", "none", "b", "a"]
-    newer, none, first, second = listed
+    assert [one["name"] for one in listed] == ["newer", "old", "b", "a"]
+    newer, old, first, second = listed
     assert "written by a newer tkernels" in newer["reason"]
-    assert "not a run of schema 1" in none["reason"]
+    assert "its results.jsonl is from before" in old["reason"]
     assert (first["state"], first["git"], first["rows"], first["failures"]) == ("finished", "cccccccc + diff", 1, 0)
     assert (second["state"], second["failures"], second["finished"]) == ("resumable, 2 of 5 tasks", 1, False)
     table = tk("runs", tmp_path).stdout
