@@ -17,6 +17,7 @@ from tkernels.ops.gate_up_swiglu import contract as gate_up_swiglu
 from tkernels.ops.matmul import contract as matmul
 from tkernels.ops.qk_norm_rope_scatter import contract as qk_norm_rope_scatter
 from tkernels.ops.rms_norm import contract as rms_norm
+from tkernels.ranges import NVTX
 
 # The weights are wide enough that greedy tokens vary and no two logits are near.
 SHAPE = {
@@ -75,6 +76,7 @@ def rowwise_kernels() -> tkernels.KernelSet:
             qk_norm_rope_scatter=_qk_norm_rope_scatter,
             paged_decode=_paged_decode,
             paged_prefill=_paged_prefill,
+            ranges=NVTX,
         ),
     )
 
