@@ -28,7 +28,8 @@ class Figure:
     """One figure of one arm. place: where arms can be compared; arm: all that this one is made of; title: what tells it
     from the others, for people.
 
-    values: replicate -> the figure's logarithm; relative: the same over the yardstick's, of the replicates with one.
+    values: replicate -> the figure's logarithm; yardsticks: the yardstick's, its negative of a rate, which falls where
+    times rise; of the replicates with one.
     """
 
     name: str
@@ -38,12 +39,12 @@ class Figure:
     arm: str
     title: str
     values: dict[int, float] = field(default_factory=dict)
-    relative: dict[int, float] = field(default_factory=dict)
+    yardsticks: dict[int, float] = field(default_factory=dict)
 
     @property
     def has_yardstick(self) -> bool:
         """Whether every process took one."""
-        return bool(self.values) and self.relative.keys() == self.values.keys()
+        return bool(self.values) and self.yardsticks.keys() == self.values.keys()
 
     @property
     def mean(self) -> float:
@@ -78,9 +79,8 @@ def figures_of(
                 raise ExperimentError([f"process {row.replicate} has two rows of {what}: they cannot be told apart"])
             figure.values[row.replicate] = math.log(value)
             if row.yardstick_us is not None and row.yardstick_us > 0:
-                # A rate falls where a time rises.
-                sign = 1 if better == "higher" else -1
-                figure.relative[row.replicate] = math.log(value) + sign * math.log(row.yardstick_us)
+                sign = -1 if better == "higher" else 1
+                figure.yardsticks[row.replicate] = sign * math.log(row.yardstick_us)
     return found
 
 

@@ -1,5 +1,6 @@
 """Runs, or the arms of one, beside each other: a verdict for each figure."""
 
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from experiments.runs.comparison import (
 )
 from experiments.runs.differences import changed_facts, circumstances, forbidding
 from experiments.runs.figures import Figure, figures_of
+from experiments.runs.following import slope_of
 from experiments.runs.reading import RecordedRun
 
 
@@ -97,8 +99,10 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
     pairs = {key: (mine[key], theirs[key]) for key in both}
     enough = {key: pair for key, pair in pairs.items() if min(len(one.values) for one in pair) >= MIN_REPLICATES}
     series = {key: _series(*pair) for key, pair in enough.items()}
-    drift = drift_of([values for pair in series.values() for values in pair])
-    differences = {key: between_runs(one, other, drift) for key, (one, other) in series.items()}
+    drift = drift_of([values for one in series.values() for values in one.values])
+    differences = {
+        key: between_runs(one.values[0], one.values[1], drift, one.correction) for key, one in series.items()
+    }
     counts = {key: (len(one.values), len(other.values)) for key, (one, other) in pairs.items()}
     return Comparison(
         first.name,
@@ -131,11 +135,12 @@ def compare_arms(run: RecordedRun, across: Collection[str] = ()) -> Comparison:
             pairs[key] = (reference, figure)
     if not pairs:
         raise ExperimentError([f"{run.name} has no two arms with a figure of time in common{_why_none(figures, {})}"])
-    apart = {key: _paired_values(*pair) for key, pair in pairs.items()}
-    enough = {key: values for key, values in apart.items() if len(values) >= MIN_REPLICATES}
-    drift = drift_of(list(enough.values()))
-    differences = {key: paired(values, drift) for key, values in enough.items()}
-    counts = {key: (len(values), len(values)) for key, values in apart.items()}
+    common = {key: one.values.keys() & other.values.keys() for key, (one, other) in pairs.items()}
+    enough = {key: pair for key, pair in pairs.items() if len(common[key]) >= MIN_REPLICATES}
+    series = {key: _paired_series(*pair) for key, pair in enough.items()}
+    drift = drift_of([values for one in series.values() for values in one.values])
+    differences = {key: paired(one.values[0], drift, one.correction) for key, one in series.items()}
+    counts = {key: (len(replicates), len(replicates)) for key, replicates in common.items()}
     verdicts = _verdicts(pairs, differences, counts)
     return Comparison(run.name, "", verdicts, drift, {}, (), (), (), (), run.repairs)
 
@@ -144,20 +149,39 @@ def _beside_yardstick(first: Figure, second: Figure) -> bool:
     return first.has_yardstick and second.has_yardstick
 
 
-def _comparable(first: Figure, second: Figure) -> tuple[Mapping[int, float], Mapping[int, float]]:
-    """Both beside the yardstick, or neither."""
-    return (first.relative, second.relative) if _beside_yardstick(first, second) else (first.values, second.values)
+@dataclass(frozen=True)
+class _Series:
+    """Values in the order in which the processes ran, beside the yardstick's where there is one; and the variance that
+    this gives the difference of the means, or their mean where it is one series.
+    """
+
+    values: tuple[list[float], ...]
+    correction: float = 0.0
 
 
-def _series(first: Figure, second: Figure) -> tuple[list[float], list[float]]:
-    """In the order in which the processes ran."""
-    one, other = _comparable(first, second)
-    return [one[replicate] for replicate in sorted(one)], [other[replicate] for replicate in sorted(other)]
+def _series(first: Figure, second: Figure) -> _Series:
+    """One of each run."""
+    order = [sorted(one.values) for one in (first, second)]
+    values = [[one.values[r] for r in replicates] for one, replicates in zip((first, second), order, strict=True)]
+    if not _beside_yardstick(first, second):
+        return _Series(tuple(values))
+    yardsticks = [
+        [one.yardsticks[r] for r in replicates] for one, replicates in zip((first, second), order, strict=True)
+    ]
+    slope = slope_of(list(zip(values, yardsticks, strict=True)))
+    moved = statistics.fmean(yardsticks[1]) - statistics.fmean(yardsticks[0])
+    return _Series(tuple(map(slope.taken_off, values, yardsticks)), moved**2 * slope.variance)
 
 
-def _paired_values(first: Figure, second: Figure) -> list[float]:
-    one, other = _comparable(first, second)
-    return [other[replicate] - one[replicate] for replicate in sorted(one.keys() & other.keys())]
+def _paired_series(first: Figure, second: Figure) -> _Series:
+    """The differences within replicates."""
+    replicates = sorted(first.values.keys() & second.values.keys())
+    values = [second.values[r] - first.values[r] for r in replicates]
+    if not _beside_yardstick(first, second):
+        return _Series((values,))
+    yardsticks = [second.yardsticks[r] - first.yardsticks[r] for r in replicates]
+    slope = slope_of([(values, yardsticks)])
+    return _Series((slope.taken_off(values, yardsticks),), statistics.fmean(yardsticks) ** 2 * slope.variance)
 
 
 def _verdicts(

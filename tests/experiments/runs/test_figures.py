@@ -35,7 +35,7 @@ def test_a_rate_and_a_time_beside_the_yardstick_say_the_same_of_a_slow_machine()
     for figure in figures.values():
         assert figure.has_yardstick
         assert figure.values[1] - figure.values[0] == pytest.approx(math.log(0.5 if figure.better == "higher" else 2))
-        assert figure.relative[0] == pytest.approx(figure.relative[1])
+        assert figure.values[1] - figure.values[0] == pytest.approx(figure.yardsticks[1] - figure.yardsticks[0])
 
 
 def test_a_yardstick_that_one_process_lacks_is_none() -> None:

@@ -1,0 +1,52 @@
+"""The slope with which a figure follows the yardstick."""
+
+import numpy as np
+import pytest
+
+from experiments.runs.comparison import between_runs, paired
+from experiments.runs.following import slope_of
+
+GROUPS = 4
+
+
+def series(slope: float, moved: float, noise: float) -> list[tuple[list[float], list[float]]]:
+    """Groups of 20 processes at levels of their own, whose yardsticks spread by `moved`."""
+    generator = np.random.default_rng(5)
+    found = []
+    for level in range(GROUPS):
+        yardsticks = level / 3 + moved * generator.standard_normal(20)
+        figures = 7.0 * level + slope * yardsticks + noise * generator.standard_normal(20)
+        found.append((figures.tolist(), yardsticks.tolist()))
+    return found
+
+
+@pytest.mark.parametrize("true", [0.0, 1.0, 2.4])
+def test_the_slope_is_found_whatever_the_levels_are(true: float) -> None:
+    slope = slope_of(series(true, moved=0.1, noise=0.02))
+    assert slope.value == pytest.approx(true, abs=0.15)
+    assert slope.variance < 0.1**2
+
+
+def test_where_the_yardstick_hardly_moves_it_is_one_and_hardly_known() -> None:
+    slope = slope_of(series(2.4, moved=0.0001, noise=0.02))
+    assert slope.value == pytest.approx(1.0, abs=0.05)
+    assert slope.variance == pytest.approx(0.25, rel=0.05)
+    still = slope_of([([1.0, 2.0, 3.0], [0.0, 0.0, 0.0])])
+    assert (still.value, still.variance) == (1.0, 0.25)
+
+
+def test_one_disturbed_process_does_not_decide() -> None:
+    (figures, yardsticks), *others = series(1.0, moved=0.05, noise=0.01)
+    figures[3], yardsticks[3] = figures[3] + 5.0, yardsticks[3] + 1.0
+    assert slope_of([(figures, yardsticks), *others]).value == pytest.approx(1.0, abs=0.15)
+
+
+def test_what_follows_exactly_leaves_nothing() -> None:
+    slope = slope_of([([0.0, 2.0, 4.0, 8.0, 6.0], [0.0, 1.0, 2.0, 4.0, 3.0])])
+    assert slope.taken_off([2.0, 4.0], [1.0, 2.0]) == pytest.approx([0.0, 0.0], abs=1e-3)
+
+
+def test_what_is_not_known_of_the_slope_counts_where_the_yardstick_moved() -> None:
+    values = [1.0, 1.1, 0.9, 1.0, 1.05]
+    assert between_runs(values, values, 0.0, 0.5).variance == between_runs(values, values, 0.0).variance + 0.5
+    assert paired(values, 0.0, 0.5).variance == paired(values, 0.0).variance + 0.5
