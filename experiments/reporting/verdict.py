@@ -94,26 +94,30 @@ def _judged_speed(found: Comparison) -> list[str]:
     places = list(dict.fromkeys(one.place for one in rates))
     for place in places:
         mine = [one for one in rates if one.place == place]
-        where = f"with “{place.removeprefix('engine, ')}”, " if len(places) > 1 else ""
-        best = max(mine, key=lambda one: one.effect.ratio)
+        # "engine, 75% shared, float32": what all places have is no part of a workload's name.
+        own = [part for part in place.split(", ") if not all(part in other.split(", ") for other in places)]
+        where = f"with “{', '.join(own)}”, " if own else ""
+        # The largest ratio need not be a real one: another arm's smaller one may be surer.
+        best = max(mine, key=lambda one: (one.effect.outcome == "better", one.effect.ratio))
+        first = best.beside or "the first arm"
         outcomes = [one.effect.outcome for one in mine]
         if best.effect.outcome == "better":
-            text = f"{where}the arm {best.arm} serves {best.effect.ratio:.3g} times the first arm's tokens per second"
+            text = f"{where}the arm {best.arm} serves {best.effect.ratio:.3g} times the tokens per second of {first}"
             shown.append((best.effect.ratio, f"{text} ({_interval(best)})"))
         elif "worse" in outcomes:
             slower = f"{outcomes.count('worse')} of {len(mine)} others are slower"
-            shown.append((1.0, f"{where}no arm is faster than the first, and {slower}"))
+            shown.append((1.0, f"{where}no arm is faster than {first}, and {slower}"))
         else:
             least = max((one.effect.smallest or 0.0 for one in mine), default=0.0)
-            text = f"{where}no arm's tokens per second differ from the first arm's by more than noise"
+            text = f"{where}no arm's tokens per second differ from those of {first} by more than noise"
             shown.append((0.0, f"{text} (a change of {least:.1%} would have been found)"))
     ordered = [text for _, text in sorted(shown, key=lambda pair: -pair[0])]
     times = [one for one in found.verdicts if one.figure == "median_us"]
     if times:
         counts = Counter(str(one.effect.outcome) for one in times)
-        told = ", ".join(f"{counts[outcome]} {outcome}" for outcome in _OUTCOMES if counts[outcome])
-        best = min(times, key=lambda one: one.effect.ratio)
-        text = f"of {len(times)} kernel times beside the first variant's, {told}"
+        counted = ", ".join(f"{counts[outcome]} {outcome}" for outcome in _OUTCOMES if counts[outcome])
+        best = min(times, key=lambda one: (one.effect.outcome != "better", one.effect.ratio))
+        text = f"of {len(times)} kernel times beside the first variant's, {counted}"
         if best.effect.outcome == "better":
             text += f"; the most: {best.arm} takes {best.effect.ratio:.3g} times as long, {best.place}"
         ordered.append(text)

@@ -19,10 +19,7 @@ _SHOWN = 12
 def print_comparison(console: Console, found: Comparison) -> None:
     """The verdict in a sentence, every figure's, and what else differs."""
     console.print(Text.assemble("\n", (sentence(found), "bold")), soft_wrap=True)
-    places: dict[str, list[Verdict]] = {}
-    for verdict in found.verdicts:
-        beside = f", beside {verdict.beside}" if verdict.beside else ""
-        places.setdefault(f"{verdict.place}: {verdict.figure}, {_unit(verdict)}{beside}", []).append(verdict)
+    places = _places(found)
     for number, (place, verdicts) in enumerate(places.items()):
         table = new_table(f"\n{place}", ["arm", *_WIDTHS], list(_WIDTHS)[:-1])
         table.expand = True
@@ -47,17 +44,22 @@ def print_comparison(console: Console, found: Comparison) -> None:
     print_lines(console, "Recovered", found.repairs)
 
 
+def _places(found: Comparison) -> dict[str, list[Verdict]]:
+    """The verdicts by what they are about, each with its unit, and beside which arm."""
+    places: dict[str, list[Verdict]] = {}
+    for verdict in found.verdicts:
+        beside = f", beside {verdict.beside}" if verdict.beside else ""
+        places.setdefault(f"{verdict.place}: {verdict.figure}, {_unit(verdict)}{beside}", []).append(verdict)
+    return places
+
+
 def verdict_table(found: Comparison) -> PlainTable:
     """A line for each figure, under its place."""
     figures = ("first", "second", "change", "interval", "sees")
     columns = (Column("arm"), *(Column(name, right=True) for name in figures), Column("verdict"))
     lines: list[Line] = []
-    last = None
-    for verdict in found.verdicts:
-        if (place := f"{verdict.place}: {verdict.figure}, {_unit(verdict)}") != last:
-            lines.append(place)
-            last = place
-        lines.append(cells(verdict.arm, *_cells(verdict)))
+    for place, verdicts in _places(found).items():
+        lines += [place, *(cells(verdict.arm, *_cells(verdict)) for verdict in verdicts)]
     return PlainTable("", columns, tuple(lines), _caption(found))
 
 

@@ -106,14 +106,14 @@ def repeated(speeds: dict[str, float]) -> list[Row]:
 
 def test_with_five_processes_a_test_says_what_is_noise(tmp_path: Path) -> None:
     faster = report_of(read_run(record(tmp_path / "a", repeated({"torch": 1000.0, "fused": 1500.0}))))
-    assert faster.verdict.sentence.startswith("The arm fused serves 1.5 times the first arm's tokens per second (")
+    assert faster.verdict.sentence.startswith("The arm fused serves 1.5 times the tokens per second of torch (")
     assert faster.verdict.notes == ()
     section = next(one for one in faster.sections if one.name == "differences")
     assert section.notes == ("The arms of a: of 3 figures, 1 better, 2 within noise.",)
     assert any(not isinstance(line, str) and line[-1].tone == "better" for line in section.tables[0].lines)
     same = report_of(read_run(record(tmp_path / "b", repeated({"torch": 1000.0, "fused": 1000.0}))))
     assert same.verdict.sentence.startswith(
-        "No arm's tokens per second differ from the first arm's by more than noise (a change of "
+        "No arm's tokens per second differ from those of torch by more than noise (a change of "
     )
     slower = report_of(read_run(record(tmp_path / "c", repeated({"torch": 1000.0, "fused": 500.0}))))
-    assert slower.verdict.sentence == "No arm is faster than the first, and 1 of 1 others are slower."
+    assert slower.verdict.sentence == "No arm is faster than torch, and 1 of 1 others are slower."
