@@ -13,12 +13,12 @@ import json
 import math
 import reprlib
 import struct
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -38,6 +38,7 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+Found = TypeVar("Found")
 
 
 class WeightError(ValueError):
@@ -69,6 +70,7 @@ class Checkpoint:
         self._entries: dict[str, _Entry] = {}
         self._taken: set[str] = set()
         self._open: dict[Path, FileIO] = {}
+        self._found: dict[Hashable, Any] = {}
         listed = _listed_files(directory)
         for file, expected in listed.items():
             entries = _read_header(file)
@@ -117,11 +119,24 @@ class Checkpoint:
 
         It must have `shape`, which `layout` explains where the two differ: "a weight of 4 bits has [K/8, N] = {}".
         """
-        entry = self._check(name, tuple(shape), layout, dtypes)
-        tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
-        self._read(name, tensor)
+        self._check(name, tuple(shape), layout, dtypes)
+        tensor = self.peek(name)
         self._taken.add(name)
         return tensor
+
+    def peek(self, name: str) -> torch.Tensor:
+        """The tensor `name` as it is stored, on `self.device`; it does not count as asked for."""
+        entry = self._entry(name)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
+        self._read(name, tensor)
+        return tensor
+
+    def once(self, question: Hashable, find: Callable[[], Found]) -> Found:
+        """What `find` says about the checkpoint as a whole: called the first time that `question` is asked."""
+        if question not in self._found:
+            self._found[question] = find()
+        found: Found = self._found[question]
+        return found
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of `name`; WeightError where it is missing."""

@@ -6,8 +6,9 @@
     g_idx   [K] int32                  k // group_size, or with desc_act the groups as the activations ordered them
 
 v1 cannot hold a zero-point of 0: its 2**bits - 1 is 2**bits. Which of the two a file is decides every weight, and the
-metadata is sometimes wrong. Where all zero-points are those of a symmetric file, the words say which it is (0x77777777
-is v1 at 4 bits, 0x88888888 v2) and are believed, with a FormatWarning where the metadata says otherwise.
+metadata is sometimes wrong. Where all zero-points of a tensor are those of a symmetric file, the words say which it is
+(0x77777777 is v1 at 4 bits, 0x88888888 v2). They are believed, for every tensor of the checkpoint, with a FormatWarning
+where the metadata says otherwise. A file without one such tensor is what its metadata says: its words fit both.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import warnings
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from tkernels.ops.dequant_gemm.slicing import zeros_of
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight, from_codes, unpack_codes
@@ -39,7 +40,7 @@ from tmodel.formats.base import (
     unless_symmetric,
 )
 from tmodel.formats.bitstream import num_words, pack_stream, unpack_stream
-from tmodel.weights import Checkpoint
+from tmodel.weights import Checkpoint, WeightError
 
 _OVERRIDES = ("bits", "group_size", "desc_act", "sym")
 CheckpointFormat = Literal["gptq", "gptq_v2"]
@@ -52,6 +53,8 @@ _TELLING = 64
 class GPTQ(BaseModel):
     """The settings that decide what is decoded; what else a config holds (damp_percent, meta, ...) told the quantizer.
 
+    checkpoint_format, format: two names of one setting, of which transformers writes both. `format` is kept where it
+    contradicts the other: the checkpoint is refused then, unless its words tell which of the two is right.
     dynamic: GPTQModel's overrides, a regular expression on the layer's name to settings, the first that matches from
     the name's beginning; "-:" before it keeps the layers dense, "+:" or nothing changes their settings.
     modules_in_block_to_quantize: where given, the only layers that are quantized, by the last parts of their names.
@@ -64,9 +67,8 @@ class GPTQ(BaseModel):
     group_size: int
     desc_act: bool = False
     sym: bool = True
-    checkpoint_format: CheckpointFormat = Field(
-        default="gptq", validation_alias=AliasChoices("checkpoint_format", "format")
-    )
+    checkpoint_format: CheckpointFormat = "gptq"
+    format: CheckpointFormat | None = None
     lm_head: bool = False
     dynamic: dict[str, dict[str, Any]] | None = None
     modules_in_block_to_quantize: list[list[str]] | None = None
@@ -78,10 +80,14 @@ class GPTQ(BaseModel):
     def _bits(cls, bits: int) -> int:
         return check_bits(bits)
 
-    @field_validator("checkpoint_format", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _format(cls, name: Any) -> Any:
-        return "gptq" if name is None else name
+    def _one_format(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        rest, said = dict(raw), [raw.get("checkpoint_format"), raw.get("format")]
+        if None in said or said[0] == said[1]:
+            rest["checkpoint_format"] = next((name for name in said if name is not None), "gptq")
+            rest["format"] = None
+        return rest
 
     @model_validator(mode="after")
     def _consistent(self) -> GPTQ:
@@ -138,7 +144,8 @@ class GPTQ(BaseModel):
         words = read_words(checkpoint, f"{layer}.qweight", (rows, outputs), f"[K * {bits} / 32, N]")
         scales = read_values(checkpoint, f"{layer}.scales", (groups, outputs), "[K / group_size, N]")
         stored = read_words(checkpoint, f"{layer}.qzeros", (groups, columns), f"[K / group_size, N * {bits} / 32]")
-        zeros = mine.zero_points(checkpoint, f"{layer}.qzeros", unpack_stream(stored, 1, bits, outputs))
+        added = _ADDED[checkpoint.once((self.method, self.model_dump_json()), lambda: self._format_of(checkpoint))]
+        zeros = mine.zero_points(checkpoint, f"{layer}.qzeros", unpack_stream(stored, 1, bits, outputs), added)
         permutation = mine._permutation(checkpoint, f"{layer}.g_idx", inputs)
         group_size = inputs // groups
         if permutation is None and bits != 3:  # the words are those of QuantizedWeight already
@@ -148,29 +155,63 @@ class GPTQ(BaseModel):
             codes = codes[permutation.long()]
         return from_codes(codes, bits, scales=scales, zeros=zeros, group_size=group_size, permutation=permutation)
 
-    def zero_points(self, checkpoint: Checkpoint, name: str, stored: torch.Tensor) -> torch.Tensor | None:
+    def zero_points(self, checkpoint: Checkpoint, name: str, stored: torch.Tensor, added: int) -> torch.Tensor | None:
         """What the zero-points [G, N] stored as tensor `name` mean: int16, or None where all are 2**(bits - 1)."""
-        middle, by_words = 2 ** (self.bits - 1), self.format_by_words(stored)
-        if by_words not in (None, self.checkpoint_format):
-            warnings.warn(
-                checkpoint.error(
-                    name,
-                    f"is of checkpoint_format {by_words}, not {self.checkpoint_format} as its config says: all "
-                    f"zero-points are stored as {int(stored[0, 0])}, which is the middle, {middle}, in {by_words} "
-                    f"alone. It is read as {by_words}",
-                ).args[0],
-                FormatWarning,
-                stacklevel=2,
-            )
-        if by_words is not None:
-            return None
-        if self.sym:
+        zeros, middle = unless_symmetric(stored.short() + added, self.bits), 2 ** (self.bits - 1)
+        if self.sym and zeros is not None:
             raise checkpoint.error(
                 name,
                 f"holds zero-points from {int(stored.min())} to {int(stored.max())}, but sym is true: all must be "
                 f"{middle - 1} (checkpoint_format gptq, v1) or {middle} (gptq_v2)",
             )
-        return unless_symmetric(stored.short() + _ADDED[self.checkpoint_format], self.bits)
+        return zeros
+
+    def _format_of(self, checkpoint: Checkpoint) -> CheckpointFormat:
+        """What every tensor of the checkpoint is stored in: what the words of any tell, else what the config says.
+
+        One file has one format, and most layers cannot tell which: it is found out before the first of them is decoded.
+        """
+        telling: dict[CheckpointFormat, list[tuple[str, int, int]]] = {}  # tensor, its bits, what it holds
+        for name in checkpoint.names:
+            layer, _, part = name.rpartition(".")
+            mine = self.settings(layer) if part == "qzeros" else None
+            words = None if mine is None else checkpoint.peek(name)
+            if mine is None or words is None or words.dtype != torch.int32 or words.dim() != 2 or not words.numel():
+                continue  # `read` says what is wrong with it
+            stored = unpack_stream(words, 1, mine.bits, words.shape[1] * 32 // mine.bits)
+            by_words = mine.format_by_words(stored)
+            if by_words is not None:
+                telling.setdefault(by_words, []).append((name, mine.bits, int(stored[0, 0])))
+        said = [self.checkpoint_format] if self.format is None else [self.checkpoint_format, self.format]
+        if not telling and len(said) == 1:
+            return said[0]
+        if not telling:
+            raise WeightError(
+                f"{checkpoint.directory}: quantization_config says checkpoint_format {said[0]} and format {said[1]}, "
+                "and no qzeros are those of a symmetric weight, which would tell: one of the two must go"
+            )
+        (found, tensors), *others = telling.items()
+        name, bits, value = tensors[0]
+        if others:
+            other, ((its_name, its_bits, its_value), *_) = others[0]
+            raise checkpoint.error(
+                name,
+                f"is of checkpoint_format {found} (all {value} at {bits} bits), but {its_name!r} of {other} (all "
+                f"{its_value} at {its_bits} bits): a checkpoint must be of one",
+            )
+        if said != [found]:
+            of = f"not {said[0]} as" if len(said) == 1 else f"of {said[0]} (checkpoint_format) and {said[1]} (format)"
+            warnings.warn(
+                checkpoint.error(
+                    name,
+                    f"is of checkpoint_format {found}, {of} its config says: all zero-points are stored as {value}, "
+                    f"which is the middle, {2 ** (bits - 1)}, in {found} alone. Tensors that tell so: {len(tensors)}. "
+                    f"The whole checkpoint is read as {found}",
+                ).args[0],
+                FormatWarning,
+                stacklevel=2,
+            )
+        return found
 
     def format_by_words(self, stored: torch.Tensor) -> CheckpointFormat | None:
         """The format of zero-points that are stored as a symmetric file stores them; None of any others."""
