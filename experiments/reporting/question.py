@@ -3,12 +3,15 @@
 import re
 from dataclasses import dataclass
 
+_LABEL = re.compile(r"[A-Z][a-z]+: ")
 _MOST_IN_A_HEADING = 220  # characters; a longer sentence is read better as text
 
 
 @dataclass(frozen=True)
 class Question:
-    """heading: the comment's first sentence, or the experiment's name. text: the rest, in paragraphs."""
+    """heading: the comment's first sentence, or the experiment's name. text: the rest, in paragraphs: one begins after
+    an empty line, and where a line begins with a label ("Read: ...").
+    """
 
     heading: str
     text: tuple[str, ...]
@@ -22,6 +25,8 @@ def question_of(source: str, name: str) -> Question:
         stripped = line.strip()
         if stripped.startswith("#"):
             if words := stripped.lstrip("#").strip():
+                if _LABEL.match(words):  # "Read: ..." is a paragraph of its own
+                    paragraphs.append([])
                 paragraphs[-1].append(words)
             else:
                 paragraphs.append([])
@@ -32,6 +37,7 @@ def question_of(source: str, name: str) -> Question:
     texts = [" ".join(lines) for lines in paragraphs if lines]
     if not texts:
         return Question(name, (), False)
+    texts[0] = re.sub(r"^Question: *(.)", lambda match: match[1].upper(), texts[0])
     first, *rest = re.split(r"(?<=[.?!])\s+", texts[0], maxsplit=1)
     if len(first) > _MOST_IN_A_HEADING:
         return Question(name, tuple(texts), True)

@@ -72,6 +72,7 @@ def as_html(report: Report, svgs: Mapping[str, str]) -> str:
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
+    templates.filters["code"] = _code
     # Markup: what this module made itself, of the theme and of matplotlib's output, whose texts are escaped there.
     css = templates.get_template("report.css").render(light=Markup(variables(1)), dark=Markup(variables(2)))
     sections = tuple(
@@ -85,6 +86,15 @@ def as_html(report: Report, svgs: Mapping[str, str]) -> str:
         needs_plot=NEEDS_PLOT,
         classes=_classes,
     )
+
+
+def _code(text: str) -> Markup:
+    """A text with what stands between backticks as code; everything in it is escaped."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:  # one backtick is open: they are no marks
+        return Markup(escape(text))
+    marked = (f"<code>{escape(part)}</code>" if number % 2 else escape(part) for number, part in enumerate(parts))
+    return Markup("".join(marked))
 
 
 def _classes(column: Column, cell: Cell) -> str:

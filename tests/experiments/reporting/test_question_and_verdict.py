@@ -19,6 +19,12 @@ from tests.experiments.reporting.recorded import check, everything, kernel, pari
         ("# Is it? It is.\n# Or not.\n#\n# Two.\nname: a\n# no more\n", "Is it?", ("It is. Or not.", "Two."), True),
         ("\n# One line without an end\nname: a\n", "One line without an end", (), True),
         ("---\n# At 1.5 bits? Yes.\nname: a", "At 1.5 bits?", ("Yes.",), True),
+        (
+            "# Question: how large?\n# Read: the table,\n#   twice.\n# Takes: a minute.\nname: a",
+            "How large?",
+            ("Read: the table, twice.", "Takes: a minute."),
+            True,
+        ),
         ("name: a\n# a comment further down\n", "a-run", (), False),
         ("", "a-run", (), False),
         ("# " + "so long " * 40 + ".\nname: a", "a-run", (("so long " * 40).strip() + " .",), True),

@@ -63,6 +63,15 @@ def test_texts_of_a_run_come_out_as_text(page: Page) -> None:
     assert not tags & {"script", "b", "img", "iframe", "object", "link"}
 
 
+def test_code_in_a_question_is_code_and_still_no_markup(tmp_path: Path) -> None:
+    source = "# Is `<i>a</i>` it? Or `<u>b</u>`.\n#\n# An ` open <u>one</u>.\nname: a\n"
+    report = report_of(read_run(record(tmp_path / "mine", [check("swiglu", "fused")], source=source)))
+    html = as_html(report, {})
+    assert "<h1>Is <code>&lt;i&gt;a&lt;/i&gt;</code> it?</h1>" in html
+    assert "<p>Or <code>&lt;u&gt;b&lt;/u&gt;</code>.</p>" in html
+    assert "<p>An ` open &lt;u&gt;one&lt;/u&gt;.</p>" in html
+
+
 def test_a_report_needs_nothing_else(page: Page) -> None:
     for _, attributes in page.tags:
         for name in ("src", "href", "xlink:href", "action"):
