@@ -21,6 +21,7 @@ from tkernels.variant import Variant
 
 _DRAWS = 32
 _MOST_DRAWS = 1000
+_BOUND = 4
 
 
 def run(variants_from: Sequence[Path], as_json: bool) -> int:
@@ -40,21 +41,28 @@ def run(variants_from: Sequence[Path], as_json: bool) -> int:
 
 
 class Draws:
-    """The axes of a contract's first draws, as a variant's `supports` gets them. Each is bound once for all variants:
-    to make inputs anew for each took a third of the command's time. (Meta tensors take longer than values: torch
-    imports its Python kernels for them.)
+    """The axes of a contract's first draws, as a variant's `supports` gets them, for all its variants.
+
+    Binding needs inputs, and to make them for every draw took half a second. So the first few are bound; where that
+    tells no axis that was not drawn, a draw says it all.
     """
 
     def __init__(self, contract: Contract) -> None:
         self._contract = contract
-        self._made: list[Axes] = []
+        self._made: list[Axes] = [self._bound(seed) for seed in range(_BOUND)]
+        drawn = [contract.draw_axes(chooser(seed)) for seed in range(_BOUND)]
+        self._binds = any(bound.items() - axes.items() for bound, axes in zip(self._made, drawn, strict=True))
+
+    def _bound(self, seed: int) -> Axes:
+        drawn = self._contract.draw_axes(chooser(seed))
+        case = self._contract.case(drawn, seed)  # on the CPU: only shapes and dtypes matter
+        axes, _ = self._contract.bind_axes(self._contract.bind_arguments((), case.inputs))
+        return axes
 
     def __getitem__(self, seed: int) -> Axes:
         while len(self._made) <= seed:
-            drawn = self._contract.draw_axes(chooser(len(self._made)))
-            case = self._contract.case(drawn, len(self._made))
-            axes, _ = self._contract.bind_axes(self._contract.bind_arguments((), case.inputs))
-            self._made.append(axes)
+            new = len(self._made)
+            self._made.append(self._bound(new) if self._binds else self._contract.draw_axes(chooser(new)))
         return self._made[seed]
 
 

@@ -14,7 +14,9 @@ from typer.testing import CliRunner, Result
 
 import tkernels
 from experiments.cli import app
+from experiments.commands.ops import Draws
 from tests.tkernels.outside import write_variant
+from tkernels.check import chooser
 
 ROOT = Path(__file__).parents[2]
 WRONG = ("offs, out.to(out_ptr", "offs, (out * 1.1).to(out_ptr")
@@ -221,6 +223,16 @@ def test_a_path_that_cannot_be_made_is_an_error_and_no_traceback(
 
 
 @pytest.mark.parametrize("asked", ["run", "profile"])
+@pytest.mark.parametrize("op", tkernels.OPS)
+def test_the_axes_that_ops_asks_about_are_those_of_a_call(op: str) -> None:
+    contract = tkernels.OPS[op].contract
+    draws = Draws(contract)
+    for seed in (5, 6, 7):
+        case = contract.case(contract.draw_axes(chooser(seed)), seed)
+        bound, _ = contract.bind_axes(contract.bind_arguments((), case.inputs))
+        assert bound.items() <= draws[seed].items()
+
+
 def test_a_wrong_name_is_refused_without_torch(asked: str) -> None:
     command = (
         "import sys; from typer.testing import CliRunner; from experiments.cli import app; "
