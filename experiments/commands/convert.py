@@ -5,8 +5,10 @@ The one place where a pickle is opened, asked for by name, and with torch's load
 
 import json
 import pickle
+import re
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,17 +18,19 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 
+import tkernels
 from experiments.document import ExperimentError
-from tmodel import load_config
+from tmodel import ConfigError, ModelConfig, WeightError, load_config, load_model
 from tmodel.config import read_json
 from tmodel.formats import SqueezeLLM, parse_format
-from tmodel.weights import Checkpoint
 
 SHARD_BYTES = 2**30
 _PICKLES = (".pt", ".pth", ".bin")
 _COPIED = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
 _REPLACED = ("config.json", "quant_config.json")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+_SUPPORTED = f"dense ones of {', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}"
+_EXPECTED = "expected what torch.save writes of tensors since version 1.6"
 
 
 def run(source: Path, out: Path) -> int:
@@ -43,14 +47,19 @@ def run(source: Path, out: Path) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
     try:
         with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+            _write_configs(source, unfinished, settings)
+            config = load_config(unfinished)
+            _refuse_missing(config, file, tensors)
             writing = bar.add_task("writing", total=sum(tensor.nbytes for tensor in tensors.values()))
             _write(tensors, unfinished, lambda count: bar.advance(writing, count))
-            _write_configs(source, unfinished, settings)
-            _check(unfinished, bar)
+            bar.add_task("checking", total=None)
+            _check(unfinished, config)
         unfinished.chmod(0o755)  # mkdtemp's is for the owner alone
         unfinished.rename(out)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, ConfigError | WeightError):
+            raise ExperimentError([_told_of(file, unfinished, str(error))]) from None
         raise
     sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
     what = f"SqueezeLLM of {settings.wbits} bits, {len(tensors)} tensors"
@@ -90,15 +99,25 @@ def _settings(source: Path) -> SqueezeLLM:
 
 def _loaded(file: Path, settings: SqueezeLLM) -> dict[str, torch.Tensor]:
     """The pickle's tensors, mapped from the file. ExperimentError where it is anything but a SqueezeLLM model."""
+    # torch's own complaints about such files advise against what is done here: none is passed on.
+    with _archive(file) as archive:
+        # What torch.jit.save writes: it would be handed to a loader of code.
+        if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+            raise ExperimentError([f"{file}: a TorchScript archive, which holds code: not opened; {_EXPECTED}"])
     try:
         loaded: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError:
         raise ExperimentError([f"{file}: holds more than tensors, which could run code here: not opened"]) from None
-    except (RuntimeError, ValueError, EOFError, OSError) as error:
-        first = str(error).splitlines()[0]
-        raise ExperimentError([f"{file}: cannot be read as what torch.save writes since 1.6: {first}"]) from None
-    if not isinstance(loaded, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in loaded.values()):
+    except (RuntimeError, ValueError, EOFError):
+        raise ExperimentError([f"{file}: a zip archive that is damaged or not torch.save's; {_EXPECTED}"]) from None
+    if not isinstance(loaded, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in loaded.items()
+    ):
         raise ExperimentError([f"{file}: expected a mapping of names to tensors"])
+    kinds = ((name, _unsupported(tensor)) for name, tensor in loaded.items())
+    problems = [f"{file}: tensor {name!r} is {what}; supported are {_SUPPORTED}" for name, what in kinds if what]
+    if problems:
+        raise ExperimentError(problems[:5])
     tables = {name: tensor for name, tensor in loaded.items() if name.endswith(".lookup_table")}
     if not tables:
         raise ExperimentError([f"{file}: no tensor is called lookup_table: not a SqueezeLLM model"])
@@ -107,14 +126,26 @@ def _loaded(file: Path, settings: SqueezeLLM) -> dict[str, torch.Tensor]:
         for name, tensor in tables.items()
         if tensor.dim() != 2 or tensor.shape[1] != 2**settings.wbits
     ]
-    problems += [
-        f"{file}: tensor {name!r} is {str(tensor.dtype).removeprefix('torch.')}, which no SqueezeLLM model has"
-        for name, tensor in loaded.items()
-        if tensor.dtype not in _DTYPES or tensor.layout is not torch.strided
-    ]
     if problems:
         raise ExperimentError(problems[:5])
     return dict(loaded)
+
+
+def _archive(file: Path) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(file)
+    except zipfile.BadZipFile:
+        what = "empty, cut short, or a pickle of the old kind, which is not opened"
+        raise ExperimentError([f"{file}: {what}; {_EXPECTED}"]) from None
+
+
+def _unsupported(tensor: torch.Tensor) -> str | None:
+    """What keeps the tensor out of a safetensors file that is served; None where nothing does."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return "nested" if tensor.is_nested else f"sparse ({str(tensor.layout).removeprefix('torch.')})"
+    if tensor.device.type != "cpu":
+        return f"without values (device {tensor.device.type})"
+    return None if tensor.dtype in _DTYPES else str(tensor.dtype).removeprefix("torch.")
 
 
 def _shards(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
@@ -154,12 +185,23 @@ def _write_configs(source: Path, folder: Path, settings: SqueezeLLM) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _check(folder: Path, bar: Progress) -> None:
-    """Reads every quantized layer as a server would: what is not one is found now."""
-    quantization = load_config(folder).quantization
-    assert quantization is not None, "it was written above"
-    with Checkpoint(folder, device="cpu", dtype=torch.float32) as checkpoint:
-        for shape in bar.track(quantization.linears, description="checking"):
-            for name, outputs in zip(shape.names, shape.outputs, strict=True):
-                if quantization.format.scheme(name) is not None:
-                    quantization.format.read(checkpoint, name, outputs, shape.inputs)
+def _refuse_missing(config: ModelConfig, file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Before gigabytes are written: a layer of the model that the pickle has no codes of."""
+    assert config.quantization is not None, "its settings were written"
+    for shape in config.quantization.linears:
+        for name in shape.names:
+            if config.quantization.format.scheme(name) is not None and f"{name}.qweight" not in tensors:
+                raise ExperimentError([f"{file}: tensor '{name}.qweight' is missing, which config.json asks for"])
+
+
+def _check(folder: Path, config: ModelConfig) -> None:
+    """Loads the model on the host as a server would, in the memory that one takes: what it refuses is found now."""
+    axes = config.kernel_axes(max_num_tokens=1, max_num_seqs=1, max_model_len=1, block_size=16, num_blocks=1)
+    kernels = tkernels.select({}, device="cpu", dtype=config.dtype, axes=axes)
+    load_model(folder, config, kernels, device="cpu", dtype=config.dtype)
+
+
+def _told_of(file: Path, folder: Path, problem: str) -> str:
+    """What was found in `folder`, which is gone, by the names of what it was made of."""
+    shard = r"model-\d{5}-of-\d{5}\.safetensors"
+    return re.sub(rf"{shard}(, {shard})*", lambda _: file.name, problem).replace(str(folder), str(file.parent))

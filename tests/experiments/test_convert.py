@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
+import re
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,8 @@ from experiments.cli import app
 from tests.tmodel.formats.by_hand import Kind
 from tests.tmodel.formats.models import write_models
 from tests.tmodel.formats.test_models import served, tokens
+
+LAYER = "model.layers.1.mlp.down_proj"
 
 
 def convert(source: Path, out: Path) -> Any:
@@ -83,6 +89,7 @@ def test_a_pickle_of_more_than_tensors_is_not_opened(original: Path, tmp_path: P
     [
         (torch.ones(3), "expected a mapping of names to tensors"),
         ({"a": 3}, "expected a mapping of names to tensors"),
+        ({1: torch.ones(2, 8)}, "expected a mapping of names to tensors"),
         ({"model.norm.weight": torch.ones(3)}, "no tensor is called lookup_table: not a SqueezeLLM model"),
         ({"a.lookup_table": torch.ones(2, 16)}, "'a.lookup_table' has shape [2, 16], not [N, 8] as wbits says"),
         ({"a.lookup_table": torch.ones(2, 8), "b": torch.ones(2, dtype=torch.complex64)}, "'b' is complex64"),
@@ -95,6 +102,88 @@ def test_a_pickle_of_something_else(original: Path, tmp_path: Path, content: Any
     assert result.exit_code == 2
     assert message in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "original", "quantized"]
+
+
+Changes = dict[str, torch.Tensor | None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x.lookup_table": torch.ones(4, 8)}, "unexpected tensor 'x.lookup_table'"),
+        ({"x.weight": torch.ones(4)}, "unexpected tensor 'x.weight'"),
+        ({"model.norm.weight": None}, "tensor 'model.norm.weight' is missing"),
+        ({"model.embed_tokens.weight": torch.ones(3, 3)}, "'model.embed_tokens.weight' has shape [3, 3]"),
+        ({f"{LAYER}.weight": torch.ones(128, 256)}, "is dense, but quantization_config says"),
+        ({f"{LAYER}.lookup_table": torch.full((128, 8), torch.nan)}, f"'{LAYER}.lookup_table' has"),
+        ({f"{LAYER}.qweight": None}, f"'{LAYER}.qweight' is missing"),
+        ({f"{LAYER}.cols": None}, f"'{LAYER}.cols' is missing"),
+    ],
+)
+def test_what_a_server_would_refuse_is_refused_of_the_pickle(
+    original: Path, tmp_path: Path, changes: Changes, message: str
+) -> None:
+    tensors: Changes = {**load_file(tmp_path / "quantized" / "model.safetensors"), **changes}
+    torch.save({name: tensor for name, tensor in tensors.items() if tensor is not None}, original / "sq-w3.pt")
+    result = convert(original, tmp_path / "out")
+    assert result.exit_code == 2
+    assert message in result.stderr
+    # Where the tensor is, not where it was on its way to.
+    assert result.stderr.startswith(f"error: {original}")
+    assert "sq-w3.pt" in result.stderr
+    assert ".out-" not in result.stderr
+    assert "model-0" not in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "original", "quantized"]
+
+
+def half(file: Path) -> None:
+    torch.save({"a.lookup_table": torch.ones(4000, 8)}, file)
+    file.write_bytes(file.read_bytes()[:50_000])
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda file: file.write_bytes(b""), "empty, cut short, or a pickle of the old kind"),
+        (lambda file: file.write_bytes(pickle.dumps(Evil())), "a pickle of the old kind, which is not opened"),
+        (
+            lambda file: torch.save({"a": Evil()}, file, _use_new_zipfile_serialization=False),
+            "a pickle of the old kind, which is not opened",
+        ),
+        (half, "cut short"),
+        (lambda file: torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), file), "a TorchScript archive"),
+        (lambda file: zipfile.ZipFile(file, "w").writestr("a.txt", "a"), "a zip archive that is damaged or not torch"),
+    ],
+)
+def test_what_torch_cannot_read_is_said_without_its_advice(
+    original: Path, tmp_path: Path, write: Callable[[Path], Any], message: str
+) -> None:
+    file = original / "sq-w3.pt"
+    write(file)
+    result = convert(original, tmp_path / "out")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {file}: ")
+    assert message in result.stderr
+    assert "expected what torch.save writes" in result.stderr
+    assert not {"weights_only", "mmap", "it ran"} & set(re.split(r"\W+", result.stderr))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "what"),
+    [
+        (torch.zeros(4, 8).to_sparse(), "sparse (sparse_coo)"),
+        (torch.zeros(4, 8, device="meta"), "without values (device meta)"),
+        (torch.zeros(4, 8, dtype=torch.float64), "float64"),
+    ],
+)
+def test_a_tensor_that_safetensors_would_not_hold(
+    original: Path, tmp_path: Path, tensor: torch.Tensor, what: str
+) -> None:
+    torch.save({"q.lookup_table": tensor}, original / "sq-w3.pt")
+    result = convert(original, tmp_path / "out")
+    assert result.exit_code == 2
+    assert f"tensor 'q.lookup_table' is {what}; supported are dense ones of float32, float16" in result.stderr
 
 
 def test_what_is_not_there_or_no_squeezellm_is_said(original: Path, tmp_path: Path) -> None:
