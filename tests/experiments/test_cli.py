@@ -223,16 +223,6 @@ def test_a_path_that_cannot_be_made_is_an_error_and_no_traceback(
 
 
 @pytest.mark.parametrize("asked", ["run", "profile"])
-@pytest.mark.parametrize("op", tkernels.OPS)
-def test_the_axes_that_ops_asks_about_are_those_of_a_call(op: str) -> None:
-    contract = tkernels.OPS[op].contract
-    draws = Draws(contract)
-    for seed in (5, 6, 7):
-        case = contract.case(contract.draw_axes(chooser(seed)), seed)
-        bound, _ = contract.bind_axes(contract.bind_arguments((), case.inputs))
-        assert bound.items() <= draws[seed].items()
-
-
 def test_a_wrong_name_is_refused_without_torch(asked: str) -> None:
     command = (
         "import sys; from typer.testing import CliRunner; from experiments.cli import app; "
@@ -256,3 +246,13 @@ def test_more_arms_than_usual_are_asked_about(tmp_path: Path) -> None:
     assert "72 arms, at most" in result.output
     assert "more than 64 arms are run with --yes" in result.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("op", tkernels.OPS)
+def test_the_axes_that_ops_asks_about_are_those_of_a_call(op: str) -> None:
+    contract = tkernels.OPS[op].contract
+    draws = Draws(contract)
+    for seed in (5, 6, 7):
+        case = contract.case(contract.draw_axes(chooser(seed)), seed)
+        bound, _ = contract.bind_axes(contract.bind_arguments((), case.inputs))
+        assert bound.items() <= draws[seed].items()
