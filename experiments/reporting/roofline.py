@@ -57,6 +57,9 @@ def roofline_pictures(rows: Sequence[KernelRow], device: str, about: str) -> lis
     peaks = PEAKS.get(device)
     untimed = list(dict.fromkeys(f"{r.op}.{r.variant}" for r in rows if r.status == "ok" and r.median_us is None))
     ending = f" {about}" + (f" Limits: {peaks.source}." if peaks else f" There is {NO_ROOFLINE}.")
+    unknown = sorted({record[3] for record in records} - set(peaks.flops_per_s)) if peaks else []
+    if unknown:
+        ending += f" No peak is known for {', '.join(unknown)}."
     if untimed:
         ending += f" Not measured, and so not shown: {', '.join(untimed)}."
     computing = tuple(record for record in records if record[_GFLOPS])
@@ -118,7 +121,7 @@ def _drawing(records: Sequence[tuple[Any, ...]], peaks: "Peaks | None", *, flops
         if peaks is None:
             axes.text(0.99, 0.03, NO_ROOFLINE, transform=axes.transAxes, ha="right", color=SOFT, style="italic")
         else:
-            _limits(axes, peaks, {name: peak / scale for name, peak in known.items()} if flops else {}, scale, unit)
+            _limits(axes, peaks, {name: peak / scale for name, peak in known.items()} if flops else None, scale, unit)
         axes.set_xlabel("arithmetic intensity, FLOP per byte")
         log_ticks(axes.yaxis)
         log_ticks(axes.xaxis)
@@ -137,16 +140,18 @@ def _none(axes: "Axes", place: float) -> None:
     axes.set_xlim(low, high)
 
 
-def _limits(axes: "Axes", peaks: "Peaks", flops: Mapping[str, float], scale: float, unit: str) -> None:
-    """The roof: a line for each dtype's peak, whose slope is the memory's; of bytes, the memory's bandwidth."""
+def _limits(axes: "Axes", peaks: "Peaks", flops: Mapping[str, float] | None, scale: float, unit: str) -> None:
+    """The roof: a line for each dtype's peak, whose slope is the memory's; of bytes (None), the memory's bandwidth."""
     bandwidth = peaks.memory_bytes_per_s / 1e9
+    slope = bandwidth / scale
     low, high = axes.get_xlim()
     low /= 1.3
-    if not flops:
+    if flops is None:
         axes.axhline(bandwidth, color=SOFT, linewidth=1.2)
         axes.text(low, bandwidth, f" {compact(bandwidth)} {unit} of memory", color=SOFT, va="bottom", fontsize=8)
-    for place, (dtype, peak) in enumerate(flops.items()):
-        slope = bandwidth / scale
+    elif not flops:  # the memory's limit is known, and no peak of this dtype
+        axes.plot([low, high], [low * slope, high * slope], color=SOFT, linewidth=1.2)
+    for place, (dtype, peak) in enumerate((flops or {}).items()):
         ridge = peak / slope
         high = max(high, ridge * 4)
         dashes = ("-", "--", ":")[place % 3]

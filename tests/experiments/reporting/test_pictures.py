@@ -67,6 +67,9 @@ def test_a_known_device_has_its_limits() -> None:
     assert "67 TFLOP/s, float32" in texts(roofline)
     assert "4,800 GB/s of memory" in texts(bandwidth)
     assert "data sheet" in roofline.caption
+    double, _ = roofline_pictures([kernel("swiglu", "torch", 5.0, {"T": 8}, dtype="float64")], "NVIDIA H200", "")
+    assert "of memory" not in texts(double)
+    assert "No peak is known for float64." in double.caption
 
 
 def test_a_curve_goes_over_the_number_that_varies() -> None:
