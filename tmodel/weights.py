@@ -153,6 +153,13 @@ class Checkpoint:
         """What to raise where tensor `name` breaks `rule`."""
         return WeightError(f"{self._entry(name).file}: tensor {name!r} {rule}")
 
+    def require_finite(self, name: str, values: torch.Tensor) -> None:
+        """Raise WeightError where `values`, which are those of tensor `name`, are not finite throughout."""
+        if not _all_finite(values):
+            place = (~torch.isfinite(values)).nonzero()[0].tolist()
+            found = "a NaN" if bool(torch.isnan(values[tuple(place)])) else "an infinity"
+            raise self.error(name, f"has {found} at {place}; every value of it must be finite")
+
     def require_equal(self, name: str, expected: torch.Tensor) -> None:
         """Take `name` where the checkpoint has it, and refuse it where it is not `expected`."""
         if name in self and not torch.equal(self.tensor(name, expected.shape), expected):

@@ -134,11 +134,7 @@ def read_words(checkpoint: Checkpoint, name: str, shape: Sequence[int], layout: 
 def read_values(checkpoint: Checkpoint, name: str, shape: Sequence[int], layout: str) -> torch.Tensor:
     """Scales, tables, outliers: floating, and finite throughout."""
     values = checkpoint.raw(name, shape, FLOATS, f"where {layout} = {{}} is expected")
-    finite = torch.isfinite(values)
-    if not bool(finite.all()):
-        place = (~finite).nonzero()[0].tolist()
-        found = "NaN" if bool(torch.isnan(values[tuple(place)])) else "infinity"
-        raise checkpoint.error(name, f"has a {found} at {place}; every value of it must be finite")
+    checkpoint.require_finite(name, values)
     return values
 
 

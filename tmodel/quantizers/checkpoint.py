@@ -118,9 +118,11 @@ def windows_for(config: ModelConfig, tokens: torch.Tensor, num_tokens: int) -> t
 
 def quantize_checkpoint(job: Job, out: Path, progress: Progress) -> None:
     """Write the quantized checkpoint `out`, which appears whole or not at all. A run that was stopped goes on with the
-    layers that are done. FileExistsError and QuantizerError as open_unfinished says; WeightError for a damaged model.
+    layers that are done. FileExistsError and QuantizerError as open_unfinished says; WeightError for a damaged model,
+    one of whose tensors is missing or not finite, before anything is written.
     """
     config, method = job.config, job.method
+    _check_weights(job)
     num_tokens = 1 if job.windows is None else job.windows.shape[1] - 1
     decoder = decoder_for(config, num_tokens)
     with (
@@ -144,6 +146,18 @@ def quantize_checkpoint(job: Job, out: Path, progress: Progress) -> None:
                 shutil.copyfile(job.source / name, unfinished.checkpoint / name)
         raw = read_json(job.source / "config.json")
         unfinished.finish(out, {**raw, "quantization_config": job.format.config()})
+
+
+def _check_weights(job: Job) -> None:
+    """All are read once before the hours that a walk may take: no run leaves layers that can never be finished."""
+    layers = {
+        f"model.layers.{index}.{name}": shape
+        for index in range(job.config.num_layers)
+        for name, shape in layer_shapes(job.config).items()
+    }
+    with Checkpoint(job.source, device="cpu", dtype=torch.float32) as dense:
+        for name, shape in (layers | _rest_shapes(job.config)).items():
+            dense.require_finite(name, dense.tensor(name, shape))
 
 
 def _quantize_layer(
@@ -213,10 +227,12 @@ def _layer_weights(config: ModelConfig, dense: Checkpoint, index: int) -> dict[s
 
 def _rest(config: ModelConfig, stored: Checkpoint) -> dict[str, torch.Tensor]:
     """What no layer holds."""
+    return {name: stored.tensor(name, shape) for name, shape in _rest_shapes(config).items()}
+
+
+def _rest_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     vocab_shape = (config.vocab_size, config.hidden_size)
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": vocab_shape, "model.norm.weight": (config.hidden_size,)
     }  # fmt: skip
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = vocab_shape
-    return {name: stored.tensor(name, shape) for name, shape in shapes.items()}
+    return shapes if config.tie_word_embeddings else {**shapes, "lm_head.weight": vocab_shape}

@@ -161,10 +161,10 @@ LOOKUP = Kind("squeezellm", 4)
     ("kind", "name", "change", "message"),
     [
         *(
-            (kind, name, put(value), rf"has a {found} at \[\d+, \d+\]; every value of it must be finite")
+            (kind, name, put(value), rf"has {found} at \[\d+, \d+\]; every value of it must be finite")
             for kind, name in [(G_IDX, "scales"), (Kind("awq", 4, 32), "scales"), (ORDERED, "weight_scale"),
                                (LOOKUP, "lookup_table"), (LOOKUP, "full_rows")]
-            for value, found in [(float("nan"), "NaN"), (float("inf"), "infinity"), (float("-inf"), "infinity")]
+            for value, found in [(float("nan"), "a NaN"), (float("inf"), "an infinity"), (float("-inf"), "an infinity")]
         ),
         (LOOKUP, "vals", put(float("nan")), r"has a NaN at \[\d+\]"),
         (G_IDX, "g_idx", put(8), "names group 8; there are 8, counted from 0"),

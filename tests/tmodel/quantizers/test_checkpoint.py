@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.tmodel.test_parity import random_model
 from tkernels.ops.dequant_gemm.weight import dequantize
@@ -23,7 +25,7 @@ from tmodel.quantizers.decoder import GROUPS, LINEARS, decoder_for, layer_shapes
 from tmodel.quantizers.method import Layer
 from tmodel.quantizers.rtn import rounded
 from tmodel.quantizers.unfinished import QuantizerError
-from tmodel.weights import Checkpoint
+from tmodel.weights import Checkpoint, WeightError
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True}
 CASES = [
@@ -167,6 +169,32 @@ def test_a_finished_checkpoint_is_not_written_again(dense: Path, tmp_path: Path)
     assert contents(out) == before
     with pytest.raises(QuantizerError, match="is quantized already: config.json has a quantization_config"):
         plan_job(out, METHODS["gptq"], 4, 32)
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "squeezellm"])
+@pytest.mark.parametrize(
+    ("tensor", "value", "found"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", torch.nan, "has a NaN at \\[3, 5\\]"),
+        ("model.embed_tokens.weight", -torch.inf, "has an infinity at \\[3, 5\\]"),
+        ("model.layers.1.mlp.up_proj.weight", None, "is missing"),
+    ],
+)
+def test_a_damaged_model_is_refused_by_file_and_tensor_before_anything_is_written(
+    dense: Path, tmp_path: Path, method: str, tensor: str, value: float | None, found: str
+) -> None:
+    damaged, out = tmp_path / "damaged", tmp_path / "out"
+    shutil.copytree(dense, damaged)
+    tensors = load_file(damaged / "model.safetensors")
+    if value is None:
+        del tensors[tensor]
+    else:
+        tensors[tensor][3, 5] = value
+    save_file(tensors, damaged / "model.safetensors")
+    asked = job(damaged, method, 4, 32 if METHODS[method].grouped else -1)
+    with pytest.raises(WeightError, match=f"damaged.*: tensor '{tensor}' {found}"):
+        quantize_checkpoint(asked, out, silently)
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
 
 
 def test_two_processes_do_not_write_one_checkpoint(dense: Path, tmp_path: Path) -> None:
