@@ -178,7 +178,7 @@ def _scale(axes: Any, xs: Sequence[float], ys: Sequence[float]) -> None:
     """Doublings on a logarithmic axis, everything else from zero."""
     if xs[0] > 0 and xs[-1] / xs[0] >= _LOG_FROM:
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_minor_formatter("")
+        axes.minorticks_off()
     axes.margins(x=0.06)
     shown = xs if len(xs) <= 7 else xs[:: -(-len(xs) // 7)]
     axes.set_xticks(shown, [compact(x) for x in shown])

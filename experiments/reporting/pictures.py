@@ -189,14 +189,14 @@ def compact(value: float) -> str:
 
 def log_ticks(axis: "Axis") -> None:
     """Labels on a logarithmic axis: powers of ten over a wide range, finer steps over a narrow one."""
-    from matplotlib.ticker import LogLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = axis.get_view_interval()
     decades = math.log10(high / low)
     steps = (1.0,) if decades > 2.5 else (1.0, 2.0, 5.0) if decades > 0.9 else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
     axis.set_major_locator(LogLocator(10, steps, numticks=20))
     axis.set_major_formatter(lambda value, _: compact(value))
-    axis.set_minor_formatter("")
+    axis.set_minor_locator(NullLocator())  # unseen ticks: 3.4 s instead of 2.8 for twenty pictures
 
 
 def _legend_columns(names: Sequence[str]) -> int:
