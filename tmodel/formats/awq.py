@@ -16,7 +16,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator
 
 from tkernels.ops.dequant_gemm.codes import pack, unpack
 from tkernels.ops.dequant_gemm.slicing import zeros_of
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, from_codes, unpack_codes
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, unpack_codes
 from tmodel.config import ConfigError
 from tmodel.formats.base import (
     Scheme,
@@ -24,6 +24,7 @@ from tmodel.formats.base import (
     check_fit,
     check_group_size,
     dense_layer,
+    packed_by_parts,
     read_values,
     read_words,
     require,
@@ -88,7 +89,10 @@ class AWQ(BaseModel):
         else:
             stored = read_words(checkpoint, f"{layer}.qzeros", (groups, outputs // 8), "[K / group_size, N / 8]")
             zeros = unless_symmetric(_in_order(stored), 4)
-        return from_codes(_in_order(words), 4, scales=scales, zeros=zeros, group_size=inputs // groups)
+        packed, _ = packed_by_parts(
+            lambda part: _in_order(words[:, part.start // 8 : part.stop // 8]), outputs, self.bits
+        )
+        return QuantizedWeight(packed, scales, zeros, self.bits, inputs // groups)
 
     def encode(self, layer: str, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
         scheme, zeros = self.scheme(layer), zeros_of(weight)

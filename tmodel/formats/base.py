@@ -7,7 +7,7 @@ QuantizedWeight, and how one is written. It knows no model: a layer is a name, s
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -15,12 +15,14 @@ import torch
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from tkernels.ops.dequant_gemm.codes import BITS, codes_per_row
+from tkernels.ops.dequant_gemm.codes import BITS, codes_per_row, pack_codes
 from tkernels.ops.dequant_gemm.weight import Coding, QuantizedWeight
 from tmodel.config import ConfigError
 from tmodel.weights import Checkpoint
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_PARTS = 8
+"""A layer is unpacked in so many parts: 2-bit codes, a byte each, take four times the memory of their words."""
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
@@ -136,6 +138,19 @@ def read_values(checkpoint: Checkpoint, name: str, shape: Sequence[int], layout:
     values = checkpoint.raw(name, shape, FLOATS, f"where {layout} = {{}} is expected")
     checkpoint.require_finite(name, values)
     return values
+
+
+def packed_by_parts(
+    codes: Callable[[slice], torch.Tensor], outputs: int, bits: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`packed` and `high` of a sequential QuantizedWeight from `codes` of outputs, [Kp, n] for a slice of n.
+
+    Slices begin at multiples of 8. No more than one of them is unpacked at a time.
+    """
+    step = -(-outputs // (8 * _PARTS)) * 8
+    parts = [pack_codes(codes(slice(start, start + step)), bits) for start in range(0, outputs, step)]
+    highs = [high for _, high in parts if high is not None]
+    return torch.cat([packed for packed, _ in parts], dim=1), torch.cat(highs, dim=1) if highs else None
 
 
 def places_by_group(checkpoint: Checkpoint, name: str, inputs: int, group_size: int) -> torch.Tensor | None:

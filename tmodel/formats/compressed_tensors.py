@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tkernels.ops.dequant_gemm.slicing import zeros_of
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, from_codes, unpack_codes
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, unpack_codes
 from tmodel.formats.base import (
     Scheme,
     by_input,
@@ -27,6 +27,7 @@ from tmodel.formats.base import (
     check_group_size,
     dense_layer,
     group_of_each_input,
+    packed_by_parts,
     places_by_group,
     read_values,
     read_words,
@@ -176,10 +177,11 @@ class CompressedTensors(BaseModel):
         scales = scales.t().contiguous()  # [G, N]
         if permutation is None and bits != 3:  # the words are those of QuantizedWeight, stood up
             return QuantizedWeight(words.t().contiguous(), scales, zeros, bits, inputs // groups)
-        codes = unpack_stream(words, 1, bits, inputs).t()  # [N, K] -> [K, N]
-        if permutation is not None:
-            codes = codes[permutation.long()]
-        return from_codes(codes, bits, scales=scales, zeros=zeros, group_size=inputs // groups, permutation=permutation)
+        places = slice(None) if permutation is None else permutation.long()
+        packed, high = packed_by_parts(
+            lambda part: unpack_stream(words[part], 1, bits, inputs).t()[places], outputs, bits
+        )
+        return QuantizedWeight(packed, scales, zeros, bits, inputs // groups, high=high, permutation=permutation)
 
     def encode(self, layer: str, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
         mine, scheme = self._quantized(layer)

@@ -21,7 +21,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from tkernels.ops.dequant_gemm.slicing import zeros_of
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, from_codes, unpack_codes
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, unpack_codes
 from tmodel.config import ConfigError
 from tmodel.formats.base import (
     FormatWarning,
@@ -32,6 +32,7 @@ from tmodel.formats.base import (
     check_group_size,
     dense_layer,
     group_of_each_input,
+    packed_by_parts,
     parsed,
     places_by_group,
     read_values,
@@ -150,10 +151,11 @@ class GPTQ(BaseModel):
         group_size = inputs // groups
         if permutation is None and bits != 3:  # the words are those of QuantizedWeight already
             return QuantizedWeight(words, scales, zeros, bits, group_size)
-        codes = unpack_stream(words, 0, bits, inputs)  # [K, N]
-        if permutation is not None:
-            codes = codes[permutation.long()]
-        return from_codes(codes, bits, scales=scales, zeros=zeros, group_size=group_size, permutation=permutation)
+        places = slice(None) if permutation is None else permutation.long()
+        packed, high = packed_by_parts(
+            lambda part: unpack_stream(words[:, part], 0, bits, inputs)[places], outputs, bits
+        )
+        return QuantizedWeight(packed, scales, zeros, bits, group_size, high=high, permutation=permutation)
 
     def zero_points(self, checkpoint: Checkpoint, name: str, stored: torch.Tensor, added: int) -> torch.Tensor | None:
         """What the zero-points [G, N] stored as tensor `name` mean: int16, or None where all are 2**(bits - 1)."""

@@ -20,8 +20,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from tkernels.ops.dequant_gemm.outliers import Outliers, outliers_from
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, from_codes, unpack_codes
-from tmodel.formats.base import Scheme, check_bits, dense_layer, read_values, read_words, require
+from tkernels.ops.dequant_gemm.weight import QuantizedWeight, unpack_codes
+from tmodel.formats.base import Scheme, check_bits, dense_layer, packed_by_parts, read_values, read_words, require
 from tmodel.formats.bitstream import num_words, pack_stream, unpack_stream
 from tmodel.weights import Checkpoint
 
@@ -59,7 +59,8 @@ class SqueezeLLM(BaseModel):
         table = table.t().contiguous()  # [2**bits, N]
         if bits == 4:  # the words are those of QuantizedWeight already
             return QuantizedWeight(words, None, None, bits, -1, table=table, outliers=outliers)
-        return from_codes(unpack_stream(words, 0, bits, inputs), bits, table=table, outliers=outliers)
+        packed, high = packed_by_parts(lambda part: unpack_stream(words[:, part], 0, bits, inputs), outputs, bits)
+        return QuantizedWeight(packed, None, None, bits, -1, high=high, table=table, outliers=outliers)
 
     def encode(self, layer: str, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
         scheme = self.scheme(layer)
