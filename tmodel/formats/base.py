@@ -148,9 +148,17 @@ def packed_by_parts(
     Slices begin at multiples of 8. No more than one of them is unpacked at a time.
     """
     step = -(-outputs // (8 * _PARTS)) * 8
-    parts = [pack_codes(codes(slice(start, start + step)), bits) for start in range(0, outputs, step)]
-    highs = [high for _, high in parts if high is not None]
-    return torch.cat([packed for packed, _ in parts], dim=1), torch.cat(highs, dim=1) if highs else None
+    packed = high = None
+    for part in (slice(start, min(start + step, outputs)) for start in range(0, outputs, step)):
+        words, its_high = pack_codes(codes(part), bits)
+        if packed is None:
+            packed = words.new_empty((words.shape[0], outputs))
+            high = None if its_high is None else words.new_empty((its_high.shape[0], outputs))
+        packed[:, part] = words
+        if high is not None and its_high is not None:
+            high[:, part] = its_high
+    assert packed is not None, "a layer has outputs"
+    return packed, high
 
 
 def places_by_group(checkpoint: Checkpoint, name: str, inputs: int, group_size: int) -> torch.Tensor | None:

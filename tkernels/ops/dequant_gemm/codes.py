@@ -87,27 +87,24 @@ def codes_in(packed: torch.Tensor, high: torch.Tensor | None, bits: int, order: 
     return codes if high is None else codes | (unpack(high, 0, 1, order) << 2)
 
 
-def _swapped(words: torch.Tensor, mask: int, distance: int) -> torch.Tensor:
-    """The words with the bits in `mask` and those `distance` above them in each other's place."""
-    moved = (words ^ (words >> distance)) & mask
-    return words ^ moved ^ (moved << distance)
+def _swap(words: torch.Tensor, mask: int, distance: int) -> None:
+    """The bits in `mask` and those `distance` above them into each other's place, in the words themselves."""
+    moved = words >> distance
+    moved.bitwise_xor_(words).bitwise_and_(mask)
+    words.bitwise_xor_(moved).bitwise_xor_(moved.bitwise_left_shift_(distance))
 
 
 # What brings sequential fields of 1, 2, 4, 8 bits into interleaved order: the middle quarters of every stretch change
 # places, from stretches of four fields up to the word (an unshuffle: Warren, 2012, "Hacker's Delight", section 7-2),
-# and then the word's halves, which is what puts the odd codes below. On whole words: scratch of the weight's size, not
-# of its codes'.
+# and then the word's halves, which is what puts the odd codes below. On whole words, in place: scratch of the words'
+# size, not of their codes'.
 _MIDDLES = {1: 0x22222222, 2: 0x0C0C0C0C, 4: 0x00F000F0, 8: 0x0000FF00}
 
 
 def reordered(words: torch.Tensor, bits: int, order: Order) -> torch.Tensor:
     """int32 words of `bits`-bit fields in the other order as words in `order`."""
-    steps = [(_MIDDLES[width], width) for width in (1, 2, 4, 8) if width >= bits]
-    if order == "interleaved":
-        for mask, distance in steps:
-            words = _swapped(words, mask, distance)
-        return _swapped(words, 0x0000FFFF, 16)
-    words = _swapped(words, 0x0000FFFF, 16)
-    for mask, distance in reversed(steps):
-        words = _swapped(words, mask, distance)
+    steps = [(_MIDDLES[width], width) for width in (1, 2, 4, 8) if width >= bits] + [(0x0000FFFF, 16)]
+    words = words.clone()
+    for mask, distance in steps if order == "interleaved" else reversed(steps):
+        _swap(words, mask, distance)
     return words
