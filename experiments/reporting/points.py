@@ -63,7 +63,8 @@ def _sizes(axes: Mapping[str, object]) -> dict[str, Factor]:
     if isinstance(pages, int) and isinstance(page, int) and "B" in sizes:
         sizes["context"] = pages * page
         del sizes["N"]
-        sizes.pop("P", None)
+    if "P" in sizes:  # last: a pool's pages mostly follow from what lies in them
+        sizes["P"] = sizes.pop("P")
     return sizes
 
 

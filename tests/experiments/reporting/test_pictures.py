@@ -115,6 +115,8 @@ def test_what_follows_from_other_axes_is_none_of_its_own() -> None:
     ]
     (points,) = kernel_points(rows).values()
     assert varying(points) == {"B": [1, 8], "context": [64, 128, 256]}
+    pool = [kernel("kv_scatter", "torch", 1.0, {"T": 16, "P": 16 // page, "S": page}) for page in (4, 8, 16)]
+    assert varying(kernel_points(pool)["kv_scatter"]) == {"S": [4, 8, 16]}
     by_context = next(one for one in kernel_curves(rows, {}, "") if one.name.endswith("by-context"))
     assert {row["series"] for row in records(by_context)} == {"torch, B 1", "torch, B 8"}
 
