@@ -1,6 +1,7 @@
 """Tasks on this machine, one after the other: each in a child of its replicate's server. Needs no torch itself."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,12 +17,14 @@ _MOST_SERVERS = 5
 
 
 class Server:
-    """A process of experiments.sweep.server. It ends when this object's pipe to it closes."""
+    """A process of experiments.sweep.server. It ends when this object's pipe to it closes, or the thread that made it
+    ends.
+    """
 
     def __init__(self) -> None:
         # A session of its own: Ctrl-C is for the one that starts it, who ends it in good order.
         self._process = subprocess.Popen(
-            (sys.executable, "-m", "experiments.sweep.server"),
+            (sys.executable, "-m", "experiments.sweep.server", str(os.getpid())),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         self.is_ready = False

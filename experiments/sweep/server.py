@@ -1,8 +1,8 @@
 """A process image for tasks: imports torch, Triton and the house once, runs nothing, and forks a child per task.
 
-`python -m experiments.sweep.server`: a JSON line on stdin says what the run is, and each further line is a task. The
-answers go to stdout: a line per message, and {"over": ...} when the child has ended. When stdin ends, because the one
-who started it is gone, it ends its child and itself.
+`python -m experiments.sweep.server PARENT`: a JSON line on stdin says what the run is, and each further line is a task.
+The answers go to stdout: a line per message, and {"over": ...} when the child has ended. When stdin ends, because the
+one who started it, the process PARENT, is gone, it ends its child with all that it started, and itself.
 
 A forked child is safe because nothing in here runs an op of torch, whose threads a child would not have, or touches
 CUDA. Even to ask whether there is CUDA would break it in every child: the environment says how Triton runs, and for a
@@ -38,6 +38,7 @@ _LAST_WORDS = 300
 def main() -> None:
     """Serves tasks until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches a whole terminal; the starter decides what it means
+    _die_with(int(sys.argv[1]), signal.SIGTERM)  # what it imports takes seconds, in which it reads no stdin
     woken = _Woken()
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever a library prints is no answer
@@ -59,6 +60,7 @@ def main() -> None:
     for module in setup.imports:
         importlib.import_module(module)
     plans = None if setup.on_cuda else plans_of(setup)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on stdin tells, and there may be a child to end first
     write_whole(answers, b'{"ready": true}\n')
     while (line := lines.wait()) is not None:
         _serve(Task.of(json.loads(line)), plans, setup, lines, woken, answers)
@@ -265,9 +267,9 @@ def _work(task: "Task", plans: "list[Plan] | None", setup: "Setup", tell: int, s
     try:
         os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGINT):
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        _die_with(starter)
+        _die_with(starter, signal.SIGKILL)
         _be_the_first_to_go()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(say, 1)
@@ -286,10 +288,10 @@ def _work(task: "Task", plans: "list[Plan] | None", setup: "Setup", tell: int, s
         os._exit(status)
 
 
-def _die_with(starter: int) -> None:
-    """Have the kernel end this process when the one that forked it is gone, however that came; Linux alone can."""
+def _die_with(starter: int, number: int) -> None:
+    """Have the kernel send this process a signal when its starter is gone, however that came; Linux alone can."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != starter:  # it was gone before that
         os._exit(1)
 
