@@ -94,7 +94,8 @@ def title_of(row: EngineRow | PeerRow | ParityRow, names: Sequence[str]) -> str:
     if isinstance(row, PeerRow):
         return str(row.peer).replace("_", " ")
     ops = [row.arm[key] for key in names if key in row.arm]
-    return ", ".join([*ops, *(f"{key} {told(value)}" for key, value in row.settings.items())]) or "this engine"
+    settings = [f"{key.removeprefix('workload.')} {told(value)}" for key, value in row.settings.items()]
+    return ", ".join([*ops, *settings]) or "this engine"
 
 
 def _title_at(row: EngineRow, names: Sequence[str]) -> str:
@@ -164,14 +165,16 @@ def _engine_table(engines: Sequence[EngineRow], parities: Sequence[ParityRow], c
     names = swept(engines)
     several = len({row.workload for row in engines}) > 1
     right = ["tokens/s", "IQR", "ttft ms"]
-    columns = [Column(name) for name in ([*(["workload"] if several else []), *names, "status"])]
+    headings = [name.removeprefix("workload.") for name in names]
+    columns = [Column(name) for name in ([*(["workload"] if several else []), *headings, "status"])]
     columns += [Column(name, right=True) for name in right]
     columns += [Column("same tokens"), Column("drift", right=True)]
     parity = {_key(row): row for row in parities}
-    firsts: set[str | None] = set()
+    firsts: set[tuple[str | None, ...]] = set()
     lines: list[Line] = []
     for row in engines:
         known = {**row.arm, **row.settings}
+        served = (row.workload, *(str(row.settings[name]) for name in _workload_axes(row)))
         line = cells(*([str(row.workload)] if several else []), *(told(known.get(name, "-")) for name in names))
         line += cells(status_cell(row.status))
         if row.status != "ok":
@@ -187,8 +190,8 @@ def _engine_table(engines: Sequence[EngineRow], parities: Sequence[ParityRow], c
             assert compared.logprob_drift is not None
             line += cells(_same(compared.requests_equal, compared.requests), f"{compared.logprob_drift:.1e}")
         else:
-            line += cells("first arm" if row.workload not in firsts else "-", "-")
-            firsts.add(row.workload)
+            line += cells("first arm" if served not in firsts else "-", "-")
+            firsts.add(served)
         lines.append(line)
     caption = (
         "Output tokens per second; ttft: time to first token, p50; same tokens, drift: as "
