@@ -29,7 +29,7 @@ _MOST_RANDOM_ON_CPU = 100_000_000
 @dataclass(frozen=True)
 class Plan:
     """An experiment whose every name is known. `folder`: where its paths start. `unsupported` says why an arm cannot
-    run here, by its index. `source`: the YAML as it was written.
+    run here, by its index.
     """
 
     experiment: Experiment
@@ -41,7 +41,6 @@ class Plan:
     device: torch.device
     dtype: torch.dtype
     unsupported: Mapping[int, str]
-    source: str = ""
 
     @property
     def dtype_name(self) -> str:
@@ -183,8 +182,7 @@ def _plan(part: Part, ops: Registry, device: torch.device) -> Plan:
             except SelectionError as error:
                 unsupported[index] = str(error)
     folders = tuple((document.folder / folder).resolve() for folder in experiment.variants_from)
-    source = document.text
-    return Plan(experiment, document.folder, ops, folders, arms, model, device, dtype, unsupported, source)
+    return Plan(experiment, document.folder, ops, folders, arms, model, device, dtype, unsupported)
 
 
 def _needs_gpu(model: ModelPlan) -> str:
