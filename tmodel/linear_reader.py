@@ -88,13 +88,28 @@ class LinearReader:
         stray = not shape.bias and f"{name}.bias" in checkpoint
         if stray and bool(checkpoint.tensor(f"{name}.bias", (outputs,)).any()):
             raise checkpoint.error(f"{name}.bias", "is not zero, but config.json says that the layer has none")
-        weight = weight.to(checkpoint.device, checkpoint.dtype)
-        outliers = None if weight.outliers is None else weight.outliers.vals
-        floating = [part for part in (weight.scales, weight.table, outliers) if part is not None]
-        if checkpoint.dtype == torch.float16 and not all(bool(torch.isfinite(part).all()) for part in floating):
-            raise WeightError(f"{checkpoint.directory}: layer {name!r} has scales or values beyond float16's range")
+        weight = self._in_dtype(name, weight)
         _give_back_freed_memory()
         return weight
+
+    def _in_dtype(self, layer: str, weight: QuantizedWeight) -> QuantizedWeight:
+        """The weight in the model's dtype. WeightError where that cannot hold what the layer's file holds: a scale
+        that becomes 0 would take every weight of its group along.
+        """
+        checkpoint = self.checkpoint
+        dtype = str(checkpoint.dtype).removeprefix("torch.")
+        cast = weight.to(checkpoint.device, checkpoint.dtype)
+        outliers = None if cast.outliers is None else cast.outliers.vals
+        floating = [part for part in (cast.scales, cast.table, outliers) if part is not None]
+        lost = None if weight.scales is None or cast.scales is None else (cast.scales == 0) & (weight.scales != 0)
+        rule = None
+        if not all(bool(torch.isfinite(part).all()) for part in floating):
+            rule = f"scales or values beyond {dtype}'s range"
+        elif lost is not None and bool(lost.any()):
+            rule = f"scales that {dtype} rounds to 0"
+        if rule is not None:
+            raise WeightError(f"{checkpoint.directory}: layer {layer!r} has {rule}; float32 holds them")
+        return cast
 
     def _made(self, shape: LinearShape, start: int, stop: int, weights: list[QuantizedWeight]) -> Linear:
         """Weights that agree as one layer, its weight in the layout that the kernel reads; `weights` is emptied."""

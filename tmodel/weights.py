@@ -107,8 +107,9 @@ class Checkpoint:
         fused = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype, device=self.device)
         for name, part in zip(names, fused.split(rows), strict=True):
             self._read(name, part)
-            if self.dtype == torch.float16 and not _all_finite(part):
-                raise self.error(name, "has values beyond float16's range")
+            narrowed = self._entry(name).dtype.itemsize > self.dtype.itemsize
+            if (narrowed or self.dtype == torch.float16) and not _all_finite(part):
+                raise self.error(name, f"has values beyond {str(self.dtype).removeprefix('torch.')}'s range")
             self._taken.add(name)
         return fused
 

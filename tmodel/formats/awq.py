@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from tkernels.ops.dequant_gemm.codes import pack, unpack
 from tkernels.ops.dequant_gemm.slicing import zeros_of
@@ -40,6 +40,8 @@ _NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]
 class AWQ(BaseModel):
     """The settings that decide what is decoded; those of AutoAWQ's own quant_config.json have other names (w_bit).
 
+    version, format, checkpoint_format: three names of one setting: AutoAWQ's, transformers' beside it, GPTQModel's.
+    zero_point: where false, zero-points that are there must be those of a symmetric weight.
     modules_to_not_convert: parts of names; a layer whose name contains one is dense, as is the head.
     """
 
@@ -49,19 +51,26 @@ class AWQ(BaseModel):
     bits: int = Field(validation_alias=AliasChoices("bits", "w_bit"))
     group_size: int = Field(validation_alias=AliasChoices("group_size", "q_group_size"))
     version: str = "gemm"
+    format: None = None
+    checkpoint_format: None = None
     zero_point: bool = True
     modules_to_not_convert: list[str] | None = None
 
-    @field_validator("version")
+    @field_validator("bits", mode="before")
     @classmethod
-    def _version(cls, version: str) -> str:
-        if version.lower() != "gemm":
-            raise ValueError(f"the packing of version {version!r} is not supported; 'gemm' is")
-        return version.lower()
+    def _bits(cls, bits: Any) -> int:
+        return check_bits(bits, (4,))
+
+    @field_validator("version", "format", "checkpoint_format", mode="before")
+    @classmethod
+    def _packing(cls, name: Any, info: ValidationInfo) -> str | None:
+        is_version = info.field_name == "version"
+        if (name is not None or is_version) and str(name).lower() != "gemm":
+            raise ValueError(f"the packing of {info.field_name} {name!r} is not supported; 'gemm' is")
+        return "gemm" if is_version else None
 
     @model_validator(mode="after")
     def _consistent(self) -> AWQ:
-        check_bits(self.bits, (4,))
         check_group_size(self.group_size, self.bits)
         return self
 
@@ -89,6 +98,12 @@ class AWQ(BaseModel):
         else:
             stored = read_words(checkpoint, f"{layer}.qzeros", (groups, outputs // 8), "[K / group_size, N / 8]")
             zeros = unless_symmetric(_in_order(stored), 4)
+        if zeros is not None and not self.zero_point:
+            raise checkpoint.error(
+                f"{layer}.qzeros",
+                f"holds zero-points from {int(zeros.min())} to {int(zeros.max())}, but zero_point is false: all must "
+                "be 8, or the tensor absent",
+            )
         packed, _ = packed_by_parts(
             lambda part: _in_order(words[:, part.start // 8 : part.stop // 8]), outputs, self.bits
         )
@@ -108,7 +123,7 @@ class AWQ(BaseModel):
         }
 
     def config(self) -> dict[str, Any]:
-        return {"quant_method": self.method, **self.model_dump()}
+        return {"quant_method": self.method, **self.model_dump(exclude={"format", "checkpoint_format"})}
 
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:

@@ -113,11 +113,14 @@ def _told(error: ErrorDetails) -> str:
     return f"{field}{error['msg']}{given}"
 
 
-def check_bits(bits: int, supported: Sequence[int] = BITS) -> int:
+def check_bits(bits: Any, supported: Sequence[int] = BITS) -> int:
+    choice = f"supported are {', '.join(map(str, supported))}"
+    if type(bits) is not int:  # JSON's true is no number
+        raise ValueError(f"must be an integer, got {bits!r}; {choice}")
     if bits in supported:
         return bits
     note = ": 5 to 7 bits come in another packing (planar), which is not" if 5 <= bits <= 7 else ""
-    raise ValueError(f"{bits} bits; supported are {', '.join(map(str, supported))}{note}")
+    raise ValueError(f"{bits} bits; {choice}{note}")
 
 
 def check_group_size(group_size: int, bits: int) -> None:

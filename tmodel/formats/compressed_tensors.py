@@ -56,9 +56,13 @@ class Weights(BaseModel):
     actorder: Literal["group", "weight", "dynamic", "static"] | bool | None = None
     dynamic: Literal[False] = False
 
+    @field_validator("num_bits", mode="before")
+    @classmethod
+    def _num_bits(cls, num_bits: Any) -> int:
+        return check_bits(num_bits)
+
     @model_validator(mode="after")
     def _consistent(self) -> Weights:
-        check_bits(self.num_bits)
         check_group_size(self.groups_of, self.num_bits)
         if self.strategy == "group" and self.group_size is None:
             raise ValueError("strategy 'group' needs a group_size")
@@ -162,6 +166,12 @@ class CompressedTensors(BaseModel):
         packed_shape = (outputs, num_words(inputs, bits))
         words = read_words(checkpoint, f"{layer}.weight_packed", packed_shape, f"[N, K * {bits} / 32]")
         scales = read_values(checkpoint, f"{layer}.weight_scale", (outputs, groups), "[N, K / group_size]")
+        for name, expected, why in (
+            ("weight_zero_point", not mine.symmetric, "symmetric is true; asymmetric weights have zero-points"),
+            ("weight_g_idx", mine.by_group, f"actorder is {mine.actorder!r}; 'group' gives each input its group"),
+        ):
+            if not expected and f"{layer}.{name}" in checkpoint:
+                raise checkpoint.error(f"{layer}.{name}", f"contradicts quantization_config, whose {why}")
         zeros = None
         if not mine.symmetric:
             stored = read_words(

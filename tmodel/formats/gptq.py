@@ -43,7 +43,12 @@ from tmodel.formats.base import (
 from tmodel.formats.bitstream import num_words, pack_stream, unpack_stream
 from tmodel.weights import Checkpoint, WeightError
 
-_OVERRIDES = ("bits", "group_size", "desc_act", "sym")
+_OVERRIDES = ("bits", "group_size", "desc_act", "sym", "pack_dtype")
+_QUANTIZERS = (
+    *("mse", "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "act_group_aware"),
+    *("fallback", "failsafe", "hessian", "gptaq", "foem"),
+)
+"""Overrides of GPTQModel that told the quantizer how to find the codes, not what they mean."""
 CheckpointFormat = Literal["gptq", "gptq_v2"]
 _ADDED: dict[CheckpointFormat, int] = {"gptq": 1, "gptq_v2": 0}  # to a stored zero-point
 _BY_ADDED: dict[int, CheckpointFormat] = {1: "gptq", 0: "gptq_v2"}
@@ -76,9 +81,9 @@ class GPTQ(BaseModel):
     pack_dtype: Literal["int32"] = "int32"
     is_marlin_format: Literal[False] = False
 
-    @field_validator("bits")
+    @field_validator("bits", mode="before")
     @classmethod
-    def _bits(cls, bits: int) -> int:
+    def _bits(cls, bits: Any) -> int:
         return check_bits(bits)
 
     @model_validator(mode="before")
@@ -102,6 +107,9 @@ class GPTQ(BaseModel):
         return self
 
     def _with(self, overrides: dict[str, Any]) -> GPTQ:
+        unknown = ", ".join(key for key in overrides if key not in (*_OVERRIDES, *_QUANTIZERS))
+        if unknown:
+            raise ConfigError(f"unknown {unknown}; supported are {', '.join(_OVERRIDES)}")
         mine = self.model_dump(exclude={"dynamic"})
         return parsed(GPTQ, {**mine, **{key: overrides[key] for key in _OVERRIDES if key in overrides}})
 

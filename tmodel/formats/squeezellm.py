@@ -8,6 +8,7 @@
     startrows                                   where threads of the original kernel begin: of no use here
 
 Codes under a value kept apart stand for the entry next to 0, and the value is that much less: nothing is left out.
+Where several values are at one place, S there is their sum rounded to the table's dtype, and W is rounded once more.
 The tensors are those of the original's pickle, which `tk convert` writes as safetensors; its config is
 {"quant_method": "squeezellm", "wbits": 3 or 4}.
 """
@@ -36,9 +37,9 @@ class SqueezeLLM(BaseModel):
 
     wbits: int
 
-    @field_validator("wbits")
+    @field_validator("wbits", mode="before")
     @classmethod
-    def _wbits(cls, wbits: int) -> int:
+    def _wbits(cls, wbits: Any) -> int:
         return check_bits(wbits, (3, 4))
 
     def scheme(self, layer: str) -> Scheme | None:
@@ -82,15 +83,23 @@ class SqueezeLLM(BaseModel):
 
 def _outliers(checkpoint: Checkpoint, layer: str, outputs: int, inputs: int, dtype: torch.dtype) -> Outliers | None:
     """S [N, K] from its compressed rows and its full ones; None where the layer has neither."""
-    parts = []
+    parts = {}
     if f"{layer}.rows" in checkpoint or f"{layer}.vals" in checkpoint:
-        parts.append(_compressed(checkpoint, layer, outputs, inputs))
+        parts["vals"] = _compressed(checkpoint, layer, outputs, inputs)
     if f"{layer}.full_rows" in checkpoint or f"{layer}.full_row_indices" in checkpoint:
-        parts.append(_full(checkpoint, layer, outputs, inputs))
-    if not any(vals.numel() for _, _, vals in parts):
+        parts["full_rows"] = _full(checkpoint, layer, outputs, inputs)
+    if not any(vals.numel() for _, _, vals in parts.values()):
         return None
-    rows, cols, vals = (torch.cat([part[i] for part in parts]) for i in range(3))
-    return outliers_from(rows, cols, vals.to(dtype), (outputs, inputs))
+    beyond = f"beyond the range of {str(dtype).removeprefix('torch.')}, the dtype of its lookup_table"
+    for name, (_, _, vals) in parts.items():
+        if not bool(torch.isfinite(vals.to(dtype)).all()):
+            raise checkpoint.error(f"{layer}.{name}", f"has values {beyond}; it must hold them")
+    rows, cols, vals = (torch.cat([part[i] for part in parts.values()]) for i in range(3))
+    try:
+        return outliers_from(rows, cols, vals.to(dtype), (outputs, inputs))
+    except ValueError:  # indices and values were looked at: it is a sum
+        name = f"{layer}.{next(iter(parts))}"
+        raise checkpoint.error(name, f"gives one place several values, in sum {beyond}; it must hold them") from None
 
 
 def _compressed(

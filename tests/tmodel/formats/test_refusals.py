@@ -45,6 +45,14 @@ def compressed(**changes: Any) -> dict[str, Any]:
         ),
         ({**GPTQ_4, "bits": 16}, "bits: 16 bits; supported are 2, 3, 4, 8"),
         ({**GPTQ_4, "bits": "4"}, "bits: .*integer, got '4'"),
+        *(
+            ({**raw, "bits": bits}, rf"bits: must be an integer, got {bits}; supported are {supported}")
+            for raw, supported in [(GPTQ_4, "2, 3, 4, 8"), (AWQ_4, "4")]
+            for bits in (None, True, 4.0)
+        ),
+        ({**GPTQ_4, "bits": "4"}, "bits: must be an integer, got '4'; supported are 2, 3, 4, 8"),
+        ({"quant_method": "squeezellm", "wbits": None}, "wbits: must be an integer, got None; supported are 3, 4"),
+        (compressed(num_bits="4"), "num_bits: must be an integer, got '4'; supported are 2, 3, 4, 8"),
         ({**GPTQ_4, "group_size": 0}, "group_size 0; supported are -1 .* multiples of 8 at 4 bits, such as 32, 64"),
         ({**GPTQ_4, "bits": 3, "group_size": 48}, "group_size 48; supported are -1 .* multiples of 32 at 3 bits"),
         ({**GPTQ_4, "group_size": 96}, r"layers\.0\.self_attn\.q_proj: group_size 96 does not divide its 128 inputs"),
@@ -53,6 +61,11 @@ def compressed(**changes: Any) -> dict[str, Any]:
         ({**GPTQ_4, "pack_dtype": "int8"}, "pack_dtype: .*'int32', got 'int8'"),
         ({**GPTQ_4, "dynamic": {"+:.*": {"bits": 6}}}, r"dynamic\['\+:\.\*'\]: bits: 6 bits; supported are .*planar"),
         ({**GPTQ_4, "dynamic": {"+:(": {}}}, r"dynamic\['\+:\('\]: .*unterminated"),
+        ({**GPTQ_4, "dynamic": {"+:.*": {"bitz": 8}}}, "unknown bitz; supported are bits, group_size, desc_act, sym"),
+        ({**GPTQ_4, "dynamic": {"+:.*": {"pack_dtype": "int8"}}}, "pack_dtype: .*'int32', got 'int8'"),
+        ({**AWQ_4, "version": None}, "version: the packing of version None is not supported; 'gemm' is"),
+        ({**AWQ_4, "format": "gemv"}, "format: the packing of format 'gemv' is not supported; 'gemm' is"),
+        ({**AWQ_4, "checkpoint_format": "gemv_fast"}, "checkpoint_format: .*'gemv_fast' is not supported; 'gemm' is"),
         ({**AWQ_4, "bits": 8}, "8 bits; supported are 4"),
         ({**AWQ_4, "version": "gemv"}, "version: the packing of version 'gemv' is not supported; 'gemm' is"),
         ({**AWQ_4, "version": "gemv_fast"}, "'gemv_fast' is not supported"),
@@ -98,6 +111,10 @@ def test_a_size_that_does_not_divide(write_checkpoint: WriteCheckpoint, shape: d
          GPTQ(bits=8, group_size=-1, checkpoint_format="gptq_v2", sym=False)),
         ("quant_config.json", {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"},
          AWQ(bits=4, group_size=64)),
+        ("quant_config.json", {"w_bit": 4, "q_group_size": 64, "format": "gemm", "checkpoint_format": None},
+         AWQ(bits=4, group_size=64)),
+        ("quantize_config.json", {"bits": 4, "group_size": 32, "dynamic": {"a": {"bits": 8, "damp_percent": 0.1}}},
+         GPTQ(bits=4, group_size=32, dynamic={"a": {"bits": 8, "damp_percent": 0.1}})),
         ("quant_config.json", {"wbits": 3}, SqueezeLLM(wbits=3)),
     ],
 )  # fmt: skip

@@ -53,9 +53,9 @@ class Outliers:
 
 def outliers_from(outputs: torch.Tensor, inputs: torch.Tensor, vals: torch.Tensor, shape: tuple[int, int]) -> Outliers:
     """Outliers of an [N, K] = `shape` weight from values at (outputs[i], inputs[i]), [n] each, in any order; those at
-    one place are added up, in float64.
+    one place are added up in float64, and the sum rounded to the dtype of `vals`.
 
-    Raises ValueError for an index out of range or a value that is not finite.
+    Raises ValueError for an index out of range or a value, or sum, that is not finite.
     """
     num_outputs, num_inputs = shape
     for name, index, limit in (("output", outputs, num_outputs), ("input", inputs, num_inputs)):
@@ -66,6 +66,8 @@ def outliers_from(outputs: torch.Tensor, inputs: torch.Tensor, vals: torch.Tenso
     places, where = torch.unique(outputs.long() * num_inputs + inputs.long(), return_inverse=True)  # sorted
     summed = torch.zeros(places.numel(), dtype=torch.float64, device=vals.device)
     summed = summed.index_add_(0, where, vals.double()).to(vals.dtype)
+    if not bool(torch.isfinite(summed).all()):
+        raise ValueError(f"Outliers: the values at one place add up beyond the range of {vals.dtype}")
     rows = torch.zeros(num_outputs + 1, dtype=torch.int64, device=vals.device)
     rows[1:] = torch.bincount(places // num_inputs, minlength=num_outputs).cumsum(0)
     return Outliers(rows.int(), (places % num_inputs).int(), summed.contiguous())
