@@ -67,13 +67,15 @@ def forbidding(first: RecordedRun, second: RecordedRun) -> dict[str, str]:
 
 
 def circumstances(first: RecordedRun, second: RecordedRun) -> list[str]:
-    """What else differs: code, versions, lockfile, seeds, and other keys of the YAML, a line for each."""
+    """What else differs: code, versions, lockfile, seeds, and other keys of the YAML, a line for each; files that git
+    does not track come last, for a folder of them can be a thousand lines.
+    """
     changes = [
         *_leaves({"executor": first.meta["executor"]}, {"executor": second.meta["executor"]}),
         *_leaves(_without(first.environment, _NO_CIRCUMSTANCE), _without(second.environment, _NO_CIRCUMSTANCE)),
         *_leaves(_without(first.resolved, _SAID_ELSEWHERE), _without(second.resolved, _SAID_ELSEWHERE)),
     ]
-    return [_change(*change) for change in changes]
+    return [_change(*change) for change in sorted(changes, key=lambda change: change[0].startswith("git.untracked"))]
 
 
 def _without(tree: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:

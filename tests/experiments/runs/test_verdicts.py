@@ -184,6 +184,7 @@ def test_all_that_forbids_a_comparison_is_said_at_once(tmp_path: Path) -> None:
 def test_what_else_differs_is_said_and_so_are_figures_that_one_lacks(tmp_path: Path) -> None:
     first = recorded(tmp_path, "a", timed(0, torch=1, fused=1))
     environment = changed(changed(dict(ENVIRONMENT), "versions", "torch", to="2.14"), "git", "dirty", to=True)
+    environment = changed(environment, "git", "untracked", to={"a.bin": "5 bytes"})
     rows = [*timed(1, torch=1, two_pass=1)]
     second = recorded(tmp_path, "b", rows, environment=environment, resolved={**RESOLVED, "repeats": 9})
     found = compare_runs(first, second)
@@ -191,6 +192,7 @@ def test_what_else_differs_is_said_and_so_are_figures_that_one_lacks(tmp_path: P
         "versions.torch: 2.13, then 2.14",
         "git.dirty: false, then true",
         "repeats: nothing, then 9",
+        'git.untracked: nothing, then {"a.bin": "5 bytes"}',
     )
     assert found.only_first == ("swiglu, decode, float32: fused, median_us",)
     assert found.only_second == ("swiglu, decode, float32: two_pass, median_us",)
