@@ -113,14 +113,6 @@ class Sweep:
         return f"{self.num_arms:,} arm{'s' if self.num_arms > 1 else ''}, at most {tasks:,} tasks"
 
 
-def make_plan(document: Document) -> Plan:
-    """The plan of an experiment with one model and one dtype; see `make_sweep`."""
-    sweep = make_sweep(document)
-    if len(sweep.plans) > 1:
-        raise ExperimentError([f"{len(sweep.plans)} models and dtypes are swept where one plan is wanted"])
-    return sweep.plans[0]
-
-
 def make_sweep(document: Document, *, full: bool | None = None) -> Sweep:
     """Resolves a document; raises ExperimentError with everything that is wrong. Loads and builds no weights.
 

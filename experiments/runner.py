@@ -17,7 +17,7 @@ from experiments.rows import EngineRow, ParityRow, PeerRow, Row, SpeedupRow, Ste
 from experiments.run_folder import RunFolder, check_new, new_folder, new_path, new_run_id, open_again, resolved_text
 from experiments.runs.reading import read_meta
 from experiments.stages import parity, speedups
-from experiments.stages.context import common_fields, served_fields, workloads_of
+from experiments.stages.context import common_fields, served_fields
 from experiments.stages.parity import Answer
 from experiments.stages.quantization import CACHE
 from experiments.sweep import listing
@@ -213,7 +213,7 @@ class _Run:
 
     def _refused_row(self, task: Task, status: Any, reason: str) -> EngineRow:
         plan = self.sweep.plans[task.plan]
-        about = served_fields(plan, plan.arms[task.arm], workloads_of(plan)[task.workload])
+        about = served_fields(plan, plan.arms[task.arm], plan.workloads[task.workload])
         return EngineRow(**common_fields(plan, task, self.folder.run_id, **about), status=status, reason=reason)
 
     def _derived(self, stage: str, task: Task, **fields: Any) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class _Run:
             if row.status != "ok":
                 continue
             plan = self.sweep.plans[task.plan]
-            asked = (plan.arms[task.arm].model, workloads_of(plan)[task.workload])
+            asked = (plan.arms[task.arm].model, plan.workloads[task.workload])
             answer = Answer.of(row.arm, row.settings, self.folder.samples(task.key))
             first = next((one for place, one in firsts if place == asked), None)
             if first is None:
@@ -249,7 +249,7 @@ class _Run:
             if mine is None or listing.timed_row(self.folder.of_task(peer.key)) is None:
                 continue
             plan = self.sweep.plans[peer.plan]
-            about = served_fields(plan, plan.arms[mine.arm], workloads_of(plan)[peer.workload])
+            about = served_fields(plan, plan.arms[mine.arm], plan.workloads[peer.workload])
             answer = Answer.of(about["arm"], about["settings"], self.folder.samples(mine.key))
             theirs = self.folder.samples(peer.key)["tokens"]
             common = self._derived("speedup", peer, **about, peer=peer.peer)

@@ -49,7 +49,7 @@ class Context:
     @property
     def served(self) -> ServedWorkload:
         """The task's workload."""
-        return workloads_of(self.plan)[self.task.workload]
+        return self.plan.workloads[self.task.workload]
 
     def requests(self) -> list[Request]:
         """Those of the task's workload."""
@@ -70,11 +70,6 @@ def common_fields(plan: Plan, task: Task, run_id: str, **more: Any) -> dict[str,
         "device": plan.device.type,
         **more,
     }
-
-
-def workloads_of(plan: Plan) -> list[ServedWorkload]:
-    """Those that some arm serves, each once."""
-    return list(plan.workloads)
 
 
 def served_fields(plan: Plan, arm: Arm, served: ServedWorkload) -> dict[str, Any]:

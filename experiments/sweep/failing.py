@@ -12,7 +12,6 @@ from experiments.stages.context import (
     peer_fields,
     plan_settings,
     served_fields,
-    workloads_of,
 )
 from experiments.stages.quantization import settings_of
 from experiments.sweep.tasks import Ended
@@ -37,10 +36,10 @@ def failed_row(plan: Plan, run_id: str, ended: Ended) -> Row:
                 return KernelRow(**about)
             return CheckRow(**about, seed=plan.experiment.seed, replay=None)
         case "engine" | "step":
-            about = of(**served_fields(plan, plan.arms[task.arm], workloads_of(plan)[task.workload]))
+            about = of(**served_fields(plan, plan.arms[task.arm], plan.workloads[task.workload]))
             return EngineRow(**about) if task.phase == "engine" else StepRow(**about)
         case "peers":
-            return PeerRow(**of(**peer_fields(plan, workloads_of(plan)[task.workload], task.peer)))
+            return PeerRow(**of(**peer_fields(plan, plan.workloads[task.workload], task.peer)))
         case "quantization":
             quantization = plan.experiment.quantization
             assert quantization is not None

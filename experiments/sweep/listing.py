@@ -9,7 +9,7 @@ from experiments.plan import Plan, Sweep
 from experiments.points import Point
 from experiments.quantized_models import quantized_models
 from experiments.rows import CheckRow, EngineRow, KernelRow, PeerRow, Row, Status
-from experiments.stages.context import plan_settings, workloads_of
+from experiments.stages.context import plan_settings
 from experiments.sweep.tasks import Task
 
 RowsOf = Callable[[str], Sequence[Row]]
@@ -50,7 +50,7 @@ def engine_tasks(sweep: Sweep) -> list[Task]:
         )
         for number, plan in enumerate(sweep.plans)
         if plan.model is not None
-        for place, served in enumerate(workloads_of(plan))
+        for place, served in enumerate(plan.workloads)
         for index in range(len(plan.arms))
         if served in plan.arms[index].workloads
     ]  # fmt: skip
@@ -70,7 +70,7 @@ def all_peer_tasks(sweep: Sweep) -> list[Task]:
         )
         for number, plan in enumerate(sweep.plans)
         if plan.model is not None
-        for place, served in enumerate(workloads_of(plan))
+        for place, served in enumerate(plan.workloads)
         for peer in plan.experiment.peers
     ]  # fmt: skip
 

@@ -9,10 +9,11 @@ import yaml
 from rich.console import Console
 
 from experiments.document import read_document
-from experiments.plan import Plan, make_plan, make_sweep
+from experiments.plan import Plan, make_sweep
 from experiments.run_folder import RunFolder
 from experiments.runner import run_experiment
 from tests.experiments.in_process import InProcess
+from tests.experiments.single_plan import make_plan
 from tests.tsched.conftest import checkpoint
 
 __all__ = ["checkpoint"]

@@ -21,7 +21,6 @@ from tkernels.ops.dequant_gemm.codes import (
 from tkernels.ops.dequant_gemm.outliers import Outliers
 
 Coding = Literal["uniform", "lookup"]
-CODINGS: tuple[Coding, ...] = ("uniform", "lookup")
 
 
 @dataclass(frozen=True, eq=False)
