@@ -8,14 +8,14 @@ from typing import Any
 from rich.console import Console
 
 from experiments.document import ExperimentError
-from experiments.environment import environment_of
-from experiments.models import check_headers
-from experiments.plan import Plan, Sweep
-from experiments.points import Point, points_of
-from experiments.provenance import lockfile_entries
-from experiments.rows import EngineRow, ParityRow, PeerRow, Row, SpeedupRow, StepRow
-from experiments.run_folder import RunFolder, check_new, new_folder, new_path, new_run_id, open_again, resolved_text
+from experiments.planning.models import check_headers
+from experiments.planning.plan import Plan, Sweep
+from experiments.planning.points import Point, points_of
+from experiments.runs.environment import environment_of
+from experiments.runs.folder import RunFolder, check_new, new_folder, new_path, new_run_id, open_again, resolved_text
+from experiments.runs.provenance import lockfile_entries
 from experiments.runs.reading import read_meta
+from experiments.runs.rows import EngineRow, ParityRow, PeerRow, Row, SpeedupRow, StepRow
 from experiments.stages import parity, speedups
 from experiments.stages.context import common_fields, served_fields
 from experiments.stages.parity import Answer

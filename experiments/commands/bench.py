@@ -15,7 +15,7 @@ from experiments.commands.check import parse_axes
 from experiments.commands.registry import matching, open_registry
 from experiments.document import ExperimentError, nearest
 from experiments.peers import slack_of, with_peers
-from experiments.tables import add_row, microseconds, new_table
+from experiments.reporting.tables import add_row, microseconds, new_table
 from tkernels import ContractError
 from tkernels.contract import Contract, Value
 from tkernels.device import device_facts

@@ -10,10 +10,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import tkernels
 from experiments.document import ExperimentError
-from experiments.evaluation import Evaluation, WindowReader, evaluate, windows_of
-from experiments.models import named_model
-from experiments.tables import add_row, new_table
-from experiments.texts import read_text, tokens_of
+from experiments.planning.models import named_model
+from experiments.quantization.evaluation import Evaluation, WindowReader, evaluate, windows_of
+from experiments.quantization.texts import read_text, tokens_of
+from experiments.reporting.tables import add_row, new_table
 
 DEFAULT_WINDOW = 2048
 """Tokens a window, or as many as the model was made for: what published perplexities are measured with."""

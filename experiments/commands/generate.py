@@ -9,7 +9,7 @@ import yaml
 
 from experiments.commands.registry import open_registry
 from experiments.document import ExperimentError
-from experiments.models import named_model
+from experiments.planning.models import named_model
 from tsched import LLM, SamplingParams
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.document import ExperimentError, read_document
-from experiments.plan import Plan, make_sweep
+from experiments.planning.plan import Plan, make_sweep
 from experiments.profiling import tools
 from experiments.profiling.chrome_trace import write_trace
 from experiments.profiling.launches import find_launch

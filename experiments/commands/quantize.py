@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments.document import ExperimentError, nearest
-from experiments.models import named_model
-from experiments.texts import read_text, tokens_of
+from experiments.planning.models import named_model
+from experiments.quantization.texts import read_text, tokens_of
 from tmodel.quantizers import METHODS
 from tmodel.quantizers.checkpoint import Job, plan_job, quantize_checkpoint, windows_for
 from tmodel.quantizers.unfinished import QuantizerError

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.document import ExperimentError, read_document
-from experiments.plan import make_sweep
+from experiments.planning.plan import make_sweep
 from experiments.runner import failures, run_experiment
 from experiments.runs.differences import changed_facts, circumstances
 from experiments.runs.reading import RecordedRun, read_run

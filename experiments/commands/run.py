@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.document import ExperimentError, read_document
-from experiments.plan import Sweep, make_sweep
+from experiments.planning.plan import Sweep, make_sweep
 from experiments.sweep.local import Local
 from experiments.sweep.tasks import Executor
 
@@ -62,9 +62,9 @@ def _carry_out(request: Request, sweep: Sweep) -> int:
     # Where an experiment is refused, nobody waits for these to be imported: a fifth of the time that it takes.
     from experiments.reporting.rendering import write_report
     from experiments.reporting.report import report_of
+    from experiments.reporting.tables import print_report
     from experiments.runner import RunInterrupted, failures, run_experiment
     from experiments.runs.reading import read_run
-    from experiments.tables import print_report
 
     progress = Console(stderr=True)
     if sweep.document.full is not None or sweep.is_full:

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.document import ExperimentError
+from experiments.reporting.table_style import add_row, new_table
 from experiments.runs.reading import RecordedRun, read_run
-from experiments.table_style import add_row, new_table
 
 
 def run(folder: Path, as_json: bool) -> int:

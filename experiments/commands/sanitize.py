@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from experiments.document import ExperimentError
-from experiments.tables import add_row, new_table, status_text
+from experiments.reporting.tables import add_row, new_table, status_text
 from tkernels import Config, UnknownNameError
 from tkernels.contract import Value
 from tkernels.sanitizers.base import Finding, Sanitizer, inspect_case, planned_draws, sanitized, unfit_reason

@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.document import ExperimentError, nearest
+from experiments.reporting.tables import add_row, new_table
 from experiments.simulation.arms import CONTIGUOUS, UNBOUNDED, Arm, Setup, arms_of, make_scheduler, simulate
 from experiments.simulation.hardware import find_gpu
 from experiments.simulation.metrics import sparkline
 from experiments.simulation.shapes import find_shape
 from experiments.simulation.traces import Trace, extent_of, limited, open_trace, prefix_bound, sped_up
-from experiments.tables import add_row, new_table
 from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
 
 Row = Mapping[str, Any]

@@ -12,7 +12,7 @@ from rich.text import Text
 from experiments.commands.check import parse_axes
 from experiments.commands.registry import matching, open_registry
 from experiments.document import ExperimentError, nearest
-from experiments.tables import add_row, microseconds, new_table
+from experiments.reporting.tables import add_row, microseconds, new_table
 from experiments.tuning_session import Tuned, TuningPoint, in_tuning_order, one_per_bucket, points_of, tune
 from tkernels import ContractError
 from tkernels.device import DeviceFacts, device_facts

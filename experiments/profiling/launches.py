@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from experiments.document import ExperimentError, nearest
-from experiments.plan import Plan
-from experiments.points import Point, points_of
+from experiments.planning.plan import Plan
+from experiments.planning.points import Point, points_of
 from tkernels import Config, Kernel, Tuning
 from tkernels.device import device_facts
 

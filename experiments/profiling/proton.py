@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from experiments.plan import Plan
+from experiments.planning.plan import Plan
 from experiments.profiling.steady import open_steady
 from tkernels.ranges import SILENCE, CapturedRanges, Category
 

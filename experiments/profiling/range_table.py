@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.table_style import Column, Line, PlainTable, cells
+from experiments.reporting.table_style import Column, Line, PlainTable, cells
 from tkernels import OPS
 from tkernels.ranges import Category
 from tkernels.spans import Breakdown, Clock, RangeTotal
@@ -42,7 +42,7 @@ def op_of(total: RangeTotal) -> tuple[str, str] | None:
 
 
 def figures(found: Breakdown) -> list[dict[str, Any]]:
-    """For each range and clock the figures of a step row (see experiments.rows.StepRow), and op and variant."""
+    """For each range and clock the figures of a step row (see experiments.runs.rows.StepRow), and op and variant."""
     step_us = found.step_ns / 1000
     rows = []
     for total in found.totals:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from experiments.arms import Arm, ServedWorkload
 from experiments.document import ExperimentError
-from experiments.plan import Plan
+from experiments.planning.arms import Arm, ServedWorkload
+from experiments.planning.plan import Plan
 from experiments.timed_llm import TimedLLM, Timeline
 from experiments.workloads import Request, requests_of
 from tkernels import Recording, Tuning

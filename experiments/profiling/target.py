@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tkernels  # noqa: F401  before anything that imports Triton
 from experiments.document import ExperimentError, read_document
-from experiments.plan import make_sweep
+from experiments.planning.plan import make_sweep
 from experiments.profiling.launches import run_under_ncu
 from experiments.profiling.steady import run_under_nsys
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from experiments.reporting.pictures import INK, PAPER, RULE, SERIES, WIDTH, Picture, compact, label, legend
-from experiments.rows import EngineRow, StepRow
-from experiments.table_style import Column, Line, PlainTable, cells
-from experiments.tables import microseconds, swept, title_of
+from experiments.reporting.table_style import Column, Line, PlainTable, cells
+from experiments.reporting.tables import microseconds, swept, title_of
+from experiments.runs.rows import EngineRow, StepRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

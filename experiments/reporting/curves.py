@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.reporting.pictures import PAPER, WIDTH, Picture, compact, legend, legend_rows, log_ticks, look
 from experiments.reporting.points import METRICS, Factor, Measured, engine_points, kernel_points, numeric, varying
-from experiments.rows import EngineRow, KernelRow
-from experiments.tables import told
+from experiments.reporting.tables import told
+from experiments.runs.rows import EngineRow, KernelRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.reporting.pictures import INK, PAPER, SERIES, SOFT, WIDTH, Picture, compact, label, legend, log_ticks
 from experiments.reporting.points import quartiles
-from experiments.rows import EngineRow, KernelRow, PeerRow
-from experiments.tables import swept, title_of
+from experiments.reporting.tables import swept, title_of
+from experiments.runs.rows import EngineRow, KernelRow, PeerRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from experiments.rows import CheckRow, ParityRow
-from experiments.table_style import Cell, Column, Line, PlainTable, cells, status_cell
-from experiments.tables import told
+from experiments.reporting.table_style import Cell, Column, Line, PlainTable, cells, status_cell
+from experiments.reporting.tables import told
+from experiments.runs.rows import CheckRow, ParityRow
 
 _WORST_FIRST = ("wrong", "failed", "ok", "unsupported")
 

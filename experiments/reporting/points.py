@@ -5,8 +5,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from experiments.rows import EngineRow, KernelRow
-from experiments.tables import swept
+from experiments.reporting.tables import swept
+from experiments.runs.rows import EngineRow, KernelRow
 
 Factor = str | int | float | bool
 _LABEL = re.compile(r"(?P<variant>[^\[]*)(\[(?P<pins>.*)\])?")

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from experiments.reporting.pictures import NEEDS_PLOT, Picture, for_file, for_page, variables
 from experiments.reporting.report import Report
-from experiments.table_style import Cell, Column, PlainTable
+from experiments.reporting.table_style import Cell, Column, PlainTable
 
 REPORT = "report.html"
 FIGURES = "figures"

@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from experiments.document import ExperimentError
-from experiments.quantization_report import quantization_picture
-from experiments.replicates import merged, processes
+from experiments.quantization.report import quantization_picture
 from experiments.reporting.breakdown import breakdown_picture, not_recorded, step_table, steps_of
 from experiments.reporting.curves import engine_curves, kernel_curves
 from experiments.reporting.dots import throughput_picture, variant_pictures, waiting_pictures
 from experiments.reporting.numerics import check_table, parity_table
 from experiments.reporting.pictures import Picture
 from experiments.reporting.question import Question, question_of
+from experiments.reporting.replicates import merged, processes
 from experiments.reporting.resources import resources_of
 from experiments.reporting.roofline import roofline_pictures
+from experiments.reporting.table_style import PlainTable
+from experiments.reporting.tables import Reason, reasons, tables_of
 from experiments.reporting.verdict import Verdict, verdict_of
-from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, Row, StepRow
 from experiments.runs.comparison import MIN_REPLICATES
 from experiments.runs.reading import SOURCE, RecordedRun
+from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, Row, StepRow
 from experiments.runs.verdict_tables import sentence, verdict_table
 from experiments.runs.verdicts import Comparison, compare_arms
-from experiments.table_style import PlainTable
-from experiments.tables import Reason, reasons, tables_of
 
 
 @dataclass(frozen=True)

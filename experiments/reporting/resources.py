@@ -5,7 +5,7 @@ that, so that no figure is of other code than what ran.
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.table_style import Cell, Column, Line, PlainTable, cells
+from experiments.reporting.table_style import Cell, Column, Line, PlainTable, cells
 from tkernels.device import TARGETS
 from tkernels.inspection import expected
 from tkernels.inspection.rows import CompiledKernel

@@ -15,7 +15,7 @@ from experiments.reporting.pictures import (
     log_ticks,
     look,
 )
-from experiments.rows import KernelRow
+from experiments.runs.rows import KernelRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, QuantizationRow, Row, SpeedupRow
+from experiments.reporting.tables import swept, title_of, told
 from experiments.runs import verdicts as judgement
 from experiments.runs.comparison import MIN_REPLICATES
+from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, QuantizationRow, Row, SpeedupRow
 from experiments.runs.verdicts import Comparison
-from experiments.tables import swept, title_of, told
 
 
 @dataclass(frozen=True)

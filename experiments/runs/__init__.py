@@ -1,1 +1,1 @@
-"""Recorded runs: reading their folders, comparing them, and repeating them."""
+"""Runs: what a folder of one holds and how it is written; reading, comparing and repeating what was recorded."""

@@ -5,8 +5,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, TypeAdapter
 
-from experiments.rows import Row
 from experiments.runs.reading import SCHEMA
+from experiments.runs.rows import Row
 
 ROW_TYPES: tuple[type[BaseModel], ...] = get_args(get_args(Row)[0])
 """Every kind of row."""

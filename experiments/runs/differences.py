@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from experiments.rows import CheckRow, EngineRow, ParityRow, Row
 from experiments.runs.reading import RecordedRun
+from experiments.runs.rows import CheckRow, EngineRow, ParityRow, Row
 
 
 def _device(run: RecordedRun) -> Any:

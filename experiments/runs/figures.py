@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from experiments.document import ExperimentError
-from experiments.rows import EngineRow, KernelRow, PeerRow, QuantizationRow, Row
 from experiments.runs.comparison import Better
+from experiments.runs.rows import EngineRow, KernelRow, PeerRow, QuantizationRow, Row
 
 _FIGURES: Mapping[type, Mapping[str, tuple[str, Better]]] = {
     KernelRow: {"median_us": ("us", "lower")},

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from experiments.document import ExperimentError, nearest
-from experiments.rows import ROW, Row
+from experiments.runs.rows import ROW, Row
 
 SCHEMA = 1
 """Of the folder: which files there are, and what they hold. A reader refuses a newer one."""

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
+from experiments.reporting.table_style import Cell, Column, Line, PlainTable, add_row, cells, new_table
 from experiments.runs.comparison import LEVEL, MIN_REPLICATES, POWER
 from experiments.runs.verdicts import Comparison, Verdict
-from experiments.table_style import Cell, Column, Line, PlainTable, add_row, cells, new_table
 
 _OUTCOMES = ("better", "worse", "within noise", "cannot tell")
 _WIDTHS = {"first": 8, "second": 8, "change": 7, "interval": 15, "sees": 6, "verdict": 12}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.peers import slack_of
-from experiments.rows import CheckRow
+from experiments.runs.rows import CheckRow
 from experiments.stages.context import Context, in_words, one_line, op_fields
 from tkernels.check import check_case
 from tkernels.device import device_facts

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from experiments.arms import Arm, Pick, ServedWorkload
-from experiments.plan import Plan
-from experiments.rows import Row
+from experiments.planning.arms import Arm, Pick, ServedWorkload
+from experiments.planning.plan import Plan
+from experiments.runs.rows import Row
 from experiments.sweep.tasks import Task
 from experiments.workloads import Request, requests_of
 from tkernels import Tuning

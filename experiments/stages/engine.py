@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from experiments.rows import EngineRow
+from experiments.runs.rows import EngineRow
 from experiments.schema import Batching
 from experiments.stages.context import Context, one_line, served_fields
 from experiments.stages.serving import Served, figures, interleaved, raw_rounds

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from experiments.rows import KernelRow
+from experiments.runs.rows import KernelRow
 from experiments.stages.context import Context, one_line, op_fields
 from experiments.yardstick import Yardstick
 from tkernels.device import device_facts

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.rows import ParityRow
+from experiments.runs.rows import ParityRow
 from experiments.stages.serving import equal_requests
 
 

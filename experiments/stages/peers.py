@@ -4,7 +4,7 @@ from dataclasses import replace
 from importlib import import_module
 
 from experiments.peers import PEERS, PeerUnsupportedError
-from experiments.rows import PeerRow
+from experiments.runs.rows import PeerRow
 from experiments.stages.context import Context, one_line, peer_fields
 from experiments.stages.engine import counted
 from experiments.stages.serving import figures, interleaved, raw_rounds

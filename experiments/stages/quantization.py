@@ -4,9 +4,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from experiments.evaluation import WindowReader, evaluate
-from experiments.quantized_models import QuantizedModel, Texts, checkpoint_of, quantized_models, texts_of
-from experiments.rows import QuantizationRow, Status
+from experiments.quantization.evaluation import WindowReader, evaluate
+from experiments.quantization.models import QuantizedModel, Texts, checkpoint_of, quantized_models, texts_of
+from experiments.runs.rows import QuantizationRow, Status
 from experiments.stages.context import Context, labels_of, one_line, plan_settings
 from experiments.stages.engine import interpreted_ops, rounds_of
 from experiments.stages.serving import Server, interleaved, spread

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.rows import EngineRow, PeerRow, SpeedupRow
+from experiments.runs.rows import EngineRow, PeerRow, SpeedupRow
 from experiments.stages.serving import equal_requests, spread
 
 Tokens = Sequence[Sequence[int] | None]

@@ -2,7 +2,7 @@
 
 from experiments.profiling.range_table import figures
 from experiments.profiling.steady import recorded
-from experiments.rows import StepRow
+from experiments.runs.rows import StepRow
 from experiments.stages.context import Context, one_line, served_fields
 from tkernels.spans import breakdown
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from experiments.plan import Plan
-from experiments.quantized_models import quantized_models
-from experiments.rows import CheckRow, EngineRow, KernelRow, PeerRow, QuantizationRow, Row, StepRow
+from experiments.planning.plan import Plan
+from experiments.quantization.models import quantized_models
+from experiments.runs.rows import CheckRow, EngineRow, KernelRow, PeerRow, QuantizationRow, Row, StepRow
 from experiments.stages.context import (
     common_fields,
     labels_of,

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from experiments.arms import ServedWorkload
-from experiments.plan import Plan, Sweep
-from experiments.points import Point
-from experiments.quantized_models import quantized_models
-from experiments.rows import CheckRow, EngineRow, KernelRow, PeerRow, Row, Status
+from experiments.planning.arms import ServedWorkload
+from experiments.planning.plan import Plan, Sweep
+from experiments.planning.points import Point
+from experiments.quantization.models import quantized_models
+from experiments.runs.rows import CheckRow, EngineRow, KernelRow, PeerRow, Row, Status
 from experiments.stages.context import plan_settings
 from experiments.sweep.tasks import Task
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from experiments.plan import Plan
+    from experiments.planning.plan import Plan
     from experiments.sweep.tasks import Setup, Task
 
 _PR_SET_PDEATHSIG = 1

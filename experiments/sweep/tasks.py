@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
-from experiments.rows import ROW, Row
+from experiments.runs.rows import ROW, Row
 
 Phase = Literal["check", "kernels", "engine", "peers", "step", "quantization"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.document import parse_document
-from experiments.plan import Plan, make_sweep
-from experiments.rows import Row
+from experiments.planning.plan import Plan, make_sweep
+from experiments.runs.rows import Row
 from experiments.stages import check, engine, kernels, peers, quantization, steps
 from experiments.stages.context import Context
 from experiments.sweep.tasks import Phase, Setup, Task

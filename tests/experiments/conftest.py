@@ -9,11 +9,11 @@ import yaml
 from rich.console import Console
 
 from experiments.document import read_document
-from experiments.plan import Plan, make_sweep
-from experiments.run_folder import RunFolder
+from experiments.planning.plan import Plan, make_sweep
 from experiments.runner import run_experiment
+from experiments.runs.folder import RunFolder
 from tests.experiments.in_process import InProcess
-from tests.experiments.single_plan import make_plan
+from tests.experiments.planning.single_plan import make_plan
 from tests.tsched.conftest import checkpoint
 
 __all__ = ["checkpoint"]

@@ -11,15 +11,15 @@ import pytest
 
 import experiments.stages.engine
 from experiments.document import read_document
-from experiments.plan import Plan
-from experiments.rows import EngineRow, ParityRow, PeerRow, SpeedupRow
-from experiments.run_folder import RunFolder
+from experiments.planning.plan import Plan
 from experiments.runner import failures
+from experiments.runs.folder import RunFolder
+from experiments.runs.rows import EngineRow, ParityRow, PeerRow, SpeedupRow
 from experiments.schema import LateRequests, Length, SyntheticWorkload
 from experiments.stages.serving import Served, figures, percentiles
 from experiments.timed_llm import TimedLLM, Timeline
 from experiments.workloads import Request, requests_of
-from tests.experiments.single_plan import make_plan
+from tests.experiments.planning.single_plan import make_plan
 from tests.experiments.test_run import printed
 from tsched import SamplingParams
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from experiments.document import Document, ExperimentError, parse_document, read_document
-from experiments.structure import parts_of
+from experiments.planning.structure import parts_of
 
 TEXT = "name: a\nkernels:\n  swiglu: [torch, fused]\nworkload:\n- {kind: prompts}\n"
 

@@ -9,10 +9,10 @@ from rich.console import Console
 
 import experiments
 from experiments.document import read_document
-from experiments.plan import make_sweep
-from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, Row
+from experiments.planning.plan import make_sweep
+from experiments.planning.structure import parts_of
 from experiments.runner import failures, run_experiment
-from experiments.structure import parts_of
+from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, Row
 from tests.experiments.in_process import InProcess
 
 GALLERY = Path(experiments.__file__).parent / "gallery"

@@ -11,12 +11,12 @@ from rich.console import Console
 
 import experiments.stages.engine
 from experiments.document import ExperimentError, read_document
-from experiments.plan import Plan, make_sweep
-from experiments.rows import ROW, CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, SpeedupRow
-from experiments.run_folder import RunFolder, resolved_text
+from experiments.planning.plan import Plan, make_sweep
+from experiments.reporting.tables import print_report
 from experiments.runner import failures
+from experiments.runs.folder import RunFolder, resolved_text
+from experiments.runs.rows import ROW, CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, SpeedupRow
 from experiments.stages.parity import first_difference
-from experiments.tables import print_report
 from experiments.timed_llm import TimedLLM
 from tests.tkernels.outside import write_variant
 from tkernels.source_hash import source_hash

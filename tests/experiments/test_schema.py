@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from experiments.document import ExperimentError, parse_document
+from experiments.planning.structure import parts_of
 from experiments.schema import Experiment
-from experiments.structure import parts_of
 
 GOOD = """
 name: a

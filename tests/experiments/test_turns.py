@@ -13,10 +13,10 @@ from rich.console import Console
 
 import experiments.stages.engine
 from experiments.document import read_document
-from experiments.plan import Plan, make_sweep
-from experiments.rows import EngineRow, PeerRow, SpeedupRow
-from experiments.run_folder import RunFolder
+from experiments.planning.plan import Plan, make_sweep
 from experiments.runner import failures, run_experiment
+from experiments.runs.folder import RunFolder
+from experiments.runs.rows import EngineRow, PeerRow, SpeedupRow
 from experiments.stages.serving import Served, interleaved
 from experiments.sweep.listing import later_replicates
 from experiments.sweep.tasks import Task

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from experiments.document import ExperimentError, read_document
-from experiments.plan import make_sweep
-from experiments.rows import EngineRow, ParityRow
-from experiments.run_folder import RunFolder
+from experiments.planning.plan import make_sweep
 from experiments.runner import failures
+from experiments.runs.folder import RunFolder
+from experiments.runs.rows import EngineRow, ParityRow
 from experiments.schema import TraceWorkload
 from experiments.timed_llm import TimedLLM
 from experiments.workloads import Request, requests_of
-from tests.experiments.single_plan import make_plan
+from tests.experiments.planning.single_plan import make_plan
 from tests.experiments.test_baselines import SMALL, SYNTHETIC, rows_of, workload
 from tsched import SamplingParams
 

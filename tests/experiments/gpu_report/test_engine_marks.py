@@ -12,9 +12,9 @@ from experiments.gpu_report.steps import make_steps
 from experiments.gpu_report.table import report
 from experiments.gpu_report.worker import ACTIONS
 from experiments.peers import with_peers
-from experiments.plan import make_sweep
+from experiments.planning.plan import make_sweep
 from tests.experiments.in_process import InProcess
-from tests.experiments.single_plan import make_plan
+from tests.experiments.planning.single_plan import make_plan
 from tkernels import OPS, Tuning
 from tkernels.device import TARGETS
 from tmodel import RANDOM_PRESETS

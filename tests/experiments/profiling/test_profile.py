@@ -17,7 +17,7 @@ import yaml
 from experiments.commands import profile
 from experiments.commands.profile import Request, run
 from experiments.document import ExperimentError
-from experiments.plan import Plan, Sweep
+from experiments.planning.plan import Plan, Sweep
 from experiments.profiling import tools
 from experiments.profiling.proton import ProtonRanges, profile_with_proton, unavailable
 from tests.experiments.conftest import checkpoint

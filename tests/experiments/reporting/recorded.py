@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.rows import (
+from experiments.runs.rows import (
     CheckRow,
     EngineRow,
     KernelRow,

@@ -14,7 +14,7 @@ from experiments.reporting.dots import throughput_picture, variant_pictures, wai
 from experiments.reporting.pictures import COLOURS, MARKERS, SERIES, Picture, compact, for_file, for_page, label, look
 from experiments.reporting.points import kernel_points, label_factors, varying
 from experiments.reporting.roofline import NO_ROOFLINE, roofline_pictures
-from experiments.rows import EngineRow, KernelRow, PeerRow, StepRow
+from experiments.runs.rows import EngineRow, KernelRow, PeerRow, StepRow
 from tests.experiments.reporting.recorded import EVIL, everything, kernel, served
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from experiments.replicates import merged
 from experiments.reporting.question import question_of
+from experiments.reporting.replicates import merged
 from experiments.reporting.report import report_of
 from experiments.reporting.verdict import verdict_of
-from experiments.rows import EngineRow, Row
 from experiments.runs.reading import read_run
+from experiments.runs.rows import EngineRow, Row
 from tests.experiments.reporting.recorded import check, everything, kernel, parity, record, served
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from experiments.reporting.rendering import MOST_LINES, as_html, as_json, as_markdown, drawn, shortened, write_report
 from experiments.reporting.report import report_of
+from experiments.reporting.table_style import Column, PlainTable, cells
 from experiments.runs.reading import read_run
-from experiments.table_style import Column, PlainTable, cells
 from tests.experiments.reporting.recorded import check, everything, record
 
 

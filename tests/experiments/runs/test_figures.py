@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from experiments.rows import EngineRow, KernelRow, PeerRow, QuantizationRow
 from experiments.runs.figures import figures_of
+from experiments.runs.rows import EngineRow, KernelRow, PeerRow, QuantizationRow
 from tests.experiments.runs.folders import kernel_row
 
 PERCENTILES = {"p50": 0.2, "p90": 0.3, "p99": 0.4}

@@ -19,8 +19,8 @@ from typing import Any
 
 import yaml
 
-from experiments.rows import ROW
 from experiments.runs.columns import columns
+from experiments.runs.rows import ROW
 
 MARK = "TKERNELS_TEST_RUN"
 """In the environment of what a test starts, and of whatever that starts."""

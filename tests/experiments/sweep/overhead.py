@@ -46,7 +46,7 @@ def main() -> int:
     executor.begin()  # as tk run does
     import tkernels  # noqa: F401  before anything that imports Triton
     from experiments.document import read_document
-    from experiments.plan import make_sweep
+    from experiments.planning.plan import make_sweep
     from experiments.runner import run_experiment
 
     with tempfile.TemporaryDirectory() as folder:

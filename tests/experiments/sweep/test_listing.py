@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from experiments.document import read_document
-from experiments.plan import make_sweep
-from experiments.points import points_of
-from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow
-from experiments.run_folder import RunFolder
+from experiments.planning.plan import make_sweep
+from experiments.planning.points import points_of
+from experiments.runs.folder import RunFolder
+from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow
 from experiments.sweep.listing import check_tasks, engine_tasks, expected_tasks, replicate_key
 from tests.experiments.conftest import Write
 from tests.experiments.test_baselines import SMALL, SYNTHETIC, rows_of

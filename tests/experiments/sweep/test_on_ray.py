@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from experiments.cli import app
 from experiments.document import read_document
-from experiments.plan import make_sweep
-from experiments.rows import CheckRow
+from experiments.planning.plan import make_sweep
 from experiments.runner import run_experiment
+from experiments.runs.rows import CheckRow
 from experiments.sweep.local import Local
 from experiments.sweep.on_ray import OnRay
 from experiments.sweep.tasks import Executor

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from experiments.rows import ROW, CheckRow, KernelRow
+from experiments.runs.rows import ROW, CheckRow, KernelRow
 from experiments.sweep.server import signal_reason
 from tests.experiments.sweep.kill_runs import left_over, marked
 from tests.tkernels.outside import write_variant

@@ -10,9 +10,9 @@ from rich.console import Console
 
 import experiments.stages.check
 from experiments.document import ExperimentError, read_document
-from experiments.plan import make_sweep
-from experiments.run_folder import RunFolder
+from experiments.planning.plan import make_sweep
 from experiments.runner import run_experiment
+from experiments.runs.folder import RunFolder
 from experiments.runs.reading import read_run
 from experiments.sweep.tasks import Setup
 from tests.experiments.conftest import Write

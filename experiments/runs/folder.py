@@ -27,14 +27,14 @@ from typing import Any
 
 import yaml
 
-from experiments.axes import entries
 from experiments.document import ExperimentError
-from experiments.names import with_whole_path
-from experiments.plan import Plan, Sweep
-from experiments.provenance import source_files
-from experiments.rows import Row
+from experiments.planning.axes import entries
+from experiments.planning.names import with_whole_path
+from experiments.planning.plan import Plan, Sweep
 from experiments.runs.columns import columns
+from experiments.runs.provenance import source_files
 from experiments.runs.reading import SCHEMA, SOURCE, read_run
+from experiments.runs.rows import Row
 from experiments.sweep.server import write_whole
 
 

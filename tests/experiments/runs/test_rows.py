@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from experiments.rows import ROW, CheckRow, EngineRow, KernelRow, StepRow
+from experiments.runs.rows import ROW, CheckRow, EngineRow, KernelRow, StepRow
 
 COMMON: dict[str, Any] = {
     "run_id": "a", "arm": {"swiglu": "fused"}, "op": "swiglu", "variant": "fused", "dtype": "float32", "device": "cpu",

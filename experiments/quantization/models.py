@@ -11,10 +11,10 @@ import torch
 
 import tmodel
 from experiments.document import Document, ExperimentError, nearest
-from experiments.evaluation import windows_of
-from experiments.models import ModelPlan
+from experiments.planning.models import ModelPlan
+from experiments.quantization.evaluation import windows_of
+from experiments.quantization.texts import read_text, tokens_of
 from experiments.schema import Experiment, Quantization
-from experiments.texts import read_text, tokens_of
 from tmodel.corpus import standard_library_corpus
 from tmodel.quantizers import METHODS
 from tmodel.quantizers.calibration import MAX_TOKENS

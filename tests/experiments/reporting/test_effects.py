@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from experiments.effects import effects_of, effects_table, step_table, whole_step
-from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, Row, StepRow
-from experiments.tables import tables_of
+from experiments.reporting.effects import effects_of, effects_table, step_table, whole_step
+from experiments.reporting.tables import tables_of
+from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, Row, StepRow
 from tests.experiments.conftest import Run, checkpoint
 
 __all__ = ["checkpoint"]

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from experiments.arms import Pick
-from experiments.axes import Branch, Combination, Groups, choices_of, entries, is_pin, label_of
 from experiments.document import Document, nearest
+from experiments.planning.arms import Pick
+from experiments.planning.axes import Branch, Combination, Groups, choices_of, entries, is_pin, label_of
 from experiments.schema import VariantChoice
 
 SHAPES = "shapes."

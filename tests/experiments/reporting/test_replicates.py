@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from experiments.replicates import merged, processes
-from experiments.rows import ROW, CheckRow, EngineRow, KernelRow, ParityRow, Row
+from experiments.reporting.replicates import merged, processes
+from experiments.runs.rows import ROW, CheckRow, EngineRow, KernelRow, ParityRow, Row
 from tests.experiments.runs.folders import kernel_row
 
 COMMON: dict[str, Any] = {"run_id": "a", "arm": {"swiglu": "torch"}, "dtype": "float32", "device": "cpu"}

@@ -1,9 +1,9 @@
 """What only the live registry tells of an experiment's kernels and shapes: config values, axes and their bounds."""
 
-from experiments.axes import choices_of
 from experiments.document import Document, nearest
+from experiments.planning.axes import choices_of
+from experiments.planning.shape_axes import expanded_shapes
 from experiments.schema import VariantChoice
-from experiments.shape_axes import expanded_shapes
 from tkernels import Registry
 
 

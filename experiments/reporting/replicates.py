@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.rows import EngineRow, KernelRow, ParityRow, PeerRow, Row
+from experiments.runs.rows import EngineRow, KernelRow, ParityRow, PeerRow, Row
 from experiments.stages.serving import spread
 
 _IDENTITY = ("stage", "op", "variant", "arm", "settings", "dtype", "point", "workload", "peer", "peer_settings")

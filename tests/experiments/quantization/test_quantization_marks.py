@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tkernels
-from experiments.evaluation import WindowReader, evaluate, windows_of
-from experiments.texts import tokens_of
+from experiments.quantization.evaluation import WindowReader, evaluate, windows_of
+from experiments.quantization.texts import tokens_of
 from tests.tmodel.test_train import SMALL
 from tmodel.corpus import standard_library_corpus
 from tmodel.presets import make_from_recipe

@@ -7,12 +7,12 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-import experiments.models
+import experiments.planning.models
 import tkernels
 from experiments.document import ExperimentError
-from experiments.models import plan_model
-from experiments.plan import Plan
-from experiments.points import MOST_INTERPRETED_PROGRAMS, points_of
+from experiments.planning.models import plan_model
+from experiments.planning.plan import Plan
+from experiments.planning.points import MOST_INTERPRETED_PROGRAMS, points_of
 from experiments.schema import ModelSource
 from tests.tkernels.outside import write_variant
 from tests.tmodel.formats.by_hand import Kind
@@ -33,7 +33,7 @@ def _nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(preset: str) -> Path:
         raise AssertionError(f"a plan trains {preset}")
 
-    monkeypatch.setattr(experiments.models, "preset_path", refuse)
+    monkeypatch.setattr(experiments.planning.models, "preset_path", refuse)
 
 
 @pytest.mark.parametrize(

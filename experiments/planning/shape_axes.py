@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from experiments.axes import entries
 from experiments.document import Document, nearest
-from experiments.zip_and_exclude import SHAPES, written_groups, written_rules
+from experiments.planning.axes import entries
+from experiments.planning.zip_and_exclude import SHAPES, written_groups, written_rules
 
 
 @dataclass(frozen=True)

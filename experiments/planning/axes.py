@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from experiments.arms import Pick, picks_of
 from experiments.document import Document
+from experiments.planning.arms import Pick, picks_of
 from experiments.schema import Choice, SchedulerOptions, VariantChoice
 from experiments.schema.workload import AXES as WORKLOAD_AXES
 

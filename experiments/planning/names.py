@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.axes import choices_of, entries
 from experiments.document import Document, ExperimentError, PathParts, nearest
 from experiments.peers import KERNELS as PEER_KERNELS
 from experiments.peers import PEERS
+from experiments.planning.axes import choices_of, entries
 from experiments.schema import VariantChoice
 from experiments.simulation.trace_files import trace_lines
 from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import experiments.provenance
-from experiments.environment import git_state
-from experiments.plan import Plan
-from experiments.provenance import lockfile_entries, lockfile_hashes, model_hashes, source_files, source_hashes
+import experiments.runs.provenance
+from experiments.planning.plan import Plan
+from experiments.runs.environment import git_state
+from experiments.runs.provenance import lockfile_entries, lockfile_hashes, model_hashes, source_files, source_hashes
 from tests.tkernels.outside import write_variant
 from tkernels.config import Config
 from tkernels.device import INTERPRETER, TARGETS
@@ -73,7 +73,7 @@ def test_a_models_files_are_hashed_where_it_is_served(
         file.name: sha256(file) for file in sorted(checkpoint.iterdir()) if file.suffix in (".json", ".safetensors")
     }
     assert {"config.json", "model.safetensors"} <= set(files)
-    monkeypatch.setattr(experiments.provenance, "_SHOWN_FROM_BYTES", 0)
+    monkeypatch.setattr(experiments.runs.provenance, "_SHOWN_FROM_BYTES", 0)
     assert model_hashes([served], Console(file=shown, force_terminal=True)) == {checkpoint.name: files}
     assert "hashing the model" in shown.getvalue()
 

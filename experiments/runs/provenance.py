@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from experiments.plan import Plan
+from experiments.planning.plan import Plan
 from tkernels.device import INTERPRETER, DeviceFacts
 from tkernels.tuning import TUNED_FOLDER, candidates, lockfile, nearest_entry, read_lockfile
 from tkernels.variant import Variant

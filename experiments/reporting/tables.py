@@ -10,11 +10,10 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from experiments.effects import effects_table, key_of, step_table
-from experiments.quantization_report import quantization_table
-from experiments.replicates import identity, merged, processes
-from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, Row, SpeedupRow
-from experiments.table_style import (
+from experiments.quantization.report import quantization_table
+from experiments.reporting.effects import effects_table, key_of, step_table
+from experiments.reporting.replicates import identity, merged, processes
+from experiments.reporting.table_style import (
     Cell,
     Column,
     Line,
@@ -25,6 +24,7 @@ from experiments.table_style import (
     status_cell,
     status_text,
 )
+from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, Row, SpeedupRow
 
 __all__ = ["add_row", "new_table", "print_report", "status_text", "tables_of"]
 

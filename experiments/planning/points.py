@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from experiments.arms import Pick
-from experiments.plan import Plan
+from experiments.planning.arms import Pick
+from experiments.planning.plan import Plan
 from experiments.schema import SyntheticWorkload, TraceWorkload
 from experiments.workloads import traced_lengths
 from tkernels.check import count_programs

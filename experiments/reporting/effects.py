@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.rows import CheckRow, EngineRow, KernelRow, ParityRow, Row, StepRow
-from experiments.table_style import Column, Line, PlainTable, cells
+from experiments.reporting.table_style import Column, Line, PlainTable, cells
+from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, Row, StepRow
 
 EFFECTS = "From a kernel alone to tokens"
 _GEMMS = ("matmul", "dequant_gemm", "scaled_matmul")

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from experiments.plan import Plan, Sweep
-from experiments.provenance import lockfile_hashes, model_hashes, sha256_of, source_hashes
+from experiments.planning.plan import Plan, Sweep
+from experiments.runs.provenance import lockfile_hashes, model_hashes, sha256_of, source_hashes
 from tkernels.clocks import read_clocks
 from tkernels.device import device_facts
 from tkernels.mode import MODE

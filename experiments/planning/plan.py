@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 
 import tkernels
-from experiments.arms import Arm, Pick, ServedWorkload
 from experiments.document import Document, ExperimentError, in_order
-from experiments.engine_options import engine_problems, kernel_ranges
-from experiments.live_checks import live_problems
-from experiments.models import ModelPlan, check_headers, plan_model
 from experiments.peers import with_peers
-from experiments.quantized_models import quantization_problems
+from experiments.planning.arms import Arm, Pick, ServedWorkload
+from experiments.planning.engine_options import engine_problems, kernel_ranges
+from experiments.planning.live_checks import live_problems
+from experiments.planning.models import ModelPlan, check_headers, plan_model
+from experiments.planning.structure import Part, parts_of
+from experiments.quantization.models import quantization_problems
 from experiments.schema import AnyWorkload, Experiment, SyntheticWorkload, TraceWorkload
-from experiments.structure import Part, parts_of
 from experiments.workloads import traced_lengths
 from tkernels import Registry, SelectionError, VariantError
 from tkernels.selection import OpAxes, with_parts

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from experiments.reporting.pictures import PAPER, SOFT, Picture, legend, log_ticks, look
-from experiments.rows import QuantizationRow
-from experiments.table_style import Column, Line, PlainTable, cells, status_cell
+from experiments.reporting.table_style import Column, Line, PlainTable, cells, status_cell
+from experiments.runs.rows import QuantizationRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

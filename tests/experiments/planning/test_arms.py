@@ -3,9 +3,9 @@
 from itertools import product
 from pathlib import Path
 
-from experiments.arms import Arm
 from experiments.document import parse_document
-from experiments.structure import parts_of
+from experiments.planning.arms import Arm
+from experiments.planning.structure import parts_of
 
 
 def arms(text: str) -> list[Arm]:

@@ -11,8 +11,8 @@ from typer.testing import CliRunner, Result
 
 from experiments.cli import app
 from experiments.document import ExperimentError
-from experiments.plan import Plan
-from experiments.rows import QuantizationRow
+from experiments.planning.plan import Plan
+from experiments.runs.rows import QuantizationRow
 from experiments.stages import quantization
 from tests.experiments.conftest import Run
 from tests.tsched.conftest import TEXT, checkpoint
@@ -147,7 +147,7 @@ def test_the_stage_judges_every_model_beside_the_dense_one(
     def made_again(*arguments: object) -> Path:
         raise AssertionError("the checkpoints are in the cache")
 
-    monkeypatch.setattr("experiments.quantized_models.quantize_checkpoint", made_again)
+    monkeypatch.setattr("experiments.quantization.models.quantize_checkpoint", made_again)
     cached = sorted(path.name for path in (tmp_path / quantization.CACHE).iterdir())
     assert len(cached) == 3
     done = tk("run", tmp_path / "experiment.yaml", "--out", tmp_path / "again")

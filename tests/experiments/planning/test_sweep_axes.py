@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from experiments.arms import Arm
 from experiments.document import ExperimentError, parse_document, read_document
-from experiments.names import variant_names
 from experiments.peers import with_peers
-from experiments.plan import make_sweep
-from experiments.points import points_of
-from experiments.run_folder import resolved_text
-from experiments.structure import Part, parts_of
+from experiments.planning.arms import Arm
+from experiments.planning.names import variant_names
+from experiments.planning.plan import make_sweep
+from experiments.planning.points import points_of
+from experiments.planning.structure import Part, parts_of
+from experiments.runs.folder import resolved_text
 from tests.experiments.conftest import Write
 from tests.tkernels.outside import write_variant
 from tkernels import OPS

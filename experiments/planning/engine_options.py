@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from experiments.arms import Arm
 from experiments.document import Document
-from experiments.models import ModelPlan
-from experiments.names import POLICIES
+from experiments.planning.arms import Arm
+from experiments.planning.models import ModelPlan
+from experiments.planning.names import POLICIES
 from tkernels import Registry
 from tkernels.contract import Contract, Int
 from tkernels.selection import OpAxes

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.arms import Arm, ServedWorkload
-from experiments.axes import Combination, choices_of, distinct, entries, label_of, multiplied, read_branches
 from experiments.document import Document, ExperimentError, Narrowed, PathParts, in_order, read_document
-from experiments.names import name_problems, with_whole_path
+from experiments.planning.arms import Arm, ServedWorkload
+from experiments.planning.axes import Combination, choices_of, distinct, entries, label_of, multiplied, read_branches
+from experiments.planning.names import name_problems, with_whole_path
+from experiments.planning.shape_axes import Shape, expanded_shapes
+from experiments.planning.zip_and_exclude import sound_groups, without_excluded, written_groups
 from experiments.schema import (
     AnyWorkload,
     Experiment,
@@ -16,8 +18,6 @@ from experiments.schema import (
     VariantChoice,
     validate,
 )
-from experiments.shape_axes import Shape, expanded_shapes
-from experiments.zip_and_exclude import sound_groups, without_excluded, written_groups
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What a quantized model costs and saves: made, judged on text, and told."""
