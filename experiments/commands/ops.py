@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.commands.registry import open_registry
-from experiments.table_style import add_row, new_table
+from experiments.reporting.table_style import add_row, new_table
 from tkernels.check import chooser
 from tkernels.contract import Axes, Contract
 from tkernels.device import device_facts
+from tkernels.mode import unavailable_reason
 from tkernels.tuning import tuned_devices
 from tkernels.variant import Variant
 
@@ -74,8 +75,9 @@ def describe(variant: Variant, device: torch.device, draws: Draws) -> dict[str, 
         variant without configs.
     """
     facts = device_facts(device)
-    reasons = [variant.unsupported_reason(draws[seed], device, facts) for seed in range(_DRAWS)]
-    while None not in reasons and len(reasons) < _MOST_DRAWS:  # a variant of one kind in many may be met in none
+    nowhere = unavailable_reason(device) if variant.kind == "triton" else None
+    reasons = [nowhere or variant.unsupported_reason(draws[seed], device, facts) for seed in range(_DRAWS)]
+    while not nowhere and None not in reasons and len(reasons) < _MOST_DRAWS:  # one kind in many may not be drawn yet
         reasons.append(variant.unsupported_reason(draws[len(reasons)], device, facts))
     # "not M = 2" and "not M = 17" are one reason.
     refused = {re.sub(r"\d+", "0", reason): reason for reason in reversed(reasons) if reason is not None}
