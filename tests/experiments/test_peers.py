@@ -1,5 +1,6 @@
 """What can be known of the peers without a GPU: that SDPA on gathered pages and the dense weight are the same ops."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,8 @@ from experiments.peers.dense_attention import dense_attention
 from experiments.peers.flashinfer_pages import Pages
 from experiments.peers.installed import MadeOnce
 from experiments.peers.plain_weights import only_plain
+from experiments.peers.transformers_generate import fastest
+from experiments.stages.serving import Served
 from tkernels import OPS, UnsupportedError
 from tkernels.check import check_case, chooser
 from tkernels.device import device_facts
@@ -111,3 +114,20 @@ def test_torch_compile_is_the_op_wherever_there_is_a_compiler(op: str, monkeypat
     old, new = (replace(facts, arch=arch) for arch in ("sm_60", "sm_90"))
     assert "sm_70" in str(variant.supports({}, old))
     assert variant.supports({}, new) is None
+
+
+def test_the_fastest_settings_are_chosen_by_the_median_of_trials_in_turns() -> None:
+    tried: list[int] = []
+
+    def candidate(index: int, *seconds: float) -> Callable[[], Served]:
+        left = iter(seconds)
+
+        def serve() -> Served:
+            tried.append(index)
+            return Served((), 0, next(left), None)
+
+        return serve
+
+    # The first is slow once, the second is lucky once, and the third is hopeless: it is tried once.
+    assert fastest([candidate(0, 1.4, 1.0, 1.0), candidate(1, 1.1, 1.2, 1.2), candidate(2, 1.7)]) == 0
+    assert tried == [0, 1, 2, 0, 1, 0, 1]
