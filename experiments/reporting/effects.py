@@ -20,7 +20,8 @@ class Effect:
     """A variant of an op in the place of another, in two arms that differ in nothing else. None: not measured.
 
     alone: its speed over the other's, the geometric mean over the points at which both were timed. share: of its arm's
-    step. end_to_end: tokens a second over the other arm's. error: the largest error ratio of its checks. drift,
+    step. end_to_end: tokens a second over the other arm's; both ratios with their spread, which of a thing beside
+    itself is None. error: the largest error ratio of its checks. drift,
     differs: its arm beside the run's first one, the log-probabilities' largest difference and (request, token) of the
     first token that is another one; differs is None where none is.
     """
@@ -31,12 +32,34 @@ class Effect:
     arm: Mapping[str, str]
     settings: Mapping[str, Any]
     workload: str
-    alone: float | None
+    alone: "Ratio | None"
     share: float | None
-    end_to_end: float | None
+    end_to_end: "Ratio | None"
     error: float | None
     drift: float | None
     differs: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """iqr: the distance between its quartiles, as far as those of both sides tell, taken for independent: of arms whose
+    processes took turns it is rather too large. None where a side has no spread.
+    """
+
+    value: float
+    iqr: float | None = None
+
+    @staticmethod
+    def mean(pairs: Sequence[tuple["_Figure", "_Figure"]]) -> "Ratio":
+        """The geometric mean of first / second over at least one pair."""
+        value = math.exp(math.fsum(math.log(first[0] / second[0]) for first, second in pairs) / len(pairs))
+        spreads = [iqr / figure if iqr is not None else None for pair in pairs for figure, iqr in pair]
+        known = [spread for spread in spreads if spread is not None]
+        return Ratio(value, value * math.hypot(*known) / len(pairs) if len(known) == len(spreads) else None)
+
+
+_Figure = tuple[float, float | None]
+"""A figure above 0 and its interquartile range."""
 
 
 def effects_of(rows: Sequence[Row], ops: Sequence[str]) -> list[Effect]:
@@ -59,7 +82,10 @@ def effects_of(rows: Sequence[Row], ops: Sequence[str]) -> list[Effect]:
 
 def _effect(rows: Sequence[Row], op: str, first: EngineRow, row: EngineRow) -> Effect:
     before, variant = first.arm[op], row.arm[op]
-    rate = row.tokens_per_s / first.tokens_per_s if row.tokens_per_s and first.tokens_per_s else None
+    rate = None
+    if row.tokens_per_s and first.tokens_per_s:
+        pair = ((row.tokens_per_s, row.tokens_per_s_iqr), (first.tokens_per_s, first.tokens_per_s_iqr))
+        rate = Ratio(1.0) if row is first else Ratio.mean([pair])
     errors = [
         check.max_error_ratio
         for check in rows
@@ -79,16 +105,18 @@ def _effect(rows: Sequence[Row], op: str, first: EngineRow, row: EngineRow) -> E
     )  # fmt: skip
 
 
-def _alone(rows: Sequence[Row], op: str, first: EngineRow, row: EngineRow) -> float | None:
-    times: dict[str, dict[str, float]] = {first.arm[op]: {}, row.arm[op]: {}}
+def _alone(rows: Sequence[Row], op: str, first: EngineRow, row: EngineRow) -> Ratio | None:
+    times: dict[str, dict[str, _Figure]] = {first.arm[op]: {}, row.arm[op]: {}}
     for one in rows:
         if isinstance(one, KernelRow) and one.op == op and one.variant in times and one.dtype == row.dtype:
             fits = all(row.settings.get(name, value) == value for name, value in one.settings.items())
             if fits and one.median_us:
-                times[one.variant][str(one.point)] = one.median_us
+                times[one.variant][str(one.point)] = (one.median_us, one.iqr_us)
     before, mine = times[first.arm[op]], times[row.arm[op]]
-    ratios = [before[point] / mine[point] for point in before.keys() & mine.keys()]
-    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+    pairs = [(before[point], mine[point]) for point in before.keys() & mine.keys()]
+    if before is mine:
+        return Ratio(1.0) if pairs else None
+    return Ratio.mean(pairs) if pairs else None
 
 
 def _share(rows: Sequence[Row], op: str, arm: EngineRow) -> float | None:
@@ -144,8 +172,9 @@ def effects_table(rows: Sequence[Row], names: Sequence[str]) -> PlainTable | Non
         )
     caption = (
         "alone: speed of the kernel over the first variant's, the geometric mean over the points; of step: its share "
-        "of a step; tokens/s: over those with the first variant. error: over what is allowed; drift, differs: of "
-        "log-probabilities, and request/token of the first other token, beside the run's first arm. n/m: not measured."
+        "of a step; tokens/s: over those with the first variant; in brackets the ratio's IQR. error: over what is "
+        "allowed; drift, differs: of log-probabilities, and request/token of the first other token, beside the run's "
+        "first arm. n/m: not measured."
     )
     return PlainTable(EFFECTS, columns, tuple(lines), caption)
 
@@ -156,8 +185,10 @@ def _where(effect: Effect) -> str:
     return "-" if effect.drift is None else "never"
 
 
-def _times(ratio: float | None) -> str:
-    return "n/m" if ratio is None else f"{ratio:.2f}x"
+def _times(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return "n/m"
+    return f"{ratio.value:.2f}x" + (f" ({ratio.iqr:.2f})" if ratio.iqr is not None else "")
 
 
 def _percent(share: float | None) -> str:

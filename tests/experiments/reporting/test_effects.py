@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from experiments.reporting.effects import effects_of, effects_table, step_table, whole_step
+from experiments.reporting.effects import Ratio, effects_of, effects_table, step_table, whole_step
 from experiments.reporting.tables import tables_of
 from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, Row, StepRow
 from tests.experiments.conftest import Run, checkpoint
@@ -64,10 +64,13 @@ ROWS: list[Row] = [
 
 def test_one_line_says_alone_of_the_step_and_end_to_end() -> None:
     first, effect = effects_of(ROWS, ["swiglu"])
-    assert (first.variant, first.alone, first.share, first.end_to_end, first.error) == ("torch", 1, 0.15, 1, 0.9)
-    assert effect.alone == pytest.approx(1.4)
+    assert (first.variant, first.alone, first.share, first.end_to_end, first.error) == (
+        "torch", Ratio(1), 0.15, Ratio(1), 0.9,
+    )  # fmt: skip
+    assert effect.alone is not None
+    assert effect.alone.value == pytest.approx(1.4)
     assert effect.share == 0.11
-    assert effect.end_to_end == pytest.approx(1.03)
+    assert effect.end_to_end == Ratio(pytest.approx(1.03))
     assert (effect.error, effect.drift, effect.differs) == (0.7, 2e-4, (2, 5))
     table = effects_table(ROWS, ["swiglu"])
     assert table is not None
@@ -77,6 +80,17 @@ def test_one_line_says_alone_of_the_step_and_end_to_end() -> None:
     assert [cell.text for cell in line if not isinstance(cell, str)] == [
         "fused", "1.40x", "11.0%", "1.03x", "0.70", "2e-04", "2/5",
     ]  # fmt: skip
+
+
+def test_a_ratio_has_the_spread_of_both_sides_and_of_every_point() -> None:
+    assert Ratio.mean([((103.0, 3.09), (50.0, 2.0))]) == Ratio(pytest.approx(2.06), pytest.approx(2.06 * 0.05))
+    points = [((8.0, 0.4), (2.0, 0.0)), ((1.0, 0.0), (1.0, 0.12))]
+    assert Ratio.mean(points) == Ratio(pytest.approx(2.0), pytest.approx(2.0 * 0.13 / 2))
+    assert Ratio.mean([((8.0, 0.4), (2.0, None))]) == Ratio(pytest.approx(4.0))
+    fast, slow = (one.model_copy(update={"tokens_per_s_iqr": iqr}) for one, iqr in ((FUSED, 30.9), (TORCH, 40.0)))
+    table = effects_table([slow, fast, *ROWS[-4:]], ["swiglu"])
+    assert table is not None
+    assert [line[3].text for line in table.lines if not isinstance(line, str)] == ["1.00x", "1.03x (0.05)"]
 
 
 def test_only_arms_that_differ_in_nothing_else_are_compared() -> None:
