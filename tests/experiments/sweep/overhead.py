@@ -1,6 +1,7 @@
 """How much of a run is the sweep's own: its wall time less that of its tasks' processes.
 
-`python -m tests.experiments.sweep.overhead experiments/quickstart.yaml [--set key=value]` runs it and prints the share.
+`python -m tests.experiments.sweep.overhead experiments/quickstart.yaml [--set key=value] [--out DIR]` runs it and prints
+the share.
 """
 
 import time
@@ -41,6 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.experiments.sweep.overhead", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--out", type=Path, help="keeps the run's folder here")
     arguments = parser.parse_args()
     executor = Counting()
     executor.begin()  # as tk run does
@@ -51,7 +53,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         sweep = make_sweep(read_document(arguments.file, arguments.overrides))
-        run_experiment(sweep, Path(folder) / "run", [], Console(stderr=True), executor=executor)
+        run_experiment(sweep, arguments.out or Path(folder) / "run", [], Console(stderr=True), executor=executor)
     wall = time.monotonic() - _BEGAN
     own = wall - executor.seconds
     print(f"{wall:.1f} s, of which {executor.count} tasks took {executor.seconds:.1f} s")
