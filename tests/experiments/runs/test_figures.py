@@ -15,6 +15,7 @@ PERCENTILES = {"p50": 0.2, "p90": 0.3, "p99": 0.4}
 def engine_row(variant: str, rate: float, **more: Any) -> EngineRow:
     figures = dict.fromkeys(EngineRow.required["ok"])
     figures |= {"workload": "chat", "tokens_per_s": rate, "ttft_s": PERCENTILES, "tpot_s": PERCENTILES}
+    figures["gap_s"] = PERCENTILES
     arm = {"swiglu": variant, "rms_norm": "torch"}
     return EngineRow(run_id="a", arm=arm, dtype="float32", device="cpu", status="ok", **{**figures, **more})
 
@@ -28,10 +29,12 @@ def peer_row(rate: float, **more: Any) -> PeerRow:
 def test_a_rate_and_a_time_beside_the_yardstick_say_the_same_of_a_slow_machine() -> None:
     rows = [
         engine_row("torch", 100.0, yardstick_us=50.0),
-        engine_row("torch", 50.0, replicate=1, yardstick_us=100.0, ttft_s={"p50": 0.4}, tpot_s={"p50": 0.4}),
+        engine_row(
+            "torch", 50.0, replicate=1, yardstick_us=100.0, ttft_s={"p50": 0.4}, tpot_s={"p50": 0.4}, gap_s={"p99": 0.8}
+        ),
     ]
     figures = figures_of(rows)
-    assert [figure.name for figure in figures.values()] == ["tokens_per_s", "ttft_s.p50", "tpot_s.p50"]
+    assert [figure.name for figure in figures.values()] == ["tokens_per_s", "ttft_s.p50", "tpot_s.p50", "gap_s.p99"]
     for figure in figures.values():
         assert figure.has_yardstick
         assert figure.values[1] - figure.values[0] == pytest.approx(math.log(0.5 if figure.better == "higher" else 2))

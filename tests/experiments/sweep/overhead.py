@@ -1,7 +1,7 @@
 """How much of a run is the sweep's own: its wall time less that of its tasks' processes.
 
-`python -m tests.experiments.sweep.overhead experiments/quickstart.yaml [--set key=value] [--out DIR]` runs it and prints
-the share.
+`python -m tests.experiments.sweep.overhead experiments/quickstart.yaml [--set key=value] [--out DIR]` runs it and
+prints the share.
 """
 
 import time
