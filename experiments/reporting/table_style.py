@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -70,8 +71,8 @@ class PlainTable:
                 continue
             cells = [line[index].as_rich() for index in shown]
             add_row(table, Text("  ") + cells[0] if headed else cells[0], *cells[1:])
-        table.title = self.title or None
-        table.caption = self.caption
+        table.title = escape(self.title) or None
+        table.caption = escape(self.caption)
         table.caption_justify = "left"
         return table
 
@@ -92,8 +93,9 @@ def status_text(status: str) -> Text:
 def new_table(title: str, columns: Sequence[str], right: Sequence[str] = ()) -> Table:
     """A table without vertical rules; columns named in `right` are aligned there and never broken."""
     table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
+        title=escape(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )  # fmt: skip
     for column in columns:
         numeric = column in right
         # Text breaks between words; only a word longer than its column is cut up.

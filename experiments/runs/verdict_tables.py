@@ -21,13 +21,14 @@ def print_comparison(console: Console, found: Comparison) -> None:
     console.print(Text.assemble("\n", (sentence(found), "bold")), soft_wrap=True)
     places = _places(found)
     for number, (place, verdicts) in enumerate(places.items()):
-        table = new_table(f"\n{place}", ["arm", *_WIDTHS], list(_WIDTHS)[:-1])
+        arms, legend = _arms(verdicts, console.width - sum(_WIDTHS.values()) - 2 * (1 + len(_WIDTHS)))
+        table = new_table("\n".join(["", place, *legend]), ["arm", *_WIDTHS], list(_WIDTHS)[:-1])
         table.expand = True
         table.columns[0].ratio = 1
         for column, width in zip(table.columns[1:], _WIDTHS.values(), strict=True):
             column.width = width
-        for verdict in verdicts:
-            add_row(table, *(one.as_rich() for one in cells(verdict.arm, *_cells(verdict))))
+        for arm, verdict in zip(arms, verdicts, strict=True):
+            add_row(table, *(one.as_rich() for one in cells(arm, *_cells(verdict))))
         if number == len(places) - 1:
             table.caption = _caption(found)
             table.caption_justify = "left"
@@ -51,6 +52,17 @@ def _places(found: Comparison) -> dict[str, list[Verdict]]:
         beside = f", beside {verdict.beside}" if verdict.beside else ""
         places.setdefault(f"{verdict.place}: {verdict.figure}, {_unit(verdict)}{beside}", []).append(verdict)
     return places
+
+
+def _arms(verdicts: Sequence[Verdict], room: int) -> tuple[list[str], list[str]]:
+    """What the arms are called in a column of so many characters, and what those names mean where they are numbers: a
+    word that is longer would be cut up.
+    """
+    names = [verdict.arm for verdict in verdicts]
+    if all(len(word) <= room for name in names for word in name.split()):
+        return names, []
+    numbers = [f"({number})" for number in range(1, 1 + len(names))]
+    return numbers, [f"  {number} {name}" for number, name in zip(numbers, names, strict=True)]
 
 
 def verdict_table(found: Comparison) -> PlainTable:
