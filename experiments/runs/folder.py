@@ -12,8 +12,8 @@ samples/            <hash of a task's key>.json: raw figures that are too big fo
 report.html         what all this says, and figures/, its pictures as SVG and CSV: made when the run has ended
 """
 
+import contextlib
 import difflib
-import fcntl
 import hashlib
 import json
 import os
@@ -33,9 +33,9 @@ from experiments.planning.names import with_whole_path
 from experiments.planning.plan import Plan, Sweep
 from experiments.runs.columns import columns
 from experiments.runs.provenance import source_files
-from experiments.runs.reading import SCHEMA, SOURCE, read_run
+from experiments.runs.reading import SCHEMA, SOURCE, read_meta, read_run
 from experiments.runs.rows import Row
-from experiments.sweep.server import write_whole
+from experiments.runs.rows_file import RowsFile, naming
 
 
 class RunFolder:
@@ -43,8 +43,18 @@ class RunFolder:
     when it was opened again.
     """
 
-    def __init__(self, path: Path, meta: dict[str, Any], rows: Sequence[Row], repairs: Sequence[str] = ()) -> None:
-        """Opens a folder that `new_folder` made; ExperimentError where another process writes into it."""
+    def __init__(
+        self,
+        path: Path,
+        meta: dict[str, Any],
+        rows: Sequence[Row],
+        repairs: Sequence[str] = (),
+        file: RowsFile | None = None,
+    ) -> None:
+        """Opens a folder that `new_folder` made; ExperimentError where another process writes into it.
+
+        file: its results.jsonl, where that is open already.
+        """
         self.path = path
         self.meta = meta
         self.repairs = tuple(repairs)
@@ -55,12 +65,7 @@ class RunFolder:
         self._used: dict[str, Any] = {}
         if (path / "tuned.json").exists():
             self._used = json.loads((path / "tuned.json").read_text(encoding="utf-8"))["used"]
-        self._file = os.open(path / "results.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._file)
-            raise ExperimentError([f"{path}: another process is running it"]) from None
+        self._file = file if file is not None else RowsFile(path / "results.jsonl")
 
     @property
     def run_id(self) -> str:
@@ -79,14 +84,18 @@ class RunFolder:
         return self._of_task.get(key, ())
 
     def record(self, rows: Sequence[Row], samples: Mapping[str, Any] | None = None) -> None:
-        """All rows of a task, at least one, in one write that is on disk when this returns; its samples before them."""
+        """All rows of a task, at least one, in one write that is on disk when this returns; its samples before them.
+
+        Raises OSError, which names the file, where it cannot be written.
+        """
         task = rows[0].task
+        if self.done(task):
+            raise ValueError(f"task {task!r} is recorded already")  # nobody could read the folder again
         if samples is not None:
             (self.path / "samples").mkdir(exist_ok=True)
             _write(self.samples_file(task), json.dumps({"task": task, **samples}, separators=(",", ":")))
         whole = [row.model_copy(update={"task_rows": len(rows)}) for row in rows]
-        write_whole(self._file, "".join(row.as_json() + "\n" for row in whole).encode())
-        os.fsync(self._file)
+        self._file.append(whole)
         self.rows += whole
         self._of_task[task] = whole
 
@@ -123,7 +132,7 @@ class RunFolder:
         _write(self.path / "run.json", json.dumps(self.meta, indent=2) + "\n")
 
     def close(self) -> None:
-        os.close(self._file)
+        self._file.close()
 
 
 def new_path(sweep: Sweep, out: Path | None, run_id: str) -> Path:
@@ -148,9 +157,8 @@ def new_folder(
         "schema": SCHEMA, "run_id": run_id, "name": sweep.experiment.name, "created": _now(), "finished": None,
         "resolved_sha256": hashlib.sha256(text.encode()).hexdigest(), "tasks": tasks, "executor": executor,
     }  # fmt: skip
-    begun = path.parent / f".{path.name}.begun"
+    begun = path.parent / f".{path.name}.{run_id}.begun"  # another process may be making the same folder
     try:
-        shutil.rmtree(begun, ignore_errors=True)  # of a process that was killed here
         begun.mkdir(parents=True)
         (begun / SOURCE).write_text(sweep.document.text, encoding="utf-8")
         (begun / "resolved.yaml").write_text(text, encoding="utf-8")
@@ -164,6 +172,7 @@ def new_folder(
             shutil.copyfile(file, target)
         os.rename(begun, path)  # over an empty folder too
     except OSError as error:
+        shutil.rmtree(begun, ignore_errors=True)
         raise ExperimentError([f"{path}: cannot be made: {error.strerror}"]) from None
     return RunFolder(path, meta, ())
 
@@ -175,32 +184,32 @@ def check_new(path: Path) -> None:
 
 
 def open_again(sweep: Sweep, path: Path, environment: Mapping[str, Any], executor: str) -> RunFolder:
-    """The folder of a run that was cut off, without what a kill left half written; `repairs` says what that was.
+    """The folder of a run that was cut off, without what a kill left half written; `repairs` says what that was. A run
+    that had ended and has lost rows since is one that was cut off.
 
     Raises ExperimentError where `path` is no run, or one of another experiment, device, version or kernel's code: rows
     of both would stand in one file as if they were of one run.
     """
-    run = read_run(path)
-    differences = _text_differences(path, resolved_text(sweep)) + _changes(run.environment, environment)
-    if differences:
-        raise ExperimentError([f"{path}: cannot be resumed: {difference}" for difference in differences])
-    now = {name: environment["git"].get(name) for name in ("commit", "dirty")}
-    resumed = [*run.meta.get("resumed", []), {"at": _now(), "executor": executor, "git": now}]
-    meta = {**run.meta, "resumed": resumed}
-    notes = [*run.repairs, *_other_code(run.environment["git"], environment["git"])]
-    folder = RunFolder(path, meta, run.rows, notes)
-    if run.repairs:
-        # In place: the lock is on this very file. Whole tasks are written again before what was cut goes.
-        text = "".join(row.as_json() + "\n" for row in run.rows).encode()
-        kept = (path / "results.jsonl").read_bytes()[: len(text)]
-        if kept == text:
-            os.truncate(path / "results.jsonl", len(text))
-        else:
-            folder.close()
-            _write(path / "results.jsonl", text.decode())
-            folder = RunFolder(path, meta, run.rows, notes)
-    if not folder.is_finished:
-        _write(path / "run.json", json.dumps(meta, indent=2) + "\n")
+    read_meta(path)  # what is no run is given no results.jsonl
+    with contextlib.ExitStack() as failed:
+        # Before anything is read: another process may just be writing the end of it.
+        file = RowsFile(path / "results.jsonl")
+        failed.callback(file.close)
+        run = read_run(path)
+        differences = _text_differences(path, resolved_text(sweep)) + _changes(run.environment, environment)
+        if differences:
+            raise ExperimentError([f"{path}: cannot be resumed: {difference}" for difference in differences])
+        now = {name: environment["git"].get(name) for name in ("commit", "dirty")}
+        resumed = [*run.meta.get("resumed", []), {"at": _now(), "executor": executor, "git": now}]
+        meta = {**run.meta, "finished": None if run.lost_rows else run.meta["finished"], "resumed": resumed}
+        notes = [*run.repairs, *_other_code(run.environment["git"], environment["git"])]
+        if meta["finished"] is None:
+            # Before the rows are mended: a kill between the two must not leave a run that has ended without them.
+            _write(path / "run.json", json.dumps(meta, indent=2) + "\n")
+        if run.repairs:
+            file.rewrite(run.rows)
+        folder = RunFolder(path, meta, run.rows, notes, file)
+        failed.pop_all()
     return folder
 
 
@@ -244,11 +253,12 @@ def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _write(path: Path, text: str) -> None:
     """The whole file or, where the process is killed, the one before."""
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    with naming(path):
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
 
 
 def _now() -> str:

@@ -29,7 +29,7 @@ class RecordedRun:
     """A folder's contents. meta: run.json. environment: environment.json. resolved: resolved.yaml.
 
     rows: results.jsonl, in order, without the rows of a task whose write was cut off. repairs: a sentence for whatever
-    was not as the run left it, or was left half done.
+    was not as the run left it, or was left half done. lost_rows: whether there were rows that are not in `rows`.
     """
 
     path: Path
@@ -38,6 +38,7 @@ class RecordedRun:
     resolved: Mapping[str, Any]
     rows: tuple[Row, ...]
     repairs: tuple[str, ...]
+    lost_rows: bool = False
 
     @property
     def name(self) -> str:
@@ -67,8 +68,13 @@ def read_run(path: Path) -> RecordedRun:
     if not isinstance(resolved, dict):
         raise ExperimentError([f"{path / 'resolved.yaml'}: must be a mapping of keys to values"])
     environment = _json(path / "environment.json")
-    rows, torn = _rows(path / "results.jsonl", must_exist=meta["finished"] is not None)
-    return RecordedRun(path, meta, environment, resolved, rows, (*repairs, *torn))
+    file, ended = path / "results.jsonl", meta["finished"] is not None
+    rows, odd, lost = _rows(file, must_exist=ended)
+    done, tasks = len({row.task for row in rows}), meta["tasks"]
+    if ended and not lost and isinstance(tasks, int) and done < tasks:
+        odd.append(f"{file}: has the rows of {done} of the {tasks} tasks that the run ended with")
+        lost = True
+    return RecordedRun(path, meta, environment, resolved, rows, (*repairs, *odd), lost)
 
 
 def read_meta(path: Path) -> Mapping[str, Any]:
@@ -117,10 +123,10 @@ def _json(file: Path) -> Mapping[str, Any]:
     return data
 
 
-def _rows(file: Path, *, must_exist: bool) -> tuple[tuple[Row, ...], list[str]]:
-    """The rows of whole tasks, and a sentence for each thing that was left out."""
+def _rows(file: Path, *, must_exist: bool) -> tuple[tuple[Row, ...], list[str], bool]:
+    """The rows of whole tasks, a sentence for each thing that is not as it was written, and whether any is left out."""
     if not file.exists() and not must_exist:
-        return (), []  # cut off before its first row
+        return (), [], False  # cut off before its first row
     lines = _read(file).split(b"\n")
     ends_whole = not lines[-1]
     lines = lines[:-1] if ends_whole else lines
@@ -138,6 +144,9 @@ def _rows(file: Path, *, must_exist: bool) -> tuple[tuple[Row, ...], list[str]]:
             place = ".".join(map(str, first["loc"]))
             message = f"line {number} is no row: {place}{': ' if place else ''}{first['msg']}"
             raise ExperimentError([f"{file}: {message}"]) from None
+    lost = bool(repairs)
+    if not ends_whole and not lost:
+        repairs.append(f"{file}: line {len(lines)}, the last, is a whole row without its line's end: kept")
     written = Counter(row.task for row in rows)
     wanted = {row.task: row.task_rows for row in rows if row.task}
     for task, count in wanted.items():
@@ -145,5 +154,6 @@ def _rows(file: Path, *, must_exist: bool) -> tuple[tuple[Row, ...], list[str]]:
             raise ExperimentError([f"{file}: task {task!r} has {written[task]} rows, and says that it wrote {count}"])
         if written[task] < count:
             repairs.append(f"{file}: task {task!r} has {written[task]} of its {count} rows: they are left out")
+            lost = True
     whole = tuple(row for row in rows if not row.task or written[row.task] == wanted[row.task])
-    return whole, repairs
+    return whole, repairs, lost

@@ -26,13 +26,21 @@ def test_a_half_written_last_line_is_left_out_and_said(tmp_path: Path, kept: int
     file.write_bytes(first + second[:kept])
     run = read_run(tmp_path / "mine")
     assert not run.finished
+    (repair,) = run.repairs
+    assert run.lost_rows == (kept != -1)
     if kept == -1:  # all of the row, without its line's end
         assert len(run.rows) == 2
-        assert run.repairs == ()
+        assert "line 2, the last, is a whole row without its line's end: kept" in repair
     else:
         assert [row.variant for row in run.rows] == ["torch"]
-        (repair,) = run.repairs
         assert "line 2, the last, is half written" in repair
+
+
+def test_a_run_that_ended_and_has_fewer_tasks_now_says_so(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "mine", [kernel_row(2.0), kernel_row(3.0, "fused")], tasks=3))
+    assert run.lost_rows
+    (repair,) = run.repairs
+    assert "has the rows of 2 of the 3 tasks that the run ended with" in repair
 
 
 def test_a_line_cut_inside_a_letter_is_half_written_too(tmp_path: Path) -> None:
