@@ -1,6 +1,6 @@
 """The tasks of a run's phases: from its plan, and from what the rows before say can be done at all."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ RowsOf = Callable[[str], Sequence[Row]]
 
 def check_tasks(sweep: Sweep, points: Sequence[Mapping[str, Sequence[Point]]]) -> list[Task]:
     """One for each variant of each op that some arm of a plan calls: all its points, of each plan."""
-    return [
+    return _told_apart(
         Task(
             f"check/{_of_plan(plan)}{op}.{pick.label}", "check", number, timeout=sweep.experiment.timeout,
             op=op, variant=pick.label, points=tuple((point.name, dict(point.axes)) for point in points[number][op]),
@@ -26,7 +26,7 @@ def check_tasks(sweep: Sweep, points: Sequence[Mapping[str, Sequence[Point]]]) -
         for number, plan in enumerate(sweep.plans)
         for op, picks in plan.picks.items()
         for pick in picks
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 def kernel_tasks(checks: Sequence[Task], rows_of: RowsOf) -> list[Task]:
@@ -43,7 +43,7 @@ def kernel_tasks(checks: Sequence[Task], rows_of: RowsOf) -> list[Task]:
 
 def engine_tasks(sweep: Sweep) -> list[Task]:
     """Of the first replicate: each arm at each workload that it serves, a workload's arms side by side."""
-    return [
+    return _told_apart(
         Task(
             f"engine/{_slug(plan.arms[index].title)}{_named(served)}#0", "engine", number,
             timeout=sweep.experiment.timeout, arm=index, workload=place,
@@ -53,7 +53,7 @@ def engine_tasks(sweep: Sweep) -> list[Task]:
         for place, served in enumerate(plan.workloads)
         for index in range(len(plan.arms))
         if served in plan.arms[index].workloads
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 def peer_tasks(sweep: Sweep, engines: Sequence[Task], rows_of: RowsOf) -> list[Task]:
@@ -63,7 +63,7 @@ def peer_tasks(sweep: Sweep, engines: Sequence[Task], rows_of: RowsOf) -> list[T
 
 def all_peer_tasks(sweep: Sweep) -> list[Task]:
     """Each peer at each workload."""
-    return [
+    return _told_apart(
         Task(
             f"peers/{_of_plan(plan)}{peer}{_named(served)}#0", "peers", number,
             timeout=sweep.experiment.timeout, workload=place, peer=peer,
@@ -72,7 +72,7 @@ def all_peer_tasks(sweep: Sweep) -> list[Task]:
         if plan.model is not None
         for place, served in enumerate(plan.workloads)
         for peer in plan.experiment.peers
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 def later_replicates(tasks: Sequence[Task], replicates: int, rows_of: RowsOf) -> list[Task]:
@@ -117,14 +117,14 @@ def quantization_tasks(sweep: Sweep) -> list[Task]:
     if quantization is None:
         return []
     names = ["dense", *(one.label for one in quantized_models(quantization))]
-    return [
+    return _told_apart(
         Task(
             f"quantization/{_of_plan(plan)}{_slug(name)}", "quantization", number,
             timeout=sweep.experiment.timeout, checkpoint=index,
         )
         for number, plan in enumerate(sweep.plans)
         for index, name in enumerate(names)
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 def expected_tasks(sweep: Sweep, points: Sequence[Mapping[str, Sequence[Point]]]) -> list[Task]:
@@ -178,6 +178,21 @@ def timed_row(rows: Sequence[Row]) -> Any:
 
 def _timed(rows: Sequence[Row]) -> bool:
     return timed_row(rows) is not None
+
+
+def _told_apart(tasks: Iterable[Task]) -> list[Task]:
+    """The tasks of a phase. What would have the key of one before (names that differ in " " and "_", equal sets of
+    scheduler options) is numbered: a row is known by its task's key, and there is no reading rows of two tasks as one.
+    """
+    found: dict[str, Task] = {}
+    for task in tasks:
+        first = "#0" if task.key.endswith("#0") else ""
+        key, number = task.key, 1
+        while key in found:
+            number += 1
+            key = f"{task.key.removesuffix(first)}~{number}{first}"
+        found[key] = replace(task, key=key)
+    return list(found.values())
 
 
 def _of_plan(plan: Plan) -> str:

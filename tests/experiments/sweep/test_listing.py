@@ -4,12 +4,14 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from experiments.document import read_document
 from experiments.planning.plan import make_sweep
 from experiments.planning.points import points_of
 from experiments.runs.folder import RunFolder
 from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow
-from experiments.sweep.listing import check_tasks, engine_tasks, expected_tasks, replicate_key
+from experiments.sweep.listing import all_peer_tasks, check_tasks, engine_tasks, expected_tasks, replicate_key
 from tests.experiments.conftest import Write
 from tests.experiments.test_baselines import SMALL, SYNTHETIC, rows_of
 
@@ -62,3 +64,22 @@ def test_keys_depend_on_the_experiment_alone_and_are_all_different(write: Write,
     first = check_tasks(sweep, points)[0]
     assert replicate_key(engine_tasks(sweep)[0], 2).endswith("#2")
     assert first.phase == "check"
+
+
+def test_names_that_collide_get_keys_that_do_not(write: Write, checkpoint: Path) -> None:
+    file = write(
+        model={"path": str(checkpoint)}, scheduler=[{**SMALL}, {**SMALL}], replicates=2,
+        workload=[{**SYNTHETIC, "name": name} for name in ("a b", "a_b", "a_b~2")], peers=["without_kv_cache"],
+    )  # fmt: skip
+    sweep = make_sweep(read_document(file))
+    tasks = expected_tasks(sweep, [points_of(plan) for plan in sweep.plans])
+    assert set(Counter(task.key for task in tasks).values()) == {1}
+    keys = [task.key for task in all_peer_tasks(sweep)]
+    assert keys == [f"peers/without_kv_cache/{name}#0" for name in ("a_b", "a_b~2", "a_b~2~2")]
+    assert {replicate_key(task, 1) for task in engine_tasks(sweep)} <= {task.key for task in tasks}
+
+
+def test_a_task_is_recorded_once(run: Run) -> None:
+    folder = run(kernels={"swiglu": "torch"}, shapes={"swiglu": [{"T": 2, "I": 8}]})
+    with pytest.raises(ValueError, match="'check/swiglu.torch' is recorded already"):
+        folder.record(folder.of_task("check/swiglu.torch"))
