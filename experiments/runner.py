@@ -1,11 +1,12 @@
 """One run: the tasks of its sweep, carried out by an executor, into one folder, and what follows from their rows."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from experiments.document import ExperimentError
 from experiments.planning.models import check_headers
@@ -13,7 +14,7 @@ from experiments.planning.plan import Plan, Sweep
 from experiments.planning.points import Point, points_of
 from experiments.runs.environment import environment_of
 from experiments.runs.folder import RunFolder, check_new, new_folder, new_path, new_run_id, open_again, resolved_text
-from experiments.runs.provenance import lockfile_entries
+from experiments.runs.provenance import lockfile_entries, sha256_of, source_files
 from experiments.runs.reading import read_meta
 from experiments.runs.rows import EngineRow, ParityRow, PeerRow, Row, SpeedupRow, StepRow
 from experiments.stages import parity, speedups
@@ -22,7 +23,7 @@ from experiments.stages.parity import Answer
 from experiments.stages.quantization import CACHE
 from experiments.sweep import listing
 from experiments.sweep.display import Display
-from experiments.sweep.failing import failed_row
+from experiments.sweep.failing import failed_rows
 from experiments.sweep.listing import Verdicts
 from experiments.sweep.local import Local
 from experiments.sweep.tasks import Ended, Executor, Phase, Setup, Task
@@ -59,8 +60,8 @@ def run_experiment(
     tuning: how tuned configs are found; None is as the experiment says, in the lockfiles of the tree. executor: None is
     this machine. resume: the folder of a run that was cut off; so is `out`, where it is one of this very experiment.
 
-    Raises ExperimentError where the folder cannot be made or resumed, or a point of `shapes` breaks its contract;
-    whatever goes wrong in one task becomes a row. RunInterrupted for Ctrl-C.
+    Raises ExperimentError where the folder cannot be made, resumed or written into, or a point of `shapes` breaks its
+    contract; whatever goes wrong in one task becomes a row. RunInterrupted for Ctrl-C.
     """
     points = [_points_of(plan) for plan in sweep.plans]
     for plan in sweep.plans:
@@ -71,17 +72,23 @@ def run_experiment(
     tuning = tuning if tuning is not None else Tuning(sweep.experiment.tuning)
     folder = _folder(sweep, points, out, resume, overrides, executor.name)
     try:
+        for repair in folder.repairs:
+            console.print(Text(repair, "dim"), soft_wrap=True)
         if folder.is_finished:
             return folder
         with Display(console) as display:
-            for repair in folder.repairs:
-                display.say(repair)
             _Run(sweep, points, folder, executor, tuning, display).run()
         device = sweep.plans[0].device
         entries = lockfile_entries(sweep.plans, device_facts(device), folder.used, tuning.folder)
         folder.finish(tuning.mode, entries, asdict(read_clocks(device)))
     except KeyboardInterrupt:
         raise RunInterrupted(folder.path) from None
+    except BrokenPipeError:
+        raise  # of whoever reads the display
+    except OSError as error:
+        what = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
+        kept = f"{folder.path}: what is done is kept, and goes on with --resume {folder.path}"
+        raise ExperimentError([what, kept]) from error
     finally:
         folder.close()
     return folder
@@ -180,6 +187,12 @@ class _Run:
             # Most of what a small engine's start would take.
             imports=("transformers.models.auto.tokenization_auto",) if serves else (),
             replicates=experiment.replicates,
+            # Of what the folder keeps: rows are of that code, or there are none.
+            sources={
+                str(file): sha256_of(kept)
+                for name, file in source_files(self.sweep.plans).items()
+                if (kept := self.folder.path / "sources" / name).is_file()
+            },
         )
 
     def _do(self, tasks: Sequence[Task]) -> None:
@@ -187,9 +200,12 @@ class _Run:
         todo = [task for task in tasks if not self.folder.done(task.key)]
         self._show()
         if todo:
+            processes: dict[str, list[Ended]] = {}
             for ended in self.executor.run(todo, self.display.doing, self._printed):
-                self._record(ended)
-                self._show()
+                processes.setdefault(ended.task.key, []).append(ended)
+                if ended.rest is None:
+                    self._record(processes.pop(ended.task.key))
+                    self._show()
 
     def _settle(self, phase: Phase, tasks: Sequence[Task]) -> None:
         """It is known now which tasks of a phase there are."""
@@ -203,13 +219,16 @@ class _Run:
     def _printed(self, task: Task, text: str) -> None:
         self.display.say(f"{task.key}: {text}")
 
-    def _record(self, ended: Ended) -> None:
-        rows = list(ended.rows)
-        if ended.death is not None or not rows:
-            rows.append(failed_row(self.sweep.plans[ended.task.plan], self.folder.run_id, ended))
-        self.folder.use(self.tuning.mode, ended.used)
-        self.folder.record(rows, ended.samples)
-        self.display.ended(ended)
+    def _record(self, processes: Sequence[Ended]) -> None:
+        """A task's rows in one write: a kill between its processes leaves none of them, and all is done again."""
+        rows: list[Row] = []
+        for ended in processes:
+            rows += ended.rows
+            if ended.death is not None or not ended.rows:
+                rows += failed_rows(self.sweep.plans[ended.task.plan], self.folder.run_id, ended)
+            self.folder.use(self.tuning.mode, ended.used)
+        self.folder.record(rows, processes[-1].samples)
+        self.display.ended(replace(processes[-1], seconds=sum(ended.seconds for ended in processes)))
 
     def _refused_row(self, task: Task, status: Any, reason: str) -> EngineRow:
         plan = self.sweep.plans[task.plan]

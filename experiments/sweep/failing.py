@@ -1,5 +1,6 @@
-"""The row of a task whose process did not come to its end."""
+"""The rows of a task whose process did not come to its end."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.planning.plan import Plan
@@ -17,8 +18,20 @@ from experiments.stages.quantization import settings_of
 from experiments.sweep.tasks import Ended
 
 
-def failed_row(plan: Plan, run_id: str, ended: Ended) -> Row:
-    """A row of status failed, with how the process ended and what it was at; rows that it had sent stand beside it."""
+def failed_rows(plan: Plan, run_id: str, ended: Ended) -> list[Row]:
+    """Rows of status failed, with how the process ended and what it was at; rows that it had sent stand beside them.
+
+    One, but of a process that had not begun: then one for each point, for at none it would have gone better.
+    """
+    if ended.task.phase not in ("check", "kernels"):
+        return [_failed_row(plan, run_id, ended)]
+    points: Sequence[tuple[Any, Any]] = ended.without_row or [(None, None)]  # it ended after its last point
+    return [_failed_row(plan, run_id, ended, *point) for point in (points[:1] if ended.doing else points)]
+
+
+def _failed_row(
+    plan: Plan, run_id: str, ended: Ended, point: str | None = None, axes: Mapping[str, Any] | None = None
+) -> Row:
     task = ended.task
     at = f" (at: {ended.doing})" if ended.doing else ""
     reason = f"{ended.death or 'its process ended without a row'}{at}"
@@ -29,9 +42,7 @@ def failed_row(plan: Plan, run_id: str, ended: Ended) -> Row:
 
     match task.phase:
         case "check" | "kernels":
-            done = {row.point for row in ended.rows if isinstance(row, CheckRow | KernelRow)}
-            at_point = next(((name, dict(axes)) for name, axes in task.points if name not in done), (None, None))
-            about = of(**op_fields(plan, task.op, task.variant), axes=at_point[1], point=at_point[0])
+            about = of(**op_fields(plan, task.op, task.variant), axes=axes and dict(axes), point=point)
             if task.phase == "kernels":
                 return KernelRow(**about)
             return CheckRow(**about, seed=plan.experiment.seed, replay=None)

@@ -61,7 +61,7 @@ class Server:
         for line in self._answers:
             ((kind, value),) = json.loads(line).items()
             if kind == "over":
-                ended.seconds, ended.death = value["seconds"], value["death"]
+                ended.seconds, ended.death = value["seconds"], value["death"] or ended.death
                 return ended
             if kind == "printed":
                 printed(task, value)
@@ -127,11 +127,18 @@ class Local:
 
     def run(self, tasks: Sequence[Task], doing: Tell, printed: Tell) -> Iterator[Ended]:
         for task in tasks:
-            server = self._server(task.replicate)
-            if task.is_timed:
-                for other in self._servers.values():  # what imports would be measured too
-                    other.wait()
-            yield server.run(task, doing, printed)
+            left: Task | None = task
+            while left is not None:
+                ended = self._run(left, doing, printed)
+                yield ended
+                left = ended.rest
+
+    def _run(self, task: Task, doing: Tell, printed: Tell) -> Ended:
+        server = self._server(task.replicate)
+        if task.is_timed:
+            for other in self._servers.values():  # what imports would be measured too
+                other.wait()
+        return server.run(task, doing, printed)
 
     def _server(self, replicate: int) -> Server:
         """The replicate's server, started where it is not there or has died."""

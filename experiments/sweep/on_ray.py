@@ -65,7 +65,9 @@ class OnRay:
         pass
 
     def run(self, tasks: Sequence[Task], doing: Tell, printed: Tell) -> Iterator[Ended]:
-        """All at once, begun in the order given; Ray waits with those that there is no room for."""
+        """All at once, begun in the order given; Ray waits with those that there is no room for. What is left of a task
+        that died comes after them.
+        """
         assert self._setup is not None
         share = {"num_gpus": 1, "num_cpus": 0} if self._setup.on_cuda else {"num_cpus": 1}
         self._check_room(share)
@@ -85,6 +87,8 @@ class OnRay:
                     ended, texts = Ended(task, death=f"its Ray worker: {type(error).__name__}: {reason}"), []
                 for text in texts:
                     printed(task, text)
+                if ended.rest is not None:
+                    pending[remote.remote(setup, ended.rest.as_json())] = ended.rest
                 yield ended
         finally:
             for reference in pending:

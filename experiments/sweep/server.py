@@ -4,6 +4,10 @@
 The answers go to stdout: a line per message, and {"over": ...} when the child has ended. When stdin ends, because the
 one who started it, the process PARENT, is gone, it ends its child with all that it started, and itself.
 
+Whatever a child starts, in whatever session, is this process's own once the child is gone, and is ended before the next
+task; where the system is not Linux, only the child's process group is. When this process itself is killed, the kernel
+ends its child on Linux, and what that child had started is nobody's, and stays.
+
 A forked child is safe because nothing in here runs an op of torch, whose threads a child would not have, or touches
 CUDA. Even to ask whether there is CUDA would break it in every child: the environment says how Triton runs, and for a
 GPU each child plans for itself.
@@ -24,21 +28,25 @@ import traceback
 import warnings
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from experiments.planning.plan import Plan
     from experiments.sweep.tasks import Setup, Task
+    from experiments.sweep.work import Planned
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CHUNK = 1 << 16
 _LAST_WORDS = 300
+_CLOSING = b'{"used":'
+"""How the last message of a task begins that came to its end, as in experiments.sweep.work."""
 
 
 def main() -> None:
     """Serves tasks until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches a whole terminal; the starter decides what it means
     _die_with(int(sys.argv[1]), signal.SIGTERM)  # what it imports takes seconds, in which it reads no stdin
+    _adopt_orphans()
     woken = _Woken()
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever a library prints is no answer
@@ -59,11 +67,11 @@ def main() -> None:
     setup = Setup.of(data)
     for module in setup.imports:
         importlib.import_module(module)
-    plans = None if setup.on_cuda else plans_of(setup)
+    planned = None if setup.on_cuda else plans_of(setup)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on stdin tells, and there may be a child to end first
     write_whole(answers, b'{"ready": true}\n')
     while (line := lines.wait()) is not None:
-        _serve(Task.of(json.loads(line)), plans, setup, lines, woken, answers)
+        _serve(Task.of(json.loads(line)), planned, setup, lines, woken, answers)
 
 
 def write_whole(pipe: int, data: bytes) -> None:
@@ -131,20 +139,25 @@ class _Woken:
 
 @dataclass
 class _Watch:
-    """A child and what is known of it. status: as waitpid gives it, once it has ended."""
+    """A child and what is known of it. closed: whether it has sent its last message. status: as waitpid gives it, once
+    it has ended.
+    """
 
     child: _Child
     deadline: float
     messages: _Lines
     tail: bytes = b""
     killed: bool = False
+    closed: bool = False
     status: int | None = None
 
     def hear(self, answers: int) -> None:
         """Send on the whole messages that are there."""
         self.messages.read()
         while self.messages.whole:
-            write_whole(answers, self.messages.whole.popleft() + b"\n")
+            message = self.messages.whole.popleft()
+            self.closed = message.startswith(_CLOSING)
+            write_whole(answers, message + b"\n")
 
     def listen(self) -> bool:
         """Take in what it printed; whether there may be more."""
@@ -174,7 +187,10 @@ class _Watch:
         if os.WIFSIGNALED(self.status):
             return signal_reason(os.WTERMSIG(self.status))
         code = os.waitstatus_to_exitcode(self.status)
-        return f"its process left with exit status {code}" if code else None
+        if code:
+            return f"its process left with exit status {code}"
+        # Anything may call exit(0), and what was to come is missing.
+        return None if self.closed else "its process left with exit status 0 before its end"
 
 
 def signal_reason(number: int) -> str:
@@ -185,14 +201,12 @@ def signal_reason(number: int) -> str:
     return f"killed by {name}{memory}"
 
 
-def _serve(
-    task: "Task", plans: "list[Plan] | None", setup: "Setup", lines: _Lines, woken: _Woken, answers: int
-) -> None:
+def _serve(task: "Task", planned: "Planned | None", setup: "Setup", lines: _Lines, woken: _Woken, answers: int) -> None:
     """Has a child do the task; sends on what it says, what it printed, and how it ended. Leaves, with the child, where
     the starter is gone.
     """
     started = time.monotonic()
-    child = _fork(task, plans, setup)
+    child = _fork(task, planned, setup)
     deadline = math.inf if task.timeout is None else started + task.timeout
     watch = _Watch(child, deadline, _Lines(child.messages))
     with selectors.DefaultSelector() as waiting:
@@ -200,8 +214,7 @@ def _serve(
             waiting.register(pipe, selectors.EVENT_READ)
         while watch.status is None:
             _wait(watch, waiting, lines, woken, answers)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)  # what it left behind
+    _end_what_is_left(child)
     watch.drain(answers)
     death = watch.death
     if death == "timeout":
@@ -236,6 +249,7 @@ def _wait(watch: _Watch, waiting: selectors.BaseSelector, lines: _Lines, woken: 
         lines.read()
         if lines.ended:
             child.kill()
+            _end_what_is_left(child)
             os._exit(1)
     if woken.pipe in ready:
         woken.drain()
@@ -246,7 +260,7 @@ def _wait(watch: _Watch, waiting: selectors.BaseSelector, lines: _Lines, woken: 
         child.kill()
 
 
-def _fork(task: "Task", plans: "list[Plan] | None", setup: "Setup") -> _Child:
+def _fork(task: "Task", planned: "Planned | None", setup: "Setup") -> _Child:
     """A child at work on the task."""
     messages, tell = os.pipe()
     printed, say = os.pipe()
@@ -258,10 +272,10 @@ def _fork(task: "Task", plans: "list[Plan] | None", setup: "Setup") -> _Child:
         return _Child(pid, messages, printed)
     os.close(messages)
     os.close(printed)
-    _work(task, plans, setup, tell, say, starter)
+    _work(task, planned, setup, tell, say, starter)
 
 
-def _work(task: "Task", plans: "list[Plan] | None", setup: "Setup", tell: int, say: int, starter: int) -> NoReturn:
+def _work(task: "Task", planned: "Planned | None", setup: "Setup", tell: int, say: int, starter: int) -> NoReturn:
     """The child's whole life."""
     status = 1
     try:
@@ -277,7 +291,8 @@ def _work(task: "Task", plans: "list[Plan] | None", setup: "Setup", tell: int, s
         faulthandler.enable(sys.__stderr__ or 2)
         from experiments.sweep.work import carry_out, plans_of
 
-        carry_out(task, plans or plans_of(setup), setup, lambda line: write_whole(tell, line.encode() + b"\n"))
+        planned = planned if planned is not None else plans_of(setup)
+        carry_out(task, planned, setup, lambda line: write_whole(tell, line.encode() + b"\n"))
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -286,6 +301,46 @@ def _work(task: "Task", plans: "list[Plan] | None", setup: "Setup", tell: int, s
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(status)
+
+
+def _adopt_orphans() -> None:
+    """Have the kernel make this process the parent of whatever a child of it leaves behind; Linux alone can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _end_what_is_left(child: _Child) -> None:
+    """Ends everything that a child started, which is a child of this process itself by and by; with it the child, where
+    that has not ended.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):  # there is none left
+        while True:
+            ended, _ = os.waitpid(-1, os.WNOHANG)
+            if not ended and not any(_end(pid) for pid in _children()):
+                return
+
+
+def _children() -> list[int]:
+    """The processes whose parent is this one."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            _, _, facts = (process / "stat").read_text(errors="replace").rpartition(")")
+            if int(facts.split()[1]) == os.getpid():
+                found.append(int(process.name))
+    return found
+
+
+def _end(pid: int) -> bool:
+    """Whether it could be killed; it has ended when this returns."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except OSError:  # of another user
+        return False
+    os.waitpid(pid, 0)
+    return True
 
 
 def _die_with(starter: int, number: int) -> None:

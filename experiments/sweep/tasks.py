@@ -5,12 +5,13 @@ Needs no torch: a machine that only hands tasks on has none to import.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from experiments.runs.rows import ROW, Row
+from experiments.runs.rows import ROW, CheckRow, KernelRow, Row
 
 Phase = Literal["check", "kernels", "engine", "peers", "step", "quantization"]
+TaskPoint = tuple[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,9 @@ class Task:
     """One process's work. `key` depends on the experiment alone, so that a run which goes on knows what is done.
 
     plan: its index in the sweep. replicate: which of its repetitions, in an image of its own; 0 where there is one.
-    timeout: seconds, None is for ever. The rest says what to do: op and variant (its label) at points (name and axes);
-    an arm, by its index in the plan, or a peer with the settings found best before, at one of the workloads that the
-    plan's arms serve, by its index; a quantized checkpoint by its index, 0 being the dense one.
+    timeout: seconds of its process, None is for ever. The rest says what to do: op and variant (its label) at points
+    (name and axes); an arm, by its index in the plan, or a peer with the settings found best before, at one of the
+    workloads that the plan's arms serve, by its index; a quantized checkpoint by its index, 0 being the dense one.
     """
 
     key: str
@@ -30,7 +31,7 @@ class Task:
     timeout: float | None = None
     op: str = ""
     variant: str = ""
-    points: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    points: tuple[TaskPoint, ...] = ()
     arm: int = 0
     workload: int = 0
     peer: str = ""
@@ -56,7 +57,7 @@ class Setup:
 
     mode: whether Triton interprets or compiles, as in the process that planned. cache: the folder of quantized
     checkpoints. on_cuda: whether tasks use CUDA. imports: modules that most tasks will want. replicates: how many
-    process images there will be.
+    process images there will be. sources: the file of each variant that is used -> its SHA-256 when the run began.
     """
 
     resolved: str
@@ -68,6 +69,7 @@ class Setup:
     on_cuda: bool
     imports: tuple[str, ...]
     replicates: int
+    sources: Mapping[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -79,9 +81,11 @@ class Setup:
 
 @dataclass
 class Ended:
-    """What a task came to. samples: raw figures that are too big for rows. used: tuned configs, as in Tuning.used.
+    """What a task's process came to. samples: raw figures that are too big for rows. used: tuned configs, as in
+    Tuning.used.
 
-    seconds: of its process, from its start to its end. death: why it did not come to its end; `doing`: what it was at.
+    seconds: of its process, from its start to its end. death: why it did not come to its end, or would not begin;
+    `doing`: what it was at.
     """
 
     task: Task
@@ -93,13 +97,25 @@ class Ended:
     doing: str = ""
 
     def hear(self, kind: str, value: Any) -> None:
-        """Take in one message of its process: a "row", "samples", "used" or "doing"."""
+        """Take in one message of its process: a "row", "samples", "doing", "death", or "used", which is its last."""
         if kind == "row":
             self.rows.append(ROW.validate_python(value))
-        elif kind in ("samples", "used", "doing"):
+        elif kind in ("samples", "used", "doing", "death"):
             setattr(self, kind, value)
         else:
             raise ValueError(f"a task sent {kind!r}")
+
+    @property
+    def without_row(self) -> tuple[TaskPoint, ...]:
+        """Of the task's points, those that no row is about. The first is where the process died, once it had begun."""
+        done = {row.point for row in self.rows if isinstance(row, CheckRow | KernelRow)}
+        return tuple(point for point in self.task.points if point[0] not in done)
+
+    @property
+    def rest(self) -> Task | None:
+        """What another process goes on with: the points after the one where this one died."""
+        later = self.without_row[1:]
+        return replace(self.task, points=later) if self.death is not None and self.doing and later else None
 
 
 Tell = Callable[[Task, str], None]
@@ -120,5 +136,7 @@ class Executor(Protocol):
         ...
 
     def run(self, tasks: Sequence[Task], doing: Tell, printed: Tell) -> Iterator[Ended]:
-        """Every task, as it ends. Those that compare speeds are begun in the order given."""
+        """Every task, as its process ends; and its `Ended.rest`, until there is none. Those that compare speeds are
+        begun in the order given.
+        """
         ...

@@ -1,13 +1,14 @@
 """Carrying a task out, in whatever process it was given to."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.document import parse_document
+from experiments.document import ExperimentError, parse_document
 from experiments.planning.plan import Plan, make_sweep
+from experiments.runs.provenance import sha256_of
 from experiments.runs.rows import Row
 from experiments.stages import check, engine, kernels, peers, quantization, steps
 from experiments.stages.context import Context
@@ -43,16 +44,58 @@ class _Messages:
         self.send(json.dumps({"doing": doing}))
 
 
-def plans_of(setup: Setup) -> list[Plan]:
-    """The run's plans, from its resolved experiment."""
-    return list(make_sweep(parse_document(setup.resolved, "resolved.yaml", Path("/"), ())).plans)
+@dataclass(frozen=True)
+class Planned:
+    """The run's plans, as this process has them. changed: the variants' files that it read are not those that the run
+    began with. plans: none where they could not be read.
+    """
+
+    plans: Sequence[Plan]
+    changed: frozenset[str]
 
 
-def carry_out(task: Task, plans: list[Plan], setup: Setup, send: Send) -> None:
+def plans_of(setup: Setup) -> Planned:
+    """The run's plans, from its resolved experiment.
+
+    Raises ExperimentError where it no longer resolves, though no variant's file has changed.
+    """
+    try:
+        plans = make_sweep(parse_document(setup.resolved, "resolved.yaml", Path("/"), ())).plans
+    except ExperimentError:
+        if changed := _changed(setup):
+            return Planned((), changed)
+        raise
+    # Now, and not before: a file that is as it was when the run began was that while it was imported, too.
+    return Planned(plans, _changed(setup))
+
+
+def _changed(setup: Setup) -> frozenset[str]:
+    found = ((file, Path(file)) for file in setup.sources)
+    return frozenset(f for f, path in found if not path.is_file() or sha256_of(path) != setup.sources[f])
+
+
+def carry_out(task: Task, planned: Planned, setup: Setup, send: Send) -> None:
     """Does the task, and sends its messages, as in Ended.hear. What is raised is a fault of the stage itself: what goes
-    wrong in a variant, an engine or a peer is a row.
+    wrong in a variant, an engine or a peer is a row. A task that would run another code than that which the run began
+    with is refused.
     """
     tuning = Tuning(setup.tuning_mode, Path(setup.tuning_folder))
-    context = Context(task, plans[task.plan], setup.run_id, tuning, Path(setup.cache), _Messages(send))
-    _STAGES[task.phase](context)
+    changed, context = planned.changed, None
+    if planned.plans:  # else all that is known is that something has changed
+        context = Context(task, planned.plans[task.plan], setup.run_id, tuning, Path(setup.cache), _Messages(send))
+        changed = changed and changed & _called(context)
+    if context is None or changed:
+        send(json.dumps({"death": f"not run: {', '.join(sorted(changed))} has changed since the run began"}))
+    else:
+        _STAGES[task.phase](context)
     send(json.dumps({"used": tuning.used}))
+
+
+def _called(context: Context) -> set[str]:
+    """The files of the variants that a task calls."""
+    plan, task = context.plan, context.task
+    if task.phase == "peers":
+        return set()
+    if task.phase in ("check", "kernels"):
+        return {str(context.variant[0].file)}
+    return {str(plan.ops[op].variants[pick.variant].file) for op, pick in plan.running(context.arm).items()}

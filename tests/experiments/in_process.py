@@ -25,8 +25,9 @@ class InProcess:
         pass
 
     def run(self, tasks: Sequence[Task], doing: Tell, printed: Tell) -> Iterator[Ended]:
-        plans = plans_of(self._setup) if tasks else []
+        planned = plans_of(self._setup) if tasks else None
         for task in tasks:
+            assert planned is not None
             self.tasks.append(task.key)
             ended = Ended(task)
 
@@ -34,5 +35,5 @@ class InProcess:
                 ((kind, value),) = json.loads(line).items()
                 ended.hear(kind, value)
 
-            carry_out(Task.of(json.loads(json.dumps(task.as_json()))), plans, self._setup, send)
+            carry_out(Task.of(json.loads(json.dumps(task.as_json()))), planned, self._setup, send)
             yield ended

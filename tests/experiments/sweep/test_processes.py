@@ -6,16 +6,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
+from experiments.document import read_document
+from experiments.planning.plan import make_sweep
+from experiments.runner import run_experiment
 from experiments.runs.rows import ROW, CheckRow, KernelRow
+from experiments.sweep.local import Local
 from experiments.sweep.server import signal_reason
-from tests.experiments.sweep.kill_runs import left_over, marked
+from experiments.sweep.tasks import Ended, Task, Tell
+from tests.experiments.conftest import Write
+from tests.experiments.sweep.kill_runs import MARK, left_over, marked
 from tests.tkernels.outside import write_variant
 
 BEFORE = "    tokens, width = out.shape\n"
@@ -77,6 +84,43 @@ def test_whatever_ends_a_task_is_its_row_and_the_others_go_on(tmp_path: Path, ru
     assert checks["doubled"].status == checks["torch"].status == "ok"
     timed = {row.variant: row.status for row in rows if isinstance(row, KernelRow)}
     assert timed == {"doubled": "ok", "torch": "ok", "orphans": "ok"}
+
+
+def test_what_dies_at_one_point_goes_on_at_the_others_and_leaves_nothing_behind(
+    write: Write, tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it says that all went well, and where it has a session of its own."""
+    monkeypatch.setenv(MARK, run_id)
+    dies = """
+    import os, subprocess
+    subprocess.Popen(["sleep", "300"], start_new_session=True)
+    if tokens == 3:
+        os._exit(0)
+    if tokens == 4:
+        os.abort()
+"""
+    write_variant(tmp_path / "mine", (BEFORE, f"{BEFORE}{dies}"))
+    shapes = {"swiglu": [{"T": [2, 3, 4, 5], "I": 8}]}
+    file = write(kernels={"swiglu": ["doubled"]}, variants_from=["mine"], shapes=shapes, device="cpu")
+    left: list[list[str]] = []
+
+    class Watched(Local):
+        def run(self, tasks: Sequence[Task], doing: Tell, printed: Tell) -> Iterator[Ended]:
+            for ended in super().run(tasks, doing, printed):
+                left.append([line for line in left_over(run_id, seconds=0.0) if "sleep" in line])
+                yield ended
+
+    folder = run_experiment(
+        make_sweep(read_document(file)), tmp_path / "run", [], Console(quiet=True), executor=Watched()
+    )
+    checks = folder.of_task("check/swiglu.doubled")
+    assert [(row.axes or {})["T"] for row in checks] == [2, 3, 4, 5]
+    assert [row.status for row in checks] == ["ok", "failed", "failed", "ok"]
+    assert checks[1].reason == "its process left with exit status 0 before its end (at: T=3)"
+    assert str(checks[2].reason).startswith("killed by SIGABRT")
+    assert {row.task_rows for row in checks} == {4}
+    assert [(row.axes or {})["T"] for row in folder.of_task("kernels/swiglu.doubled#0")] == [2, 5]
+    assert left == [[], [], [], []]  # three processes for the checks, one for the times
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])

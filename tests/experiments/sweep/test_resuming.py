@@ -1,19 +1,25 @@
 """A run that was cut off goes on: what is whole is kept and not done again, what is not is cut away and said."""
 
+import errno
 import json
+import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+import experiments.runs.rows_file
 import experiments.stages.check
 from experiments.document import ExperimentError, read_document
 from experiments.planning.plan import make_sweep
 from experiments.runner import run_experiment
 from experiments.runs.folder import RunFolder
 from experiments.runs.reading import read_run
+from experiments.runs.rows import CheckRow
+from experiments.sweep.server import write_whole
 from experiments.sweep.tasks import Setup
 from tests.experiments.conftest import Write
 from tests.experiments.in_process import InProcess
@@ -102,6 +108,86 @@ def test_a_run_that_has_ended_is_left_as_it_is(start: Start) -> None:
         start(**KERNELS)
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_line_that_lacks_its_end_is_given_it_before_anything_follows(
+    start: Start, tmp_path: Path, ended: bool
+) -> None:
+    folder, _ = start(**KERNELS)
+    whole = facts_of(folder.path)
+    file = folder.path / "results.jsonl"
+    if not ended:
+        cut_off(folder.path, 2)
+    file.write_bytes(file.read_bytes()[:-1])
+    again, done = start(resume=True, **KERNELS)
+    assert len(done) == (0 if ended else 2)
+    assert differences(whole, facts_of(again.path)) == []
+    assert "is a whole row without its line's end: kept" in (tmp_path / "said").read_text()
+    assert read_run(again.path).repairs == ()
+
+
+@pytest.mark.parametrize(("kept", "said"), [(40, "is half written (40 bytes)"), (0, "the rows of 3 of the 4 tasks")])
+def test_a_run_that_has_ended_and_lost_its_end_is_one_that_was_cut_off(
+    start: Start, tmp_path: Path, kept: int, said: str
+) -> None:
+    folder, tasks = start(**KERNELS)
+    whole = facts_of(folder.path)
+    file = folder.path / "results.jsonl"
+    *others, last = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(others) + last[:kept])
+    again, done = start(resume=True, **KERNELS)
+    assert done == tasks[-1:]
+    assert differences(whole, facts_of(again.path)) == []
+    assert said in (tmp_path / "said").read_text()
+    assert again.is_finished
+    assert read_run(again.path).repairs == ()
+
+
+def test_a_disk_that_is_full_is_named_and_the_run_goes_on_later(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = facts_of(start("whole", **KERNELS)[0].path)
+    left = [2]
+
+    def write_until_it_is_full(pipe: int, data: bytes) -> None:
+        left[0] -= 1
+        write_whole(pipe, data if left[0] else data[:50])
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(experiments.runs.rows_file, "write_whole", write_until_it_is_full)
+        with pytest.raises(ExperimentError) as refused:
+            start(**KERNELS)
+    what, kept = refused.value.problems
+    assert what.endswith("run/results.jsonl: No space left on device")
+    assert "what is done is kept, and goes on with --resume" in kept
+    assert differences(whole, facts_of(start(resume=True, **KERNELS)[0].path)) == []
+
+
+@pytest.mark.parametrize("change", ["other", "broken", "gone"])
+def test_a_variant_that_changes_while_the_run_goes_on_is_not_mixed_into_it(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    file = write_variant(tmp_path / "mine") / "swiglu" / "doubled.py"
+    begin = InProcess.start
+
+    def edited_meanwhile(self: InProcess, setup: Setup) -> AbstractContextManager[None]:
+        if change == "gone":
+            file.unlink()
+        else:
+            file.write_text(file.read_text() + ("1 +" if change == "broken" else "# another"))
+        return begin(self, setup)
+
+    monkeypatch.setattr(InProcess, "start", edited_meanwhile)
+    points = [{"T": 2, "I": 8}, {"T": 3, "I": 8}]
+    folder, _ = start(kernels={"swiglu": ["torch", "doubled"]}, variants_from=["mine"], shapes={"swiglu": points})
+    failed = [row for row in folder.rows if row.status == "failed" and row.variant == "doubled"]
+    assert [(row.stage, row.point) for row in failed if isinstance(row, CheckRow)] == [
+        ("check", "T=2"), ("check", "T=3"),
+    ]  # fmt: skip
+    assert {row.reason for row in failed} == {f"not run: {file} has changed since the run began"}
+    others = {row.status for row in folder.rows if row.variant == "torch"}
+    assert others == ({"ok"} if change == "other" else {"failed"})  # nothing can be planned any more
+
+
 def test_another_experiment_is_refused_with_what_differs(start: Start) -> None:
     folder, _ = start(**KERNELS)
     cut_off(folder.path, 1)
@@ -168,8 +254,32 @@ def test_two_processes_do_not_write_into_one_folder(
     holder = RunFolder(folder.path, dict(folder.meta), ())
     with pytest.raises(ExperimentError, match="another process is running it"):
         start(resume=True, **KERNELS)
+    # nor is anything read that the other may just be writing
+    file = folder.path / "results.jsonl"
+    kept = file.read_bytes()
+    file.write_bytes(kept[:40] + b"\n" + kept)
+    with pytest.raises(ExperimentError, match="another process is running it"):
+        start(resume=True, **KERNELS)
+    file.write_bytes(kept)
     holder.close()
     start(resume=True, **KERNELS)
+
+
+def test_of_two_that_make_the_same_folder_one_is_refused(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, others = os.rename, []
+
+    def overtaken(before: Path, after: Path) -> None:
+        monkeypatch.setattr(os, "rename", real)
+        others.append(start(**KERNELS)[0])
+        real(before, after)
+
+    monkeypatch.setattr(os, "rename", overtaken)
+    with pytest.raises(ExperimentError, match="cannot be made: Directory not empty"):
+        start(**KERNELS)
+    assert read_run(tmp_path / "run").meta["run_id"] == others[0].run_id
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_a_task_is_on_disk_whole_or_not_at_all(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
