@@ -115,7 +115,7 @@ def test_with_five_processes_a_test_says_what_is_noise(tmp_path: Path) -> None:
     assert faster.verdict.sentence.startswith("The arm fused serves 1.5 times the tokens per second of torch (")
     assert faster.verdict.notes == ()
     section = next(one for one in faster.sections if one.name == "differences")
-    assert section.notes == ("The arms of a: of 3 figures, 1 better, 2 within noise.",)
+    assert section.notes == ("The arms of a: of 4 figures, 1 better, 3 within noise.",)
     assert any(not isinstance(line, str) and line[-1].tone == "better" for line in section.tables[0].lines)
     same = report_of(read_run(record(tmp_path / "b", repeated({"torch": 1000.0, "fused": 1000.0}))))
     assert same.verdict.sentence.startswith(
