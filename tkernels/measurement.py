@@ -144,11 +144,13 @@ class Prepared:
     """A call with its weight as the variant wants it.
 
     case: with that weight, or, where another project's object stands for it, with the contract's own. arguments: what
-    is timed. microseconds, made_bytes: of making the weight; None where it is taken as it is.
+    is timed. variant: what is checked, as it is timed: with such an object in the place of the case's weight.
+    microseconds, made_bytes: of making the weight; None where it is taken as it is.
     """
 
     case: Case
     arguments: Mapping[str, Any]
+    variant: Variant
     microseconds: float | None = None
     made_bytes: int | None = None
 
@@ -163,10 +165,24 @@ def prepare(variant: Variant, case: Case) -> Prepared:
     spent_us = (time.perf_counter() - started) * 1e6
     made = {name: value for name, value in arguments.items() if value is not given[name]}
     if not made:
-        return Prepared(case, arguments)
+        return Prepared(case, arguments, variant)
     ours = all(isinstance(value, type(given[name])) for name, value in made.items())
-    taken = replace(case, inputs=arguments) if ours else case
-    return Prepared(taken, arguments, spent_us, _storage_bytes(made))
+    taken, checked = (replace(case, inputs=arguments), variant) if ours else (case, _on_own(variant, made))
+    return Prepared(taken, arguments, checked, spent_us, _storage_bytes(made))
+
+
+def _on_own(variant: Variant, made: Mapping[str, Any]) -> Variant:
+    """The variant whose function is called with what it made, whatever a check passes: a contract takes no other
+    project's object.
+    """
+    function = variant.function
+    if function is None:
+        return variant
+
+    def on_own(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{**kwargs, **made})
+
+    return replace(variant, function=on_own)
 
 
 def measure(
@@ -208,24 +224,25 @@ def measure(
             row = replace(row, config=config, config_source=tuning.match(variant, bound, facts))
             if device.type == "cpu":
                 return replace(row, status="not measured", reason=INTERPRETED)
-        if wrong := _check(variant, ready.case, row.config, slack):
+        if wrong := _check(variant, ready, row.config, slack):
             return replace(row, status=wrong[0], reason=wrong[1])
-        return _timed(row, variant, kernel, ready.arguments, method, facts, device)
+        return _timed(row, kernel, ready.arguments, method, facts, device)
     except Exception as error:  # a variant may be anyone's and raise anything
         return replace(row, status="failed", reason=f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
-def _check(variant: Variant, case: Case, config: Config | None, slack: float) -> tuple[Status, str] | None:
+def _check(variant: Variant, ready: Prepared, config: Config | None, slack: float) -> tuple[Status, str] | None:
     """Why this variant gets no time. Where float64 does not fit the device, a smaller batch is judged instead."""
+    case = ready.case
     try:
-        result = check_case(variant, case, config, slack=slack)
+        result = check_case(ready.variant, case, config, slack=slack)
     except torch.OutOfMemoryError:
         smaller = at_most(case.contract, case.axes, CPU_SIZE, only_batch=True)
         if smaller is None or smaller == dict(case.axes):
             raise
         where = next(value.device for value in case.inputs.values() if isinstance(value, torch.Tensor))
-        cut = prepare(variant, case.contract.case(smaller, case.seed, where)).case
-        result = check_case(variant, cut, config, slack=slack)
+        cut = prepare(variant, case.contract.case(smaller, case.seed, where))
+        result = check_case(cut.variant, cut.case, config, slack=slack)
     if result.status == "ok":
         return None
     if result.reason.startswith(UnsupportedError.__name__):
@@ -234,19 +251,25 @@ def _check(variant: Variant, case: Case, config: Config | None, slack: float) ->
     return status, str(result)
 
 
+def timed_call(kernel: Kernel, arguments: Mapping[str, Any]) -> Callable[[], object]:
+    """What a time is of: one call on arguments as `prepare` gives them.
+
+    A function is called as it is, so that a peer pays for no look of ours, and may have a weight of its own kind; one
+    with parts gets them from the kernel.
+    """
+    function = kernel.variant.function
+    return partial(kernel if function is None or kernel.variant.parts else function, **arguments)
+
+
 def _timed(
-    row: Measurement, variant: Variant, kernel: Kernel, prepared: Mapping[str, Any], method: Method, facts: DeviceFacts,
+    row: Measurement, kernel: Kernel, prepared: Mapping[str, Any], method: Method, facts: DeviceFacts,
     device: torch.device,
 ) -> Measurement:  # fmt: skip
     wanted = 1
     if method.launch == "graph" and method.l2 == "cold":
         wanted = min(_MOST_SETS, max(1, -(-_BYTES_PER_SAMPLE // max(_storage_bytes(prepared), 1))))
-    # A function is called as it is, so that a peer pays for no look of ours; one with parts gets them from the kernel.
-    bare = variant.function if variant.function is not None and not variant.parts else kernel
-    calls: list[Callable[[], object]] = []
-    for _ in range(wanted):
-        mine = {name: _own(value) for name, value in clone_inputs(prepared).items()}
-        calls.append(partial(bare, **mine))
+    sets = ({name: _own(value) for name, value in clone_inputs(prepared).items()} for _ in range(wanted))
+    calls = [timed_call(kernel, mine) for mine in sets]
     timing = time_calls(calls, device, samples=method.samples, launch=method.launch, l2=method.l2)
     assert row.bytes_moved is not None
     assert row.flops is not None

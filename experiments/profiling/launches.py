@@ -12,6 +12,7 @@ from experiments.planning.plan import Plan
 from experiments.planning.points import Point, points_of
 from tkernels import Config, Kernel, Tuning
 from tkernels.device import device_facts
+from tkernels.measurement import prepare
 
 _NAME = re.compile(r"(?P<op>\w+)\.(?P<variant>\w+)(?:\[(?P<pins>[^\]]*)\])?")
 
@@ -47,16 +48,16 @@ def find_launch(plan: Plan, name: str) -> Launch:
         own = ", ".join(f"{op}.{name}" for name, other in variants.items() if other.launch is not None) or "none"
         raise ExperimentError([f"--ncu {name}: launches no kernels of its own that could be named; {op} has {own}"])
     point = points[op][0]
-    inputs = variant.contract.case(point.axes, plan.experiment.seed, plan.device).inputs
-    arguments = variant.contract.bind_arguments((), inputs)
-    axes, device = variant.contract.bind_axes(arguments)
+    case = variant.contract.case(point.axes, plan.experiment.seed, plan.device)
     launched: list[str] = []
 
     def noting_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
         launched.append(str(kernel.fn.__name__))
 
     try:
-        variant.check_supported(axes, device)
+        variant.check_supported(*variant.contract.bind_axes(variant.contract.bind_arguments((), case.inputs)))
+        arguments = prepare(variant, case).arguments
+        axes, device = variant.contract.bind_axes(arguments)
         kernel = Kernel(variant, Tuning(plan.experiment.tuning), _pins(match["pins"] or ""))
         config = kernel.config(axes, device)
         outputs = variant.contract.allocate_outputs(axes, arguments, device)
@@ -64,7 +65,7 @@ def find_launch(plan: Plan, name: str) -> Launch:
         noting.launch_into(outputs, arguments, axes, device, device_facts(device), config)
     except ValueError as error:
         raise ExperimentError([f"--ncu {name}: {error}"]) from None
-    return Launch(kernel, point, inputs, tuple(launched))
+    return Launch(kernel, point, arguments, tuple(launched))
 
 
 def _pins(text: str) -> dict[str, int]:

@@ -9,6 +9,7 @@ from experiments.stages.context import Context, in_words, one_line, op_fields
 from tkernels.check import check_case
 from tkernels.device import device_facts
 from tkernels.launch import Kernel
+from tkernels.measurement import prepare
 
 
 def run(context: Context) -> None:
@@ -24,12 +25,16 @@ def _check(context: Context, point: str, at: Mapping[str, Any]) -> CheckRow:
     common = context.common(**op_fields(plan, op, pick.label), axes=dict(at), point=point)
     try:
         case = variant.contract.case(at, seed, plan.device)
-        arguments = variant.contract.bind_arguments((), case.inputs)
+        axes, device = variant.contract.bind_axes(variant.contract.bind_arguments((), case.inputs))
+        if reason := variant.unsupported_reason(axes, device, device_facts(device)):
+            return CheckRow(**common, status="unsupported", reason=reason)
+        ready = prepare(variant, case)  # what will be timed
+        arguments = variant.contract.bind_arguments((), ready.case.inputs)
         axes, device = variant.contract.bind_axes(arguments)
         config = None
-        if variant.kind == "triton" and variant.unsupported_reason(axes, device, device_facts(device)) is None:
+        if variant.kind == "triton":
             config = Kernel(variant, context.tuning, dict(pick.pins)).config(axes, device, arguments)
-        result = check_case(variant, case, config, slack=slack_of(variant))
+        result = check_case(ready.variant, ready.case, config, slack=slack_of(variant))
     except Exception as error:
         return CheckRow(**common, status="failed", reason=one_line(error), seed=seed, replay=None)
     if result.status == "unsupported":

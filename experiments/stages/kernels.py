@@ -8,6 +8,7 @@ from experiments.stages.context import Context, one_line, op_fields
 from experiments.yardstick import Yardstick
 from tkernels.device import device_facts
 from tkernels.launch import Kernel
+from tkernels.measurement import prepare, timed_call
 from tkernels.roofline import roofline
 from tkernels.timing import time_call
 
@@ -34,17 +35,19 @@ def _time(context: Context, point: str, at: Mapping[str, Any]) -> KernelRow:
     common = context.common(**op_fields(plan, op, pick.label), axes=dict(at), point=point)
     try:
         case = variant.contract.case(at, plan.experiment.seed, plan.device)
+        ready = prepare(variant, case)  # as loading a model does it, before any time is taken
         kernel = Kernel(variant, context.tuning, dict(pick.pins))
         config = None
         if variant.kind == "triton":
-            axes, device = variant.contract.bind_axes(variant.contract.bind_arguments((), case.inputs))
+            axes, device = variant.contract.bind_axes(variant.contract.bind_arguments((), ready.case.inputs))
             config = kernel.config(axes, device).as_dict()
         figures: dict[str, Any] = {"bytes_moved": case.bytes_moved, "flops": case.flops, "config": config}
         if variant.kind == "triton" and plan.device.type == "cpu":
             return KernelRow(**common, status="ok", **figures, **_not_timed(INTERPRETED))
         yardstick = Yardstick() if plan.device.type == "cpu" else None
-        count = _num_samples(lambda: kernel(**case.inputs)) if yardstick is not None else _FEWEST
-        timing = time_call(lambda: kernel(**case.inputs), plan.device, samples=count, between=yardstick)
+        call = timed_call(kernel, ready.arguments)
+        count = _num_samples(call) if yardstick is not None else _FEWEST
+        timing = time_call(call, plan.device, samples=count, between=yardstick)
         limit = roofline(timing.median_us, case.bytes_moved, case.flops, common["dtype"], device_facts(plan.device))
     except Exception as error:
         return KernelRow(**common, status="failed", reason=one_line(error))
