@@ -107,9 +107,10 @@ class _Export:
             "SELECT e.start, e.end, e.eventType, COALESCE(e.text, s.value), e.globalTid, e.domainId "
             "FROM NVTX_EVENTS e LEFT JOIN StringIds s ON s.id = e.textId"
         )
-        rows = self.db.execute(query).fetchall()
+        # Of a thread that is unknown nothing can be told.
+        rows = [row for row in self.db.execute(query) if _are_ints(row[0], row[4]) and row[3] is not None]
         domains = {(_pid(tid), domain): text for _, _, kind, text, tid, domain in rows if kind == _DOMAIN_CREATE}
-        ranges = [row for row in rows if row[2] == _PUSH_POP and row[1] is not None]
+        ranges = [row for row in rows if row[2] == _PUSH_POP and _are_ints(row[1])]
         names: dict[tuple[int, Any], set[str]] = defaultdict(set)
         for _, _, _, text, tid, domain in ranges:
             names[_pid(tid), domain].add(str(text))
@@ -188,7 +189,7 @@ class _Export:
         if _RUNTIME not in self.tables:
             return {}
         rows = self.db.execute(f"SELECT start, globalTid, correlationId FROM {_RUNTIME}")
-        return {(_pid(tid), correlation): (start, tid) for start, tid, correlation in rows if correlation is not None}
+        return {(_pid(tid), correlation): (start, tid) for start, tid, correlation in rows if _are_ints(start, tid)}
 
     def _activities(self) -> Iterator[_Activity]:
         for table in _ACTIVITIES:
@@ -197,6 +198,8 @@ class _Export:
                 node = "graphNodeId" if "graphNodeId" in columns else "NULL"  # of --cuda-graph-trace=node alone
                 rows = self.db.execute(f"SELECT start, end, globalPid, correlationId, {node} FROM {table}")
                 for start, end, pid, correlation, graph_node in rows:
+                    if not _are_ints(start, end, pid, correlation):  # it had not ended when the collection did
+                        continue
                     yield _Activity(_pid(pid), correlation, graph_node or None, end - start)
 
     def _captured(self) -> dict[tuple[int, int], list[tuple[Any, str]]]:
@@ -209,6 +212,8 @@ class _Export:
             f"SELECT start, globalTid, graphNodeId, originalGraphNodeId FROM {_NODES} ORDER BY start"
         )
         for start, tid, node, original in rows:
+            if not _are_ints(start, tid, node):
+                continue
             key = (_pid(tid), node)
             if original and original != node:
                 originals.setdefault(key, (key[0], original))
@@ -235,6 +240,11 @@ class _Export:
         return []
 
 
-def _pid(serialized: int | None) -> int:
+def _are_ints(*values: object) -> bool:
+    """SQLite's columns hold whatever is put there, and the exporter NULL where it does not know."""
+    return all(isinstance(value, int) for value in values)
+
+
+def _pid(serialized: int) -> int:
     """The process of a serialized globalTid or globalPid."""
-    return 0 if serialized is None else serialized >> 24 & 0xFFFFFF
+    return serialized >> 24 & 0xFFFFFF

@@ -8,6 +8,7 @@ to the replays of their graph: the SQLite export says more.
 """
 
 import csv
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,11 +38,15 @@ def read_stats(file: Path) -> Breakdown:
     if not file.is_file():
         raise ExperimentError([f"--nsys-export {file}: no such file"])
     lines = csv.reader(file.read_text(encoding="utf-8", errors="replace").splitlines())
-    columns = next((found for line in lines if (found := _columns(line)) is not None), None)
-    if columns is None:
-        command = "nsys stats --report nvtx_gpu_proj_sum --format csv"
-        raise ExperimentError([f"--nsys-export {file}: has no table of NVTX ranges, as `{command}` prints"])
-    totals = list(_totals(columns, lines))
+    command = "nsys stats --report nvtx_gpu_proj_sum --format csv"
+    try:
+        columns = next((found for line in lines if (found := _columns(line)) is not None), None)
+        if columns is None:
+            raise ExperimentError([f"--nsys-export {file}: has no table of NVTX ranges, as `{command}` prints"])
+        totals = list(_totals(columns, lines))
+    except (csv.Error, _NoFigureError) as error:
+        problem = f"--nsys-export {file}: line {lines.line_num}: {error}, so this is not what `{command}` prints"
+        raise ExperimentError([problem]) from None
     if not totals:
         raise ExperimentError([f"--nsys-export {file}: has no ranges in the domain {DOMAIN!r}"])
     steps = [total for total in totals if total.category == "step"]
@@ -63,16 +68,30 @@ def _columns(line: Sequence[str]) -> _Columns | None:
 
 
 def _totals(columns: _Columns, lines: Iterator[list[str]]) -> Iterator[RangeTotal]:
+    times = (columns.host, *([columns.device] if columns.device is not None else []))
+    last = max(columns.range, columns.calls, *(place for place, _ in times))
     for line in lines:
-        if len(line) <= max(columns.range, columns.calls):  # the table is over
+        if len(line) <= last:  # the table is over
             return
         domain, _, name = line[columns.range].partition(":")
         if domain != DOMAIN or name == STEADY:
             continue
-        calls, category = int(float(line[columns.calls])), category_of(name)
-        place, unit = columns.host
-        yield RangeTotal(name, category, "host", calls, round(float(line[place]) * unit), None)
-        if columns.device is not None and category != "step":
-            place, unit = columns.device
-            if ns := round(float(line[place]) * unit):
-                yield RangeTotal(name, category, "device", calls, ns, None)
+        calls, category = int(_figure(line[columns.calls])), category_of(name)
+        host, *device = (round(_figure(line[place]) * unit) for place, unit in times)
+        yield RangeTotal(name, category, "host", calls, host, None)
+        if category != "step" and any(device):
+            yield RangeTotal(name, category, "device", calls, device[0], None)
+
+
+class _NoFigureError(ValueError):
+    """A cell that should hold a number."""
+
+
+def _figure(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise _NoFigureError(f"{text!r} is no figure")
+    return value

@@ -9,7 +9,7 @@ from experiments.document import ExperimentError
 from experiments.profiling.nsys_export import read_export
 from experiments.profiling.nsys_stats import read_stats
 from experiments.profiling.range_table import category_of, figures, range_table
-from tests.experiments.profiling.nsys_files import NsysFile, two_steps
+from tests.experiments.profiling.nsys_files import GLOBAL_TID, NsysFile, two_steps
 from tkernels.spans import Breakdown
 
 HEADER = (
@@ -66,6 +66,28 @@ def test_without_graphs_there_are_no_tables_of_graphs(tmp_path: Path) -> None:
     file.db.execute("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN graphNodeId")
     found = read_export(file.close())  # no range is called steady: all steps count
     assert by_clock(found, "device") == {"swiglu.fused": (1, 0.04, 0.04), "device idle": (1, 0.06, 0.06)}
+
+
+def test_what_the_exporter_does_not_know_is_left_out(tmp_path: Path) -> None:
+    """An activity that had not ended, a range of no thread or name, a call of no thread, a node of no time."""
+    whole, file = read_export(two_steps(tmp_path / "whole.sqlite")), two_steps(tmp_path / "report.sqlite")
+    unknown = (
+        "NVTX_EVENTS (start, end, eventType, text, globalTid, domainId) VALUES (101, 102, 59, 'step', NULL, 1)",
+        "NVTX_EVENTS (start, end, eventType, text, globalTid, domainId) VALUES (101, 102, 59, NULL, {tid}, 1)",
+        "NVTX_EVENTS (start, end, eventType, text, globalTid, domainId) VALUES (101, 'late', 59, 'step', {tid}, 1)",
+        "CUPTI_ACTIVITY_KIND_RUNTIME VALUES (101, 102, 0, NULL, 7, 1, 0, NULL)",
+        "CUPTI_ACTIVITY_KIND_KERNEL VALUES (101, 102, 0, 1, 7, NULL, NULL, 1, 1, NULL)",
+        "CUDA_GRAPH_NODE_EVENTS VALUES ('', 0, 0, {tid}, 1, 77, NULL)",
+    )
+    with sqlite3.connect(file) as db:
+        db.execute("CREATE TABLE loose AS SELECT * FROM CUPTI_ACTIVITY_KIND_KERNEL")
+        db.execute("INSERT INTO loose SELECT * FROM loose LIMIT 1")
+        db.execute("UPDATE loose SET end = NULL WHERE rowid = (SELECT max(rowid) FROM loose)")
+        db.execute("DROP TABLE CUPTI_ACTIVITY_KIND_KERNEL")
+        db.execute("ALTER TABLE loose RENAME TO CUPTI_ACTIVITY_KIND_KERNEL")
+        for row in unknown:
+            db.execute(f"INSERT INTO {row.format(tid=GLOBAL_TID)}")
+    assert read_export(file) == whole
 
 
 def test_a_domain_whose_making_was_not_collected_is_known_by_its_ranges(tmp_path: Path) -> None:
@@ -130,6 +152,11 @@ def test_nsys_stats_csv_gives_host_and_projected_times(tmp_path: Path) -> None:
         ("Range,Style\ntkernels:step,PushPop\n", "has no table of NVTX ranges"),
         (HEADER, "no ranges in the domain 'tkernels'"),
         (HEADER + ":step,PushPop,1,1,1,1,1,1,1,0,1,1,0,0\n", "no ranges in the domain 'tkernels'"),
+        (HEADER + "tkernels:step,PushPop,1,,2,1,1,1,1,0,1,1,0,0\n", "line 2: '' is no figure"),
+        (HEADER + "tkernels:step,PushPop,N/A,1,2,1,1,1,1,0,1,1,0,0\n", "line 2: 'N/A' is no figure"),
+        (HEADER + 'tkernels:step,PushPop,1,1,"1,234",1,1,1,1,0,1,1,0,0\n', "line 2: '1,234' is no figure"),
+        (HEADER + "tkernels:step,PushPop,1,inf,2,1,1,1,1,0,1,1,0,0\n", "line 2: 'inf' is no figure"),
+        (HEADER + "x" * 200_000, "line 2: field larger than field limit"),
     ],
 )
 def test_a_csv_of_something_else_is_refused(text: str, problem: str, tmp_path: Path) -> None:
