@@ -299,8 +299,12 @@ class _Run:
 
 
 def failures(folder: RunFolder) -> list[str]:
-    """What makes a run's exit status non-zero: every row that is wrong or failed; or that no engine ran at all."""
+    """What makes a run's exit status non-zero: every row that is wrong or failed, or some of whose requests failed; or
+    that no engine ran at all.
+    """
     bad = [f"{row.stage} {row.status}: {row.reason}" for row in folder.rows if row.status in ("wrong", "failed")]
+    served = [row for row in folder.rows if isinstance(row, EngineRow | PeerRow)]
+    bad += [f"{row.stage}: {row.unserved}" for row in served if row.unserved is not None]
     engines = [row for row in folder.rows if row.stage == "engine"]
     if engines and not bad and all(row.status == "unsupported" for row in engines):
         bad.append("no arm is supported here")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.reporting.pictures import PAPER, WIDTH, Picture, compact, legend, legend_rows, log_ticks, look
 from experiments.reporting.points import METRICS, Factor, Measured, engine_points, kernel_points, numeric, varying
-from experiments.reporting.tables import told
+from experiments.reporting.table_style import told
 from experiments.runs.rows import EngineRow, KernelRow
 
 if TYPE_CHECKING:

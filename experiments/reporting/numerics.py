@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from experiments.reporting.table_style import Cell, Column, Line, PlainTable, cells, status_cell
-from experiments.reporting.tables import told
-from experiments.runs.rows import CheckRow, ParityRow
+from experiments.reporting.places import asked_of
+from experiments.reporting.replicates import arm_key
+from experiments.reporting.table_style import Column, Line, PlainTable, cells, status_cell, told
+from experiments.reporting.tables import same_cell
+from experiments.runs.rows import CheckRow, EngineRow, ParityRow
 
 _WORST_FIRST = ("wrong", "failed", "ok", "unsupported")
 
@@ -37,8 +39,11 @@ def check_table(checks: Sequence[CheckRow]) -> PlainTable:
     return PlainTable("Checks", columns, tuple(lines), caption)
 
 
-def parity_table(parities: Sequence[ParityRow]) -> PlainTable:
-    """A line for each arm after the first: the same tokens, where not, and how far log-probabilities drift."""
+def parity_table(parities: Sequence[ParityRow], engines: Sequence[EngineRow]) -> PlainTable:
+    """A line for each arm after the first of its place: the same tokens, where not, and how far log-probabilities
+    drift. engines: the arms, which know how many requests there were.
+    """
+    requests = {arm_key(row): row.requests for row in engines}
     several = len({row.workload for row in parities}) > 1
     names = _swept(parities)
     columns = [*([Column("workload")] if several else []), *(Column(name) for name in names), Column("same tokens")]
@@ -47,14 +52,18 @@ def parity_table(parities: Sequence[ParityRow]) -> PlainTable:
     for row in parities:
         known = {**row.arm, **row.settings}
         line = cells(*([str(row.workload)] if several else []), *(told(known.get(name, "-")) for name in names))
-        equal = Cell("yes", "yes") if row.tokens_equal else Cell(f"{row.requests_equal} of {row.requests}", "partly")
+        equal = same_cell(row, requests.get(arm_key(row), row.requests))
         drift = f"{row.logprob_drift:.1e}" if row.logprob_drift is not None else "-"
         lines.append((*line, *cells(equal, _place(row.first_divergence), drift)))
-    first = parities[0].first_arm or {}
-    against = ", ".join(f"{op} {first[op]}" for op in names if op in first) or "the first of the experiment"
+    firsts = {
+        ", ".join(f"{op} {label}" for op, label in (row.first_arm or {}).items() if op in names) for row in parities
+    }
+    several_places = len(set(map(asked_of, parities))) > 1
+    against = "the first arm" + (" of the same model, workload and sizes" if several_places else "")
+    against += f" ({first})" if len(firsts) == 1 and (first := firsts.pop()) else ""
     caption = (
-        f"Beside the first arm ({against}). Drift: the largest difference of any log-probability that both arms "
-        "report, up to the first token that differs."
+        f"Beside {against}. Drift: the largest difference of any log-probability that both arms report, up to the "
+        "first token that differs."
     )
     return PlainTable("Parity", tuple(columns), tuple(lines), caption)
 

@@ -207,9 +207,12 @@ def _quantization(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, Pl
 
 def _numerics(rows: Sequence[Row]) -> Section | None:
     checks, parities = _of(rows, CheckRow), _of(rows, ParityRow)
-    tables = [*([check_table(checks)] if checks else []), *([parity_table(parities)] if parities else [])]
+    engines = _of(rows, EngineRow)
+    tables = [
+        *([check_table(checks)] if checks else []), *([parity_table(parities, engines)] if parities else [])
+    ]  # fmt: skip
     notes: tuple[str, ...] = ()
-    if _of(rows, EngineRow) and not parities:
+    if engines and not parities:
         notes = ("Parity of arms: nothing to compare, for only one answered.",)
     return Section("numerics", "Checks and parity", notes, (), tuple(tables)) if tables else None
 
@@ -277,11 +280,9 @@ def _texts(run: RecordedRun, rows: Sequence[Row]) -> tuple[tuple[str, str], ...]
 
 
 def _commands(run: RecordedRun) -> tuple[tuple[str, str], ...]:
-    try:
-        path = run.path.resolve().relative_to(Path.cwd())
-    except ValueError:
-        path = Path(run.name)
-    folder = shlex.quote(str(path))
+    path, here = run.path.resolve(), Path.cwd()
+    # A name alone leads nowhere from where the reader of a report stands.
+    folder = shlex.quote(str(path.relative_to(here) if here in path.parents else path))
     git = run.environment.get("git") or {}
     commands = [("Run it again, and hear what changed", f"tk repeat {folder}")]
     if commit := git.get("commit"):

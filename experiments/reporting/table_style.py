@@ -82,6 +82,11 @@ def cells(*values: str | Cell) -> tuple[Cell, ...]:
     return tuple(value if isinstance(value, Cell) else Cell(value) for value in values)
 
 
+def told(value: object) -> str:
+    """A setting's value as the YAML has it: true, not True."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def status_cell(status: str) -> Cell:
     return Cell(status, status)
 

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from experiments.quantization.report import quantization_table
 from experiments.reporting.effects import effects_table, key_of, step_table
-from experiments.reporting.replicates import identity, merged, processes
+from experiments.reporting.places import Place, asked_of, place_of
+from experiments.reporting.replicates import arm_key, merged, processes
 from experiments.reporting.table_style import (
     Cell,
     Column,
@@ -23,6 +24,7 @@ from experiments.reporting.table_style import (
     new_table,
     status_cell,
     status_text,
+    told,
 )
 from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, Row, SpeedupRow
 
@@ -103,11 +105,6 @@ def _title_at(row: EngineRow, names: Sequence[str]) -> str:
     return ", ".join(filter(None, [row.workload, title_of(row, names)]))
 
 
-def told(value: object) -> str:
-    """A setting's value as the YAML has it: true, not True."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def microseconds(value: float) -> str:
     return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
 
@@ -169,14 +166,13 @@ def _engine_table(engines: Sequence[EngineRow], parities: Sequence[ParityRow], c
     columns = [Column(name) for name in ([*(["workload"] if several else []), *headings, "status"])]
     columns += [Column(name, right=True) for name in right]
     columns += [Column("same tokens"), Column("drift", right=True)]
-    parity = {_key(row): row for row in parities}
-    firsts: set[tuple[str | None, ...]] = set()
+    parity = {arm_key(row): row for row in parities}
+    firsts: set[Place] = set()
     lines: list[Line] = []
     for row in engines:
         known = {**row.arm, **row.settings}
-        served = (row.workload, *(str(row.settings[name]) for name in _workload_axes(row)))
         line = cells(*([str(row.workload)] if several else []), *(told(known.get(name, "-")) for name in names))
-        line += cells(status_cell(row.status))
+        line += cells(_served_cell(row))
         if row.status != "ok":
             lines.append((*line, *cells(*["-"] * 5)))
             continue
@@ -185,19 +181,29 @@ def _engine_table(engines: Sequence[EngineRow], parities: Sequence[ParityRow], c
         else:
             iqr = f"{row.tokens_per_s_iqr:,.0f}" if row.tokens_per_s_iqr is not None else "-"
             line += cells(f"{row.tokens_per_s:,.0f}", iqr, _ms(row.ttft_s["p50"]))
-        compared = parity.get(_key(row))
+        compared = parity.get(arm_key(row))
         if compared is not None:
             assert compared.logprob_drift is not None
-            line += cells(_same(compared.requests_equal, compared.requests), f"{compared.logprob_drift:.1e}")
+            line += cells(same_cell(compared, row.requests), f"{compared.logprob_drift:.1e}")
         else:
-            line += cells("first arm" if served not in firsts else "-", "-")
-            firsts.add(served)
+            line += cells("first arm" if asked_of(row) not in firsts else "-", "-")
+            firsts.add(asked_of(row))
         lines.append(line)
     caption = (
         "Output tokens per second; ttft: time to first token, p50; same tokens, drift: as "
         "the first arm, and the largest difference of a log-probability. n/m: not measured."
-    ) + _several(count, "the processes' tokens/s")
+    )
+    if any(row.requests_failed for row in engines):
+        caption += " failed: of the requests; of tokens, those that both arms served are compared."
+    caption += _several(count, "the processes' tokens/s")
     return PlainTable("Engine", tuple(columns), tuple(lines), caption)
+
+
+def _served_cell(row: EngineRow | PeerRow) -> Cell:
+    """A row's status; of one that is ok, how many requests failed all the same."""
+    if not row.requests_failed:
+        return status_cell(row.status)
+    return Cell(f"{row.requests_failed} of {row.requests} failed", "failed")
 
 
 def _by_workload(
@@ -264,8 +270,12 @@ def _ms(seconds: float) -> str:
     return f"{ms:.3g}" if (ms := seconds * 1e3) < 999.5 else f"{ms:,.0f}"
 
 
-def _same(equal: int | None, of: int | None) -> Cell:
-    return Cell("yes", "yes") if equal == of else Cell(f"{equal} of {of} requests", "partly")
+def same_cell(row: ParityRow | SpeedupRow, asked: int | None) -> Cell:
+    """Whether the tokens are the same, of `asked` requests; those that failed on either side are not compared."""
+    equal, of = row.requests_equal, row.requests
+    if equal == of == asked:
+        return Cell("yes", "yes")
+    return Cell(f"{equal} of {of} requests" + (" that both served" if of != asked else ""), "partly")
 
 
 def _texts(prompts: Prompts, engines: Sequence[EngineRow]) -> list[RenderableType]:
@@ -281,43 +291,31 @@ def _texts(prompts: Prompts, engines: Sequence[EngineRow]) -> list[RenderableTyp
     return lines
 
 
-def _key(row: EngineRow | ParityRow) -> str:
-    """An arm at a workload; the rows that compare it have another stage and the same key."""
-    return identity(row.model_copy(update={"stage": ""}))
-
-
 def _peer_table(peers: Sequence[PeerRow], speedups: Sequence[SpeedupRow]) -> PlainTable:
     columns = [Column(name) for name in ("workload", "peer", "settings")]
     columns += [Column(name, right=True) for name in ("tokens/s", "speed-up", "IQR")]
     columns.append(Column("same tokens"))
-    compared = {_pair(row): row for row in speedups if row.status == "ok"}
+    compared = {(row.peer, place_of(row)): row for row in speedups if row.status == "ok"}
     lines: list[Line] = []
     for row in peers:
         if row.status != "ok":
             lines.append(cells(str(row.workload), str(row.peer), status_cell(row.status), "-", "-", "-", "-"))
             continue
         settings = ", ".join(str(value) for value in (row.peer_settings or {}).values())
+        if row.requests_failed:
+            settings = "; ".join(filter(None, [settings, _served_cell(row).text]))
         about = cells(str(row.workload), str(row.peer).replace("_", " "), settings, f"{row.tokens_per_s:,.1f}")
-        beside = compared.get(_pair(row))
+        beside = compared.get((row.peer, place_of(row)))
         if beside is None:
             lines.append((*about, *cells("-", "-", "-")))
             continue
         iqr = f"{beside.speedup_iqr:.2f}" if beside.speedup_iqr is not None else "-"
-        lines.append((*about, *cells(f"{beside.speedup:.2f}x", iqr, _same(beside.requests_equal, beside.requests))))
+        lines.append((*about, *cells(f"{beside.speedup:.2f}x", iqr, same_cell(beside, beside.requests))))
     several = any(row.speedup_of == "median of replicates" for row in speedups)
     how = "the median over replicates" if several else "each the median over its rounds in one process"
     return PlainTable(
         "Against peers", tuple(columns), tuple(lines), f"speed-up: this engine's tokens/s over the peer's, {how}."
     )
-
-
-def _pair(row: PeerRow | SpeedupRow) -> tuple[Any, ...]:
-    """A peer at a workload; the arm that is compared with it has more settings than these, and is the only one."""
-    return row.workload, row.peer, row.dtype, *(str(row.settings.get(name)) for name in ("model", *_workload_axes(row)))
-
-
-def _workload_axes(row: Row) -> list[str]:
-    return sorted(name for name in row.settings if name.startswith("workload."))
 
 
 def _arm_of(row: Row, names: Sequence[str]) -> str:
@@ -343,12 +341,14 @@ def reasons(rows: Iterable[Row]) -> list[Reason]:
     names = swept([row for row in rows if isinstance(row, EngineRow)])
     found: dict[tuple[str, str | None, str | None], list[str]] = {}
     for row in rows:
-        if row.status == "ok":
+        unserved = row.unserved if isinstance(row, EngineRow | PeerRow) else None
+        if row.status == "ok" and unserved is None:
             continue
         about = f"{row.op}.{row.variant}" if row.op else _arm_of(row, names)
         about = str(row.peer) if isinstance(row, PeerRow | SpeedupRow) else about
         replay = row.replay if isinstance(row, CheckRow) else None
-        abouts = found.setdefault((row.status, row.reason, replay), [])
+        status, reason = (row.status, row.reason) if unserved is None else ("failed", unserved)
+        abouts = found.setdefault((status, reason, replay), [])
         if about not in abouts:
             abouts.append(about)
     return [

@@ -2,20 +2,23 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.reporting.tables import swept, title_of, told
+from experiments.reporting.places import Place, arm_of, asked_of, own_settings, place_of
+from experiments.reporting.replicates import arm_key
+from experiments.reporting.table_style import told
+from experiments.reporting.tables import swept
 from experiments.runs import verdicts as judgement
 from experiments.runs.comparison import MIN_REPLICATES
-from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, QuantizationRow, Row, SpeedupRow
+from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, Row, SpeedupRow
 from experiments.runs.verdicts import Comparison
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """good: nothing is wrong and nothing failed. notes: what the sentence has no room for."""
+    """good: nothing is wrong and nothing failed, no request either. notes: what the sentence has no room for."""
 
     sentence: str
     good: bool
@@ -31,16 +34,18 @@ def verdict_of(rows: Sequence[Row], processes: int, finished: bool, judged: Comp
     """
     bad = [row for row in rows if row.status in ("wrong", "failed")]
     engines = [row for row in rows if isinstance(row, EngineRow)]
-    parts = [*_checks([row for row in rows if isinstance(row, CheckRow)])]
+    unserved = _unserved([row for row in rows if isinstance(row, EngineRow | PeerRow)])
+    parts = [*_checks([row for row in rows if isinstance(row, CheckRow)]), *unserved]
     parts += _tokens([row for row in rows if isinstance(row, ParityRow)], engines)
     speeds = _judged_speed(judged) if judged is not None else []
     peers = _peers([row for row in rows if isinstance(row, SpeedupRow)])
     speeds = speeds or _engine_speed(engines, peers) or _kernel_speed([r for r in rows if isinstance(r, KernelRow)])
     quantized = _quantized([row for row in rows if isinstance(row, QuantizationRow)])
-    if len({(str(row.arm), str(row.settings)) for row in engines}) > 1:  # a single arm's are in its own sentence
-        speeds += [f"with “{name}”, {text}" if name else text for name, texts in peers.items() for text in texts]
+    if len(set(map(arm_of, engines))) > 1:  # a single arm's are in its own sentence
+        places = set(map(place_of, engines))
+        speeds += [f"{_with(place, places)}{text}" for place, texts in peers.items() for text in texts]
     found = [*quantized, *speeds]
-    main = "; ".join([" and ".join(parts), *found[:1]] if parts else found[:1]) or "nothing was measured"
+    main = "; ".join([_joined(parts), *found[:1]] if parts else found[:1]) or "nothing was measured"
     notes = [_sentence(note) for note in found[1:]]
     if any("times" in note or "the fastest" in note for note in speeds) and judged is None:
         times = "One process" if processes == 1 else f"{processes} processes"
@@ -50,11 +55,22 @@ def verdict_of(rows: Sequence[Row], processes: int, finished: bool, judged: Comp
         )
     if not finished:
         notes.append("The run has not ended: what follows is what it knew when it was cut off.")
-    return Verdict(_sentence(main), not bad and bool(rows), tuple(notes))
+    return Verdict(_sentence(main), not bad and not unserved and bool(rows), tuple(notes))
 
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")
+
+
+def _joined(parts: Sequence[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+
+
+def _with(place: Place, places: Collection[Place]) -> str:
+    """How a sentence about one of several places begins."""
+    where = place.among(places)
+    return f"with “{where}”, " if where else ""
 
 
 def _listed(names: Sequence[str], most: int = 3) -> str:
@@ -76,15 +92,43 @@ def _checks(checks: Sequence[CheckRow]) -> list[str]:
     return [f"all {len(judged)} variants were right" if len(judged) > 1 else "the variant was right"]
 
 
+def _unserved(rows: Sequence[EngineRow | PeerRow]) -> list[str]:
+    """How many requests failed, where some did: rows that are ok all the same."""
+    short = [row for row in rows if row.requests_failed]
+    if not short:
+        return []
+    worst = max(short, key=lambda row: (row.requests_failed or 0) / (row.requests or 1))
+    counts = f"{worst.requests_failed} of {worst.requests}"
+    if len(rows) == 1:
+        return [f"{counts} requests failed"]
+    names = swept([row for row in rows if isinstance(row, EngineRow)])
+    where = ", ".join(filter(None, [worst.workload, _title(worst, names)]))
+    if len(short) == 1:
+        return [f"{counts} requests failed ({where})"]
+    return [f"requests failed in {len(short)} of {len(rows)} servings (the most: {counts}, {where})"]
+
+
 def _tokens(parities: Sequence[ParityRow], engines: Sequence[EngineRow]) -> list[str]:
+    """What was compared are the arms at one question each: the same workload, sizes and model."""
     if not parities:
         return []
     other = [row for row in parities if row.tokens_equal is False]
     if other:
         verb = "differs" if len(other) == 1 else "differ"
         return [f"{len(other)} of {len(parities)} comparisons with the first arm {verb} in some token"]
-    count = len({(str(row.arm), str(row.settings)) for row in engines if row.status == "ok"})
-    return [f"all {count} arms gave the same tokens"]
+    requests = {arm_key(row): row.requests or 0 for row in engines}
+    partly = any((row.requests or 0) < requests.get(arm_key(row), 0) for row in parities)
+    same = "the same tokens" + (" to the requests that both served" if partly else "")
+    others = Counter(asked_of(row) for row in parities)
+    if len(set(others.values())) > 1:
+        return [f"all {len(parities)} arms that stand beside the first of their workload and model gave {same}"]
+    arms = f"all {1 + next(iter(others.values()))} arms gave {same}"
+    models = len({asked.model for asked in others})
+    workloads = len({(asked.workload, asked.sizes) for asked in others})
+    if len(others) == 1:
+        return [arms]
+    noun = "models" if workloads == 1 else "workloads" if models == 1 else "workloads and models"
+    return [f"{arms} with each of {len(others)} {noun}"]
 
 
 def _judged_speed(found: Comparison) -> list[str]:
@@ -132,26 +176,31 @@ def _interval(one: judgement.Verdict) -> str:
     return f"{low:.3g} to {high:.3g}" if low is not None and high is not None else "no interval"
 
 
-def _engine_speed(engines: Sequence[EngineRow], peers: Mapping[str, Sequence[str]]) -> list[str]:
-    """By workload the fastest arm over the first one; the workload with the largest difference first."""
-    arms = len({(str(row.arm), str(row.settings)) for row in engines})
+def _engine_speed(engines: Sequence[EngineRow], peers: Mapping[Place, Sequence[str]]) -> list[str]:
+    """By place the fastest arm over the first one; the place with the largest difference first."""
+    arms = len(set(map(arm_of, engines)))
     names = swept(engines)
     served = [row for row in engines if row.status == "ok"]
     timed = [row for row in served if row.tokens_per_s]
     if served and not timed:
         return [f"no arm's speed was measured ({served[0].speed_reason})"]
     found: list[tuple[float, str]] = []
-    workloads = list(dict.fromkeys(row.workload for row in timed))
-    for workload in workloads:
-        mine = [row for row in timed if row.workload == workload]
+    places = list(dict.fromkeys(map(place_of, timed)))
+    for place in places:
+        everyone = [row for row in timed if place_of(row) == place]
+        least = min(row.requests_failed or 0 for row in everyone)
+        # Whoever serves less work is not the faster for it.
+        mine = [row for row in everyone if (row.requests_failed or 0) == least]
         best, first = max(mine, key=lambda row: row.tokens_per_s or 0.0), mine[0]
-        where = f"with “{workload}”, " if len(workloads) > 1 else ""
+        where = _with(place, places)
         speed = f"{best.tokens_per_s:,.0f} tokens/s"
+        left_out = len(everyone) - len(mine)
+        besides = f" ({left_out} that failed more requests left out)" if left_out else ""
         if len(mine) == 1:
-            text = f"{where}{f'the arm {_arm(best, names)}' if arms > 1 else 'this engine'} served {speed}"
-            if arms == 1 and (beside := peers.get(str(workload))):
+            text = f"{where}{f'the arm {_arm(best, names)}' if arms > 1 else 'this engine'} served {speed}{besides}"
+            if arms == 1 and (beside := peers.get(place)):
                 text += f", {' and '.join(beside)}"
-            if others := sum(row.workload == workload and row.tokens_per_s is None for row in served):
+            if others := sum(place_of(row) == place and row.tokens_per_s is None for row in served):
                 text += f", and {'the other arm was' if others == 1 else f'the other {others} were'} not timed"
             found.append((0.0, text))
             continue
@@ -163,18 +212,29 @@ def _engine_speed(engines: Sequence[EngineRow], peers: Mapping[str, Sequence[str
         else:
             rival = f"{ratio:.3g} times the first arm's ({_arm(first, names)})"
         overlap = " (nearer than their spreads)" if _overlap(best, first) and best is not first else ""
-        found.append((ratio, f"{where}the arm {_arm(best, names)} was the fastest: {speed}, {rival}{overlap}"))
+        text = f"{where}the arm {_arm(best, names)} was the fastest{besides}: {speed}, {rival}{overlap}"
+        found.append((ratio, text))
     return [text for _, text in sorted(found, key=lambda pair: -pair[0])]
 
 
+def _title(row: EngineRow | PeerRow, names: Sequence[str]) -> str:
+    """What tells a row of several workloads from the others."""
+    if isinstance(row, PeerRow):
+        return str(row.peer).replace("_", " ")
+    return _told(row, names, row.settings)
+
+
 def _arm(row: EngineRow, names: Sequence[str]) -> str:
-    """What tells an arm from the others; of several ops, each variant with its op's name."""
+    """What tells an arm from the others of its place."""
+    return _told(row, names, own_settings(row))
+
+
+def _told(row: EngineRow, names: Sequence[str], settings: Mapping[str, Any]) -> str:
+    """The variants of the swept ops, of several each with its op's name, and the settings."""
     ops = [name for name in names if name in row.arm]
-    if len(ops) < 2:
-        return title_of(row, names)
-    return ", ".join(
-        [*(f"{op} {row.arm[op]}" for op in ops), *(f"{key} {told(value)}" for key, value in row.settings.items())]
-    )
+    labels = [row.arm[op] if len(ops) == 1 else f"{op} {row.arm[op]}" for op in ops]
+    shown = [f"{key.removeprefix('workload.')} {told(value)}" for key, value in settings.items()]
+    return ", ".join([*labels, *shown]) or "this engine"
 
 
 def _overlap(one: EngineRow, other: EngineRow) -> bool:
@@ -215,14 +275,14 @@ def _kernel_speed(kernels: Sequence[KernelRow]) -> list[str]:
     return found
 
 
-def _peers(peers: Sequence[SpeedupRow]) -> dict[str, list[str]]:
-    """By workload what this engine is beside each peer."""
-    found: dict[str, list[str]] = {}
+def _peers(peers: Sequence[SpeedupRow]) -> dict[Place, list[str]]:
+    """By place what this engine is beside each peer."""
+    found: dict[Place, list[str]] = {}
     for row in peers:
         if row.status == "ok" and row.speedup is not None:
             iqr = f" (IQR {row.speedup_iqr:.2f})" if row.speedup_iqr is not None else ""
             text = f"{row.speedup:.3g} times the tokens per second of {str(row.peer).replace('_', ' ')}{iqr}"
-            found.setdefault(str(row.workload), []).append(text)
+            found.setdefault(place_of(row), []).append(text)
     return found
 
 

@@ -97,7 +97,11 @@ class KernelRow(_Row):
     point: str | None = column("name of the point among the op's")
     bytes_moved: int | None = column("each unique byte that the op must read or write, once", "bytes")
     flops: int | None = column("floating-point operations of the op, a multiply-add being two", "count")
-    config: dict[str, int] | None = column("the launch config; null where the variant has none", "count")
+    config: dict[str, int] | None = column(
+        "the launch config as the launcher was given it; what counts parts, as num_splits does, is the most that it "
+        "may use. Null where the variant has none",
+        "count",
+    )
     median_us: float | None = column("median of the samples, per call", "us")
     iqr_us: float | None = column("distance between the samples' first and third quartile", "us")
     min_us: float | None = column("smallest sample", "us")
@@ -126,6 +130,7 @@ class _ServedRow(_Row):
     workload: str | None = column("name of the workload")
     requests: int | None = column("completions that were asked for", "count")
     requests_failed: int | None = column("of those, that failed", "count")
+    requests_error: str | None = column("why the first of these failed; null where none did, or a peer does not say")
     prompt_tokens: int | None = column("of all requests", "tokens")
     output_tokens: int | None = column("of all requests", "tokens")
     tokens_per_s: float | None = column("output tokens a second, the median over rounds", "tokens/s")
@@ -143,6 +148,14 @@ class _ServedRow(_Row):
         "p50, p90, p99 of all times between two tokens of a request; of late requests none", "s"
     )
     speed_reason: str | None = column("why there are no times; null where there are")
+
+    @property
+    def unserved(self) -> str | None:
+        """Of a row that is ok, which requests failed all the same."""
+        if not self.requests_failed:
+            return None
+        why = f": {self.requests_error}" if self.requests_error else ""
+        return f"{self.requests_failed} of {self.requests} requests failed{why}"
 
 
 _SERVED = frozenset(_ServedRow.model_fields) - frozenset(_Row.model_fields)

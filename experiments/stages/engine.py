@@ -138,6 +138,7 @@ def _served(timeline: Timeline, requests: Sequence[Request]) -> Served:
         seconds=timeline.seconds,
         moments=timeline.moments,
         late=frozenset(index for index, comes_late in enumerate(late) if comes_late),
+        error=next((output.error for output in outputs if output.error is not None), None),
     )
 
 

@@ -15,7 +15,7 @@ class Served:
 
     moments: of each request, when each of its tokens was there, seconds after it came; None where nobody knows.
     late: the requests that came while others ran; where there are some, first_token_s is of them, the rest of the
-    others.
+    others. error: why the first that failed did; None where nobody knows.
     """
 
     tokens: tuple[tuple[int, ...] | None, ...]
@@ -23,6 +23,7 @@ class Served:
     seconds: float
     moments: tuple[tuple[float, ...], ...] | None
     late: frozenset[int] = frozenset()
+    error: str | None = None
 
     @property
     def first_token_s(self) -> list[float]:
@@ -116,6 +117,7 @@ def figures(rounds: Sequence[Served], not_timed: str | None = None) -> dict[str,
     result: dict[str, Any] = {
         "requests": len(last.tokens),
         "requests_failed": sum(tokens is None for tokens in last.tokens),
+        "requests_error": last.error,
         "prompt_tokens": last.prompt_tokens,
         "output_tokens": last.output_tokens,
         "speed_reason": not_timed,

@@ -118,6 +118,43 @@ def test_an_outside_variant_is_checked_timed_and_served(run: Run, tmp_path: Path
     assert parity.first_arm == first.arm
 
 
+OWN_WEIGHT = """
+from pathlib import Path
+import torch
+from tkernels import Variant
+from tkernels.ops.dequant_gemm.weight import dequantize
+
+class Dense:
+    def __init__(self, weight):
+        with Path(__file__).with_suffix(".log").open("a") as log:
+            log.write("prepared ")
+        self.weight = dequantize(weight)
+
+def dequant_gemm(x, weight, *, bias=None):
+    assert isinstance(weight, Dense), "it takes what it prepared, and nothing else"
+    return torch.nn.functional.linear(x, weight.weight.to(x.dtype), bias)
+
+VARIANT = Variant(
+    wins="never", function=dequant_gemm, prepare=Dense, deterministic=False, batch_invariant=False,
+)
+"""
+
+
+def test_a_weight_is_prepared_once_and_what_is_timed_is_what_was_checked(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "dequant_gemm").mkdir(parents=True)
+    (tmp_path / "mine" / "dequant_gemm" / "own.py").write_text(OWN_WEIGHT)
+    shape = {"M": 2, "N": 16, "K": 64, "group_size": 32, "bits": 4, "coding": "uniform", "permuted": False}
+    shape |= {"sparse": False, "padding": 0, "symmetric": False, "bias": False}
+    kernels, shapes = {"dequant_gemm": "own"}, {"dequant_gemm": [shape]}
+    folder = run(variants_from=["mine"], kernels=kernels, shapes=shapes, device="cpu")
+    assert failures(folder) == []
+    (check,), (timed,) = rows_of(folder, CheckRow), rows_of(folder, KernelRow)
+    assert (check.status, timed.status) == ("ok", "ok")
+    assert timed.median_us > 0
+    log = (tmp_path / "mine" / "dequant_gemm" / "own.log").read_text()
+    assert log.split() == ["prepared"] * 2  # by the check, and before the first sample
+
+
 def test_a_wrong_variant_gets_no_speed_and_is_not_served(run: Run, tmp_path: Path, checkpoint: Path) -> None:
     write_variant(tmp_path / "mine", WRONG)
     folder = run(
@@ -181,6 +218,21 @@ def test_a_launcher_that_raises_is_a_row_and_the_others_go_on(
     assert {(row.point, row.status) for row in bad} == {("decode", "failed"), ("prefill", "failed")}
     assert all("Error: " in row.reason for row in bad)
     assert [row.status for row in rows_of(folder, EngineRow)] == ["failed", "ok"]
+
+
+def test_a_request_that_fails_makes_the_run_fail(run: Run, checkpoint: Path) -> None:
+    """The pool holds the shorter ones alone."""
+    workload = {"kind": "synthetic", "num_requests": 3, "input_len": {"uniform": [4, 60]}, "output_len": 2, "seed": 0}
+    folder = run(
+        model={"path": str(checkpoint)}, scheduler={**SMALL, "kv_cache_bytes": 3 << 13}, repeats=1, workload=workload,
+        device="cpu",
+    )  # fmt: skip
+    (row,) = rows_of(folder, EngineRow)
+    assert (row.status, row.reason) == ("ok", None)
+    assert 0 < row.requests_failed < row.requests
+    (bad,) = failures(folder)
+    assert bad.startswith(f"engine: {row.requests_failed} of 3 requests failed: ")
+    assert row.requests_error in bad
 
 
 def test_nothing_supported_is_a_failure(run: Run, tmp_path: Path, checkpoint: Path) -> None:

@@ -69,10 +69,11 @@ def served(kind: type[_Row], tokens_per_s: float | None, workload: str, **more: 
 
 def parity(arm: dict[str, str], equal: int, **more: Any) -> ParityRow:
     divergence = None if equal == 4 else {"request": 2, "place": 5, "margin": 0.25}
-    return ParityRow(
-        **COMMON, arm=arm, status="ok", workload="chat", first_arm={"swiglu": "torch"}, tokens_equal=equal == 4,
-        requests_equal=equal, requests=4, first_divergence=divergence, logprob_drift=1e-6, **more,
-    )  # fmt: skip
+    figures: dict[str, Any] = {
+        "workload": "chat", "first_arm": {"swiglu": "torch"}, "tokens_equal": equal == 4, "requests_equal": equal,
+        "requests": 4, "first_divergence": divergence, "logprob_drift": 1e-6,
+    }  # fmt: skip
+    return ParityRow(**{**COMMON, "arm": arm, "status": "ok", **figures, **more})
 
 
 def step(name: str, category: str, self_us: float, arm: dict[str, str], **more: Any) -> StepRow:

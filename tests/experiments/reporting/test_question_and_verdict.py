@@ -1,15 +1,19 @@
 """What was asked, and what came out, in sentences."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from experiments.reporting.numerics import parity_table
 from experiments.reporting.question import question_of
+from experiments.reporting.rendering import as_html
 from experiments.reporting.replicates import merged
 from experiments.reporting.report import report_of
+from experiments.reporting.tables import tables_of
 from experiments.reporting.verdict import verdict_of
 from experiments.runs.reading import read_run
-from experiments.runs.rows import EngineRow, Row
+from experiments.runs.rows import EngineRow, ParityRow, Row
 from tests.experiments.reporting.recorded import check, everything, kernel, parity, record, served
 
 
@@ -52,6 +56,91 @@ def test_all_is_well() -> None:
     assert found.notes == (
         "One process each: no test says which of these differences are noise; with replicates: 5, tk compare does.",
     )
+
+
+def test_speeds_of_other_sizes_dtypes_and_models_are_not_compared() -> None:
+    sizes = {"torch": {1: 100.0, 256: 6000.0}, "fused": {1: 150.0, 256: 7200.0}}
+    rows: list[Row] = [
+        served(EngineRow, speed, "", arm={"swiglu": name}, settings={"workload.num_requests": size})
+        for name, speeds in sizes.items()
+        for size, speed in speeds.items()
+    ]
+    assert verdict(rows).startswith(
+        "With “num_requests 1”, the arm fused was the fastest: 150 tokens/s, 1.5 times the first arm's (torch). "
+        "With “num_requests 256”, the arm fused was the fastest: 7,200 tokens/s, 1.2 times the first arm's (torch). One"
+    )
+    told = []
+    for key, names in (("dtype", ("float32", "bfloat16")), ("model", ("small", "large"))):
+        rows = [
+            served(EngineRow, speed, "", settings={key: name}, **({"dtype": name} if key == "dtype" else {}))
+            for name, speed in zip(names, (10.0, 1000.0), strict=True)
+        ]
+        told.append(verdict(rows))
+    assert told == [
+        f"With “{one}”, this engine served 10 tokens/s. With “{other}”, this engine served 1,000 tokens/s."
+        for one, other in (("dtype float32", "dtype bfloat16"), ("model small", "model large"))
+    ]
+
+
+def test_a_peer_is_told_beside_the_arm_of_its_sizes() -> None:
+    (speedup,) = [row for row in everything() if row.stage == "speedup"]
+    sizes: list[dict[str, Any]] = [{"workload.num_requests": size} for size in (1, 2)]
+    rows: list[Row] = [
+        *(served(EngineRow, 1000.0, "chat", settings=one) for one in sizes),
+        speedup.model_copy(update={"settings": sizes[1]}),  # type: ignore[list-item]
+    ]
+    text = verdict(rows)
+    assert "With “num_requests 2”, this engine served 1,000 tokens/s, 2 times the tokens per second of trans" in text
+    assert "num_requests 1”, this engine served 1,000 tokens/s. " in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ([{}], "all 2 arms gave the same tokens;"),
+        ([{"workload.input_len": 8}, {"workload.input_len": 9}], "the same tokens with each of 2 workloads;"),
+        ([{"model": "a"}, {"model": "b"}], "all 2 arms gave the same tokens with each of 2 models;"),
+        (
+            [{"model": name, "workload.input_len": size} for name in "ab" for size in (8, 9)],
+            "all 2 arms gave the same tokens with each of 4 workloads and models;",
+        ),
+    ],
+)
+def test_only_arms_that_were_compared_gave_the_same_tokens(settings: list[dict[str, Any]], said: str) -> None:
+    rows: list[Row] = []
+    for one in settings:
+        rows += [served(EngineRow, 1000.0, "chat", arm={"swiglu": name}, settings=one) for name in ("torch", "fused")]
+        rows.append(parity({"swiglu": "fused"}, 4, settings=one))
+    assert said in verdict(rows).lower()
+    lines = tables_of(rows)["engine"].lines
+    assert [line[-2].text for line in lines if not isinstance(line, str)] == ["first arm", "yes"] * len(settings)
+    caption = parity_table([row for row in rows if isinstance(row, ParityRow)], []).caption
+    whose = "(swiglu torch)." if len(settings) == 1 else "of the same model, workload and sizes (swiglu torch)."
+    assert caption.startswith(f"Beside the first arm {whose}")
+
+
+def test_requests_that_failed_are_said_everywhere(tmp_path: Path) -> None:
+    whole = served(EngineRow, 1000.0, "", arm={"swiglu": "torch"})
+    short = served(
+        EngineRow, 5000.0, "", arm={"swiglu": "fused"}, requests_failed=3, requests_error="the prompt is too long"
+    )
+    rows: list[Row] = [whole, short, parity({"swiglu": "fused"}, 4, workload="", requests=1, requests_equal=1)]
+    found = verdict_of(rows, 1, True)
+    assert not found.good
+    assert found.sentence == (
+        "3 of 4 requests failed (fused) and all 2 arms gave the same tokens to the requests that both served; the arm "
+        "torch served 1,000 tokens/s (1 that failed more requests left out)."
+    )
+    line = tables_of(rows)["engine"].lines[1]
+    assert [cell.text for cell in line[1:2]] == ["3 of 4 failed"]  # type: ignore[union-attr]
+    assert line[-2].text == "1 of 1 requests that both served"  # type: ignore[union-attr]
+    report = report_of(read_run(record(tmp_path / "mine", rows)))
+    assert [(one.status, one.about, one.reason) for one in report.failures] == [
+        ("failed", "swiglu=fused", "3 of 4 requests failed: the prompt is too long")
+    ]
+    assert "3 of 4 failed" in as_html(report, {})
+    others = [short.model_copy(update={"settings": {"block_size": size}}) for size in (8, 16)]
+    assert "Requests failed in 2 of 3 servings (the most: 3 of 4, fused, block_size 8)" in verdict([whole, *others])
 
 
 def test_what_is_wrong_comes_first_and_a_cut_run_says_so() -> None:
