@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 MOST = 40
 """Dots of a picture. What comes after them is in the table and in results.jsonl, and the caption says so."""
 
+_MOST_MARKS = 50
 _LINE = 0.24  # inches of height for each line of a picture
 _WAITS = {"ttft_s": "time to first token", "tpot_s": "time per output token", "gap_s": "gap between two tokens"}
 
 
 @dataclass(frozen=True)
 class _Dot:
-    """values: the median alone, or p50, p90 and p99. low, high: its quartiles."""
+    """values: the median alone, or p50, p90 and p99. low, high: its quartiles. samples: what these are of, if shown."""
 
     group: str
     name: str
@@ -40,8 +41,13 @@ def throughput_picture(rows: Sequence[EngineRow | PeerRow], about: str) -> Pictu
         rates = tuple((row.output_tokens or 0) / second for second in row.seconds or ())
         low, high = quartiles(rates, row.tokens_per_s, row.tokens_per_s_iqr)
         dots.append(_Dot(str(row.workload), name, (row.tokens_per_s,), low, high, rates))
-    title = "Output tokens per second"
-    return _picture("throughput", title, "tokens/s", dots, f"Bars: quartiles; small marks: rounds. {about}")
+    marks = "; small marks: what they are of" if any(map(_marked, dots)) else ""
+    return _picture("throughput", "Output tokens per second", "tokens/s", dots, f"Bars: quartiles{marks}. {about}")
+
+
+def _marked(dot: _Dot) -> bool:
+    """Whether its samples are few enough to be drawn."""
+    return 1 < len(dot.samples) <= _MOST_MARKS
 
 
 def waiting_pictures(rows: Sequence[EngineRow | PeerRow], about: str) -> list[Picture]:
@@ -93,13 +99,17 @@ def _picture(name: str, title: str, unit: str, dots: Sequence[_Dot], caption: st
         caption += f" The first {MOST} of {len(dots)}; all are in the CSV."
     several = len(dots[0].values) > 1
     figures = ("p50", "p90", "p99") if several else ("median", "low", "high")
-    records = tuple((d.group, d.name, *(d.values if several else (d.values[0], d.low, d.high)), unit) for d in dots)
+    records = [(d.group, d.name, *(d.values if several else (d.values[0], d.low, d.high)), unit) for d in dots]
+    columns = ["group", "name", *figures, "unit"]
+    if any(dot.samples for dot in dots):
+        columns.append("samples")
+        records = [(*record, dot.samples) for record, dot in zip(records, dots, strict=True)]
     shown = dots[:MOST]
 
     def draw(figure: "Figure") -> None:
         _draw(figure, shown, unit)
 
-    return Picture(name, title, caption.strip(), ("group", "name", *figures, "unit"), records, draw)
+    return Picture(name, title, caption.strip(), tuple(columns), tuple(records), draw)
 
 
 def _draw(figure: "Figure", dots: Sequence[_Dot], unit: str) -> None:
@@ -160,7 +170,7 @@ def _marks(axes: Any, dots: Sequence[_Dot], places: Sequence[float]) -> None:
             for index, value in enumerate(dot.values):
                 axes.plot([value], [place], zorder=3, **_style(index))
             continue
-        if 1 < len(dot.samples) <= 50:
+        if _marked(dot):
             axes.plot(dot.samples, [place + 0.28] * len(dot.samples), "|", color=SOFT, markersize=3.5)
         axes.hlines(place, dot.low, dot.high, color=SERIES[0], linewidth=6, alpha=0.35)
         axes.plot([dot.values[0]], [place], "o", color=SERIES[0], markersize=6.5, markeredgecolor=PAPER, zorder=3)

@@ -12,7 +12,7 @@ from experiments.reporting.table_style import Column, Line, PlainTable, cells
 from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, Row, StepRow
 
 EFFECTS = "From a kernel alone to tokens"
-_GEMMS = ("matmul", "dequant_gemm", "scaled_matmul")
+GEMMS = ("matmul", "dequant_gemm", "scaled_matmul", "gate_up_swiglu")
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Effect:
 
     alone: its speed over the other's, the geometric mean over the points at which both were timed. share: of its arm's
     step. end_to_end: tokens a second over the other arm's; both ratios with their spread, which of a thing beside
-    itself is None. error: the largest error ratio of its checks. drift,
-    differs: its arm beside the run's first one, the log-probabilities' largest difference and (request, token) of the
-    first token that is another one; differs is None where none is.
+    itself is None. error: the largest error ratio of its checks. drift, differs: its arm beside the first of its model
+    and workload, the log-probabilities' largest difference and (request, token) of the first token that is another one;
+    differs is None where none is.
     """
 
     op: str
@@ -173,8 +173,8 @@ def effects_table(rows: Sequence[Row], names: Sequence[str]) -> PlainTable | Non
     caption = (
         "alone: speed of the kernel over the first variant's, the geometric mean over the points; of step: its share "
         "of a step; tokens/s: over those with the first variant; in brackets the ratio's IQR. error: over what is "
-        "allowed; drift, differs: of log-probabilities, and request/token of the first other token, beside the run's "
-        "first arm. n/m: not measured."
+        "allowed; drift, differs: of log-probabilities, and request/token of the first other token, beside the first "
+        "arm of the same model and workload. n/m: not measured."
     )
     return PlainTable(EFFECTS, columns, tuple(lines), caption)
 
@@ -208,7 +208,7 @@ def whole_step(steps: Sequence[StepRow]) -> dict[str, float]:
 
 def _part_of(row: StepRow) -> str:
     if row.category == "op":
-        return "GEMMs" if row.op in _GEMMS else "ops"
+        return "GEMMs" if row.op in GEMMS else "ops"
     if row.category in ("layer", "part") or row.range == "forward":
         return "model"
     if row.range in ("sample", "prepare", "schedule"):
@@ -233,9 +233,10 @@ def step_table(rows: Sequence[Row], titles: Mapping[str, str]) -> PlainTable | N
         return None
     columns = (Column("arm"), *(Column(name, right=True) for name in ("us", *_WHOLE)))
     caption = (
-        "Shares of a step that was recorded apart, without overlap. ops: kernels but GEMMs, which are matmul and the "
-        "quantized ones; model: what its layers do besides; commit: tokens to the host, the scheduler and text; gaps: "
-        "between these. On a GPU it is the device's time, and what the host does meanwhile is in the gaps."
+        "Shares of a step that was recorded apart, without overlap. ops: kernels but GEMMs, which are "
+        f"{', '.join(GEMMS[:-1])} and {GEMMS[-1]}; model: what its layers do besides; commit: tokens to the host, the "
+        "scheduler and text; gaps: between these. On a GPU it is the device's time, and what the host does meanwhile "
+        "is in the gaps."
     )
     return PlainTable("Where a step goes", columns, tuple(lines), caption)
 

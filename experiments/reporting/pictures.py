@@ -87,7 +87,8 @@ _FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 class Picture:
     """One picture, not drawn yet.
 
-    name: of its files. caption: says device, timer and spread. columns, records: its figures, as the CSV has them.
+    name: of its files. caption: says device, timer and spread. columns, records: its figures, as the CSV has them;
+    several in one column, such as samples, are a tuple, with spaces between them there.
     draw: fills a matplotlib figure, WIDTH inches wide unless it says otherwise.
     """
 
@@ -103,7 +104,7 @@ class Picture:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(self.columns)
-        writer.writerows(["" if value is None else value for value in record] for record in self.records)
+        writer.writerows([_written(value) for value in record] for record in self.records)
         return text.getvalue()
 
     def as_svg(self) -> str | None:
@@ -122,6 +123,12 @@ class Picture:
             nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
             figure.savefig(buffer, format="svg", metadata=nothing)
         return _cleaned(buffer.getvalue(), self.name, self.title)
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return "" if value is None else value
 
 
 def _cleaned(svg: str, name: str, title: str) -> str:

@@ -17,6 +17,11 @@ def identity(row: Row) -> str:
     return json.dumps(about, sort_keys=True, default=str)
 
 
+def arm_key(row: Row) -> str:
+    """An arm at a workload; the rows that compare it have another stage and the same key."""
+    return identity(row.model_copy(update={"stage": ""}))
+
+
 def merged(rows: Sequence[Row]) -> list[Row]:
     """One row for each thing that was measured, in the order of their first rows.
 
@@ -69,12 +74,17 @@ def _kernel(group: Sequence[Any]) -> dict[str, Any]:
 
 def _served(group: Sequence[Any]) -> dict[str, Any]:
     timed = [row for row in group if row.tokens_per_s is not None]
+    worst = max(group, key=lambda row: row.requests_failed or 0)
+    failed = {"requests_failed": worst.requests_failed, "requests_error": worst.requests_error}
     if len(timed) < 2:
-        return {}
+        return failed
+    tokens = timed[0].output_tokens or 0
     figures: dict[str, Any] = {
+        **failed,
         "tokens_per_s": statistics.median(row.tokens_per_s for row in timed),
         "tokens_per_s_iqr": spread([row.tokens_per_s for row in timed]),
-        "seconds": [second for row in timed for second in row.seconds],
+        # A process is one value: rounds of several, taken together, would have another spread than the figure says.
+        "seconds": [tokens / row.tokens_per_s for row in timed],
     }
     for name in ("ttft_s", "tpot_s", "gap_s"):
         figures[name] = _quantiles([getattr(row, name) for row in timed if getattr(row, name)])

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
-from experiments.reporting.effects import Ratio, effects_of, effects_table, step_table, whole_step
+from experiments.reporting.effects import GEMMS, Ratio, effects_of, effects_table, step_table, whole_step
 from experiments.reporting.tables import tables_of
 from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, Row, StepRow
 from tests.experiments.conftest import Run, checkpoint
+from tkernels import OPS
+from tkernels.contract import Tensor
 
 __all__ = ["checkpoint"]
 
@@ -131,6 +133,16 @@ def test_the_whole_step_has_a_name_and_adds_up() -> None:
     table = tables_of([FUSED, *rows])["steps"]
     (line,) = table.lines
     assert [cell.text for cell in line if not isinstance(cell, str)][:4] == ["w, this engine", "100", "11%", "48%"]
+
+
+def test_every_product_with_a_weight_is_a_gemm() -> None:
+    products = {
+        name
+        for name, op in OPS.items()
+        if (weight := op.contract.arguments.get("weight")) is not None
+        and not (isinstance(weight, Tensor) and len(weight.shape) == 1)
+    }
+    assert products == set(GEMMS)
 
 
 def test_a_run_records_the_steps_of_every_arm_that_it_timed(run: Run, checkpoint: Path) -> None:

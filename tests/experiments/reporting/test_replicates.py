@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from experiments.reporting.points import engine_points
 from experiments.reporting.replicates import merged, processes
 from experiments.runs.rows import ROW, CheckRow, EngineRow, KernelRow, ParityRow, Row
 from tests.experiments.runs.folders import kernel_row
@@ -43,7 +44,8 @@ def test_checks_are_never_merged() -> None:
 
 def served(tokens_per_s: float, replicate: int) -> EngineRow:
     figures: dict[str, Any] = dict.fromkeys(EngineRow.required["ok"])
-    figures |= {"workload": "", "tokens_per_s": tokens_per_s, "tokens_per_s_iqr": 1.0, "seconds": [1.0]}
+    figures |= {"workload": "", "tokens_per_s": tokens_per_s, "tokens_per_s_iqr": 1.0, "seconds": [9.0, 1.0, 0.5]}
+    figures |= {"output_tokens": 60}
     figures |= {"ttft_s": {"p50": tokens_per_s}, "requests": 1, "speed_reason": None}
     return EngineRow(**COMMON, **figures, status="ok", replicate=replicate)
 
@@ -51,9 +53,19 @@ def served(tokens_per_s: float, replicate: int) -> EngineRow:
 def test_an_arm_that_several_processes_served() -> None:
     (row,) = merged([served(10, 0), served(30, 1), served(20, 2)])
     assert isinstance(row, EngineRow)
-    assert (row.tokens_per_s, row.tokens_per_s_iqr, row.seconds) == (20, 10, [1.0] * 3)
+    assert (row.tokens_per_s, row.tokens_per_s_iqr, row.seconds) == (20, 10, [6, 2, 3])
+    (point,) = engine_points([row], "tokens_per_s")
+    assert (point.median, point.low, point.high) == (20, 15, 25)  # of the processes, not of all their rounds
     assert row.ttft_s == {"p50": 20}
     assert row.tpot_s is None
+
+
+def test_requests_that_failed_in_one_process_are_not_forgotten() -> None:
+    bad = served(30, 1).model_copy(update={"requests_failed": 1, "requests_error": "too long"})
+    for rows in ([served(10, 0), bad], [served(10, 0).model_copy(update={"tokens_per_s": None}), bad]):
+        (row,) = merged(rows)
+        assert isinstance(row, EngineRow)
+        assert row.unserved == "1 of 1 requests failed: too long"
 
 
 def test_of_several_comparisons_the_worst_is_shown() -> None:
