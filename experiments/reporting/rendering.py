@@ -131,7 +131,7 @@ def as_markdown(report: Report) -> str:
             link = (
                 f"![{_md(picture.title)}]({FIGURES}/{picture.name}.svg)"
                 if can_draw
-                else f"{picture.title}: {NEEDS_PLOT}"
+                else _md(f"{picture.title}: {NEEDS_PLOT}")
             )
             parts += [link, f"*{_md(picture.title)}.* {_md(picture.caption)}"]
         parts += [_md_table(shortened(one)) for one in section.tables]
@@ -148,9 +148,17 @@ def _can_draw() -> bool:
     return True
 
 
+_MARKS = re.compile(
+    r"[\\`*~|\[\]]"
+    r"|(?<![^\W_])_|_(?![^\W_])"  # between two letters it marks nothing
+    r"|(?<=https):(?=//)|(?<=http):(?=//)|(?<=ftp):(?=//)|(?<=www)\.|@",  # what is a link without any mark
+    re.IGNORECASE,
+)
+
+
 def _md(text: str) -> str:
     """A text as Markdown shows it, in one line: no tag, no link, no emphasis of its own."""
-    return re.sub(r"([\\`*|\[\]])", r"\\\1", escape(" ".join(text.split()), quote=False))
+    return _MARKS.sub(r"\\\g<0>", escape(" ".join(text.split()), quote=False))
 
 
 def _fence(command: str) -> str:
@@ -200,6 +208,8 @@ def as_json(report: Report) -> str:
         ],
         "texts": [{"prompt": prompt, "text": text} for prompt, text in report.texts],
         "commands": [{"what": what, "command": command} for what, command in report.commands],
+        "environment": dict(report.environment),
+        "source": report.source,
         "repairs": list(report.repairs),
     }  # fmt: skip
     return json.dumps(data, indent=1, ensure_ascii=False)
@@ -211,11 +221,15 @@ def _picture(picture: Picture) -> dict[str, Any]:
 
 
 def _table(table: PlainTable) -> dict[str, Any]:
-    rows, over = [], None
+    """Lines by the names of their columns; `over` is the heading that a line stands under."""
+    names = ["over", *(column.name for column in table.columns)]
+    # Of two columns of one name, none may swallow the other.
+    keys = [name if place == names.index(name) else f"{name} ({place})" for place, name in enumerate(names)][1:]
+    rows: list[dict[str, str]] = []
+    heading: dict[str, str] = {}
     for line in table.lines:
         if isinstance(line, str):
-            over = line
-            continue
-        named = {column.name: cell.text for column, cell in zip(table.columns, line, strict=True)}
-        rows.append({"over": over, **named} if over is not None else named)
+            heading = {"over": line}
+        else:
+            rows.append({**heading, **{key: cell.text for key, cell in zip(keys, line, strict=True)}})
     return {"title": table.title, "caption": table.caption, "rows": rows}

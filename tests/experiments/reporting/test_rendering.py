@@ -3,16 +3,17 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from experiments.reporting.rendering import MOST_LINES, as_html, as_json, as_markdown, drawn, shortened, write_report
-from experiments.reporting.report import report_of
+from experiments.reporting.report import Section, report_of
 from experiments.reporting.table_style import Column, PlainTable, cells
 from experiments.runs.reading import read_run
-from tests.experiments.reporting.recorded import check, everything, record
+from tests.experiments.reporting.recorded import QUESTION, check, everything, record
 
 
 class Page(HTMLParser):
@@ -97,8 +98,10 @@ def test_figures_are_files_too(folder: Path) -> None:
     assert names == {f"{stem}.{kind}" for stem in stems for kind in ("svg", "csv")}
     assert "roofline" in stems
     header, *lines = (folder / "figures" / "throughput.csv").read_text().splitlines()
-    assert header == "group,name,median,low,high,unit"
+    assert header == "group,name,median,low,high,unit,samples"
     assert len(lines) == 3
+    samples = [float(sample) for sample in lines[0].rpartition(",")[2].split()]
+    assert samples == pytest.approx([1000 / 0.9, 1000, 1000 / 1.1])  # as many as the picture has small marks
 
 
 def test_without_matplotlib_the_tables_are_there_and_the_lack_is_said(
@@ -127,6 +130,17 @@ def test_markdown_has_the_same_and_no_markup_of_a_run(folder: Path) -> None:
     assert {line.replace("\\|", "").count("|") for line in bodies} == {9}
 
 
+def test_a_text_is_no_emphasis_and_no_link_of_its_own(tmp_path: Path) -> None:
+    said = (
+        "# Is _this_ ~~it~~, on www.a.org or https://b.org/c or me@d.org? The *paged_decode* and __init__.\nname: a\n"
+    )
+    text = as_markdown(report_of(read_run(record(tmp_path / "mine", [check("swiglu", "fused")], source=said))))
+    assert text.startswith(
+        "# Is \\_this\\_ \\~\\~it\\~\\~, on www\\.a.org or https\\://b.org/c or me\\@d.org?\n\n"
+        "The \\*paged_decode\\* and \\_\\_init\\_\\_.\n"
+    )
+
+
 def test_json_has_every_word_and_figure(folder: Path) -> None:
     data = json.loads(as_json(report_of(read_run(folder))))
     assert data["question"]["heading"] == "Which of these <b>is</b> faster?"
@@ -138,6 +152,16 @@ def test_json_has_every_word_and_figure(folder: Path) -> None:
     roofline = sections["kernels"]["pictures"][0]
     assert roofline["rows"][0]["flops_per_byte"] == 0.25
     assert {one["status"] for one in data["failures"]} == {"failed", "wrong", "unsupported"}
+    assert data["source"] == QUESTION
+    assert data["environment"]["device.name"] == "some CPU"
+    assert data["environment"]["versions.torch"] == "2.13"
+
+
+def test_json_loses_no_column_of_a_table_that_has_two_of_a_name(folder: Path) -> None:
+    table = PlainTable("t", (Column("over"), Column("a"), Column("a")), ("head", cells("1", "2", "3")))
+    report = replace(report_of(read_run(folder)), sections=(Section("s", "S", tables=(table,)),))
+    (rows,) = [one["rows"] for one in json.loads(as_json(report))["sections"][0]["tables"]]
+    assert rows == [{"over": "head", "over (1)": "1", "a": "2", "a (3)": "3"}]
 
 
 def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
@@ -148,6 +172,21 @@ def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
     assert "No kernel's time was measured" in html
     assert "Nothing is asked" in html
     assert "None: everything that was asked for is right" in html
+
+
+def test_commands_lead_to_the_run_from_wherever_they_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = record(tmp_path / "runs" / "mine", [check("swiglu", "fused")])
+
+    def repeat() -> str:
+        return dict(report_of(read_run(folder)).commands)["Run it again, and hear what changed"]
+
+    monkeypatch.chdir(tmp_path)
+    assert repeat() == "tk repeat runs/mine"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert repeat() == f"tk repeat {folder}"
+    monkeypatch.chdir(folder)
+    assert repeat() == f"tk repeat {folder}"
 
 
 def test_a_run_that_was_cut_off_has_a_report(tmp_path: Path) -> None:
