@@ -1,19 +1,29 @@
 """Every experiment of the gallery at reduced size: what its rows must hold for its question to have an answer."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 import experiments
 from experiments.document import read_document
+from experiments.planning.models import plan_model
 from experiments.planning.plan import make_sweep
+from experiments.planning.points import points_of
 from experiments.planning.structure import parts_of
+from experiments.reporting.question import question_of
+from experiments.reporting.tables import tables_of
 from experiments.runner import failures, run_experiment
 from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, Row
+from experiments.workloads import requests_of
 from tests.experiments.in_process import InProcess
+from tkernels.device import INTERPRETER, DeviceFacts
+from tkernels.ops.paged_decode.attend import keys_per_block, launched_splits
+from tmodel import kv_bytes_per_block
 
 GALLERY = Path(experiments.__file__).parent / "gallery"
 Rows = Sequence[Row]
@@ -149,6 +159,50 @@ def test_an_experiment_answers_its_question(check: Callable[[Rows], None], check
     folder = run_experiment(make_sweep(document), tmp_path / "run", [], Console(quiet=True), executor=InProcess())
     assert failures(folder) == []
     check(folder.rows)
+    tables = tables_of(folder.rows).values()
+    said = question_of(file.read_text(), "").text
+    names = {column.name for table in tables for column in table.columns} | {"roofline"}  # which a CPU has not
+    for text in said:
+        for name in re.findall(r'"(.+?)"', text):
+            assert any(table.title.startswith(name) for table in tables), f"there is no table {name!r}"
+        for name in re.findall(r"`(.+?)`", text):
+            assert name in names or name.startswith("tk "), f"there is no column {name!r}"
+
+
+@pytest.mark.parametrize(
+    ("full", "device"), [(False, INTERPRETER), (True, DeviceFacts("H100", "sm_90", 132))], ids=["reduced", "full"]
+)
+def test_every_split_count_is_a_launch_of_its_own(full: bool, device: DeviceFacts) -> None:
+    (plan,) = make_sweep(read_document(GALLERY / "split_count.yaml", ["device=cpu"]), full=full).plans
+    variant = plan.ops["paged_decode"].variants["split_kv"]
+    asked = [dict(pick.pins) for pick in plan.picks["paged_decode"] if pick.variant == "split_kv"]
+    for point in points_of(plan)["paged_decode"]:
+        launched = []
+        for pins in asked:
+            config = variant.pinned(variant.default_config(device.arch), pins)
+            most = variant.workspace(point.axes, config, device)["acc"].shape[2]
+            block = keys_per_block(config["BLOCK_N"], int(point.axes["D"]), torch.bfloat16)
+            context = int(point.axes["N"]) * int(point.axes["S"])
+            launched.append(launched_splits(most, config["MIN_BLOCKS"] * block, block, context, None))
+        assert launched == [pins["num_splits"] for pins in asked], point.name
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["small", "full"])
+@pytest.mark.parametrize("file", sorted(GALLERY.glob("*.yaml")), ids=lambda file: file.stem)
+def test_what_runs_at_once_fits_the_cache(file: Path, full: bool) -> None:
+    """Or preemption, which nobody asked about, would be measured too."""
+    document = read_document(file)
+    document = document.full if full and document.full is not None else document
+    for part in parts_of(document):
+        source = part.experiment.model
+        for arm in part.arms if source is not None else ():
+            config, page = plan_model(source, document.folder).config, arm.scheduler.get("block_size", 16)
+            dtype = getattr(torch, part.experiment.dtype)
+            pages = arm.scheduler["kv_cache_bytes"] // kv_bytes_per_block(config, page, dtype)
+            for served in arm.workloads:
+                requests = requests_of(served.workload, config.vocab_size)
+                wanted = sorted(-(-(len(one.prompt) + one.params.max_tokens) // page) for one in requests)
+                assert sum(wanted[-arm.scheduler["max_num_seqs"] :]) <= pages, (arm.title, served.title)
 
 
 @pytest.mark.parametrize("file", sorted(GALLERY.glob("*.yaml")), ids=lambda file: file.stem)
