@@ -184,7 +184,7 @@ def run(
     ] = "local",
 ) -> None:
     """Run an experiment: check, time, serve and compare every arm, each in processes of its own."""
-    from experiments.planning.structure import refuse_early
+    from experiments.planning.early import refuse_early
 
     _refusing(refuse_early, file, overrides or [])
     from experiments.sweep.executors import make_executor
@@ -216,7 +216,7 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Where the first arm's steps spend their time, by phase, layer and op: by Nsight Systems, or recorded here."""
-    from experiments.planning.structure import refuse_early
+    from experiments.planning.early import refuse_early
 
     if file is not None:
         _refusing(refuse_early, file, overrides or [])

@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.reader import ReaderError
 
 PathParts = tuple[str | int, ...]
 
+Nodes = tuple[yaml.Node, ...]
+
+_MERGE = "tag:yaml.org,2002:merge"
 _PLACE = re.compile(r"line (\d+), column (\d+)\b")
 
 
@@ -52,9 +56,9 @@ def in_order(problems: Iterable[str]) -> list[str]:
 class Document:
     """`data` as YAML gave it, `folder` that its relative paths start from, and where each path was written.
 
-    text: the file as it was written, comments and all, before any override. faults: what is wrong with it as YAML,
-    where the rest could be read all the same. full: the document with its own section of that name applied, where it
-    has one.
+    text: the file as it was written, comments and all, before any override. faults: what is wrong with it as YAML, and
+    overrides that fit nowhere, where the rest could be read all the same. full: the document with its own section of
+    that name applied, where it has one.
     """
 
     data: Mapping[str, Any]
@@ -107,8 +111,8 @@ class Narrowed(Document):
 def read_document(file: Path, overrides: Sequence[str] = ()) -> Document:
     """Reads `file` and applies `--set` overrides, each "dotted.key=YAML value".
 
-    Raises:
-        ExperimentError: no such file, broken YAML (with its line), a key given twice, or an override that fits nowhere.
+    Raises ExperimentError where there is no such file, or it is not YAML (with its line). A key that is given twice, or
+    an override that fits nowhere, is one of the document's `faults`.
     """
     try:
         text = file.read_text(encoding="utf-8")
@@ -130,16 +134,28 @@ def _document(text: str, label: str, folder: Path, overrides: Sequence[str], *, 
     data = reader.read(text)
     if not isinstance(data, dict):
         raise ExperimentError([f"{label}: an experiment is a mapping of keys to values, got {type(data).__name__}"])
-    for key, value in data["full"].items() if full else ():
+    faults = reader.faults
+
+    def change(overrides: Iterable[str]) -> None:
+        for override in overrides:
+            try:
+                _override(data, reader.places, override)
+            except ExperimentError as error:
+                faults.extend(error.problems)
+
+    change(one for one in overrides if _is_of_full(one))
+    sizes = data.get("full")
+    for key, value in sizes.items() if full and isinstance(sizes, dict) else ():
         at = ("full", key)
         inside = {path[len(at) :]: place for path, place in reader.places.items() if path[: len(at)] == at}
         try:
-            _put(data, reader.places, key, copy.deepcopy(value), inside)
+            if _path_of(key)[0] == "full":
+                raise ExperimentError(["is not one of the sizes, but where they are"])
+            _put(data, reader.places, _path_of(key), copy.deepcopy(value), inside)
         except ExperimentError as error:
-            raise ExperimentError([f"full.{key} ({reader.places[at]}): {error}"]) from None
-    for override in overrides:
-        _override(data, reader.places, override)
-    return Document(data, folder, reader.places, text, tuple(reader.faults))
+            faults.append(f"full.{key} ({reader.places[at]}): {error}")
+    change(one for one in overrides if not _is_of_full(one))
+    return Document(data, folder, reader.places, text, tuple(faults))
 
 
 class _Reader:
@@ -153,7 +169,13 @@ class _Reader:
 
     def read(self, text: str) -> Any:
         """The text as plain data; ExperimentError where it is not YAML."""
-        loader = yaml.SafeLoader(text)
+        try:
+            loader = yaml.SafeLoader(text)
+        except ReaderError as error:
+            before = text[: error.position]
+            at = yaml.Mark(self.label, 0, before.count("\n"), len(before) - before.rfind("\n") - 1, None, 0)
+            message = f"not YAML: the character U+{ord(text[error.position]):04X} is not allowed in it"
+            raise ExperimentError([f"{self.place(at)}: {message}"]) from None
         try:
             node = loader.get_single_node()
             return None if node is None else self._value(loader, node, ())
@@ -161,31 +183,64 @@ class _Reader:
             mark = error.problem_mark or error.context_mark
             place = self.label if mark is None else self.place(mark)
             raise ExperimentError([f"{place}: not YAML: {error.problem or error.context}"]) from None
-        except yaml.YAMLError as error:
-            raise ExperimentError([f"{self.label}: not YAML: {error}"]) from None
+        except RecursionError:
+            raise ExperimentError([f"{self.label}: its lists and mappings lie too deep in each other"]) from None
         finally:
             loader.dispose()
 
-    def _value(self, loader: yaml.SafeLoader, node: yaml.Node, path: PathParts) -> Any:
-        """The node as plain data. PyYAML's own construction forgets places and lets a second key overwrite the first:
-        here it is a fault, and the first stands.
+    def _value(self, loader: yaml.SafeLoader, node: yaml.Node, path: PathParts, outer: Nodes = ()) -> Any:
+        """The node as plain data, inside the nodes `outer`. PyYAML's own construction forgets places, lets a second key
+        overwrite the first (here it is a fault, and the first stands), and follows an alias of what it is in for ever.
         """
         self.places[path] = self.place(node.start_mark)
+        if node in outer:
+            self._fault(path, "is an alias of what it is in")
+            return None
+        outer = (*outer, node)
         if isinstance(node, yaml.SequenceNode):
-            return [self._value(loader, item, (*path, i)) for i, item in enumerate(node.value)]
+            return [self._value(loader, item, (*path, i), outer) for i, item in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):
-            return loader.construct_object(node)
+            return self._scalar(loader, node, path)
         mapping: dict[str, Any] = {}
+        merged: list[yaml.Node] = []
         for key_node, item in node.value:
-            key, place = loader.construct_object(key_node), self.place(key_node.start_mark)
+            if key_node.tag == _MERGE:
+                merged += item.value if isinstance(item, yaml.SequenceNode) else [item]
+                self.places[(*path, "<<")] = self.place(key_node.start_mark)
+                continue
+            key, place = self._scalar(loader, key_node, path), self.place(key_node.start_mark)
             if not isinstance(key, str):
                 self.faults.append(f"{place}: key {key!r} must be a text")
             elif key in mapping:
                 self.faults.append(f"{dotted((*path, key))} ({place}): given twice")
             else:
-                mapping[key] = self._value(loader, item, (*path, key))
+                mapping[key] = self._value(loader, item, (*path, key), outer)
                 self.places[(*path, key)] = place
+        for base in merged:
+            self._merge(loader, base, mapping, path, outer)
         return mapping
+
+    def _merge(
+        self, loader: yaml.SafeLoader, base: yaml.Node, mapping: dict[str, Any], path: PathParts, outer: Nodes
+    ) -> None:
+        """What `<<` names, where the mapping does not say it itself."""
+        known = {at: place for at, place in self.places.items() if at[: len(path)] == path}
+        more = self._value(loader, base, path, outer)
+        self.places |= known  # of what the mapping says itself
+        if isinstance(more, dict):
+            mapping |= {key: value for key, value in more.items() if key not in mapping}
+        else:
+            self._fault((*path, "<<"), "takes a mapping, or a list of mappings")
+
+    def _scalar(self, loader: yaml.SafeLoader, node: yaml.Node, path: PathParts) -> Any:
+        try:
+            return loader.construct_object(node)
+        except (ValueError, LookupError, AttributeError):  # what PyYAML lets through of "2024-13-45" and "!!int x"
+            self._fault(path, f"{node.value!r} looks like a {node.tag.rpartition(':')[2]}, and is none")
+            return node.value
+
+    def _fault(self, path: PathParts, message: str) -> None:
+        self.faults.append(f"{dotted(path) or self.label} ({self.places.get(path, self.label)}): {message}")
 
 
 def _override(data: dict[str, Any], places: dict[PathParts, str], override: str) -> None:
@@ -199,32 +254,43 @@ def _override(data: dict[str, Any], places: dict[PathParts, str], override: str)
         raise ExperimentError(reader.faults)
     reader.places[()] = place
     try:
-        _put(data, places, key.strip(), value, reader.places)
+        _put(data, places, _path_of(key.strip()), value, reader.places)
     except ExperimentError as error:
         raise ExperimentError([f"{place}: {error}"]) from None
 
 
+def _path_of(key: str) -> PathParts:
+    """ "kernels.swiglu.1" -> ("kernels", "swiglu", 1). The keys of `full` are such texts themselves."""
+    if key.startswith("full."):
+        return "full", key.removeprefix("full.")
+    return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+
+
+def _is_of_full(override: str) -> bool:
+    return _path_of(override.partition("=")[0].strip())[0] == "full"
+
+
 def _put(
-    data: dict[str, Any], places: dict[PathParts, str], key: str, value: Any, inside: Mapping[PathParts, str]
+    data: dict[str, Any], places: dict[PathParts, str], path: PathParts, value: Any, inside: Mapping[PathParts, str]
 ) -> None:
-    """Puts a value at a dotted key; `inside` has the places of what is in it."""
-    parts: list[str | int] = [int(p) if p.isdigit() else p for p in key.split(".")]
+    """Puts a value at a path; `inside` has the places of what is in it."""
     target: Any = data
-    for depth, part in enumerate(parts[:-1]):
+    for depth, part in enumerate(path[:-1]):
         if isinstance(target, list):
-            target = _item(target, part, parts[:depth])
+            target = _item(target, part, path[:depth])
+            if not isinstance(target, dict | list):
+                raise ExperimentError([f"{dotted(path[: depth + 1])} is {target!r}, with nothing inside"])
         else:
             # A key that is not there yet may still be a valid one with a default; the schema decides.
             if not isinstance(target.get(str(part)), dict | list):
                 target[str(part)] = {}
             target = target[str(part)]
-    path = tuple(parts)
     for known in [known for known in places if known[: len(path)] == path]:
         del places[known]
     places.update({(*path, *parts_inside): at for parts_inside, at in inside.items()})
-    last = parts[-1]
+    last = path[-1]
     if isinstance(target, list):
-        _item(target, last, parts[:-1])
+        _item(target, last, path[:-1])
         target[int(last)] = value
     else:
         target[str(last)] = value

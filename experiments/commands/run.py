@@ -16,6 +16,9 @@ from experiments.sweep.tasks import Executor
 MOST_ARMS = 64
 """More are asked about first: a list too many is soon written."""
 
+MOST_CALLS = 1024
+"""Variants at points of `shapes`: likewise."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -55,6 +58,9 @@ def _run(request: Request) -> int:
     sweep = make_sweep(read_document(request.file, request.overrides), full=request.full)
     if sweep.num_arms > MOST_ARMS and not request.yes:
         raise ExperimentError([f"{request.file}: {sweep.extent}; more than {MOST_ARMS} arms are run with --yes"])
+    if sweep.num_shapes > MOST_CALLS and not request.yes:
+        asked = f"{sweep.num_shapes:,} calls of variants at points of its shapes, each to be checked and timed"
+        raise ExperimentError([f"{request.file}: {asked}; more than {MOST_CALLS:,} are run with --yes"])
     return _carry_out(request, sweep)
 
 

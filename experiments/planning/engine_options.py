@@ -3,13 +3,14 @@ model.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from experiments.document import Document
+from experiments.document import Document, PathParts
 from experiments.planning.arms import Arm
+from experiments.planning.axes import entries
 from experiments.planning.models import ModelPlan
 from experiments.planning.names import POLICIES
 from tkernels import Registry
@@ -49,26 +50,34 @@ def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def engine_problems(
-    document: Document, model: ModelPlan, arms: Sequence[Arm], ops: Registry, dtype: torch.dtype, device: torch.device
+    document: Document, model: ModelPlan, arm: Arm, ops: Registry, dtype: torch.dtype | None, device: torch.device
 ) -> list[str]:
     """Page sizes that no op takes, caches in which not one page fits, and whatever else an engine says against its
-    options before it has a model.
+    options before it has a model. Without a dtype, which stands for options that are not all known, page sizes alone.
     """
-    problems: dict[str, None] = {}
-    for arm in arms:
-        given = engine_options(arm.scheduler)
-        size, available = given["block_size"], given["kv_cache_bytes"]
-        paged = [op for op, ranges in kernel_ranges(model, arm.scheduler, dtype).items() if "S" in ranges]
-        rules = [rule for op in paged if (rule := _page_rule(ops[op].contract, size))]
-        block_bytes = kv_bytes_per_block(model.config, size, dtype)
-        if rules:
-            problems[document.problem(("scheduler", "block_size"), f"{size} tokens a page, but {rules[0]}")] = None
-        elif available is not None and available < block_bytes:
-            message = f"{available} bytes hold no page: one of {size} tokens takes {block_bytes}"
-            problems[document.problem(("scheduler", "kv_cache_bytes"), message)] = None
-        else:
-            problems |= dict.fromkeys(_conflicts(document, model, given, dtype, device))
-    return list(problems)
+    given = engine_options(arm.scheduler)
+    size, available = given["block_size"], given["kv_cache_bytes"]
+    paged = [op for op, ranges in kernel_ranges(model, {}, model.config.dtype).items() if "S" in ranges]
+    rules = [rule for op in paged if (rule := _page_rule(ops[op].contract, size))]
+    if rules:
+        return [document.problem(place_of(document, "block_size", size), f"{size} tokens a page, but {rules[0]}")]
+    if dtype is None:
+        return []
+    block_bytes = kv_bytes_per_block(model.config, size, dtype)
+    if available is not None and available < block_bytes:
+        message = f"{available} bytes hold no page: one of {size} tokens takes {block_bytes}"
+        return [document.problem(place_of(document, "kv_cache_bytes", available), message)]
+    return _conflicts(document, model, given, dtype, device)
+
+
+def place_of(document: Document, option: str, value: Any) -> PathParts:
+    """Where a scheduler option has a value."""
+    for index, options in enumerate(entries(document.data.get("scheduler"))):
+        written = options.get(option) if isinstance(options, dict) else None
+        if value in entries(written):
+            inside = (entries(written).index(value),) if isinstance(written, list) else ()
+            return ("scheduler", index, option, *inside)
+    return ("scheduler", option)
 
 
 def _conflicts(

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from experiments.document import Document, ExperimentError, PathParts, nearest
 from experiments.peers import KERNELS as PEER_KERNELS
 from experiments.peers import PEERS
 from experiments.planning.axes import choices_of, entries
+from experiments.planning.model_names import whole_sources
 from experiments.schema import VariantChoice
 from experiments.simulation.trace_files import trace_lines
 from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
@@ -47,28 +49,49 @@ def variant_names(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
     return found
 
 
-def name_problems(document: Document) -> list[str]:
+@dataclass(frozen=True)
+class Known:
+    """op -> its variants. missing: the indices of the outside folders that are not there: what they would have had is
+    not known.
+    """
+
+    variants: Mapping[str, Sequence[str]]
+    missing: tuple[int, ...]
+
+
+def known_names(document: Document) -> Known:
+    """The names that the document's ops and variants may have."""
+    written = [document.folder / str(given) for given in entries(document.data.get("variants_from"))]
+    missing = tuple(index for index, folder in enumerate(written) if not folder.is_dir())
+    return Known(variant_names([folder for folder in written if folder.is_dir()]), missing)
+
+
+def preset_table() -> Mapping[str, Mapping[str, Any]]:
+    """tmodel's presets, "trained" and "random", as its own table has them: name -> sizes."""
+    file = _folder_of("tmodel") / "presets.json"
+    table: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    return table
+
+
+def name_problems(document: Document, names: Known) -> list[str]:
     """Unknown ops, variants, policies, peers and presets, and folders and traces that are not there."""
     problems: list[str] = []
-    folders = []
-    for index, given in enumerate(entries(document.data.get("variants_from"))):
-        folder = document.folder / str(given)
-        if folder.is_dir():
-            folders.append(folder)
-        else:
-            problems.append(document.problem(("variants_from", index), f"{folder} is not a folder"))
-    # What a folder that is not there would have had is not known.
-    ops = variant_names(folders) if not problems else {}
-    for section in ("kernels", "shapes") if ops else ():
+    folders = entries(document.data.get("variants_from"))
+    for index in names.missing:
+        message = f"{document.folder / str(folders[index])} is not a folder"
+        problems.append(document.problem(("variants_from", index), message))
+    perhaps = " (unless it is in the folder that is missing)" if names.missing else ""
+    ops = names.variants
+    for section in ("kernels", "shapes"):
         written = document.data.get(section)
         for op in written if isinstance(written, dict) else ():
             if op not in ops:
-                problems.append(_unknown(document, (section, op), "op", op, list(ops)))
+                problems.append(_unknown(document, (section, op), "op", op, list(ops)) + perhaps)
             elif section == "kernels":
                 for index, choice in enumerate(choices_of(document, op)):
                     if isinstance(choice, VariantChoice) and choice.variant not in ops[op]:
                         where = ("kernels", op, index)
-                        problems.append(_unknown(document, where, f"{op} variant", choice.variant, ops[op]))
+                        problems.append(_unknown(document, where, f"{op} variant", choice.variant, ops[op]) + perhaps)
     for place, options in enumerate(entries(document.data.get("scheduler"))):
         for kind, known in POLICIES.items() if isinstance(options, dict) else ():
             for index, name in enumerate(entries(options.get(kind))):
@@ -96,15 +119,14 @@ def with_whole_path(workload: Mapping[str, Any], folder: Path) -> dict[str, Any]
 def _model_problems(document: Document) -> list[str]:
     """Presets and directories that are not there."""
     problems = []
-    file = _folder_of("tmodel") / "presets.json"
-    known = [name for names in json.loads(file.read_text(encoding="utf-8")).values() for name in names]
-    for index, source in enumerate(entries(document.data.get("model"))):
+    known = [name for presets in preset_table().values() for name in presets]
+    for index, source in enumerate(entries(whole_sources(document.data.get("model"), document.folder))):
         given = source if isinstance(source, dict) and len(source) == 1 else {}
         preset, path = given.get("preset"), given.get("path")
         if isinstance(preset, str) and preset not in known:
             problems.append(_unknown(document, ("model", index), "preset", preset, known))
-        if isinstance(path, str) and not (document.folder / path).is_dir():
-            problems.append(document.problem(("model", index), f"{document.folder / path} is not a directory"))
+        if isinstance(path, str) and not Path(path).is_dir():
+            problems.append(document.problem(("model", index), f"{path} is not a directory"))
     return problems
 
 

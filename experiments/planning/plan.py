@@ -11,19 +11,15 @@ import tkernels
 from experiments.document import Document, ExperimentError, in_order
 from experiments.peers import with_peers
 from experiments.planning.arms import Arm, Pick, ServedWorkload
-from experiments.planning.engine_options import engine_problems, kernel_ranges
+from experiments.planning.engine_options import kernel_ranges
 from experiments.planning.live_checks import live_problems
-from experiments.planning.models import ModelPlan, check_headers, plan_model
-from experiments.planning.structure import Part, parts_of
-from experiments.quantization.models import quantization_problems
-from experiments.schema import AnyWorkload, Experiment, SyntheticWorkload, TraceWorkload
-from experiments.workloads import traced_lengths
+from experiments.planning.model_checks import LookedAt, found_in, look_at
+from experiments.planning.models import ModelPlan
+from experiments.planning.structure import Part, layouts_of
+from experiments.schema import Experiment
 from tkernels import Registry, SelectionError, VariantError
 from tkernels.selection import OpAxes, with_parts
 from tkernels.variant import AxisRanges
-
-# Such a model is there to be measured on a GPU; on a CPU a workload made for that would take hours.
-_MOST_RANDOM_ON_CPU = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -63,10 +59,9 @@ class Plan:
     @cached_property
     def workloads(self) -> tuple[ServedWorkload, ...]:
         """What some arm serves, each once, in the YAML's order."""
-        served = [one for arm in self.arms for one in arm.workloads]
-        distinct = [one for index, one in enumerate(served) if one not in served[:index]]
+        distinct = {(one.name, repr(one.settings)): one for arm in reversed(self.arms) for one in arm.workloads}
         places = {id(workload): place for place, workload in enumerate(self.experiment.workload)}
-        return tuple(sorted(distinct, key=lambda one: places[id(one.workload)]))
+        return tuple(sorted(distinct.values(), key=lambda one: places[id(one.workload)]))
 
     def running(self, arm: Arm) -> dict[str, Pick]:
         """op -> the variant that an arm calls, the default where none was named. The parts of a fusion are among them
@@ -104,6 +99,12 @@ class Sweep:
         return sum(max(1, len(arm.workloads)) for plan in self.plans for arm in plan.arms)
 
     @property
+    def num_shapes(self) -> int:
+        """Points of `shapes`, each counted once for every variant that is checked and timed there."""
+        called = ((plan, op, len(picks)) for plan in self.plans for op, picks in plan.picks.items())
+        return sum(len(plan.experiment.shapes.get(op, ())) * count for plan, op, count in called)
+
+    @property
     def extent(self) -> str:
         """ "12 arms, at most 31 tasks": checks, and timings, engines and peers in every replicate."""
         variants = sum(len(picks) for plan in self.plans for picks in plan.picks.values())
@@ -118,71 +119,37 @@ def make_sweep(document: Document, *, full: bool | None = None) -> Sweep:
 
     full: whether the sizes of its section `full` are meant; None is where the device is CUDA.
     """
-    problems: list[str] = []
-    try:
-        parts_of(document)
-    except ExperimentError as error:
-        problems += error.problems
-    ops = _registry(document, problems)
-    device = _device(document, problems)
-    for some in (document, document.full):
-        problems += live_problems(some, ops) if some is not None else []
-    if device is None or problems:
+    layouts = layouts_of(document)
+    problems = [problem for layout in layouts for problem in layout.problems]
+    asked = document.full if full and document.full is not None else document
+    ops = _registry(asked, problems)
+    device = _device(asked, problems)
+    problems += [problem for layout in layouts for problem in live_problems(layout.document, ops)]
+    is_full = len(layouts) > 1 and (device is not None and device.type == "cuda" if full is None else full)
+    layout = layouts[1 if is_full else 0]
+    looked_at = [look_at(layout, part, ops, device) for part in layout.parts]
+    problems += found_in([one.problems for one in looked_at], layout.is_ruled)
+    if problems or device is None:
         raise ExperimentError(in_order(problems))
-    is_full = document.full is not None and (device.type == "cuda" if full is None else full)
-    if is_full and document.full is not None:
-        document = document.full
-    plans = []
-    for part in parts_of(document):
-        try:
-            plans.append(_plan(part, ops, device))
-        except ExperimentError as error:
-            problems += error.problems
-    if problems:
-        raise ExperimentError(in_order(problems))
-    return Sweep(document, tuple(plans), is_full)
+    plans = (_plan(part, one, ops, device) for part, one in zip(layout.parts, looked_at, strict=True))
+    return Sweep(layout.document, tuple(plans), is_full)
 
 
-def _plan(part: Part, ops: Registry, device: torch.device) -> Plan:
-    document, experiment, arms = part.document, part.experiment, part.arms
-    problems: list[str] = []
-    model: ModelPlan | None = None
-    if experiment.model is not None:
-        try:
-            model = plan_model(experiment.model, document.folder)
-            if experiment.workload and experiment.model.path is not None:
-                check_headers(model.directory())
-        except ValueError as error:
-            problems.append(document.problem(("model",), str(error)))
-    if model is not None:
-        problems += quantization_problems(document, experiment, model)
-    if problems:
-        raise ExperimentError(problems)
-    dtype = getattr(torch, experiment.dtype) if experiment.dtype else (model.config.dtype if model else torch.float32)
+def _plan(part: Part, about: LookedAt, ops: Registry, device: torch.device) -> Plan:
+    """The plan of a part that nothing is wrong with."""
+    model, dtype = about.model, about.dtype
+    assert dtype is not None
     unsupported: dict[int, str] = {}
     if model is not None:
-        if device.type == "cpu" and model.random_weights > _MOST_RANDOM_ON_CPU:
-            raise ExperimentError([document.problem(("model",), _needs_gpu(model))])
-        problems = _model_problems(part, model, arms, ops, device)
-        problems += engine_problems(document, model, arms, ops, dtype, device)
-        if problems:
-            raise ExperimentError(problems)
-        for index, arm in enumerate(arms):
+        for index, arm in enumerate(part.arms):
             try:
                 axes = kernel_ranges(model, arm.scheduler, dtype)
                 tkernels.select(arm.choices, device=device, dtype=dtype, axes=axes, ops=ops)
             except SelectionError as error:
                 unsupported[index] = str(error)
-    folders = tuple((document.folder / folder).resolve() for folder in experiment.variants_from)
-    return Plan(experiment, document.folder, ops, folders, arms, model, device, dtype, unsupported)
-
-
-def _needs_gpu(model: ModelPlan) -> str:
-    return (
-        f"{model.name} is {model.random_weights / 1e9:.1f} billion random weights, to be measured on a GPU; on a CPU, "
-        "which is the device here, that would take hours. --set model.preset=tiny, with a workload that fits it, tries "
-        "the same small"
-    )
+    folder = part.document.folder
+    folders = tuple((folder / one).resolve() for one in part.experiment.variants_from)
+    return Plan(part.experiment, folder, ops, folders, part.arms, model, device, dtype, unsupported)
 
 
 def _registry(document: Document, problems: list[str]) -> Registry:
@@ -213,42 +180,3 @@ def _device(document: Document, problems: list[str]) -> torch.device | None:
         problems.append(document.problem(("device",), f"{name!r} is not available here; there is cpu"))
         return None
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-
-
-def _longest(workload: AnyWorkload) -> int:
-    """The most tokens, in and out, of a request whose lengths are known before there is a tokenizer; else 0."""
-    if isinstance(workload, TraceWorkload):
-        return max(sum(lengths) for lengths in traced_lengths(workload))
-    return workload.longest if isinstance(workload, SyntheticWorkload) else 0
-
-
-def _model_problems(
-    part: Part, model: ModelPlan, arms: Sequence[Arm], ops: Registry, device: torch.device
-) -> list[str]:
-    document, experiment = part.document, part.experiment
-    problems = []
-    axes = kernel_ranges(model, arms[0].scheduler, torch.float32)
-    used = with_parts(axes, {}, ops, device)
-    called = {op for arm in arms for op in with_parts(axes, arm.choices, ops, device)}
-    for section in ("kernels", "shapes"):
-        for op in getattr(experiment, section):
-            if op not in used:
-                message = f"this model does not use that op; it uses {', '.join(sorted(used))}"
-                problems.append(document.problem((section, op), message))
-            elif op not in called:
-                whole = next(name for name in axes if op in with_parts({name: axes[name]}, {}, ops, device))
-                message = (
-                    f"no arm calls it, for it is a part of {whole}, of which another variant than composed is chosen"
-                )
-                problems.append(document.problem((section, op), message))
-    longest = model.config.max_position_embeddings
-    for length in (length for options in experiment.scheduler for length in options.max_model_len or ()):
-        if length > longest:
-            message = f"{length} is longer than what the model was made for, {longest}"
-            problems.append(document.problem(("scheduler", "max_model_len"), message))
-        longest = min(longest, length)
-    for index, workload in enumerate(experiment.workload):
-        if (most := _longest(workload)) > longest:
-            message = f"input_len + output_len reach {most} tokens, the model's length is {longest}"
-            problems.append(document.problem(("workload", index), message))
-    return problems

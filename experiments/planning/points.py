@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 from experiments.planning.arms import Pick
 from experiments.planning.plan import Plan
+from experiments.planning.shape_points import AS_SERVED, DTYPE_ROLES, asked_point, complete, named, used_pages
 from experiments.schema import SyntheticWorkload, TraceWorkload
 from experiments.workloads import traced_lengths
 from tkernels.check import count_programs
@@ -19,10 +19,6 @@ MOST_INTERPRETED_PROGRAMS = 192
 
 # A workload of texts has no lengths before a tokenizer is there; function headers are about this long.
 _TEXT_TOKENS = 32
-
-# What the engine's own calls look like, where a contract's first draw is a nastier one.
-_AS_SERVED: Mapping[str, Value] = {"lengths": "full", "bound": "exact", "order": "interleaved"}
-_DTYPE_ROLES = ("activation", "kv", "weight", "out")
 
 
 @dataclass(frozen=True)
@@ -56,35 +52,15 @@ def _points(plan: Plan, op: str) -> list[Point]:
                     label += _way_label(way, ways(plan.ranges[op])) + swept
                     points.append(Point(label, _fitting(plan, contract, axes, variants)))
     elif not asked and plan.device.type == "cpu":
-        points.append(Point("drawn", _complete(plan, contract, {})))  # a benchmark's sizes are a GPU's
+        points.append(Point("drawn", complete(contract, {}, plan.dtype_name)))  # a benchmark's sizes are a GPU's
     elif not asked:
         for name, benchmark in contract.benchmarks.items():
             # The experiment's dtype, or its default, stands above the benchmark's.
-            sizes = {axis: value for axis, value in benchmark.items() if axis not in _DTYPE_ROLES}
-            points.append(Point(name, _complete(plan, contract, sizes)))
-    for name, asked_axes in _named(asked).items():
-        points.append(Point(name, _complete(plan, contract, _as_served(contract, asked_axes))))
+            sizes = {axis: value for axis, value in benchmark.items() if axis not in DTYPE_ROLES}
+            points.append(Point(name, complete(contract, sizes, plan.dtype_name)))
+    for name, asked_axes in named(asked).items():
+        points.append(Point(name, asked_point(contract, asked_axes, plan.dtype_name)))
     return list({point.name: point for point in points}.values())
-
-
-def _named(asked: Sequence[Mapping[str, Value]]) -> dict[str, Mapping[str, Value]]:
-    """The points of `shapes` by name: of one all that it says, of several what tells them apart."""
-    if len(asked) == 1:
-        return {",".join(f"{axis}={value}" for axis, value in asked[0].items()): asked[0]}
-    telling: list[str] = []
-    for axis in dict.fromkeys(axis for axes in asked for axis in axes):
-        apart = [{tuple(axes.get(name) for name in names) for axes in asked} for names in (telling, [*telling, axis])]
-        telling += [axis] if len(apart[1]) > len(apart[0]) else []
-    return {",".join(f"{axis}={axes[axis]}" for axis in telling if axis in axes): axes for axes in asked}
-
-
-def _as_served(contract: Contract, axes: Mapping[str, Value]) -> dict[str, Value]:
-    """The point of `shapes` with what it leaves open as an engine's calls have it, and no more pages than it uses."""
-    given = {axis: value for axis, value in _AS_SERVED.items() if axis in contract.axis_by_name}
-    given |= axes
-    if "P" in contract.axis_by_name and "P" not in axes and ({"B", "N"} <= axes.keys() or {"T", "S"} <= axes.keys()):
-        given["P"] = max(1, _used_pages(axes))
-    return given
 
 
 def _way_label(way: AxisRanges, others: Sequence[AxisRanges]) -> str:
@@ -115,7 +91,7 @@ def _workload_points(
         steps = {"prefill": steps["prefill"]}
     points = []
     for name, step in steps.items():
-        axes = {axis: value for axis, value in _AS_SERVED.items() if axis in contract.axis_by_name}
+        axes = {axis: value for axis, value in AS_SERVED.items() if axis in contract.axis_by_name}
         for axis, bounds in ranges.items():
             low, high = bounds if isinstance(bounds, tuple) else (bounds, bounds)
             if axis not in contract.axis_by_name:
@@ -150,22 +126,6 @@ def _typical(plan: Plan) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def _plain(contract: Contract) -> Any:
-    """Draws what an op is mostly called with: the first of an enum (values are ordinary there), the largest size."""
-
-    def choose(name: str, candidates: Sequence[Value]) -> Value:
-        return max(candidates) if isinstance(contract.axis_by_name[name], Int) else candidates[0]
-
-    return choose
-
-
-def _complete(plan: Plan, contract: Contract, axes: Mapping[str, Value]) -> dict[str, Value]:
-    """The point with every axis given: the plan's dtype, and plain draws of the rest."""
-    dtype = axes.get("activation", plan.dtype_name)
-    roles = {role: dtype for role in _DTYPE_ROLES if role in contract.axis_by_name}
-    return contract.draw_axes(_plain(contract), {**roles, **axes})
-
-
 def _fitting(
     plan: Plan, contract: Contract, axes: dict[str, Value], variants: list[tuple[Variant, Pick]]
 ) -> dict[str, Value]:
@@ -176,18 +136,12 @@ def _fitting(
     while True:
         if "P" in axes:
             # The pages that the point uses: an engine's whole pool can be gigabytes of nothing but poison.
-            axes["P"] = max(1, min(_used_pages(axes), pool))
-        point = _complete(plan, contract, axes)
+            axes["P"] = max(1, min(used_pages(axes), pool))
+        point = complete(contract, axes, plan.dtype_name)
         if all(int(axes[name]) <= 1 for name in batch) or _programs(point, interpreted) <= MOST_INTERPRETED_PROGRAMS:
             return point
         for name in batch:
             axes[name] = max(1, int(axes[name]) // 2)
-
-
-def _used_pages(axes: Mapping[str, Value]) -> int:
-    if "pairs" in axes:  # one page is copied to all the others
-        return int(axes["pairs"]) + 1
-    return int(axes["B"]) * int(axes["N"]) if "B" in axes else -(-int(axes["T"]) // int(axes["S"]))
 
 
 def _programs(point: Mapping[str, Value], variants: list[tuple[Variant, Pick]]) -> int:

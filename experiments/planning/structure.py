@@ -1,96 +1,138 @@
 """An experiment's structure, without torch: its axes laid out, and every value of every part as the schema wants it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from experiments.document import Document, ExperimentError, Narrowed, PathParts, in_order, read_document
-from experiments.planning.arms import Arm, ServedWorkload
-from experiments.planning.axes import Combination, choices_of, distinct, entries, label_of, multiplied, read_branches
-from experiments.planning.names import name_problems, with_whole_path
+from pydantic import ValidationError
+
+from experiments.document import Document, ExperimentError, Narrowed, PathParts, in_order
+from experiments.planning.arms import Arm, Pick, ServedWorkload
+from experiments.planning.axes import Combination, entries, multiplied, read_branches
+from experiments.planning.names import POLICIES, Known, known_names, name_problems, with_whole_path
 from experiments.planning.shape_axes import Shape, expanded_shapes
 from experiments.planning.zip_and_exclude import sound_groups, without_excluded, written_groups
 from experiments.schema import (
     AnyWorkload,
     Experiment,
     SchedulerOptions,
-    VariantChoice,
+    Validated,
+    fit_problems,
     validate,
 )
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one model runs in one dtype. `document`: with single values where lists were axes."""
+    """What one model runs in one dtype. `document`: with single values where lists were axes.
+
+    Of a document that has faults, what is sound: experiment and arms are without what is wrong, so that the rest can be
+    looked at all the same. partial: the arms, by index, of whose scheduler options some were wrong. workload_places: of
+    each workload of the experiment, its index in `document`.
+    """
 
     document: Document
     experiment: Experiment
     arms: tuple[Arm, ...]
+    is_dtype_wrong: bool
+    partial: frozenset[int]
+    workload_places: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A document's parts, and all that is wrong with its structure and names. is_ruled: whether it is known what `zip`
+    and `exclude` leave of the arms.
+    """
+
+    document: Document
+    parts: tuple[Part, ...]
+    problems: tuple[str, ...]
+    is_ruled: bool
 
 
 def parts_of(document: Document) -> list[Part]:
     """Every part of the experiment; ExperimentError has all that is wrong with structure and names, also where only
     the full sizes are concerned.
     """
-    problems: list[str] = []
-    found: list[Part] = []
-    for some in (document, document.full):
-        if some is not None:
-            parts = _parts(some, problems)
-            found = found or parts
-    if problems:
+    layouts = layouts_of(document)
+    if problems := [problem for layout in layouts for problem in layout.problems]:
         raise ExperimentError(in_order(problems))
-    return found
+    return list(layouts[0].parts)
 
 
-def refuse_early(file: Path, overrides: Sequence[str]) -> None:
-    """Raises ExperimentError with what is wrong, where the live registry would have nothing to add to it."""
-    document = read_document(file, overrides)
-    try:
-        parts_of(document)
-    except ExperimentError:
-        if not _says_more(document):
-            raise
+def layouts_of(document: Document) -> list[Layout]:
+    """That of the document and, where it has full sizes, that of these."""
+    return [_layout(some) for some in (document, document.full) if some is not None]
 
 
-def _says_more(document: Document) -> bool:
-    """Whether the registry may have something against the document that names alone do not show: pins and shapes."""
-    kernels = document.data.get("kernels")
-    choices = [c for op in (kernels if isinstance(kernels, dict) else {}) for c in choices_of(document, op)]
-    pinned = any(isinstance(choice, VariantChoice) and choice.pins for choice in choices)
-    return pinned or bool(document.data.get("shapes")) or bool(document.data.get("variants_from"))
-
-
-def _parts(document: Document, problems: list[str]) -> list[Part]:
-    problems += document.faults
-    branches = read_branches(document, [group for _, group in written_groups(document)])
+def _layout(document: Document) -> Layout:
+    problems = list(document.faults)
+    begun = len(problems)
+    branches = read_branches(document, [group for _, group in written_groups(document)], problems)
     groups = sound_groups(document, branches, problems)
-    try:
-        points = multiplied(branches, groups)
-    except ValueError as error:
-        problems.append(document.problem((), str(error)))
-        return []
+    points = multiplied(document, branches, groups, problems)
     left = without_excluded(document, branches, points, problems) or points
+    is_ruled = len(problems) == begun
     shapes = expanded_shapes(document, problems)
-    problems += _unnamed_workloads(document)
-    problems += name_problems(document)
+    names = known_names(document)
+    problems += [*_unnamed_workloads(document), *name_problems(document, names), *fit_problems(document)]
     swept = _swept(left)
     parts = []
     for some in _by_model_and_dtype(left):
         narrowed = _narrowed(document, some, shapes)
-        try:
-            experiment = validate(narrowed)
-        except ExperimentError as error:
-            problems += error.problems
+        found = validate(narrowed)
+        problems += found.problems
+        is_ruled = is_ruled and not any(path[:1] in (("zip",), ("exclude",)) for path in found.faulty)
+        if (part := _part(narrowed, found, some, swept, names)) is not None:
+            parts.append(part)
+    return Layout(document, tuple(parts), tuple(dict.fromkeys(problems)), is_ruled)
+
+
+def _part(
+    document: Document, found: Validated, points: Sequence[Combination], swept: Sequence[str], names: Known
+) -> Part | None:
+    """None where so little is sound that nothing could be said of it."""
+    faulty = {path for path in found.faulty if path}
+    experiment = found.experiment or validate(replace(document, data=_without(document.data, faulty))).experiment
+    if experiment is None or any(path[0] == "model" for path in faulty):
+        return None
+    wrong = {path[1] if len(path) > 1 else None for path in faulty if path[0] == "workload"}
+    served = list(_served(points)) if None not in wrong else []
+    places = tuple(place for place in range(len(served)) if place not in wrong)
+    workloads = {served[place]: one for place, one in zip(places, experiment.workload, strict=True)}
+    options = entries(document.data.get("scheduler")) or [{}]
+    arms: list[Arm] = []
+    partial = set[int]()
+    for same in _by_engine(points):
+        arm, is_whole = _arm(same, workloads, swept, names, options[same[0].branch.options])
+        if not is_whole:
+            partial.add(len(arms))
+        arms.append(arm)
+    is_dtype_wrong = any(path[0] == "dtype" for path in faulty)
+    return Part(document, experiment, tuple(arms), is_dtype_wrong, frozenset(partial), places)
+
+
+def _without(data: Mapping[str, Any], faulty: Iterable[PathParts]) -> dict[str, Any]:
+    """The document's data less what is wrong: an op, a workload, or else the whole section."""
+    left = dict(data)
+    dropped = set[Any]()
+    for section, *inside in faulty:
+        given = left.get(str(section))
+        if section == "workload" and inside and isinstance(given, list):
+            dropped.add(inside[0])
+        elif section in ("kernels", "shapes") and inside and isinstance(given, dict):
+            left[str(section)] = {op: value for op, value in given.items() if op != inside[0]}
         else:
-            parts.append(Part(narrowed, experiment, _arms(some, experiment, swept)))
-    return parts
+            left.pop(str(section), None)
+    if dropped and "workload" in left:
+        left["workload"] = [one for index, one in enumerate(left["workload"]) if index not in dropped]
+    return {"name": "unnamed", **left}
 
 
 def _unnamed_workloads(document: Document) -> list[str]:
     names = [entry.get("name", "") for entry in entries(document.data.get("workload")) if isinstance(entry, dict)]
-    if len(distinct("workload", names).values) == len(names):
+    if len(set(map(repr, names))) == len(names):
         return []
     return [document.problem(("workload",), "each workload of a list needs a name of its own")]
 
@@ -174,29 +216,55 @@ def _single(document: Document, point: Combination, entry: Any, index: int, orig
     return single
 
 
-def _arms(points: Sequence[Combination], experiment: Experiment, swept: Sequence[str]) -> tuple[Arm, ...]:
-    """One arm for all points that differ in nothing but the workload."""
-    workloads = dict(zip(_served(points), experiment.workload, strict=True))
-    arms: dict[tuple[int, ...], list[Combination]] = {}
+def _by_engine(points: Sequence[Combination]) -> list[list[Combination]]:
+    """The points that differ in nothing but the workload, together."""
+    engines: dict[tuple[int, ...], list[Combination]] = {}
     for point in points:
         engine = [point.picked[name] for name in point.branch.axes if not name.startswith("workload.")]
-        arms.setdefault((point.branch.options, *engine), []).append(point)
-    made = []
-    for same in arms.values():
-        first = same[0]
-        served = [_served_workload(point, workloads[_workload_key(point)]) for point in same if workloads]
-        outer = {name: str(label_of(first.value(name))) for name in ("model", "dtype") if name in swept}
-        made.append(
-            Arm(
-                picks={op: first.value(name) for op, name in first.below("kernels").items()},
-                scheduler={option: first.value(name) for option, name in first.below("scheduler").items()},
-                swept=tuple(_key(name) for name in swept),
-                batching=first.value("batching"),
-                workloads=tuple(served),
-                **outer,
-            )
-        )
-    return tuple(made)
+        engines.setdefault((point.branch.options, *engine), []).append(point)
+    return list(engines.values())
+
+
+def _arm(
+    points: Sequence[Combination],
+    workloads: Mapping[tuple[int, ...], AnyWorkload],
+    swept: Sequence[str],
+    names: Known,
+    options: Any,
+) -> tuple[Arm, bool]:
+    """The arm of an engine's points, of what is sound: its variants, scheduler options and workloads; and whether all
+    its scheduler options are.
+    """
+    first = points[0]
+    picks = {op: first.value(name) for op, name in first.below("kernels").items()}
+    known = {op: names.variants.get(op, ()) for op in picks}
+    scheduler = {option: first.value(name) for option, name in first.below("scheduler").items()}
+    sound = {option: value for option, value in scheduler.items() if _is_option(option, value)}
+    served = [
+        _served_workload(point, workloads[key])
+        for point in points
+        if point.branch.entry is not None and (key := _workload_key(point)) in workloads
+    ]
+    outer = {name: str(first.label(name)) for name in ("model", "dtype") if name in swept}
+    arm = Arm(
+        picks={op: pick for op, pick in picks.items() if isinstance(pick, Pick) and pick.variant in known[op]},
+        scheduler=sound,
+        swept=tuple(_key(name) for name in swept),
+        batching=first.value("batching"),
+        workloads=tuple(served),
+        **outer,
+    )
+    is_known = isinstance(options, dict) and options.keys() <= SchedulerOptions.model_fields.keys()
+    return arm, is_known and len(sound) == len(scheduler)
+
+
+def _is_option(name: str, value: Any) -> bool:
+    """Whether one value of a scheduler option is as it should be."""
+    try:
+        SchedulerOptions.model_validate({name: value})
+    except ValidationError:
+        return False
+    return name not in POLICIES or value in POLICIES[name]
 
 
 def _served_workload(point: Combination, workload: AnyWorkload) -> ServedWorkload:

@@ -5,7 +5,8 @@ from typing import Any
 
 from experiments.document import Document, nearest
 from experiments.planning.arms import Pick
-from experiments.planning.axes import Branch, Combination, Groups, choices_of, entries, is_pin, label_of
+from experiments.planning.axes import Axis, Branch, Combination, Groups, choices_of, entries, is_pin
+from experiments.planning.model_names import whole_source
 from experiments.schema import VariantChoice
 
 SHAPES = "shapes."
@@ -82,7 +83,7 @@ def _group_problem(document: Document, branches: Sequence[Branch], group: Sequen
     whole = [branch for branch in branches if all(_axis_of(path) in branch.axes for path in group)]
     if not whole:
         return f"no workload with its scheduler options has all of {', '.join(group)}"
-    problems = [_lengths_problem({path: len(b.axes[_axis_of(path)].values) for path in group}) for b in whole]
+    problems = [_lengths_problem({path: len(b.axes[_axis_of(path)].order) for path in group}) for b in whole]
     return next((problem for problem in problems if problem is not None), None)
 
 
@@ -119,7 +120,8 @@ def without_excluded(
         if any(path.startswith(SHAPES) for path in rule):
             continue
         found = list(_rule_problems(document, branches, index, rule))
-        matched = {id(point) for point in points if all(_matches(point, *item) for item in rule.items())}
+        wanted = {id(branch): _matching(document, branch, rule) for branch in branches}
+        matched = {id(point) for point in points if _matches(point, wanted[id(point.branch)])}
         if not found and not matched:
             message = "matches no arm: no arm has all of these together"
             found.append(document.problem(("exclude", index), message))
@@ -138,24 +140,22 @@ def _rule_problems(
         if path not in known:
             yield document.problem(("exclude", index, path), _unknown(path, known))
             continue
-        there = list(dict.fromkeys(text for branch in branches for text in _texts(branch, path)))
+        there = list(dict.fromkeys(str(label) for branch in branches for label in _labels(branch, path)))
         for one in entries(value):
-            if not any(_is(one, mine) for branch in branches for mine in _values(branch, path)):
+            if not any(_is_picked(document, branch, path, one) for branch in branches):
                 message = f"no arm has {one!r} there: there is {', '.join(there)}{nearest(one, there)}"
                 yield document.problem(("exclude", index, path), message)
 
 
-def _values(branch: Branch, path: str) -> list[Any]:
+def _labels(branch: Branch, path: str) -> list[Any]:
+    """What may be at a path, as it is called."""
     if path == "workload":
         return [branch.workload]
     axis = branch.axes.get(_axis_of(path))
     if axis is None:
         return []
-    return [_pin(pick, path) for pick in axis.values] if is_pin(path) else list(axis.values)
-
-
-def _texts(branch: Branch, path: str) -> list[str]:
-    return [str(label_of(value)) for value in _values(branch, path) if value is not None]
+    found = [_pin(pick, path) for pick in axis.values] if is_pin(path) else axis.labels
+    return [label for label in found if label is not None]
 
 
 def _pin(pick: Any, path: str) -> Any:
@@ -163,17 +163,43 @@ def _pin(pick: Any, path: str) -> Any:
     return dict(pick.pins).get(pin) if isinstance(pick, Pick) and pick.variant == variant else None
 
 
-def _is(wanted: Any, mine: Any) -> bool:
-    """A variant's name stands for all its pinnings."""
-    if isinstance(mine, Pick):
-        return wanted in (mine.variant, mine.label)
-    return mine is not None and wanted in (mine, label_of(mine))
-
-
-def _matches(point: Combination, path: str, wanted: Any) -> bool:
+def _is_picked(document: Document, branch: Branch, path: str, wanted: Any) -> bool:
+    """Whether any point of the branch has it."""
     if path == "workload":
-        return point.branch.workload in entries(wanted)
-    if _axis_of(path) not in point.picked:
-        return False
-    mine = point.value(_axis_of(path))
-    return any(_is(one, _pin(mine, path) if is_pin(path) else mine) for one in entries(wanted))
+        return bool(branch.workload == wanted)
+    return bool(meant(document, branch.axes.get(_axis_of(path)), path, wanted))
+
+
+def meant(document: Document, axis: Axis | None, path: str, wanted: Any) -> set[int]:
+    """Which values of a path's axis a rule's value means: those that are called so. A variant's name stands for all its
+    pinnings; a model may also be as it is written, or its directory alone, where none is called so.
+    """
+    if axis is None:
+        return set()
+    found = set()
+    for index, (value, label) in enumerate(zip(axis.values, axis.labels, strict=True)):
+        mine = [_pin(value, path)] if is_pin(path) else [value.variant, label] if isinstance(value, Pick) else [label]
+        if wanted is not None and wanted in mine:
+            found.add(index)
+    if path == "model" and not found:
+        source = whole_source({"path": wanted} if isinstance(wanted, str) else wanted, document.folder)
+        found = {index for index, value in enumerate(axis.values) if value == source}
+    return found
+
+
+def _matching(document: Document, branch: Branch, rule: Mapping[str, Any]) -> dict[str, set[int]] | None:
+    """Axis -> which of its values a rule takes, for all that it names; None where the branch is not of the rule."""
+    found: dict[str, set[int]] = {}
+    for path, value in rule.items():
+        if path == "workload":
+            if branch.workload not in entries(value):
+                return None
+            continue
+        name = _axis_of(path)
+        some = {index for one in entries(value) for index in meant(document, branch.axes.get(name), path, one)}
+        found[name] = found[name] & some if name in found else some
+    return found
+
+
+def _matches(point: Combination, wanted: Mapping[str, set[int]] | None) -> bool:
+    return wanted is not None and all(point.picked.get(name) in some for name, some in wanted.items())

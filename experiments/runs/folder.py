@@ -25,12 +25,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from experiments.document import ExperimentError
-from experiments.planning.axes import entries
-from experiments.planning.names import with_whole_path
-from experiments.planning.plan import Plan, Sweep
+from experiments.planning.plan import Sweep
+from experiments.planning.resolved import resolved_text
 from experiments.runs.columns import columns
 from experiments.runs.provenance import source_files
 from experiments.runs.reading import SCHEMA, SOURCE, read_meta, read_run
@@ -263,49 +260,3 @@ def _write(path: Path, text: str) -> None:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def resolved_text(sweep: Sweep) -> str:
-    """resolved.yaml."""
-    return yaml.safe_dump(resolved(sweep), sort_keys=False, width=100, allow_unicode=True)
-
-
-def resolved(sweep: Sweep) -> dict[str, Any]:
-    """The experiment with what it left open filled in, and its axes as they were written; it is a valid experiment
-    itself, wherever it lies, of the sizes that were run.
-    """
-    plan, experiment, written = sweep.plans[0], sweep.experiment, sweep.document.data
-    data: dict[str, Any] = experiment.model_dump(mode="json", exclude_none=True)
-    if len(experiment.scheduler) == 1:
-        (data["scheduler"],) = data["scheduler"]
-    data["device"] = str(plan.device)
-    dtypes = list(dict.fromkeys(each.dtype_name for each in sweep.plans))
-    data["dtype"] = dtypes if isinstance(written.get("dtype"), list) else dtypes[0]
-    if experiment.model is not None:
-        sources = [_source_of(each) for each in sweep.plans]
-        distinct = [source for index, source in enumerate(sources) if source not in sources[:index]]
-        data["model"] = distinct if isinstance(written["model"], list) else distinct[0]
-        if written.get("dtype") is None and len(dtypes) > 1:
-            del data["dtype"]  # each model has its own
-    if any(served.settings for each in sweep.plans for arm in each.arms for served in arm.workloads):
-        found = [with_whole_path(entry, plan.folder) for entry in entries(written["workload"])]
-        data["workload"] = found if isinstance(written["workload"], list) else found[0]
-    if experiment.shapes:
-        data["shapes"] = written["shapes"]
-    for name in ("text", "calibration"):
-        if experiment.quantization is not None and (file := getattr(experiment.quantization, name)) is not None:
-            data["quantization"][name] = str((plan.folder / file).resolve())
-    data["variants_from"] = [str(folder) for folder in plan.variant_folders]
-    del data["full"]
-    return {key: data[key] for key in type(experiment).model_fields if data.get(key) not in (None, {}, [])}
-
-
-def _source_of(plan: Plan) -> dict[str, str]:
-    """A plan's model, wherever the experiment lies."""
-    source = plan.experiment.model
-    assert source is not None
-    assert plan.model is not None
-    if source.path is not None:
-        return {"path": str(plan.model.directory().resolve())}
-    found: dict[str, str] = source.model_dump(mode="json", exclude_none=True)
-    return found

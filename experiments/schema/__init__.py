@@ -8,7 +8,9 @@ from experiments.schema.experiment import (
     ModelSource,
     Quantization,
     QuantizationSettings,
+    Validated,
     VariantChoice,
+    fit_problems,
     validate,
 )
 from experiments.schema.scheduler import SchedulerOptions
@@ -39,7 +41,9 @@ __all__ = [
     "SchedulerOptions",
     "SyntheticWorkload",
     "TraceWorkload",
+    "Validated",
     "VariantChoice",
     "Workload",
+    "fit_problems",
     "validate",
 ]

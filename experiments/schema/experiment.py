@@ -1,12 +1,13 @@
 """The whole of an experiment's YAML."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
 
-from experiments.document import Document, ExperimentError
+from experiments.document import Document, PathParts
 from experiments.schema.faults import A_MODEL, explain
 from experiments.schema.scheduler import SchedulerOptions
 from experiments.schema.values import Count, Counts, Strict, as_list
@@ -119,26 +120,45 @@ class Experiment(Strict):
     exclude: list[Annotated[Mapping[str, Any], Field(min_length=1)]] = []
     full: Mapping[str, Any] = {}
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> "Experiment":
-        if self.workload and self.model is None:
-            raise ValueError("a workload needs a model")
-        if self.quantization is not None and self.model is None:
-            raise ValueError("quantization needs a model")
-        if self.peers and not self.workload:
-            raise ValueError("peers serve a workload; there is none")
-        if self.model is None and not self.kernels:
-            raise ValueError("there is nothing to do: neither a model nor kernels are given")
-        if "static" in self.batching and any(getattr(workload, "late", None) for workload in self.workload):
-            raise ValueError("static batching is of requests that are all there: it goes with no late ones")
-        return self
+
+@dataclass(frozen=True)
+class Validated:
+    """What the schema makes of a document: an Experiment, or what is wrong, and where."""
+
+    experiment: Experiment | None
+    problems: tuple[str, ...] = ()
+    faulty: tuple[PathParts, ...] = ()
 
 
-def validate(document: Document) -> Experiment:
-    """The document as an Experiment; ExperimentError lists everything that is wrong with its structure."""
+def validate(document: Document) -> Validated:
+    """The document as an Experiment; everything that is wrong with its structure."""
     try:
-        return Experiment.model_validate(document.data)
+        return Validated(Experiment.model_validate(document.data))
     except ValidationError as error:
         # A value of a union is reported once for each of its types.
         problems = dict.fromkeys(explain(document, Experiment, dict(e)) for e in error.errors())
-        raise ExperimentError(list(problems)) from None
+        return Validated(None, tuple(problems), tuple(e["loc"] for e in error.errors()))
+
+
+def fit_problems(document: Document) -> list[str]:
+    """Sections that do not go together, told from what is written, be it as it should be or not."""
+    given = document.data
+    workloads = _listed(given.get("workload"))
+    messages = []
+    if not given.keys() - Experiment.model_fields.keys():  # else what is missing may be there by a wrong name
+        if workloads and not given.get("model"):
+            messages.append("a workload needs a model")
+        if given.get("quantization") and not given.get("model"):
+            messages.append("quantization needs a model")
+        if given.get("peers") and not workloads:
+            messages.append("peers serve a workload; there is none")
+        if not given.get("model") and not given.get("kernels"):
+            messages.append("there is nothing to do: neither a model nor kernels are given")
+    is_late = any(isinstance(workload, dict) and workload.get("late") for workload in workloads)
+    if "static" in _listed(given.get("batching")) and is_late:
+        messages.append("static batching is of requests that are all there: it goes with no late ones")
+    return [document.problem((), message) for message in messages]
+
+
+def _listed(value: Any) -> list[Any]:
+    return [one for one in as_list(value) if one is not None]

@@ -248,6 +248,16 @@ def test_more_arms_than_usual_are_asked_about(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_more_shapes_than_usual_are_asked_about(tmp_path: Path) -> None:
+    shapes = f"shapes: {{swiglu: [{{T: {[*range(1, 41)]}, I: {[*range(1, 31)]}}}]}}\n"
+    (tmp_path / "many.yaml").write_text(f"name: many\nkernels: {{swiglu: [torch]}}\n{shapes}")
+    result = tk("run", tmp_path / "many.yaml", "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "1,200 calls of variants at points of its shapes" in result.output
+    assert "more than 1,024 are run with --yes" in result.output
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("op", tkernels.OPS)
 def test_the_axes_that_ops_asks_about_are_those_of_a_call(op: str) -> None:
     contract = tkernels.OPS[op].contract

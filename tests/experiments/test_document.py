@@ -57,13 +57,14 @@ def test_set_puts_a_yaml_value_at_a_dotted_key(override: str, path: tuple[str | 
         ("=3", "must be key=value"),
         ("kernels.swiglu.7=torch", "kernels.swiglu is a list of 2"),
         ("kernels.swiglu.last=torch", "kernels.swiglu is a list of 2"),
+        ("kernels.swiglu.0.fused=1", r"kernels.swiglu\[0\] is 'torch', with nothing inside"),
         ("name=[", "not YAML"),
     ],
 )
 def test_a_set_that_fits_nowhere_is_refused(override: str, message: str) -> None:
     with pytest.raises(ExperimentError, match=message) as caught:
-        parse(TEXT, override)
-    assert str(caught.value).startswith(f"--set {override}")
+        parts_of(parse(TEXT, override))
+    assert any(problem.startswith(f"--set {override}") for problem in caught.value.problems)
 
 
 @pytest.mark.parametrize(
@@ -74,11 +75,46 @@ def test_a_set_that_fits_nowhere_is_refused(override: str, message: str) -> None
         ("- a\n", "a.yaml: an experiment is a mapping of keys to values, got list"),
         ("", "a.yaml: an experiment is a mapping"),
         ("1: a\n", "line 1, column 1: key 1 must be a text"),
+        ("name: a\nseed: '\a'", r"a.yaml, line 2, column 8: not YAML: the character U\+0007 is not allowed"),
+        ("name: a\nseed: 2024-13-45", r"seed \(a.yaml, line 2, column 7\): '2024-13-45' looks like a timestamp"),
+        ("seed: !!int x", r"seed \(a.yaml, line 1, column 7\): 'x' looks like a int, and is none"),
+        ("seed: !!bool perhaps", "'perhaps' looks like a bool, and is none"),
+        (
+            "kernels: &k {swiglu: [*k]}",
+            r"kernels.swiglu\[0\] \(a.yaml, line 1, column .*\): is an alias of what it is in",
+        ),
+        ("exclude: " + "[" * 9999, "a.yaml: its lists and mappings lie too deep in each other"),
+        ("<<: [3]", r"<< \(a.yaml, line 1, column 1\): takes a mapping"),
+        ("full: {full.x: 1}", r"full.full.x \(a.yaml, line 1, column 8\): is not one of the sizes"),
     ],
 )
 def test_broken_yaml_is_refused_with_its_line(text: str, message: str) -> None:
     with pytest.raises(ExperimentError, match=message):
         parts_of(parse(text))
+
+
+def test_a_merged_key_is_where_it_was_written_and_gives_way_to_the_mappings_own() -> None:
+    base = "full: {x: &base {max_num_seqs: 4, block_size: 8}, y: &other {block_size: 32, order: fcfs}}\n"
+    document = parse(f"{base}scheduler:\n  block_size: 16\n  <<: [*base, *other]\n  overlap: true\n")
+    assert document.data["scheduler"] == {"block_size": 16, "overlap": True, "max_num_seqs": 4, "order": "fcfs"}
+    where = {option: document.where(("scheduler", option)) for option in ("block_size", "max_num_seqs", "order")}
+    assert [place.partition("line ")[2] for place in where.values()] == [
+        "3, column 3)",
+        "1, column 18)",
+        "1, column 78)",
+    ]
+    assert document.faults == ()
+
+
+def test_the_sizes_of_full_may_be_set() -> None:
+    (sized, made) = (parse(TEXT + more, "full.kernels.swiglu=[torch]") for more in ("full: {dtype: float32}\n", ""))
+    assert sized.full is not None
+    assert made.full is not None
+    assert sized.full.data["kernels"] == made.full.data["kernels"] == {"swiglu": ["torch"]}
+    assert (sized.full.data["dtype"], "dtype" in made.full.data) == ("float32", False)
+    assert sized.data["kernels"] == {"swiglu": ["torch", "fused"]}
+    (fault,) = parse(TEXT, "full={kernels.swiglu.5: torch}").full.faults
+    assert fault.startswith("full.kernels.swiglu.5 (--set full={kernels.swiglu.5: torch}): kernels.swiglu is a list")
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from rich.console import Console
 import experiments.stages.engine
 from experiments.document import ExperimentError, read_document
 from experiments.planning.plan import Plan, make_sweep
+from experiments.planning.resolved import resolved_text
 from experiments.reporting.tables import print_report
 from experiments.runner import failures
-from experiments.runs.folder import RunFolder, resolved_text
+from experiments.runs.folder import RunFolder
 from experiments.runs.rows import ROW, CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, SpeedupRow
 from experiments.stages.parity import first_difference
 from experiments.timed_llm import TimedLLM

@@ -1,9 +1,12 @@
 """A sweep is the product of its lists."""
 
+import time
 from itertools import product
 from pathlib import Path
 
-from experiments.document import parse_document
+import pytest
+
+from experiments.document import ExperimentError, parse_document
 from experiments.planning.arms import Arm
 from experiments.planning.structure import parts_of
 
@@ -54,3 +57,22 @@ def test_sets_of_options_follow_one_another_and_batching_is_the_fastest() -> Non
         for batching in ("static", "continuous")
     ]
     assert {arm.scheduler["order"] for arm in found} == {"fcfs"}
+
+
+def test_an_arm_of_several_that_has_nothing_of_what_differs() -> None:
+    found = arms("scheduler: [{}, {prefix_cache: hash}]")
+    assert [arm.title for arm in found] == ["defaults", "prefix_cache=hash"]
+    assert arms("scheduler: {}")[0].title == "the only arm"
+
+
+def test_pins_that_multiply_to_too_many_are_not_laid_out() -> None:
+    pins = ", ".join(f"{pin}: {list(range(1, 101))}" for pin in ("BLOCK_N", "num_splits", "num_warps"))
+    with pytest.raises(ExperimentError, match=r"kernels.paged_decode .*: the lists multiply to 1,000,000 points"):
+        arms(f"kernels: {{paged_decode: {{split_kv: {{{pins}}}}}}}")
+
+
+def test_a_long_list_is_soon_read() -> None:
+    began = time.monotonic()
+    with pytest.raises(ExperimentError, match="the lists multiply to 200,000 points"):
+        arms(f"scheduler: {{max_num_seqs: {list(range(1, 200_001))}}}")
+    assert time.monotonic() - began < 60

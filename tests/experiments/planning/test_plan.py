@@ -17,7 +17,6 @@ from experiments.schema import ModelSource
 from tests.tkernels.outside import write_variant
 from tests.tmodel.formats.by_hand import Kind
 from tests.tmodel.formats.models import write_models
-from tkernels import ContractError
 from tkernels.check import count_programs
 from tmodel import load_config
 from tmodel.presets import PRESETS
@@ -235,9 +234,20 @@ def test_a_shape_may_have_a_dtype_of_its_own(plan: MakePlan) -> None:
 
 
 def test_a_shape_that_breaks_a_constraint(plan: MakePlan) -> None:
-    made = plan(kernels={"paged_decode": "torch"}, shapes={"paged_decode": [{"Hq": 3, "Hkv": 2}]})
-    with pytest.raises(ContractError, match="Hq % Hkv == 0"):
-        points_of(made)
+    with pytest.raises(ExperimentError, match=r"shapes.paged_decode\[0\] \(.*, line 6, column 5\): Hq % Hkv == 0"):
+        plan(kernels={"paged_decode": "torch"}, shapes={"paged_decode": [{"Hq": 3, "Hkv": 2}]})
+
+
+def test_shapes_of_which_one_says_more_all_have_a_name(plan: MakePlan) -> None:
+    shapes = {"swiglu": [{"T": 2, "I": 8}, {"T": 2, "I": 8, "activation": "float16"}]}
+    points = points_of(plan(kernels={"swiglu": "torch"}, shapes=shapes))["swiglu"]
+    assert [point.name for point in points] == ["T=2,I=8", "activation=float16"]
+
+
+def test_a_shape_may_leave_its_pages_open(plan: MakePlan) -> None:
+    shapes = {"paged_prefill": [{"B": 2, "T": 8, "S": 16}]}
+    (point,) = points_of(plan(kernels={"paged_prefill": "torch"}, shapes=shapes))["paged_prefill"]
+    assert point.axes["B"] == 2
 
 
 def test_parts_are_picked_only_where_an_arm_composes_them(plan: MakePlan) -> None:

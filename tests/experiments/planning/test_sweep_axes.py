@@ -11,8 +11,8 @@ from experiments.planning.arms import Arm
 from experiments.planning.names import variant_names
 from experiments.planning.plan import make_sweep
 from experiments.planning.points import points_of
+from experiments.planning.resolved import resolved_text
 from experiments.planning.structure import Part, parts_of
-from experiments.runs.folder import resolved_text
 from tests.experiments.conftest import Write
 from tests.tkernels.outside import write_variant
 from tkernels import OPS
@@ -103,6 +103,22 @@ def test_pins_of_one_variant_vary_together_and_with_a_scheduler_option() -> None
     ]  # fmt: skip
 
 
+def test_lists_with_a_value_twice_vary_together_place_by_place() -> None:
+    (arm,) = arms(
+        "zip: [[workload.num_requests, workload.input_len]]\n"
+        "workload: {kind: synthetic, num_requests: [1, 8, 8, 8], input_len: [16, 16, 64, 64], output_len: 4}"
+    )
+    assert [tuple(served.settings.values()) for served in arm.workloads] == [(1, 16), (8, 16), (8, 64)]
+    one, other = arms(
+        "zip: [[scheduler.max_num_seqs, workload.num_requests]]\nscheduler: {max_num_seqs: [1, 8, 8]}\n"
+        "workload: {kind: synthetic, num_requests: [1, 16, 64], input_len: 8, output_len: 4}"
+    )
+    assert [(arm.settings, [served.settings for served in arm.workloads]) for arm in (one, other)] == [
+        ({"max_num_seqs": 1}, [{"workload.num_requests": 1}]),
+        ({"max_num_seqs": 8}, [{"workload.num_requests": 16}, {"workload.num_requests": 64}]),
+    ]  # fmt: skip
+
+
 def test_what_a_rule_matches_is_left_out() -> None:
     text = (
         "dtype: [float32, bfloat16]\nmodel: {preset: tiny}\nbatching: [continuous, static]\n"
@@ -162,6 +178,18 @@ def test_sizes_in_shapes_are_points() -> None:
         ("exclude: [{kernels.paged_decode: torch, kernels.paged_decode.split_kv.num_splits: 4}]", "matches no arm"),
         ("exclude: [{shapes.swiglu.T: 4}]", "'shapes.swiglu.T' is no axis here"),
         ("exclude: [{}]", "must be a mapping of at least 1"),
+        (
+            "shapes: {swiglu: [{T: [2, 4], I: 8}]}\nexclude: [{shapes.swiglu.T: 5}]",
+            "exclude[0].shapes.swiglu.T (a.yaml, line 6, column 12): no shape has 5 there: there is 2, 4",
+        ),
+        (
+            "shapes: {swiglu: [{T: 2, I: 8}, {T: 4, I: 16}]}\nexclude: [{shapes.swiglu.T: 2, shapes.swiglu.I: 16}]",
+            "exclude[0] (a.yaml, line 6, column 11): matches no shape: none has all of these together",
+        ),
+        (
+            f"shapes: {{swiglu: [{{T: {[*range(1, 200)]}, I: {[*range(1, 200)]}}}]}}",
+            "shapes.swiglu[0] (a.yaml, line 5, column 19): the lists multiply to 39,601 points; 10,000 are",
+        ),
     ],
 )
 def test_what_zip_and_exclude_refuse(text: str, message: str) -> None:
@@ -176,6 +204,8 @@ def test_too_many_points_are_not_laid_out() -> None:
     lists = ", ".join(f"{key}: {list(range(1, 60))}" for key in ("block_size", "max_num_seqs", "max_chunk_tokens"))
     (problem,) = problems(f"scheduler: {{{lists}}}")
     assert "multiply to 205,379 points" in problem
+    found = problems(f"scheduler: {{{lists}, order: lifo}}\nkernels: {{swiglu: fusd}}")
+    assert [line.partition(" (")[0] for line in found] == ["the experiment", "scheduler.order", "kernels.swiglu"]
 
 
 def test_a_value_of_a_list_is_refused_at_its_own_place() -> None:

@@ -1,0 +1,65 @@
+"""A point of an op from the sizes that are given of it: what is left open is as an engine's calls have it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tkernels.contract import Contract, Int, Value
+
+# What the engine's own calls look like, where a contract's first draw is a nastier one.
+AS_SERVED: Mapping[str, Value] = {"lengths": "full", "bound": "exact", "order": "interleaved"}
+DTYPE_ROLES = ("activation", "kv", "weight", "out")
+
+
+def named(asked: Sequence[Mapping[str, Value]]) -> dict[str, Mapping[str, Value]]:
+    """The points of `shapes` by name: of one all that it says, of several what tells them apart; of one that has none
+    of that, all.
+    """
+    if len(asked) == 1:
+        return {_said(asked[0], asked[0]): asked[0]}
+    telling: list[str] = []
+    for axis in dict.fromkeys(axis for axes in asked for axis in axes):
+        apart = [{tuple(axes.get(name) for name in names) for axes in asked} for names in (telling, [*telling, axis])]
+        telling += [axis] if len(apart[1]) > len(apart[0]) else []
+    return {_said(axes, telling) or _said(axes, axes): axes for axes in asked}
+
+
+def _said(axes: Mapping[str, Value], names: Iterable[str]) -> str:
+    return ",".join(f"{name}={axes[name]}" for name in names if name in axes) or ("" if axes else "drawn")
+
+
+def asked_point(contract: Contract, asked: Mapping[str, Value], dtype: str) -> dict[str, Value]:
+    """A point of `shapes` with every axis given; ContractError where it breaks a constraint."""
+    return complete(contract, _as_served(contract, asked), dtype)
+
+
+def _as_served(contract: Contract, axes: Mapping[str, Value]) -> dict[str, Value]:
+    """The point of `shapes` with what it leaves open as an engine's calls have it, and no more pages than it uses."""
+    given = {axis: value for axis, value in AS_SERVED.items() if axis in contract.axis_by_name}
+    given |= axes
+    is_sized = {"B", "N"} <= axes.keys() or ("B" not in axes and {"T", "S"} <= axes.keys())
+    if "P" in contract.axis_by_name and "P" not in axes and is_sized:
+        given["P"] = max(1, used_pages(axes))
+    return given
+
+
+def complete(contract: Contract, axes: Mapping[str, Value], dtype: str) -> dict[str, Value]:
+    """The point with every axis given: the dtype where it gives none itself, and plain draws of the rest."""
+    dtype = str(axes.get("activation", dtype))
+    roles = {role: dtype for role in DTYPE_ROLES if role in contract.axis_by_name}
+    return contract.draw_axes(_plain(contract), {**roles, **axes})
+
+
+def _plain(contract: Contract) -> Any:
+    """Draws what an op is mostly called with: the first of an enum (values are ordinary there), the largest size."""
+
+    def choose(name: str, candidates: Sequence[Value]) -> Value:
+        return max(candidates) if isinstance(contract.axis_by_name[name], Int) else candidates[0]
+
+    return choose
+
+
+def used_pages(axes: Mapping[str, Value]) -> int:
+    """The pages of a cache that a point uses."""
+    if "pairs" in axes:  # one page is copied to all the others
+        return int(axes["pairs"]) + 1
+    return int(axes["B"]) * int(axes["N"]) if "B" in axes else -(-int(axes["T"]) // int(axes["S"]))
