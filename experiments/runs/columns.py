@@ -16,7 +16,7 @@ def columns() -> dict[str, Any]:
     """{"schema", "every row": {column: about}, "stages": {stage: {column: about}}}; about: type, unit, meaning, and
     of a stage's own columns "given": the statuses of the rows that have them.
 
-    type: as JSON has it, "or null" where it may be. An error ratio without bound is the text "Infinity".
+    type: as JSON has it, "or null" where it may be. A number is a finite one: "not_finite" tells which are null for it.
     """
     shared = set.intersection(*(set(row.model_fields) for row in ROW_TYPES)) - {"stage"}
     schemas = {row: TypeAdapter(row).json_schema()["properties"] for row in ROW_TYPES}

@@ -5,7 +5,9 @@ that no speed of a wrong kernel can be written down. What each column means, and
 columns.json in a run's folder is made of that.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, model_validator
@@ -21,11 +23,16 @@ def column(meaning: str, unit: str | None = None, default: Any = None) -> Any:
     return Field(default, description=meaning, json_schema_extra=extra)
 
 
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+_WORDS: Mapping[str, float] = {"infinite": math.inf, "minus infinity": -math.inf, "not a number": math.nan}
+
+
 class _Row(BaseModel):
     """What every row says."""
 
-    # An error without bound is "Infinity": null would say that there was none.
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+    # JSON has no other numbers, and a text in their place makes texts of the whole column for those who read it.
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="null")
     required: ClassVar[Mapping[str, frozenset[str]]]
     """status -> the figures that a row of it has; every other figure is forbidden."""
 
@@ -43,11 +50,30 @@ class _Row(BaseModel):
     device: str = column("type of the device: cpu or cuda; its name is in environment.json", default=...)
     status: Status = column("ok, or why there is no figure: wrong, unsupported, failed", default=...)
     reason: str | None = column("why it is not ok; null where it is")
+    not_finite: str | None = column(
+        "the figures that are null because they came out infinite or as no number, in words: max_error_ratio is "
+        "infinite; null where there are none"
+    )
     yardstick_us: float | None = column(
         "median time of a fixed piece of work, taken in turns with this row's times: how fast the machine was; null "
         "where none was taken, as on a GPU",
         "us",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _told_in_words(cls, data: Any) -> Any:
+        """A row as it was before it was written: what `not_finite` tells is the figures' own again."""
+        if not isinstance(data, Mapping) or not isinstance(told := data.get("not_finite"), str):
+            return data
+        row = {**data, "not_finite": None}
+        for one in told.split("; "):
+            path, _, words = one.partition(" is ")
+            name, _, key = path.partition(".")
+            if words not in _WORDS or not isinstance(row.get(name), Mapping if key else NoneType):
+                raise ValueError(f"not_finite tells of no figure: {one!r}")
+            row[name] = {**row[name], key: _WORDS[words]} if key else _WORDS[words]
+        return row
 
     @model_validator(mode="after")
     def _figures_fit_the_status(self) -> "_Row":
@@ -68,8 +94,25 @@ class _Row(BaseModel):
         return self
 
     def as_json(self) -> str:
-        """One line."""
-        return self.model_dump_json(include=set(_Row.model_fields) | self.model_fields_set)
+        """One line, whose numbers are finite; what is not is null, and `not_finite` tells it."""
+        told = "; ".join(f"{name} is {_in_words(value)}" for name, value in self._odd_figures())
+        row = self.model_copy(update={"not_finite": told}) if told else self
+        return row.model_dump_json(include=set(_Row.model_fields) | self.model_fields_set)
+
+    def _odd_figures(self) -> Iterator[tuple[str, float]]:
+        """Those that are no finite numbers; "first_divergence.margin" is a key of a column."""
+        for name in self.__class__.model_fields:
+            value = getattr(self, name)
+            parts = {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+            yield from ((path, part) for path, part in parts.items() if _is_odd(part))
+
+
+def _is_odd(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _in_words(value: float) -> str:
+    return "not a number" if math.isnan(value) else "infinite" if value > 0 else "minus infinity"
 
 
 class CheckRow(_Row):
@@ -106,7 +149,7 @@ class KernelRow(_Row):
     iqr_us: float | None = column("distance between the samples' first and third quartile", "us")
     min_us: float | None = column("smallest sample", "us")
     max_us: float | None = column("largest sample", "us")
-    samples_us: list[float] | None = column("the samples, in order, each a mean over a few calls", "us")
+    samples_us: list[Finite] | None = column("the samples, in order, each a mean over a few calls", "us")
     timer: str | None = column("what took the time, and of a GPU how it was launched and whether its L2 was cold")
     speed_reason: str | None = column("why there is no time; null where there is one")
     roofline_fraction: float | None = column("the time that the roofline allows over median_us", "ratio")
@@ -135,7 +178,7 @@ class _ServedRow(_Row):
     output_tokens: int | None = column("of all requests", "tokens")
     tokens_per_s: float | None = column("output tokens a second, the median over rounds", "tokens/s")
     tokens_per_s_iqr: float | None = column("distance between the rounds' quartiles; null of one round", "tokens/s")
-    seconds: list[float] | None = column("of each round, from its start to its last token", "s")
+    seconds: list[Finite] | None = column("of each round, from its start to its last token", "s")
     ttft_s: dict[str, float] | None = column(
         "p50, p90, p99 over rounds of the requests' times to the first token; of late requests alone where there are "
         "some",
@@ -273,7 +316,7 @@ class SpeedupRow(_Row):
     peer_settings: dict[str, Any] | None = column("what it was run with, in their own units")
     speedup: float | None = column("median of speedups", "ratio")
     speedup_iqr: float | None = column("distance between the quartiles of speedups; null of one", "ratio")
-    speedups: list[float] | None = column(
+    speedups: list[Finite] | None = column(
         "the arm's tokens a second over the peer's, each the median over its rounds, in every replicate in which both "
         "were timed",
         "ratio",

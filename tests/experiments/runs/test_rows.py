@@ -1,12 +1,13 @@
 """A row's status decides which figures it may carry."""
 
 import json
+import math
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from experiments.runs.rows import ROW, CheckRow, EngineRow, KernelRow, StepRow
+from experiments.runs.rows import ROW, CheckRow, EngineRow, KernelRow, ParityRow, StepRow
 
 COMMON: dict[str, Any] = {
     "run_id": "a", "arm": {"swiglu": "fused"}, "op": "swiglu", "variant": "fused", "dtype": "float32", "device": "cpu",
@@ -32,6 +33,36 @@ def test_a_row_is_read_back_as_it_was_written() -> None:
     ]  # fmt: skip
     for row in rows:
         assert ROW.validate_json(row.as_json()) == row
+
+
+def test_what_is_no_finite_number_is_null_and_told_in_words() -> None:
+    figures = {"seed": 0, "max_error_ratio": math.inf, "rms_error_ratio": 0.5, "replay": "tk check"}
+    check = CheckRow(**COMMON, status="wrong", reason="max error", **figures)
+    line = json.loads(check.as_json(), parse_constant=pytest.fail)
+    assert (line["max_error_ratio"], line["not_finite"]) == (None, "max_error_ratio is infinite")
+    assert ROW.validate_json(check.as_json()) == ROW.validate_python(line) == check
+    common = {key: COMMON[key] for key in ("run_id", "arm", "dtype", "device")}
+    parity = ParityRow(
+        **common, status="wrong", reason="not finite", workload="", first_arm={}, tokens_equal=False, requests_equal=0,
+        requests=1, first_divergence={"request": 0, "place": 2, "margin": -math.inf}, logprob_drift=math.nan,
+    )  # fmt: skip
+    line = json.loads(parity.as_json(), parse_constant=pytest.fail)
+    assert line["first_divergence"] == {"request": 0, "place": 2, "margin": None}
+    assert line["not_finite"] == "first_divergence.margin is minus infinity; logprob_drift is not a number"
+    again = ROW.validate_json(parity.as_json())
+    assert isinstance(again, ParityRow)
+    assert again.logprob_drift is not None
+    assert math.isnan(again.logprob_drift)
+    assert again.first_divergence == parity.first_divergence
+    for wrong in ("speed is infinite", "median_us", "samples_us.1 is infinite", "median_us is infinite"):
+        row = json.loads(KernelRow(**COMMON, status="ok", **TIMED).as_json())
+        with pytest.raises(ValidationError, match="not_finite tells of no figure|Extra inputs"):
+            ROW.validate_python({**row, "not_finite": wrong})
+
+
+def test_no_sample_is_infinite() -> None:
+    with pytest.raises(ValidationError, match="finite number"):
+        KernelRow(**COMMON, status="ok", **{**TIMED, "samples_us": [1.9, math.inf]})
 
 
 def test_a_figure_that_the_status_does_not_allow_is_absent_and_not_null() -> None:
