@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from experiments.runs.reading import RecordedRun
+from experiments.runs.reading import RecordedRun, workload_key
 from experiments.runs.rows import CheckRow, EngineRow, ParityRow, Row
 
 
@@ -32,7 +32,15 @@ def _models(run: RecordedRun) -> Any:
 
 
 def _workloads(run: RecordedRun) -> Any:
-    return {str(one.get("name", "")): one for one in _listed(run.resolved.get("workload", []))}
+    """Each by its name; of a trace not where it lies, but what was in it, where that is known."""
+    files = run.environment.get("files") or {}
+    found = {}
+    for one in _listed(run.resolved.get("workload", [])):
+        name = str(one.get("name", ""))
+        if (trace := files.get(workload_key(name))) is not None:
+            one = {**_without(one, ("file",)), "file's sha256": trace["sha256"]}
+        found[name] = one
+    return found
 
 
 WHATS: Mapping[str, Callable[[RecordedRun], Any]] = {
@@ -72,10 +80,17 @@ def circumstances(first: RecordedRun, second: RecordedRun) -> list[str]:
     """
     changes = [
         *_leaves({"executor": first.meta["executor"]}, {"executor": second.meta["executor"]}),
-        *_leaves(_without(first.environment, _NO_CIRCUMSTANCE), _without(second.environment, _NO_CIRCUMSTANCE)),
+        *_leaves(_surroundings(first), _surroundings(second)),
         *_leaves(_without(first.resolved, _SAID_ELSEWHERE), _without(second.resolved, _SAID_ELSEWHERE)),
     ]
     return [_change(*change) for change in sorted(changes, key=lambda change: change[0].startswith("git.untracked"))]
+
+
+def _surroundings(run: RecordedRun) -> dict[str, Any]:
+    """The environment, without what tells models and workloads apart: that is said where it forbids a comparison."""
+    workloads = [workload_key(name) for name in _workloads(run)]
+    found = _without(run.environment, _NO_CIRCUMSTANCE)
+    return {**found, "files": _without(found.get("files") or {}, workloads)}
 
 
 def _without(tree: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:

@@ -5,21 +5,35 @@ import os
 import platform
 import re
 import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from experiments.planning.plan import Plan, Sweep
-from experiments.runs.provenance import lockfile_hashes, model_hashes, sha256_of, source_hashes
+from experiments.runs.imports import imported_names
+from experiments.runs.provenance import (
+    file_hashes,
+    foreign_files,
+    import_hashes,
+    imports_of,
+    lockfile_hashes,
+    model_hashes,
+    sha256_of,
+    source_hashes,
+)
+from experiments.runs.reading import workload_key
 from tkernels.clocks import read_clocks
 from tkernels.device import device_facts
 from tkernels.mode import MODE
 from tkernels.source_hash import source_hash
 
-_PACKAGES = ("tkernels", "torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "pydantic")
-
+_PACKAGES = ("tkernels", "torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "pydantic", "ray")
+_PROJECT = ("tkernels", "tmodel", "tsched", "experiments")
 
 _MOST_UNTRACKED, _MOST_HASHED_BYTES = 1000, 1_000_000
 
@@ -34,11 +48,15 @@ def environment_of(sweep: Sweep, run_id: str, overrides: list[str]) -> dict[str,
     seeds = {"inputs": plan.experiment.seed}
     for workload in plan.experiment.workload:
         if workload.kind in ("synthetic", "trace"):
-            seeds[f"workload {workload.name}".strip()] = workload.seed
+            seeds[workload_key(workload.name)] = workload.seed
     return {
         "run_id": run_id,
         "overrides": overrides,
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in _PACKAGES},
+            **package_versions(sweep.plans),
+        },
         "device": {
             "name": _processor() if plan.device.type == "cpu" else facts.name,
             "type": plan.device.type,
@@ -52,7 +70,9 @@ def environment_of(sweep: Sweep, run_id: str, overrides: list[str]) -> dict[str,
         "git": git_state(Path(__file__).parent),
         "seeds": seeds,
         "model": model_hashes(sweep.plans),
+        "files": file_hashes(plan),
         "sources": source_hashes(sweep.plans),
+        "imports": import_hashes(sweep.plans),
         "lockfiles": lockfile_hashes(sweep.plans, facts),
         "kernels": {name: code for each in sweep.plans for name, code in kernel_hashes(each).items()},
     }
@@ -65,6 +85,16 @@ def kernel_hashes(plan: Plan) -> dict[str, str | None]:
         f"{op}.{name}": source_hash(variant.kernels) if variant.kernels else None
         for (op, name), variant in sorted(variants.items(), key=lambda item: item[0])
     }
+
+
+def package_versions(plans: Sequence[Plan]) -> dict[str, str]:
+    """Module -> its package's version, of the installed ones that variants import: peers', and outside ones'."""
+    own = imports_of(plans)
+    files = [*foreign_files(plans), *own.values()]
+    modules = {name.partition(".")[0] for file in files for name in imported_names(file)}
+    modules -= {*sys.stdlib_module_names, *_PROJECT, *_PACKAGES, *(name.partition(".")[0] for name in own)}
+    found = {name: _version_of_module(name) for name in sorted(modules)}
+    return {name: version for name, version in found.items() if version is not None}
 
 
 def git_state(folder: Path) -> dict[str, Any]:
@@ -114,6 +144,15 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _version_of_module(name: str) -> str | None:
+    """Of the package that a module is of, which may have another name; None where it is not installed."""
+    known = _version(name)
+    if known is None and PathFinder.find_spec(name) is not None:
+        packages = importlib.metadata.packages_distributions().get(name, [])
+        known = ", ".join(filter(None, map(_version, packages))) or None
+    return known
 
 
 def _processor() -> str:

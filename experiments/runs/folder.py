@@ -3,8 +3,8 @@
 run.json            what the run is, and whether it has ended
 experiment.yaml     the experiment as it was written: its comments say what it asks
 resolved.yaml       the experiment with what it left open filled in: it resolves to itself, wherever it lies
-environment.json    what figures depend on besides: versions, device, code, seeds, model files
-sources/            <op>/<variant>.py of every variant that is used, outside ones too
+environment.json    what figures depend on besides: versions, device, code, seeds, hashes of the files that are read
+sources/            <op>/<variant>.py of every variant that is used, outside ones too; imports/, what those import
 columns.json        every column of results.jsonl: its type, unit and meaning
 tuned.json          the tuned configs that were used, how each was found, and at the end the lockfiles' entries for them
 results.jsonl       a row per fact, all of a task in one write
@@ -194,7 +194,8 @@ def open_again(sweep: Sweep, path: Path, environment: Mapping[str, Any], executo
         file = RowsFile(path / "results.jsonl")
         failed.callback(file.close)
         run = read_run(path)
-        differences = _text_differences(path, resolved_text(sweep)) + _changes(run.environment, environment)
+        its_own = ("lockfiles",) if sweep.experiment.tuning == "search" else ()
+        differences = _text_differences(path, resolved_text(sweep)) + _changes(run.environment, environment, its_own)
         if differences:
             raise ExperimentError([f"{path}: cannot be resumed: {difference}" for difference in differences])
         now = {name: environment["git"].get(name) for name in ("commit", "dirty")}
@@ -232,15 +233,19 @@ def _text_differences(path: Path, now: str) -> list[str]:
 
 
 _SAME: Mapping[str, tuple[str, ...] | None] = {
-    "kernels": None, "sources": None, "device": None, "versions": None, "model": None, "host": ("torch_threads",),
+    "kernels": None, "sources": None, "imports": None, "lockfiles": None, "device": None, "versions": None,
+    "model": None, "files": None, "host": ("torch_threads",),
 }  # fmt: skip
 """Of the environment, what all rows of a run have in common: the part, and which of its names where not all."""
 
 
-def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _changes(then: Mapping[str, Any], now: Mapping[str, Any], its_own: Sequence[str]) -> list[str]:
+    """Of _SAME, what is not; `its_own`: parts that the run changes itself."""
     found = []
     current = json.loads(json.dumps(now, default=str))
     for part, names in _SAME.items():
+        if part in its_own:
+            continue
         before, after = then.get(part) or {}, current.get(part) or {}
         for name in names or sorted({*before, *after}):
             if before.get(name) != after.get(name) and not name.startswith("clocks"):

@@ -1,7 +1,7 @@
-"""What a run was made of, so that it can be said later what made a difference: sources, tuned configs, weights."""
+"""What a run was made of, so that it can be said later what made a difference: sources, tuned configs, files read."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from experiments.planning.plan import Plan
+from experiments.runs.imports import imported_files
+from experiments.runs.reading import workload_key
+from tkernels.check import outside_folder
 from tkernels.device import INTERPRETER, DeviceFacts
 from tkernels.tuning import TUNED_FOLDER, candidates, lockfile, nearest_entry, read_lockfile
 from tkernels.variant import Variant
@@ -29,16 +32,47 @@ def variants_of(plans: Iterable[Plan]) -> dict[str, Variant]:
     return dict(sorted(found.items()))
 
 
-def source_files(plans: Iterable[Plan]) -> dict[Path, Path]:
+def source_files(plans: Sequence[Plan]) -> dict[Path, Path]:
     """Where in `sources/` the file of each variant that is used goes: "<op>/<variant>.py" -> the file. A `torch`
-    variant is its op's contract.
+    variant is its op's contract. What outside ones import goes to "imports/<module>.py".
     """
-    return {Path(*name.split(".")).with_suffix(".py"): one.file for name, one in variants_of(plans).items()}
+    files = {Path(*name.split(".")).with_suffix(".py"): one.file for name, one in variants_of(plans).items()}
+    return files | {Path("imports", f"{name}.py"): file for name, file in imports_of(plans).items()}
 
 
 def source_hashes(plans: Iterable[Plan]) -> dict[str, str]:
-    """ "op.variant" -> SHA-256 of the file that it is defined in; what the file imports is known by git's state."""
+    """ "op.variant" -> SHA-256 of the file that it is defined in."""
     return {name: sha256_of(variant.file) for name, variant in variants_of(plans).items()}
+
+
+def imports_of(plans: Iterable[Plan]) -> dict[str, Path]:
+    """Module -> its file, of all that variants import from where neither this project nor an installed package is."""
+    found: dict[str, Path] = {}
+    for file in foreign_files(plans):
+        found |= imported_files(file)
+    return dict(sorted(found.items()))
+
+
+def foreign_files(plans: Iterable[Plan]) -> list[Path]:
+    """Where the variants that are used and not built in, peers' and outside ones, are defined."""
+    return [variant.file for variant in variants_of(plans).values() if outside_folder(variant) is not None]
+
+
+def import_hashes(plans: Iterable[Plan]) -> dict[str, str]:
+    """Module -> SHA-256 of its file, of those that `imports_of` finds."""
+    return {name: sha256_of(file) for name, file in imports_of(plans).items()}
+
+
+def file_hashes(plan: Plan) -> dict[str, dict[str, str]]:
+    """What else an experiment reads: of a workload's trace ("workload" and its name) and of "quantization.text" and
+    ".calibration", the file's name and SHA-256.
+    """
+    files = {workload_key(one.name): one.file for one in plan.experiment.workload if one.kind == "trace"}
+    quantization = plan.experiment.quantization
+    if quantization is not None:
+        texts = {"text": quantization.text, "calibration": quantization.calibration}
+        files |= {f"quantization.{name}": plan.folder / file for name, file in texts.items() if file is not None}
+    return {key: {"file": file.name, "sha256": sha256_of(file)} for key, file in files.items()}
 
 
 def lockfile_hashes(plans: Iterable[Plan], device: DeviceFacts, folder: Path = TUNED_FOLDER) -> dict[str, str | None]:
@@ -76,13 +110,13 @@ def model_hashes(plans: Iterable[Plan], console: Console | None = None) -> dict[
     in this experiment, nothing. Progress goes to `console` (stderr's by default) where it is more than a gigabyte.
     """
     served = {
-        plan.model.name: plan.model.directory()
+        plan.model.directory().resolve(): plan.model.name
         for plan in plans
         if plan.model is not None and (plan.experiment.workload or plan.experiment.quantization)
     }
     files = {
-        name: sorted({file for pattern in _MODEL_FILES for file in directory.glob(pattern)})
-        for name, directory in served.items()
+        _told_apart(directory, served): sorted({file for one in _MODEL_FILES for file in directory.glob(one)})
+        for directory in served
     }
     total = sum(file.stat().st_size for some in files.values() for file in some)
     columns = (
@@ -96,6 +130,18 @@ def model_hashes(plans: Iterable[Plan], console: Console | None = None) -> dict[
             name: {file.name: sha256_of(file, lambda count: progress.advance(task, count)) for file in some}
             for name, some in files.items()
         }
+
+
+def _told_apart(directory: Path, names: Mapping[Path, str]) -> str:
+    """What the model in a directory is called: its name or, where another has that too, as much of the directory as
+    tells them apart.
+    """
+    others = [other for other, name in names.items() if other != directory and name == names[directory]]
+    if not others:
+        return names[directory]
+    parts = directory.parts
+    ends = (parts[-count:] for count in range(1, len(parts) + 1))
+    return "/".join(next(end for end in ends if all(other.parts[-len(end) :] != end for other in others)))
 
 
 def sha256_of(file: Path, read: Callable[[int], None] | None = None) -> str:

@@ -24,6 +24,11 @@ META_KEYS = ("run_id", "name", "created", "finished", "resolved_sha256", "tasks"
 """What run.json has besides "schema". finished: when, or null where the run was cut off and can be resumed."""
 
 
+def workload_key(name: str) -> str:
+    """What environment.json calls a workload, beside other things that have a seed or a file."""
+    return f"workload {name}".strip()
+
+
 @dataclass(frozen=True)
 class RecordedRun:
     """A folder's contents. meta: run.json. environment: environment.json. resolved: resolved.yaml.
@@ -48,6 +53,13 @@ class RecordedRun:
     @property
     def finished(self) -> bool:
         return self.meta["finished"] is not None
+
+    @property
+    def progress(self) -> str:
+        """ "2 of 5 tasks"."""
+        tasks = self.meta["tasks"]
+        expected = len(tasks) if isinstance(tasks, Mapping) else tasks
+        return f"{len({row.task for row in self.rows if row.task})} of {expected} tasks"
 
 
 def read_run(path: Path) -> RecordedRun:

@@ -1,8 +1,10 @@
 """What a run records of where its figures come from."""
 
 import hashlib
+import importlib.metadata
 import io
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +13,20 @@ import pytest
 from rich.console import Console
 
 import experiments.runs.provenance
-from experiments.planning.plan import Plan
-from experiments.runs.environment import git_state
-from experiments.runs.provenance import lockfile_entries, lockfile_hashes, model_hashes, source_files, source_hashes
+from experiments.document import read_document
+from experiments.planning.plan import Plan, make_sweep
+from experiments.runs.environment import git_state, package_versions
+from experiments.runs.provenance import (
+    file_hashes,
+    import_hashes,
+    lockfile_entries,
+    lockfile_hashes,
+    model_hashes,
+    source_files,
+    source_hashes,
+)
+from tests.experiments.conftest import Write
+from tests.experiments.test_workloads import write_trace
 from tests.tkernels.outside import write_variant
 from tkernels.config import Config
 from tkernels.device import INTERPRETER, TARGETS
@@ -43,6 +56,35 @@ def test_the_sources_are_those_of_every_variant_used_outside_ones_too(outside: P
     mine.write_text(mine.read_text() + "# changed\n")
     after = source_hashes([outside])
     assert {name for name in after if after[name] != before[name]} == {"swiglu.doubled"}
+
+
+def test_what_an_outside_variant_imports_is_known_and_kept(
+    plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = write_variant(tmp_path / "mine") / "swiglu" / "doubled.py"
+    helper = tmp_path / "lib" / "my_helper.py"
+    helper.parent.mkdir()
+    helper.write_text("FACTOR = 1\n")
+    variant.write_text(f"from my_helper import FACTOR\n{variant.read_text()}\n\ndef later():\n    import yaml\n")
+    monkeypatch.syspath_prepend(helper.parent)
+    used = plan(kernels={"swiglu": ["torch", "doubled"]}, variants_from=["mine"])
+    assert import_hashes([used]) == {"my_helper": sha256(helper)}
+    assert source_files([used])[Path("imports/my_helper.py")] == helper
+    helper.write_text("FACTOR = 2\n")
+    assert import_hashes([used]) == {"my_helper": sha256(helper)}
+    assert package_versions([used]) == {"yaml": importlib.metadata.version("PyYAML")}
+    assert package_versions([plan(kernels={"swiglu": ["torch", "fused"]})]) == {}
+
+
+def test_the_files_that_an_experiment_reads_are_hashed(plan: MakePlan, checkpoint: Path, tmp_path: Path) -> None:
+    trace = {**write_trace(tmp_path), "name": "chat"}
+    (tmp_path / "text.txt").write_text("a text\n")
+    quantization = {"methods": {"rtn": {"bits": 4}}, "text": "text.txt", "window": 16}
+    made = plan(model={"path": str(checkpoint)}, workload=trace, quantization=quantization)
+    assert file_hashes(made) == {
+        "workload chat": {"file": "trace.jsonl", "sha256": sha256(tmp_path / "trace.jsonl")},
+        "quantization.text": {"file": "text.txt", "sha256": sha256(tmp_path / "text.txt")},
+    }
 
 
 def test_lockfiles_are_hashed_and_the_entries_that_were_used_are_told(outside: Plan, tmp_path: Path) -> None:
@@ -76,6 +118,17 @@ def test_a_models_files_are_hashed_where_it_is_served(
     monkeypatch.setattr(experiments.runs.provenance, "_SHOWN_FROM_BYTES", 0)
     assert model_hashes([served], Console(file=shown, force_terminal=True)) == {checkpoint.name: files}
     assert "hashing the model" in shown.getvalue()
+
+
+def test_models_in_folders_of_one_name_are_told_apart(write: Write, checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(checkpoint, tmp_path / name / "model")
+    (tmp_path / "b" / "model" / "more.json").write_text("{}")
+    workload = {"kind": "prompts", "prompts": ["a"]}
+    file = write(model=[{"path": "a/model"}, {"path": "b/model"}], workload=workload, dtype=["float32", "bfloat16"])
+    found = model_hashes(make_sweep(read_document(file)).plans)
+    assert list(found) == ["a/model", "b/model"]
+    assert found["b/model"].keys() - found["a/model"].keys() == {"more.json"}
 
 
 def test_gits_state_has_the_diff_and_the_files_that_it_does_not_know(tmp_path: Path) -> None:

@@ -227,6 +227,22 @@ def test_another_machine_or_version_is_refused(start: Start) -> None:
     ]  # fmt: skip
 
 
+def test_another_lockfile_file_or_import_is_refused(start: Start) -> None:
+    for tuning, kept in (("nearest", ()), ("search", ("lockfiles",))):
+        folder, _ = start(**KERNELS, tuning=tuning, out=tuning)
+        cut_off(folder.path, 1)
+        file = folder.path / "environment.json"
+        environment = json.loads(file.read_text())
+        changes = {"imports": {"my_helper": "1"}, "lockfiles": {"a.json": "1"}, "files": {"workload": {"sha256": "1"}}}
+        file.write_text(json.dumps(environment | changes))
+        with pytest.raises(ExperimentError) as refused:
+            start(resume=True, **KERNELS, tuning=tuning, out=tuning)
+        found = [problem.partition("resumed: ")[2].partition(" was")[0] for problem in refused.value.problems]
+        # A run that searches writes lockfiles itself.
+        wanted = {"imports": "my_helper", "lockfiles": "a.json", "files": "workload"}
+        assert found == [f"{part}: {name}" for part, name in wanted.items() if part not in kept]
+
+
 def test_that_other_code_has_changed_is_said(start: Start, tmp_path: Path) -> None:
     folder, _ = start(**KERNELS)
     cut_off(folder.path, 1)
