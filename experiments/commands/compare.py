@@ -11,23 +11,38 @@ from experiments.document import ExperimentError, nearest
 from experiments.runs.differences import WHATS
 from experiments.runs.reading import read_run
 from experiments.runs.verdict_tables import print_comparison
-from experiments.runs.verdicts import compare_arms, compare_runs
+from experiments.runs.verdicts import Comparison, compare_arms, compare_runs
 
 
 def run(folders: Sequence[Path], across: Sequence[str], as_json: bool) -> int:
-    """Compares every further run with the first; of a single one, its arms. Returns 0 whatever the verdicts are."""
+    """Compares every further run with the first; of a single one, its arms. Returns 0 whatever the verdicts are.
+
+    Raises:
+        ExperimentError: a folder is no run, or may not be compared; what the others say has been printed by then.
+    """
     for what in across:
         if what not in WHATS:
             there_is = f"there is {', '.join(WHATS)}{nearest(what, WHATS)}"
             raise ExperimentError([f"--across {what}: unknown; {there_is}"])
-    first, *others = (read_run(folder) for folder in folders)
-    found = [compare_runs(first, other, across) for other in others] or [compare_arms(first, across)]
-    if as_json:
-        print(json.dumps({"comparisons": [one.as_json() for one in found]}, indent=1))
-        return 0
-    console = Console()
-    for one in found:
-        print_comparison(console, one)
-    if others:
-        console.print(Text("The smallest effects show between arms of one run: its processes take turns.", "dim"))
+    first, *others = folders
+    reference = read_run(first)
+    found: list[Comparison] = []
+    refused: list[str] = []
+    for other in others:
+        try:
+            found.append(compare_runs(reference, read_run(other), across))
+        except ExperimentError as error:
+            refused += error.problems
+    if not others:
+        found.append(compare_arms(reference, across))
+    if found and as_json:
+        print(json.dumps({"comparisons": [one.as_json() for one in found], "refused": refused}, indent=1))
+    elif found:
+        console = Console()
+        for one in found:
+            print_comparison(console, one)
+        if others:
+            console.print(Text("The smallest effects show between arms of one run: its processes take turns.", "dim"))
+    if refused:
+        raise ExperimentError(refused)
     return 0

@@ -57,9 +57,6 @@ def _about(path: Path) -> dict[str, Any]:
 
 def _row(run: RecordedRun) -> dict[str, Any]:
     device = run.environment.get("device", {})
-    tasks = run.meta["tasks"]
-    expected = len(tasks) if isinstance(tasks, Mapping) else tasks
-    done = len({row.task for row in run.rows if row.task})
     return {
         "name": run.name,
         "run_id": run.meta["run_id"],
@@ -70,7 +67,7 @@ def _row(run: RecordedRun) -> dict[str, Any]:
         "rows": len(run.rows),
         "failures": sum(row.status in ("wrong", "failed") for row in run.rows),
         "finished": run.finished,
-        "state": "finished" if run.finished else f"resumable, {done} of {expected} tasks",
+        "state": "finished" if run.finished else f"resumable, {run.progress}",
         "repairs": list(run.repairs),
     }
 

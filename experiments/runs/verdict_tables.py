@@ -19,6 +19,8 @@ _SHOWN = 12
 def print_comparison(console: Console, found: Comparison) -> None:
     """The verdict in a sentence, every figure's, and what else differs."""
     console.print(Text.assemble("\n", (sentence(found), "bold")), soft_wrap=True)
+    for line in found.cut_off:
+        console.print(Text(f"{line}.", "yellow"), soft_wrap=True)
     places = _places(found)
     for number, (place, verdicts) in enumerate(places.items()):
         arms, legend = _arms(verdicts, console.width - sum(_WIDTHS.values()) - 2 * (1 + len(_WIDTHS)))

@@ -52,7 +52,8 @@ class Comparison:
 
     drift: how much more of the figures' variance is slow than white noise would have, 0 or more. across: what the runs
     do not share although it decides speeds, and was allowed. circumstances: what else differs. changed: rows whose
-    status, tokens or counts do. only_first, only_second: figures that the other does not have.
+    status, tokens or counts do. only_first, only_second: figures that the other does not have. cut_off: a sentence for
+    each run that did not come to its end.
     """
 
     first: str
@@ -65,6 +66,7 @@ class Comparison:
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
     repairs: tuple[str, ...]
+    cut_off: tuple[str, ...]
 
     def count(self, outcome: str) -> int:
         return sum(verdict.effect.outcome == outcome for verdict in self.verdicts)
@@ -115,6 +117,7 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
         tuple(_told(mine[key]) for key in mine if key not in theirs),
         tuple(_told(theirs[key]) for key in theirs if key not in mine),
         (*first.repairs, *second.repairs),
+        cut_off(first, second),
     )
 
 
@@ -142,7 +145,12 @@ def compare_arms(run: RecordedRun, across: Collection[str] = ()) -> Comparison:
     differences = {key: paired(one.values[0], drift, one.correction) for key, one in series.items()}
     counts = {key: (len(replicates), len(replicates)) for key, replicates in common.items()}
     verdicts = _verdicts(pairs, differences, counts)
-    return Comparison(run.name, "", verdicts, drift, {}, (), (), (), (), run.repairs)
+    return Comparison(run.name, "", verdicts, drift, {}, (), (), (), (), run.repairs, cut_off(run))
+
+
+def cut_off(*runs: RecordedRun) -> tuple[str, ...]:
+    """A sentence for each of the runs that did not come to its end: what it lacks is no fault of its variants."""
+    return tuple(f"{run.name} was cut off after {run.progress}" for run in runs if not run.finished)
 
 
 def _beside_yardstick(first: Figure, second: Figure) -> bool:

@@ -1,6 +1,8 @@
 """`tk runs` and `tk compare`, as a user meets them; and results.jsonl in the hands of others."""
 
+import io
 import json
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from experiments.cli import app
+from experiments.runs.folder import new_run_id
+from experiments.runs.rows import CheckRow
 from tests.experiments.runs.folders import ENVIRONMENT, kernel_row, write_run
 from tests.experiments.runs.test_verdicts import changed, failed, timed
 
@@ -88,6 +92,32 @@ def test_a_comparison_as_json_has_all_of_it(two: tuple[Path, Path]) -> None:
     assert {one["effect"]["outcome"] for one in found[1]["verdicts"]} == {"within noise"}
 
 
+def test_of_several_runs_one_that_may_not_be_compared_hides_no_other(two: tuple[Path, Path], tmp_path: Path) -> None:
+    first, second = two
+    environment = changed(dict(ENVIRONMENT), "device", "name", to="some GPU")
+    gpu = write_run(tmp_path / "gpu", timed(1, torch=1), environment=environment)
+    result = tk("compare", first, gpu, tmp_path / "none", second)
+    assert result.exit_code == 2
+    assert "after beside before: of 2 figures, 1 worse" in result.stdout
+    assert "device of before and gpu" in result.stderr
+    assert "none: no such folder" in result.stderr
+    found = json.loads(tk("compare", first, gpu, second, "--json").stdout)
+    assert [one["second"] for one in found["comparisons"]] == ["after"]
+    (refused,) = found["refused"]
+    assert "device of before and gpu" in refused
+    alone = tk("compare", first, gpu)
+    assert (alone.exit_code, alone.stdout) == (2, "")
+
+
+def test_that_a_run_was_cut_off_is_said(two: tuple[Path, Path], tmp_path: Path) -> None:
+    cut = write_run(tmp_path / "cut", timed(1, yardstick=True, torch=1, fused=2), finished=None, tasks=40)
+    assert "cut was cut off after 16 of 40 tasks." in tk("compare", two[0], cut).stdout
+    assert "cut was cut off after 16 of 40 tasks." in tk("compare", cut).stdout
+    (found,) = json.loads(tk("compare", two[0], cut, "--json").stdout)["comparisons"]
+    assert found["cut_off"] == ["cut was cut off after 16 of 40 tasks"]
+    assert "cut off" not in tk("compare", *two).stdout
+
+
 def test_a_single_run_compares_its_arms(two: tuple[Path, Path]) -> None:
     result = tk("compare", two[0])
     assert "The arms of before: of 1 figure, 1 worse" in result.stdout
@@ -137,3 +167,29 @@ def test_pandas_and_duckdb_read_the_rows_as_they_are(tmp_path: Path) -> None:
     ).fetchall()
     assert [(variant, count) for variant, count, _ in found] == [("fused", 3), ("torch", 3)]
     assert found[0][2] / found[1][2] == pytest.approx(2, rel=0.1)
+
+
+def test_a_figure_that_came_out_infinite_leaves_its_column_one_of_numbers(tmp_path: Path) -> None:
+    common: dict[str, Any] = {
+        "run_id": "r0", "arm": {"swiglu": "fused"}, "op": "swiglu", "variant": "fused", "dtype": "float32",
+        "device": "cpu", "point": "decode", "seed": 0, "rms_error_ratio": None,
+    }  # fmt: skip
+    rows = [
+        CheckRow(**common, status="ok", max_error_ratio=0.5),
+        CheckRow(**common, status="wrong", max_error_ratio=float("inf"), reason="max error", replay="tk check"),
+    ]
+    file = tmp_path / "results.jsonl"
+    file.write_text("".join(row.as_json() + "\n" for row in rows))
+    frame = pandas.read_json(file, lines=True)
+    assert frame.max_error_ratio.dtype == "float64"
+    assert frame[frame.max_error_ratio.isna()].not_finite.item() == "max_error_ratio is infinite"
+    found = duckdb.sql(f"SELECT max_error_ratio, not_finite FROM read_json('{file}')")
+    assert str(found.types[0]) == "DOUBLE"
+    assert found.fetchall() == [(0.5, None), (None, "max_error_ratio is infinite")]
+
+
+@pytest.mark.parametrize("drawn", ["00123456", "12e45678"])
+def test_no_run_id_is_taken_for_a_number(drawn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "token_hex", lambda _: drawn)
+    line = json.dumps({"run_id": new_run_id()})
+    assert pandas.read_json(io.StringIO(line), lines=True).run_id.item() == new_run_id()

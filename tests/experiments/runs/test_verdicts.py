@@ -143,6 +143,29 @@ def test_what_decides_speeds_is_not_compared_across_without_being_told(
     assert len(found.verdicts) == 1
 
 
+def test_a_trace_is_known_by_what_is_in_it(tmp_path: Path) -> None:
+    runs = []
+    for name, code in (("a", "1"), ("b", "1"), ("c", "2")):
+        resolved = {**RESOLVED, "workload": [{"kind": "trace", "file": f"/{name}.jsonl"}]}
+        environment = {**ENVIRONMENT, "files": {"workload": {"file": f"{name}.jsonl", "sha256": code}}}
+        runs.append(recorded(tmp_path, name, timed(0, torch=1), resolved=resolved, environment=environment))
+    assert compare_runs(runs[0], runs[1]).circumstances == ()
+    with pytest.raises(ExperimentError, match="workload of a and c: file's sha256: 1, then 2"):
+        compare_runs(runs[0], runs[2])
+    across = compare_runs(runs[0], runs[2], ["workload"])
+    assert across.across == {"workload": "file's sha256: 1, then 2"}
+    assert across.circumstances == ()
+
+
+def test_that_a_text_is_another_one_is_said(tmp_path: Path) -> None:
+    files = [{"quantization.text": {"file": "a.txt", "sha256": code}} for code in ("1", "2")]
+    first, second = (
+        recorded(tmp_path, str(number), timed(0, torch=1), environment={**ENVIRONMENT, "files": one})
+        for number, one in enumerate(files)
+    )
+    assert compare_runs(first, second).circumstances == ("files.quantization.text.sha256: 1, then 2",)
+
+
 def test_of_several_dtypes_those_that_both_runs_have_are_compared(tmp_path: Path) -> None:
     def rows(seed: int, *dtypes: str) -> list[dict[str, Any]]:
         return [
