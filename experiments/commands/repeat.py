@@ -1,17 +1,22 @@
 """`tk repeat`: a run's resolved experiment again, and what changed."""
 
+import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from experiments.commands.run import MOST_ARMS, Request, resume_command
 from experiments.document import ExperimentError, read_document
-from experiments.planning.plan import make_sweep
-from experiments.runner import failures, run_experiment
+from experiments.planning.plan import Sweep, make_sweep
+from experiments.reporting.rendering import write_report
+from experiments.reporting.report import report_of
+from experiments.runner import RunInterrupted, failures, run_experiment
 from experiments.runs.differences import changed_facts, circumstances
-from experiments.runs.reading import RecordedRun, read_run
+from experiments.runs.reading import SOURCE, RecordedRun, read_run
 from experiments.runs.verdict_tables import print_comparison, print_lines
-from experiments.runs.verdicts import compare_runs
+from experiments.runs.verdicts import compare_runs, cut_off
 
 
 def run(folder: Path, out: Path | None) -> int:
@@ -21,21 +26,41 @@ def run(folder: Path, out: Path | None) -> int:
         ExperimentError: `folder` is no run, or its experiment no longer resolves here: says what the folder still has.
     """
     before = read_run(folder)
-    console = Console()
+    console, progress = Console(), Console(stderr=True)
     for repair in before.repairs:
         console.print(Text(repair, "yellow"), soft_wrap=True)
     try:
-        sweep = make_sweep(read_document(folder / "resolved.yaml"))
+        sweep = _as_asked(folder, make_sweep(read_document(folder / "resolved.yaml")))
     except ExperimentError as error:
         kept = f"the sources that it was run with are in {folder / 'sources'}"
         raise ExperimentError([*error.problems, kept] if (folder / "sources").is_dir() else error.problems) from None
-    again = run_experiment(sweep, out, [], Console(stderr=True))
-    print_changes(console, before, read_run(again.path))
+    try:
+        again = run_experiment(sweep, out, before.environment.get("overrides") or [], progress)
+    except RunInterrupted as interrupted:
+        request = Request(interrupted.path / "resolved.yaml", yes=sweep.num_arms > MOST_ARMS)
+        resume = resume_command(request, interrupted.path)
+        compare = shlex.join(["tk", "compare", str(folder), str(interrupted.path)])
+        progress.print(
+            Text(f"interrupted; what is done is kept, and goes on with: {resume}\nthen what changed: {compare}"),
+            soft_wrap=True,
+        )
+        return 130
+    after = read_run(again.path)
+    print_changes(console, before, after)
     bad = failures(again)
     if bad:
         console.print(Text(f"{len(bad)} of {len(again.rows)} results are not as they should be", "bold red"))
     console.print(Text(f"{len(again.rows)} rows in {again.path / 'results.jsonl'}"), soft_wrap=True)
+    console.print(Text(f"Report: {write_report(report_of(after), again.path)}"), soft_wrap=True)
     return 1 if bad else 0
+
+
+def _as_asked(folder: Path, sweep: Sweep) -> Sweep:
+    """The sweep with the experiment as it was first written: its comments say what it asks."""
+    source = folder / SOURCE
+    if not source.exists():
+        return sweep
+    return replace(sweep, document=replace(sweep.document, text=source.read_text(encoding="utf-8", errors="replace")))
 
 
 def print_changes(console: Console, before: RecordedRun, after: RecordedRun) -> None:
@@ -43,7 +68,7 @@ def print_changes(console: Console, before: RecordedRun, after: RecordedRun) -> 
     try:
         print_comparison(console, compare_runs(before, after))
     except ExperimentError as error:
-        print_lines(console, "Speeds are not compared", error.problems)
+        print_lines(console, "Speeds are not compared", [*error.problems, *cut_off(before, after)])
         print_lines(console, "What else differs", circumstances(before, after))
         print_lines(console, "Rows that changed", changed_facts(before, after))
     else:

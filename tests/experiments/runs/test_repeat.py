@@ -3,13 +3,16 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from experiments.cli import app
+from experiments.commands import repeat
 from experiments.commands.repeat import print_changes
+from experiments.runner import RunInterrupted
 from experiments.runs.reading import read_run
 from tests.experiments.runs.false_alarms import write_experiment
 from tests.experiments.runs.folders import ENVIRONMENT, write_run
@@ -22,6 +25,7 @@ def tk(*arguments: Any) -> Result:
 
 def test_a_repeated_run_says_what_changed(tmp_path: Path) -> None:
     file = write_experiment(tmp_path, 1)
+    file.write_text(f"# Is it the same?\n{file.read_text()}")
     mine = tmp_path / "variants" / "swiglu" / "mine.py"
     assert tk("run", file, "--out", tmp_path / "first").exit_code == 0
     mine.write_text(mine.read_text().replace("return result", "return result * 1.5"))
@@ -36,6 +40,9 @@ def test_a_repeated_run_says_what_changed(tmp_path: Path) -> None:
     first, again = (read_run(tmp_path / name) for name in ("first", "again"))
     assert first.meta["resolved_sha256"] == again.meta["resolved_sha256"]
     assert first.meta["run_id"] != again.meta["run_id"]
+    assert (again.path / "experiment.yaml").read_text() == file.read_text()
+    assert f"Report: {again.path / 'report.html'}" in text
+    assert "Is it the same?" in (again.path / "report.html").read_text()
     shutil.rmtree(tmp_path / "variants")
     result = tk("repeat", tmp_path / "first")
     assert result.exit_code == 2
@@ -58,6 +65,24 @@ def test_elsewhere_the_rest_is_said_all_the_same(tmp_path: Path) -> None:
     assert "Speeds are not compared" in text
     assert "device of a and b: name: some CPU, then GPU" in text
     assert "versions.torch: 2.13, then 2.14" in text
+
+
+def test_one_that_is_interrupted_says_how_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def interrupted(sweep: Any, out: Path, overrides: list[str], console: Console) -> NoReturn:
+        given.append((sweep.document.text, overrides))
+        raise RunInterrupted(out)
+
+    monkeypatch.setattr(repeat, "run_experiment", interrupted)
+    first = write_run(tmp_path / "first", timed(0, torch=1), environment={**ENVIRONMENT, "overrides": ["repeats=1"]})
+    (first / "experiment.yaml").write_text("# Why?\nname: test\n")
+    again = tmp_path / "again"
+    result = tk("repeat", first, "--out", again)
+    assert result.exit_code == 130
+    assert f"goes on with: tk run {again}/resolved.yaml --resume {again}" in result.stderr
+    assert f"tk compare {first} {again}" in result.stderr
+    assert given == [("# Why?\nname: test\n", ["repeats=1"])]
 
 
 def test_what_is_no_run_cannot_be_repeated(tmp_path: Path) -> None:
