@@ -8,6 +8,7 @@ from typing import Any
 
 from experiments.document import ExperimentError, parse_document
 from experiments.planning.plan import Plan, make_sweep
+from experiments.runs.imports import imported_files
 from experiments.runs.provenance import sha256_of
 from experiments.runs.rows import Row
 from experiments.stages import check, engine, kernels, peers, quantization, steps
@@ -92,10 +93,12 @@ def carry_out(task: Task, planned: Planned, setup: Setup, send: Send) -> None:
 
 
 def _called(context: Context) -> set[str]:
-    """The files of the variants that a task calls."""
+    """The files of the variants that a task calls, and what those import."""
     plan, task = context.plan, context.task
     if task.phase == "peers":
         return set()
     if task.phase in ("check", "kernels"):
-        return {str(context.variant[0].file)}
-    return {str(plan.ops[op].variants[pick.variant].file) for op, pick in plan.running(context.arm).items()}
+        files = {context.variant[0].file}
+    else:
+        files = {plan.ops[op].variants[pick.variant].file for op, pick in plan.running(context.arm).items()}
+    return {str(one) for file in files for one in (file, *imported_files(file).values())}

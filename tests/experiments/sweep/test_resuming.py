@@ -188,6 +188,27 @@ def test_a_variant_that_changes_while_the_run_goes_on_is_not_mixed_into_it(
     assert others == ({"ok"} if change == "other" else {"failed"})  # nothing can be planned any more
 
 
+def test_what_a_variant_imports_is_not_mixed_either(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = write_variant(tmp_path / "mine") / "swiglu" / "doubled.py"
+    variant.write_text(f"import imported_by_doubled\n{variant.read_text()}")
+    helper = tmp_path / "imported_by_doubled.py"
+    helper.write_text("# one")
+    monkeypatch.syspath_prepend(tmp_path)
+    begin = InProcess.start
+
+    def edited_meanwhile(self: InProcess, setup: Setup) -> AbstractContextManager[None]:
+        helper.write_text("# another")
+        return begin(self, setup)
+
+    monkeypatch.setattr(InProcess, "start", edited_meanwhile)
+    folder, _ = start(**{**KERNELS, "kernels": {"swiglu": ["torch", "doubled"]}, "variants_from": ["mine"]})
+    assert (folder.path / "sources" / "imports" / helper.name).read_text() == "# one"
+    reasons = {row.variant: row.reason for row in folder.rows if row.stage == "check"}
+    assert reasons == {"torch": None, "doubled": f"not run: {helper} has changed since the run began"}
+
+
 def test_another_experiment_is_refused_with_what_differs(start: Start) -> None:
     folder, _ = start(**KERNELS)
     cut_off(folder.path, 1)
