@@ -16,7 +16,7 @@ from experiments.runner import RunInterrupted, failures, run_experiment
 from experiments.runs.differences import changed_facts, circumstances
 from experiments.runs.reading import SOURCE, RecordedRun, read_run
 from experiments.runs.verdict_tables import print_comparison, print_lines
-from experiments.runs.verdicts import compare_runs, cut_off
+from experiments.runs.verdicts import compare_runs
 
 
 def run(folder: Path, out: Path | None) -> int:
@@ -68,7 +68,7 @@ def print_changes(console: Console, before: RecordedRun, after: RecordedRun) -> 
     try:
         print_comparison(console, compare_runs(before, after))
     except ExperimentError as error:
-        print_lines(console, "Speeds are not compared", [*error.problems, *cut_off(before, after)])
+        print_lines(console, "Speeds are not compared", error.problems)
         print_lines(console, "What else differs", circumstances(before, after))
         print_lines(console, "Rows that changed", changed_facts(before, after))
     else:

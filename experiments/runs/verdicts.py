@@ -91,13 +91,14 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
         if what not in across
     ]
     if problems:
-        raise ExperimentError(problems)
+        raise ExperimentError([*problems, *cut_off(first, second)])
     among = (*first.rows, *second.rows)
     mine, theirs = (figures_of(run.rows, across=across, leave_out=True, among=among) for run in (first, second))
     both = [key for key in mine if key in theirs]
     if not both:
         why = _why_none(mine, theirs)
-        raise ExperimentError([f"{first.name} and {second.name} have no figure of time in common{why}"])
+        problem = f"{first.name} and {second.name} have no figure of time in common{why}"
+        raise ExperimentError([problem, *cut_off(first, second)])
     pairs = {key: (mine[key], theirs[key]) for key in both}
     enough = {key: pair for key, pair in pairs.items() if min(len(one.values) for one in pair) >= MIN_REPLICATES}
     series = {key: _series(*pair) for key, pair in enough.items()}
@@ -137,7 +138,8 @@ def compare_arms(run: RecordedRun, across: Collection[str] = ()) -> Comparison:
         if reference is not figure:
             pairs[key] = (reference, figure)
     if not pairs:
-        raise ExperimentError([f"{run.name} has no two arms with a figure of time in common{_why_none(figures, {})}"])
+        problem = f"{run.name} has no two arms with a figure of time in common{_why_none(figures, {})}"
+        raise ExperimentError([problem, *cut_off(run)])
     common = {key: one.values.keys() & other.values.keys() for key, (one, other) in pairs.items()}
     enough = {key: pair for key, pair in pairs.items() if len(common[key]) >= MIN_REPLICATES}
     series = {key: _paired_series(*pair) for key, pair in enough.items()}

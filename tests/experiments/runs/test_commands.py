@@ -116,6 +116,10 @@ def test_that_a_run_was_cut_off_is_said(two: tuple[Path, Path], tmp_path: Path) 
     (found,) = json.loads(tk("compare", two[0], cut, "--json").stdout)["comparisons"]
     assert found["cut_off"] == ["cut was cut off after 16 of 40 tasks"]
     assert "cut off" not in tk("compare", *two).stdout
+    early = write_run(tmp_path / "early", [], finished=None, tasks=40)
+    for refused in (tk("compare", two[0], early), tk("compare", early)):
+        assert refused.exit_code == 2
+        assert "error: early was cut off after 0 of 40 tasks" in refused.stderr
 
 
 def test_a_single_run_compares_its_arms(two: tuple[Path, Path]) -> None:
