@@ -234,10 +234,14 @@ class _Reader:
 
     def _scalar(self, loader: yaml.SafeLoader, node: yaml.Node, path: PathParts) -> Any:
         try:
-            return loader.construct_object(node)
+            value = loader.construct_object(node)
         except (ValueError, LookupError, AttributeError):  # what PyYAML lets through of "2024-13-45" and "!!int x"
             self._fault(path, f"{node.value!r} looks like a {node.tag.rpartition(':')[2]}, and is none")
             return node.value
+        if isinstance(value, str) and "\0" in value:
+            self._fault(path, f"{value!r} has the character U+0000, which no file's name and no prompt may have")
+            return value.replace("\0", "")
+        return value
 
     def _fault(self, path: PathParts, message: str) -> None:
         self.faults.append(f"{dotted(path) or self.label} ({self.places.get(path, self.label)}): {message}")

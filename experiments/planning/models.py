@@ -1,5 +1,6 @@
 """Which model an experiment means: its configuration, at once; its directory, when weights are wanted."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ def plan_model(source: ModelSource, folder: Path) -> ModelPlan:
         return ModelPlan(preset, _config_of(find_recipe(preset)), lambda: preset_path(preset))
     if source.path is not None:
         directory = folder / source.path
-        if not directory.is_dir():
+        if not os.path.isdir(directory):
             raise ValueError(f"{directory} is not a directory")
         return ModelPlan(directory.name, load_config(directory), lambda: directory, directory)
     assert source.hub is not None

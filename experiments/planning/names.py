@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,8 +63,8 @@ class Known:
 def known_names(document: Document) -> Known:
     """The names that the document's ops and variants may have."""
     written = [document.folder / str(given) for given in entries(document.data.get("variants_from"))]
-    missing = tuple(index for index, folder in enumerate(written) if not folder.is_dir())
-    return Known(variant_names([folder for folder in written if folder.is_dir()]), missing)
+    missing = tuple(index for index, folder in enumerate(written) if not os.path.isdir(folder))
+    return Known(variant_names([folder for folder in written if os.path.isdir(folder)]), missing)
 
 
 def preset_table() -> Mapping[str, Mapping[str, Any]]:
@@ -125,7 +126,7 @@ def _model_problems(document: Document) -> list[str]:
         preset, path = given.get("preset"), given.get("path")
         if isinstance(preset, str) and preset not in known:
             problems.append(_unknown(document, ("model", index), "preset", preset, known))
-        if isinstance(path, str) and not Path(path).is_dir():
+        if isinstance(path, str) and not os.path.isdir(path):
             problems.append(document.problem(("model", index), f"{path} is not a directory"))
     return problems
 

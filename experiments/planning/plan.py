@@ -1,5 +1,6 @@
 """From a document to what will run: registry, arms, model, device, dtype; every name is checked, nothing is built."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -157,7 +158,7 @@ def _registry(document: Document, problems: list[str]) -> Registry:
     ops = with_peers(tkernels.OPS)
     folders = document.data.get("variants_from")
     for index, folder in enumerate(folders if isinstance(folders, list) else ()):
-        if isinstance(folder, str) and (document.folder / folder).is_dir():
+        if isinstance(folder, str) and os.path.isdir(document.folder / folder):
             try:
                 ops = ops.with_variants_from(document.folder / folder)
             except (VariantError, tkernels.ContractError) as error:

@@ -261,7 +261,7 @@ def _arm(
 def _is_option(name: str, value: Any) -> bool:
     """Whether one value of a scheduler option is as it should be."""
     try:
-        SchedulerOptions.model_validate({name: value})
+        SchedulerOptions.model_validate({name: [value]})
     except ValidationError:
         return False
     return name not in POLICIES or value in POLICIES[name]

@@ -78,6 +78,7 @@ def test_a_set_that_fits_nowhere_is_refused(override: str, message: str) -> None
         ("name: a\nseed: '\a'", r"a.yaml, line 2, column 8: not YAML: the character U\+0007 is not allowed"),
         ("name: a\nseed: 2024-13-45", r"seed \(a.yaml, line 2, column 7\): '2024-13-45' looks like a timestamp"),
         ("seed: !!int x", r"seed \(a.yaml, line 1, column 7\): 'x' looks like a int, and is none"),
+        ('model: {path: "a\\0/b"}', r"model.path .*'a\\x00/b' has the character U\+0000"),
         ("seed: !!bool perhaps", "'perhaps' looks like a bool, and is none"),
         (
             "kernels: &k {swiglu: [*k]}",
