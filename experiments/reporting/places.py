@@ -1,5 +1,6 @@
 """What can stand beside what: rows that served the same workload, at the same swept sizes, of one model and dtype."""
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,14 +22,16 @@ class Place:
     model: str
     dtype: str
 
-    def among(self, places: Collection["Place"]) -> str:
-        """What tells it from the others, for people: "long, num_requests 16, dtype bfloat16"; "" where it is alone."""
-        parts = [self.workload] if any(one.workload != self.workload for one in places) else []
-        parts += [size for size in self.sizes if not all(size in one.sizes for one in places)]
-        for key in ("model", "dtype"):
-            mine = getattr(self, key)
-            parts += [f"{key} {mine}"] if any(getattr(one, key) != mine for one in places) else []
-        return ", ".join(parts)
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return self.workload, *self.sizes, f"model {self.model}", f"dtype {self.dtype}"
+
+
+def told_apart(places: Collection[Place]) -> dict[Place, str]:
+    """What tells each from the others, for people: "long, num_requests 16, dtype bfloat16"; "" of one alone."""
+    distinct = set(places)
+    counts = Counter(part for place in distinct for part in set(place.parts))
+    return {place: ", ".join(p for p in place.parts if p and counts[p] < len(distinct)) for place in distinct}
 
 
 def place_of(row: Served) -> Place:

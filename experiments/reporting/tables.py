@@ -275,7 +275,7 @@ def same_cell(row: ParityRow | SpeedupRow, asked: int | None) -> Cell:
     equal, of = row.requests_equal, row.requests
     if equal == of == asked:
         return Cell("yes", "yes")
-    return Cell(f"{equal} of {of} requests" + (" that both served" if of != asked else ""), "partly")
+    return Cell(f"{equal} of {of} {'requests' if of == asked else 'both served'}", "partly")
 
 
 def _texts(prompts: Prompts, engines: Sequence[EngineRow]) -> list[RenderableType]:

@@ -2,11 +2,11 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.reporting.places import Place, arm_of, asked_of, own_settings, place_of
+from experiments.reporting.places import Place, arm_of, asked_of, own_settings, place_of, told_apart
 from experiments.reporting.replicates import arm_key
 from experiments.reporting.table_style import told
 from experiments.reporting.tables import swept
@@ -42,8 +42,8 @@ def verdict_of(rows: Sequence[Row], processes: int, finished: bool, judged: Comp
     speeds = speeds or _engine_speed(engines, peers) or _kernel_speed([r for r in rows if isinstance(r, KernelRow)])
     quantized = _quantized([row for row in rows if isinstance(row, QuantizationRow)])
     if len(set(map(arm_of, engines))) > 1:  # a single arm's are in its own sentence
-        places = set(map(place_of, engines))
-        speeds += [f"{_with(place, places)}{text}" for place, texts in peers.items() for text in texts]
+        names = told_apart([*map(place_of, engines), *peers])
+        speeds += [f"{_with(names[place])}{text}" for place, texts in peers.items() for text in texts]
     found = [*quantized, *speeds]
     main = "; ".join([_joined(parts), *found[:1]] if parts else found[:1]) or "nothing was measured"
     notes = [_sentence(note) for note in found[1:]]
@@ -67,9 +67,8 @@ def _joined(parts: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
-def _with(place: Place, places: Collection[Place]) -> str:
+def _with(where: str) -> str:
     """How a sentence about one of several places begins."""
-    where = place.among(places)
     return f"with “{where}”, " if where else ""
 
 
@@ -185,14 +184,17 @@ def _engine_speed(engines: Sequence[EngineRow], peers: Mapping[Place, Sequence[s
     if served and not timed:
         return [f"no arm's speed was measured ({served[0].speed_reason})"]
     found: list[tuple[float, str]] = []
-    places = list(dict.fromkeys(map(place_of, timed)))
-    for place in places:
-        everyone = [row for row in timed if place_of(row) == place]
+    places: dict[Place, list[EngineRow]] = {}
+    for row in timed:
+        places.setdefault(place_of(row), []).append(row)
+    untimed = Counter(place_of(row) for row in served if row.tokens_per_s is None)
+    wheres = told_apart(places)
+    for place, everyone in places.items():
         least = min(row.requests_failed or 0 for row in everyone)
         # Whoever serves less work is not the faster for it.
         mine = [row for row in everyone if (row.requests_failed or 0) == least]
         best, first = max(mine, key=lambda row: row.tokens_per_s or 0.0), mine[0]
-        where = _with(place, places)
+        where = _with(wheres[place])
         speed = f"{best.tokens_per_s:,.0f} tokens/s"
         left_out = len(everyone) - len(mine)
         besides = f" ({left_out} that failed more requests left out)" if left_out else ""
@@ -200,7 +202,7 @@ def _engine_speed(engines: Sequence[EngineRow], peers: Mapping[Place, Sequence[s
             text = f"{where}{f'the arm {_arm(best, names)}' if arms > 1 else 'this engine'} served {speed}{besides}"
             if arms == 1 and (beside := peers.get(place)):
                 text += f", {' and '.join(beside)}"
-            if others := sum(place_of(row) == place and row.tokens_per_s is None for row in served):
+            if others := untimed[place]:
                 text += f", and {'the other arm was' if others == 1 else f'the other {others} were'} not timed"
             found.append((0.0, text))
             continue

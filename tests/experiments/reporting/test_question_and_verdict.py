@@ -133,7 +133,7 @@ def test_requests_that_failed_are_said_everywhere(tmp_path: Path) -> None:
     )
     line = tables_of(rows)["engine"].lines[1]
     assert [cell.text for cell in line[1:2]] == ["3 of 4 failed"]  # type: ignore[union-attr]
-    assert line[-2].text == "1 of 1 requests that both served"  # type: ignore[union-attr]
+    assert line[-2].text == "1 of 1 both served"  # type: ignore[union-attr]
     report = report_of(read_run(record(tmp_path / "mine", rows)))
     assert [(one.status, one.about, one.reason) for one in report.failures] == [
         ("failed", "swiglu=fused", "3 of 4 requests failed: the prompt is too long")
@@ -203,6 +203,9 @@ def test_with_five_processes_a_test_says_what_is_noise(tmp_path: Path) -> None:
     faster = report_of(read_run(record(tmp_path / "a", repeated({"torch": 1000.0, "fused": 1500.0}))))
     assert faster.verdict.sentence.startswith("The arm fused serves 1.5 times the tokens per second of torch (")
     assert faster.verdict.notes == ()
+    throughput = next(one for one in faster.pictures if one.name == "throughput")
+    assert throughput.records[0][-1] == pytest.approx((1000, 1010, 1020, 1000, 1010))  # of each process one
+    assert "small marks: what they are of. some CPU, 1 thread; wall clock; spread: quartiles of 5" in throughput.caption
     section = next(one for one in faster.sections if one.name == "differences")
     assert section.notes == ("The arms of a: of 4 figures, 1 better, 3 within noise.",)
     assert any(not isinstance(line, str) and line[-1].tone == "better" for line in section.tables[0].lines)
