@@ -4,7 +4,7 @@ All of it follows from a run's rows: checks, kernels' times, engines' rates, par
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,56 +62,71 @@ _Figure = tuple[float, float | None]
 """A figure above 0 and its interquartile range."""
 
 
+class _Rows:
+    """A run's rows by what an effect asks of them: a sweep has thousands of effects, and of rows."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.engines = [row for row in rows if isinstance(row, EngineRow) and row.status == "ok"]
+        self.parities: dict[Any, ParityRow] = {}
+        self.steps: dict[Any, list[StepRow]] = {}
+        self.kernels: dict[Any, list[KernelRow]] = {}
+        self.errors: dict[Any, list[float]] = {}
+        for row in rows:
+            if isinstance(row, ParityRow):
+                self.parities.setdefault(_place(row), row)
+            elif isinstance(row, StepRow) and row.status == "ok" and row.total_us is not None:
+                self.steps.setdefault(_place(row), []).append(row)
+            elif isinstance(row, KernelRow) and row.median_us:
+                self.kernels.setdefault((row.op, row.variant, row.dtype), []).append(row)
+            elif isinstance(row, CheckRow) and row.max_error_ratio is not None:
+                self.errors.setdefault((row.op, row.variant, row.dtype), []).append(row.max_error_ratio)
+
+
 def effects_of(rows: Sequence[Row], ops: Sequence[str]) -> list[Effect]:
     """Of each of the swept `ops` and each set of arms that differ in it alone, every variant over the first; the
     first is there too, at 1.
     """
     found = []
+    known = _Rows(rows)
     for op in ops:
         groups: dict[Any, list[EngineRow]] = {}
-        for row in rows:
-            if isinstance(row, EngineRow) and row.status == "ok" and op in row.arm:
+        for row in known.engines:
+            if op in row.arm:
                 rest_of_arm = {name: label for name, label in row.arm.items() if name != op}
                 key = (row.workload, _text(row.settings), _text(rest_of_arm), row.dtype)
                 groups.setdefault(key, []).append(row)
         for first, *rest in groups.values():
             if others := [row for row in rest if row.arm[op] != first.arm[op]]:
-                found += [_effect(rows, op, first, row) for row in (first, *others)]
+                found += [_effect(known, op, first, row) for row in (first, *others)]
     return found
 
 
-def _effect(rows: Sequence[Row], op: str, first: EngineRow, row: EngineRow) -> Effect:
+def _effect(rows: _Rows, op: str, first: EngineRow, row: EngineRow) -> Effect:
     before, variant = first.arm[op], row.arm[op]
     rate = None
     if row.tokens_per_s and first.tokens_per_s:
         pair = ((row.tokens_per_s, row.tokens_per_s_iqr), (first.tokens_per_s, first.tokens_per_s_iqr))
         rate = Ratio(1.0) if row is first else Ratio.mean([pair])
-    errors = [
-        check.max_error_ratio
-        for check in rows
-        if isinstance(check, CheckRow) and (check.op, check.variant, check.dtype) == (op, variant, row.dtype)
-        and check.max_error_ratio is not None
-    ]  # fmt: skip
-    parity = next((one for one in rows if isinstance(one, ParityRow) and _place(one) == _place(row)), None)
+    parity = rows.parities.get(_place(row))
     divergence = None if parity is None else parity.first_divergence
     return Effect(
         op, before, variant, row.arm, row.settings, str(row.workload),
         alone=_alone(rows, op, first, row),
         share=_share(rows, op, row),
         end_to_end=rate,
-        error=max(errors, default=None),
+        error=max(rows.errors.get((op, variant, row.dtype), ()), default=None),
         drift=None if parity is None else parity.logprob_drift,
         differs=None if divergence is None else (int(divergence["request"] or 0), int(divergence["place"] or 0)),
     )  # fmt: skip
 
 
-def _alone(rows: Sequence[Row], op: str, first: EngineRow, row: EngineRow) -> Ratio | None:
+def _alone(rows: _Rows, op: str, first: EngineRow, row: EngineRow) -> Ratio | None:
     times: dict[str, dict[str, _Figure]] = {first.arm[op]: {}, row.arm[op]: {}}
-    for one in rows:
-        if isinstance(one, KernelRow) and one.op == op and one.variant in times and one.dtype == row.dtype:
+    for variant, mine in times.items():
+        for one in rows.kernels.get((op, variant, row.dtype), ()):
             fits = all(row.settings.get(name, value) == value for name, value in one.settings.items())
             if fits and one.median_us:
-                times[one.variant][str(one.point)] = (one.median_us, one.iqr_us)
+                mine[str(one.point)] = (one.median_us, one.iqr_us)
     before, mine = times[first.arm[op]], times[row.arm[op]]
     pairs = [(before[point], mine[point]) for point in before.keys() & mine.keys()]
     if before is mine:
@@ -119,17 +134,11 @@ def _alone(rows: Sequence[Row], op: str, first: EngineRow, row: EngineRow) -> Ra
     return Ratio.mean(pairs) if pairs else None
 
 
-def _share(rows: Sequence[Row], op: str, arm: EngineRow) -> float | None:
+def _share(rows: _Rows, op: str, arm: EngineRow) -> float | None:
     """The op's share of the arm's step: by the device's clock where it has one."""
     name = f"{op}.{arm.arm[op]}"
-    shares = {step.clock: step.share for step in _steps(rows, arm) if step.range == name}
+    shares = {step.clock: step.share for step in rows.steps.get(_place(arm), ()) if step.range == name}
     return shares.get("device", shares.get("host"))
-
-
-def _steps(rows: Sequence[Row], arm: EngineRow | StepRow) -> Iterator[StepRow]:
-    for row in rows:
-        if isinstance(row, StepRow) and row.status == "ok" and _place(row) == _place(arm) and row.total_us is not None:
-            yield row
 
 
 def _place(row: EngineRow | StepRow | ParityRow) -> tuple[Any, ...]:

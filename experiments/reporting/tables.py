@@ -60,20 +60,21 @@ def tables_of(rows: Sequence[Row]) -> dict[str, PlainTable]:
     if checks:
         parts["kernels"] = _kernel_table(checks, timings, count)
     engines = [row for row in rows if isinstance(row, EngineRow)]
+    names = swept(engines)
     if engines:
         parts["engine"] = _engine_table(engines, [row for row in rows if isinstance(row, ParityRow)], count)
     peers = [row for row in rows if isinstance(row, PeerRow)]
     served: list[EngineRow | PeerRow] = [*engines, *peers]
     timed = [row for row in served if row.status == "ok" and row.ttft_s is not None]
     if timed:
-        parts["waiting"] = _latency_table(timed, swept(engines))
+        parts["waiting"] = _latency_table(timed, names)
     scheduled = [row for row in engines if row.status == "ok" and row.settings]
     if scheduled:
-        parts["memory"] = _memory_table(scheduled, swept(engines))
+        parts["memory"] = _memory_table(scheduled, names)
     if peers:
         parts["peers"] = _peer_table(peers, [row for row in rows if isinstance(row, SpeedupRow)])
-    titles = {key_of(row): _title_at(row, swept(engines)) for row in engines}
-    levels = {"effects": effects_table(rows, swept(engines)), "steps": step_table(rows, titles)}
+    titles = {key_of(row): _title_at(row, names) for row in engines}
+    levels = {"effects": effects_table(rows, names), "steps": step_table(rows, titles)}
     parts |= {name: table for name, table in levels.items() if table is not None}
     quantized = [row for row in rows if isinstance(row, QuantizationRow)]
     if quantized:
