@@ -1,6 +1,7 @@
 """A report as HTML, Markdown and JSON, and a run's folder with the first of them and the pictures in it."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -185,7 +186,7 @@ def _md_table(table: PlainTable) -> str:
 
 
 def as_json(report: Report) -> str:
-    """Every word and figure of the report, its pictures as their figures."""
+    """Every word and figure of the report, its pictures as their figures; null is one that is infinite or no number."""
     data: dict[str, Any] = {
         "name": report.name,
         "run_id": report.run_id,
@@ -212,12 +213,18 @@ def as_json(report: Report) -> str:
         "source": report.source,
         "repairs": list(report.repairs),
     }  # fmt: skip
-    return json.dumps(data, indent=1, ensure_ascii=False)
+    return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
 
 
 def _picture(picture: Picture) -> dict[str, Any]:
-    rows = [dict(zip(picture.columns, record, strict=True)) for record in picture.records]
+    rows = [dict(zip(picture.columns, map(_in_json, record), strict=True)) for record in picture.records]
     return {"name": picture.name, "title": picture.title, "caption": picture.caption, "rows": rows}
+
+
+def _in_json(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_in_json(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _table(table: PlainTable) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A report as HTML, Markdown and JSON, and the folder that it is written into."""
 
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ from experiments.reporting.rendering import MOST_LINES, as_html, as_json, as_mar
 from experiments.reporting.report import Section, report_of
 from experiments.reporting.table_style import Column, PlainTable, cells
 from experiments.runs.reading import read_run
+from experiments.runs.rows import QuantizationRow
 from tests.experiments.reporting.recorded import QUESTION, check, everything, record
 
 
@@ -155,6 +157,18 @@ def test_json_has_every_word_and_figure(folder: Path) -> None:
     assert data["source"] == QUESTION
     assert data["environment"]["device.name"] == "some CPU"
     assert data["environment"]["versions.torch"] == "2.13"
+
+
+def test_json_has_no_figures_that_json_has_not(tmp_path: Path) -> None:
+    first, second = (row for row in everything() if isinstance(row, QuantizationRow))
+    rows = [first, second.model_copy(update={"perplexity": math.inf})]
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    data = json.loads(as_json(report_of(read_run(record(tmp_path / "mine", rows)))), parse_constant=refuse)
+    (picture,) = next(one["pictures"] for one in data["sections"] if one["name"] == "quantization")
+    assert [row["perplexity"] for row in picture["rows"]] == [26.5, None]
 
 
 def test_json_loses_no_column_of_a_table_that_has_two_of_a_name(folder: Path) -> None:
