@@ -69,9 +69,10 @@ def main() -> None:
         importlib.import_module(module)
     planned = None if setup.on_cuda else plans_of(setup)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on stdin tells, and there may be a child to end first
-    write_whole(answers, b'{"ready": true}\n')
-    while (line := lines.wait()) is not None:
-        _serve(Task.of(json.loads(line)), planned, setup, lines, woken, answers)
+    with contextlib.suppress(BrokenPipeError):  # the starter is gone, and nobody is left to be told
+        write_whole(answers, b'{"ready": true}\n')
+        while (line := lines.wait()) is not None:
+            _serve(Task.of(json.loads(line)), planned, setup, lines, woken, answers)
 
 
 def write_whole(pipe: int, data: bytes) -> None:
@@ -212,8 +213,11 @@ def _serve(task: "Task", planned: "Planned | None", setup: "Setup", lines: _Line
     with selectors.DefaultSelector() as waiting:
         for pipe in (child.messages, child.printed, lines.pipe, woken.pipe):
             waiting.register(pipe, selectors.EVENT_READ)
-        while watch.status is None:
-            _wait(watch, waiting, lines, woken, answers)
+        try:
+            while watch.status is None:
+                _wait(watch, waiting, lines, woken, answers)
+        except BrokenPipeError:  # it was passing a message on when the starter went
+            _end_with(child)
     _end_what_is_left(child)
     watch.drain(answers)
     death = watch.death
@@ -248,9 +252,7 @@ def _wait(watch: _Watch, waiting: selectors.BaseSelector, lines: _Lines, woken: 
     if lines.pipe in ready:
         lines.read()
         if lines.ended:
-            child.kill()
-            _end_what_is_left(child)
-            os._exit(1)
+            _end_with(child)
     if woken.pipe in ready:
         woken.drain()
         pid, status = os.waitpid(child.pid, os.WNOHANG)
@@ -258,6 +260,13 @@ def _wait(watch: _Watch, waiting: selectors.BaseSelector, lines: _Lines, woken: 
     elif not watch.killed and time.monotonic() >= watch.deadline:
         watch.killed = True
         child.kill()
+
+
+def _end_with(child: _Child) -> NoReturn:
+    """The starter is gone: ends the child with all that it started, and this process."""
+    child.kill()
+    _end_what_is_left(child)
+    os._exit(1)
 
 
 def _fork(task: "Task", planned: "Planned | None", setup: "Setup") -> _Child:

@@ -20,7 +20,7 @@ from experiments.runner import run_experiment
 from experiments.runs.rows import ROW, CheckRow, KernelRow
 from experiments.sweep.local import Local
 from experiments.sweep.server import signal_reason
-from experiments.sweep.tasks import Ended, Task, Tell
+from experiments.sweep.tasks import Ended, Setup, Task, Tell
 from tests.experiments.conftest import Write
 from tests.experiments.sweep.kill_runs import MARK, left_over, marked
 from tests.tkernels.outside import write_variant
@@ -171,3 +171,26 @@ assert threads == 1, threads
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_server_whose_starter_no_longer_listens_ends_with_its_task_and_says_nothing(run_id: str) -> None:
+    resolved = yaml.safe_dump({"name": "x", "shapes": {"swiglu": [{"T": 2, "I": 8}]}, "kernels": {"swiglu": "torch"}})
+    setup = Setup(
+        resolved, "r1", "interpret", "nearest", "tuned", "cache", on_cuda=False, imports=(), sources={}, replicates=1
+    )
+    axes = {"T": 2, "I": 8, "activation": "float32", "values": "normal"}
+    task = Task("check/swiglu.torch", "check", op="swiglu", variant="torch", points=(("decode", axes),))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    words = (sys.executable, "-m", "experiments.sweep.server", str(os.getpid()))
+    with subprocess.Popen(words, text=True, env=marked(run_id), **pipes) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        assert server.stderr is not None
+        server.stdin.write(json.dumps(setup.as_json()) + "\n")
+        server.stdin.flush()
+        assert json.loads(server.stdout.readline()) == {"ready": True}
+        server.stdout.close()
+        server.stdin.write(json.dumps(task.as_json()) + "\n")
+        server.stdin.flush()
+        assert server.wait(timeout=60) == 1
+        assert server.stderr.read() == ""
