@@ -12,8 +12,9 @@ from experiments.document import ExperimentError
 from experiments.planning.models import check_headers
 from experiments.planning.plan import Plan, Sweep
 from experiments.planning.points import Point, points_of
+from experiments.planning.resolved import resolved_text
 from experiments.runs.environment import environment_of
-from experiments.runs.folder import RunFolder, check_new, new_folder, new_path, new_run_id, open_again, resolved_text
+from experiments.runs.folder import RunFolder, check_new, new_folder, new_path, new_run_id, open_again
 from experiments.runs.provenance import lockfile_entries, sha256_of, source_files
 from experiments.runs.reading import read_meta
 from experiments.runs.rows import EngineRow, ParityRow, PeerRow, Row, SpeedupRow, StepRow
@@ -60,8 +61,8 @@ def run_experiment(
     tuning: how tuned configs are found; None is as the experiment says, in the lockfiles of the tree. executor: None is
     this machine. resume: the folder of a run that was cut off; so is `out`, where it is one of this very experiment.
 
-    Raises ExperimentError where the folder cannot be made, resumed or written into, or a point of `shapes` breaks its
-    contract; whatever goes wrong in one task becomes a row. RunInterrupted for Ctrl-C.
+    Raises ExperimentError where the folder cannot be made, resumed or written into, or an op's contract has no point
+    for the model; whatever goes wrong in one task becomes a row. RunInterrupted for Ctrl-C.
     """
     points = [_points_of(plan) for plan in sweep.plans]
     for plan in sweep.plans:
@@ -98,7 +99,7 @@ def _points_of(plan: Plan) -> dict[str, list[Point]]:
     try:
         return points_of(plan)
     except ContractError as error:
-        raise ExperimentError([f"shapes: {error}" if plan.experiment.shapes else str(error)]) from None
+        raise ExperimentError([str(error)]) from None
 
 
 def _is_cut_off(sweep: Sweep, out: Path) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from experiments.commands.run import MOST_ARMS, Request, resume_command
+from experiments.commands.run import Request, asked_about, resume_command
 from experiments.document import ExperimentError, read_document
 from experiments.planning.plan import Sweep, make_sweep
 from experiments.reporting.rendering import write_report
@@ -37,7 +37,7 @@ def run(folder: Path, out: Path | None) -> int:
     try:
         again = run_experiment(sweep, out, before.environment.get("overrides") or [], progress)
     except RunInterrupted as interrupted:
-        request = Request(interrupted.path / "resolved.yaml", yes=sweep.num_arms > MOST_ARMS)
+        request = Request(interrupted.path / "resolved.yaml", yes=asked_about(sweep) is not None)
         resume = resume_command(request, interrupted.path)
         compare = shlex.join(["tk", "compare", str(folder), str(interrupted.path)])
         progress.print(

@@ -35,6 +35,16 @@ class Request:
     executor: Executor = field(default_factory=Local)
 
 
+def asked_about(sweep: Sweep) -> str | None:
+    """What is asked about before it is run: that it is so much."""
+    if sweep.num_arms > MOST_ARMS:
+        return f"{sweep.extent}; more than {MOST_ARMS} arms are run with --yes"
+    if sweep.num_shapes > MOST_CALLS:
+        calls = f"{sweep.num_shapes:,} calls of variants at points of its shapes, each to be checked and timed"
+        return f"{calls}; more than {MOST_CALLS:,} are run with --yes"
+    return None
+
+
 def resume_command(request: Request, path: Path) -> str:
     """What goes on with a run that was cut off."""
     words = ["tk", "run", str(request.file), *(word for one in request.overrides for word in ("--set", one))]
@@ -56,11 +66,8 @@ def _run(request: Request) -> int:
     if request.out is not None and request.resume is not None:
         raise ExperimentError(["--out and --resume: a run is a new one or goes on: give one"])
     sweep = make_sweep(read_document(request.file, request.overrides), full=request.full)
-    if sweep.num_arms > MOST_ARMS and not request.yes:
-        raise ExperimentError([f"{request.file}: {sweep.extent}; more than {MOST_ARMS} arms are run with --yes"])
-    if sweep.num_shapes > MOST_CALLS and not request.yes:
-        asked = f"{sweep.num_shapes:,} calls of variants at points of its shapes, each to be checked and timed"
-        raise ExperimentError([f"{request.file}: {asked}; more than {MOST_CALLS:,} are run with --yes"])
+    if not request.yes and (asked := asked_about(sweep)):
+        raise ExperimentError([f"{request.file}: {asked}"])
     return _carry_out(request, sweep)
 
 

@@ -37,23 +37,23 @@ def look_at(layout: Layout, part: Part, ops: Registry, device: torch.device | No
     """Everything that can be said of the part. device: None where the one that is asked for is not there."""
     document, experiment = part.document, part.experiment
     model: ModelPlan | None = None
+    dtype: torch.dtype | None = torch.float32
+    problems: list[str] = []
     if experiment.model is not None:
         try:
             model = plan_model(experiment.model, document.folder)
+            dtype = model.config.dtype
             if experiment.workload and experiment.model.path is not None:
                 check_headers(model.directory())
         except ValueError as error:
-            problem = document.problem(("model",), str(error))
-            return LookedAt(None, None, (problem,))
-    default = model.config.dtype if model is not None else torch.float32
-    dtype = getattr(torch, experiment.dtype) if experiment.dtype else None if part.is_dtype_wrong else default
-    problems: list[str] = []
+            problems.append(document.problem(("model",), str(error)))
+            dtype = dtype if model is not None else None
+    dtype = getattr(torch, experiment.dtype) if experiment.dtype else dtype if part.is_typed else None
+    problems += quantization_problems(document, experiment, model.config if model is not None else None)
     if model is not None:
-        problems += quantization_problems(document, experiment, model)
         if device is not None and device.type == "cpu" and model.random_weights > _MOST_RANDOM_ON_CPU:
             problems.append(document.problem(("model",), _needs_gpu(model)))
-        else:
-            problems += _model_problems(layout, part, model, ops, dtype, device or torch.device("cpu"))
+        problems += _model_problems(layout, part, model, ops, dtype, device or torch.device("cpu"))
     problems += _constraint_problems(layout.document, ops, dtype)
     return LookedAt(model, dtype, tuple(problems))
 

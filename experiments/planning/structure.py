@@ -27,14 +27,14 @@ class Part:
     """What one model runs in one dtype. `document`: with single values where lists were axes.
 
     Of a document that has faults, what is sound: experiment and arms are without what is wrong, so that the rest can be
-    looked at all the same. partial: the arms, by index, of whose scheduler options some were wrong. workload_places: of
-    each workload of the experiment, its index in `document`.
+    looked at all the same. is_typed: whether its dtype may be known. partial: the arms, by index, of whose scheduler
+    options some were wrong. workload_places: of each workload of the experiment, its index in `document`.
     """
 
     document: Document
     experiment: Experiment
     arms: tuple[Arm, ...]
-    is_dtype_wrong: bool
+    is_typed: bool
     partial: frozenset[int]
     workload_places: tuple[int, ...]
 
@@ -95,7 +95,7 @@ def _part(
     """None where so little is sound that nothing could be said of it."""
     faulty = {path for path in found.faulty if path}
     experiment = found.experiment or validate(replace(document, data=_without(document.data, faulty))).experiment
-    if experiment is None or any(path[0] == "model" for path in faulty):
+    if experiment is None:
         return None
     wrong = {path[1] if len(path) > 1 else None for path in faulty if path[0] == "workload"}
     served = list(_served(points)) if None not in wrong else []
@@ -109,8 +109,9 @@ def _part(
         if not is_whole:
             partial.add(len(arms))
         arms.append(arm)
-    is_dtype_wrong = any(path[0] == "dtype" for path in faulty)
-    return Part(document, experiment, tuple(arms), is_dtype_wrong, frozenset(partial), places)
+    wrong_keys = {path[0] for path in faulty}
+    is_typed = "dtype" not in wrong_keys and ("model" not in wrong_keys or experiment.dtype is not None)
+    return Part(document, experiment, tuple(arms), is_typed, frozenset(partial), places)
 
 
 def _without(data: Mapping[str, Any], faulty: Iterable[PathParts]) -> dict[str, Any]:

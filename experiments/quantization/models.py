@@ -11,7 +11,6 @@ import torch
 
 import tmodel
 from experiments.document import Document, ExperimentError, nearest
-from experiments.planning.models import ModelPlan
 from experiments.quantization.evaluation import windows_of
 from experiments.quantization.texts import read_text, tokens_of
 from experiments.schema import Experiment, Quantization
@@ -51,18 +50,14 @@ def quantized_models(quantization: Quantization) -> list[QuantizedModel]:
     ]
 
 
-def quantization_problems(document: Document, experiment: Experiment, model: ModelPlan) -> list[str]:
-    """What is wrong with an experiment's `quantization`, as far as the model's configuration tells."""
+def quantization_problems(document: Document, experiment: Experiment, config: tmodel.ModelConfig | None) -> list[str]:
+    """What is wrong with an experiment's `quantization`, as far as the model's configuration tells; None is where that
+    is not known.
+    """
     quantization = experiment.quantization
     if quantization is None:
         return []
     problems = []
-    if model.config.quantization is not None:
-        problems.append(document.problem(("model",), "is quantized already; quantization takes a dense model"))
-    longest = model.config.max_position_embeddings
-    if quantization.window > longest:
-        message = f"{quantization.window} tokens, and the model was made for {longest}"
-        problems.append(document.problem(("quantization", "window"), message))
     for name in ("text", "calibration"):
         file = getattr(quantization, name)
         if file is not None and not (document.folder / file).is_file():
@@ -71,10 +66,18 @@ def quantization_problems(document: Document, experiment: Experiment, model: Mod
         if method not in METHODS:
             message = f"unknown method {method!r}: there is {', '.join(METHODS)}{nearest(method, METHODS)}"
             problems.append(document.problem(("quantization", "methods", method), message))
+    if config is None:
+        return problems
+    if config.quantization is not None:
+        problems.append(document.problem(("model",), "is quantized already; quantization takes a dense model"))
+    longest = config.max_position_embeddings
+    if quantization.window > longest:
+        message = f"{quantization.window} tokens, and the model was made for {longest}"
+        problems.append(document.problem(("quantization", "window"), message))
     for one in quantized_models(quantization):
         if one.method in METHODS:
             try:
-                check_settings(model.config, METHODS[one.method], one.bits, one.group_size)
+                check_settings(config, METHODS[one.method], one.bits, one.group_size)
             except QuantizerError as error:
                 problems.append(document.problem(("quantization", "methods", one.method), str(error)))
     return problems

@@ -86,6 +86,16 @@ def test_a_shape_that_breaks_a_constraint_is_said_at_its_place_in_every_entry() 
     ]
 
 
+@pytest.mark.parametrize("model", ["{preset: tinny}", "{presett: tiny}", "{path: nowhere}", "tiny"])
+def test_a_model_that_is_wrong_hides_nothing_that_is_not_about_it(model: str) -> None:
+    text = f"name: a\nmodel: {model}\nkernels: {{paged_decode: torch}}\nshapes: {{paged_decode: [{{Hq: 3, Hkv: 2}}]}}\n"
+    found = faults(text + "quantization: {methods: {gptk: {bits: 4}}, text: nowhere.txt}\n")
+    assert [line.partition(" (")[0] for line in found if not line.startswith("model")] == [
+        "shapes.paged_decode[0]", "quantization.methods.gptk", "quantization.text"
+    ]  # fmt: skip
+    assert sum(line.startswith("model") for line in found) == 1
+
+
 def test_lengths_below_the_models_are_no_bound_of_each_other() -> None:
     text = "name: a\nmodel: {preset: tiny}\nscheduler: {max_model_len: [64, 128]}\n"
     assert len(make_sweep(parse_document(text, "a.yaml", Path())).plans[0].arms) == 2
