@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.reporting.pictures import PAPER, WIDTH, Picture, compact, legend, legend_rows, log_ticks, look
 from experiments.reporting.points import METRICS, Factor, Measured, engine_points, kernel_points, numeric, varying
-from experiments.reporting.table_style import told
+from experiments.reporting.table_style import plain, told
 from experiments.runs.rows import EngineRow, KernelRow
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ MOST_PICTURES = 4
 
 _APART = ("dtype", "workload", "model")  # what lines are rather not compared across
 _LOG_FROM = 8  # a range of this ratio is shown in doublings
+_LEVEL = "Dashed: what has no {}, the same everywhere."
 _AXES: Mapping[str, str] = {
     "context": "context, tokens",
     "T": "tokens T",
@@ -33,52 +34,69 @@ _AXES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
+class Curves:
+    """Pictures of one figure. complete: every arm that has the figure is on one of them."""
+
+    pictures: tuple[Picture, ...]
+    complete: bool
+
+
+@dataclass(frozen=True)
 class _Line:
+    """Over the axis; at nothing, where its one point has no such number, it is the same everywhere."""
+
     name: str
-    points: tuple[tuple[float, Measured], ...]
+    points: tuple[tuple[float | None, Measured], ...]
 
 
-def kernel_curves(rows: Sequence[KernelRow], asked: Mapping[str, Any], about: str) -> list[Picture]:
-    """A picture, or some, for each op whose timed rows differ in a number.
+def kernel_curves(rows: Sequence[KernelRow], asked: Mapping[str, Any], about: str) -> dict[str, Curves]:
+    """op -> a picture, or some, where its timed rows differ in a number.
 
     Args:
         rows: of the kernels stage, merged.
         asked: the experiment's `shapes`; sizes that a workload gives make a curve from three on.
         about: device, timer and spread, for the captions.
     """
-    pictures = []
-    for op, points in kernel_points(rows).items():
-        least = 2 if op in asked else 3
-        pictures += _sweeps(f"time-{op}", op, points, "time, µs", least, about)
-    return pictures
+    return {
+        op: _sweeps(f"time-{op}", op, points, "time, µs", 2 if op in asked else 3, about)
+        for op, points in kernel_points(rows).items()
+    }
 
 
-def engine_curves(rows: Sequence[EngineRow], about: str, waits: str) -> list[Picture]:
-    """Tokens per second and waiting times over a numeric option of the sweep; `waits` is the latter's caption."""
-    pictures = []
+def engine_curves(rows: Sequence[EngineRow], about: str, waits: str) -> dict[str, Curves]:
+    """Of tokens per second and of waiting times, by column, over a numeric option of the sweep; `waits` is the latter's
+    caption.
+    """
+    found = {}
     for metric, unit in METRICS.items():
         caption = about if metric == "tokens_per_s" else f"p50; bars reach up to p90. {waits}"
         name = f"engine-{metric.replace('_', '-')}"
-        pictures += _sweeps(name, _capital(unit.split(",")[0]), engine_points(rows, metric), unit, 2, caption)
-    return pictures
+        found[metric] = _sweeps(name, _capital(unit.split(",")[0]), engine_points(rows, metric), unit, 2, caption)
+    return found
 
 
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _sweeps(name: str, title: str, points: Sequence[Measured], unit: str, least: int, about: str) -> list[Picture]:
+def _sweeps(name: str, title: str, points: Sequence[Measured], unit: str, least: int, about: str) -> Curves:
     """Pictures of `points` over each numeric factor with `least` values or more; pins always count."""
     factors = varying(points)
     sizes = {key for key in factors if key not in ("variant", "dtype", "workload")}
-    found = []
+    axes: dict[str, list[str]] = {}
     for axis in sorted(sizes, key=lambda key: -len(factors[key])):
         values = factors[axis]
-        if not numeric(values) or len(values) < (least if _is_size(axis) else 2):
-            continue
-        others = [other for other in dict.fromkeys(("variant", *factors)) if other != axis]
-        found += _over(name, title, points, axis, others, unit, about)
-    return found
+        if numeric(values) and len(values) >= (least if _is_size(axis) else 2):
+            axes[axis] = [other for other in dict.fromkeys(("variant", *factors)) if other != axis]
+    on_lines = {id(p) for axis, others in axes.items() for one in _lines(points, axis, others) for _, p in one.points}
+    alone = [point for point in points if id(point) not in on_lines]
+    pictures: list[Picture] = []
+    shown: set[int] = set()
+    for axis, others in axes.items():
+        for picture, lines in _over(name, title, points, alone, axis, others, unit, about):
+            pictures.append(picture)
+            shown |= {id(point) for one in lines for _, point in one.points}
+    return Curves(tuple(pictures), all(id(point) in shown for point in points))
 
 
 def _is_size(axis: str) -> bool:
@@ -87,12 +105,21 @@ def _is_size(axis: str) -> bool:
 
 
 def _over(
-    name: str, title: str, points: Sequence[Measured], axis: str, others: Sequence[str], unit: str, about: str
-) -> list[Picture]:
-    """Pictures over one axis: of each size and workload its own where many lines would share one, and not too many."""
-    x_name = _AXES.get(axis, axis)
+    name: str,
+    title: str,
+    points: Sequence[Measured],
+    alone: Sequence[Measured],
+    axis: str,
+    others: Sequence[str],
+    unit: str,
+    about: str,
+) -> list[tuple[Picture, list[_Line]]]:
+    """Pictures over one axis, with what is on each: of each size and workload its own where many lines would share one,
+    and not too many. alone: points that no picture has on a line.
+    """  # fmt: skip
+    x_name = _AXES.get(axis, plain(axis))
     title = f"{title} by {x_name.split(',')[0]}"
-    lines = _lines(points, axis, others)
+    lines = _with_those_alone(_lines(points, axis, others), alone, axis, others)
     apart = [other for other in others if _is_size(other) or other in _APART or other.startswith("workload.")]
     facets = list(dict.fromkeys(tuple(point.factors.get(other) for other in apart) for point in points))
     parts = [(title, lines[start : start + MOST_LINES]) for start in range(0, len(lines), MOST_LINES)]
@@ -100,27 +127,30 @@ def _over(
         parts = [(f"{title} ({number} of {len(parts)})", part) for number, (_, part) in enumerate(parts, 1)]
     if len(lines) > MOST_LINES // 2 and 1 < len(facets) <= MOST_PICTURES:
         inside = [other for other in others if other not in apart]
-        each = [[p for p in points if tuple(p.factors.get(other) for other in apart) == facet] for facet in facets]
-        faceted = [
-            (f"{title}, {_series(apart, facet)}", _lines(mine, axis, inside))
-            for facet, mine in zip(facets, each, strict=True)
-        ]
+        faceted = []
+        for facet in facets:
+            mine, single = (
+                [p for p in some if tuple(p.factors.get(other) for other in apart) == facet] for some in (points, alone)
+            )
+            part = _with_those_alone(_lines(mine, axis, inside), single, axis, inside)
+            faceted.append((f"{title}, {_series(apart, facet)}", part))
         if all(1 < len(mine) <= MOST_LINES for _, mine in faceted):
             parts = faceted
     pictures = []
     for number, (heading, part) in enumerate(parts[:MOST_PICTURES], 1):
         left_out = len(lines) - MOST_LINES * MOST_PICTURES if number == MOST_PICTURES < len(parts) else 0
         suffix = f"-{number}" if len(parts) > 1 else ""
-        pictures.append(
-            Picture(
-                name=f"{name}-by-{axis}{suffix}".replace(".", "-").replace("/", "-"),
-                title=heading,
-                caption=about + (f" {left_out} more lines are in results.jsonl." if left_out else ""),
-                columns=("series", axis, "median", "low", "high", "unit"),
-                records=tuple((one.name, x, p.median, p.low, p.high, unit) for one in part for x, p in one.points),
-                draw=_drawing(part, x_name, unit),
-            )
+        level = any(x is None for one in part for x, _ in one.points)
+        caption = f"{_LEVEL.format(x_name.split(',')[0])} {about}" if level else about
+        picture = Picture(
+            name=f"{name}-by-{plain(axis)}{suffix}".replace(".", "-").replace("/", "-"),
+            title=heading,
+            caption=caption + (f" {left_out} more lines are in results.jsonl." if left_out else ""),
+            columns=("series", plain(axis), "median", "low", "high", "unit"),
+            records=tuple((one.name, x, p.median, p.low, p.high, unit) for one in part for x, p in one.points),
+            draw=_drawing(part, x_name, unit),
         )
+        pictures.append((picture, part))
     return pictures
 
 
@@ -131,11 +161,29 @@ def _lines(points: Sequence[Measured], axis: str, others: Sequence[str]) -> list
         if axis in point.factors:
             key = tuple(point.factors.get(other) for other in others)
             groups.setdefault(key, []).append((float(point.factors[axis]), point))
-    return [
-        _Line(_series(others, key), tuple(sorted(mine, key=lambda one: one[0])))
-        for key, mine in groups.items()
-        if len({x for x, _ in mine}) > 1 and len({_names(point) for _, point in mine}) == 1
-    ]
+    found = []
+    for key, mine in groups.items():
+        mine.sort(key=lambda one: one[0])
+        if len({x for x, _ in mine}) > 1 and len({_names(point) for _, point in mine}) == 1:
+            found.append(_Line(_series(others, key), tuple(mine)))
+    return found
+
+
+def _with_those_alone(
+    lines: list[_Line], alone: Sequence[Measured], axis: str, others: Sequence[str]
+) -> list[_Line]:  # fmt: skip
+    """Lines, and first the points that are on none, such as a baseline's, which has no pins: a mark, or a level. Points
+    of which several would be called the same are left to the dots.
+    """
+    if not lines:
+        return []
+    taken = {one.name for one in lines}
+    named: dict[str, list[_Line]] = {}
+    for point in alone:
+        x = float(point.factors[axis]) if axis in point.factors else None
+        one = _Line(_series(others, [point.factors.get(other) for other in others]), ((x, point),))
+        named.setdefault(one.name, []).append(one)
+    return [*(same[0] for same in named.values() if len(same) == 1 and same[0].name not in taken), *lines]
 
 
 def _names(point: Measured) -> tuple[tuple[str, Factor], ...]:
@@ -147,8 +195,8 @@ def _series(names: Sequence[str], values: Sequence[Factor | None]) -> str:
     shown = []
     for name, value in zip(names, values, strict=True):
         if value is not None and value != "":
-            plain = name in ("variant", "dtype", "workload") or isinstance(value, str)
-            shown.append(str(value) if plain else f"{name.removeprefix('workload.')} {told(value)}")
+            bare = name in ("variant", "dtype", "workload") or isinstance(value, str)
+            shown.append(str(value) if bare else f"{plain(name)} {told(value)}")
     return ", ".join(shown)
 
 
@@ -156,22 +204,31 @@ def _drawing(lines: Sequence[_Line], x_name: str, unit: str) -> Any:
     def draw(figure: "Figure") -> None:
         figure.set_size_inches(WIDTH, 2.9 + 0.17 * legend_rows([one.name for one in lines]))
         axes = figure.subplots()
-        for index, one in enumerate(lines):
-            style = look(index)
-            places = [x for x, _ in one.points]
+        looks = [look(index) | ({"linestyle": "--"} if _is_level(one) else {}) for index, one in enumerate(lines)]
+        xs = sorted({x for one in lines for x, _ in one.points if x is not None})
+        for one, style in zip(lines, looks, strict=True):
+            if _is_level(one):
+                point = one.points[0][1]
+                axes.axhspan(point.low, point.high, color=style["color"], linewidth=0, alpha=0.2)
+                axes.axhline(point.median, markeredgecolor=PAPER, markeredgewidth=0.5, **style)
+                continue
+            places = [x for x, _ in one.points if x is not None]
             lows, highs = [p.low for _, p in one.points], [p.high for _, p in one.points]
             axes.vlines(places, lows, highs, color=style["color"], linewidth=3.2, alpha=0.35)
             medians = [p.median for _, p in one.points]
             axes.plot(places, medians, markeredgecolor=PAPER, markeredgewidth=0.5, **style)
-        xs = sorted({x for one in lines for x, _ in one.points})
         ys = [p.median for one in lines for _, p in one.points]
         _scale(axes, xs, ys)
         axes.set_xlabel(x_name)
         axes.set_title(unit)
         if any(one.name for one in lines):
-            legend(figure, [(one.name, look(index)) for index, one in enumerate(lines)])
+            legend(figure, [(one.name, style) for one, style in zip(lines, looks, strict=True)])
 
     return draw
+
+
+def _is_level(line: _Line) -> bool:
+    return line.points[0][0] is None
 
 
 def _scale(axes: Any, xs: Sequence[float], ys: Sequence[float]) -> None:

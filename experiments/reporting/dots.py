@@ -1,7 +1,7 @@
-"""Arms and variants side by side, where no number tells them apart: a dot each, with its spread."""
+"""Arms and variants side by side, where no curve has them all: a dot each, with its spread."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST = 40
-"""Dots of a picture. What comes after them is in the table and in results.jsonl, and the caption says so."""
+"""Dots of a picture: of each group the best, and the first, which the others are beside. All are in the CSV."""
 
 _MOST_MARKS = 50
 _LINE = 0.24  # inches of height for each line of a picture
@@ -50,10 +50,14 @@ def _marked(dot: _Dot) -> bool:
     return 1 < len(dot.samples) <= _MOST_MARKS
 
 
-def waiting_pictures(rows: Sequence[EngineRow | PeerRow], about: str) -> list[Picture]:
-    """What users wait for: p50, p90 and p99 of every arm and peer."""
+def waiting_pictures(
+    rows: Sequence[EngineRow | PeerRow], about: str, on_curves: Collection[str] = ()
+) -> list[Picture]:  # fmt: skip
+    """What users wait for: p50, p90 and p99 of every arm and peer; but of columns that curves show in full."""
     pictures = []
     for field, title in _WAITS.items():
+        if field in on_curves:
+            continue
         dots = []
         for row, name in _served(rows):
             if waits := getattr(row, field):
@@ -65,8 +69,8 @@ def waiting_pictures(rows: Sequence[EngineRow | PeerRow], about: str) -> list[Pi
     return [picture for picture in pictures if picture is not None]
 
 
-def variant_pictures(rows: Sequence[KernelRow], with_curves: Sequence[str], about: str) -> list[Picture]:
-    """Times of an op's variants at each point, for ops of which several were timed and that have no curve."""
+def variant_pictures(rows: Sequence[KernelRow], on_curves: Collection[str], about: str) -> list[Picture]:
+    """Times of an op's variants at each point, of which several were timed, but of ops that curves show in full."""
     pictures = []
     for op in dict.fromkeys(row.op for row in rows):
         mine = [row for row in rows if row.op == op and row.status == "ok" and row.median_us is not None]
@@ -75,7 +79,7 @@ def variant_pictures(rows: Sequence[KernelRow], with_curves: Sequence[str], abou
             assert row.median_us is not None
             low, high = quartiles(row.samples_us or (), row.median_us, row.iqr_us)
             dots.append(_Dot(str(row.point), str(row.variant), (row.median_us,), low, high))
-        if len({row.variant for row in mine}) > 1 and op not in with_curves:
+        if len({row.variant for row in mine}) > 1 and op not in on_curves:
             order = list(dict.fromkeys(dot.group for dot in dots))
             dots.sort(key=lambda dot: order.index(dot.group))
             pictures.append(
@@ -96,7 +100,7 @@ def _picture(name: str, title: str, unit: str, dots: Sequence[_Dot], caption: st
     if len(dots) < 2:
         return None
     if len(dots) > MOST:
-        caption += f" The first {MOST} of {len(dots)}; all are in the CSV."
+        caption += f" {MOST} of {len(dots)}: the best and the first of each group; all are in the CSV."
     several = len(dots[0].values) > 1
     figures = ("p50", "p90", "p99") if several else ("median", "low", "high")
     records = [(d.group, d.name, *(d.values if several else (d.values[0], d.low, d.high)), unit) for d in dots]
@@ -104,12 +108,27 @@ def _picture(name: str, title: str, unit: str, dots: Sequence[_Dot], caption: st
     if any(dot.samples for dot in dots):
         columns.append("samples")
         records = [(*record, dot.samples) for record, dot in zip(records, dots, strict=True)]
-    shown = dots[:MOST]
+    shown = _best(dots, -1 if unit == "tokens/s" else 1)
 
     def draw(figure: "Figure") -> None:
         _draw(figure, shown, unit)
 
     return Picture(name, title, caption.strip(), tuple(columns), tuple(records), draw)
+
+
+def _best(dots: Sequence[_Dot], sign: int) -> list[_Dot]:
+    """As many as a picture holds, in their order: of each group in turn the best, the first, the second best and so
+    on. sign: 1 where less is better.
+    """
+    groups: dict[str, list[int]] = {}
+    for place, dot in enumerate(dots):
+        groups.setdefault(dot.group, []).append(place)
+    ranked: list[tuple[int, int]] = []
+    for mine in groups.values():
+        best, *others = sorted(mine, key=lambda place: sign * dots[place].values[0])
+        order = dict.fromkeys([best, mine[0], *others])
+        ranked += [(rank, place) for rank, place in enumerate(order)]
+    return [dots[place] for place in sorted(place for _, place in sorted(ranked)[:MOST])]
 
 
 def _draw(figure: "Figure", dots: Sequence[_Dot], unit: str) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from experiments.reporting.places import asked_of
 from experiments.reporting.replicates import arm_key
-from experiments.reporting.table_style import Column, Line, PlainTable, cells, status_cell, told
+from experiments.reporting.table_style import Column, Line, PlainTable, cells, plain, status_cell, told
 from experiments.reporting.tables import same_cell
 from experiments.runs.rows import CheckRow, EngineRow, ParityRow
 
@@ -46,7 +46,8 @@ def parity_table(parities: Sequence[ParityRow], engines: Sequence[EngineRow]) ->
     requests = {arm_key(row): row.requests for row in engines}
     several = len({row.workload for row in parities}) > 1
     names = _swept(parities)
-    columns = [*([Column("workload")] if several else []), *(Column(name) for name in names), Column("same tokens")]
+    columns = [*([Column("workload")] if several else []), *(Column(plain(name)) for name in names)]
+    columns.append(Column("same tokens"))
     columns += [Column("first difference"), Column("drift, nats", right=True)]
     lines: list[Line] = []
     for row in parities:

@@ -136,9 +136,7 @@ def _cleaned(svg: str, name: str, title: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<style type="text/css">.*?</style>', "", svg, count=1, flags=re.DOTALL)
-    svg = re.sub(r'\bid="([^"]*)"', rf'id="{name}-\1"', svg)
-    svg = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", svg)
-    svg = re.sub(r"font: ([^;\"]*?)(\d[\d.]*)px [^;\"]*", rf"font: \1\2px {_FONT}", svg)
+    svg = _TAG.sub(lambda tag: _named(tag[0], name), svg)
     start = svg.index(">") + 1
     box = re.search(r'viewBox="[^"]*"', svg[:start])
     assert box is not None
@@ -148,19 +146,41 @@ def _cleaned(svg: str, name: str, title: str) -> str:
     return f"{opening}<title>{escape(title)}</title>{lines}{svg[start:].strip()}"
 
 
+_TAG = re.compile("<[^>]*>")
+"""A name in a picture is a text between tags, whatever it holds: there, < and > are escaped."""
+
+
+def _named(tag: str, name: str) -> str:
+    """A tag whose ids, and what refers to them, begin with the picture's name, and whose font is the page's."""
+    tag = re.sub(r'\bid="([^"]*)"', rf'id="{name}-\1"', tag)
+    tag = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", tag)
+    return re.sub(r"font: ([^;\"]*?)(\d[\d.]*)px [^;\"]*", rf"font: \1\2px {_FONT}", tag)
+
+
+def _coloured(svg: str, colours: Mapping[str, str]) -> str:
+    """With `colours` in place of the marks, in styles of tags: a name may hold a mark's letters."""
+    marks = re.compile("|".join(colours))
+
+    def restyled(tag: re.Match[str]) -> str:
+        return _STYLED.sub(lambda style: marks.sub(lambda mark: colours[mark[0]], style[0]), tag[0])
+
+    return _TAG.sub(restyled, svg)
+
+
+_STYLED = re.compile(r'(?<=\sstyle=")[^"]*')
+
+
 def for_page(svg: str) -> str:
     """With CSS variables, which the page defines, in place of the marks."""
-    for mark, (variable, _, _) in COLOURS.items():
-        svg = svg.replace(mark, f"var({variable})")
-    return svg
+    return _coloured(svg, {mark: f"var({variable})" for mark, (variable, _, _) in COLOURS.items()})
 
 
 def for_file(svg: str) -> str:
     """A document of its own: the light theme's colours, and rules that turn each dark where that is wished for."""
     rules = []
-    for mark, (_, light, dark) in COLOURS.items():
-        svg = svg.replace(mark, light)
+    for _, light, dark in COLOURS.values():
         rules += [f'[style*="{kind}: {light}"]{{{kind}:{dark}!important}}' for kind in ("fill", "stroke")]
+    svg = _coloured(svg, {mark: light for mark, (_, light, _) in COLOURS.items()})
     paper, night = COLOURS[PAPER][1:]
     style = (
         f"svg{{color-scheme:light dark;background:{paper}}}"

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from experiments.reporting.table_style import told
+from experiments.reporting.table_style import plain, told
 from experiments.runs.rows import EngineRow, ParityRow, PeerRow, SpeedupRow
 
 Served = EngineRow | PeerRow | ParityRow | SpeedupRow
@@ -37,7 +37,7 @@ def told_apart(places: Collection[Place]) -> dict[Place, str]:
 def place_of(row: Served) -> Place:
     """Where a row's speed can be compared."""
     settings = sorted((key, value) for key, value in row.settings.items() if key.startswith(_SIZE))
-    sizes = tuple(f"{key.removeprefix(_SIZE)} {told(value)}" for key, value in settings)
+    sizes = tuple(f"{plain(key)} {told(value)}" for key, value in settings)
     return Place(str(row.workload), sizes, str(row.settings.get("model", "")), row.dtype)
 
 

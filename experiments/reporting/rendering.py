@@ -1,7 +1,6 @@
 """A report as HTML, Markdown and JSON, and a run's folder with the first of them and the pictures in it."""
 
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from markupsafe import Markup
 from experiments.reporting.pictures import NEEDS_PLOT, Picture, for_file, for_page, variables
 from experiments.reporting.report import Report
 from experiments.reporting.table_style import Cell, Column, PlainTable
+from experiments.runs.rows import in_words, is_odd
 
 REPORT = "report.html"
 FIGURES = "figures"
@@ -217,14 +217,21 @@ def as_json(report: Report) -> str:
 
 
 def _picture(picture: Picture) -> dict[str, Any]:
-    rows = [dict(zip(picture.columns, map(_in_json, record), strict=True)) for record in picture.records]
+    rows = [_in_json(dict(zip(picture.columns, record, strict=True))) for record in picture.records]
     return {"name": picture.name, "title": picture.title, "caption": picture.caption, "rows": rows}
 
 
-def _in_json(value: Any) -> Any:
+def _in_json(row: dict[str, Any]) -> dict[str, Any]:
+    """As a row of results.jsonl has it: what is no finite number is null, and `not_finite` tells it in words."""
+    odd = {name: value for name, value in row.items() if is_odd(value)}
+    told = {"not_finite": "; ".join(f"{name} is {in_words(value)}" for name, value in odd.items())} if odd else {}
+    return {name: _finite(value) for name, value in row.items()} | told
+
+
+def _finite(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_in_json(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [_finite(one) for one in value]
+    return None if is_odd(value) else value
 
 
 def _table(table: PlainTable) -> dict[str, Any]:

@@ -134,10 +134,11 @@ def _end_to_end(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, Plai
     waits += f", the medians of {count} processes' own." if count > 1 else ", one process each."
     everyone = [*engines, *peers]
     curves = engine_curves(engines, about, waits)
-    # A curve shows every arm already; peers are on none.
-    beside = None if curves and not peers else throughput_picture(everyone, about)
-    dots = [one for one in waiting_pictures(everyone, waits) if not curves or peers or one.name == "waiting-gap"]
-    pictures = [beside, *curves, *dots]
+    # Dots show whatever some curve lacks, beside the others; peers are on none.
+    on_curves = [metric for metric, found in curves.items() if found.complete and not peers]
+    beside = None if "tokens_per_s" in on_curves else throughput_picture(everyone, about)
+    drawn = [picture for found in curves.values() for picture in found.pictures]
+    pictures = [beside, *drawn, *waiting_pictures(everyone, waits, on_curves)]
     shown = [name for name in tables if name not in ("kernels", "quantization", "steps")]
     notes = []
     if engines and not any(row.tokens_per_s for row in engines):
@@ -175,8 +176,9 @@ def _kernels(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, PlainTa
     about = _about(run, f"timer: {', '.join(timers) or 'none'}", count, f"{samples} samples")
     device = str((run.environment.get("device") or {}).get("name"))
     curves = kernel_curves(kernels, run.resolved.get("shapes") or {}, about)
-    drawn = {str(row.op) for row in kernels if any(one.name.startswith(f"time-{row.op}-by") for one in curves)}
-    pictures = [*roofline_pictures(kernels, device, about), *curves, *variant_pictures(kernels, sorted(drawn), about)]
+    on_curves = [op for op, found in curves.items() if found.complete]
+    drawn = [picture for found in curves.values() for picture in found.pictures]
+    pictures = [*roofline_pictures(kernels, device, about), *drawn, *variant_pictures(kernels, on_curves, about)]
     notes = []
     if not timers:
         why = next((row.speed_reason or row.reason for row in kernels), "no variant passed its check")

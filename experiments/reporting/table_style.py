@@ -87,6 +87,11 @@ def told(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def plain(name: str) -> str:
+    """A setting's name for people: that a field is the workload's goes without saying."""
+    return name.removeprefix("workload.")
+
+
 def status_cell(status: str) -> Cell:
     return Cell(status, status)
 

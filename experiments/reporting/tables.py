@@ -22,6 +22,7 @@ from experiments.reporting.table_style import (
     add_row,
     cells,
     new_table,
+    plain,
     status_cell,
     status_text,
     told,
@@ -97,7 +98,7 @@ def title_of(row: EngineRow | PeerRow | ParityRow, names: Sequence[str]) -> str:
     if isinstance(row, PeerRow):
         return str(row.peer).replace("_", " ")
     ops = [row.arm[key] for key in names if key in row.arm]
-    settings = [f"{key.removeprefix('workload.')} {told(value)}" for key, value in row.settings.items()]
+    settings = [f"{plain(key)} {told(value)}" for key, value in row.settings.items()]
     return ", ".join([*ops, *settings]) or "this engine"
 
 
@@ -163,7 +164,7 @@ def _engine_table(engines: Sequence[EngineRow], parities: Sequence[ParityRow], c
     names = swept(engines)
     several = len({row.workload for row in engines}) > 1
     right = ["tokens/s", "IQR", "ttft ms"]
-    headings = [name.removeprefix("workload.") for name in names]
+    headings = [plain(name) for name in names]
     columns = [Column(name) for name in ([*(["workload"] if several else []), *headings, "status"])]
     columns += [Column(name, right=True) for name in right]
     columns += [Column("same tokens"), Column("drift", right=True)]

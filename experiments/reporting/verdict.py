@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.reporting.places import Place, arm_of, asked_of, own_settings, place_of, told_apart
 from experiments.reporting.replicates import arm_key
-from experiments.reporting.table_style import told
+from experiments.reporting.table_style import plain, told
 from experiments.reporting.tables import swept
 from experiments.runs import verdicts as judgement
 from experiments.runs.comparison import MIN_REPLICATES
@@ -235,7 +235,7 @@ def _told(row: EngineRow, names: Sequence[str], settings: Mapping[str, Any]) -> 
     """The variants of the swept ops, of several each with its op's name, and the settings."""
     ops = [name for name in names if name in row.arm]
     labels = [row.arm[op] if len(ops) == 1 else f"{op} {row.arm[op]}" for op in ops]
-    shown = [f"{key.removeprefix('workload.')} {told(value)}" for key, value in settings.items()]
+    shown = [f"{plain(key)} {told(value)}" for key, value in settings.items()]
     return ", ".join([*labels, *shown]) or "this engine"
 
 

@@ -95,7 +95,7 @@ class _Row(BaseModel):
 
     def as_json(self) -> str:
         """One line, whose numbers are finite; what is not is null, and `not_finite` tells it."""
-        told = "; ".join(f"{name} is {_in_words(value)}" for name, value in self._odd_figures())
+        told = "; ".join(f"{name} is {in_words(value)}" for name, value in self._odd_figures())
         row = self.model_copy(update={"not_finite": told}) if told else self
         return row.model_dump_json(include=set(_Row.model_fields) | self.model_fields_set)
 
@@ -104,14 +104,16 @@ class _Row(BaseModel):
         for name in self.__class__.model_fields:
             value = getattr(self, name)
             parts = {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
-            yield from ((path, part) for path, part in parts.items() if _is_odd(part))
+            yield from ((path, part) for path, part in parts.items() if is_odd(part))
 
 
-def _is_odd(value: object) -> bool:
+def is_odd(value: object) -> bool:
+    """Whether this is a number that JSON has not."""
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _in_words(value: float) -> str:
+def in_words(value: float) -> str:
+    """What an odd number is called."""
     return "not a number" if math.isnan(value) else "infinite" if value > 0 else "minus infinity"
 
 

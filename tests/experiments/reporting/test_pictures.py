@@ -4,24 +4,41 @@ import csv
 import io
 import math
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments.reporting.breakdown import breakdown_picture, step_table, steps_of
-from experiments.reporting.curves import engine_curves, kernel_curves
-from experiments.reporting.dots import throughput_picture, variant_pictures, waiting_pictures
+from experiments.reporting.curves import Curves
+from experiments.reporting.curves import engine_curves as engine_curves_of
+from experiments.reporting.curves import kernel_curves as kernel_curves_of
+from experiments.reporting.dots import MOST, throughput_picture, variant_pictures, waiting_pictures
 from experiments.reporting.pictures import COLOURS, MARKERS, SERIES, Picture, compact, for_file, for_page, label, look
 from experiments.reporting.points import kernel_points, label_factors, varying
+from experiments.reporting.report import report_of
 from experiments.reporting.roofline import NO_ROOFLINE, roofline_pictures
-from experiments.runs.rows import EngineRow, KernelRow, PeerRow, StepRow
-from tests.experiments.reporting.recorded import EVIL, everything, kernel, served
+from experiments.runs.reading import read_run
+from experiments.runs.rows import EngineRow, KernelRow, PeerRow, Row, StepRow
+from tests.experiments.reporting.recorded import EVIL, everything, kernel, record, served
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def rows_of(*kinds: type) -> list[Any]:
     return [row for row in everything() if isinstance(row, kinds)]
+
+
+def drawn(curves: dict[str, Curves]) -> list[Picture]:
+    return [picture for found in curves.values() for picture in found.pictures]
+
+
+def kernel_curves(*arguments: Any) -> list[Picture]:
+    return drawn(kernel_curves_of(*arguments))
+
+
+def engine_curves(*arguments: Any) -> list[Picture]:
+    return drawn(engine_curves_of(*arguments))
 
 
 def records(picture: Picture | None) -> list[dict[str, str]]:
@@ -139,6 +156,80 @@ def test_many_lines_are_a_picture_for_each_batch() -> None:
     found = {one.title: {row["series"] for row in records(one)} for one in kernel_curves(rows, {}, "")}
     names = {"torch", "fused", "tiled"}
     assert found == {"swiglu by tokens T, I 64": names, "swiglu by tokens T, I 128": names}
+
+
+def test_an_arm_without_the_number_is_a_level_and_one_that_has_it_once_a_mark(tmp_path: Path) -> None:
+    labels = ("torch", "split_kv[num_splits=4]", "split_kv[num_splits=8]")
+    pinned: list[Row] = [served(EngineRow, 1000.0, "w", arm={"paged_decode": label}) for label in labels]
+    curves = engine_curves_of(pinned, "", "")
+    assert all(found.complete for found in curves.values())
+    (picture,) = curves["tokens_per_s"].pictures
+    assert [(row["series"], row["num_splits"]) for row in records(picture)] == [
+        ("torch", ""), ("split_kv", "4.0"), ("split_kv", "8.0"),
+    ]  # fmt: skip
+    assert picture.caption.startswith("Dashed: what has no num_splits")
+    assert {"torch", "split_kv"} <= set(texts(picture).split())
+    one_left = [("torch", 8), ("torch", 16), ("fused", 8)]
+    sizes = [served(EngineRow, 1000.0, "w", arm={"swiglu": a}, settings={"block_size": n}) for a, n in one_left]
+    (picture,) = engine_curves_of(sizes, "", "")["tokens_per_s"].pictures
+    assert {row["series"] for row in records(picture)} == {"torch", "fused"}
+    kernels = [kernel("paged_decode", label, 10.0, {"B": 1, "N": 8, "S": 16}) for label in labels]
+    (picture,) = kernel_curves(kernels, {}, "")
+    assert {row["series"] for row in records(picture)} == {"torch", "split_kv"}
+    names = {one.name for one in report_of(read_run(record(tmp_path / "run", [*pinned, *kernels]))).pictures}
+    assert "engine-tokens-per-s-by-num_splits" in names
+    assert not names & {"throughput", "waiting-ttft", "variants-paged_decode"}  # the curves have them all
+
+
+def test_what_no_curve_can_show_is_among_the_dots(tmp_path: Path) -> None:
+    settings: list[dict[str, Any]] = [
+        {"block_size": 8}, {"block_size": 16},
+        *({"block_size": 8 * n, "order": order} for n, order in ((1, "fcfs"), (2, "priority"))),
+    ]  # fmt: skip
+    labels = ("torch", "torch", "fused", "fused")
+    rows: list[Row] = [
+        served(EngineRow, 1000.0, "w", arm={"swiglu": label}, settings=one)
+        for label, one in zip(labels, settings, strict=True)
+    ]
+    rows += [kernel("swiglu", f"v{number}", 1.0, {"T": size}) for number in range(40) for size in (1, 2, 4)]
+    report = report_of(read_run(record(tmp_path / "run", rows)))
+    named = {one.name: one for one in report.pictures}
+    assert {row["series"] for row in records(named["engine-tokens-per-s-by-block_size"])} == {"torch"}
+    assert len(records(named["throughput"])) == len(records(named["waiting-ttft"])) == 4
+    assert len(records(named["variants-swiglu"])) == 120
+
+
+def test_of_many_dots_the_best_and_the_first_are_drawn() -> None:
+    arms = [served(EngineRow, 100.0 + number, "w", arm={"swiglu": f"v{number:03}"}) for number in range(200)]
+    picture = throughput_picture(arms, "")
+    assert picture is not None
+    shown = {word for word in texts(picture).split() if word.startswith("v")}
+    assert shown == {"v000", *(f"v{number:03}" for number in range(201 - MOST, 200))}
+    (waits, *_) = waiting_pictures([*arms[:50], *(a.model_copy(update={"workload": "x"}) for a in arms[:50])], "")
+    assert texts(waits).split().count("v000") == 2
+    assert "40 of 100: the best and the first of each group" in waits.caption
+
+
+def test_a_workloads_field_is_called_the_same_everywhere() -> None:
+    rows = [
+        served(EngineRow, 100.0, "w", arm={"swiglu": name}, settings={"workload.num_requests": size})
+        for name in ("torch", "fused")
+        for size in (1, 2)
+    ]
+    picture = engine_curves(rows, "", "")[0]
+    assert picture.title == "Output tokens per second by num_requests"
+    assert picture.name == "engine-tokens-per-s-by-num_requests"
+    assert "workload." not in texts(picture)
+
+
+def test_a_name_is_shown_as_it_is_whatever_it_holds() -> None:
+    for odd in ('id="q"', 'href="#a', "url(#a)", "fill: #1c0a01", "font: bold 3px a", 'style="fill: #1c0a01"'):
+        picture = throughput_picture([served(EngineRow, 9.0, "w", arm={"swiglu": name}) for name in (odd, "b")], "")
+        assert picture is not None
+        assert odd in texts(picture)
+        svg = picture.as_svg()
+        assert svg is not None
+        assert odd in " ".join(ElementTree.fromstring(for_page(svg)).itertext())
 
 
 def test_labels_as_factors() -> None:

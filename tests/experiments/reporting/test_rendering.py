@@ -169,6 +169,7 @@ def test_json_has_no_figures_that_json_has_not(tmp_path: Path) -> None:
     data = json.loads(as_json(report_of(read_run(record(tmp_path / "mine", rows)))), parse_constant=refuse)
     (picture,) = next(one["pictures"] for one in data["sections"] if one["name"] == "quantization")
     assert [row["perplexity"] for row in picture["rows"]] == [26.5, None]
+    assert [row.get("not_finite") for row in picture["rows"]] == [None, "perplexity is infinite"]
 
 
 def test_json_loses_no_column_of_a_table_that_has_two_of_a_name(folder: Path) -> None:
