@@ -288,6 +288,7 @@ def _put(
             # A key that is not there yet may still be a valid one with a default; the schema decides.
             if not isinstance(target.get(str(part)), dict | list):
                 target[str(part)] = {}
+                places[path[: depth + 1]] = inside[()]  # whoever finds it unknown can say where it was asked for
             target = target[str(part)]
     for known in [known for known in places if known[: len(path)] == path]:
         del places[known]

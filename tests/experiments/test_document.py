@@ -121,3 +121,11 @@ def test_the_sizes_of_full_may_be_set() -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError, match=r"nothing\.yaml: cannot be read: No such file"):
         read_document(tmp_path / "nothing.yaml")
+
+
+def test_a_part_that_only_an_override_or_a_size_names_has_its_place() -> None:
+    made = parse(TEXT + "full: {modle.preset: tiny}\n", "shedule.x.y=1")
+    assert made.full is not None
+    line = TEXT.count("\n") + 1
+    assert made.full.where(("modle",)) == f"modle (a.yaml, line {line}, column 8)"
+    assert made.where(("shedule", "x")) == "shedule.x (--set shedule.x.y=1)"
