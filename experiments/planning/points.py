@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from experiments.planning.arms import Pick
 from experiments.planning.plan import Plan
@@ -23,10 +24,13 @@ _TEXT_TOKENS = 32
 
 @dataclass(frozen=True)
 class Point:
-    """Every axis of an op's contract, and a name for people: "decode", "prefill", or its sizes."""
+    """Every axis of an op's contract, and a name for people: "decode", "prefill", or its sizes. serves: the workloads
+    whose steps have these sizes, each with the settings that make them; none of a point that no workload asks for.
+    """
 
     name: str
     axes: Mapping[str, Value]
+    serves: tuple[Mapping[str, Any], ...] = ()
 
 
 def points_of(plan: Plan) -> dict[str, list[Point]]:
@@ -45,12 +49,15 @@ def _points(plan: Plan, op: str) -> list[Point]:
     if plan.model is not None:
         # A swept page size is another shape to every op that sees pages.
         pages = list(dict.fromkeys(arm.scheduler.get("block_size") for arm in plan.arms))
-        for page in pages if "S" in contract.axis_by_name else pages[:1]:
-            for way, (swept, typical) in product(ways(plan.ranges[op]), _typical(plan).items()):
+        paged = "S" in contract.axis_by_name
+        for page in pages if paged else pages[:1]:
+            mine = {"block_size": page} if paged and page is not None else {}
+            for way, (typical, (swept, served)) in product(ways(plan.ranges[op]), _typical(plan).items()):
                 for name, axes in _workload_points(contract, way, page, typical):
                     label = f"{name} S={page}" if page != pages[0] else name
                     label += _way_label(way, ways(plan.ranges[op])) + swept
-                    points.append(Point(label, _fitting(plan, contract, axes, variants)))
+                    serves = tuple({**one, **mine} for one in served)
+                    points.append(Point(label, _fitting(plan, contract, axes, variants), serves))
     elif not asked and plan.device.type == "cpu":
         points.append(Point("drawn", complete(contract, {}, plan.dtype_name)))  # a benchmark's sizes are a GPU's
     elif not asked:
@@ -101,15 +108,17 @@ def _workload_points(
     return points
 
 
-def _typical(plan: Plan) -> dict[str, tuple[int, int, int]]:
-    """What tells a point of the first workload from its first, " input_len=512" -> (requests at once, prompt tokens,
-    tokens of a context halfway through the outputs), those that differ.
+def _typical(plan: Plan) -> dict[tuple[int, int, int], tuple[str, list[Mapping[str, Any]]]]:
+    """The sizes of the first workload's points (requests at once, prompt tokens, tokens of a context halfway through
+    the outputs) -> what tells them from its first, " input_len=512", and the workloads that have them, by name and
+    settings: of any name.
     """
     if not plan.workloads:
-        return {"": (4, _TEXT_TOKENS, 2 * _TEXT_TOKENS)}
-    found: dict[str, tuple[int, int, int]] = {}
+        return {(4, _TEXT_TOKENS, 2 * _TEXT_TOKENS): ("", [])}
+    found: dict[tuple[int, int, int], tuple[str, list[Mapping[str, Any]]]] = {}
     first = plan.workloads[0]
-    for served in plan.workloads:
+    # Of other names there are no points of their own: these come last, to those that there are.
+    for served in sorted(plan.workloads, key=lambda one: one.name != first.name):
         workload = served.workload
         if isinstance(workload, TraceWorkload):
             lengths = traced_lengths(workload)
@@ -120,9 +129,12 @@ def _typical(plan: Plan) -> dict[str, tuple[int, int, int]]:
             sizes = (workload.num_requests, prompt, prompt + sum(workload.output_len.uniform) // 4)
         else:
             sizes = (len(workload.prompts), _TEXT_TOKENS, _TEXT_TOKENS + workload.max_tokens // 2)
-        if served.name == first.name and sizes not in found.values():
+        if served.name == first.name and sizes not in found:
             differing = {key: value for key, value in served.settings.items() if value != first.settings.get(key)}
-            found["".join(f" {key.removeprefix('workload.')}={value}" for key, value in differing.items())] = sizes
+            label = "".join(f" {key.removeprefix('workload.')}={value}" for key, value in differing.items())
+            found[sizes] = (label, [])
+        if sizes in found:
+            found[sizes][1].append({"workload": served.name, **served.settings})
     return found
 
 

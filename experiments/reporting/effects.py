@@ -5,11 +5,15 @@ All of it follows from a run's rows: checks, kernels' times, engines' rates, par
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from experiments.reporting.table_style import Column, Line, PlainTable, cells
+from experiments.reporting.judged import Judged
+from experiments.reporting.table_style import Cell, Column, Line, PlainTable, cells, plain, told
+from experiments.runs.comparison import Outcome
 from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, Row, StepRow
+from experiments.runs.verdicts import Paired
+from experiments.stages.serving import spread
 
 EFFECTS = "From a kernel alone to tokens"
 GEMMS = ("matmul", "dequant_gemm", "scaled_matmul", "gate_up_swiglu")
@@ -19,7 +23,8 @@ GEMMS = ("matmul", "dequant_gemm", "scaled_matmul", "gate_up_swiglu")
 class Effect:
     """A variant of an op in the place of another, in two arms that differ in nothing else. None: not measured.
 
-    alone: its speed over the other's, the geometric mean over the points at which both were timed. share: of its arm's
+    alone: its speed over the other's, the geometric mean over the points of its arm's own workload and sizes at which
+    both were timed; where there are none, over those that no workload asks for. share: of its arm's
     step. end_to_end: tokens a second over the other arm's; both ratios with their spread, which of a thing beside
     itself is None. error: the largest error ratio of its checks. drift, differs: its arm beside the first of its model
     and workload, the log-probabilities' largest difference and (request, token) of the first token that is another one;
@@ -43,11 +48,14 @@ class Effect:
 @dataclass(frozen=True)
 class Ratio:
     """iqr: the distance between its quartiles, as far as those of both sides tell, taken for independent: of arms whose
-    processes took turns it is rather too large. None where a side has no spread.
+    processes took turns it is rather too large. None where a side has no spread. outcome: where a run has processes
+    enough for a test, what that says, "within noise" where it says so of every point; the value is then the test's own
+    estimate, and the spread that of the processes' ratios.
     """
 
     value: float
     iqr: float | None = None
+    outcome: Outcome | None = None
 
     @staticmethod
     def mean(pairs: Sequence[tuple["_Figure", "_Figure"]]) -> "Ratio":
@@ -56,6 +64,16 @@ class Ratio:
         spreads = [iqr / figure if iqr is not None else None for pair in pairs for figure, iqr in pair]
         known = [spread for spread in spreads if spread is not None]
         return Ratio(value, value * math.hypot(*known) / len(pairs) if len(known) == len(spreads) else None)
+
+    @staticmethod
+    def judged(found: Sequence[Paired], sign: int) -> "Ratio":
+        """The geometric mean of judged ratios, of times where `sign` is -1: a speed is their inverse."""
+        value = math.exp(sign * math.fsum(math.log(one.effect.ratio) for one in found) / len(found))
+        common = set.intersection(*(set(one.values) for one in found))
+        each = [math.exp(sign * math.fsum(one.values[r] for one in found) / len(found)) for r in sorted(common)]
+        outcomes = {one.effect.outcome for one in found}
+        outcome: Outcome = "within noise" if outcomes == {"within noise"} else "better" if value > 1 else "worse"
+        return Ratio(value, spread(each) if len(each) > 1 else None, outcome)
 
 
 _Figure = tuple[float, float | None]
@@ -82,11 +100,29 @@ class _Rows:
                 self.errors.setdefault((row.op, row.variant, row.dtype), []).append(row.max_error_ratio)
 
 
-def effects_of(rows: Sequence[Row], ops: Sequence[str]) -> list[Effect]:
+_Pair = tuple[Row, Row]
+"""What a swap is judged by: a row of the first variant, and one of the other."""
+
+
+@dataclass(frozen=True)
+class _Swap:
+    """kernels: timings of both variants at each point that counts."""
+
+    op: str
+    first: EngineRow
+    row: EngineRow
+    kernels: tuple[tuple[KernelRow, KernelRow], ...]
+
+    @property
+    def engines(self) -> tuple[tuple[EngineRow, EngineRow], ...]:
+        return ((self.first, self.row),) if self.row.tokens_per_s and self.first.tokens_per_s else ()
+
+
+def effects_of(rows: Sequence[Row], ops: Sequence[str], every: Sequence[Row] = ()) -> list[Effect]:
     """Of each of the swept `ops` and each set of arms that differ in it alone, every variant over the first; the
-    first is there too, at 1.
+    first is there too, at 1. rows: merged. every: those of each process, which a test needs.
     """
-    found = []
+    swaps = []
     known = _Rows(rows)
     for op in ops:
         groups: dict[Any, list[EngineRow]] = {}
@@ -97,41 +133,67 @@ def effects_of(rows: Sequence[Row], ops: Sequence[str]) -> list[Effect]:
                 groups.setdefault(key, []).append(row)
         for first, *rest in groups.values():
             if others := [row for row in rest if row.arm[op] != first.arm[op]]:
-                found += [_effect(known, op, first, row) for row in (first, *others)]
-    return found
+                swaps += [_Swap(op, first, row, _timings(known, op, first, row)) for row in (first, *others)]
+    pairs: list[_Pair] = [pair for swap in swaps for pair in swap.engines]
+    judged = Judged.of(every, [*pairs, *(pair for swap in swaps for pair in swap.kernels)])
+    return [_effect(known, swap, judged) for swap in swaps]
 
 
-def _effect(rows: _Rows, op: str, first: EngineRow, row: EngineRow) -> Effect:
+def _effect(rows: _Rows, swap: _Swap, judged: Judged) -> Effect:
+    op, first, row = swap.op, swap.first, swap.row
     before, variant = first.arm[op], row.arm[op]
-    rate = None
-    if row.tokens_per_s and first.tokens_per_s:
-        pair = ((row.tokens_per_s, row.tokens_per_s_iqr), (first.tokens_per_s, first.tokens_per_s_iqr))
-        rate = Ratio(1.0) if row is first else Ratio.mean([pair])
     parity = rows.parities.get(_place(row))
     divergence = None if parity is None else parity.first_divergence
     return Effect(
         op, before, variant, row.arm, row.settings, str(row.workload),
-        alone=_alone(rows, op, first, row),
+        alone=_ratio(swap.kernels, judged),
         share=_share(rows, op, row),
-        end_to_end=rate,
+        end_to_end=_ratio(swap.engines, judged),
         error=max(rows.errors.get((op, variant, row.dtype), ()), default=None),
         drift=None if parity is None else parity.logprob_drift,
         differs=None if divergence is None else (int(divergence["request"] or 0), int(divergence["place"] or 0)),
     )  # fmt: skip
 
 
-def _alone(rows: _Rows, op: str, first: EngineRow, row: EngineRow) -> Ratio | None:
-    times: dict[str, dict[str, _Figure]] = {first.arm[op]: {}, row.arm[op]: {}}
-    for variant, mine in times.items():
-        for one in rows.kernels.get((op, variant, row.dtype), ()):
-            fits = all(row.settings.get(name, value) == value for name, value in one.settings.items())
-            if fits and one.median_us:
-                mine[str(one.point)] = (one.median_us, one.iqr_us)
-    before, mine = times[first.arm[op]], times[row.arm[op]]
-    pairs = [(before[point], mine[point]) for point in before.keys() & mine.keys()]
-    if before is mine:
-        return Ratio(1.0) if pairs else None
-    return Ratio.mean(pairs) if pairs else None
+def _ratio(pairs: Sequence[_Pair], judged: Judged) -> Ratio | None:
+    """Of speeds: a second row's over its first one's."""
+    if not pairs:
+        return None
+    if pairs[0][0] is pairs[0][1]:
+        return Ratio(1.0)
+    if (found := judged.between(pairs)) is not None:
+        return Ratio.judged(found, -1 if isinstance(pairs[0][0], KernelRow) else 1)
+    merged = Ratio.mean([(_speed(other), _speed(one)) for one, other in pairs])
+    return replace(merged, outcome="cannot tell") if judged.found else merged
+
+
+def _speed(row: Row) -> _Figure:
+    """With its spread, whose share of a time is that of its inverse."""
+    if isinstance(row, KernelRow):
+        time = row.median_us or math.inf
+        return 1 / time, row.iqr_us / time**2 if row.iqr_us is not None else None
+    assert isinstance(row, EngineRow)
+    return row.tokens_per_s or 0.0, row.tokens_per_s_iqr
+
+
+def _timings(rows: _Rows, op: str, first: EngineRow, row: EngineRow) -> tuple[tuple[KernelRow, KernelRow], ...]:
+    before, mine = (
+        {
+            str(one.point): one
+            for one in rows.kernels.get((op, variant, row.dtype), ())
+            if all(row.settings.get(name, value) == value for name, value in one.settings.items())
+        }
+        for variant in (first.arm[op], row.arm[op])
+    )
+    both = [(before[point], mine[point]) for point in before if point in mine]
+    own = [pair for pair in both if any(_is_of(served, row) for served in pair[1].serves or ())]
+    return tuple(own or [pair for pair in both if not pair[1].serves])
+
+
+def _is_of(served: Mapping[str, Any], row: EngineRow) -> bool:
+    """Whether a point that serves this is one of the arm's steps. What is not swept, all share."""
+    about = {"workload": row.workload, **row.settings}
+    return all(about.get(name, value) == value for name, value in served.items())
 
 
 def _share(rows: _Rows, op: str, arm: EngineRow) -> float | None:
@@ -149,10 +211,12 @@ def _text(values: Mapping[str, Any]) -> str:
     return str(sorted(values.items()))
 
 
-def effects_table(rows: Sequence[Row], names: Sequence[str]) -> PlainTable | None:
-    """The effects of the swept ops among `names`; None where no op was swept, or no step was recorded."""
+def effects_table(rows: Sequence[Row], names: Sequence[str], every: Sequence[Row] = ()) -> PlainTable | None:
+    """The effects of the swept ops among `names`, as of `effects_of`; None where no op was swept, or no step was
+    recorded.
+    """
     ops = [name for name in names if any(isinstance(row, EngineRow) and name in row.arm for row in rows)]
-    effects = effects_of(rows, ops)
+    effects = effects_of(rows, ops, every)
     if all(effect.share is None for effect in effects):
         return None
     several = len(ops) > 1 or any(effect.settings for effect in effects)
@@ -166,7 +230,7 @@ def effects_table(rows: Sequence[Row], names: Sequence[str]) -> PlainTable | Non
         if heading not in lines:
             lines.append(heading)
         others = [effect.arm[name] for name in ops if name != effect.op]
-        others += [f"{name} {value}" for name, value in effect.settings.items()]
+        others += [f"{plain(name)} {told(value)}" for name, value in effect.settings.items()]
         lines.append(
             cells(
                 effect.variant,
@@ -180,10 +244,10 @@ def effects_table(rows: Sequence[Row], names: Sequence[str]) -> PlainTable | Non
             )
         )
     caption = (
-        "alone: speed of the kernel over the first variant's, the geometric mean over the points; of step: its share "
-        "of a step; tokens/s: over those with the first variant; in brackets the ratio's IQR. error: over what is "
-        "allowed; drift, differs: of log-probabilities, and request/token of the first other token, beside the first "
-        "arm of the same model and workload. n/m: not measured."
+        "alone: speed of the kernel over the first variant's, the geometric mean over the points of the arm's own "
+        "workload; of step: its share of a step; tokens/s: over those with the first variant; in brackets the ratio's "
+        f"IQR.{_marks(effects)} error: over what is allowed; drift, differs: of log-probabilities, and request/token "
+        "of the first other token, beside the first arm of the same model and workload. n/m: not measured."
     )
     return PlainTable(EFFECTS, columns, tuple(lines), caption)
 
@@ -194,10 +258,23 @@ def _where(effect: Effect) -> str:
     return "-" if effect.drift is None else "never"
 
 
-def _times(ratio: Ratio | None) -> str:
+_MARKS: Mapping[Outcome | None, str] = {"within noise": "~", "cannot tell": "?"}
+
+
+def _marks(effects: Sequence[Effect]) -> str:
+    """What the marks mean, where any ratio was put to a test."""
+    outcomes = {ratio.outcome for effect in effects for ratio in (effect.alone, effect.end_to_end) if ratio is not None}
+    if outcomes <= {None}:
+        return ""
+    untested = " ?: of too few processes to tell." if "cannot tell" in outcomes else ""
+    return f" ~: within noise, of several points at each; the others are real differences.{untested}"
+
+
+def _times(ratio: Ratio | None) -> str | Cell:
     if ratio is None:
         return "n/m"
-    return f"{ratio.value:.2f}x" + (f" ({ratio.iqr:.2f})" if ratio.iqr is not None else "")
+    text = f"{_MARKS.get(ratio.outcome, '')}{ratio.value:.2f}x"
+    return Cell(text + (f" ({ratio.iqr:.2f})" if ratio.iqr is not None else ""), ratio.outcome or "")
 
 
 def _percent(share: float | None) -> str:

@@ -54,7 +54,7 @@ def print_report(console: Console, prompts: Prompts, rows: Sequence[Row]) -> Non
 def tables_of(rows: Sequence[Row]) -> dict[str, PlainTable]:
     """The tables of what a run found, by name, stage by stage; figures of several processes are merged."""
     count = processes(rows)
-    rows = merged(rows)
+    every, rows = rows, merged(rows)
     parts: dict[str, PlainTable] = {}
     checks = [row for row in rows if isinstance(row, CheckRow)]
     timings = {_place(r): r for r in rows if isinstance(r, KernelRow)}
@@ -75,7 +75,7 @@ def tables_of(rows: Sequence[Row]) -> dict[str, PlainTable]:
     if peers:
         parts["peers"] = _peer_table(peers, [row for row in rows if isinstance(row, SpeedupRow)])
     titles = {key_of(row): _title_at(row, names) for row in engines}
-    levels = {"effects": effects_table(rows, names), "steps": step_table(rows, titles)}
+    levels = {"effects": effects_table(rows, names, every), "steps": step_table(rows, titles)}
     parts |= {name: table for name, table in levels.items() if table is not None}
     quantized = [row for row in rows if isinstance(row, QuantizationRow)]
     if quantized:

@@ -138,7 +138,7 @@ def _judged_speed(found: Comparison) -> list[str]:
     for place in places:
         mine = [one for one in rates if one.place == place]
         # "engine, 75% shared, float32": what all places have is no part of a workload's name.
-        own = [part for part in place.split(", ") if not all(part in other.split(", ") for other in places)]
+        own = [plain(part) for part in place.split(", ") if not all(part in other.split(", ") for other in places)]
         where = f"with “{', '.join(own)}”, " if own else ""
         # The largest ratio need not be a real one: another arm's smaller one may be surer.
         best = max(mine, key=lambda one: (one.effect.outcome == "better", one.effect.ratio))

@@ -22,7 +22,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from experiments.runs.student import quantile, two_sided
 
@@ -53,6 +53,8 @@ logarithms. Of ten runs of ten processes, in sixteen minutes on two busy cores, 
 
 Outcome = Literal["better", "worse", "within noise", "cannot tell"]
 Better = Literal["lower", "higher"]
+Key = TypeVar("Key")
+"""What a figure is told by."""
 
 
 @dataclass(frozen=True)
@@ -160,12 +162,12 @@ def paired(differences: Sequence[float], drift: float, correction: float = 0.0) 
     return Difference(mean, white * (1 + drift) + correction, freedom)
 
 
-def judge(differences: Mapping[str, Difference], better: Mapping[str, Better]) -> dict[str, Effect]:
+def judge(differences: Mapping[Key, Difference], better: Mapping[Key, Better]) -> dict[Key, Effect]:
     """Every figure of one comparison, by name: LEVEL holds for all of them together (Holm, 1979).
 
     `better`: whether a figure's lower or its higher values are.
     """
-    effects: dict[str, Effect] = {}
+    effects: dict[Key, Effect] = {}
     names = sorted(differences, key=lambda name: differences[name].p)
     level, found = LEVEL, True
     for place, name in enumerate(names):

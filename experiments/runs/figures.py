@@ -77,7 +77,7 @@ def figures_of(
             if value is None or not 0 < value < math.inf:
                 continue
             place, arm, title = _labels(row, across, leave_out, swept)
-            figure = found.setdefault(f"{place} | {arm} | {name}", Figure(name, unit, better, place, arm, title))
+            figure = found.setdefault(_key(place, arm, name), Figure(name, unit, better, place, arm, title))
             if row.replicate in figure.values:
                 what = f"{name} of {arm}, {place}"
                 raise ExperimentError([f"process {row.replicate} has two rows of {what}: they cannot be told apart"])
@@ -86,6 +86,16 @@ def figures_of(
                 sign = -1 if better == "higher" else 1
                 figure.yardsticks[row.replicate] = sign * math.log(row.yardstick_us)
     return found
+
+
+def figure_key(row: Row, name: str) -> str:
+    """The key of a row's figure among those of its run, where nothing is across."""
+    place, arm, _ = _labels(row, (), False, ())
+    return _key(place, arm, name)
+
+
+def _key(place: str, arm: str, name: str) -> str:
+    return f"{place} | {arm} | {name}"
 
 
 def _value(row: Row, name: str) -> float | None:

@@ -46,6 +46,10 @@ class _Row(BaseModel):
     op: str | None = column("the op, of a row about one")
     variant: str | None = column("its variant, with pinned values in brackets")
     axes: dict[str, Any] | None = column("the op's axes at this point: sizes in elements, and names of dtypes")
+    serves: list[dict[str, Any]] | None = column(
+        "of a timed point, the workloads whose steps have these sizes, each with the settings that make them; null of "
+        "a point that no workload asks for"
+    )
     dtype: str = column("of the activations", default=...)
     device: str = column("type of the device: cpu or cuda; its name is in environment.json", default=...)
     status: Status = column("ok, or why there is no figure: wrong, unsupported, failed", default=...)

@@ -10,8 +10,8 @@ from experiments.runs.comparison import (
     LEVEL,
     MIN_REPLICATES,
     POWER,
-    Difference,
     Effect,
+    Key,
     between_runs,
     drift_of,
     judge,
@@ -110,7 +110,7 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
     return Comparison(
         first.name,
         second.name,
-        _verdicts(pairs, differences, counts),
+        _verdicts(pairs, judge(differences, {key: pairs[key][1].better for key in differences}), counts),
         drift,
         {what: how for what, how in apart.items() if what in across},
         tuple(circumstances(first, second)),
@@ -131,23 +131,50 @@ def compare_arms(run: RecordedRun, across: Collection[str] = ()) -> Comparison:
         ExperimentError: no place has figures of several arms.
     """
     figures = figures_of(run.rows, across=across)
-    first: dict[tuple[str, str], Figure] = {}
-    pairs: dict[str, tuple[Figure, Figure]] = {}
-    for key, figure in figures.items():
-        reference = first.setdefault((figure.place, figure.name), figure)
-        if reference is not figure:
-            pairs[key] = (reference, figure)
+    pairs = {mine: (figures[first], figures[mine]) for first, mine in beside_the_first(figures)}
     if not pairs:
         problem = f"{run.name} has no two arms with a figure of time in common{_why_none(figures, {})}"
         raise ExperimentError([problem, *cut_off(run)])
-    common = {key: one.values.keys() & other.values.keys() for key, (one, other) in pairs.items()}
-    enough = {key: pair for key, pair in pairs.items() if len(common[key]) >= MIN_REPLICATES}
+    found, drift = judge_pairs(pairs)
+    counts = {key: (len(both), len(both)) for key, pair in pairs.items() for both in [_replicates(*pair)]}
+    verdicts = _verdicts(pairs, {key: one.effect for key, one in found.items()}, counts)
+    return Comparison(run.name, "", verdicts, drift, {}, (), (), (), (), run.repairs, cut_off(run))
+
+
+def beside_the_first(figures: Mapping[str, Figure]) -> list[tuple[str, str]]:
+    """Of a run's figures, by their keys: each with the first of the same place and name."""
+    first: dict[tuple[str, str], str] = {}
+    pairs = [(first.setdefault((figure.place, figure.name), key), key) for key, figure in figures.items()]
+    return [pair for pair in pairs if pair[0] != pair[1]]
+
+
+@dataclass(frozen=True)
+class Paired:
+    """effect: of the second figure over the first. values: replicate -> the logarithm of that ratio, there alone."""
+
+    effect: Effect
+    values: Mapping[int, float]
+
+
+def judge_pairs(pairs: Mapping[Key, tuple[Figure, Figure]]) -> tuple[dict[Key, Paired], float]:
+    """Figures of one run beside each other, judged together, and how much they drift; those of too few processes are
+    left out.
+    """
+    enough = {key: pair for key, pair in pairs.items() if len(_replicates(*pair)) >= MIN_REPLICATES}
     series = {key: _paired_series(*pair) for key, pair in enough.items()}
     drift = drift_of([values for one in series.values() for values in one.values])
     differences = {key: paired(one.values[0], drift, one.correction) for key, one in series.items()}
-    counts = {key: (len(replicates), len(replicates)) for key, replicates in common.items()}
-    verdicts = _verdicts(pairs, differences, counts)
-    return Comparison(run.name, "", verdicts, drift, {}, (), (), (), (), run.repairs, cut_off(run))
+    effects = judge(differences, {key: enough[key][1].better for key in enough})
+    found = {
+        key: Paired(effects[key], dict(zip(_replicates(*pair), series[key].values[0], strict=True)))
+        for key, pair in enough.items()
+    }
+    return found, drift
+
+
+def _replicates(first: Figure, second: Figure) -> list[int]:
+    """Those that both were timed in, in the order in which they ran."""
+    return sorted(first.values.keys() & second.values.keys())
 
 
 def cut_off(*runs: RecordedRun) -> tuple[str, ...]:
@@ -185,7 +212,7 @@ def _series(first: Figure, second: Figure) -> _Series:
 
 def _paired_series(first: Figure, second: Figure) -> _Series:
     """The differences within replicates."""
-    replicates = sorted(first.values.keys() & second.values.keys())
+    replicates = _replicates(first, second)
     values = [second.values[r] - first.values[r] for r in replicates]
     if not _beside_yardstick(first, second):
         return _Series((values,))
@@ -196,10 +223,9 @@ def _paired_series(first: Figure, second: Figure) -> _Series:
 
 def _verdicts(
     pairs: Mapping[str, tuple[Figure, Figure]],
-    differences: Mapping[str, Difference],
+    effects: Mapping[str, Effect],
     counts: Mapping[str, tuple[int, int]],
 ) -> tuple[Verdict, ...]:
-    effects = judge(differences, {key: pairs[key][1].better for key in differences})
     found = []
     for key, (first, second) in pairs.items():
         one, other = counts[key]

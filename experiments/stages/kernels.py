@@ -32,7 +32,8 @@ def run(context: Context) -> None:
 def _time(context: Context, point: str, at: Mapping[str, Any]) -> KernelRow:
     plan, op = context.plan, context.task.op
     variant, pick = context.variant
-    common = context.common(**op_fields(plan, op, pick.label), axes=dict(at), point=point)
+    serves = list(context.task.serves.get(point, ())) or None
+    common = context.common(**op_fields(plan, op, pick.label), axes=dict(at), point=point, serves=serves)
     try:
         case = variant.contract.case(at, plan.experiment.seed, plan.device)
         ready = prepare(variant, case)  # as loading a model does it, before any time is taken

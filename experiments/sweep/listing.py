@@ -22,6 +22,7 @@ def check_tasks(sweep: Sweep, points: Sequence[Mapping[str, Sequence[Point]]]) -
         Task(
             f"check/{_of_plan(plan)}{op}.{pick.label}", "check", number, timeout=sweep.experiment.timeout,
             op=op, variant=pick.label, points=tuple((point.name, dict(point.axes)) for point in points[number][op]),
+            serves={point.name: point.serves for point in points[number][op] if point.serves},
         )
         for number, plan in enumerate(sweep.plans)
         for op, picks in plan.picks.items()

@@ -20,8 +20,9 @@ class Task:
 
     plan: its index in the sweep. replicate: which of its repetitions, in an image of its own; 0 where there is one.
     timeout: seconds of its process, None is for ever. The rest says what to do: op and variant (its label) at points
-    (name and axes); an arm, by its index in the plan, or a peer with the settings found best before, at one of the
-    workloads that the plan's arms serve, by its index; a quantized checkpoint by its index, 0 being the dense one.
+    (name and axes), with what these serve, by their names; an arm, by its index in the plan, or a peer with the
+    settings found best before, at one of the workloads that the plan's arms serve, by its index; a quantized checkpoint
+    by its index, 0 being the dense one.
     """
 
     key: str
@@ -32,6 +33,7 @@ class Task:
     op: str = ""
     variant: str = ""
     points: tuple[TaskPoint, ...] = ()
+    serves: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     arm: int = 0
     workload: int = 0
     peer: str = ""

@@ -232,6 +232,27 @@ def test_the_full_sizes_are_checked_everywhere_and_taken_where_they_are_asked_fo
         make_sweep(read_document(write(**keys, full={"dtype": "bfloat61"})))
 
 
+def test_a_point_says_which_workloads_and_pages_it_is_of(write: Write) -> None:
+    keys: dict[str, Any] = {"model": {"preset": "tiny"}, "device": "cpu", "kernels": {"swiglu": ["torch", "fused"]}}
+    lengths = {"kind": "synthetic", "input_len": 8, "output_len": 4}
+    file = write(
+        **keys, scheduler={"block_size": [8, 16]}, shapes={"swiglu": [{"T": 2, "I": 8}]},
+        workload=[
+            {**lengths, "name": "some", "num_requests": [1, 2]}, {**lengths, "name": "same", "num_requests": 2},
+            {**lengths, "name": "other", "num_requests": 3},
+        ],
+    )  # fmt: skip
+    points = points_of(make_sweep(read_document(file)).plans[0])
+    one = {"workload": "some", "workload.num_requests": 1}
+    two = [{"workload": "some", "workload.num_requests": 2}, {"workload": "same"}]
+    assert {point.name: list(point.serves) for point in points["swiglu"]} == {
+        "decode": [one], "prefill": [one], "decode num_requests=2": two, "prefill num_requests=2": two, "T=2,I=8": [],
+    }  # fmt: skip
+    assert [point.serves for point in points["paged_decode"]] == [
+        tuple({**served, "block_size": page} for served in serves) for page in (8, 16) for serves in ([one], two)
+    ]
+
+
 def test_the_resolved_sweep_resolves_to_the_same_arms(write: Write, tmp_path: Path) -> None:
     file = write(
         model=[{"preset": "tiny"}], dtype=["float32", "bfloat16"], kernels={"swiglu": ["torch", "fused"]}, device="cpu",

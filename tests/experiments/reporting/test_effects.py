@@ -6,9 +6,13 @@ from typing import Any
 import pytest
 
 from experiments.reporting.effects import GEMMS, Ratio, effects_of, effects_table, step_table, whole_step
+from experiments.reporting.replicates import merged
 from experiments.reporting.tables import tables_of
+from experiments.runs.reading import read_run
 from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, Row, StepRow
+from experiments.runs.verdicts import compare_arms
 from tests.experiments.conftest import Run, checkpoint
+from tests.experiments.reporting.recorded import record
 from tkernels import OPS
 from tkernels.contract import Tensor
 
@@ -93,6 +97,69 @@ def test_a_ratio_has_the_spread_of_both_sides_and_of_every_point() -> None:
     table = effects_table([slow, fast, *ROWS[-4:]], ["swiglu"])
     assert table is not None
     assert [line[3].text for line in table.lines if not isinstance(line, str)] == ["1.00x", "1.03x (0.05)"]
+
+
+def test_alone_is_of_the_arms_own_points_and_of_others_where_there_are_none() -> None:
+    two, eight = ([{"workload": "w", "workload.num_requests": number}] for number in (2, 8))
+    kernels: list[Row] = []
+    for variant, times in {"torch": (10.0, 10.0, 10.0, 10.0), "fused": (5.0, 20.0, 40.0, 80.0)}.items():
+        for (point, serves), time in zip({"a": two, "b": eight, "c": eight, "T=1": None}.items(), times, strict=True):
+            kernels.append(kernel(variant, point, time).model_copy(update={"serves": serves}))
+
+    def alone(rows: list[Row], **settings: Any) -> list[Ratio | None]:
+        arms = [engine(variant, "torch", 100.0, **settings) for variant in ("torch", "fused")]
+        return [effect.alone for effect in effects_of([*rows, *arms], ["swiglu"])[1:]]
+
+    assert alone(kernels, **{"workload.num_requests": 2}) == [Ratio(2.0)]
+    assert alone(kernels, **{"workload.num_requests": 8}) == [Ratio(pytest.approx((0.5 * 0.25) ** 0.5))]
+    assert alone(kernels, **{"workload.num_requests": 3}) == [Ratio(pytest.approx(0.125))]  # no workload asks for it
+    served = [row for row in kernels if isinstance(row, KernelRow) and row.serves]
+    assert alone([*served], **{"workload.num_requests": 3}) == [None]
+
+
+def replicated(ratio: float, swing: float) -> list[Row]:
+    """Two arms in six processes, of which the second is so many times as fast, and its kernel twice as much."""
+    rows: list[Row] = []
+    for replicate, noise in enumerate((1.0, 1.1, 0.9, 1.05, 0.95, 1.0)):
+        own = 1 + swing * (-1) ** replicate
+        for variant, factor in (("torch", 1.0), ("fused", ratio * own)):
+            time = 10.0 * noise / factor
+            timing = kernel(variant, "decode", time).model_copy(update={"min_us": time, "max_us": time})
+            parts = (engine(variant, "torch", 1000.0 * noise * factor), timing)
+            rows += [one.model_copy(update={"replicate": replicate}) for one in parts]
+    return [*rows, *(step(arm, f"swiglu.{arm.arm['swiglu']}", "op", 150, 150) for arm in (TORCH, FUSED))]
+
+
+@pytest.mark.parametrize(("ratio", "swing", "mark"), [(1.2, 0.001, ""), (1.001, 0.3, "~")])
+def test_a_ratio_is_the_one_that_was_tested_and_says_what_the_test_said(
+    ratio: float, swing: float, mark: str, tmp_path: Path
+) -> None:
+    rows = replicated(ratio, swing)
+    run = read_run(record(tmp_path / "run", rows))
+    verdicts = {one.figure: one.effect for one in compare_arms(run).verdicts}
+    (_, effect) = effects_of(merged(rows), ["swiglu"], rows)
+    assert effect.end_to_end is not None
+    assert effect.alone is not None
+    assert effect.end_to_end.value == pytest.approx(verdicts["tokens_per_s"].ratio)
+    assert effect.end_to_end.outcome == verdicts["tokens_per_s"].outcome == ("within noise" if mark else "better")
+    assert effect.alone.value == pytest.approx(1 / verdicts["median_us"].ratio)
+    assert effect.alone.outcome == verdicts["median_us"].outcome
+    table = tables_of(rows)["effects"]
+    assert table.lines[-1][3].text.startswith(f"{mark}{verdicts['tokens_per_s'].ratio:.2f}x (")  # type: ignore[union-attr]
+    assert "~: within noise" in table.caption
+
+
+def test_a_pair_that_the_runs_arms_are_not_compared_by_is_judged_all_the_same() -> None:
+    rows: list[Row] = []
+    for replicate, noise in enumerate((1.0, 1.1, 0.9, 1.05, 0.95, 1.0)):
+        for decode, swiglu in ((d, s) for d in "ab" for s in ("torch", "fused")):
+            rate = 1000.0 * noise * (1.2 if swiglu == "fused" else 1.0) * (1.5 if decode == "b" else 1.0)
+            rows.append(engine(swiglu, decode, rate).model_copy(update={"replicate": replicate}))
+    found = [effect.end_to_end for effect in effects_of(merged(rows), ["swiglu"], rows) if effect.variant == "fused"]
+    assert found == [Ratio(pytest.approx(1.2), pytest.approx(0), "better")] * 2
+    few = effects_of(merged(rows[:8]), ["swiglu"], rows[:8])[1].end_to_end
+    assert few is not None
+    assert few.outcome is None  # of two processes no test is made
 
 
 def test_only_arms_that_differ_in_nothing_else_are_compared() -> None:
