@@ -60,6 +60,10 @@ def run(request: Request, as_json: bool) -> int:
     if request.proton + (request.ncu is not None) + (request.nsys_export is not None) > 1:
         raise ExperimentError(["--nsys-export, --proton and --ncu are three different profiles: give one"])
     if request.nsys_export is not None:
+        if request.file is not None or request.overrides or request.out is not None:
+            raise ExperimentError(
+                ["--nsys-export reads what was recorded: it takes no EXPERIMENT, no --set and no --out"]
+            )
         _show(_from_export(request.nsys_export), as_json)
         return 0
     if request.file is None:

@@ -73,6 +73,9 @@ def _pins(text: str) -> dict[str, int]:
     for key, _, value in pairs:
         if not value.strip().isdecimal():
             raise ValueError(f"{key}={value} is no whole number")
+    keys = [key.strip() for key, _, _ in pairs]
+    if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
+        raise ValueError(f"{', '.join(twice)} is pinned more than once")
     return {key.strip(): int(value) for key, _, value in pairs}
 
 

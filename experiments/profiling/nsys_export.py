@@ -104,11 +104,16 @@ class _Export:
     def _ranges(self) -> dict[int, _Thread]:
         """globalTid -> our ranges there."""
         query = (
-            "SELECT e.start, e.end, e.eventType, COALESCE(e.text, s.value), e.globalTid, e.domainId "
-            "FROM NVTX_EVENTS e LEFT JOIN StringIds s ON s.id = e.textId"
+            "SELECT e.start, e.end, e.eventType, COALESCE(e.text, s.value), e.globalTid, e.domainId, "
+            "e.textId IS NOT NULL FROM NVTX_EVENTS e LEFT JOIN StringIds s ON s.id = e.textId"
         )
-        # Of a thread that is unknown nothing can be told.
-        rows = [row for row in self.db.execute(query) if _are_ints(row[0], row[4]) and row[3] is not None]
+        # Of a thread that is unknown nothing can be told, nor of a range that was given no name.
+        known = [row for row in self.db.execute(query) if _are_ints(row[0], row[4])]
+        unnamed = sum(not isinstance(text, str) and bool(given) for _, _, _, text, _, _, given in known)
+        if unnamed:
+            problem = f"the names of {unnamed} of {len(known)} ranges are missing in its table StringIds"
+            raise ExperimentError([f"--nsys-export {self.file}: {problem}"])
+        rows = [row[:-1] for row in known if row[3] is not None]
         domains = {(_pid(tid), domain): text for _, _, kind, text, tid, domain in rows if kind == _DOMAIN_CREATE}
         ranges = [row for row in rows if row[2] == _PUSH_POP and _are_ints(row[1])]
         names: dict[tuple[int, Any], set[str]] = defaultdict(set)
@@ -123,6 +128,7 @@ class _Export:
                 events[tid].append((start, end, str(text)))
         if not events:
             there_is = ", ".join(sorted(set(map(str, domains.values())))) or "none"
+            there_is += ", of which no range has its thread and its times" if DOMAIN in domains.values() else ""
             raise ExperimentError(
                 [f"--nsys-export {self.file}: has no ranges in the domain {DOMAIN!r}; its domains: {there_is}"]
             )

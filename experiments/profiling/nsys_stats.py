@@ -37,14 +37,14 @@ def read_stats(file: Path) -> Breakdown:
     """What each of our ranges took; ExperimentError where the file holds no such report."""
     if not file.is_file():
         raise ExperimentError([f"--nsys-export {file}: no such file"])
-    lines = csv.reader(file.read_text(encoding="utf-8", errors="replace").splitlines())
+    lines = csv.reader(file.read_text(encoding="utf-8-sig", errors="replace").splitlines())
     command = "nsys stats --report nvtx_gpu_proj_sum --format csv"
     try:
         columns = next((found for line in lines if (found := _columns(line)) is not None), None)
         if columns is None:
             raise ExperimentError([f"--nsys-export {file}: has no table of NVTX ranges, as `{command}` prints"])
         totals = list(_totals(columns, lines))
-    except (csv.Error, _NoFigureError) as error:
+    except (csv.Error, _BrokenLineError) as error:
         problem = f"--nsys-export {file}: line {lines.line_num}: {error}, so this is not what `{command}` prints"
         raise ExperimentError([problem]) from None
     if not totals:
@@ -71,8 +71,10 @@ def _totals(columns: _Columns, lines: Iterator[list[str]]) -> Iterator[RangeTota
     times = (columns.host, *([columns.device] if columns.device is not None else []))
     last = max(columns.range, columns.calls, *(place for place, _ in times))
     for line in lines:
-        if len(line) <= last:  # the table is over
-            return
+        if len(line) <= last:
+            if any(cell.startswith(f"{DOMAIN}:") for cell in line):
+                raise _BrokenLineError(f"has {len(line)} cells of at least {last + 1}")
+            return  # the table is over
         domain, _, name = line[columns.range].partition(":")
         if domain != DOMAIN or name == STEADY:
             continue
@@ -83,8 +85,8 @@ def _totals(columns: _Columns, lines: Iterator[list[str]]) -> Iterator[RangeTota
             yield RangeTotal(name, category, "device", calls, device[0], None)
 
 
-class _NoFigureError(ValueError):
-    """A cell that should hold a number."""
+class _BrokenLineError(ValueError):
+    """A line of one of our ranges that lacks a number."""
 
 
 def _figure(text: str) -> float:
@@ -93,5 +95,5 @@ def _figure(text: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise _NoFigureError(f"{text!r} is no figure")
+        raise _BrokenLineError(f"{text!r} is no figure")
     return value

@@ -267,7 +267,8 @@ def _marks(effects: Sequence[Effect]) -> str:
     if outcomes <= {None}:
         return ""
     untested = " ?: of too few processes to tell." if "cannot tell" in outcomes else ""
-    return f" ~: within noise, of several points at each; the others are real differences.{untested}"
+    tested = " Both are of means over processes beside the yardstick's, as they are tested;"
+    return f"{tested} ~: within noise, of several points at each; the others are real differences.{untested}"
 
 
 def _times(ratio: Ratio | None) -> str | Cell:

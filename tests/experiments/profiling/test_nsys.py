@@ -113,6 +113,15 @@ def test_a_file_that_is_none_is_refused_with_what_it_lacks(tmp_path: Path) -> No
     foreign = NsysFile(tmp_path / "foreign.sqlite", domain="vllm")
     foreign.range("step", 0, 10)
     assert "no ranges in the domain 'tkernels'; its domains: CCCL, vllm" in refused(foreign.close())
+    for name, change, problem in (
+        ("nameless", "DELETE FROM StringIds WHERE value = 'forward'", "ranges are missing in its table StringIds"),
+        ("bytes", "UPDATE StringIds SET value = x'ff00' WHERE value = 'step'", "are missing in its table StringIds"),
+        ("threads", "UPDATE NVTX_EVENTS SET globalTid = NULL WHERE eventType = 59", "no range has its thread and its"),
+    ):
+        file = two_steps(tmp_path / f"{name}.sqlite")
+        with sqlite3.connect(file) as db:
+            db.execute(change)
+        assert problem in refused(file)
 
 
 def test_nsys_stats_csv_gives_host_and_projected_times(tmp_path: Path) -> None:
@@ -140,6 +149,9 @@ def test_nsys_stats_csv_gives_host_and_projected_times(tmp_path: Path) -> None:
     )
     assert by_clock(read_stats(host_only), "host") == {"step": (3, 90, None), "forward": (6, 60, None)}
     assert by_clock(read_stats(host_only), "device") == {}
+    marked = tmp_path / "marked.csv"
+    marked.write_text(HEADER + file.read_text().partition(HEADER)[2], encoding="utf-8-sig")  # as Windows writes it
+    assert read_stats(marked) == found
     in_us = tmp_path / "us.csv"
     in_us.write_text(file.read_text().replace("(ns)", "(us)"))
     assert read_stats(in_us).step_ns == 150_000_000
@@ -156,6 +168,7 @@ def test_nsys_stats_csv_gives_host_and_projected_times(tmp_path: Path) -> None:
         (HEADER + "tkernels:step,PushPop,N/A,1,2,1,1,1,1,0,1,1,0,0\n", "line 2: 'N/A' is no figure"),
         (HEADER + 'tkernels:step,PushPop,1,1,"1,234",1,1,1,1,0,1,1,0,0\n', "line 2: '1,234' is no figure"),
         (HEADER + "tkernels:step,PushPop,1,inf,2,1,1,1,1,0,1,1,0,0\n", "line 2: 'inf' is no figure"),
+        (HEADER + "tkernels:step,PushPop,1,1,2\ntkernels:forward,PushPop,1,1\n", "line 3: has 4 cells of at least 5"),
         (HEADER + "x" * 200_000, "line 2: field larger than field limit"),
     ],
 )

@@ -95,6 +95,7 @@ def test_an_export_needs_no_experiment(tmp_path: Path, capsys: pytest.CaptureFix
     assert "paged_decode.one_pass" in out
     assert run(asked(nsys_export=file), True) == 0
     assert json.loads(capsys.readouterr().out)["step_us"] == 150
+    assert "takes no EXPERIMENT, no --set" in refusal(asked(QUICKSTART, nsys_export=file))
     assert "EXPERIMENT is missing" in refusal(asked())
     assert "give one" in refusal(asked(QUICKSTART, nsys_export=file, proton=True))
 
@@ -188,6 +189,7 @@ def test_ncu_is_given_the_kernels_of_one_call(
         ("paged_decode.split", "did you mean 'split_kv'?"),
         ("paged_decode.torch", "launches no kernels of its own that could be named; paged_decode has"),
         ("paged_decode.split_kv[splits=2]", "config has no 'splits'"),
+        ("paged_decode.split_kv[num_splits=4,num_splits=8]", "num_splits is pinned more than once"),
         ("paged_decode.split_kv[num_splits=two]", "num_splits=two is no whole number"),
     ],
 )
