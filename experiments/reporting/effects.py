@@ -267,7 +267,7 @@ def _marks(effects: Sequence[Effect]) -> str:
     if outcomes <= {None}:
         return ""
     untested = " ?: of too few processes to tell." if "cannot tell" in outcomes else ""
-    tested = " Both are of means over processes beside the yardstick's, as they are tested;"
+    tested = " Both ratios are those that were tested, of means over processes, beside the yardstick's;"
     return f"{tested} ~: within noise, of several points at each; the others are real differences.{untested}"
 
 

@@ -144,16 +144,18 @@ def _judged_speed(found: Comparison) -> list[str]:
         best = max(mine, key=lambda one: (one.effect.outcome == "better", one.effect.ratio))
         first = best.beside or "the first arm"
         outcomes = [one.effect.outcome for one in mine]
+        waits = _judged_waits([one for one in found.verdicts if one.place == place])
         if best.effect.outcome == "better":
-            text = f"{where}the arm {best.arm} serves {best.effect.ratio:.3g} times the tokens per second of {first}"
-            shown.append((best.effect.ratio, f"{text} ({_interval(best)})"))
+            ratio = f"{best.effect.ratio:.{4 if best.effect.ratio < 1.005 else 3}g}"
+            text = f"{where}the arm {best.arm} serves {ratio} times the tokens per second of {first}"
+            shown.append((best.effect.ratio, f"{text} ({_interval(best)}){waits}"))
         elif "worse" in outcomes:
             slower = f"{outcomes.count('worse')} of {len(mine)} others are slower"
-            shown.append((1.0, f"{where}no arm is faster than {first}, and {slower}"))
+            shown.append((1.0, f"{where}no arm is faster than {first}, and {slower}{waits}"))
         else:
             least = max((one.effect.smallest or 0.0 for one in mine), default=0.0)
             text = f"{where}no arm's tokens per second differ from those of {first} by more than noise"
-            shown.append((0.0, f"{text} (a change of {least:.1%} would have been found)"))
+            shown.append((0.0, f"{text} (a change of {least:.1%} would have been found){waits}"))
     ordered = [text for _, text in sorted(shown, key=lambda pair: -pair[0])]
     times = [one for one in found.verdicts if one.figure == "median_us"]
     if times:
@@ -165,6 +167,40 @@ def _judged_speed(found: Comparison) -> list[str]:
             text += f"; the most: {best.arm} takes {best.effect.ratio:.3g} times as long, {best.place}"
         ordered.append(text)
     return ordered
+
+
+_WAITS = {"ttft_s": ("p50", "first token"), "tpot_s": ("p50", "time per token"), "gap_s": ("p99", "gap")}
+"""What users wait for: of each column the percentile that is judged, and what it is called."""
+
+
+def _judged_waits(verdicts: Sequence[judgement.Verdict]) -> str:
+    """Of the differences in waiting that are real the largest, where there are any."""
+    names = {f"{column}.{key}": f"{what} ({key})" for column, (key, what) in _WAITS.items()}
+    real = [one for one in verdicts if one.figure in names and one.effect.outcome in ("better", "worse")]
+    if not real:
+        return ""
+    most = max(real, key=lambda one: abs(math.log(one.effect.ratio)))
+    ratio = f"{most.effect.ratio:.3g} times that of {most.beside or 'the first arm'} ({_interval(most)})"
+    return f"; of what users wait for, the {names[most.figure]} differs most: that of {most.arm} is {ratio}"
+
+
+def _waits(rows: Sequence[EngineRow], than: float, names: Sequence[str]) -> str:
+    """Of a place's arms beside the first, what users wait for and differs most, where it does more than `than`."""
+    first, found = rows[0], []
+    for row in rows[1:]:
+        for column, (key, what) in _WAITS.items():
+            before, mine = ((getattr(one, column) or {}).get(key) for one in (first, row))
+            if before and mine:
+                found.append((abs(math.log(mine / before)), mine / before, f"{what} ({key})", row))
+    size, ratio, what, row = max(found, key=lambda one: one[0], default=(0.0, 1.0, "", first))
+    if size <= abs(math.log(than)) or _is_one(ratio):
+        return ""
+    return f"; the {what} differs more: with {_arm(row, names)} it is {ratio:.3g} times that with {_arm(first, names)}"
+
+
+def _is_one(ratio: float) -> bool:
+    """Whether it is not worth a number."""
+    return f"{ratio:.3g}" == "1"
 
 
 _OUTCOMES = ("better", "worse", "within noise", "cannot tell")
@@ -210,11 +246,13 @@ def _engine_speed(engines: Sequence[EngineRow], peers: Mapping[Place, Sequence[s
         if best is first:
             second = sorted(mine, key=lambda row: -(row.tokens_per_s or 0.0))[1]
             ratio = (best.tokens_per_s or 0.0) / (second.tokens_per_s or math.inf)
-            rival = f"{ratio:.3g} times the next one's ({_arm(second, names)})"
+            rival = f"the next one's ({_arm(second, names)})"
         else:
-            rival = f"{ratio:.3g} times the first arm's ({_arm(first, names)})"
+            rival = f"the first arm's ({_arm(first, names)})"
+        rival = f"about {rival}" if _is_one(ratio) else f"{ratio:.3g} times {rival}"
         overlap = " (nearer than their spreads)" if _overlap(best, first) and best is not first else ""
         text = f"{where}the arm {_arm(best, names)} was the fastest{besides}: {speed}, {rival}{overlap}"
+        text += _waits(mine, ratio, names)
         found.append((ratio, text))
     return [text for _, text in sorted(found, key=lambda pair: -pair[0])]
 
@@ -257,24 +295,56 @@ def _kernel_speed(kernels: Sequence[KernelRow]) -> list[str]:
         for row in timed:
             if row.op == op:
                 points.setdefault((row.point, row.dtype, str(row.settings)), []).append(row)
-        contested = {point: rows for point, rows in points.items() if len(rows) > 1}
-        if not contested:
-            continue
-        wins: dict[str, list[float]] = {}
-        for mine in contested.values():
-            first, second = sorted(mine, key=lambda row: row.median_us or 0.0)[:2]
-            assert first.median_us is not None
-            assert second.median_us is not None
-            wins.setdefault(str(first.variant), []).append(second.median_us / first.median_us)
-        best = max(wins, key=lambda name: len(wins[name]))
-        lead = f"up to {max(wins[best]):.3g} times as fast as the next"
-        found.append(f"for {op}, {best} was the fastest at {len(wins[best])} of {len(contested)} points, {lead}")
+        contested = [rows for rows in points.values() if len(rows) > 1]
+        if contested:
+            found.append(f"for {op}, {_fastest(contested)}")
     if not found and timed:
-        names = list(dict.fromkeys(f"{row.op}.{row.variant}" for row in timed))
-        found = [
-            f"{_listed(names)} {'was' if len(names) == 1 else 'were'} timed, beside no other variant of the same op"
-        ]
+        alone: dict[str, list[KernelRow]] = {}
+        for row in timed:
+            alone.setdefault(f"{row.op}.{row.variant}", []).append(row)
+        beside = f"{'was' if len(alone) == 1 else 'were'} timed, beside no other variant of the same op"
+        spans = _listed([f"{name} took {_span(mine)}" for name, mine in alone.items()])
+        found = [f"{_listed(list(alone))} {beside}; {spans}"]
     return found
+
+
+def _fastest(points: Sequence[Sequence[KernelRow]]) -> str:
+    """Which variant was the fastest at which points, the one that was at the most of them first, beside the first
+    variant; that one is told beside the next.
+    """
+    wins: dict[str, list[tuple[int, float, str]]] = {}
+    for place, mine in enumerate(points):
+        best, second = sorted(mine, key=lambda row: row.median_us or 0.0)[:2]
+        rival, whose = (second, "the next") if best is mine[0] else (mine[0], str(mine[0].variant))
+        ratio = (rival.median_us or 0.0) / (best.median_us or math.inf)
+        wins.setdefault(str(best.variant), []).append((place, ratio, whose))
+    several = len({mine[0].dtype for mine in points}) > 1
+    names = [", ".join([str(mine[0].point), *([mine[0].dtype] if several else [])]) for mine in points]
+    told = []
+    for number, (variant, won) in enumerate(sorted(wins.items(), key=lambda pair: -len(pair[1]))):
+        _, ratio, whose = max(won, key=lambda one: one[1])
+        lead = f"about as fast as {whose}" if _is_one(ratio) else f"up to {ratio:.3g} times as fast as {whose}"
+        count = f"{len(won)} of {len(points)} points" if number == 0 else str(len(won))
+        at = f" ({_listed(_runs([place for place, _, _ in won], names))})" if len(won) < len(points) else ""
+        told.append(f"{variant} {'was the fastest ' if number == 0 else ''}at {count}, {lead}{at}")
+    return _listed(told)
+
+
+def _runs(places: Sequence[int], names: Sequence[str]) -> list[str]:
+    """ "T=1 to T=4", "T=64": neighbours are told by the first and the last."""
+    runs: list[list[int]] = []
+    for place in places:
+        if runs and runs[-1][-1] == place - 1:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return [names[run[0]] + (f" to {names[run[-1]]}" if len(run) > 1 else "") for run in runs]
+
+
+def _span(rows: Sequence[KernelRow]) -> str:
+    """ "3 us (T=1) to 9 us (T=64)": a variant's shortest and longest time."""
+    ends = min(rows, key=lambda row: row.median_us or 0.0), max(rows, key=lambda row: row.median_us or 0.0)
+    return " to ".join(dict.fromkeys(f"{row.median_us:.3g} us ({row.point})" for row in ends))
 
 
 def _peers(peers: Sequence[SpeedupRow]) -> dict[Place, list[str]]:
@@ -283,7 +353,8 @@ def _peers(peers: Sequence[SpeedupRow]) -> dict[Place, list[str]]:
     for row in peers:
         if row.status == "ok" and row.speedup is not None:
             iqr = f" (IQR {row.speedup_iqr:.2f})" if row.speedup_iqr is not None else ""
-            text = f"{row.speedup:.3g} times the tokens per second of {str(row.peer).replace('_', ' ')}{iqr}"
+            times = "about" if _is_one(row.speedup) else f"{row.speedup:.3g} times"
+            text = f"{times} the tokens per second of {str(row.peer).replace('_', ' ')}{iqr}"
             found.setdefault(place_of(row), []).append(text)
     return found
 

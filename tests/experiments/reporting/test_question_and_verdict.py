@@ -1,5 +1,6 @@
 """What was asked, and what came out, in sentences."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from experiments.reporting.report import report_of
 from experiments.reporting.tables import tables_of
 from experiments.reporting.verdict import verdict_of
 from experiments.runs.reading import read_run
-from experiments.runs.rows import EngineRow, ParityRow, Row
-from tests.experiments.reporting.recorded import check, everything, kernel, parity, record, served
+from experiments.runs.rows import EngineRow, KernelRow, ParityRow, Row
+from tests.experiments.reporting.recorded import QUANTILES, check, everything, kernel, parity, record, served
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,60 @@ def test_kernels_alone_by_op() -> None:
     assert verdict(rows).startswith("For swiglu, fused was the fastest at 2 of 3 points, up to 3 times as fast as")
 
 
-def repeated(speeds: dict[str, float]) -> list[Row]:
+def test_the_fastest_variant_is_told_by_points_beside_the_first() -> None:
+    times = {"torch": (3.0, 4.0, 5.0, 9.0, 9.0), "fused": (6.0, 2.0, 1.0, 8.0, 9.1), "tiled": (9.0, 9.0, 9.0, 2.0, 9.2)}
+    rows: list[Row] = [
+        kernel("swiglu", name, us, {"T": 2**power}) for name, some in times.items() for power, us in enumerate(some)
+    ]
+    assert verdict(rows).startswith(
+        "For swiglu, torch was the fastest at 2 of 5 points, up to 2 times as fast as the next (T=1, T=16), "
+        "fused at 2, up to 5 times as fast as torch (T=2 to T=4), tiled at 1, up to 4.5 times as fast as torch (T=8). "
+    )
+    alone = [row for row in rows if isinstance(row, KernelRow) and row.variant == "torch"]
+    assert verdict([*alone]) == (
+        "Swiglu.torch was timed, beside no other variant of the same op; swiglu.torch took 3 us (T=1) to 9 us (T=8)."
+    )
+
+
+def waiting(gap: float, ttft: float) -> dict[str, dict[str, float]]:
+    return {"gap_s": {**QUANTILES, "p99": gap}, "ttft_s": {**QUANTILES, "p50": ttft}}
+
+
+def test_what_users_wait_for_is_told_where_it_differs_more_than_the_throughput() -> None:
+    chunks = {
+        16: (1000.0, waiting(0.004, 0.012)),
+        64: (1100.0, waiting(0.008, 0.01)),
+        256: (900.0, waiting(0.04, 0.008)),
+    }
+    rows: list[Row] = [
+        served(EngineRow, speed, "", settings={"max_chunk_tokens": size}, **waits)
+        for size, (speed, waits) in chunks.items()
+    ]
+    assert verdict(rows).startswith(
+        "The arm max_chunk_tokens 64 was the fastest: 1,100 tokens/s, 1.1 times the first arm's (max_chunk_tokens 16) "
+        "(nearer than their spreads); the gap (p99) differs more: with max_chunk_tokens 256 it is 10 times that with "
+        "max_chunk_tokens 16. One process each: no test"
+    )
+
+
+def test_of_five_processes_the_largest_real_difference_in_waiting_is_told(tmp_path: Path) -> None:
+    rows = repeated({"torch": 1000.0, "fused": 1000.0}, {"fused": waiting(0.04, 0.0009)})
+    sentence = report_of(read_run(record(tmp_path / "run", rows))).verdict.sentence
+    assert sentence.startswith("No arm's tokens per second differ from those of torch by more than noise (a change of ")
+    assert "; of what users wait for, the gap (p99) differs most: that of fused is 10 times that of torch (" in sentence
+
+
+def test_what_is_the_same_is_not_told_as_so_many_times() -> None:
+    rows: list[Row] = [served(EngineRow, 1000.0, "", arm={"swiglu": name}) for name in ("torch", "fused")]
+    assert "1,000 tokens/s, about the next one's (fused)" in verdict(rows)
+    kernels: list[Row] = [kernel("swiglu", name, 3.0, {"T": 1}) for name in ("torch", "fused")]
+    assert "torch was the fastest at 1 of 1 points, about as fast as the next" in verdict(kernels)
+    (speedup,) = [row for row in everything() if row.stage == "speedup"]
+    peers = [served(EngineRow, 1000.0, "chat"), speedup.model_copy(update={"speedup": 1.001})]
+    assert "1,000 tokens/s, about the tokens per second of transformers padded" in verdict(peers)
+
+
+def repeated(speeds: dict[str, float], waits: Mapping[str, dict[str, dict[str, float]]] | None = None) -> list[Row]:
     """Five processes of each arm, each a little off."""
     return [
         served(
@@ -193,6 +247,7 @@ def repeated(speeds: dict[str, float]) -> list[Row]:
             arm={"swiglu": name},
             replicate=index,
             task=f"{name}{index}",
+            **(waits or {}).get(name, {}),
         )
         for index in range(5)
         for name, speed in speeds.items()
