@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,9 +137,7 @@ def _judged_speed(found: Comparison) -> list[str]:
     places = list(dict.fromkeys(one.place for one in rates))
     for place in places:
         mine = [one for one in rates if one.place == place]
-        # "engine, 75% shared, float32": what all places have is no part of a workload's name.
-        own = [plain(part) for part in place.split(", ") if not all(part in other.split(", ") for other in places)]
-        where = f"with “{', '.join(own)}”, " if own else ""
+        where = _with(_own(place, places))
         # The largest ratio need not be a real one: another arm's smaller one may be surer.
         best = max(mine, key=lambda one: (one.effect.outcome == "better", one.effect.ratio))
         first = best.beside or "the first arm"
@@ -157,16 +155,40 @@ def _judged_speed(found: Comparison) -> list[str]:
             text = f"{where}no arm's tokens per second differ from those of {first} by more than noise"
             shown.append((0.0, f"{text} (a change of {least:.1%} would have been found){waits}"))
     ordered = [text for _, text in sorted(shown, key=lambda pair: -pair[0])]
-    times = [one for one in found.verdicts if one.figure == "median_us"]
+    return ordered + _judged_kernels([one for one in found.verdicts if one.figure == "median_us"])
+
+
+def _own(place: str, places: Collection[str]) -> str:
+    """ "75% shared" of "engine, 75% shared, float32": what all places have tells none from the others."""
+    parts = place.split(", ")
+    return ", ".join(plain(part) for part in parts if not all(part in other.split(", ") for other in places))
+
+
+def _judged_kernels(times: Sequence[judgement.Verdict]) -> list[str]:
+    """Of each op, which variant is really faster than the first at which points; and how many differences are real."""
+    ops: dict[str, dict[str, list[judgement.Verdict]]] = {}
+    for one in times:
+        ops.setdefault(one.place.partition(", ")[0], {}).setdefault(one.place, []).append(one)
+    told = []
+    for op, points in ops.items():
+        wins: dict[str, list[tuple[int, float]]] = {}
+        for place, mine in enumerate(points.values()):
+            if better := [one for one in mine if one.effect.outcome == "better"]:
+                best = min(better, key=lambda one: one.effect.ratio)
+                wins.setdefault(best.arm, []).append((place, 1 / best.effect.ratio))
+        first = next(iter(points.values()))[0].beside or "the first variant"
+        names = [_own(place, points) for place in points]
+        parts = []
+        for arm, won in sorted(wins.items(), key=lambda pair: -len(pair[1])):
+            at = f" ({_listed(_runs([place for place, _ in won], names))})" if len(won) < len(points) else ""
+            parts.append(f"{arm} at {len(won)}, up to {max(ratio for _, ratio in won):.3g} times as fast{at}")
+        which = f"{first} is beaten by {_listed(parts)}" if parts else f"no variant is faster than {first}"
+        told.append(f"for {op}, of {len(points)} points, {which}")
     if times:
         counts = Counter(str(one.effect.outcome) for one in times)
         counted = ", ".join(f"{counts[outcome]} {outcome}" for outcome in _OUTCOMES if counts[outcome])
-        best = min(times, key=lambda one: (one.effect.outcome != "better", one.effect.ratio))
-        text = f"of {len(times)} kernel times beside the first variant's, {counted}"
-        if best.effect.outcome == "better":
-            text += f"; the most: {best.arm} takes {best.effect.ratio:.3g} times as long, {best.place}"
-        ordered.append(text)
-    return ordered
+        told.append(f"of {len(times)} kernel times beside the first variant's, {counted}")
+    return told
 
 
 _WAITS = {"ttft_s": ("p50", "first token"), "tpot_s": ("p50", "time per token"), "gap_s": ("p99", "gap")}

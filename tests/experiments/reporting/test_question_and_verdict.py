@@ -227,6 +227,20 @@ def test_of_five_processes_the_largest_real_difference_in_waiting_is_told(tmp_pa
     assert "; of what users wait for, the gap (p99) differs most: that of fused is 10 times that of torch (" in sentence
 
 
+def test_of_five_processes_the_variants_that_are_really_faster_are_told_by_points(tmp_path: Path) -> None:
+    rows = [
+        kernel("swiglu", name, us * (1 + 0.01 * (index % 3)), {"T": size}, replicate=index)
+        for index in range(5)
+        for name, factors in {"torch": (1, 1, 1), "fused": (0.5, 0.4, 2)}.items()
+        for size, us in zip((1, 2, 4), factors, strict=True)
+    ]
+    found = report_of(read_run(record(tmp_path / "run", rows))).verdict
+    assert found.sentence == (
+        "For swiglu, of 3 points, torch is beaten by fused at 2, up to 2.5 times as fast (T=1 to T=2)."
+    )
+    assert found.notes == ("Of 3 kernel times beside the first variant's, 2 better, 1 worse.",)
+
+
 def test_what_is_the_same_is_not_told_as_so_many_times() -> None:
     rows: list[Row] = [served(EngineRow, 1000.0, "", arm={"swiglu": name}) for name in ("torch", "fused")]
     assert "1,000 tokens/s, about the next one's (fused)" in verdict(rows)
