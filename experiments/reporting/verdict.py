@@ -135,9 +135,10 @@ def _judged_speed(found: Comparison) -> list[str]:
     rates = [one for one in found.verdicts if one.figure == "tokens_per_s" and one.place.startswith("engine")]
     shown = []
     places = list(dict.fromkeys(one.place for one in rates))
+    wheres = _own(places)
     for place in places:
         mine = [one for one in rates if one.place == place]
-        where = _with(_own(place, places))
+        where = _with(wheres[place])
         # The largest ratio need not be a real one: another arm's smaller one may be surer.
         best = max(mine, key=lambda one: (one.effect.outcome == "better", one.effect.ratio))
         first = best.beside or "the first arm"
@@ -158,10 +159,12 @@ def _judged_speed(found: Comparison) -> list[str]:
     return ordered + _judged_kernels([one for one in found.verdicts if one.figure == "median_us"])
 
 
-def _own(place: str, places: Collection[str]) -> str:
+def _own(places: Collection[str]) -> dict[str, str]:
     """ "75% shared" of "engine, 75% shared, float32": what all places have tells none from the others."""
-    parts = place.split(", ")
-    return ", ".join(plain(part) for part in parts if not all(part in other.split(", ") for other in places))
+    counts = Counter(part for place in places for part in set(place.split(", ")))
+    return {
+        place: ", ".join(plain(part) for part in place.split(", ") if counts[part] < len(places)) for place in places
+    }
 
 
 def _judged_kernels(times: Sequence[judgement.Verdict]) -> list[str]:
@@ -177,7 +180,7 @@ def _judged_kernels(times: Sequence[judgement.Verdict]) -> list[str]:
                 best = min(better, key=lambda one: one.effect.ratio)
                 wins.setdefault(best.arm, []).append((place, 1 / best.effect.ratio))
         first = next(iter(points.values()))[0].beside or "the first variant"
-        names = [_own(place, points) for place in points]
+        names = list(_own(points).values())
         parts = []
         for arm, won in sorted(wins.items(), key=lambda pair: -len(pair[1])):
             at = f" ({_listed(_runs([place for place, _ in won], names))})" if len(won) < len(points) else ""
