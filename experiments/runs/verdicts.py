@@ -206,8 +206,7 @@ def _series(first: Figure, second: Figure) -> _Series:
         [one.yardsticks[r] for r in replicates] for one, replicates in zip((first, second), order, strict=True)
     ]
     slope = slope_of(list(zip(values, yardsticks, strict=True)))
-    moved = statistics.fmean(yardsticks[1]) - statistics.fmean(yardsticks[0])
-    return _Series(tuple(map(slope.taken_off, values, yardsticks)), moved**2 * slope.variance)
+    return _Series(tuple(map(slope.taken_off, values, yardsticks)), slope.between_runs(*yardsticks))
 
 
 def _paired_series(first: Figure, second: Figure) -> _Series:

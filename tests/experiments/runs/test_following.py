@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.runs.comparison import between_runs, paired
+from experiments.runs.comparison import LEVEL, between_runs, paired
 from experiments.runs.following import slope_of
 
 GROUPS = 4
@@ -50,3 +50,21 @@ def test_what_is_not_known_of_the_slope_counts_where_the_yardstick_moved() -> No
     values = [1.0, 1.1, 0.9, 1.0, 1.05]
     assert between_runs(values, values, 0.0, 0.5).variance == between_runs(values, values, 0.0).variance + 0.5
     assert paired(values, 0.0, 0.5).variance == paired(values, 0.0).variance + 0.5
+
+
+def test_a_machine_that_is_another_one_between_two_steady_runs_proves_nothing() -> None:
+    """Its yardstick is 10% slower, a figure 24%, and nothing within the runs tells that slope; of four figures."""
+    generator = np.random.default_rng(7)
+    found = 0
+    for _ in range(50):
+        yardsticks, figures = (
+            level + 0.01 * generator.standard_normal((2, 10)) for level in ([[0], [0.1]], [[0], [0.24]])
+        )
+        slope = slope_of(list(zip(figures.tolist(), yardsticks.tolist(), strict=True)))
+        first, second = (slope.taken_off(*one) for one in zip(figures.tolist(), yardsticks.tolist(), strict=True))
+        found += between_runs(first, second, 0.0, slope.between_runs(*yardsticks.tolist())).p < LEVEL / 4
+    assert found == 0
+    steady = slope_of([(figures[0].tolist(), yardsticks[0].tolist())])
+    near = [*yardsticks[0].tolist()], [*yardsticks[0].tolist()]
+    assert steady.between_runs(*near) == 0.0
+    assert steady.between_runs(near[0], [one + 0.1 for one in near[1]]) > 0.09**2
