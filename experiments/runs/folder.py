@@ -30,7 +30,7 @@ from experiments.planning.plan import Sweep
 from experiments.planning.resolved import resolved_text
 from experiments.runs.columns import columns
 from experiments.runs.provenance import source_files
-from experiments.runs.reading import SCHEMA, SOURCE, read_meta, read_run
+from experiments.runs.reading import SCHEMA, SOURCE, read_meta, read_object, read_run
 from experiments.runs.rows import Row
 from experiments.runs.rows_file import RowsFile, naming
 
@@ -61,7 +61,7 @@ class RunFolder:
             self._of_task.setdefault(row.task, []).append(row)
         self._used: dict[str, Any] = {}
         if (path / "tuned.json").exists():
-            self._used = json.loads((path / "tuned.json").read_text(encoding="utf-8"))["used"]
+            self._used = dict(read_object(path / "tuned.json").get("used", {}))
         self._file = file if file is not None else RowsFile(path / "results.jsonl")
 
     @property

@@ -23,6 +23,9 @@ SOURCE = "experiment.yaml"
 META_KEYS = ("run_id", "name", "created", "finished", "resolved_sha256", "tasks", "executor")
 """What run.json has besides "schema". finished: when, or null where the run was cut off and can be resumed."""
 
+ENVIRONMENT_PARTS = ("device", "host", "versions", "git")
+"""Of environment.json, what is an object of facts where it is there."""
+
 
 def workload_key(name: str) -> str:
     """What environment.json calls a workload, beside other things that have a seed or a file."""
@@ -79,7 +82,9 @@ def read_run(path: Path) -> RecordedRun:
         raise ExperimentError([f"{path / 'resolved.yaml'}: not YAML: {error}"]) from None
     if not isinstance(resolved, dict):
         raise ExperimentError([f"{path / 'resolved.yaml'}: must be a mapping of keys to values"])
-    environment = _json(path / "environment.json")
+    environment = read_object(path / "environment.json")
+    if odd_parts := [part for part in ENVIRONMENT_PARTS if not isinstance(environment.get(part, {}), dict)]:
+        raise ExperimentError([f"{path / 'environment.json'}: {', '.join(odd_parts)}: must be an object"])
     file, ended = path / "results.jsonl", meta["finished"] is not None
     rows, odd, lost = _rows(file, must_exist=ended)
     done, tasks = len({row.task for row in rows}), meta["tasks"]
@@ -98,7 +103,7 @@ def read_meta(path: Path) -> Mapping[str, Any]:
     if not file.exists():
         found = "its results.jsonl is from before there was one" if (path / "results.jsonl").exists() else "not a run"
         raise ExperimentError([f"{path}: not a run of schema {SCHEMA}: there is no run.json ({found})"])
-    meta = _json(file)
+    meta = read_object(file)
     schema = meta.get("schema")
     if type(schema) is not int or schema < 1:
         raise ExperimentError([f'{file}: "schema" must be a number from 1, got {schema!r}'])
@@ -125,9 +130,11 @@ def _read(file: Path) -> bytes:
         raise ExperimentError([f"{file}: cannot be read: {error.strerror}"]) from None
 
 
-def _json(file: Path) -> Mapping[str, Any]:
+def read_object(file: Path) -> Mapping[str, Any]:
+    """A JSON object of a run's folder; raises ExperimentError as `read_run` does."""
+    text = _read(file)
     try:
-        data = json.loads(_read(file))
+        data = json.loads(text)
     except ValueError as error:
         raise ExperimentError([f"{file}: not JSON: {error}"]) from None
     if not isinstance(data, dict):

@@ -29,7 +29,7 @@ def kernel_row(median_us: float, variant: str = "torch", replicate: int = 0, **m
     return {
         "run_id": "0123abcd", "stage": "kernels", "task": f"kernels swiglu {variant} {replicate}",
         "replicate": replicate, "task_rows": 1, "arm": {"swiglu": variant}, "settings": {}, "op": "swiglu",
-        "variant": variant, "axes": {"T": 2, "I": 8}, "dtype": "float32", "device": "cpu",
+        "variant": variant, "axes": {"T": 2, "I": 8}, "serves": None, "dtype": "float32", "device": "cpu",
         "status": "ok", "reason": None, "not_finite": None, "yardstick_us": None, "point": "decode",
         "median_us": median_us, **UNTIMED, **more,
     }  # fmt: skip

@@ -123,3 +123,13 @@ def test_damage_that_no_kill_leaves_is_refused_with_its_line(tmp_path: Path) -> 
     assert "line 2 is no row: kernels.point: Input should be a valid string" in refusal(folder)
     file.write_bytes(first + first)
     assert "task 'kernels swiglu torch 0' has 2 rows, and says that it wrote 1" in refusal(folder)
+
+
+def test_an_environment_that_is_missing_or_hollow_is_refused_by_name(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [])
+    (folder / "environment.json").write_text('{"device": null, "git": {}}')
+    with pytest.raises(ExperimentError, match="environment.json: device: must be an object"):
+        read_run(folder)
+    (folder / "environment.json").unlink()
+    with pytest.raises(ExperimentError, match="environment.json: missing"):
+        read_run(folder)
