@@ -207,7 +207,7 @@ def _serve(task: "Task", planned: "Planned | None", setup: "Setup", lines: _Line
     the starter is gone.
     """
     started = time.monotonic()
-    child = _fork(task, planned, setup)
+    child = _fork(task, planned, setup, answers)
     deadline = math.inf if task.timeout is None else started + task.timeout
     watch = _Watch(child, deadline, _Lines(child.messages))
     with selectors.DefaultSelector() as waiting:
@@ -269,7 +269,7 @@ def _end_with(child: _Child) -> NoReturn:
     os._exit(1)
 
 
-def _fork(task: "Task", planned: "Planned | None", setup: "Setup") -> _Child:
+def _fork(task: "Task", planned: "Planned | None", setup: "Setup", answers: int) -> _Child:
     """A child at work on the task."""
     messages, tell = os.pipe()
     printed, say = os.pipe()
@@ -279,8 +279,9 @@ def _fork(task: "Task", planned: "Planned | None", setup: "Setup") -> _Child:
         os.close(tell)
         os.close(say)
         return _Child(pid, messages, printed)
-    os.close(messages)
-    os.close(printed)
+    # Whatever the task leaves behind would hold the answers open when the server is gone, and its starter would wait.
+    for pipe in (messages, printed, answers):
+        os.close(pipe)
     _work(task, planned, setup, tell, say, starter)
 
 

@@ -194,3 +194,18 @@ def test_a_server_whose_starter_no_longer_listens_ends_with_its_task_and_says_no
         server.stdin.flush()
         assert server.wait(timeout=60) == 1
         assert server.stderr.read() == ""
+
+
+def test_what_a_task_forked_does_not_keep_the_driver_waiting_for_a_killed_server(tmp_path: Path, run_id: str) -> None:
+    left = tmp_path / "left"
+    deadly = f"    import os, time\n    if os.fork() == 0:\n        open({str(left)!r}, 'w').write(str(os.getpid()))\n"
+    deadly += "        os.setsid(); time.sleep(60); os._exit(0)\n"
+    deadly += "    time.sleep(0.5); os.kill(os.getppid(), 9); time.sleep(60)\n"
+    write_variant(tmp_path / "mine", (BEFORE, BEFORE + deadly))
+    file = experiment(tmp_path, variants_from=["mine"], kernels={"swiglu": ["torch", "doubled"]})
+    start = time.monotonic()
+    words = command(file, tmp_path / "out")
+    done = subprocess.run(words, capture_output=True, text=True, env=marked(run_id), timeout=120)
+    assert time.monotonic() - start < 45
+    assert "the server of its replicate ended: killed by SIGKILL" in " ".join(done.stdout.split())
+    os.kill(int(left.read_text()), signal.SIGKILL)  # of a killed server's task in a session of its own: nobody ends it
