@@ -14,6 +14,8 @@ _STYLES = {
     "yes": "green", "partly": "yellow", "better": "green", "worse": "bold red", "cannot tell": "yellow",
 }  # fmt: skip
 
+_CONSOLE = 80  # columns that a table is made for
+
 _HEADING = 16  # columns that a heading may take, however short what is below it
 
 
@@ -55,7 +57,8 @@ class PlainTable:
 
     def as_rich(self) -> Table:
         """For a console: without the wide columns; under a heading, lines are indented. A heading is broken to the
-        width of what is below it: a console's table has no cell over several columns.
+        width of what is below it: a console's table has no cell over several columns. Where figures leave no room for a
+        name, a number stands for it, which the caption explains.
         """
         shown = [index for index, column in enumerate(self.columns) if not column.wide]
         columns = [self.columns[index] for index in shown]
@@ -63,18 +66,34 @@ class PlainTable:
         for one, column in zip(columns, table.columns, strict=True):
             column.no_wrap = column.no_wrap or one.whole
         headed = False
-        room = max([_HEADING, *(2 + len(line[0].text) for line in self.lines if not isinstance(line, str))])
+        names, legend = self._names(shown)
+        room = max([_HEADING, *(2 + len(name) for name in names.values())])
         for line in self.lines:
             if isinstance(line, str):
                 headed = True
                 add_row(table, Text("\n".join(textwrap.wrap(line, room)), "bold"))
                 continue
             cells = [line[index].as_rich() for index in shown]
+            cells[0].plain = names[line[0].text]
             add_row(table, Text("  ") + cells[0] if headed else cells[0], *cells[1:])
         table.title = escape(self.title) or None
-        table.caption = escape(self.caption)
+        table.caption = escape(" ".join(filter(None, [legend, self.caption])))
         table.caption_justify = "left"
         return table
+
+    def _names(self, shown: Sequence[int]) -> tuple[dict[str, str], str]:
+        """First cell -> what a console shows for it, and what that means where they are numbers."""
+        lines = [line for line in self.lines if not isinstance(line, str)]
+        names = list(dict.fromkeys(line[0].text for line in lines))
+        figures = [index for index in shown if index]
+        widths = [max(len(self.columns[at].name), *(len(line[at].text) for line in lines), 0) for at in figures]
+        indented = 2 * any(isinstance(line, str) for line in self.lines)
+        room = _CONSOLE - sum(width + 2 for width in widths) - indented
+        longest = max((len(word) for name in names for word in name.split()), default=0)
+        if longest <= max(room, 0) or not all(self.columns[at].right for at in figures):
+            return {name: name for name in names}, ""
+        numbers = {name: f"({number})" for number, name in enumerate(names, 1)}
+        return numbers, f"{', '.join(f'{number} {name}' for name, number in numbers.items())}."
 
 
 def cells(*values: str | Cell) -> tuple[Cell, ...]:

@@ -1,5 +1,6 @@
 """A report as HTML, Markdown and JSON, and the folder that it is written into."""
 
+import io
 import json
 import math
 import re
@@ -9,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from experiments.reporting.rendering import MOST_LINES, as_html, as_json, as_markdown, drawn, shortened, write_report
 from experiments.reporting.report import Section, report_of
@@ -221,3 +223,16 @@ def test_a_long_table_says_what_it_leaves_out() -> None:
     assert len(short.lines) == MOST_LINES
     assert short.caption == "What. 5 more of 405 lines are in results.jsonl."
     assert shortened(short) is short
+
+
+def test_a_name_that_figures_leave_no_room_for_is_a_number_that_the_caption_explains() -> None:
+    figures = [Column(f"figure {index}", right=True) for index in range(7)]
+    names = ("max_chunk_tokens 32", "[bold]max_chunk_tokens 512")
+    lines = tuple(cells(name, *("12,345" for _ in figures)) for name in names)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(PlainTable("Where", (Column("arm"), *figures), lines, "Shares.").as_rich())
+    text = " ".join(console.export_text().split())
+    assert "(1) 12,345" in text
+    assert text.endswith("(1) max_chunk_tokens 32, (2) [bold]max_chunk_tokens 512. Shares.")
+    console.print(PlainTable("Where", (Column("arm"), *figures[:3]), tuple(line[:4] for line in lines)).as_rich())
+    assert "(1)" not in console.export_text()
