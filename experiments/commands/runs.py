@@ -28,17 +28,17 @@ def run(folder: Path, as_json: bool) -> int:
     if not listed:
         console.print(Text(f"no runs in {folder}"))
         return 0
-    right = ["rows", "failures"]
-    table = new_table(f"Runs in {folder}", ["name", "when", "device", "git", *right, "state"], right)
-    table.columns[1].no_wrap = True
+    table = new_table(f"Runs in {folder}", ["name", "when, where, code", "rows", "state"], ["rows"])
+    table.columns[0].no_wrap = True  # it is what other commands are given
     for one in listed:
         if "reason" in one:
-            add_row(table, one["name"], "-", "-", "-", "-", "-", Text("no run of schema 1", "yellow"))
+            add_row(table, one["name"], "-", "-", Text("no run of schema 1", "yellow"))
             continue
-        failures = Text(str(one["failures"]), "red" if one["failures"] else "")
-        state = Text(one["state"], "" if one["finished"] else "yellow")
         when = str(one["when"])[:16].replace("T", " ")
-        add_row(table, one["name"], when, one["device"], one["git"], str(one["rows"]), failures, state)
+        state = Text(one["state"], "" if one["finished"] else "yellow")
+        if one["failures"]:
+            state.append(f", {one['failures']} failed", "red")
+        add_row(table, one["name"], f"{when}\n{one['device']}, {one['git']}", str(one["rows"]), state)
     console.print(table)
     for one in listed:
         if "reason" in one:

@@ -61,6 +61,12 @@ def test_runs_are_listed_with_their_state_the_newest_last(tmp_path: Path) -> Non
     assert "2026-01-01 00:00" in table
 
 
+def test_a_run_is_listed_under_a_name_that_can_be_copied(tmp_path: Path) -> None:
+    name = "decode-by-context-20261121-211954-r0a6a9c67"
+    write_run(tmp_path / name, [kernel_row(2.0)])
+    assert any(line.split()[:1] == [name] for line in tk("runs", tmp_path).stdout.splitlines())
+
+
 def test_no_runs_and_no_folder_are_said(tmp_path: Path) -> None:
     assert "no runs in" in tk("runs", tmp_path).stdout
     result = tk("runs", tmp_path / "runs")
