@@ -164,7 +164,7 @@ CONTRACT = Contract(
         f"{pairs}_pages": {
             "pairs": pairs,
             "C": 72,
-            "P": 1024,
+            "P": pairs + 16,  # the others are not touched, and a CPU makes them too: of 1,024 pages, 7 GB
             "S": 16,
             "Hkv": 8,
             "D": 128,
