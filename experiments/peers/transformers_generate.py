@@ -22,7 +22,7 @@ CACHES = ("dynamic", "static")
 _TRIALS = 3
 _NEAR = 1.5
 """Settings that take longer than that many times the fastest's first trial are not tried again. One trial of each chose
-settings whose tokens per second were a fifth below the best, on two CPU cores.
+settings whose tokens per second were a fifth below the best, on a CPU with one thread.
 """
 
 
