@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from experiments.schema import Batching
 from experiments.workloads import Request
 from tsched import LLM, SamplingParams
-from tsched.engine import Request as EngineRequest
-from tsched.outputs import RequestOutput
-from tsched.scheduler import RefusedError
-from tsched.sequence import Sequence
-from tsched.served_model import Prepared
+from tsched.execution.engine import Request as EngineRequest
+from tsched.execution.served_model import Prepared
+from tsched.requests.outputs import RequestOutput
+from tsched.scheduling.scheduler import RefusedError
+from tsched.scheduling.sequence import Sequence
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 
-from tkernels.check import check_case
 from tkernels.config import Config
 from tkernels.contract import Axes, Case, Contract, Int, Value
 from tkernels.device import DeviceFacts, device_facts
@@ -19,6 +18,7 @@ from tkernels.roofline import Roofline, RooflineError, roofline
 from tkernels.timing import Cache, Launch, Timing, time_calls
 from tkernels.tuning import NEAREST, Match, Tuning
 from tkernels.variant import UnsupportedError, Variant
+from tkernels.verification.check import check_case
 
 Status = Literal["ok", "wrong", "failed", "unsupported", "void", "not measured"]
 

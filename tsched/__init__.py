@@ -2,7 +2,7 @@
 
     from tsched import LLM, AsyncLLM, SamplingParams
 
-The names are resolved on first use, so that `import tsched.scheduler` loads neither torch nor the model.
+The names are resolved on first use, so that `import tsched.scheduling.scheduler` loads neither torch nor the model.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tsched.async_llm import AsyncLLM, EngineError
-    from tsched.beam_search import BeamSearchParams
+    from tsched.execution.beam_search import BeamSearchParams
     from tsched.llm import LLM
-    from tsched.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from tsched.sampling_params import SamplingParams
+    from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from tsched.requests.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
@@ -32,13 +32,13 @@ __all__ = [
 _HOMES = {
     "LLM": "tsched.llm",
     "AsyncLLM": "tsched.async_llm",
-    "BeamSearchParams": "tsched.beam_search",
+    "BeamSearchParams": "tsched.execution.beam_search",
     "EngineError": "tsched.async_llm",
-    "CompletionOutput": "tsched.outputs",
-    "Logprob": "tsched.outputs",
-    "RequestMetrics": "tsched.outputs",
-    "RequestOutput": "tsched.outputs",
-    "SamplingParams": "tsched.sampling_params",
+    "CompletionOutput": "tsched.requests.outputs",
+    "Logprob": "tsched.requests.outputs",
+    "RequestMetrics": "tsched.requests.outputs",
+    "RequestOutput": "tsched.requests.outputs",
+    "SamplingParams": "tsched.requests.sampling_params",
 }
 
 

@@ -9,14 +9,14 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from tsched.detokenizer import IncrementalDetokenizer
-from tsched.engine import Request
-from tsched.engine_thread import EngineThread, News, Ticket
-from tsched.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from tsched.prompts import Prompt, Salt
-from tsched.sampling_params import SamplingParams
-from tsched.scheduler import RefusedError
-from tsched.served_model import Prepared, ServedModel, joint_error, joint_metrics
+from tsched.execution.engine import Request
+from tsched.execution.engine_thread import EngineThread, News, Ticket
+from tsched.execution.served_model import Prepared, ServedModel, joint_error, joint_metrics
+from tsched.requests.detokenizer import IncrementalDetokenizer
+from tsched.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from tsched.requests.prompts import Prompt, Salt
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.scheduler import RefusedError
 
 
 class EngineError(RuntimeError):

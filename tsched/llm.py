@@ -10,13 +10,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tsched.beam_search import BeamSearch, BeamSearchParams
-from tsched.engine import Request
-from tsched.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from tsched.prompts import Prompt, Salt, one_each, split_prompts
-from tsched.sampling_params import SamplingParams
-from tsched.scheduler import RefusedError
-from tsched.served_model import Prepared, ServedModel, joint_error, joint_metrics
+from tsched.execution.beam_search import BeamSearch, BeamSearchParams
+from tsched.execution.engine import Request
+from tsched.execution.served_model import Prepared, ServedModel, joint_error, joint_metrics
+from tsched.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from tsched.requests.prompts import Prompt, Salt, one_each, split_prompts
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.scheduler import RefusedError
 
 _PATIENCE_S = 2.0  # work shorter than this needs no progress bar
 
@@ -77,7 +77,7 @@ class LLM(ServedModel):
         cache_salt: Salt | Sequence[Salt] = None,
     ) -> list[RequestOutput]:
         """The best completions of each of `prompts`, `params.beam_width` of them, the best first; what that means is
-        said in tsched.beam_search. `cumulative_logprob` is theirs.
+        said in tsched.execution.beam_search. `cumulative_logprob` is theirs.
 
         ValueError where beam_width is above max_num_seqs. Everything else is as in `generate`.
         """

@@ -17,9 +17,9 @@ from experiments.commands.registry import matching, open_registry
 from experiments.document import ExperimentError, nearest
 from experiments.reporting.tables import add_row, new_table, status_text
 from tkernels import Config, ContractError
-from tkernels.check import CheckResult, check_case, count_wide_cases, drawn_results, wide_results
 from tkernels.contract import Contract, Int, Value
 from tkernels.variant import Variant
+from tkernels.verification.check import CheckResult, check_case, count_wide_cases, drawn_results, wide_results
 
 _EXAMPLES = 20
 

@@ -19,13 +19,13 @@ from experiments.commands.registry import matching, open_registry
 from experiments.document import ExperimentError, nearest
 from experiments.reporting.tables import add_row, new_table
 from tkernels import OPS
-from tkernels.ahead_of_time import CompilationError, compile_for
 from tkernels.contract import Value
 from tkernels.device import TARGETS
-from tkernels.inspection import expected, gates
-from tkernels.inspection.points import POINTS
-from tkernels.inspection.rows import CompiledKernel
 from tkernels.variant import Variant
+from tkernels.verification.ahead_of_time import CompilationError, compile_for
+from tkernels.verification.inspection import expected, gates
+from tkernels.verification.inspection.points import POINTS
+from tkernels.verification.inspection.rows import CompiledKernel
 
 DUMPS = ("ptx", "sass")
 _NUMBER = re.compile(r"; this is \w+$")  # of the architecture, which the line names

@@ -13,12 +13,12 @@ from rich.text import Text
 
 from experiments.commands.registry import open_registry
 from experiments.reporting.table_style import add_row, new_table
-from tkernels.check import chooser
 from tkernels.contract import Axes, Contract
 from tkernels.device import device_facts
 from tkernels.mode import unavailable_reason
 from tkernels.tuning import tuned_devices
 from tkernels.variant import Variant
+from tkernels.verification.check import chooser
 
 _DRAWS = 32
 _MOST_DRAWS = 1000

@@ -15,9 +15,16 @@ from experiments.document import ExperimentError
 from experiments.reporting.tables import add_row, new_table, status_text
 from tkernels import Config, UnknownNameError
 from tkernels.contract import Value
-from tkernels.sanitizers.base import Finding, Sanitizer, inspect_case, planned_draws, sanitized, unfit_reason
-from tkernels.sanitizers.suite import SANITIZERS
 from tkernels.variant import Variant
+from tkernels.verification.sanitizers.base import (
+    Finding,
+    Sanitizer,
+    inspect_case,
+    planned_draws,
+    sanitized,
+    unfit_reason,
+)
+from tkernels.verification.sanitizers.suite import SANITIZERS
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from experiments.simulation.hardware import find_gpu
 from experiments.simulation.metrics import sparkline
 from experiments.simulation.shapes import find_shape
 from experiments.simulation.traces import Trace, extent_of, limited, open_trace, prefix_bound, sped_up
-from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
+from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
 
 Row = Mapping[str, Any]
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from tkernels.check import check_case, chooser, draw
 from tkernels.config import Config
 from tkernels.contract import FLOATS, Axes, Case, ContractError, Value
 from tkernels.inputs import clone_inputs
@@ -14,6 +13,7 @@ from tkernels.launch import Kernel
 from tkernels.measurement import prepare
 from tkernels.tuning import NEAREST, Tuning
 from tkernels.variant import Variant
+from tkernels.verification.check import check_case, chooser, draw
 
 _NO_LIMIT = 2**31 - 1
 

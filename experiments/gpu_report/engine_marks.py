@@ -16,7 +16,7 @@ from experiments.runs.rows import Row
 from experiments.sweep.tasks import Executor
 from tkernels import Tuning
 from tmodel import kv_bytes_per_block
-from tsched.cache_size import weight_bytes
+from tsched.execution.cache_size import weight_bytes
 
 FOLDER = Path(__file__).parent.parent / "engine_marks"
 

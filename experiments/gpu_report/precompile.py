@@ -11,7 +11,6 @@ import torch
 from experiments.gpu_report.correctness import cases, signatures
 from experiments.gpu_report.marks import MARKS
 from experiments.gpu_report.steps import SIGNATURES, report_points
-from tkernels.check import check_case
 from tkernels.config import Config
 from tkernels.device import device_facts
 from tkernels.inputs import map_tensors
@@ -20,6 +19,7 @@ from tkernels.measurement import at_most, prepare
 from tkernels.registry import Registry
 from tkernels.tuning import NEAREST, candidates
 from tkernels.variant import Variant
+from tkernels.verification.check import check_case
 
 MOST_PROCESSES = 16
 

@@ -41,6 +41,6 @@ def is_peer(variant: Variant) -> bool:
 
 def slack_of(variant: Variant) -> float:
     """What the error rule's allowance is multiplied by: other projects round where they like, as torch may."""
-    from tkernels.check import BASELINE_SLACK
+    from tkernels.verification.check import BASELINE_SLACK
 
     return BASELINE_SLACK if is_peer(variant) else 1.0

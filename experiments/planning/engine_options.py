@@ -18,8 +18,8 @@ from tkernels.contract import Contract, Int
 from tkernels.selection import OpAxes
 from tmodel import kv_bytes_per_block
 from tsched import LLM
-from tsched.cache_size import num_host_blocks, num_kv_blocks
-from tsched.scheduler import Scheduler
+from tsched.execution.cache_size import num_host_blocks, num_kv_blocks
+from tsched.scheduling.scheduler import Scheduler
 
 
 def kernel_ranges(model: ModelPlan, options: Mapping[str, Any], dtype: torch.dtype) -> OpAxes:

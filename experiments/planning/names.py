@@ -16,7 +16,7 @@ from experiments.planning.axes import choices_of, entries
 from experiments.planning.model_names import whole_sources
 from experiments.schema import VariantChoice
 from experiments.simulation.trace_files import trace_lines
-from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
+from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
 
 POLICIES: Mapping[str, Mapping[str, Any]] = {
     "order": ORDERS,

@@ -10,10 +10,10 @@ from experiments.planning.plan import Plan
 from experiments.planning.shape_points import AS_SERVED, DTYPE_ROLES, asked_point, complete, named, used_pages
 from experiments.schema import SyntheticWorkload, TraceWorkload
 from experiments.workloads import traced_lengths
-from tkernels.check import count_programs
 from tkernels.contract import Contract, Int, Value
 from tkernels.selection import ways
 from tkernels.variant import AxisRanges, Variant
+from tkernels.verification.check import count_programs
 
 # An interpreted program takes 1 to 25 ms: a point of this many is checked in a few seconds.
 MOST_INTERPRETED_PROGRAMS = 192

@@ -8,7 +8,7 @@ from experiments.reporting.table_style import Column, Line, PlainTable, cells
 from tkernels import OPS
 from tkernels.ranges import Category
 from tkernels.spans import Breakdown, Clock, RangeTotal
-from tsched.phases import PHASES
+from tsched.execution.phases import PHASES
 
 Clocks = dict[Clock, RangeTotal]
 """A range's totals by each clock that it has any of."""

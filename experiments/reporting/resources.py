@@ -7,8 +7,8 @@ from typing import Any
 
 from experiments.reporting.table_style import Cell, Column, Line, PlainTable, cells
 from tkernels.device import TARGETS
-from tkernels.inspection import expected
-from tkernels.inspection.rows import CompiledKernel
+from tkernels.verification.inspection import expected
+from tkernels.verification.inspection.rows import CompiledKernel
 
 STAND_IN = "sm_90"
 """Whose code is shown where the run's device compiles none, as a CPU: the H100's and H200's."""

@@ -11,10 +11,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from experiments.planning.plan import Plan
 from experiments.runs.imports import imported_files
 from experiments.runs.reading import workload_key
-from tkernels.check import outside_folder
 from tkernels.device import INTERPRETER, DeviceFacts
 from tkernels.tuning import TUNED_FOLDER, candidates, lockfile, nearest_entry, read_lockfile
 from tkernels.variant import Variant
+from tkernels.verification.check import outside_folder
 
 _MODEL_FILES = ("*.json", "*.safetensors", "tokenizer.model")
 _SHOWN_FROM_BYTES = 10**9

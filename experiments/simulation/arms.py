@@ -16,7 +16,7 @@ from experiments.simulation.replay import Replay
 from experiments.simulation.shapes import ModelShape
 from experiments.simulation.step_time import StepTime
 from experiments.simulation.traces import Extent, Trace
-from tsched.scheduler import Scheduler
+from tsched.scheduling.scheduler import Scheduler
 
 _MEMORY_SHARE = 0.9  # of the GPU's memory, for weights, keys and values; the rest is for activations
 

@@ -14,10 +14,10 @@ import numpy as np
 from experiments.simulation.metrics import Arrived, Metrics
 from experiments.simulation.step_time import StepTime, Work
 from experiments.simulation.traces import OUTPUT_TOKENS, Request
-from tsched.sampling_params import SamplingParams
-from tsched.scheduler import RefusedError, Scheduler
-from tsched.sequence import Ints
-from tsched.step_plan import StepPlan
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.scheduler import RefusedError, Scheduler
+from tsched.scheduling.sequence import Ints
+from tsched.scheduling.step_plan import StepPlan
 
 _SPAN = 16  # steps, at least, whose mean goes into the levels over time; sums and peaks are exact
 _MOST_SKIPPED = 256  # steps at once

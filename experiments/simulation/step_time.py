@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from experiments.simulation.hardware import Gpu
 from experiments.simulation.shapes import ELEMENT_BYTES, ModelShape
-from tsched.scheduler import StepPlan
+from tsched.scheduling.scheduler import StepPlan
 
 _KERNELS_PER_LAYER = 10
 _LAUNCH_SECONDS = 1.3e-6

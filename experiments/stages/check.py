@@ -6,10 +6,10 @@ from typing import Any
 from experiments.peers import slack_of
 from experiments.runs.rows import CheckRow
 from experiments.stages.context import Context, in_words, one_line, op_fields
-from tkernels.check import check_case
 from tkernels.device import device_facts
 from tkernels.launch import Kernel
 from tkernels.measurement import prepare
+from tkernels.verification.check import check_case
 
 
 def run(context: Context) -> None:

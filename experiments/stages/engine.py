@@ -14,7 +14,7 @@ from experiments.workloads import Request
 from experiments.yardstick import Yardstick
 from tkernels import SelectionError
 from tsched import SamplingParams
-from tsched.outputs import RequestOutput
+from tsched.requests.outputs import RequestOutput
 
 REPORTED_LOGPROBS = 5
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from tests.bench.test_scheduler_steps import BLOCK_SIZE, LONGEST_OUTPUT, NUM_SEQS, Service
-from tsched.policies import PREFIX_CACHES
+from tsched.scheduling.policies import PREFIX_CACHES
 
 
 class NanoService:

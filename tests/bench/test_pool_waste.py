@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tsched.sampling_params import SamplingParams
-from tsched.scheduler import Scheduler
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 4096

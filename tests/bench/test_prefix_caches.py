@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tsched.block_pool import BlockPool
-from tsched.policies import PREFIX_CACHES
-from tsched.policies.base import PrefixCache
-from tsched.sampling_params import SamplingParams
-from tsched.scheduler import Scheduler
-from tsched.sequence import Sequence
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.block_pool import BlockPool
+from tsched.scheduling.policies import PREFIX_CACHES
+from tsched.scheduling.policies.base import PrefixCache
+from tsched.scheduling.scheduler import Scheduler
+from tsched.scheduling.sequence import Sequence
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 8192

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tmodel.batch import Batch
-from tsched.batch_builder import BatchBuilder
-from tsched.device_state import DeviceState
-from tsched.sampling_params import SamplingParams
-from tsched.scheduler import Scheduler
-from tsched.step_plan import StepPlan
+from tsched.execution.batch_builder import BatchBuilder
+from tsched.execution.device_state import DeviceState
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.scheduler import Scheduler
+from tsched.scheduling.step_plan import StepPlan
 
 NUM_SEQS, BLOCK_SIZE = 256, 16
 CPU = torch.device("cpu")

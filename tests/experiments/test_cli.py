@@ -16,7 +16,7 @@ import tkernels
 from experiments.cli import app
 from experiments.commands.ops import Draws
 from tests.tkernels.outside import write_variant
-from tkernels.check import chooser
+from tkernels.verification.check import chooser
 
 ROOT = Path(__file__).parents[2]
 WRONG = ("offs, out.to(out_ptr", "offs, (out * 1.1).to(out_ptr")

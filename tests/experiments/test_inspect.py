@@ -11,9 +11,9 @@ from typer.testing import CliRunner, Result
 
 from experiments.cli import app
 from experiments.commands import inspect
-from tkernels.ahead_of_time import CompilationError
-from tkernels.inspection import expected
-from tkernels.inspection.rows import CompiledKernel
+from tkernels.verification.ahead_of_time import CompilationError
+from tkernels.verification.inspection import expected
+from tkernels.verification.inspection.rows import CompiledKernel
 
 GOOD = CompiledKernel(
     "swiglu", "fused", "swiglu_fused", "sm_90", {"BLOCK": 1024}, "ok", registers=32, spill_bytes=0, shared_bytes=0,

@@ -8,11 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 import tkernels
-import tkernels.mutation.equivalent
+import tkernels.verification.mutation.equivalent
 from experiments.cli import app
 from experiments.commands.mutate import problems
 from tests.tkernels.outside import write_variant
-from tkernels.mutation import Fate, Outcome, score, trials
+from tkernels.verification.mutation import Fate, Outcome, score, trials
 
 FUSED = tkernels.OPS["swiglu"].variants["fused"]
 TRIAL = next(trials([FUSED]))
@@ -78,7 +78,7 @@ def test_when_it_fails(verdicts: dict[str, int], whole: bool, complaint: str) ->
 
 
 def test_equivalents_are_few_and_survive() -> None:
-    known = tkernels.mutation.equivalent.EQUIVALENT[0]
+    known = tkernels.verification.mutation.equivalent.EQUIVALENT[0]
     equivalent = replace(TRIAL, equivalent=known)
     some = [Outcome(equivalent, outcome.fate) for outcome in ended({"survived": 6})]
     many = [*ended({"value": 94}), *some]

@@ -15,9 +15,9 @@ from experiments.peers.plain_weights import only_plain
 from experiments.peers.transformers_generate import fastest
 from experiments.stages.serving import Served
 from tkernels import OPS, UnsupportedError
-from tkernels.check import check_case, chooser
 from tkernels.device import device_facts
 from tkernels.measurement import CPU_SIZE, at_most
+from tkernels.verification.check import check_case, chooser
 
 PAGED = {"D": 32, "Dv": 32, "Hq": 4, "Hkv": 2, "S": 8, "N": 5, "activation": "float64", "kv": "float64"}
 

@@ -185,7 +185,7 @@ def test_a_share_of_memory_is_of_all_of_it_for_every_arm(
             sizes.append(self._engine.scheduler.pool.num_blocks)
 
     monkeypatch.setattr(experiments.stages.engine, "TimedLLM", Noting)
-    monkeypatch.setattr("tsched.cache_size.device_memory", lambda device: (2**21, 0))
+    monkeypatch.setattr("tsched.execution.cache_size.device_memory", lambda device: (2**21, 0))
     keys = keys_of(checkpoint, kv_cache_fraction=[0.25, 0.75])
     del keys["scheduler"]["kv_cache_bytes"]
     keys["scheduler"]["max_num_seqs"] = 256

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from tests.tkernels.outside import write_variant
-from tkernels import OPS, ahead_of_time
-from tkernels.ahead_of_time import CompilationError, activate, compile_variants
-from tkernels.inspection import compile as compiling
-from tkernels.inspection.rows import CompiledKernel
+from tkernels import OPS
+from tkernels.verification import ahead_of_time
+from tkernels.verification.ahead_of_time import CompilationError, activate, compile_variants
+from tkernels.verification.inspection import compile as compiling
+from tkernels.verification.inspection.rows import CompiledKernel
 
 TRITON = [f"{op.name}.{v.name}" for op in OPS.values() for v in op.variants.values() if v.kind == "triton"]
 

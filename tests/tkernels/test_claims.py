@@ -12,13 +12,13 @@ import tkernels
 from tests.conftest import DEVICE
 from tests.tkernels.outside import write_variant
 from tkernels.batching import like_laid_out
-from tkernels.calls import first_difference, wanted_outputs
-from tkernels.check import drawn_cases
 from tkernels.contract import unpack
 from tkernels.inputs import clone_inputs, widened
-from tkernels.sanitizers.base import sanitized, unfit_reason
-from tkernels.sanitizers.batch import surroundings
-from tkernels.sanitizers.suite import SANITIZERS
+from tkernels.verification.calls import first_difference, wanted_outputs
+from tkernels.verification.check import drawn_cases
+from tkernels.verification.sanitizers.base import sanitized, unfit_reason
+from tkernels.verification.sanitizers.batch import surroundings
+from tkernels.verification.sanitizers.suite import SANITIZERS
 
 VARIANTS = [(op.name, variant.name) for op in tkernels.OPS.values() for variant in op.variants.values()]
 CLAIMS = {"order": "deterministic", "batch": "batch_invariant"}

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tkernels import OPS, Constraint, ContractError
-from tkernels.check import chooser
 from tkernels.contract import parse_axes
 from tkernels.dims import Dim
 from tkernels.inputs import clone_inputs
+from tkernels.verification.check import chooser
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, *rest: object) -> torch.Tensor:

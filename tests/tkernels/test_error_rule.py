@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import tkernels
-from tkernels.accuracy import judge
-from tkernels.check import check_case, drawn_cases, wide_cases
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight, dequantize
 from tkernels.variant import Variant
+from tkernels.verification.accuracy import judge
+from tkernels.verification.check import check_case, drawn_cases, wide_cases
 
 Tensor = torch.Tensor
 

@@ -7,11 +7,11 @@ import pytest
 
 from tkernels import OPS, Config
 from tkernels.device import TARGETS
-from tkernels.inspection import amdgcn, expected, gates, sass
-from tkernels.inspection.accesses import access_shares, elements_by_line, narrow_accesses
-from tkernels.inspection.compile import compile_point
-from tkernels.inspection.occupancy import LIMITS, occupancy, resident_blocks
-from tkernels.inspection.rows import CompiledKernel
+from tkernels.verification.inspection import amdgcn, expected, gates, sass
+from tkernels.verification.inspection.accesses import access_shares, elements_by_line, narrow_accesses
+from tkernels.verification.inspection.compile import compile_point
+from tkernels.verification.inspection.occupancy import LIMITS, occupancy, resident_blocks
+from tkernels.verification.inspection.rows import CompiledKernel
 
 SASS = """\t.section\t.text.some_kernel,"ax",@progbits
 \t//## File "/a/kernel.py", line 7 inlined at "/a/kernel.py", line 30
@@ -202,7 +202,7 @@ def test_a_table_is_read_as_it_was_written_and_its_lines_are_sorted(tmp_path: Pa
 
 
 def test_a_config_without_constants_is_compiled_and_not_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tkernels.inspection.compile._launches", lambda *arguments: [arguments[4]])
+    monkeypatch.setattr("tkernels.verification.inspection.compile._launches", lambda *arguments: [arguments[4]])
     variant, config = OPS["rms_norm"].variants["row_per_program"], Config(num_warps=2)
     assert config != variant.default_config("sm_90")
     (row,) = compile_point(variant, "sm_90", "engine", config=config)

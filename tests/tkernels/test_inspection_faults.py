@@ -10,9 +10,9 @@ import pytest
 
 from tests.tkernels.outside import write_variant
 from tkernels import OPS
-from tkernels.ahead_of_time import compile_variants
-from tkernels.inspection import expected, gates
-from tkernels.inspection.rows import CompiledKernel
+from tkernels.verification.ahead_of_time import compile_variants
+from tkernels.verification.inspection import expected, gates
+from tkernels.verification.inspection.rows import CompiledKernel
 
 # A row of 14336 in blocks: 8 elements, or 16 bytes, a thread.
 BLOCKED = (

@@ -4,10 +4,10 @@ import pytest
 import triton
 
 from tkernels import OPS
-from tkernels.ahead_of_time import compile_variants
 from tkernels.device import TARGETS
-from tkernels.inspection import expected, gates
-from tkernels.inspection.rows import CompiledKernel
+from tkernels.verification.ahead_of_time import compile_variants
+from tkernels.verification.inspection import expected, gates
+from tkernels.verification.inspection.rows import CompiledKernel
 
 TRITON = {(op.name, v.name) for op in OPS.values() for v in op.variants.values() if v.kind == "triton"}
 TABLE = expected.read(expected.table_path(triton.__version__))

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 import tkernels
-from tkernels.mutation import KINDS, Pool, Trial, outcomes, trials
-from tkernels.mutation.pool import task
+from tkernels.verification.mutation import KINDS, Pool, Trial, outcomes, trials
+from tkernels.verification.mutation.pool import task
 
 VARIANTS = [v for op in tkernels.OPS.values() for v in op.variants.values() if v.kind == "triton" and v.kernels]
 EVERYTHING = list(trials(VARIANTS))

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import tkernels
-from tkernels.mutation import (
+from tkernels.variant import Variant
+from tkernels.verification.mutation import (
     KINDS,
     Fate,
     Mutant,
@@ -23,10 +24,9 @@ from tkernels.mutation import (
     score,
     trials,
 )
-from tkernels.mutation.equivalent import Equivalent
-from tkernels.mutation.pool import task
-from tkernels.mutation.ttir import without_order
-from tkernels.variant import Variant
+from tkernels.verification.mutation.equivalent import Equivalent
+from tkernels.verification.mutation.pool import task
+from tkernels.verification.mutation.ttir import without_order
 
 HELPER = """
 import triton

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 import tkernels
 from tests.conftest import DEVICE
-from tkernels import check
-from tkernels.check import check_case
 from tkernels.config import Config
 from tkernels.contract import FLOATS, Axes, Case, Choose, Value
 from tkernels.variant import Variant
+from tkernels.verification import check
+from tkernels.verification.check import check_case
 
 VARIANTS = [(op.name, name) for op in tkernels.OPS.values() for name in op.variants]
 

@@ -8,8 +8,8 @@ import torch
 import tkernels
 from tests.tkernels.outside import write_variant
 from tkernels import OPS, Config, UnknownNameError, VariantError
-from tkernels.check import check_case, drawn_results
 from tkernels.launch import jit_door
+from tkernels.verification.check import check_case, drawn_results
 
 OP_NAMES = {
     "rms_norm", "add_rms_norm", "qk_norm_rope", "kv_scatter", "paged_decode", "paged_prefill", "swiglu", "matmul",

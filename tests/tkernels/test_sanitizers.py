@@ -12,16 +12,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.tkernels.outside import write_variant
 from tkernels import OPS
-from tkernels.addresses import sanitizing_door
-from tkernels.check import drawn_cases, drawn_results
 from tkernels.config import Config
 from tkernels.inputs import poisoned_views
 from tkernels.launch import Kernel
-from tkernels.sanitizers.base import Finding, sanitized, unfit_reason
-from tkernels.sanitizers.guard import crash_of
-from tkernels.sanitizers.huge_sizes import check_sizes
-from tkernels.sanitizers.suite import SANITIZERS
 from tkernels.variant import Variant
+from tkernels.verification.addresses import sanitizing_door
+from tkernels.verification.check import drawn_cases, drawn_results
+from tkernels.verification.sanitizers.base import Finding, sanitized, unfit_reason
+from tkernels.verification.sanitizers.guard import crash_of
+from tkernels.verification.sanitizers.huge_sizes import check_sizes
+from tkernels.verification.sanitizers.suite import SANITIZERS
 
 
 @triton.jit

@@ -12,10 +12,10 @@ from experiments.cli import app
 from tests.conftest import DEVICE
 from tests.tkernels.outside import write_variant
 from tkernels import OPS, Config
-from tkernels.check import chooser, count_wide_cases, drawn_results, wide_cases, wide_results
 from tkernels.device import INTERPRETER, device_facts
-from tkernels.mutation import Pool, outcomes, trials
 from tkernels.variant import Variant
+from tkernels.verification.check import chooser, count_wide_cases, drawn_results, wide_cases, wide_results
+from tkernels.verification.mutation import Pool, outcomes, trials
 
 VARIANTS = [(op.name, name) for op in OPS.values() for name in op.variants]
 BY_FACTOR = [("FACTOR=1,", 'FACTOR=run.config["FACTOR"],'), ("(Config(), Config(num_warps=8))", "()")]

@@ -12,11 +12,11 @@ import tkernels
 import tmodel
 from tests.tsched.random_model import random_qwen3
 from tests.tsched.random_schedules import MAX_MODEL_LEN, Request, Schedule
-from tsched.engine import Engine
-from tsched.engine import Request as EngineRequest
-from tsched.sampling_params import SamplingParams
-from tsched.scheduler import Scheduler
-from tsched.sequence import Sequence
+from tsched.execution.engine import Engine
+from tsched.execution.engine import Request as EngineRequest
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.scheduler import Scheduler
+from tsched.scheduling.sequence import Sequence
 
 COPY_PAGES = tkernels.OPS["copy_pages"].variants["torch"]
 

@@ -8,7 +8,7 @@ import torch
 from tests.tsched.simulated_device import VOCAB, next_token
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
-from tsched.block_pool import BlockIds
+from tsched.scheduling.block_pool import BlockIds
 
 Pages = tuple[torch.Tensor, ...]
 

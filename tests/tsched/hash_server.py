@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from tests.tsched.random_schedules import EOS, MAX_MODEL_LEN, VOCAB_SIZE, Request, Schedule
 from tests.tsched.simulated_device import check_plan
-from tsched.random_numbers import UniformTable, philox_key, uniforms
-from tsched.sampling_params import SamplingParams
-from tsched.scheduler import Scheduler, StepPlan
-from tsched.sequence import Ints, Sequence
+from tsched.execution.random_numbers import UniformTable, philox_key, uniforms
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.scheduler import Scheduler, StepPlan
+from tsched.scheduling.sequence import Ints, Sequence
 
 Floats = NDArray[np.float64]
 

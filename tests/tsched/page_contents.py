@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tsched.scheduler import Scheduler, StepPlan
+from tsched.scheduling.scheduler import Scheduler, StepPlan
 
 Values = NDArray[np.uint64]
 

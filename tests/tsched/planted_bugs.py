@@ -18,14 +18,14 @@ from typing import Any
 
 from tests.tsched.random_schedules import Schedule, draw_schedule, stream_of_urgent_requests
 from tests.tsched.schedules import serve, server_factory
-from tsched.block_pool import BlockPool
-from tsched.kv_memory import KVMemory
-from tsched.planner import Planner
-from tsched.policies.hash_prefix_cache import HashPrefixCache
-from tsched.policies.priority import Priority
-from tsched.policies.radix_prefix_cache import RadixPrefixCache
-from tsched.policies.run_queue import RunQueue
-from tsched.scheduler import Scheduler
+from tsched.scheduling.block_pool import BlockPool
+from tsched.scheduling.kv_memory import KVMemory
+from tsched.scheduling.planner import Planner
+from tsched.scheduling.policies.hash_prefix_cache import HashPrefixCache
+from tsched.scheduling.policies.priority import Priority
+from tsched.scheduling.policies.radix_prefix_cache import RadixPrefixCache
+from tsched.scheduling.policies.run_queue import RunQueue
+from tsched.scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True)

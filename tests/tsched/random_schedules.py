@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
-from tsched.policies.priority import AGEING
-from tsched.sampling_params import SamplingParams
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
+from tsched.scheduling.policies.priority import AGEING
 
 MAX_MODEL_LEN = 72
 VOCAB_SIZE = 300

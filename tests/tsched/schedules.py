@@ -17,10 +17,10 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from tests.tsched.random_schedules import Event, Request, Schedule, draw_schedule
-from tsched.policies.priority import AGEING
-from tsched.sampling_params import SamplingParams
-from tsched.scheduler import RefusedError, Scheduler
-from tsched.sequence import Sequence
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.policies.priority import AGEING
+from tsched.scheduling.scheduler import RefusedError, Scheduler
+from tsched.scheduling.sequence import Sequence
 
 SERVERS = {  # loaded by name: what the others serve needs torch
     "hash": ("tests.tsched.hash_server", "HashServer"),

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tsched.sampling_params import SamplingParams
-from tsched.scheduler import Scheduler, StepPlan
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.scheduler import Scheduler, StepPlan
 
 VOCAB = 29
 EOS = 0

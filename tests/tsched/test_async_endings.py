@@ -15,7 +15,8 @@ import pytest
 
 from tests.tsched.async_serving import LONG, check_empty, collect, hold_up, joined, make_async, run
 from tests.tsched.test_llm import GREEDY, PROMPTS, crowded_bytes, make_llm
-from tsched import LLM, SamplingParams, engine_thread
+from tsched import LLM, SamplingParams
+from tsched.execution import engine_thread
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from tests.tsched.async_serving import LONG, check_empty, collect, hold_up, joined, make_async, run
 from tests.tsched.test_llm import GREEDY, PROMPTS, make_llm
 from tsched import LLM, RequestOutput, SamplingParams
-from tsched.engine_thread import EngineThread
+from tsched.execution.engine_thread import EngineThread
 
 
 @pytest.fixture(scope="module")

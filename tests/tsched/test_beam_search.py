@@ -15,10 +15,10 @@ import torch
 
 from tests.tsched.hash_model import HashModel, hash_cache
 from tmodel.kv_cache import KVCache
-from tsched.beam_search import BeamSearch, BeamSearchParams, Hypothesis, largest
-from tsched.engine import Engine, Request
-from tsched.sampling_params import SamplingParams
-from tsched.scheduler import RefusedError, Scheduler
+from tsched.execution.beam_search import BeamSearch, BeamSearchParams, Hypothesis, largest
+from tsched.execution.engine import Engine, Request
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.scheduler import RefusedError, Scheduler
 
 BLOCK_SIZE = 4
 LogprobsAfter = Callable[[list[int]], torch.Tensor]

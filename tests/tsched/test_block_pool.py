@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tsched.block_pool import BlockIds, BlockPool
+from tsched.scheduling.block_pool import BlockIds, BlockPool
 
 
 def ids(*blocks: int) -> BlockIds:

@@ -12,10 +12,10 @@ import pytest
 
 from tests.tsched.hash_server import HashServer
 from tests.tsched.random_schedules import EOS, MAX_MODEL_LEN, Request, Schedule
-from tsched.policies import PREEMPTIONS, PREFIX_CACHES
-from tsched.sampling_params import SamplingParams
-from tsched.scheduler import RefusedError
-from tsched.sequence import Sequence
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.policies import PREEMPTIONS, PREFIX_CACHES
+from tsched.scheduling.scheduler import RefusedError
+from tsched.scheduling.sequence import Sequence
 
 CACHES = sorted(set(PREFIX_CACHES) - {"none"})
 BLOCK = 4

@@ -13,7 +13,7 @@ from tests.tmodel.formats.by_hand import Kind
 from tests.tmodel.formats.models import write_models
 from tkernels import select
 from tmodel import kv_bytes_per_block, load_config, load_model
-from tsched.cache_size import num_host_blocks, num_kv_blocks
+from tsched.execution.cache_size import num_host_blocks, num_kv_blocks
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 TOTAL, FREE = 10_000_000, 9_000_000

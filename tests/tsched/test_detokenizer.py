@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tsched.detokenizer import IncrementalDetokenizer
+from tsched.requests.detokenizer import IncrementalDetokenizer
 
 SPECIAL = 256
 

@@ -12,10 +12,10 @@ from tests.tsched.hash_model import HashModel, HashPages, hash_cache
 from tests.tsched.simulated_device import EOS, VOCAB, check_accounts, tokens_alone
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
-from tsched.detokenizer import IncrementalDetokenizer
-from tsched.engine import Engine, Forward, Request
-from tsched.sampling_params import SamplingParams
-from tsched.scheduler import RefusedError, Scheduler
+from tsched.execution.engine import Engine, Forward, Request
+from tsched.requests.detokenizer import IncrementalDetokenizer
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.scheduler import RefusedError, Scheduler
 
 MAX_MODEL_LEN = 60
 

@@ -12,12 +12,12 @@ import torch
 import tkernels
 from tests.tsched.simulated_device import VOCAB
 from tmodel.batch import Batch
-from tsched.batch_builder import Arranged, BatchBuilder
-from tsched.cuda_graphs import batch_buckets, context_bounds
-from tsched.device_state import DeviceState
-from tsched.sampling_params import SamplingParams
-from tsched.scheduler import Scheduler
-from tsched.step_plan import StepPlan
+from tsched.execution.batch_builder import Arranged, BatchBuilder
+from tsched.execution.cuda_graphs import batch_buckets, context_bounds
+from tsched.execution.device_state import DeviceState
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.scheduler import Scheduler
+from tsched.scheduling.step_plan import StepPlan
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

@@ -13,13 +13,13 @@ from tests.tsched.simulated_device import EOS, VOCAB, check_accounts, tokens_alo
 from tests.tsched.test_engine import GREEDY, MAX_MODEL_LEN, build_engine, run, spell
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
-from tsched.cuda_graphs import EagerRecorder
-from tsched.detokenizer import IncrementalDetokenizer
-from tsched.engine import Engine
-from tsched.readback import HostReader, Outcome, Readback
-from tsched.sampler import Sampled
-from tsched.sampling_params import SamplingParams
-from tsched.scheduler import Scheduler
+from tsched.execution.cuda_graphs import EagerRecorder
+from tsched.execution.engine import Engine
+from tsched.execution.readback import HostReader, Outcome, Readback
+from tsched.execution.sampler import Sampled
+from tsched.requests.detokenizer import IncrementalDetokenizer
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.scheduler import Scheduler
 
 
 class Observed(HashModel):

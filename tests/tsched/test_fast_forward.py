@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tsched.policies import PREFIX_CACHES
-from tsched.sampling_params import SamplingParams
-from tsched.scheduler import Scheduler
-from tsched.step_plan import StepPlan
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.policies import PREFIX_CACHES
+from tsched.scheduling.scheduler import Scheduler
+from tsched.scheduling.step_plan import StepPlan
 
 COLUMNS = (
     "epoch", "prompt_len", "max_length", "known", "length", "computed", "prefilled", "num_blocks", "capacity",

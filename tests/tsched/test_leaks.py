@@ -9,7 +9,7 @@ from itertools import product
 
 from tests.tsched.random_schedules import draw_schedule
 from tests.tsched.schedules import serve_or_say_how_to_replay, server_factory
-from tsched.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
+from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
 
 ABORTS = 1000
 

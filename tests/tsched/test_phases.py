@@ -16,9 +16,9 @@ from tkernels.spans import Span, breakdown
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
 from tsched import LLM, SamplingParams
-from tsched.engine import Engine
-from tsched.phases import PHASES
-from tsched.scheduler import Scheduler
+from tsched.execution.engine import Engine
+from tsched.execution.phases import PHASES
+from tsched.scheduling.scheduler import Scheduler
 
 PARTS = {"embedding", "q_proj+k_proj+v_proj", "o_proj", "down_proj", "lm_head"}
 LAYERS = {"layer 0", "layer 1"}

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tsched.serving_world import blocks_by_digest, cut_digests
-from tsched.block_pool import BlockIds, BlockPool
-from tsched.policies import PREFIX_CACHES
-from tsched.policies.hash_prefix_cache import HashPrefixCache
-from tsched.policies.radix_prefix_cache import RadixPrefixCache
-from tsched.sampling_params import SamplingParams
-from tsched.sequence import Sequence
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.block_pool import BlockIds, BlockPool
+from tsched.scheduling.policies import PREFIX_CACHES
+from tsched.scheduling.policies.hash_prefix_cache import HashPrefixCache
+from tsched.scheduling.policies.radix_prefix_cache import RadixPrefixCache
+from tsched.scheduling.sequence import Sequence
 
 Cache = HashPrefixCache | RadixPrefixCache
 BLOCK = 4

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tsched.block_pool import BlockIds, BlockPool
-from tsched.policies.run_queue import RunQueue, eviction_batch
+from tsched.scheduling.block_pool import BlockIds, BlockPool
+from tsched.scheduling.policies.run_queue import RunQueue, eviction_batch
 
 
 @dataclass(eq=False)

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tsched.block_pool import BlockPool
-from tsched.random_numbers import UniformTable, philox_key, uniforms
-from tsched.readback import HostReader, Outcome
-from tsched.sampler import NOT_FINITE, Sampler, draw, filtered_probabilities, token_logprobs
-from tsched.sampling_params import SamplingParams
-from tsched.sequence import Sequence, SequenceTable
+from tsched.execution.random_numbers import UniformTable, philox_key, uniforms
+from tsched.execution.readback import HostReader, Outcome
+from tsched.execution.sampler import NOT_FINITE, Sampler, draw, filtered_probabilities, token_logprobs
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.block_pool import BlockPool
+from tsched.scheduling.sequence import Sequence, SequenceTable
 
 EOS = 3
 

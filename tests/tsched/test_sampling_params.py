@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from tsched.sampling_params import SamplingParams
+from tsched.requests.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

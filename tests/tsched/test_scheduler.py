@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.tsched.simulated_device import EOS, VOCAB, Launch, SimulatedDevice, check_accounts, check_plan, tokens_alone
-from tsched.sampling_params import SamplingParams
-from tsched.scheduler import RefusedError, Scheduler
-from tsched.sequence import Sequence
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.scheduler import RefusedError, Scheduler
+from tsched.scheduling.sequence import Sequence
 
 MAX_MODEL_LEN = 40
 
@@ -374,7 +374,7 @@ def test_unknown_policies_list_the_known_ones(kind: str, name: str, hint: str) -
 
 def test_the_scheduler_loads_neither_torch_nor_the_model() -> None:
     code = (
-        "import sys, tsched, tsched.scheduler; "
+        "import sys, tsched, tsched.scheduling.scheduler; "
         "print([m for m in ('torch', 'tmodel', 'tkernels', 'triton', 'transformers') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,11 +7,11 @@ import pytest
 
 from tests.tsched.simulated_device import SimulatedDevice, check_accounts, tokens_alone
 from tests.tsched.test_scheduler import MAX_MODEL_LEN, drive, make_scheduler
-from tsched.policies.priority import AGEING
-from tsched.sampling_params import SamplingParams
-from tsched.scheduler import Scheduler
-from tsched.step_plan import StepPlan
-from tsched.token_budget import TokenBudget
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.policies.priority import AGEING
+from tsched.scheduling.scheduler import Scheduler
+from tsched.scheduling.step_plan import StepPlan
+from tsched.scheduling.token_budget import TokenBudget
 
 ENDLESS = SamplingParams(max_tokens=30, ignore_eos=True)
 

@@ -19,13 +19,13 @@ from tests.tsched.page_contents import VOCAB
 from tests.tsched.planted_bugs import PlantedBug, planted
 from tests.tsched.random_rules import run_world
 from tests.tsched.serving_world import MAX_MODEL_LEN, SALTS, ServingWorld
-from tsched.block_pool import BlockPool
-from tsched.kv_memory import KVMemory
-from tsched.planner import Planner
-from tsched.policies.hash_prefix_cache import HashPrefixCache, Run
-from tsched.policies.radix_prefix_cache import RadixPrefixCache
-from tsched.policies.run_queue import RunQueue
-from tsched.scheduler import Scheduler
+from tsched.scheduling.block_pool import BlockPool
+from tsched.scheduling.kv_memory import KVMemory
+from tsched.scheduling.planner import Planner
+from tsched.scheduling.policies.hash_prefix_cache import HashPrefixCache, Run
+from tsched.scheduling.policies.radix_prefix_cache import RadixPrefixCache
+from tsched.scheduling.policies.run_queue import RunQueue
+from tsched.scheduling.scheduler import Scheduler
 
 numbers = st.integers(0, 60)
 own_tokens = st.lists(st.integers(1, VOCAB - 1), max_size=3)

@@ -17,7 +17,7 @@ from experiments.schema import ModelSource
 from tests.tkernels.outside import write_variant
 from tests.tmodel.formats.by_hand import Kind
 from tests.tmodel.formats.models import write_models
-from tkernels.check import count_programs
+from tkernels.verification.check import count_programs
 from tmodel import load_config
 from tmodel.presets import PRESETS
 from tmodel.train import new_model

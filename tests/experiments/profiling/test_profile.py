@@ -24,7 +24,7 @@ from tests.experiments.conftest import checkpoint
 from tests.experiments.profiling.nsys_files import two_steps
 from tests.experiments.profiling.perfetto_rules import problems_of
 from tkernels.ranges import RECORD_GRAPH
-from tsched.phases import PHASES
+from tsched.execution.phases import PHASES
 
 __all__ = ["checkpoint"]
 

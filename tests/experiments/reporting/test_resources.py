@@ -6,8 +6,8 @@ import pytest
 
 import tkernels
 from experiments.reporting.resources import STAND_IN, resources_of
-from tkernels.inspection import expected
 from tkernels.source_hash import source_hash
+from tkernels.verification.inspection import expected
 
 
 def environment(source: str, **device: Any) -> dict[str, Any]:

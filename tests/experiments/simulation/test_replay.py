@@ -14,9 +14,9 @@ from experiments.simulation.replay import Replay
 from experiments.simulation.shapes import SHAPES
 from experiments.simulation.step_time import StepTime, Work
 from experiments.simulation.traces import PRIVATE_TOKENS, Request, open_trace
-from tsched.policies import ORDERS, PREFIX_CACHES
-from tsched.scheduler import Scheduler
-from tsched.sequence import Ints
+from tsched.scheduling.policies import ORDERS, PREFIX_CACHES
+from tsched.scheduling.scheduler import Scheduler
+from tsched.scheduling.sequence import Ints
 
 DATA = Path(__file__).parent / "data"
 GPU = Gpu("some", 80 * 10**9, memory_bytes_per_s=3e12, flops_per_s=9e14, host_bytes_per_s=6e10)

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from experiments.cli import app
 from experiments.simulation.traces import open_trace, prefix_bound
-from tsched.policies import PREFIX_CACHES
+from tsched.scheduling.policies import PREFIX_CACHES
 
 DATA = Path(__file__).parent / "data"
 AZURE, MOONCAKE = DATA / "azure.csv", DATA / "mooncake.jsonl"

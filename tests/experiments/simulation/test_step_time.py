@@ -11,8 +11,8 @@ from experiments.simulation.hardware import Gpu, find_gpu
 from experiments.simulation.shapes import SHAPES, ModelShape, find_shape
 from experiments.simulation.step_time import StepTime, Work
 from tmodel import RANDOM_PRESETS as REPORTED
-from tsched.sampling_params import SamplingParams
-from tsched.scheduler import Scheduler
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.scheduler import Scheduler
 
 GPU = Gpu("slow", 10**9, memory_bytes_per_s=1e9, flops_per_s=1e12, host_bytes_per_s=1e8)
 MODEL = ModelShape("small", 8, 16, 2, num_heads=4, num_kv_heads=2, head_dim=2, vocab_size=100, tied=True)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tkernels import OPS, Config, ContractError, UnsupportedError, prepared, select
-from tkernels.check import check_case
 from tkernels.device import INTERPRETER, TARGETS
 from tkernels.launch import Kernel
 from tkernels.ops.dequant_gemm.auto import by_tokens, chosen
@@ -17,6 +16,7 @@ from tkernels.ops.dequant_gemm.slicing import slice_inputs
 from tkernels.ops.dequant_gemm.weight import QuantizedWeight, dequantize, interleaved, sequential, unpack_codes
 from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
+from tkernels.verification.check import check_case
 
 VARIANTS = OPS["dequant_gemm"].variants
 AUTO, GEMV, SPLIT_K, TILED = (VARIANTS[name] for name in ("auto", "gemv", "split_k", "tiled"))

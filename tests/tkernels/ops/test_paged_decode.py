@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from triton.runtime.interpreter import interpreter_builder
 
 from tkernels import OPS, Config, ContractError
-from tkernels.check import check_case
 from tkernels.contract import Axes, Case
 from tkernels.inputs import Draws
 from tkernels.interpreter import replaced_methods
@@ -18,6 +17,7 @@ from tkernels.launch import Kernel, jit_door
 from tkernels.ops.paged_decode.contract import CONTRACT, reference
 from tkernels.ops.paged_decode.paged_cache import gather_context, paged_inputs
 from tkernels.tuning import NEAREST
+from tkernels.verification.check import check_case
 
 SPLITTING = ["split_kv", "last_arriver"]
 TRITON = [name for name, v in OPS["paged_decode"].variants.items() if v.kind == "triton"]

@@ -1,9 +1,0 @@
-"""All sanitizers, in the order in which they are run. A new one is a file that defines SANITIZER, and a line here."""
-
-from tkernels.registry import Names
-from tkernels.sanitizers import address, batch, guard, order, overflow, poison, tuning
-from tkernels.sanitizers.base import Sanitizer
-
-SANITIZERS: Names[Sanitizer] = Names(
-    "sanitizer", {m.SANITIZER.name: m.SANITIZER for m in (address, overflow, order, batch, poison, guard, tuning)}
-)

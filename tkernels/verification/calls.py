@@ -1,0 +1,90 @@
+"""One call of a variant on tensors that a check made: outputs and scratch memory begin as poison, in chosen places."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tkernels.config import Config
+from tkernels.contract import Contract, unpack
+from tkernels.device import device_facts
+from tkernels.inputs import map_tensors, poison
+from tkernels.launch import Door, Run
+from tkernels.tuning import NEAREST
+from tkernels.variant import Variant
+from tkernels.verification.addresses import default_door
+
+Place = Callable[[torch.Tensor], torch.Tensor]
+"""Takes a tensor that was just filled and returns the one to use for it, with the same contents."""
+
+_FINITE = {torch.float16: 60000.0, torch.float8_e4m3fn: 448.0}
+
+
+def finite_poison(dtype: torch.dtype) -> float | int:
+    """The other poison: finite where `poison` is NaN, a valid index where that is far outside everything."""
+    return _FINITE.get(dtype, 1e30) if dtype.is_floating_point else 0
+
+
+def _where_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def wanted_outputs(contract: Contract, arguments: Mapping[str, Any]) -> list[str]:
+    """The outputs that a call asks for."""
+    return [name for name, output in contract.outputs.items() if output.when is None or bool(arguments[output.when])]
+
+
+def call(
+    variant: Variant,
+    arguments: Mapping[str, Any],
+    config: Config | None = None,
+    *,
+    door: Door | None = None,
+    fill: Callable[[torch.dtype], float | int] = poison,
+    place: Place = _where_it_is,
+) -> dict[str, torch.Tensor]:
+    """Calls a variant on exactly these arguments (what it writes changes) and returns each result by name.
+
+    The results are the outputs asked for and the written arguments. Every output and every workspace that is not
+    declared zero begins as `fill` of its dtype, where `place` puts it. `door` replaces the default, which checks
+    addresses where kernels are interpreted.
+    """
+    contract = variant.contract
+    bound = contract.bind_arguments((), arguments)
+    if variant.launch is None:
+        outputs = dict(zip(wanted_outputs(contract, bound), unpack(variant(**bound)), strict=True))
+    else:
+        axes, device = contract.bind_axes(bound)
+        facts = device_facts(device)
+        config = config if config is not None else NEAREST.resolve(variant, axes, facts)  # an empty one is false
+        allocated = contract.allocate_outputs(axes, bound, device)
+        filled = map_tensors(allocated, lambda tensor: place(tensor.fill_(fill(tensor.dtype))))
+        workspace = {
+            name: place(torch.full(b.shape, 0 if b.zeroed else fill(b.dtype), dtype=b.dtype, device=device))
+            for name, b in variant.workspace(axes, config, facts).items()
+        }
+        variant.launch(Run(facts, config, workspace, door or default_door()), *filled.values(), **bound)
+        outputs = {name: tensor for name, tensor in filled.items() if tensor is not None}
+    return outputs | {name: bound[name] for name in contract.writes}
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bits: NaN equals itself, -0 does not equal 0."""
+    return torch.equal(bits(one), bits(other))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bit patterns as integers, contiguous."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(integers[tensor.element_size()])
+
+
+def first_difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> str | None:
+    """Where the first result whose bits differ differs, and how; None where all are bit-identical."""
+    for name, expected in one.items():
+        got = other[name]
+        if same_bits(expected, got):
+            continue
+        index = tuple((bits(expected) != bits(got)).nonzero()[0].tolist())
+        return f"{name}{list(index)} is {float(got[index]):.9g}, not {float(expected[index]):.9g}"
+    return None

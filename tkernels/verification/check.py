@@ -1,0 +1,408 @@
+"""Runs a variant on a case and says whether it is right: oracle, error rule, poisons, sanitizers, untouched memory."""
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tkernels.config import Config
+from tkernels.contract import Axes, Case, Choose, Contract, ContractError, Value, unpack
+from tkernels.device import INTERPRETER, device_facts
+from tkernels.inputs import clone_inputs, map_tensors, outside_views, poison, widened
+from tkernels.launch import Door, Kernel
+from tkernels.mode import MODE
+from tkernels.tuning import NEAREST
+from tkernels.variant import Variant
+from tkernels.verification.accuracy import Verdict, judge
+from tkernels.verification.addresses import default_door
+from tkernels.verification.calls import same_bits, wanted_outputs
+
+_BUILTIN = Path(__file__).parents[1]  # the tkernels package
+
+BASELINE_SLACK = 4.0
+"""How far beyond the error rule torch itself may be from the definition evaluated step by step at the same dtype, which
+is right by luck as well as by rule where there are few elements. A baseline on SDPA, whose CPU exp has 20 bits, came to
+1.14 times the rule in fp32; a wrong mask or scale comes to thousands."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """A case's verdict. status: ok, wrong, unsupported or failed (it raised), with the reason for all but ok."""
+
+    op: str
+    variant: str
+    axes: Axes
+    seed: int
+    config: Config | None
+    status: str
+    reason: str = ""
+    verdicts: Mapping[str, Verdict] = field(default_factory=dict)
+    variants_from: Path | None = None
+
+    @property
+    def max_ratio(self) -> float | None:
+        """The largest error over its allowance of any output; at most 1 in a case that is ok."""
+        return max((v.max_ratio for v in self.verdicts.values()), default=None)
+
+    @property
+    def rms_ratio(self) -> float | None:
+        ratios = [v.rms_ratio for v in self.verdicts.values() if v.rms_ratio is not None]
+        return max(ratios, default=None)
+
+    @property
+    def replay(self) -> str:
+        """The one command that runs this case again."""
+        return replay_command(self.op, self.variant, self.axes, self.seed, self.config, self.variants_from)
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}.{self.variant}: {self.status}{': ' + self.reason if self.reason else ''}"]
+        for name, verdict in self.verdicts.items():
+            if not verdict.ok:
+                where = f"{name}{list(verdict.index)}: expected {verdict.expected:.9g}, got {verdict.got:.9g}"
+                lines.append(f"  {where} ({verdict.reason}; error / allowed = {verdict.max_ratio:.3g})")
+        return "\n".join([*lines, f"  replay: {self.replay}"])
+
+
+def replay_command(
+    op: str,
+    variant: str,
+    axes: Axes,
+    seed: int,
+    config: Config | None,
+    variants_from: Path | None,
+    sanitizer: str | None = None,
+) -> str:
+    """The one command that puts a variant on this case again, under a sanitizer where one is named."""
+    points = ",".join(f"{name}={value}" for name, value in axes.items())
+    pins = ",".join(f"{name}={value}" for name, value in config.as_dict().items()) if config is not None else ""
+    what = f" --sanitize {sanitizer}" if sanitizer else ""
+    outside = f" --variants-from {shlex.quote(str(variants_from))}" if variants_from else ""
+    pinned = f" --config {pins}" if pins else ""
+    return f"tk check{what}{outside} --op {op} --variant {variant} --axes {points} --seed {seed}{pinned}"
+
+
+def outside_folder(variant: Variant) -> Path | None:
+    """The folder that `--variants-from` must name for this variant to be there; None for a built-in one."""
+    return None if _BUILTIN in variant.file.parents else variant.file.parent.parent
+
+
+def check_case(
+    variant: Variant,
+    case: Case,
+    config: Config | None = None,
+    door: Door | None = None,
+    slack: float = 1.0,
+    offsets: bool = True,
+) -> CheckResult:
+    """Checks one variant at one point. `config` overrides the resolved one; `door` the sanitizing default.
+
+    slack: what the error rule's allowance is multiplied by: 1 for every variant of this project's.
+    offsets: whether the interpreter also runs it on strides faked past 2**31, in hundreds of GiB of address space.
+    """
+    contract = case.contract
+    device = _device(case)
+    arguments = contract.bind_arguments((), case.inputs)
+    axes, _ = contract.bind_axes(arguments)
+    facts = device_facts(device)
+    if variant.kind == "triton" and config is None:
+        config = NEAREST.resolve(variant, axes, facts)
+
+    def result(status: str, reason: str = "", verdicts: Mapping[str, Verdict] | None = None) -> CheckResult:
+        named = (contract.name, variant.name, case.axes, case.seed, config)
+        return CheckResult(*named, status, reason, verdicts or {}, outside_folder(variant))
+
+    if reason := variant.unsupported_reason(axes, device, facts):
+        return result("unsupported", reason)
+    mine = clone_inputs(arguments)
+    written = (*contract.writes, *contract.consumes)
+    before = outside_views(mine, written)
+    try:
+        if variant.launch is not None:
+            assert config is not None
+            outputs = contract.allocate_outputs(axes, mine, device)
+            for tensor in outputs.values():
+                if tensor is not None:
+                    tensor.fill_(poison(tensor.dtype))
+            Kernel(variant, NEAREST, {}, door or default_door()).launch_into(outputs, mine, axes, device, facts, config)
+            if left := variant.zeroed.not_zero():
+                variant.zeroed.clear()
+                return result("wrong", f"the launch did not leave its zeroed workspace at zero: {', '.join(left)}")
+        else:
+            results = unpack(Kernel(variant, NEAREST, {}, door or default_door())(**mine))
+            outputs = dict(zip(wanted_outputs(contract, mine), results, strict=True))
+    except Exception as error:
+        return result("failed", f"{type(error).__name__}: {error}")
+    after = outside_views(mine, written)
+    if changed := [address for address, whole in before.items() if not torch.equal(whole, after[address])]:
+        where = _changed_where(arguments, mine, written, changed)
+        return result("wrong", f"memory outside what the op writes was changed: {where}")
+    got = {name: tensor for name, tensor in outputs.items() if tensor is not None}
+    got |= {name: mine[name] for name in contract.writes}
+    for name, output in contract.outputs.items():
+        if name in got and (expected := [d.size(axes) for d in output.shape]) != list(got[name].shape):
+            return result("wrong", f"output {name!r} has shape {list(got[name].shape)}, not {expected}")
+    verdicts, reason = _judge_all(variant, contract, arguments, got, slack)
+    if reason or not all(v.ok for v in verdicts.values()):
+        return result("wrong", reason, verdicts)
+    if offsets and MODE == "interpret" and variant.launch is not None and config is not None:
+        from tkernels.verification.sanitizers.overflow import check_offsets
+
+        try:
+            check_offsets(variant, case, config)
+        except Exception as error:
+            return result("failed", f"offsets, on strides faked to 2**30: {type(error).__name__}: {error}", verdicts)
+    return result("ok", "", verdicts)
+
+
+def _device(case: Case) -> torch.device:
+    _, device = case.contract.bind_axes(case.contract.bind_arguments((), case.inputs))
+    return device
+
+
+def _results(contract: Contract, arguments: dict[str, Any], function: Any) -> dict[str, torch.Tensor]:
+    """Every output and written argument of a reference-like function, by name."""
+    results = unpack(function(**arguments))
+    named = dict(zip(wanted_outputs(contract, arguments), results, strict=True))
+    return named | {name: arguments[name] for name in contract.writes}
+
+
+def _judge_all(
+    variant: Variant,
+    contract: Contract,
+    arguments: Mapping[str, Any],
+    got: Mapping[str, torch.Tensor],
+    slack: float,
+) -> tuple[dict[str, Verdict], str]:
+    original = widened(arguments)
+    oracle = _results(contract, widened(arguments), contract.reference)
+    baseline = _results(contract, clone_inputs(arguments), contract.baseline)
+    # The baseline measures natural error only if it is itself right. The definition, evaluated at the working dtype,
+    # rounds after every operation, so no right baseline is much worse than it.
+    stepwise = _results(contract, clone_inputs(arguments), contract.reference)
+    verdicts: dict[str, Verdict] = {}
+    for name, wide in oracle.items():
+        expected = wide.double()
+        exact = name in contract.outputs and contract.outputs[name].exact
+        natural = judge(baseline[name], expected, stepwise[name], BASELINE_SLACK, exact)
+        if not natural.ok:
+            return {name: natural}, f"the baseline itself is wrong in {name!r}: {natural.reason}"
+        verdict = natural if variant.kind == "torch" else judge(got[name], expected, baseline[name], slack, exact)
+        if verdict.ok and name in contract.writes:
+            start, end = original[name].double(), got[name].double()
+            untouched = (expected == start) | (torch.isnan(expected) & torch.isnan(start))
+            moved = untouched & (end != start) & ~torch.isnan(start)
+            if moved.any():
+                index = tuple(int(i) for i in moved.nonzero()[0])
+                wanted, found = float(start[index]), float(end[index])
+                verdict = Verdict(False, math.inf, None, index, wanted, found, "an element that must stay was changed")
+        verdicts[name] = verdict
+    return verdicts, ""
+
+
+def _changed_where(
+    before: Mapping[str, Any], after: Mapping[str, Any], written: Sequence[str], storages: Sequence[int]
+) -> str:
+    """The arguments whose elements differ; where none does, those in whose storages something between them does."""
+    elements, beside = [], []
+    for name in before:
+        old, new = _tensors(before[name]), _tensors(after[name])
+        if any(tensor.untyped_storage().data_ptr() in storages for tensor in new):
+            beside.append(name)
+        if name not in written and not all(same_bits(*pair) for pair in zip(old, new, strict=True)):
+            elements.append(name)
+    if elements:
+        return f"argument {' and '.join(map(repr, elements))}"
+    return f"between or beyond the elements of argument {' and '.join(map(repr, beside))}"
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors({"": value}, note)
+    return found
+
+
+def chooser(seed: int) -> Choose:
+    """Draws axes with a seeded generator."""
+    generator = np.random.default_rng(seed)
+
+    def choose(name: str, candidates: Any) -> Value:
+        chosen: Value = candidates[int(generator.integers(len(candidates)))]
+        return chosen
+
+    return choose
+
+
+def count_programs(variant: Variant, case: Case, config: Config) -> int:
+    """How many programs a case would launch, without running any: the launcher sees a door that only counts."""
+    contract = variant.contract
+    arguments = contract.bind_arguments((), case.inputs)
+    axes, device = contract.bind_axes(arguments)
+    total = 0
+
+    def counting_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
+        nonlocal total
+        total += math.prod(grid)
+
+    outputs = contract.allocate_outputs(axes, arguments, device)
+    kernel = Kernel(variant, NEAREST, {}, counting_door)
+    kernel.launch_into(outputs, arguments, axes, device, device_facts(device), config)
+    return total
+
+
+def configs_of(variant: Variant, arch: str) -> tuple[Config, ...]:
+    """The configs that a call of a Triton variant may run with, each once: the default, and what tuning tries."""
+    return tuple(dict.fromkeys((variant.default_config(arch), *variant.configs)))
+
+
+MAX_PROGRAMS = 8
+"""Of a drawn case: the interpreter's cost follows the number of programs, a fault shows itself in the first few."""
+
+
+def draw(
+    variant: Variant,
+    choose: Choose,
+    seed: int,
+    fixed: Axes | None = None,
+    device: torch.device | str = "cpu",
+    max_programs: int = MAX_PROGRAMS,
+    config: Config | None = None,
+    wide: bool = False,
+) -> tuple[Case, Config | None] | None:
+    """A case within the contract and a config of the variant (None for torch); None where the draw gives no such pair.
+
+    `wide`: as the contract's wide draws. `config` replaces the drawn one. A drawn config that would launch more than
+    `max_programs` gives way to the default; a case that the variant does not support, or that is too large even so, to
+    another draw.
+    """
+    contract = variant.contract
+    axes = contract.draw_axes(choose, fixed, wide)
+    case = contract.case(axes, seed, device)
+    bound, where = contract.bind_axes(contract.bind_arguments((), case.inputs))
+    facts = device_facts(where)
+    if variant.unsupported_reason(bound, where, facts):
+        return None
+    if variant.kind != "triton":
+        return case, None
+    configs = (config,) if config is not None else configs_of(variant, facts.arch)
+    chosen = configs[int(choose("config", range(len(configs))))]
+    for one in dict.fromkeys((chosen, configs[0])):
+        try:
+            count = count_programs(variant, case, one)
+        except Exception:  # a launcher that raises is for `check_case` to report
+            return case, one
+        if count <= max_programs:
+            return case, one
+    return None
+
+
+def drawn_cases(
+    variant: Variant,
+    examples: int,
+    seed: int = 0,
+    fixed: Axes | None = None,
+    device: torch.device | str = "cpu",
+    max_programs: int = MAX_PROGRAMS,
+) -> Iterator[tuple[Case, Config | None]]:
+    """Seeded draws, exactly as many as asked; a ContractError where the variant supports next to none."""
+    found = tries = 0
+    while found < examples:
+        drawn = draw(variant, chooser(seed + tries), seed + tries, fixed, device, max_programs)
+        tries += 1
+        if drawn is not None:
+            found += 1
+            yield drawn
+        elif tries >= 200 and tries > 100 * (found + 1):
+            name = f"{variant.contract.name}.{variant.name}"
+            raise ContractError(f"{name}: {found} of {tries} draws are supported; fix axes that it supports")
+
+
+def drawn_results(
+    variant: Variant,
+    examples: int,
+    seed: int = 0,
+    fixed: Axes | None = None,
+    config: Config | None = None,
+    device: torch.device | str = "cpu",
+) -> Iterator[CheckResult]:
+    """Checks a variant on seeded draws, one result each. `fixed` axes are held; `config` replaces the drawn ones."""
+    for case, drawn_config in drawn_cases(variant, examples, seed, fixed, device):
+        yield check_case(variant, case, config if config is not None else drawn_config)
+
+
+WIDE_SEED = 500_000
+"""Added to the seed of wide cases, so that no drawn case has the same."""
+_OWN_WIDE = 2
+_WIDE_PROGRAMS = 512
+"""The sizes bound the cost: a thousand keys or features in the interpreter's small blocks."""
+_WIDE_TRIES = 40
+
+
+_Plan = tuple[Axes, Config | None, bool]
+
+
+def _wide_plans(variant: Variant, fixed: Axes, config: Config | None, device: torch.device) -> list[_Plan]:
+    """(held axes, config, whether the rest is drawn wide) of each wide case."""
+    configs: list[Config | None] = [config]
+    if config is None and variant.kind == "triton":
+        arch = device_facts(device).arch
+        others = variant.default.values() if arch == INTERPRETER.arch else ()
+        configs = list(dict.fromkeys((variant.default_config(arch), *others)))
+    corners = variant.contract.corners.values()
+    fitting = [corner for corner in corners if all(fixed.get(name, value) == value for name, value in corner.items())]
+    plans: list[_Plan] = [({**corner, **fixed}, configs[0], False) for corner in fitting]
+    return plans + [(fixed, one, True) for one in (*configs[:1] * (_OWN_WIDE - 1), *configs)]
+
+
+def count_wide_cases(
+    variant: Variant, fixed: Axes | None = None, config: Config | None = None, device: torch.device | str = "cpu"
+) -> int:
+    """How many `wide_cases` there are at most."""
+    return len(_wide_plans(variant, fixed or {}, config, torch.device(device)))
+
+
+def wide_cases(
+    variant: Variant,
+    seed: int = 0,
+    fixed: Axes | None = None,
+    config: Config | None = None,
+    device: torch.device | str = "cpu",
+) -> Iterator[tuple[Case, Config | None]]:
+    """What ordinary draws leave out, the same for a seed: the contract's corners, and sizes as large as a model's.
+
+    All of these with the variant's default config; and, since the interpreter stands for every architecture, sizes as
+    large as a model's with each other one's default too. `config` replaces all of them. A case that the variant does
+    not support, or that the `fixed` axes leave no room for, is left out.
+    """
+    where = torch.device(device)
+    for index, (held, chosen, wide) in enumerate(_wide_plans(variant, fixed or {}, config, where)):
+        for attempt in range(_WIDE_TRIES):
+            number = seed + WIDE_SEED + index * _WIDE_TRIES + attempt
+            try:
+                drawn = draw(variant, chooser(number), number, held, where, _WIDE_PROGRAMS, chosen, wide)
+            except ContractError:  # the fixed axes leave no room
+                break
+            if drawn is not None:
+                yield drawn
+                break
+
+
+def wide_results(
+    variant: Variant,
+    seed: int = 0,
+    fixed: Axes | None = None,
+    config: Config | None = None,
+    device: torch.device | str = "cpu",
+) -> Iterator[CheckResult]:
+    """Checks a variant on its wide cases, one result each; their offsets are the ordinary draws', which are checked."""
+    for case, chosen in wide_cases(variant, seed, fixed, config, device):
+        yield check_case(variant, case, chosen, offsets=False)

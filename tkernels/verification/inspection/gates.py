@@ -1,0 +1,54 @@
+"""What a row must hold to: a gate that fails says what is wrong in a few words."""
+
+from collections.abc import Sequence
+
+from tkernels.verification.inspection.rows import CompiledKernel
+
+_TILED = ("paged_prefill", "matmul", "dequant_gemm", "gate_up_swiglu", "scaled_matmul")
+"""Ops whose work is matrix products over many rows; of the others, memory traffic is what counts."""
+
+_WGMMA = {"int8": "IGMMA", "float8_e4m3fn": "QGMMA"}
+"""Hopper's asynchronous matrix instruction by the codes that it multiplies; of 16-bit floats it is HGMMA."""
+
+
+def failures(row: CompiledKernel) -> list[str]:
+    """The gates that a row fails, in words; none of an unsupported row, which has its reason.
+
+    - It compiles, and a block fits on the architecture.
+    - A default config does not spill, at the engine's strides: operands without alignment go through registers, which
+      a tile that is sized for aligned ones need not have.
+    - sm_90: prefill and GEMMs of more than 64 rows, in tiles of a default config, use wgmma (HGMMA, of 8-bit codes
+      IGMMA or QGMMA) and tiles of 64 rows at least.
+    - Decode and the elementwise kernels: no main-loop access to 8- or 16-bit numbers, which is what caches, codes and
+      activations are, is less than 16 bytes wide at aligned strides. An elementwise kernel without a loop is its own
+      main loop; decode's second launch, which has none, writes a few rows.
+    """
+    if row.status == "unsupported":
+        return []
+    if row.status != "ok":
+        return [row.reason]
+    found = []
+    if row.point != "unaligned":
+        if row.default and row.spill_bytes:
+            found.append(f"spills {row.spill_bytes} bytes")
+        if row.op not in _TILED and row.narrow and (row.loop or row.op != "paged_decode"):
+            found.append(f"narrow (16 bytes are wanted): {', '.join(row.narrow)}")
+    if row.default and row.op in _TILED and "BLOCK_M" in row.config and _many_rows(row) and row.arch == "sm_90":
+        if row.config["BLOCK_M"] < 64:
+            found.append(f"tile of {row.config['BLOCK_M']} rows, 64 are the least")
+        # fp32 is multiplied as fp32 (ieee), for which there is no matrix instruction.
+        wanted = _WGMMA.get(str(row.axes.get("codes")), "HGMMA")
+        # A launch without a loop only brings the product's operands into order.
+        is_product = row.launch == 0 and row.loop
+        if is_product and row.axes.get("activation") != "float32" and wanted not in row.matrix_instructions:
+            found.append(f"no {wanted}")
+    return found
+
+
+def _many_rows(row: CompiledKernel) -> bool:
+    return max(int(row.axes.get(axis, 0)) for axis in ("M", "T")) > 64
+
+
+def failing(rows: Sequence[CompiledKernel]) -> list[str]:
+    """ "row's name: what it fails" for every row that fails a gate."""
+    return [f"{row.name}: {'; '.join(found)}" for row in rows if (found := failures(row))]

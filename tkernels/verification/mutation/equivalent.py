@@ -1,0 +1,113 @@
+"""The faults that change nothing, each with the reason. `tk check --mutate --verify-equivalent` compares the bits."""
+
+from dataclasses import dataclass
+
+from tkernels.verification.mutation.faults import Mutant
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    """A mutant that computes the same as its original: the `nth` `before` -> `after` of a function, and why."""
+
+    op: str
+    function: str
+    kind: str
+    before: str
+    after: str
+    reason: str
+    nth: int = 0
+
+    def is_of(self, op: str, mutant: Mutant) -> bool:
+        """Whether this entry means that mutant of that op."""
+        mine = (self.op, self.function, self.kind, self.before, self.after, self.nth)
+        return mine == (op, mutant.function, mutant.kind, mutant.before, mutant.after, mutant.nth)
+
+
+_OUTPUTS = "the entry allocates both outputs, contiguous and of one shape"
+_NO_ROWS = "a tile that begins where its sequence ends has no rows: every store is masked"
+_SKIPPED = "what heads past the last are divided by is not stored"
+_EMPTY = "what -inf is compared with decides nothing: exp2 of -inf less any finite origin is 0"
+_REPEATED = "in steps of one, every program computes all tiles from its own on: too often, and each time the same"
+
+
+def _outputs_swapped(function: str) -> tuple[Equivalent, Equivalent]:
+    out, residual = "stride_out_t", "stride_new_residual_t"
+    return (
+        Equivalent("add_rms_norm", function, "stride_swapped", out, residual, _OUTPUTS),
+        Equivalent("add_rms_norm", function, "stride_swapped", residual, out, _OUTPUTS),
+    )
+
+
+def _steps_of_one(op: str, function: str) -> Equivalent:
+    return Equivalent(op, function, "axis_swapped", "0", "1", _REPEATED, nth=1)
+
+
+def _skipped_scale(op: str, function: str) -> Equivalent:
+    return Equivalent(op, function, "constant_changed", "1.0", "float('nan')", _SKIPPED)
+
+
+def _no_rows(function: str) -> Equivalent:
+    inside, at_the_end = "first_row < queries * GROUP", "first_row <= queries * GROUP"
+    return Equivalent("paged_prefill", function, "mask_shifted", inside, at_the_end, _NO_ROWS)
+
+
+def _largest_in_any_dtype(function: str, load: str) -> Equivalent:
+    why = "the largest absolute value is exact in any dtype, and what it is compared with or multiplied by is fp32"
+    return Equivalent("quantize_tokens", function, "cast_removed", f"{load}.to(tl.float32)", load, why)
+
+
+def _passed_over(function: str, nth: int) -> Equivalent:
+    why = "a maximum passes over NaN, and codes of what is masked off are not stored"
+    return Equivalent("quantize_tokens", function, "constant_changed", "0.0", "float('nan')", why, nth)
+
+
+_ROW, _WALKED = "quantize_tokens_row_per_program", "quantize_tokens_two_pass"
+
+EQUIVALENT: tuple[Equivalent, ...] = (
+    *_outputs_swapped("add_rms_norm_row_per_program"),
+    *_outputs_swapped("add_rms_norm_rows_per_program"),
+    _steps_of_one("matmul", "matmul_persistent"),
+    _steps_of_one("matmul", "matmul_tensor_descriptor"),
+    _steps_of_one("gate_up_swiglu", "gate_up_swiglu_paired_tiles"),
+    _skipped_scale("kv_scatter", "kv_scatter_token_per_program_heads"),
+    _skipped_scale("qk_norm_rope_scatter", "qk_norm_rope_scatter_head_tile_rotate"),
+    _skipped_scale("qk_norm_rope_scatter", "qk_norm_rope_scatter_head_tile_copy"),
+    Equivalent("merge_states", "merge_states_head_tile", "constant_changed", "0.0", "1.0", _EMPTY),
+    Equivalent("paged_prefill", "paged_prefill_packed_gqa_attend", "constant_changed", "0.0", "1.0", _EMPTY),
+    Equivalent(
+        "paged_decode", "fp16_queries", "constant_changed", "1.1754943508222875e-38", "2.350988701644575e-38",
+        "a row of subnormal numbers is divided by a power of two more, and multiplied by it again",
+    ),
+    Equivalent(
+        "paged_decode", "fp16_queries", "cast_removed", "q.to(tl.float32)", "q",
+        "the largest absolute value is exact in any dtype, and the division widens",
+    ),
+    Equivalent(
+        "paged_decode", "paged_decode_split_kv_part", "mask_shifted", "split < used", "split <= used",
+        "the part of a split without keys is written where the reduction never looks",
+    ),
+    _largest_in_any_dtype(_ROW, "tl.load(x_ptr + row * stride_x_m + offs, mask=mask, other=0.0)"),
+    _largest_in_any_dtype(_WALKED, "tl.load(x_ptr + offs, mask=offs < inputs, other=0.0)"),
+    _passed_over(_ROW, 0),
+    _passed_over(_WALKED, 1),
+    Equivalent(
+        "scaled_matmul", "summed_by_the_last", "constant_changed", "0.0", "float('nan')",
+        "sums of what is masked off are not stored",
+    ),
+    Equivalent(
+        "dequant_gemm", "dequant_gemm_dequantize_then_matmul_outliers", "mask_dropped",
+        "tl.load(dense_ptrs, mask=mask)", "tl.load(dense_ptrs)",
+        "lanes past the last outlier read the first weight of all and store nothing",
+    ),
+    Equivalent(
+        "dequant_gemm", "dequant_gemm_gemv_difference", "mask_shifted",
+        "FIELD * WIDTH + BITS <= 23", "FIELD * WIDTH + BITS < 23",
+        "a field that just fits is shifted down, and is the same number there",
+    ),
+    _no_rows("paged_prefill_packed_gqa"),
+    _no_rows("paged_prefill_tensor_descriptor"),
+    Equivalent(
+        "paged_prefill", "paged_prefill_packed_gqa_key_range", "off_by_one", "own_first + 1", "own_first",
+        "a block more is read, of which no row sees a key: test_paged_prefill counts the blocks",
+    ),
+)  # fmt: skip

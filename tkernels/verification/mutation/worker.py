@@ -1,0 +1,278 @@
+"""The process in which mutants live and die: it imports torch and Triton once, then forks for each mutant.
+
+Importing costs seconds and a fork milliseconds, so a mutant that ends its process, by a bad address or a loop without
+end, takes nothing with it. The worker reads one JSON task a line from stdin and answers each with one JSON line. An
+interpreting worker checks mutants; a compiling one says whether the compiler takes them, and makes other code of them.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tkernels import OPS
+from tkernels.config import Config
+from tkernels.contract import Case
+from tkernels.device import INTERPRETER
+from tkernels.mode import MODE
+from tkernels.registry import Registry
+from tkernels.variant import Variant
+from tkernels.verification.check import check_case, drawn_cases, wide_cases
+from tkernels.verification.mutation.bits import Original, difference, originals
+from tkernels.verification.mutation.targets import plant
+from tkernels.verification.mutation.ttir import CodeReader
+from tkernels.verification.sanitizers.overflow import check_offsets
+
+WALL_SECONDS = 1200
+WARM_CASES = 6
+MAX_BYTES = 24 * 2**30
+"""Of address space: a mutant that allocates without end must not take the machine's memory. Faked strides need hundreds
+of GiB of it, none of which are memory, and are tried without the limit."""
+
+Answer = dict[str, Any]
+Drawn = tuple[Case, Config]
+Tell = Callable[[Answer], None]
+"""Sends a part of the answer at once: what a process that dies has told is known."""
+Work = Callable[[Tell], Answer]
+_RULE = "error beyond the rule"
+_WITHOUT_LIMIT = resource.getrlimit(resource.RLIMIT_AS)
+_LIMITED = (MAX_BYTES, _WITHOUT_LIMIT[1])
+
+
+class Cases:
+    """The drawn cases of each variant, kept: every mutant of it starts from the same ones, already made."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self._kept: dict[tuple[Any, ...], list[Drawn]] = {}
+        self._wide: dict[tuple[Any, ...], list[Drawn]] = {}
+        self._warm: dict[tuple[str, str], str] = {}
+        self._originals: tuple[tuple[Any, ...], list[Original]] = ((), [])
+
+    def variant(self, task: Mapping[str, Any]) -> Variant:
+        return self.registry[task["op"]].variants[task["variant"]]
+
+    def of(self, task: Mapping[str, Any], count: int, max_programs: int) -> list[Drawn]:
+        key = (task["op"], task["variant"], task["seed"], count, max_programs)
+        if key not in self._kept:
+            cases = drawn_cases(self.variant(task), count, task["seed"], max_programs=max_programs)
+            self._kept[key] = [(case, config) for case, config in cases if config is not None]
+        return self._kept[key]
+
+    def wide(self, task: Mapping[str, Any]) -> list[Drawn]:
+        """The wide cases of the variant with its own default config; a fault shows in it as well as in another's."""
+        key = (task["op"], task["variant"], task["seed"])
+        if key not in self._wide:
+            variant = self.variant(task)
+            own = variant.default_config(INTERPRETER.arch)
+            self._wide[key] = [(case, own) for case, _ in wide_cases(variant, task["seed"], config=own)]
+        return self._wide[key]
+
+    def originals(self, task: Mapping[str, Any]) -> list[Original]:
+        """What the variant as it is makes of the task's cases. The last task's alone are kept: a thousand cases with
+        their inputs do not fit into the memory that a worker may have.
+        """
+        key = tuple(task[name] for name in ("op", "variant", "seed", "draws", "programs"))
+        if self._originals[0] != key:
+            variant = self.variant(task)
+            drawn = drawn_cases(variant, task["draws"], task["seed"], max_programs=task["programs"])
+            self._originals = (key, originals(variant, drawn))
+        return self._originals[1]
+
+    def warm(self, variant: Variant, drawn: Sequence[Drawn]) -> str:
+        """Runs the original once, so that a fork need not: Triton's own functions are rewritten for the interpreter
+        when they are first called, which takes 0.4 s. Returns what is wrong with it, "" where nothing is.
+        """
+        name = (variant.contract.name, variant.name)
+        if name not in self._warm:
+            results = [check_case(variant, case, config) for case, config in drawn[:WARM_CASES]]
+            wrong = [str(result) for result in results if result.status != "ok"]
+            self._warm[name] = wrong[0] if len(wrong) > 1 else ""  # one may be the error rule's bad luck
+            gc.freeze()  # else every fork would write to, and so copy, all objects at its first collection
+        return self._warm[name]
+
+
+def _limited(seconds: float) -> None:
+    """From now on so much processor time, then SIGPROF ends the process, whatever it is doing."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _killed(variant: Variant, stages: Mapping[str, Sequence[Drawn]], seconds: float, tell: Tell) -> Answer:
+    """Who noticed: a wrong value or a crash; or that nobody did. The case is told before it is tried.
+
+    stages: "plain" and "offsets", with the cases of each, in the order in which they are tried.
+    """
+    for stage, drawn in stages.items():
+        resource.setrlimit(resource.RLIMIT_AS, _LIMITED if stage == "plain" else _WITHOUT_LIMIT)
+        for case, config in drawn:
+            tell({"case": _named(case, config), "stage": stage})
+            _limited(seconds)
+            if stage == "plain":
+                result = check_case(variant, case, config, offsets=False)
+                if result.status != "ok":
+                    verdict = "value" if result.status == "wrong" else "crash"
+                    return {"verdict": verdict, "reason": result.reason or _RULE}
+            else:
+                try:
+                    check_offsets(variant, case, config)
+                except Exception as error:
+                    return {"verdict": "crash", "reason": f"offsets: {error}"}
+    return {"verdict": "survived"}
+
+
+def _named(case: Case, config: Config) -> Answer:
+    return {"axes": dict(case.axes), "seed": case.seed, "config": config.as_dict()}
+
+
+def _draw(task: Mapping[str, Any], cases: Cases) -> Work:
+    """The first drawn cases, by name: a compiling worker cannot draw, since the variant does not run there."""
+    drawn = cases.of(task, task["draws"], task["programs"])
+    return lambda tell: {"cases": [_named(case, config) for case, config in drawn[: task["wanted"]]]}
+
+
+def _check(task: Mapping[str, Any], cases: Cases) -> Work:
+    """Prepares what every mutant of the variant shares, here, so that the fork has it."""
+    variant = cases.variant(task)
+    plain = cases.of(task, task["draws"], task["programs"])
+    # Faked strides need sizes of 3 and more in every dim, so these draws may have more programs.
+    for_offsets = cases.of(task, task["offset_draws"], 64)
+    plain = [drawn for drawn in (*plain, *cases.wide(task)) if drawn[0].seed not in task["skip"]]
+    if wrong := cases.warm(variant, plain):
+        return lambda tell: {"verdict": "original", "reason": wrong}
+
+    def run(tell: Tell) -> Answer:
+        if task["source"] is not None:
+            _plant(task, variant)
+        cases_of = {"plain": plain, "offsets": for_offsets}
+        return _killed(variant, {stage: cases_of[stage] for stage in task["stages"]}, task["seconds"], tell)
+
+    return run
+
+
+def _original(task: Mapping[str, Any], cases: Cases) -> Work:
+    """The variant as it is, on the cases that the task names, in the stage that it names."""
+    variant = cases.variant(task)
+    named = [(variant.contract.case(one["axes"], one["seed"]), Config.of(one["config"])) for one in task["cases"]]
+    return lambda tell: _killed(variant, {task["stage"]: named}, task["seconds"], tell)
+
+
+def _same_bits(task: Mapping[str, Any], cases: Cases) -> Work:
+    """The original runs here, once for all of a variant's equivalents that ask for the same cases one after another."""
+    variant, wanted = cases.variant(task), cases.originals(task)
+
+    def run(tell: Tell) -> Answer:
+        _plant(task, variant)
+        reason = difference(variant, wanted, lambda: _limited(task["seconds"]))
+        return {"verdict": "different" if reason else "same", "reason": reason}
+
+    return run
+
+
+def _compile(task: Mapping[str, Any], cases: Cases) -> Work:
+    """What the compiler makes of each of the task's cases: a hash of the code, or None where it refuses, and why."""
+    variant, reader = cases.variant(task), CodeReader()
+
+    def run(tell: Tell) -> Answer:
+        if task["source"] is not None:
+            _plant(task, variant)
+        codes: list[str | None] = []
+        reason = ""
+        for named in task["cases"]:
+            case = variant.contract.case(named["axes"], named["seed"])
+            try:
+                codes.append(reader.read(variant, case, Config.of(named["config"])))
+            except Exception as error:
+                codes.append(None)
+                reason = f"{type(error).__name__}: {error}"
+        return {"verdict": "compiled", "codes": codes, "reason": reason}
+
+    return run
+
+
+def _plant(task: Mapping[str, Any], variant: Variant) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mutated = Path(folder) / "mutant.py"
+        mutated.write_text(task["source"])
+        plant(variant, task["function"], Path(task["file"]), mutated)
+
+
+_TASKS = {"draw": _draw, "check": _check, "original": _original, "same_bits": _same_bits, "compile": _compile}
+
+
+def _in_a_fork(work: Work) -> Answer:
+    """The answer of `work` in a process of its own, which may die of whatever it likes."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _live(work, writing)
+    os.close(writing)
+    text = b""
+    with os.fdopen(reading, "rb", buffering=0) as pipe:
+        while select.select([pipe], [], [], WALL_SECONDS)[0]:
+            part = pipe.read(65536)
+            if not part:
+                break
+            text += part
+        else:
+            os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    answer: Answer = {}
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            answer |= json.loads(line)
+    if "verdict" in answer or "cases" in answer:
+        return answer
+    number = max(0, -os.waitstatus_to_exitcode(status))
+    reason = f"signal {signal.Signals(number).name}" if number else "the process ended"
+    if number in (signal.SIGPROF, signal.SIGKILL):
+        reason = "time-out: a case took too much time"
+    return {**answer, "verdict": "crash", "reason": reason}
+
+
+def _live(work: Work, writing: int) -> NoReturn:
+    """The child's life: its answer, line by line, then its end, past everything that would clean up for the parent."""
+
+    def tell(part: Answer) -> None:
+        os.write(writing, (json.dumps(part) + "\n").encode())
+
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, _LIMITED)
+        answer = work(tell)
+    except BaseException as error:
+        answer = {"verdict": "crash", "reason": f"{type(error).__name__}: {error}"}
+    with contextlib.suppress(BaseException):
+        tell(answer)
+    os._exit(0)
+
+
+def _tasks() -> Iterator[dict[str, Any]]:
+    for line in sys.stdin:
+        yield json.loads(line)
+
+
+def main() -> None:
+    """`python -m tkernels.verification.mutation.worker [FOLDER ...]`: the folders hold more variants."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a kernel prints is no answer
+    registry = OPS
+    for folder in sys.argv[1:]:
+        registry = registry.with_variants_from(folder)
+    cases = Cases(registry)
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, of kernels that are wrong on purpose
+    print(json.dumps({"mode": MODE}), file=answers, flush=True)
+    for task in _tasks():
+        print(json.dumps(_in_a_fork(_TASKS[task["do"]](task, cases))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

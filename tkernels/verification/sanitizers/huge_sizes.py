@@ -1,0 +1,182 @@
+"""Sizes at which a tensor has 2**31 elements: the first and the last programs of grids that no interpreter could walk.
+
+An offset may be built from a size instead of a stride (`row * width` into an output), and then faked strides do not
+show that it overflows. Here the size itself is that large. As with faked strides, float memory is never touched;
+integer tensors keep their contents and go on in zeros (position 0, slot 0, a context of 0 tokens), of which only the
+pages that are read are ever backed by memory.
+
+What grows is the batch (T, M, B of a decode) or another size of an output (N of a matmul). Not reached: a batch that
+integer tensors describe beyond one entry a member (B of a prefill, whose offsets are [B + 1]; all of copy_pages and
+step_inputs, which have no float tensor of the batch's size), pages of a cache and rows of a rotary table (which row is
+read is in integers that stay as they are: faked strides look at those), weights whose class bounds them, and variants
+that support few rows (dequant_gemm's gemvs and split_k).
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from triton.runtime import interpreter as triton_interpreter
+
+from tkernels.config import Config
+from tkernels.contract import Axes, Case, Contract, ContractError, Int, Tensor
+from tkernels.device import INTERPRETER
+from tkernels.dims import Dim
+from tkernels.inputs import map_tensors
+from tkernels.interpreter import overflow_checks, replaced_methods
+from tkernels.launch import Run, jit_door
+from tkernels.variant import Variant
+from tkernels.verification.sanitizers.untouched import floats_untouched, lazy_zeros, real_pointer
+
+_ELEMENTS = 2**31
+
+_LEAST_ROW = 3
+"""Elements: with rows of fewer, the size itself would have to be near 2**31."""
+
+_ACCESSES = 500
+"""Of one program, which are enough: where few programs walk a whole batch, their first steps are looked at."""
+
+_DEVICE = replace(INTERPRETER, multiprocessors=2**31 - 1)
+"""So that where programs share the tiles out, each has one, the last the last."""
+
+
+class OversizeError(RuntimeError):
+    """A launch fails at a size that its contract allows and its variant says it supports."""
+
+
+class _EnoughError(Exception):
+    """A program has made so many accesses that the next one may begin."""
+
+
+def _places(contract: Contract, arguments: Mapping[str, Any]) -> list[tuple[tuple[Dim, ...], torch.Tensor | None]]:
+    """(shape, argument or None for an output) of the tensors that an op's contract gives dims."""
+    rules = [(rule.shape, arguments[name]) for name, rule in contract.arguments.items() if isinstance(rule, Tensor)]
+    outputs = [(o.shape, None) for o in contract.outputs.values() if o.when is None or arguments[o.when]]
+    return [(shape, tensor) for shape, tensor in rules if tensor is not None] + outputs
+
+
+def huge_sizes(contract: Contract, arguments: Mapping[str, Any], axes: Axes) -> Iterator[tuple[str, int]]:
+    """(axis, size) of every size of the batch or of an output that can grow until a float tensor has 2**31 elements.
+
+    One that an integer tensor has other than as its leading dim cannot (a block table's width, offsets [B+1]): what
+    the new entries should say is not known. Nor can one of a weight's, whose class bounds it.
+    """
+    of_weights: dict[str, Any] = {}
+    for name, rule in contract.arguments.items():
+        if not isinstance(rule, Tensor) and hasattr(arguments[name], "map_tensors"):
+            rule.bind(contract.name, name, arguments[name], of_weights, None)
+    places = _places(contract, arguments)
+    in_outputs = {dim.name for shape, tensor in places if tensor is None for dim in shape}
+    for axis in contract.axes:
+        if not isinstance(axis, Int) or axis.name in of_weights or not (axis.batch or axis.name in in_outputs):
+            continue
+        rows = []
+        for shape, tensor in places:
+            times = [dim.times / dim.over for dim in shape if dim.name == axis.name]
+            others = [dim.size(axes) for dim in shape if dim.name != axis.name]
+            if not times:
+                continue
+            if tensor is not None and not tensor.is_floating_point():
+                if shape[0].text != axis.name or len(times) > 1:
+                    break
+                continue
+            rows.append(int(np.prod(others, dtype=np.int64) * times[0]))
+        else:
+            rows = [row for row in rows if row >= _LEAST_ROW]
+            if rows:
+                size = _ELEMENTS // min(rows) + 2
+                if size <= axis.high:
+                    yield axis.name, size
+
+
+def _huge(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Floats without memory, integers of lazily backed zeros."""
+    if dtype.is_floating_point:
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return lazy_zeros(max(1, math.prod(shape)), dtype)[: math.prod(shape)].view(tuple(shape))
+
+
+def _grown(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of another size; integers [n, ...] have their contents first."""
+    if not tensor.is_floating_point():
+        if list(tensor.shape) == list(shape):
+            return tensor
+        whole = _huge(shape, tensor.dtype)
+        whole[: tensor.shape[0]] = tensor
+        return whole
+    rows = zip(shape[1:], tensor.stride()[1:], strict=True)
+    if list(tensor.shape[1:]) == list(shape[1:]) and all(tensor.stride(0) >= n * step for n, step in rows):
+        return torch.empty_strided(tuple(shape), tensor.stride(), dtype=tensor.dtype, device="meta")
+    return _huge(shape, tensor.dtype)
+
+
+def _grown_arguments(contract: Contract, arguments: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
+    grown = {}
+    for name, rule in contract.arguments.items():
+        value = arguments[name]
+        if isinstance(rule, Tensor) and value is not None:
+            value = _grown(value, [dim.size(axes) for dim in rule.shape])
+        elif hasattr(value, "map_tensors"):
+            value = value.map_tensors(lambda part: _grown(part, part.shape))
+        grown[name] = value
+    return grown
+
+
+def _ends_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
+    """Interprets the first and the last programs of each dim of a grid, each until it has made enough accesses."""
+    builder = triton_interpreter.interpreter_builder
+    set_dim, set_program = builder.set_grid_dim, builder.set_grid_idx
+    whole = (*grid, 1, 1)[:3]
+    pointers = map_tensors(arguments, real_pointer)
+    for program in itertools.product(*(dict.fromkeys((0, n - 1)) for n in whole)):
+        accesses = itertools.count()
+
+        def watch(*access: Any, accesses: Iterator[int] = accesses) -> None:
+            if next(accesses) == _ACCESSES:
+                raise _EnoughError
+
+        ends = replaced_methods(
+            set_grid_dim=lambda *one: set_dim(*whole), set_grid_idx=lambda *zero, p=program: set_program(*p)
+        )
+        with ends, floats_untouched(watch), overflow_checks():
+            try:
+                jit_door(kernel, (1, 1, 1), pointers, config)
+            except Exception as error:
+                if not isinstance(error.__cause__, _EnoughError):
+                    raise
+
+
+def check_sizes(variant: Variant, case: Case, config: Config) -> dict[str, int]:
+    """Runs a Triton variant at each huge size that it supports, and returns them by axis.
+
+    Raises OversizeError where the launch fails, as by an int32 offset that overflows.
+    """
+    ran = {}
+    contract = case.contract
+    real = contract.bind_arguments((), case.inputs)
+    before, device = contract.bind_axes(real)
+    for name, size in huge_sizes(contract, real, before):
+        axes = {**before, name: size}
+        try:
+            contract.check_axes(axes)
+        except ContractError:
+            continue
+        if variant.unsupported_reason(axes, device, _DEVICE):
+            continue
+        arguments = _grown_arguments(contract, real, axes)
+        outputs = map_tensors(
+            contract.allocate_outputs(axes, arguments, torch.device("meta")), lambda one: _huge(one.shape, one.dtype)
+        )
+        buffers = variant.workspace(axes, config, _DEVICE).items()
+        workspace = {key: _huge(buffer.shape, buffer.dtype) for key, buffer in buffers}
+        assert variant.launch is not None
+        try:
+            variant.launch(Run(_DEVICE, config, workspace, _ends_door), *outputs.values(), **arguments)
+        except Exception as error:
+            raise OversizeError(f"at {name} = {size}: {type(error).__name__}: {error}") from error
+        ran[name] = size
+    return ran

@@ -1,0 +1,165 @@
+"""From a plan's rows to the packed tensors that the model reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tmodel.batch import Batch
+from tsched.execution.device_state import DeviceState
+from tsched.scheduling.sequence import Ints, SequenceTable
+from tsched.scheduling.step_plan import StepPlan
+
+_NO_PREFILLS = np.zeros(1, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """A plan's n entries in the order of the batch: a row that goes on decoding keeps its place.
+
+    rows, starts, counts, ends  [n] int64, as in the plan
+    num_decodes                 the first of them
+    sampled                     [m] int64, ascending, the places whose last token's logits are wanted
+    sampled_rows, sampled_epochs, lengths   [m] int64, of these
+    order                       [m] int64, where each of them is among the plan's sampled; None: in the same order
+    """
+
+    rows: Ints
+    starts: Ints
+    counts: Ints
+    ends: Ints
+    num_decodes: int
+    sampled: Ints
+    sampled_rows: Ints
+    sampled_epochs: Ints
+    lengths: Ints
+    order: Ints | None
+
+    @property
+    def all_decode(self) -> bool:
+        """Whether every entry decodes one token and wants the next."""
+        return self.num_decodes == self.rows.size == self.sampled.size
+
+
+class BatchBuilder:
+    """Builds steps' batches over a persistent `state`, on its device."""
+
+    def __init__(self, table: SequenceTable, state: DeviceState, *, on_device: bool | None = None) -> None:
+        """on_device: whether inputs are prepared by the device's own operations; None says no on a CPU alone."""
+        self._table = table
+        self._state = state
+        self._on_device = state.device.type != "cpu" if on_device is None else on_device
+        self._tokens = table.tokens.reshape(-1)  # a flat view: one index array is cheaper than two
+        self._tokens_stride = table.tokens.shape[1]
+        self._decoding: Ints = np.empty(0, dtype=np.int64)  # the rows at the first places, as of the last step
+        self._planned: Ints = self._decoding  # the last plan's rows, and what `_in_order` said of them
+        self._ordered: tuple[Ints, Ints | None] = (self._decoding, None)
+        self._entry_of = np.zeros(table.num_rows, dtype=np.int64)
+
+    def arrange(self, plan: StepPlan) -> Arranged | None:
+        """The order of `plan` in the batch, None of an empty one; brings the state up to date with it. Every plan is
+        arranged, in the order in which they are made.
+        """
+        self._state.forget(plan.placed, plan.rewritten)
+        if plan.is_empty:
+            return None
+        num_decodes = plan.num_decodes
+        rows, entries = self._in_order(plan)
+        if entries is None:
+            arranged = Arranged(
+                rows, plan.starts, plan.counts, plan.ends, num_decodes, plan.sampled, plan.sampled_rows,
+                plan.sampled_epochs, plan.lengths, None,
+            )  # fmt: skip
+        else:
+            place_of = np.full(rows.size, -1, dtype=np.int64)
+            place_of[plan.sampled] = np.arange(plan.sampled.size)
+            order = place_of[entries]  # [n], -1 where nothing is sampled
+            sampled = np.flatnonzero(order >= 0)
+            order = order[sampled]
+            arranged = Arranged(
+                rows, plan.starts[entries], plan.counts[entries], plan.ends[entries], num_decodes, sampled,
+                plan.sampled_rows[order], plan.sampled_epochs[order], plan.lengths[order], order,
+            )  # fmt: skip
+        self._state.update_tables(rows)
+        just_kept = arranged.all_decode and self._state.has_kept(arranged.sampled_rows, arranged.starts)
+        if num_decodes and not just_kept:
+            self._state.update_tokens(rows[:num_decodes], arranged.starts[:num_decodes])
+        return arranged
+
+    def build(self, step: Arranged) -> Batch:
+        """The batch of `step`, the last that was arranged: its decode rows, then its prefill chunks, no padding."""
+        rows, starts, ends, num_decodes = step.rows, step.starts, step.ends, step.num_decodes
+        if num_decodes == rows.size:
+            owners, positions, logits = np.arange(rows.size), starts, step.sampled
+            cu_seqlens, prefill_tokens = _NO_PREFILLS, rows[:0]
+        else:
+            last = np.cumsum(step.counts)
+            owners = np.repeat(np.arange(rows.size), step.counts)  # [T]
+            positions = np.arange(owners.size) + np.repeat(ends - last, step.counts)  # [T]
+            logits = last[step.sampled] - 1
+            cu_seqlens = np.zeros(rows.size - num_decodes + 1, dtype=np.int32)
+            np.subtract(last[num_decodes:], num_decodes, out=cu_seqlens[1:], casting="same_kind")
+            prefill_tokens = self._tokens.take(
+                rows[owners[num_decodes:]] * self._tokens_stride + positions[num_decodes:]
+            )
+        if self._on_device:
+            tokens = np.concatenate((-1 - rows[:num_decodes], prefill_tokens))
+            return self._state.mixed_batch(
+                tokens=tokens, starts=starts, ends=ends, logits=logits, num_decodes=num_decodes
+            )
+        return self._host_batch(step, owners, positions, prefill_tokens, cu_seqlens, logits)
+
+    def _host_batch(
+        self, step: Arranged, owners: Ints, positions: Ints, prefill_tokens: Ints, cu_seqlens: np.ndarray, logits: Ints
+    ) -> Batch:
+        table, num_decodes = self._table, step.num_decodes
+        block_size, width = table.block_size, table.blocks.shape[1]
+        max_context_len = int(step.ends.max())
+        page, offset = np.divmod(positions, block_size)
+        slots = table.blocks.reshape(-1).take(step.rows[owners] * width + page) * np.int64(block_size) + offset
+        token_ids = self._state.host_tokens(step.rows[:num_decodes])
+        if prefill_tokens.size:
+            token_ids = np.concatenate((token_ids, prefill_tokens))
+        return Batch(
+            token_ids=torch.from_numpy(token_ids),
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(slots),
+            block_tables=self._state.block_tables[: step.rows.size, : -(-max_context_len // block_size)],
+            context_lens=torch.from_numpy(step.ends.astype(np.int32)),
+            cu_seqlens_q=torch.from_numpy(cu_seqlens),
+            num_decodes=num_decodes,
+            max_context_len=max_context_len,
+            logit_indices=torch.from_numpy(logits),
+        )
+
+    def _in_order(self, plan: StepPlan) -> tuple[Ints, Ints | None]:
+        """The plan's rows [n] in the order of the batch, and the entry of the plan that each is; None for the plan's
+        own order.
+
+        Decode rows keep their places. Where one has left, its gap is filled from behind and by newcomers, so that what
+        is sent for an arrival or a departure is a table or two, not all behind them.
+        """
+        rows, num, before = plan.rows, plan.num_decodes, self._decoding
+        planned = self._planned
+        if before.size == num and (planned is rows or (planned.size == rows.size and (planned == rows).all())):
+            return self._ordered
+        decoding = rows[:num]
+        stays = np.zeros(self._table.num_rows, dtype=np.bool_)
+        stays[decoding] = True
+        kept = stays[before]  # [b]
+        stays[before] = False
+        both = min(before.size, num)
+        order = np.empty(num, dtype=np.int64)
+        order[:both] = before[:both]
+        gaps = np.concatenate((np.flatnonzero(~kept[:both]), np.arange(both, num)))
+        order[gaps] = np.concatenate((before[num:][kept[num:]], decoding[stays[decoding]]))
+        self._decoding = order
+        if num < rows.size:
+            order = np.concatenate((order, rows[num:]))
+        self._entry_of[rows] = np.arange(rows.size)
+        entries = self._entry_of[order]
+        in_order = bool((entries[1:] > entries[:-1]).all())
+        self._planned, self._ordered = rows, (order, None if in_order else entries)
+        return self._ordered

@@ -1,0 +1,152 @@
+"""Decode steps as recorded launches: one graph for each batch bucket and bound of the context.
+
+A graph replays the launches that it recorded, with the same addresses, shapes and host integers. So a decode step is
+padded to its bucket (slot -1, context 0), reads its rows and places from fixed buffers, makes its other inputs itself,
+and takes a bound of the context length that holds for many steps: the variants that split a context read the bound on
+the host.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tkernels.ranges import NVTX, RECORD_GRAPH, Ranges
+from tmodel.batch import Batch
+from tmodel.kv_cache import KVCache
+from tsched.execution.device_state import DeviceState, to_device
+from tsched.scheduling.sequence import Ints
+
+Replay = Callable[[], torch.Tensor]  # runs what was recorded; returns the same tensor each time, written anew
+
+_SMALLEST_BOUND = 1024  # tokens
+_BOUND_STEP = 4
+
+
+class Recorder(Protocol):
+    def record(self, run: Callable[[], torch.Tensor]) -> Replay:
+        """`run` reads and writes fixed tensors alone and can be run again with the same effect."""
+
+
+class EagerRecorder:
+    """Records nothing: a replay runs the padded step again. What a CPU has in the place of a graph."""
+
+    def record(self, run: Callable[[], torch.Tensor]) -> Replay:
+        return run
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one memory pool: they never run at the same time."""
+
+    _NUM_WARM_UPS = 2  # the first compiles, tunes and allocates, the second shows what a step really does
+
+    def __init__(self, device: torch.device, ranges: Ranges = NVTX) -> None:
+        self._device = device
+        self._ranges = ranges
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], torch.Tensor]) -> Replay:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for _ in range(self._NUM_WARM_UPS):
+                run()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        graph, captured = torch.cuda.CUDAGraph(), self._ranges.captured()
+        # What other threads do on the device meanwhile is not part of the graph.
+        with (
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            captured.capture(),
+        ):
+            logits = run()
+
+        def replay() -> torch.Tensor:
+            with captured.replay():
+                graph.replay()
+            return logits
+
+        return replay
+
+
+class DecodeGraphs:
+    """Runs decode steps through recorded graphs, each recorded when it is first wanted.
+
+    model      maps (Batch, caches) to logits [n, V] for the batch's logit_indices
+    max_rows   decode rows in a step
+    """
+
+    def __init__(
+        self,
+        model: Callable[[Batch, KVCache], torch.Tensor],
+        kv_cache: KVCache,
+        state: DeviceState,
+        recorder: Recorder,
+        *,
+        max_rows: int,
+        max_model_len: int,
+        ranges: Ranges = NVTX,
+    ) -> None:
+        self._model = model
+        self._kv_cache = kv_cache
+        self._state = state
+        self._recorder = recorder
+        self._recording = ranges.named(RECORD_GRAPH, "phase")
+        self.buckets = batch_buckets(max_rows)
+        self.bounds = context_bounds(max_model_len)
+        self._replays: dict[tuple[int, int], Replay] = {}
+        # All graphs leave their logits in one place: each its own would take gigabytes for a large vocabulary.
+        self._logits: torch.Tensor | None = None
+        self._inputs = torch.zeros((2, max_rows), dtype=torch.int64, device=state.device)  # tokens, starts
+
+    @property
+    def recorded(self) -> list[tuple[int, int]]:
+        """The buckets and bounds that there are graphs of."""
+        return sorted(self._replays)
+
+    def forget(self) -> None:
+        """Drop all graphs; those that are wanted again are recorded again."""
+        self._replays.clear()
+
+    def run(self, rows: Ints, starts: Ints) -> torch.Tensor:
+        """Logits [n, V] of the step in which the state's first n places decode `rows` [n] at `starts` [n]; valid until
+        the next run.
+        """
+        bucket = self.buckets[bisect_left(self.buckets, rows.size)]
+        bound = self.bounds[bisect_left(self.bounds, int(starts.max()) + 1)]
+        padded = np.zeros((2, bucket), dtype=np.int64)
+        padded[1, rows.size :] = -1
+        padded[0, : rows.size], padded[1, : rows.size] = -1 - rows, starts
+        self._inputs[:, :bucket].copy_(to_device(padded, self._state.device))
+        if (bucket, bound) not in self._replays:
+            with self._recording:
+                self._replays[bucket, bound] = self._recorder.record(lambda: self._step(bucket, bound))
+        return self._replays[bucket, bound]()[: rows.size]
+
+    def _step(self, bucket: int, bound: int) -> torch.Tensor:
+        tokens, starts = self._inputs[:, :bucket]
+        logits = self._model(self._state.decode_batch(tokens, starts, bound), self._kv_cache)
+        if self._logits is None:  # before any graph is captured: a recorder runs the step first
+            self._logits = logits.new_empty((self._inputs.shape[1], logits.shape[1]))
+        return self._logits[:bucket].copy_(logits)
+
+
+def batch_buckets(max_rows: int) -> list[int]:
+    """1, 2, 4, 8, then every 8 to 64, every 16 to 256 and every 64 above, up to and with `max_rows`: what padding adds
+    stays under a fifth from 32 rows on.
+    """
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 64)]
+    return [*(step for step in steps if step < max_rows), max_rows]
+
+
+def context_bounds(max_model_len: int) -> list[int]:
+    """`max_model_len` and its quarters down to 1024: a graph's grids fit its bound, so one bound for all contexts would
+    launch programs that find nothing to do.
+    """
+    bounds = [max_model_len]
+    while bounds[0] > _SMALLEST_BOUND:
+        bounds.insert(0, max(_SMALLEST_BOUND, -(-bounds[0] // _BOUND_STEP)))
+    return bounds

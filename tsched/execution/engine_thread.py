@@ -1,0 +1,227 @@
+"""The one thread that an online engine runs in, and what it leaves for each request's consumer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+from tsched.execution.engine import Engine, Request
+from tsched.execution.sampler import TokenLogprobs
+from tsched.execution.served_model import Prepared
+from tsched.scheduling.scheduler import RefusedError
+
+_IDLE_S = 1.0  # seconds after which an idle thread looks whether anybody is left who could ask for something
+
+
+@dataclass(eq=False, slots=True)
+class News:
+    """What one sample of a request has got since its consumer last looked."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """A request on its way through the engine. `news`, `refusal`, `failure` and `is_over` are read and written under
+    the thread's lock; the rest is the engine thread's.
+
+    refusal   why the engine never took it
+    failure   what the engine raised while it had it
+    is_over   no more news will come
+    """
+
+    prepared: Prepared
+    news: list[News]
+    requests: list[Request] = field(default_factory=list)
+    num_reported: list[int] = field(default_factory=list)  # tokens of each sample
+    num_going: int = 0  # samples whose end has not been reported
+    refusal: str | None = None
+    failure: BaseException | None = None
+    is_over: bool = False
+
+
+class EngineThread:
+    """Runs `engine` until it is told to stop, or until a step raises.
+
+    start         queues what a caller asked for, one request for each sample; it may raise RefusedError
+    on_news       is called on the thread, after steps that brought something and when the thread ends; where it raises
+                  RuntimeError, nobody is left to listen
+    is_abandoned  whether nobody is left who could ask or listen: all is aborted then, and the thread ends, within a
+                  second
+
+    What a step costs here grows with the samples that run and that ended, not with those that wait.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        start: Callable[[Prepared], list[Request]],
+        on_news: Callable[[], object],
+        is_abandoned: Callable[[], bool],
+        name: str,
+    ) -> None:
+        self.failure: BaseException | None = None
+        self.has_ended = False
+        self._engine = engine
+        self._start = start
+        self._on_news = on_news
+        self._is_abandoned = is_abandoned
+        self._samples: dict[int, tuple[Ticket, int]] = {}  # by the ids of their sequences, those whose end is to come
+        self._ended: list[Request] = []  # since the last report
+        self._lock = threading.Lock()
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        # Under the lock: submitted and not over, in the order of arrival; and those whose consumers are to be told.
+        self._active: dict[Ticket, None] = {}
+        self._changed: dict[Ticket, None] = {}
+        self._is_told = False  # on_news was called since the last changed()
+        self._stops_when_idle = False
+        self._must_stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, ticket: Ticket) -> None:
+        """Begin a request; RuntimeError where the thread has ended."""
+        with self._lock:  # under it the thread takes its leave of all tickets
+            if self.has_ended:
+                raise RuntimeError("the engine's thread has ended")
+            self._active[ticket] = None
+            self._commands.put(lambda: self._begin(ticket))
+
+    def abort(self, ticket: Ticket) -> None:
+        """End a request, wherever it is; safe at any moment, from any thread, and where it is over already."""
+        self._commands.put(lambda: self._abort(ticket))
+
+    def drain(self) -> None:
+        """End the thread once everything submitted is over."""
+        self._commands.put(self._stop_when_idle)
+
+    def close(self) -> None:
+        """Abort everything and end the thread."""
+        self._commands.put(self._must_stop.set)
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def changed(self) -> list[Ticket]:
+        """The tickets with news since the last call."""
+        with self._lock:
+            tickets, self._changed, self._is_told = list(self._changed), {}, False
+        return tickets
+
+    def take(self, ticket: Ticket) -> tuple[list[News], bool]:
+        """The ticket's news, now the caller's, and whether they are the last."""
+        with self._lock:
+            news, ticket.news = ticket.news, [News() for _ in ticket.news]
+            self._changed.pop(ticket, None)  # nothing is left to tell its consumer
+            return news, ticket.is_over
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            with self._lock:
+                self.failure = error
+        with self._lock:
+            self.has_ended = True
+            for ticket in self._active:  # those too that it never got to
+                ticket.failure, ticket.is_over = self.failure, True
+                for news in ticket.news:
+                    news.finish_reason = news.finish_reason or "abort"
+                self._changed[ticket] = None
+            self._active.clear()
+        try:
+            self._on_news()
+        except RuntimeError:
+            return  # the loop is closed, and its tasks with it
+
+    def _serve(self) -> None:
+        engine, commands = self._engine, self._commands
+        while not self._must_stop.is_set() and not self._is_abandoned():
+            while not commands.empty():
+                commands.get()()
+            if engine.has_unfinished and not self._must_stop.is_set():
+                self._ended += engine.step()
+            self._report()
+            if not engine.has_unfinished and not self._must_stop.is_set():
+                if self._stops_when_idle:
+                    return
+                self._wait()
+        with self._lock:
+            tickets = list(self._active)
+        for ticket in tickets:
+            self._abort(ticket)
+        self._report()
+
+    def _wait(self) -> None:
+        """For the next command, which is carried out, or for some time."""
+        try:
+            command = self._commands.get(timeout=_IDLE_S)
+        except Empty:
+            return
+        command()
+
+    def _begin(self, ticket: Ticket) -> None:
+        try:
+            ticket.requests = self._start(ticket.prepared)
+        except RefusedError as error:
+            with self._lock:
+                ticket.refusal, ticket.is_over = str(error), True
+                self._changed[ticket] = None
+                del self._active[ticket]
+            return
+        ticket.num_going = len(ticket.requests)
+        ticket.num_reported = [0] * len(ticket.requests)
+        self._samples |= {request.sequence.id: (ticket, i) for i, request in enumerate(ticket.requests)}
+
+    def _abort(self, ticket: Ticket) -> None:
+        for request in ticket.requests:
+            if request.finish_time is None and self._engine.abort(request.sequence.id) is not None:
+                self._ended.append(request)
+
+    def _stop_when_idle(self) -> None:
+        self._stops_when_idle = True
+
+    def _report(self) -> None:
+        """Hand over what the last step and the last commands brought, and say so unless that has been said."""
+        scheduler = self._engine.scheduler
+        running = [scheduler.table.sequences[row] for row in scheduler.running.tolist()]
+        with self._lock:
+            for sequence in running:
+                if sequence is not None:
+                    self._report_one(*self._samples[sequence.id])
+            for request in self._ended:
+                self._report_one(*self._samples.pop(request.sequence.id))
+            self._ended.clear()
+            must_tell = bool(self._changed) and not self._is_told
+            self._is_told |= must_tell
+        if must_tell:
+            try:
+                self._on_news()
+            except RuntimeError:
+                self._must_stop.set()
+
+    def _report_one(self, ticket: Ticket, sample: int) -> None:
+        """Add to the ticket's news what the sample has got and, where it has ended, that."""
+        table, request, news = self._engine.scheduler.table, ticket.requests[sample], ticket.news[sample]
+        sequence, have, is_over = request.sequence, ticket.num_reported[sample], request.finish_time is not None
+        first = sequence.prompt_len + have
+        if sequence.row >= 0:
+            tokens = table.tokens[sequence.row, first : table.known[sequence.row]].tolist()
+        else:
+            tokens = sequence.tokens[first:].tolist()
+        if not tokens and not is_over:
+            return
+        self._changed[ticket] = None
+        news.token_ids += tokens
+        news.logprobs += request.logprobs[have : have + len(tokens)]
+        ticket.num_reported[sample] = have + len(tokens)
+        if is_over:
+            news.finish_reason = sequence.finish_reason or "abort"
+            ticket.num_going -= 1
+            if ticket.num_going == 0:
+                ticket.is_over = True
+                del self._active[ticket]

@@ -1,0 +1,56 @@
+"""A request's random numbers: a function of its seed and the output index, and of nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
+
+_PER_COUNTER = 4  # 64-bit words that Philox4x64 makes of one counter value
+
+
+def philox_key(engine_seed: int, sequence: Sequence) -> NDArray[np.uint64]:
+    """[2] uint64: the request's own seed, or one derived from the engine's and the request's number."""
+    if sequence.params.seed is not None:
+        return np.array([sequence.params.seed, 0], dtype=np.uint64)
+    derived = np.random.SeedSequence((engine_seed, sequence.id)).generate_state(1, np.uint64)
+    return np.array([derived[0], 1], dtype=np.uint64)
+
+
+def uniforms(key: NDArray[np.uint64], first: int, count: int) -> NDArray[np.float64]:
+    """[count] float64 in [0, 1), those of output indices `first` and after; `first` is a multiple of 4."""
+    if first % _PER_COUNTER:
+        raise ValueError(f"first must be a multiple of {_PER_COUNTER}, got {first}")
+    return np.random.Generator(np.random.Philox(key=key, counter=first // _PER_COUNTER)).random(count)
+
+
+class UniformTable:
+    """The uniforms of the running sequences, made a stretch at a time: making a generator costs more than its
+    numbers.
+    """
+
+    STRETCH = 64
+
+    def __init__(self, table: SequenceTable, seed: int) -> None:
+        self._table = table
+        self._seed = seed
+        self._values = np.zeros((table.num_rows, self.STRETCH))
+        self._stretch = np.full(table.num_rows, -1, dtype=np.int64)
+        self._epoch = np.full(table.num_rows, -1, dtype=np.int64)
+
+    def at(self, rows: Ints, output_indices: Ints) -> NDArray[np.float64]:
+        """[n] float64, the uniform of each of `rows` for its `output_indices` [n]-th token."""
+        stretch, offset = np.divmod(output_indices, self.STRETCH)
+        stale = (self._stretch[rows] != stretch) | (self._epoch[rows] != self._table.epoch[rows])
+        if stale.any():
+            for i in np.flatnonzero(stale).tolist():
+                row = int(rows[i])
+                sequence = self._table.sequences[row]
+                if sequence is None:
+                    raise RuntimeError(f"row {row} of the sequence table is empty")
+                first = int(stretch[i]) * self.STRETCH
+                self._values[row] = uniforms(philox_key(self._seed, sequence), first, self.STRETCH)
+            self._stretch[rows] = stretch
+            self._epoch[rows] = self._table.epoch[rows]
+        return self._values[rows, offset]

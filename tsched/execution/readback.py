@@ -1,0 +1,74 @@
+"""A step's tokens on their way from the device to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tsched.execution.sampler import Sampled, TokenLogprobs
+from tsched.scheduling.sequence import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step sampled, on the host.
+
+    token_ids [m] int64, below 0 where there is none; logprobs and faults by entry, of those that have some
+    """
+
+    token_ids: Ints
+    all_chosen: bool  # no token is below 0
+    logprobs: dict[int, TokenLogprobs]
+    faults: dict[int, str]
+
+
+Readback = Callable[[], Outcome]  # waits for the copy and gives what came
+
+
+class HostReader:
+    """Starts copies of what steps sampled. On a GPU they go through a stream of their own into pinned memory, so that
+    the next step neither waits for them nor they for it; on a CPU there is nothing to copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, sampled: Sampled) -> Readback:
+        """The copy of `sampled` begins once the device has it; the call does not wait."""
+        if self._stream is None:
+            return lambda: _outcome(sampled, _tensors(sampled))
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            copies = [_pinned_copy(tensor, self._stream) for tensor in _tensors(sampled)]
+            done = torch.cuda.Event()
+            done.record(self._stream)
+
+        def wait() -> Outcome:
+            done.synchronize()
+            return _outcome(sampled, copies)
+
+        return wait
+
+
+def _pinned_copy(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+    tensor.record_stream(stream)  # its memory is not lent again before the copy has been made
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def _tensors(sampled: Sampled) -> list[torch.Tensor]:
+    return [sampled.token_ids, *(() if sampled.logprobs is None else sampled.logprobs.tensors)]
+
+
+def _outcome(sampled: Sampled, tensors: list[torch.Tensor]) -> Outcome:
+    token_ids: Ints = tensors[0].numpy()
+    logprobs: dict[int, TokenLogprobs] = {}
+    if sampled.logprobs is not None:
+        raw = sampled.logprobs
+        columns = (tensor.tolist() for tensor in tensors[1:])
+        for entry, n, chosen, rank, values, ids in zip(raw.entries, raw.num_top, *columns, strict=True):
+            token, n = int(token_ids[entry]), min(n, len(ids))
+            logprobs[entry] = TokenLogprobs([token, *ids[:n]], [chosen, *values[:n]], [rank, *range(1, n + 1)])
+    return Outcome(token_ids, int(token_ids.min(initial=0)) == 0, logprobs, sampled.faults)

@@ -1,0 +1,121 @@
+"""What callers may pass as prompts, brought to one form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.scheduler import RefusedError
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
+
+Salt = str | bytes | None
+"""What keeps one tenant's cached prefixes from another's; None is the empty one."""
+
+ValueT = TypeVar("ValueT")
+
+_PLAIN = frozenset({int})  # a list of nothing else needs no look at each entry
+
+
+def split_prompts(prompts: Any) -> list[Any]:
+    """One entry per request; a single text, mapping or list of token ids is one request. TypeError for anything
+    else.
+    """
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise TypeError(f"prompts must be a text, a list of token ids or a list of those, got {type(prompts).__name__}")
+    entries = list(prompts)
+    if _PLAIN.issuperset(map(type, entries)):
+        return [entries] if entries else []
+    return [entries] if all(_is_integer(entry) for entry in entries) else entries
+
+
+def parse_prompt(prompt: Any) -> str | list[int]:
+    """A text or token ids, with their types checked; RefusedError tells what is wrong with `prompt`."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Mapping):
+        if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+            keys = sorted(map(str, prompt))
+            raise RefusedError(f'a prompt mapping has one key, "prompt" or "prompt_token_ids"; got {keys}')
+        ((key, value),) = prompt.items()
+        parsed = parse_prompt(value) if not isinstance(value, Mapping) else value
+        if isinstance(parsed, str if key == "prompt" else list):
+            return parsed
+        raise RefusedError(f'"{key}" of a prompt cannot be a {type(value).__name__}')
+    if isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
+    if isinstance(prompt, (list, tuple, range)):
+        if _PLAIN.issuperset(map(type, prompt)):
+            return list(prompt)
+        wrong = next((entry for entry in prompt if not _is_integer(entry)), None)
+        if wrong is not None:
+            raise RefusedError(f"token ids must be integers, got {wrong!r}")
+        return [int(entry) for entry in prompt]
+    raise RefusedError(f"a prompt must be a text or a list of token ids, got {type(prompt).__name__}")
+
+
+def check_token_ids(token_ids: list[int], vocab_size: int) -> None:
+    """RefusedError where a token is outside the vocabulary."""
+    if not token_ids:
+        return
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise RefusedError(
+            f"token id {wrong} at place {token_ids.index(wrong)} of the prompt is out of vocabulary; "
+            f"ids go from 0 to {vocab_size - 1}"
+        )
+
+
+def check_stop_ids(params: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    """RefusedError where a stop token is outside the vocabulary, or where min_tokens would leave no token to choose."""
+    if params.stop_ids and max(params.stop_ids) >= vocab_size:
+        raise RefusedError(f"stop_token_ids holds {max(params.stop_ids)}; ids go from 0 to {vocab_size - 1}")
+    ends = {*params.stop_ids, *(() if params.ignore_eos else eos_token_ids)}
+    if params.min_tokens and len(ends) >= vocab_size:
+        also = "" if len(params.stop_ids) >= vocab_size else " but the end-of-sequence tokens"
+        raise RefusedError(f"stop_token_ids holds the whole vocabulary{also}, so min_tokens leaves no token to choose")
+
+
+def check_salt(salt: Salt) -> bytes:
+    """The salt as bytes; TypeError where it is none."""
+    if salt is None or isinstance(salt, bytes):
+        return salt or b""
+    if not isinstance(salt, str):
+        raise TypeError(f"cache_salt must be a str, bytes or None, got {type(salt).__name__}")
+    return salt.encode("utf-8", "surrogatepass")
+
+
+def one_each(
+    name: str, value: ValueT | Sequence[ValueT] | None, num_prompts: int, *types: type, default: ValueT
+) -> list[ValueT]:
+    """[num_prompts]: `value`, of one of `types`, for all, or a list of one each; None, alone or in a list, is
+    `default`.
+    """
+    names = " or ".join(kind.__name__ for kind in types)
+    if value is None or _is_one(value, types):
+        return [default if value is None else value] * num_prompts  # type: ignore[list-item]
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise TypeError(f"{name} must be {names} or a list of them, got {type(value).__name__}")
+    for one in value:
+        if one is not None and not _is_one(one, types):
+            raise TypeError(f"{name} must hold {names}, got {type(one).__name__}")
+    if len(value) != num_prompts:
+        raise ValueError(f"{len(value)} {name} for {num_prompts} prompts: give one for all, or one each")
+    return [default if one is None else one for one in value]
+
+
+def _is_one(value: Any, types: tuple[type, ...]) -> bool:
+    return isinstance(value, types) and not isinstance(value, bool)
+
+
+def _is_integer(entry: Any) -> bool:
+    return isinstance(entry, (int, np.integer)) and not isinstance(entry, bool)

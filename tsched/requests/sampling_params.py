@@ -1,0 +1,213 @@
+"""How one request wants its tokens chosen, and when it wants to stop."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:  # the scheduler reads this file, and loads no torch
+    from tsched.requests.logits_processors import LogitsProcessor
+    from tsched.requests.stopping import StoppingCriterion
+
+MAX_SAMPLES = 128
+MAX_LOGPROBS = 1000
+MAX_STOPS = 1000
+MAX_STOP_LENGTH = 1000
+MAX_CALLBACKS = 64
+MAX_COUNT = 2**31 - 1  # of tokens, and the largest id: sums of a few of them are int64
+MAX_PENALTY = 2.0**126  # it and its reciprocal are float32 numbers, so no float32 logit leaves float64 by it
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Immutable; every field is checked when the object is made, and a bad one raises ValueError with its name.
+
+    n                   in [1, 128]; completions per prompt, 1 where temperature is 0: the others would be equal.
+                        Completion 0 draws from `seed`, completion i from a seed derived from (seed, i)
+    temperature         >= 0; 0 is greedy, which ignores top_k, top_p, min_p and seed
+    top_k               keep the k most likely tokens (ties go to the lower id), below 2**31; 0 or -1 keeps all
+    top_p               in (0, 1]; keep the fewest most likely tokens whose probabilities reach top_p
+    min_p               in [0, 1]; keep tokens at least min_p times as likely as the most likely one
+    repetition_penalty  in [2**-126, 2**126]; divides positive and multiplies negative logits of tokens in the prompt or
+                        the output
+    presence_penalty    in [-2, 2]; subtracted once from the logit of every token in the output
+    frequency_penalty   in [-2, 2]; subtracted once per occurrence in the output
+    seed                in [0, 2**64); None takes a stream of its own from the engine's seed
+    logprobs            in [0, 1000]; report the chosen token's log-probability and those of that many most likely
+                        tokens
+    stop                up to 1000 strings of up to 1000 characters that end the output, which is cut off before them
+    stop_token_ids      up to 1000 token ids below 2**31 that end the output; they are the last of its token_ids
+    max_tokens          in [1, 2**31) output tokens; None is as many as the model's length and the cache allow
+    min_tokens          no end-of-sequence, stop token or stop string before this many output tokens, max_tokens at most
+    ignore_eos          go on after the model's end-of-sequence token
+    logits_processors   up to 64, called in this order with the model's logits, see tsched.requests.logits_processors
+    stopping_criteria   up to 64, any of which may end the output after min_tokens, see tsched.requests.stopping
+
+    The order is logits processors, penalties, temperature, min_p, top_k, top_p. Names and meanings are vLLM's.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logprobs: int | None = None
+    stop: str | Iterable[str] | None = ()
+    stop_token_ids: Iterable[int] | None = ()
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logits_processors: Iterable[LogitsProcessor] = ()
+    stopping_criteria: Iterable[StoppingCriterion] = ()
+
+    def __post_init__(self) -> None:
+        self._set_integer("n", 1, MAX_SAMPLES)
+        self._set_float("temperature", 0.0, math.inf)
+        if self.n > 1 and self.is_greedy:
+            raise ValueError(f"n must be 1 where temperature is 0, for all completions would be equal; got {self.n}")
+        self._set_float("top_p", 0.0, 1.0, above=True)
+        self._set_float("min_p", 0.0, 1.0)
+        self._set_float("repetition_penalty", 0.0, math.inf, above=True)
+        self._set_float("repetition_penalty", 1.0 / MAX_PENALTY, MAX_PENALTY)
+        self._set_float("presence_penalty", -2.0, 2.0)
+        self._set_float("frequency_penalty", -2.0, 2.0)
+        self._set_integer("top_k", -1)
+        self._set_integer("seed", 0, 2**64 - 1, optional=True)
+        self._set_integer("logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._set_integer("max_tokens", 1, optional=True)
+        self._set_integer("min_tokens", 0, MAX_COUNT if self.max_tokens is None else self.max_tokens)
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        object.__setattr__(self, "stop", _strings("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logits_processors", _callbacks("logits_processors", self.logits_processors, 3))
+        object.__setattr__(self, "stopping_criteria", _callbacks("stopping_criteria", self.stopping_criteria, 2))
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop`, in the one form that it has once checked."""
+        return self.stop  # type: ignore[return-value]
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """`stop_token_ids`, in the one form that it has once checked."""
+        return self.stop_token_ids  # type: ignore[return-value]
+
+    @property
+    def processors(self) -> tuple[LogitsProcessor, ...]:
+        """`logits_processors`, in the one form that it has once checked."""
+        return self.logits_processors  # type: ignore[return-value]
+
+    @property
+    def criteria(self) -> tuple[StoppingCriterion, ...]:
+        """`stopping_criteria`, in the one form that it has once checked."""
+        return self.stopping_criteria  # type: ignore[return-value]
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def of_sample(self, index: int) -> SamplingParams:
+        """Those of completion `index` alone: n is 1, and the seed is this one's, derived from (seed, index) after
+        completion 0, by numpy's SeedSequence. Without a seed each completion takes a stream from the engine's.
+        """
+        if self.n == 1:
+            return self
+        seed = self.seed
+        if seed is not None and index > 0:
+            seed = int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0])
+        return replace(self, n=1, seed=seed)
+
+    def _set_float(self, name: str, low: float, high: float, *, above: bool = False) -> None:
+        value = getattr(self, name)
+        allowed = f"{'above' if above else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+        try:
+            number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float)) else float(value)
+        except OverflowError:  # an int that no float reaches
+            number = math.inf
+        if not math.isfinite(number):
+            raise ValueError(f"{name} must be a finite number {allowed}, got {value!r}")
+        if not (low < number if above else low <= number) or number > high:
+            raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        object.__setattr__(self, name, number)
+
+    def _set_integer(self, name: str, low: int, high: int = MAX_COUNT, *, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        number = _integer(name, value)
+        if not low <= number <= high:
+            allowed = f"at least {low} and at most {high}" if high == MAX_COUNT else f"from {low} to {high}"
+            raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        object.__setattr__(self, name, number)
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {value!r}") from None
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    strings = () if value is None else (value,) if isinstance(value, str) else _tuple(name, value)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise ValueError(f"{name} must hold non-empty strings, got {string!r}")
+        if len(string) > MAX_STOP_LENGTH:
+            raise ValueError(f"{name} may hold strings of {MAX_STOP_LENGTH} characters at most, got {len(string)}")
+    return strings
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = tuple(
+        dict.fromkeys(_integer(f"every one of {name}", i) for i in (() if value is None else _tuple(name, value)))
+    )
+    wrong = next((i for i in ids if not 0 <= i <= MAX_COUNT), None)
+    if wrong is not None:
+        raise ValueError(f"{name} must hold token ids, at least 0 and at most {MAX_COUNT}, got {wrong}")
+    return ids
+
+
+def _callbacks(name: str, value: Any, num_arguments: int) -> tuple[Any, ...]:
+    """Things that can be called with `num_arguments` arguments, as far as can be seen without calling them."""
+    callbacks = _tuple(name, () if value is None else value, MAX_CALLBACKS)
+    for callback in callbacks:
+        if not callable(callback) or isinstance(callback, type):
+            raise ValueError(f"{name} must hold functions or callable objects, got {callback!r}")
+        try:
+            signature = inspect.signature(callback)
+        except (TypeError, ValueError):  # of some functions that are written in C nothing is known
+            continue
+        try:
+            signature.bind(*range(num_arguments))
+        except TypeError:
+            raise ValueError(
+                f"{name} are called with {num_arguments} arguments, but {callback!r} takes {signature}"
+            ) from None
+    return callbacks
+
+
+def _tuple(name: str, value: Any, longest: int = MAX_STOPS) -> tuple[Any, ...]:
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
+        raise ValueError(f"{name} must be a list, got {value!r}")
+    items = tuple(value)
+    if len(items) > longest:
+        raise ValueError(f"{name} may hold at most {longest} entries, got {len(items)}")
+    return items

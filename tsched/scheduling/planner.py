@@ -1,0 +1,384 @@
+"""How a plan is made: who goes on and by how much, who gives way, who is admitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tsched.scheduling.block_pool import BlockIds
+from tsched.scheduling.kv_memory import KVMemory
+from tsched.scheduling.policies.base import Preemption
+from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
+from tsched.scheduling.step_plan import NO_PAIRS, NO_ROWS, StepPlan
+from tsched.scheduling.token_budget import TokenBudget
+from tsched.scheduling.waiting_queue import WaitingQueue
+
+_NOTHING: list[Any] = []  # shared by the plans without prefills and swap-ins
+
+
+@dataclass(slots=True)
+class Counters:
+    """Plain sums since the scheduler was made."""
+
+    num_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+    num_forks: int = 0
+    num_given_up: int = 0  # waiting sequences whose blocks were taken back
+    num_swapped_out: int = 0  # blocks
+    num_swapped_in: int = 0  # blocks
+    num_copied: int = 0  # blocks, on write
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A plan, and what its commit needs besides: (row, epoch, end) of its prefills, host blocks that it reads back."""
+
+    plan: StepPlan
+    prefills: list[tuple[int, int, int]]
+    restored: list[BlockIds]
+
+
+class Planner:
+    """Makes plans over the running rows of `table` and the sequences in `waiting`."""
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        memory: KVMemory,
+        waiting: WaitingQueue,
+        budget: TokenBudget,
+        preemption: Preemption,
+        counters: Counters,
+    ) -> None:
+        self.running: Ints = NO_ROWS  # [n] rows, the first in the order first
+        self._table = table
+        self._memory = memory
+        self._waiting = waiting
+        self._budget = budget
+        self._preemption = preemption
+        self._counters = counters
+        # What the next plan names: rows that are wholly new, rows with other blocks in the middle.
+        self._placed: list[int] = []
+        self._rewritten: list[int] = []
+        # (row, epoch) of rows that were forked since they last wrote: others may refer to the block they write to next.
+        self._forked: list[tuple[int, int]] = []
+        # Who was not admitted for want of blocks, and how many there were past those kept back to grow into.
+        self._blocked: tuple[Sequence, int] | None = None
+        # Without chunked prefill: whole prompts took the tokens of running rows in the last plan, which go first now.
+        self._left_out = False
+        # The last plan, where every running row got a token by it and nothing has changed since but that: as if all
+        # of its rows had been decodes.
+        self._repeatable: StepPlan | None = None
+
+    @property
+    def repeatable(self) -> StepPlan | None:
+        """The last plan, where the next one may be the same one token on."""
+        return self._repeatable
+
+    def go_on_from(self, plan: StepPlan) -> None:
+        """`plan` has been carried out after `repeatable`, and is repeatable itself."""
+        self._repeatable = plan
+
+    def make(self, *, is_late: bool) -> UnderWay:
+        """The next plan; `is_late` where another one is under way, whose tokens are not known yet."""
+        under_way = self._repeat(is_late)
+        if under_way is not None:
+            self._repeatable = self._as_decodes(under_way.plan)
+            return under_way
+        decodes_first = self._left_out
+        under_way = self._make(is_late)
+        # Where decodes went first, who waits was not asked whether the whole step's tokens would do.
+        is_turn = decodes_first and len(self._waiting) > 0
+        self._repeatable = None if is_turn else self._as_decodes(under_way.plan)
+        return under_way
+
+    def disturb(self) -> None:
+        """Somebody came or went, or blocks changed hands: the next plan is not the last one again."""
+        self._repeatable = None
+
+    def note_forked(self, row: int) -> None:
+        """Others may refer to the block to which `row` writes next."""
+        self._forked.append((row, int(self._table.epoch[row])))
+        self._repeatable = None
+
+    def note_replaced(self, row: int) -> None:
+        """A token of `row` is another one now."""
+        self._placed.append(row)
+        self._repeatable = None
+
+    def note_inserted(self, row: int, *, is_rewritten: bool) -> None:
+        """Blocks of `row` have become matchable; `is_rewritten`: some of them were exchanged for equal ones."""
+        self._blocked = None
+        if is_rewritten:
+            self._rewritten.append(row)
+        if is_rewritten or len(self._waiting):
+            self._repeatable = None
+
+    def leave(self, row: int) -> tuple[Sequence, BlockIds]:
+        """The sequence in `row` stops running; returns it, with the tokens known of it, and its blocks."""
+        self.running = self.running[self.running != row]
+        self._repeatable = None
+        return self._table.remove(row)
+
+    def _make(self, is_late: bool) -> UnderWay:
+        num_preempted = self._counters.num_preemptions
+        counts, left, room, grown = self._advance_running(is_late)
+        rows, num_preempted = self.running, self._counters.num_preemptions - num_preempted
+        prompts_first, self._left_out = not (self._budget.chunked or self._left_out), False
+        if num_preempted == 0 and len(self._waiting):
+            if prompts_first:
+                left = room = self._budget.num_tokens
+            new_rows, new_counts = self._admit(left, room)
+            if new_rows.size:
+                if prompts_first:
+                    wanted, counts = counts, self._budget.after_prompts(counts, int(new_counts.sum()))
+                    self._left_out = bool(np.count_nonzero(counts < wanted))
+                rows, counts = np.concatenate((rows, new_rows)), np.concatenate((counts, new_counts))
+        return self._plan(rows, counts, grown, num_preempted)
+
+    def _advance_running(self, is_late: bool) -> tuple[Ints, int, int, Ints]:
+        """Tokens [num_running] for each running row, with blocks allocated for them; the tokens left of the step, and
+        those of them for prefills; the rows that got a block.
+        """
+        table, cache = self._table, self._memory.cache
+        while True:
+            rows = self.running
+            length = table.length[rows]
+            if is_late:  # a sequence whose last token is under way has nothing left to compute
+                length = np.minimum(length, table.max_length[rows] - 1)
+            computed = table.computed[rows]
+            counts, left, room = self._budget.share(length - computed)
+            # Blocks for all known tokens were allocated at admission, so a row grows by one block at most.
+            growing = rows[computed + counts > table.capacity[rows]]
+            writers = self._writers_to_shared(rows, counts) if self._forked else _NOTHING
+            needed = growing.size + len(writers)
+            if needed <= cache.num_available:
+                break
+            if self._memory.give_up() is not None:
+                self._counters.num_given_up += 1
+            elif rows.size < 2:
+                raise RuntimeError("a sequence that runs alone found no block: the pool's accounts are wrong")
+            elif not counts[:-1].any():  # the others end with the plan under way, and this one needs not give way
+                return np.zeros_like(counts), 0, 0, NO_ROWS
+            else:
+                self._preempt(int(rows[-1]))
+        if growing.size:
+            table.extend_each(growing, cache.allocate(growing.size))
+        for row, place in writers:
+            self._copy_on_write(row, place)
+        if self._forked:
+            still = set(rows[counts == 0].tolist())
+            self._forked = [(row, epoch) for row, epoch in self._forked if row in still and table.epoch[row] == epoch]
+        return counts, left, room, growing
+
+    def _writers_to_shared(self, rows: Ints, counts: Ints) -> list[tuple[int, int]]:
+        """(row, place in its list of blocks) of the forked rows that must copy the block to which they write next.
+
+        No two of them share that block: a fork that is admitted has copied it, or has it alone.
+        """
+        table, pool = self._table, self._memory.pool
+        writing = set(rows[counts > 0].tolist())
+        writers = []
+        for row, epoch in dict.fromkeys(self._forked):
+            place, offset = divmod(int(table.computed[row]), pool.block_size)
+            if row not in writing or table.epoch[row] != epoch or offset == 0:
+                continue
+            if int(pool.refs(table.blocks[row, place : place + 1])[0]) > 1:
+                writers.append((row, place))
+        return writers
+
+    def _copy_on_write(self, row: int, place: int) -> None:
+        table = self._table
+        sequence = table.sequences[row]
+        if sequence is None:
+            raise RuntimeError(f"row {row} of the sequence table is empty")
+        shared = table.blocks[row, place : place + 1].copy()
+        table.blocks[row, place : place + 1] = self._memory.copy_on_write(sequence, shared)
+        self._rewritten.append(row)
+
+    def _preempt(self, row: int) -> None:
+        table = self._table
+        # A token that a plan under way will bring comes too late: its row has another epoch then. So the last known
+        # one is run again when the sequence is back, and brings the same token.
+        num_computed = min(int(table.computed[row]), int(table.known[row]) - 1)
+        num_committed = table.num_committed(row)
+        sequence, blocks = self.leave(row)
+        sequence.num_preemptions += 1
+        sequence.num_computed = 0
+        self._preemption.leave(sequence, blocks, num_computed, self._memory)
+        self._memory.cache.release(sequence, blocks, num_committed)
+        self._memory.cache.prepare(sequence)
+        self._waiting.add(sequence)
+        self._counters.num_preemptions += 1
+
+    def _admit(self, left: int, room: int) -> tuple[Ints, Ints]:
+        """Admit from the queue while rows, blocks, `left` tokens and `room` for prefill tokens last; returns their
+        rows and counts, [a] each.
+        """
+        table, budget = self._table, self._budget
+        rows: list[int] = []
+        counts: list[int] = []
+        growing = int(np.count_nonzero(table.can_grow(self.running)))
+        while left > 0 and table.num_free_rows:
+            sequence = self._waiting.head()
+            if sequence is None:
+                break
+            wanted = sequence.tokens.size - sequence.num_computed
+            if wanted > 1 and (room < 1 or (wanted > room and not budget.chunked)):
+                break
+            blocks = self._blocks_for(sequence, self.running.size + len(rows), growing)
+            if blocks is None:
+                break
+            self._waiting.remove(sequence)
+            rows.append(table.place(sequence, blocks, sequence.num_computed))
+            growing += bool(table.can_grow(rows[-1]))
+            wanted = sequence.tokens.size - sequence.num_computed
+            counts.append(1 if wanted == 1 else min(wanted, budget.chunk, room))
+            left -= counts[-1]
+            room = min(left, room if wanted == 1 else room - counts[-1])
+        if not rows:
+            return NO_ROWS, NO_ROWS
+        self._placed += rows
+        new = np.array(rows, dtype=np.int64)
+        running = np.concatenate((self.running, new))
+        key = table.key[running[-len(rows) - 1 :]]  # those who ran are in order
+        if np.count_nonzero(key[1:] <= key[:-1]):
+            running = running[np.lexsort((table.serial[running], table.key[running]))]
+        self.running = running
+        return new, np.array(counts, dtype=np.int64)
+
+    def _blocks_for(self, sequence: Sequence, num_running: int, num_growing: int) -> BlockIds | None:
+        """Blocks for all tokens of `sequence`; None where there are not enough of them, with one kept back for each
+        of the `num_growing` among the running sequences that may need one more, or else the newcomer would be
+        preempted at once.
+        """
+        memory = self._memory
+        spared = memory.cache.num_available - num_growing
+        if num_running and self._blocked is not None and self._blocked[0] is sequence and spared <= self._blocked[1]:
+            return None
+        while (blocks := memory.enter(sequence, num_growing)) is None:
+            if num_running:
+                self._blocked = (sequence, spared)
+                return None
+            if memory.give_up(but=sequence) is None and memory.give_up() is None:
+                raise RuntimeError("a sequence found too few blocks in an idle pool: the pool's accounts are wrong")
+            self._counters.num_given_up += 1
+        self._blocked = None
+        return blocks
+
+    def _plan(self, rows: Ints, counts: Ints, grown: Ints, num_preempted: int) -> UnderWay:
+        """The plan in which `rows` advance by `counts`, decode rows first, and the table's accounts of it."""
+        table, counters = self._table, self._counters
+        is_decode = counts == 1
+        num_decodes = int(np.count_nonzero(is_decode))
+        # Mostly they are in order already, the newcomer with its prompt at the end.
+        if np.count_nonzero(is_decode[:num_decodes]) < num_decodes or np.count_nonzero(counts) < counts.size:
+            order = np.concatenate((is_decode.nonzero()[0], (counts > 1).nonzero()[0]))
+            rows, counts = rows[order], counts[order]
+        starts = table.computed[rows]
+        ends = starts + counts
+        table.computed[rows] = ends
+        sampled, sampled_rows, lengths = (ends == table.length[rows]).nonzero()[0], rows, ends
+        if sampled.size < rows.size:
+            sampled_rows, lengths = rows[sampled], ends[sampled]
+        table.length[sampled_rows] = lengths + 1
+        swap_outs, swap_ins, copies, restored = self._memory.take_copies()
+        counters.num_swapped_out += swap_outs.shape[1]
+        counters.num_swapped_in += swap_ins.shape[1]
+        counters.num_copied += copies.shape[1]
+        plan = StepPlan(
+            rows=rows,
+            starts=starts,
+            counts=counts,
+            ends=ends,
+            num_decodes=num_decodes,
+            num_tokens=num_decodes + int(counts[num_decodes:].sum()) if num_decodes < rows.size else num_decodes,
+            sampled=sampled,
+            sampled_rows=sampled_rows,
+            sampled_epochs=table.epoch[sampled_rows],
+            lengths=lengths,
+            num_departures=table.num_departures,
+            num_preempted=num_preempted,
+            swap_outs=swap_outs,
+            swap_ins=swap_ins,
+            copies=copies,
+            placed=_taken(self._placed),
+            rewritten=_taken(self._rewritten),
+            grown=grown,
+        )
+        filled = rows[starts < table.prefill_length[rows]]
+        if filled.size == 0:
+            return UnderWay(plan, _NOTHING, restored)
+        filling = zip(filled.tolist(), table.epoch[filled].tolist(), table.computed[filled].tolist(), strict=True)
+        return UnderWay(plan, list(filling), restored)
+
+    def _as_decodes(self, plan: StepPlan) -> StepPlan | None:
+        """`plan` as if it had only decoded, where every running row got a token by it and so comes next with one; None
+        where that may not be what comes next.
+        """
+        count = self.running.size
+        if plan.sampled.size < count or plan.num_preempted:
+            return None
+        if plan.num_decodes == count:
+            return plan
+        if len(self._waiting):  # perhaps for tokens, of which decodes leave more
+            return None
+        ones = np.ones(count, dtype=np.int64)
+        return replace(plan, starts=plan.ends - 1, counts=ones, num_decodes=count, num_tokens=count)
+
+    def _repeat(self, is_late: bool) -> UnderWay | None:
+        """The last plan one token on, or None where that is not what comes next.
+
+        Most plans are such. Nobody could be admitted then, so nobody can be now: the free blocks have only become
+        fewer.
+        """
+        table, last = self._table, self._repeatable
+        if last is None:
+            return None
+        rows, starts = last.rows, last.ends
+        if is_late and np.count_nonzero(starts >= table.max_length[rows] - 1):
+            return None
+        growing = rows[starts >= table.capacity[rows]]
+        if growing.size:
+            if growing.size > self._memory.cache.num_available:
+                return None
+            table.extend_each(growing, self._memory.cache.allocate(growing.size))
+        ends = starts + 1
+        table.computed[rows] = ends
+        table.length[rows] = ends + 1
+        plan = StepPlan(
+            rows=rows,
+            starts=starts,
+            counts=last.counts,
+            ends=ends,
+            num_decodes=last.num_decodes,
+            num_tokens=last.num_tokens,
+            sampled=last.sampled,
+            sampled_rows=last.sampled_rows,
+            sampled_epochs=last.sampled_epochs,
+            lengths=ends,
+            num_departures=last.num_departures,
+            num_preempted=0,
+            swap_outs=NO_PAIRS,
+            swap_ins=NO_PAIRS,
+            copies=NO_PAIRS,
+            placed=NO_ROWS,
+            rewritten=NO_ROWS,
+            grown=growing,
+        )
+        return UnderWay(plan, _NOTHING, _NOTHING)
+
+
+def _taken(rows: list[int]) -> Ints:
+    """The distinct `rows` as an array; the list is empty then."""
+    if not rows:
+        return NO_ROWS
+    taken = np.array(list(dict.fromkeys(rows)), dtype=np.int64)
+    rows.clear()
+    return taken

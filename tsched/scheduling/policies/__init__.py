@@ -1,0 +1,40 @@
+"""The scheduler's swappable decisions, by name. A policy is one file here and one line below.
+
+order         who is admitted next and who gives way first
+preemption    what becomes of a sequence that gives way
+prefix_cache  which blocks a new sequence may take over, and who owns the free ones
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import TypeVar
+
+from tsched.scheduling.policies.base import Order, Preemption, PrefixCache
+from tsched.scheduling.policies.fcfs import FirstComeFirstServed
+from tsched.scheduling.policies.hash_prefix_cache import HashPrefixCache
+from tsched.scheduling.policies.no_prefix_cache import NoPrefixCache
+from tsched.scheduling.policies.priority import Priority
+from tsched.scheduling.policies.radix_prefix_cache import RadixPrefixCache
+from tsched.scheduling.policies.recompute import Recompute
+from tsched.scheduling.policies.swap import Swap
+
+ORDERS: Mapping[str, type[Order]] = {"fcfs": FirstComeFirstServed, "priority": Priority}
+PREEMPTIONS: Mapping[str, type[Preemption]] = {"recompute": Recompute, "swap": Swap}
+PREFIX_CACHES: Mapping[str, type[PrefixCache]] = {
+    "none": NoPrefixCache,
+    "hash": HashPrefixCache,
+    "radix": RadixPrefixCache,
+}
+
+PolicyT = TypeVar("PolicyT")
+
+
+def find_policy(kind: str, name: str, known: Mapping[str, PolicyT]) -> PolicyT:
+    """`known[name]`; ValueError names the alternatives, and the nearest one."""
+    if isinstance(name, str) and name in known:  # a list, say, cannot even be looked for
+        return known[name]
+    nearest = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"unknown {kind} policy {name!r}; there is {', '.join(map(repr, sorted(known)))}{hint}")

@@ -1,0 +1,65 @@
+"""Who is turned away at the door: what could never run to its end must not block the queue for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.block_pool import BlockPool
+
+MAX_PRIORITY = 2**31  # keys are int64
+
+
+class RefusedError(ValueError):
+    """A request that could never run to its end here."""
+
+
+def longest_form(prompt_len: int, params: SamplingParams, pool: BlockPool, max_model_len: int) -> int:
+    """The tokens, prompt and output together, at which a request ends at the latest.
+
+    Without a max_tokens it may run to what max_model_len and the whole pool allow. RefusedError where it could never
+    run to its end, alone in the whole `pool`.
+    """
+    if prompt_len < 1:
+        raise RefusedError("the prompt is empty: there is no token to go on from")
+    if prompt_len >= max_model_len:
+        raise RefusedError(
+            f"the prompt has {prompt_len} tokens, max_model_len is {max_model_len} for prompt and output "
+            f"together: a prompt may have {max_model_len - 1} at most"
+        )
+    if params.max_tokens is None:
+        longest = max(prompt_len, pool.num_blocks * pool.block_size) + 1
+    else:
+        longest = prompt_len + params.max_tokens
+    longest = min(longest, max_model_len)
+    needed = pool.blocks_for(longest - 1)  # the last token is never fed back
+    if needed > pool.num_blocks:
+        raise RefusedError(
+            f"a prompt of {prompt_len} tokens and an output up to {longest} in all need {needed} blocks of "
+            f"{pool.block_size} tokens, the pool has {pool.num_blocks}"
+        )
+    return longest
+
+
+def as_token_ids(prompt: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+    """`prompt` [n] as int64; RefusedError where it is anything else than one list of integers."""
+    found = np.asarray(prompt) if len(prompt) else np.empty(0, dtype=np.int64)
+    is_wide = found.dtype == np.uint64 and bool((found >> 63).any())
+    if found.ndim != 1 or found.dtype.kind not in "iu" or is_wide:
+        raise RefusedError(
+            f"a prompt must be token ids, integers below 2**63, got {found.dtype} of {list(found.shape)}"
+        )
+    return found.astype(np.int64, copy=False)
+
+
+def check_priority(priority: int) -> int:
+    """The priority as an int; TypeError where it is no integer, ValueError where it is too large."""
+    if not isinstance(priority, (int, np.integer)) or isinstance(priority, bool):
+        raise TypeError(f"priority must be an integer, got {priority!r}")
+    if abs(priority) > MAX_PRIORITY:
+        raise ValueError(f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}")
+    return int(priority)

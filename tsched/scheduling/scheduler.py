@@ -1,0 +1,430 @@
+"""Which sequence advances by how many tokens: continuous batching under a token budget, as pure bookkeeping.
+
+Plain Python and numpy; no torch, no model. Why nothing waits for ever:
+- a request whose longest form needs more blocks than the pool has is refused at the door, so any one sequence, alone,
+  can run to its end;
+- when the blocks run out, first those that waiting sequences hold are taken back, then the last in the order give way
+  until the rest fit, so the first always goes on;
+- a preempted sequence keeps its place in the order, so only finitely many ever overtake it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Items
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.block_pool import BlockPool
+from tsched.scheduling.fast_forward import count_quiet_steps, skip_steps
+from tsched.scheduling.kv_memory import KVMemory
+from tsched.scheduling.planner import Counters, Planner, UnderWay
+from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES, find_policy
+from tsched.scheduling.policies.base import CacheStats
+from tsched.scheduling.refusal import RefusedError, as_token_ids, check_priority, longest_form
+from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
+from tsched.scheduling.sibling_groups import SiblingGroups
+from tsched.scheduling.step_plan import StepPlan
+from tsched.scheduling.token_budget import TokenBudget
+from tsched.scheduling.waiting_queue import WaitingQueue
+
+__all__ = ["Counters", "RefusedError", "Scheduler", "StepPlan"]
+
+
+class Scheduler:
+    """Makes plans and takes in their outcome. `commit` may lag `schedule` by one plan.
+
+    num_blocks, block_size   the KV cache: blocks, and tokens a block
+    num_host_blocks          blocks in host memory for preemption by swapping; 0 is none
+    max_num_seqs             sequences running at once
+    max_num_batched_tokens   tokens a plan
+    max_model_len            tokens a sequence, prompt and output together
+    max_chunk_tokens, decode_share, chunked_prefill   how a plan's tokens are shared, see TokenBudget
+    eos_token_ids            end a sequence unless its parameters say ignore_eos
+    order, preemption, prefix_cache   policies by name, see tsched.scheduling.policies
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        max_chunk_tokens: int | None = None,
+        decode_share: float = 0.0,
+        chunked_prefill: bool = True,
+        num_host_blocks: int = 0,
+        eos_token_ids: tuple[int, ...] = (),
+        order: str = "fcfs",
+        preemption: str = "recompute",
+        prefix_cache: str = "none",
+    ) -> None:
+        limits = {
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_model_len": max_model_len,
+        }
+        for name, value in limits.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if num_host_blocks < 0:
+            raise ValueError(f"num_host_blocks must be at least 0, got {num_host_blocks}")
+        budget = TokenBudget(max_num_batched_tokens, max_chunk_tokens, decode_share, chunked_prefill)
+        budget.check(max_model_len)
+        self.pool = BlockPool(num_blocks, block_size)
+        self.host_pool = BlockPool(num_host_blocks, block_size) if num_host_blocks else None
+        self.table = SequenceTable(max_num_seqs, max_model_len, block_size)
+        self.counters = Counters()
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+        self._order = find_policy("order", order, ORDERS)()
+        self._cache = find_policy("prefix_cache", prefix_cache, PREFIX_CACHES)(self.pool)
+        self._memory = KVMemory(self.pool, self._cache, self.host_pool)
+        self._waiting = WaitingQueue()
+        self._planner = Planner(
+            self.table,
+            self._memory,
+            self._waiting,
+            budget,
+            find_policy("preemption", preemption, PREEMPTIONS)(),
+            self.counters,
+        )
+        self._groups = SiblingGroups()
+        self._unfinished: dict[int, Sequence] = {}
+        self._in_flight: deque[UnderWay] = deque()
+        self._num_arrived = 0
+        self._num_created = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._groups)
+
+    @property
+    def num_running(self) -> int:
+        return int(self._planner.running.size)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._unfinished)
+
+    @property
+    def running(self) -> Ints:
+        """[n] int64, the running rows, the first in the order first."""
+        return self._planner.running.copy()
+
+    def cache_stats(self) -> CacheStats:
+        """What the prefix cache has found and evicted."""
+        return self._cache.stats()
+
+    def last_page_waste(self) -> float:
+        """Of the slots lent to running sequences, the fraction past their known tokens."""
+        rows = self._planner.running
+        capacity, known = self.table.capacity[rows], self.table.known[rows]
+        lent = int(capacity.sum())
+        return 1.0 - int(np.minimum(known, capacity).sum()) / lent if lent else 0.0
+
+    def add(
+        self,
+        sequence_id: int,
+        prompt: Items[int] | NDArray[Any],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: bytes = b"",
+    ) -> Sequence:
+        """Queue a new sequence of `prompt` [n] int, n >= 1, and return it.
+
+        priority: lower goes first, where the order looks at it. Only sequences of one `cache_salt` share cached
+        prefixes. Raises RefusedError, and nothing changes, where it could never run to its end here or the prompt is
+        no list of integers; TypeError or ValueError for a priority that is no integer or too large. Without a
+        max_tokens it may run to what max_model_len and the whole pool allow.
+        """
+        return self.add_group([sequence_id], prompt, [params], priority=priority, cache_salt=cache_salt)[0]
+
+    def add_group(
+        self,
+        sequence_ids: Items[int],
+        prompt: Items[int] | NDArray[Any],
+        params: Items[SamplingParams],
+        *,
+        priority: int = 0,
+        cache_salt: bytes = b"",
+    ) -> list[Sequence]:
+        """Queue n sequences of one prompt, which is computed once: the first one's blocks are forked to the others
+        when it has been. Any of them may be aborted at any moment. Raises what `add` raises.
+        """
+        if len(sequence_ids) != len(params) or len(sequence_ids) < 1 or len(set(sequence_ids)) < len(sequence_ids):
+            raise ValueError(f"a group is distinct ids and as many parameters, got {sequence_ids} and {len(params)}")
+        self._require_new(sequence_ids)
+        priority, tokens = check_priority(priority), as_token_ids(prompt)
+        lengths = [longest_form(tokens.size, one, self.pool, self.max_model_len) for one in params]
+        group = [
+            Sequence.create(i, tokens, one, length, priority=priority, cache_salt=cache_salt)
+            for i, one, length in zip(sequence_ids, params, lengths, strict=True)
+        ]
+        for sequence in group:
+            self._enlist(sequence, self._num_arrived)
+        self._num_arrived += 1
+        self._cache.prepare(group[0])
+        for follower in group[1:]:
+            self._cache.adopt(follower, group[0])
+        self._waiting.add(group[0])
+        self._groups.form(group[0], group[1:])
+        return group
+
+    def fork(self, sequence_id: int, new_id: int, params: SamplingParams, *, num_tokens: int | None = None) -> Sequence:
+        """Queue a sequence `new_id` that begins with the first `num_tokens` tokens (None: all known) of an unfinished
+        one, whose blocks it shares and whose place in the order it has.
+
+        It computes its last token itself, so that its logits come from a row like any other. max_tokens counts from
+        the end of the parent's prompt. ValueError where there is no such sequence or no such number of tokens;
+        RefusedError where the fork could never run to its end, or has reached it.
+        """
+        parent = self._unfinished.get(sequence_id)
+        if parent is None:
+            raise ValueError(f"no sequence {sequence_id} is unfinished: there is nothing to fork")
+        self._require_new([new_id])
+        table, row = self.table, parent.row
+        tokens = parent.tokens if row < 0 else table.tokens[row, : table.known[row]]
+        count = tokens.size if num_tokens is None else num_tokens
+        if not 1 <= count <= tokens.size:
+            raise ValueError(f"sequence {sequence_id} has {tokens.size} tokens, a fork of {count} was asked for")
+        prompt_len = min(parent.prompt_len, count)
+        max_length = longest_form(prompt_len, params, self.pool, self.max_model_len)
+        if count >= max_length:
+            raise RefusedError(f"a fork of {count} tokens has reached its end already: {max_length} tokens at most")
+        child = Sequence.create(
+            new_id,
+            tokens[:count],
+            params,
+            max_length,
+            prompt_len=prompt_len,
+            priority=parent.priority,
+            cache_salt=parent.cache_salt,
+        )
+        self._enlist(child, parent.arrival)
+        self._cache.adopt(child, parent)
+        self._share_blocks(parent, child)
+        self._waiting.add(child)
+        self.counters.num_forks += 1
+        return child
+
+    def replace_last(self, sequence_id: int, token: int) -> None:
+        """Put `token` in the place of the last output token of an unfinished sequence, which no plan has run yet.
+
+        RuntimeError where a plan is under way, ValueError where there is no such sequence or token.
+        """
+        if self._in_flight:
+            raise RuntimeError("a plan is under way: the last token may be running already")
+        sequence = self._unfinished.get(sequence_id)
+        if sequence is None:
+            raise ValueError(f"no sequence {sequence_id} is unfinished")
+        row = sequence.row
+        last = (int(self.table.known[row]) if row >= 0 else sequence.tokens.size) - 1
+        if last < sequence.prompt_len:
+            raise ValueError(f"sequence {sequence_id} has no output token yet")
+        sequence.num_shown = min(sequence.num_shown, last)
+        if last < sequence.tokens.size:  # what the prefix cache has seen of it
+            sequence.tokens[last] = token
+            self._cache.truncate(sequence, last)
+        if row >= 0:
+            self.table.tokens[row, last] = token
+            self._planner.note_replaced(row)
+
+    def output_of(self, sequence: Sequence) -> list[int]:
+        """The output's token ids so far, whether the sequence waits, runs or has finished."""
+        if sequence.row < 0:
+            return sequence.output_token_ids
+        table = self.table
+        ids: list[int] = table.tokens[sequence.row, sequence.prompt_len : table.known[sequence.row]].tolist()
+        return ids
+
+    def schedule(self) -> StepPlan:
+        """The next step. Empty where nobody can advance: nobody is here, or all wait for the outcome of plans under
+        way.
+        """
+        if len(self._in_flight) > 1:
+            raise RuntimeError("two plans are under way; commit the older one before making a third")
+        under_way = self._planner.make(is_late=bool(self._in_flight))
+        plan = under_way.plan
+        self._in_flight.append(under_way)
+        counters = self.counters
+        counters.num_steps += not plan.is_empty
+        counters.num_decode_tokens += plan.num_decodes
+        counters.num_prefill_tokens += plan.num_tokens - plan.num_decodes
+        return plan
+
+    def commit(self, plan: StepPlan, tokens: Ints) -> list[Sequence]:
+        """Take in the `tokens` [m] that were sampled for `plan.sampled`, in that order; `plan` is the oldest under way.
+
+        Tokens of sequences that have stopped or given way since the plan was made are dropped. Returns the sequences
+        that finished, which have left the table.
+        """
+        if not self._in_flight or self._in_flight[0].plan is not plan:
+            raise RuntimeError("plans are committed once each, in the order in which they were made")
+        rows = plan.sampled_rows
+        if tokens.shape != rows.shape:
+            raise ValueError(f"the plan samples {rows.size} tokens, got an array of shape {tokens.shape}")
+        under_way = self._in_flight.popleft()
+        table, places = self.table, plan.lengths
+        if table.num_departures != plan.num_departures:
+            live = table.epoch[rows] == plan.sampled_epochs
+            rows, tokens, places = rows[live], tokens[live], places[live]
+        table.tokens[rows, places] = tokens
+        lengths = places + 1
+        table.known[rows] = lengths
+        self.counters.num_output_tokens += rows.size
+        if under_way.restored:
+            self._memory.free_restored(under_way.restored)
+        if under_way.prefills:
+            self._take_in(under_way.prefills)
+        ended = lengths >= table.max_length[rows]
+        stopped = self._stopped(rows, tokens, lengths)
+        if stopped is not None:
+            ended |= stopped
+        if np.count_nonzero(ended) == 0:
+            return []
+        return [
+            self._finish_row(int(rows[i]), "stop" if stopped is not None and stopped[i] else "length")
+            for i in np.flatnonzero(ended).tolist()
+        ]
+
+    def quiet_steps(self, most: int) -> int:
+        """How many of the next steps, `most` at most, only repeat the last one with the next tokens, if nobody comes or
+        goes: what `skip_steps` can do at once. 0 where a plan is under way, or a token might stop a sequence.
+        """
+        last = self._planner.repeatable
+        if last is None or self._in_flight or self.table.num_with_stop_ids:
+            return 0
+        if self._eos_token_ids and not self.table.ignore_eos[last.rows].all():
+            return 0
+        return count_quiet_steps(last, self.table, self._cache.num_available, most)
+
+    def skip_steps(self, count: int, tokens: Ints) -> Ints:
+        """The state after `count` <= quiet_steps(count) times schedule() and commit(), where running row i, in the
+        order of the last plan's, gets `tokens[i]` [n] each time. Returns [count], the blocks that each step took.
+        """
+        last = self._planner.repeatable
+        if last is None or count < 1 or self.quiet_steps(count) < count:
+            raise RuntimeError(f"the next {count} steps do not all repeat the last one")
+        if tokens.shape != last.rows.shape:
+            raise ValueError(f"{last.rows.size} rows are running, got tokens of shape {tokens.shape}")
+        plan, taken = skip_steps(last, self.table, self._cache, count, tokens)
+        self._planner.go_on_from(plan)
+        counters, num_tokens = self.counters, count * last.rows.size
+        counters.num_steps += count
+        counters.num_decode_tokens += num_tokens
+        counters.num_output_tokens += num_tokens
+        return taken
+
+    def finish(self, sequence_id: int, reason: str) -> Sequence | None:
+        """End a sequence from outside, wherever it is, and free its blocks; None where no such sequence is
+        unfinished.
+        """
+        sequence = self._unfinished.get(sequence_id)
+        if sequence is None:
+            return None
+        if sequence.row >= 0:
+            return self._finish_row(sequence.row, reason)
+        if not self._groups.leaves(sequence):
+            self._waiting.remove(sequence)
+            self._memory.drop(sequence)
+        return self._mark_finished(sequence, reason)
+
+    def abort(self, sequence_id: int) -> Sequence | None:
+        """`finish` with the reason "abort"."""
+        return self.finish(sequence_id, "abort")
+
+    def abort_all(self) -> None:
+        """Abort every sequence and forget the plans under way: the outcome of a step is lost."""
+        for under_way in self._in_flight:
+            self._memory.free_restored(under_way.restored)
+        self._in_flight.clear()
+        for sequence_id in list(self._unfinished):
+            self.abort(sequence_id)
+
+    def _require_new(self, sequence_ids: Items[int]) -> None:
+        for sequence_id in sequence_ids:
+            if sequence_id in self._unfinished:
+                raise ValueError(f"a sequence {sequence_id} is already here")
+
+    def _enlist(self, sequence: Sequence, arrival: int) -> None:
+        sequence.arrival, sequence.serial = arrival, self._num_created
+        sequence.key = self._order.key(sequence)
+        self._num_created += 1
+        self._unfinished[sequence.id] = sequence
+        self._planner.disturb()
+
+    def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
+        """The waiting `child`, which begins with `parent`'s tokens, holds the blocks of those that are computed."""
+        table, row, most = self.table, parent.row, child.tokens.size - 1
+        if row >= 0:
+            # What a plan under way computes is there before any later plan reads it.
+            num_computed = min(int(table.computed[row]), most)
+            self._memory.share(child, table.blocks[row, : table.num_blocks[row]], num_computed)
+            self._planner.note_forked(row)
+        elif parent.host_blocks.size:
+            self._memory.share_host(child, parent.host_blocks, min(parent.num_computed, most))
+        else:
+            self._memory.share(child, parent.blocks, min(parent.num_computed, most))
+
+    def _take_in(self, prefills: list[tuple[int, int, int]]) -> None:
+        """(row, epoch, end): the row's first `end` tokens are computed now, if the row is still the same one's."""
+        table, block_size = self.table, self.pool.block_size
+        for row, epoch, end in prefills:
+            sequence = table.sequences[row]
+            if sequence is None or table.epoch[row] != epoch:
+                continue
+            table.prefilled[row] = end
+            own = table.blocks[row, : end // block_size]
+            if own.size:
+                given = own.copy()
+                blocks = self._cache.insert(sequence, given, end)
+                if blocks is not given:
+                    own[:] = blocks
+                self._planner.note_inserted(row, is_rewritten=blocks is not given)
+            if end >= sequence.prompt_len:
+                for follower in self._groups.disband(sequence.id):
+                    self._share_blocks(sequence, follower)
+                    self._waiting.add(follower)
+                    self.counters.num_forks += 1
+
+    def _stopped(self, rows: Ints, tokens: Ints, lengths: Ints) -> NDArray[np.bool_] | None:
+        """[m] bool, which of `rows` were ended by their new token; None where none was."""
+        table = self.table
+        stopped: NDArray[np.bool_] | None = None
+        for eos in self._eos_token_ids:
+            is_eos = tokens == eos
+            if np.count_nonzero(is_eos):
+                stopped = is_eos if stopped is None else stopped | is_eos
+        if stopped is not None:
+            stopped &= ~table.ignore_eos[rows]
+        if table.num_with_stop_ids:
+            stopped = np.zeros(rows.size, dtype=np.bool_) if stopped is None else stopped
+            for i in np.flatnonzero(table.has_stop_ids[rows]).tolist():
+                sequence = table.sequences[int(rows[i])]
+                stopped[i] |= sequence is not None and int(tokens[i]) in sequence.stop_ids
+        return None if stopped is None else stopped & (lengths > table.min_length[rows])
+
+    def _finish_row(self, row: int, reason: str) -> Sequence:
+        num_committed = self.table.num_committed(row)
+        sequence, blocks = self._planner.leave(row)
+        self._cache.release(sequence, blocks, num_committed)
+        return self._mark_finished(sequence, reason)
+
+    def _mark_finished(self, sequence: Sequence, reason: str) -> Sequence:
+        del self._unfinished[sequence.id]
+        heirs = self._groups.disband(sequence.id)
+        if heirs:  # it led a group, whose prompt another one computes now
+            self._groups.form(heirs[0], heirs[1:])
+            self._waiting.add(heirs[0])
+        self._planner.disturb()
+        sequence.finish_reason = reason
+        self.counters.num_finished += 1
+        return sequence

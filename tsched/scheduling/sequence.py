@@ -1,0 +1,235 @@
+"""A request's tokens, and the table in which the running ones live side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.block_pool import NO_BLOCKS, BlockIds
+
+Ints = NDArray[np.int64]
+
+_NO_ROOM: Ints = np.empty(0, dtype=np.int64)
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One request as the scheduler knows it.
+
+    `tokens` holds prompt and output; while the sequence runs, the newest tokens are in its row of the table, and
+    `Scheduler.output_of` reads them from there. `max_length` bounds prompt and output together.
+    """
+
+    id: int
+    prompt_len: int
+    max_length: int
+    params: SamplingParams
+    tokens: Ints  # [prompt + output] int64, as of the last time that the sequence left its row
+    stop_ids: frozenset[int] = field(default_factory=frozenset)
+    priority: int = 0
+    cache_salt: bytes = b""  # only sequences with the same one share cached prefixes
+    arrival: int = 0  # its request's place in the order of arrival; forks have their parent's
+    serial: int = 0  # tells sequences of one arrival apart
+    key: int = 0  # its place in the scheduler's order: lower goes first
+    row: int = -1  # its row of the table, -1 when it is not running
+    finish_reason: str | None = None  # "stop", "length" or "abort"
+    num_preemptions: int = 0
+    # While it waits: the blocks that it holds, on the device or on the host, and how many of its tokens are in them.
+    blocks: BlockIds = field(default_factory=lambda: NO_BLOCKS)
+    host_blocks: BlockIds = field(default_factory=lambda: NO_BLOCKS)
+    num_computed: int = 0
+    num_shown: int = 0  # tokens that `shown` has given out
+    _room: Ints = field(default_factory=lambda: _NO_ROOM)  # [max_length] int64: `tokens` and room for more
+    prefix: object = None  # what the prefix cache has prepared of its tokens; nobody else's business
+
+    @classmethod
+    def create(
+        cls,
+        id: int,
+        tokens: Items[int] | NDArray[Any],
+        params: SamplingParams,
+        max_length: int,
+        *,
+        prompt_len: int | None = None,
+        priority: int = 0,
+        cache_salt: bytes = b"",
+    ) -> Sequence:
+        """A new sequence of `tokens` [n] that ends at `max_length` tokens at the latest; all of them are its prompt,
+        or the first `prompt_len`.
+        """
+        room = np.empty(max(max_length, len(tokens)), dtype=np.int64)  # what is never written costs nothing
+        own = room[: len(tokens)]
+        own[:] = tokens
+        return cls(
+            id,
+            own.size if prompt_len is None else prompt_len,
+            max_length,
+            params,
+            own,
+            _room=room,
+            stop_ids=frozenset(params.stop_ids),
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        """Among the waiting, lower goes first: swapped ones, then by key, which forks share with their parent."""
+        return self.host_blocks.size == 0, self.key, self.serial
+
+    def take_back(self, tokens: Ints) -> None:
+        """`tokens` [n] are its tokens now, the first of which are those that it has: the others alone are copied."""
+        have = self.tokens.size
+        room = self._room
+        if self.tokens.base is not room:  # somebody has given it others
+            self.tokens = tokens.copy()
+            return
+        room[have : tokens.size] = tokens[have:]
+        self.tokens = room[: tokens.size]
+
+    def shown(self, tokens: Ints) -> Ints:
+        """`tokens` [n], the first n known of it, read-only and in its own memory, where nobody else's come to lie: for
+        those who may keep them. Of many calls each copies only what is new.
+        """
+        have = self.num_shown
+        if tokens.size > have:
+            self._room[have : tokens.size] = tokens[have:]
+            self.num_shown = tokens.size
+        own = self._room[: tokens.size]
+        own.flags.writeable = False
+        return own
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The output's token ids; complete once the sequence has finished."""
+        ids: list[int] = self.tokens[self.prompt_len :].tolist()
+        return ids
+
+
+class SequenceTable:
+    """The running sequences, one per row, as one array per fact, so that a step over all of them is a few numpy calls.
+
+    A row's `epoch` changes whenever it changes hands: a plan that is committed late is told apart from its successor
+    by it. All arrays are [rows]; `tokens` is [rows, max_model_len], `blocks` [rows, blocks per sequence].
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
+        self.num_rows = num_rows
+        self.block_size = block_size
+        self.sequences: list[Sequence | None] = [None] * num_rows
+        # Untouched pages of these cost nothing: the operating system maps them when they are written.
+        self.tokens: Ints = np.zeros((num_rows, max_model_len), dtype=np.int64)
+        self.blocks: BlockIds = np.zeros((num_rows, -(-max_model_len // block_size)), dtype=np.int32)
+
+        def column(dtype: type = np.int64) -> NDArray[Any]:
+            return np.zeros(num_rows, dtype=dtype)
+
+        self.epoch: Ints = column()
+        self.prompt_len: Ints = column()
+        self.max_length: Ints = column()
+        self.min_length: Ints = column()  # below this many tokens nothing stops the sequence
+        self.known: Ints = column()  # tokens whose values are here
+        self.length: Ints = column()  # and those that a plan under way will bring
+        self.computed: Ints = column()  # tokens whose keys and values are in the cache once every plan has run
+        self.prefill_length: Ints = column()  # tokens it came into its row with
+        self.prefilled: Ints = column()  # and those of them that committed plans have computed
+        self.key: Ints = column()
+        self.serial: Ints = column()
+        self.num_blocks: Ints = column()
+        self.capacity: Ints = column()  # num_blocks * block_size
+        self.ignore_eos: NDArray[np.bool_] = column(np.bool_)
+        self.has_stop_ids: NDArray[np.bool_] = column(np.bool_)
+        # What the sampler reads. `plain` rows are greedy and ask for nothing else: their token is the largest logit's.
+        self.plain: NDArray[np.bool_] = column(np.bool_)
+        self.temperature: NDArray[np.float64] = column(np.float64)
+        self.top_p: NDArray[np.float64] = column(np.float64)
+        self.min_p: NDArray[np.float64] = column(np.float64)
+        self.top_k: Ints = column()
+        self.num_with_stop_ids = 0
+        self.num_departures = 0  # sequences that have left a row
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    def place(self, sequence: Sequence, blocks: BlockIds, num_computed: int = 0) -> int:
+        """Give `sequence` a row and its `blocks` [n] int32, which hold its first `num_computed` tokens. Returns the
+        row.
+        """
+        row = self._free_rows.pop()
+        params, length = sequence.params, sequence.tokens.size
+        self.sequences[row] = sequence
+        sequence.row = row
+        self.tokens[row, :length] = sequence.tokens
+        self.prompt_len[row] = sequence.prompt_len
+        self.max_length[row] = sequence.max_length
+        self.min_length[row] = sequence.prompt_len + params.min_tokens
+        self.known[row] = self.length[row] = length
+        self.computed[row] = num_computed
+        # Its blocks may be filled by a plan under way, or by this one's copies: nothing counts before a commit.
+        self.prefilled[row] = 0
+        self.prefill_length[row] = length
+        self.key[row] = sequence.key
+        self.serial[row] = sequence.serial
+        self.num_blocks[row] = self.capacity[row] = 0
+        self.extend(row, blocks)
+        self.ignore_eos[row] = params.ignore_eos
+        self.has_stop_ids[row] = bool(sequence.stop_ids)
+        self.num_with_stop_ids += bool(sequence.stop_ids)
+        self.temperature[row] = params.temperature
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.top_k[row] = max(params.top_k, 0)
+        self.plain[row] = (
+            params.is_greedy
+            and not params.has_penalties
+            and params.logprobs is None
+            and params.min_tokens == 0
+            and not params.processors
+        )
+        return row
+
+    def num_committed(self, row: int) -> int:
+        """The row's tokens whose keys and values plans that have been committed have computed."""
+        known = int(self.known[row])
+        return known - 1 if known > self.prefill_length[row] else int(self.prefilled[row])
+
+    def extend(self, row: int, blocks: BlockIds) -> None:
+        """Append `blocks` to the row's list."""
+        have = int(self.num_blocks[row])
+        self.blocks[row, have : have + blocks.size] = blocks
+        self.num_blocks[row] = have + blocks.size
+        self.capacity[row] = (have + blocks.size) * self.block_size
+
+    def extend_each(self, rows: Ints, blocks: BlockIds) -> None:
+        """Append `blocks[i]` to row `rows[i]`; rows are distinct."""
+        have = self.num_blocks[rows]
+        self.blocks[rows, have] = blocks
+        self.num_blocks[rows] = have + 1
+        self.capacity[rows] += self.block_size
+
+    def can_grow(self, rows: Ints | int) -> Any:
+        """Which of `rows` may still need another block; a sequence's last token is never computed."""
+        return self.capacity[rows] < self.max_length[rows] - 1
+
+    def remove(self, row: int) -> tuple[Sequence, BlockIds]:
+        """Take the row's sequence out, with the tokens known of it; returns it and its blocks, which are now the
+        caller's.
+        """
+        sequence = self.sequences[row]
+        if sequence is None:
+            raise RuntimeError(f"row {row} of the sequence table is empty")
+        sequence.take_back(self.tokens[row, : self.known[row]])
+        sequence.row = -1
+        self.sequences[row] = None
+        self.epoch[row] += 1
+        self.num_departures += 1
+        self.num_with_stop_ids -= bool(sequence.stop_ids)
+        self._free_rows.append(row)
+        return sequence, self.blocks[row, : self.num_blocks[row]].copy()

@@ -1,0 +1,68 @@
+"""What one step is to do: the scheduler's answer, by rows and places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tsched.scheduling.block_pool import BlockIds
+from tsched.scheduling.sequence import Ints
+
+# Most plans copy no page and change no list of blocks: they share these.
+NO_PAIRS: BlockIds = np.empty((2, 0), dtype=np.int32)
+NO_ROWS: Ints = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: n rows of the sequence table advance, those by one token (`num_decodes` of them) first.
+
+    It names rows and places, never token values, so the next plan can be made before this one's tokens are known.
+    Whatever is built from it is built before the next call to the scheduler.
+
+    rows            [n] int64, rows of the table
+    starts          [n] int64, the place of each row's first token in its sequence
+    counts          [n] int64, tokens of each row, at least 1
+    ends            [n] int64, starts + counts
+    num_tokens      the sum of counts
+    sampled         [m] int64, the entries whose last token's logits are wanted, one new token each
+    sampled_rows    [m] int64, rows[sampled]
+    sampled_epochs  [m] int64, the rows' epochs when the plan was made
+    lengths         [m] int64, ends[sampled]: the tokens that the logits have seen, and the new token's place
+    num_departures  the table's when the plan was made
+    num_preempted   sequences that gave way to this plan
+
+    Copies of pages, done before the step's forward, in this order; all distinct destinations:
+    swap_outs       [2, n] int32, pages of the device and where they go in the host's cache
+    swap_ins        [2, n] int32, pages of the host's cache and where they go on the device
+    copies          [2, n] int32, pages of the device and where they go on it (copy on write)
+
+    What changed in the table's lists of blocks since the plan before; rows, not all of which need be in the plan:
+    placed          [a] int64, changed hands: everything about the row is new
+    rewritten       [r] int64, blocks in the middle are others now
+    grown           [g] int64, got one more block at the end
+    """
+
+    rows: Ints
+    starts: Ints
+    counts: Ints
+    ends: Ints
+    num_decodes: int
+    num_tokens: int
+    sampled: Ints
+    sampled_rows: Ints
+    sampled_epochs: Ints
+    lengths: Ints
+    num_departures: int
+    num_preempted: int
+    swap_outs: BlockIds
+    swap_ins: BlockIds
+    copies: BlockIds
+    placed: Ints
+    rewritten: Ints
+    grown: Ints
+
+    @property
+    def is_empty(self) -> bool:
+        return self.num_tokens == 0
