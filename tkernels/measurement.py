@@ -258,7 +258,9 @@ def timed_call(kernel: Kernel, arguments: Mapping[str, Any]) -> Callable[[], obj
     with parts gets them from the kernel.
     """
     function = kernel.variant.function
-    return partial(kernel if function is None or kernel.variant.parts else function, **arguments)
+    if function is None or kernel.variant.parts:
+        return partial(kernel, **arguments)
+    return partial(function, **kernel.variant.taken_arguments(arguments))
 
 
 def _timed(
