@@ -122,7 +122,7 @@ def benchmark_points(contract: Contract, device: torch.device) -> dict[str, dict
 
 
 def _cpu_point(contract: Contract, axes: Axes) -> tuple[int, dict[str, Value] | None]:
-    """(the largest size with which the inputs stay within CPU_BYTES, the point cut to it; None if that breaks a rule)."""
+    """(the largest size whose inputs stay within CPU_BYTES, the point cut to it; None where that breaks a rule)."""
     size = CPU_SIZE
     while (point := at_most(contract, axes, size)) is not None:
         if storage_bytes(contract.case(point, 0, torch.device("meta")).inputs) <= CPU_BYTES:
