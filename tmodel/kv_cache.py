@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tkernels.ops.paged_decode.paged_cache import as_bits
+from tkernels.ops.paged_cache import as_bits
 from tmodel.config import ModelConfig
 
 KVCache = Sequence[tuple[torch.Tensor, torch.Tensor]]
