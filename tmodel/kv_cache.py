@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tkernels.ops.paged_decode.paged_cache import as_bits
+from tkernels.ops.paged_cache import as_bits
 from tmodel.cache_kinds import CacheKind, unit_bytes
 from tmodel.config import ModelConfig
 
