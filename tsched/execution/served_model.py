@@ -181,7 +181,7 @@ class ServedModel:
             seed=seed,
             eos_token_ids=self.config.eos_token_ids,
             step_inputs=self.kernels.step_inputs,
-            pages=tmodel.CachePages(kv_cache, self.kernels.copy_pages, 0 if host is None else host.num_blocks),
+            pages=tmodel.CachePages(kv_cache.blocks, self.kernels.copy_pages, 0 if host is None else host.num_blocks),
             overlap=overlap,
             cuda_graphs=cuda_graphs,
             ranges=self.kernels.ranges,
