@@ -1,4 +1,4 @@
-"""The ops and their variants, found by looking at folders: `<op>/contract.py` and `<op>/<variant>.py`."""
+"""The ops and their variants: every file that `folders` lists, imported and checked."""
 
 import importlib
 import importlib.util
@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from tkernels.contract import Contract
+from tkernels.folders import BUILT_IN, op_folders
 from tkernels.variant import Variant, VariantError
 
 T = TypeVar("T")
@@ -120,11 +121,10 @@ def _declared(module: ModuleType, name: str, kind: type[T], file: Path) -> T:
     return declared
 
 
-def _new_op(folder: Path, package: str | None) -> Op:
-    file = folder / "contract.py"
+def _new_op(file: Path, package: str | None) -> Op:
     contract = _declared(_import(file, package), "CONTRACT", Contract, file)
-    if contract.name != folder.name:
-        raise VariantError(f"{file}: the contract is named {contract.name!r}, its folder {folder.name!r}")
+    if contract.name != file.parent.name:
+        raise VariantError(f"{file}: the contract is named {contract.name!r}, its folder {file.parent.name!r}")
     baseline = Variant(
         wins="on a CPU, and as the measure of natural error: torch's own best way",
         deterministic=True,
@@ -136,24 +136,18 @@ def _new_op(folder: Path, package: str | None) -> Op:
 
 
 def _join(ops: dict[str, Op], root: Path, package: str | None) -> dict[str, Op]:
-    for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(("_", "."))):
-        name = folder.name
-        if (folder / "contract.py").exists():
+    for folder in op_folders(root):
+        name = folder.op
+        if folder.contract is not None:
             if name in ops:
-                raise VariantError(f"{folder / 'contract.py'}: op {name!r} is already defined")
-            ops[name] = _new_op(folder, package)
-        if not any(folder.glob("*.py")):
-            continue
+                raise VariantError(f"{folder.contract}: op {name!r} is already defined")
+            ops[name] = _new_op(folder.contract, package)
         if name not in ops:
-            raise VariantError(f"{folder}: {unknown_name('op', name, ops)}")
+            raise VariantError(f"{folder.path}: {unknown_name('op', name, ops)}")
         op = ops[name]
         variants = dict(op.variants)
-        for file in sorted(folder.glob("*.py")):
-            if file.stem == "contract" or file.stem.startswith("_"):
-                continue
+        for file in folder.variants:
             module = _import(file, package)
-            if package is not None and not hasattr(module, "VARIANT"):
-                continue  # part of the op, not a variant: dequant_gemm/weight.py
             variant = _declared(module, "VARIANT", Variant, file)
             if file.stem in variants:
                 raise VariantError(f"{file}: {name} already has a variant {file.stem!r}, in {variants[file.stem].file}")
@@ -174,4 +168,4 @@ def _with_parts(op: Op, ops: Mapping[str, Op]) -> Names[Variant]:
 @cache
 def builtin_ops() -> Registry:
     """The ops of this package; `tkernels.OPS`."""
-    return Registry(_join({}, Path(__file__).parent / "ops", package="tkernels.ops"))
+    return Registry(_join({}, BUILT_IN, package="tkernels.ops"))

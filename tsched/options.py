@@ -6,7 +6,6 @@ is its type, and None is a value where it is the default. `resolve_options` says
 Nothing here loads torch.
 """
 
-import functools
 import inspect
 import math
 import operator
@@ -14,9 +13,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields, replace
 from difflib import get_close_matches
-from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ForwardRef, Literal, ParamSpec, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ForwardRef, Literal, get_args
 
 from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
 from tsched.scheduling.scheduler import Scheduler
@@ -374,42 +372,6 @@ def read_options(given: Mapping[str, Any]) -> EngineOptions:
             hint = f"; did you mean {close[0]!r}?" if close else f"; there is {', '.join(OPTIONS)}"
             raise TypeError(f"an engine has no option {name!r}{hint}")
     return EngineOptions(**given)
-
-
-SelfT = TypeVar("SelfT")
-ParametersT = ParamSpec("ParametersT")
-
-
-def takes_options(
-    record: Callable[ParametersT, EngineOptions],
-) -> Callable[
-    [Callable[[SelfT, str | Path, EngineOptions], None]], Callable[Concatenate[SelfT, str | Path, ParametersT], None]
-]:
-    """Makes `__init__(self, model, options)` take the options as keywords.
-
-    Type checkers see the record's own parameters; `help` and `inspect.signature` see them too, and a docstring that
-    lists them.
-    """
-
-    def decorate(
-        make: Callable[[SelfT, str | Path, EngineOptions], None],
-    ) -> Callable[Concatenate[SelfT, str | Path, ParametersT], None]:
-        @functools.wraps(make)
-        def __init__(self: SelfT, model: str | Path, **options: Any) -> None:
-            make(self, model, read_options(options))
-
-        own = list(inspect.signature(make).parameters.values())[:2]
-        keywords = [
-            inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.annotation)
-            for one in OPTIONS.values()
-        ]
-        signature = inspect.Signature([*own, *keywords], return_annotation=None)
-        lines = [f"    {one.name}: {one.meaning}. It is {one.allowed}" for one in OPTIONS.values()]
-        vars(__init__).update(__signature__=signature)
-        __init__.__doc__ = "\n".join((f"{inspect.getdoc(make)}\n\nOptions:", *lines))
-        return __init__  # type: ignore[return-value]  # what it takes is known at run time alone
-
-    return decorate
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from experiments.peers.installed import MadeOnce
-from tkernels.ops.paged_decode.paged_cache import gather_context
+from tkernels.ops.paged_cache import gather_context
 from tkernels.variant import UnsupportedError
 
 

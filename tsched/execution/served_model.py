@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import tkernels
 import tmodel
@@ -15,7 +17,7 @@ from tsched.execution.engine import Engine, Request
 from tsched.execution.engine_stats import EngineStats
 from tsched.execution.placement import find_device, find_dtype, fit_options
 from tsched.execution.sampler import TokenLogprobs
-from tsched.options import EngineOptions, takes_options
+from tsched.options import OPTIONS, EngineOptions, read_options
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tsched.requests.prompts import Salt, check_salt, check_stop_ids, check_token_ids, parse_prompt
@@ -38,6 +40,42 @@ class Prepared:
     priority: int = 0
     cache_salt: bytes = b""
     refusal: str | None = None
+
+
+SelfT = TypeVar("SelfT")
+ParametersT = ParamSpec("ParametersT")
+
+
+def takes_options(
+    record: Callable[ParametersT, EngineOptions],
+) -> Callable[
+    [Callable[[SelfT, str | Path, EngineOptions], None]], Callable[Concatenate[SelfT, str | Path, ParametersT], None]
+]:
+    """Makes `__init__(self, model, options)` take the options as keywords.
+
+    Type checkers see the record's own parameters; `help` and `inspect.signature` see them too, and a docstring that
+    lists them.
+    """
+
+    def decorate(
+        make: Callable[[SelfT, str | Path, EngineOptions], None],
+    ) -> Callable[Concatenate[SelfT, str | Path, ParametersT], None]:
+        @functools.wraps(make)
+        def __init__(self: SelfT, model: str | Path, **options: Any) -> None:
+            make(self, model, read_options(options))
+
+        own = list(inspect.signature(make).parameters.values())[:2]
+        keywords = [
+            inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.annotation)
+            for one in OPTIONS.values()
+        ]
+        signature = inspect.Signature([*own, *keywords], return_annotation=None)
+        lines = [f"    {one.name}: {one.meaning}. It is {one.allowed}" for one in OPTIONS.values()]
+        vars(__init__).update(__signature__=signature)
+        __init__.__doc__ = "\n".join((f"{inspect.getdoc(make)}\n\nOptions:", *lines))
+        return __init__  # type: ignore[return-value]  # what it takes is known at run time alone
+
+    return decorate
 
 
 class ServedModel:
@@ -101,7 +139,7 @@ class ServedModel:
             seed=options.seed,
             eos_token_ids=self.config.eos_token_ids,
             step_inputs=self.kernels.step_inputs,
-            pages=tmodel.CachePages(kv_cache, self.kernels.copy_pages, 0 if host is None else host.num_blocks),
+            pages=tmodel.CachePages(kv_cache.blocks, self.kernels.copy_pages, 0 if host is None else host.num_blocks),
             overlap=options.overlap,
             cuda_graphs=options.cuda_graphs,
             ranges=self.kernels.ranges,
