@@ -24,7 +24,7 @@ class EngineError(RuntimeError):
 
 
 class AsyncLLM(ServedModel):
-    """Serves requests as they come, on one event loop. The arguments are ServedModel's.
+    """Serves requests as they come, on one event loop. `__init__` lists its options.
 
         async with AsyncLLM("path/to/Qwen3-0.6B") as llm:
             async for output in llm.add_request("a", "The capital of France is", SamplingParams(max_tokens=8)):

@@ -22,7 +22,7 @@ _PATIENCE_S = 2.0  # work shorter than this needs no progress bar
 
 
 class LLM(ServedModel):
-    """Serves lists of prompts to their ends. Not for use by two threads at once. The arguments are ServedModel's.
+    """Serves lists of prompts to their ends. Not for use by two threads at once. `__init__` lists its options.
 
     llm = LLM("path/to/Qwen3-0.6B", prefix_cache="none")
     (output,) = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))
