@@ -13,10 +13,10 @@ from tsched.execution.engine import Request
 from tsched.execution.engine_thread import EngineThread, News, Ticket
 from tsched.execution.served_model import Prepared, ServedModel, joint_error, joint_metrics
 from tsched.requests.detokenizer import IncrementalDetokenizer
+from tsched.requests.errors import RefusedError
 from tsched.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tsched.requests.prompts import Prompt, Salt
 from tsched.requests.sampling_params import SamplingParams
-from tsched.scheduling.scheduler import RefusedError
 
 
 class EngineError(RuntimeError):

@@ -19,11 +19,11 @@ from tsched.execution.placement import find_device, find_dtype, fit_options
 from tsched.execution.sampler import TokenLogprobs
 from tsched.options import OPTIONS, EngineOptions, read_options
 from tsched.requests.detokenizer import IncrementalDetokenizer
+from tsched.requests.errors import RefusedError
 from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from tsched.requests.prompts import Salt, check_salt, check_stop_ids, check_token_ids, parse_prompt
+from tsched.requests.prompts import Salt, check_priority, check_salt, check_stop_ids, check_token_ids, parse_prompt
 from tsched.requests.sampling_params import SamplingParams
-from tsched.scheduling.refusal import check_priority
-from tsched.scheduling.scheduler import RefusedError, Scheduler
+from tsched.scheduling.scheduler import Scheduler
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
