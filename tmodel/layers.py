@@ -10,7 +10,7 @@ import torch
 
 from tkernels import KernelSet
 from tkernels.launch import Kernel
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight
+from tkernels.quantized.weight import QuantizedWeight
 from tkernels.ranges import Range
 from tmodel.batch import Batch
 

@@ -7,8 +7,8 @@ import ctypes
 import torch
 
 from tkernels import KernelSet, PrepareReport, prepared
-from tkernels.ops.dequant_gemm.slicing import concatenated, why_apart
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight
+from tkernels.quantized.slicing import concatenated, why_apart
+from tkernels.quantized.weight import QuantizedWeight
 from tkernels.ranges import Range
 from tmodel.layers import GateUp, JoinedLinear, Linear, SplitGateUp
 from tmodel.quantization import LinearShape, Quantization

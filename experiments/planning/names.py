@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,6 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
     "prefix_cache": PREFIX_CACHES,
 }
 
-_DECLARES = re.compile(r"^VARIANT\b", re.MULTILINE)
-
 
 def _folder_of(package: str) -> Path:
     """Where a package lies, without importing it."""
@@ -36,18 +35,16 @@ def _folder_of(package: str) -> Path:
 
 
 def variant_names(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
-    """op -> its variants, of the house, the peers and outside `folders`, as the registry would find them."""
-    found: dict[str, list[str]] = {}
-    for root in (_folder_of("tkernels") / "ops", PEER_KERNELS, *folders):
-        is_outside = root in folders
-        for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(("_", "."))):
-            if (folder / "contract.py").exists():
-                found.setdefault(folder.name, ["torch"])
-            for file in sorted(folder.glob("*.py")) if folder.name in found else ():
-                is_part = not is_outside and not _DECLARES.search(file.read_text(encoding="utf-8"))
-                if file.stem != "contract" and not file.stem.startswith("_") and not is_part:
-                    found[folder.name].append(file.stem)
-    return found
+    """op -> its variants, of the house, the peers and outside `folders`, as the registry finds them."""
+    file = _folder_of("tkernels") / "folders.py"
+    # By its path: the package imports torch.
+    spec = importlib.util.spec_from_file_location("tkernels_folders", file)
+    assert spec is not None
+    assert spec.loader is not None
+    listing = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(listing)
+    names: dict[str, list[str]] = listing.variant_names([listing.BUILT_IN, PEER_KERNELS, *folders])
+    return names
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, Row
 from experiments.workloads import requests_of
 from tests.experiments.in_process import InProcess
 from tkernels.device import INTERPRETER, DeviceFacts
-from tkernels.ops.paged_decode.attend import keys_per_block, launched_splits
+from tkernels.ops.paged_decode._attend import keys_per_block, launched_splits
 from tmodel import kv_bytes_per_block
 
 GALLERY = Path(experiments.__file__).parent / "gallery"

@@ -123,7 +123,7 @@ OWN_WEIGHT = """
 from pathlib import Path
 import torch
 from tkernels import Variant
-from tkernels.ops.dequant_gemm.weight import dequantize
+from tkernels.quantized.weight import dequantize
 
 class Dense:
     def __init__(self, weight):

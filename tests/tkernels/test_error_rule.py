@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tkernels
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, dequantize
+from tkernels.quantized.weight import QuantizedWeight, dequantize
 from tkernels.variant import Variant
 from tkernels.verification.accuracy import judge
 from tkernels.verification.check import check_case, drawn_cases, wide_cases

@@ -1,5 +1,7 @@
 """Adding a variant is adding one file; a file that breaks the rules says which."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 import tkernels
 from tests.tkernels.outside import write_variant
-from tkernels import OPS, Config, UnknownNameError, VariantError
+from tkernels import OPS, Config, UnknownNameError, VariantError, folders
 from tkernels.launch import jit_door
 from tkernels.verification.check import check_case, drawn_results
 
@@ -126,9 +128,6 @@ def test_the_registry_cannot_be_changed() -> None:
 
 
 def test_triton_variants_on_cpu_say_why_where_this_process_compiles() -> None:
-    import subprocess
-    import sys
-
     script = (
         "import triton, torch, tkernels\n"
         "x = torch.ones(2, 8)\n"
@@ -171,3 +170,28 @@ def test_an_outside_variants_replay_says_where_it_comes_from(tmp_path: Path) -> 
 def test_a_file_that_exits_is_refused_like_any_broken_one(tmp_path: Path) -> None:
     with pytest.raises(VariantError, match="cannot be imported: SystemExit: 3"):
         OPS.with_variants_from(write_variant(tmp_path, ("VARIANT =", "raise SystemExit(3)\nVARIANT =")))
+
+
+LISTING = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("tkernels_folders", sys.argv[1])
+folders = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(folders)
+print("torch" in sys.modules, folders.variant_names([folders.BUILT_IN]))
+"""
+
+
+def test_the_names_are_listed_without_torch() -> None:
+    names = {name: list(op.variants) for name, op in OPS.items()}
+    done = subprocess.run([sys.executable, "-c", LISTING, folders.__file__], capture_output=True, text=True, check=True)
+    assert done.stdout == f"False {names}\n"
+
+
+def test_a_file_beside_a_variant_is_one_too_unless_its_name_starts_with_an_underscore(tmp_path: Path) -> None:
+    mine = write_variant(tmp_path)
+    (mine / "swiglu" / "_tables.py").write_text("TABLE = (1, 2)\n")
+    assert "doubled" in OPS.with_variants_from(mine)["swiglu"].variants
+    assert folders.op_folders(mine)[0].variants == (mine / "swiglu" / "doubled.py",)
+    (mine / "swiglu" / "tables.py").write_text("TABLE = (1, 2)\n")
+    with pytest.raises(VariantError, match=r"tables.py: must define VARIANT"):
+        OPS.with_variants_from(mine)

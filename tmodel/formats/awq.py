@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import torch
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from tkernels.ops.dequant_gemm.codes import pack, unpack
-from tkernels.ops.dequant_gemm.slicing import zeros_of
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, unpack_codes
+from tkernels.quantized.codes import pack, unpack
+from tkernels.quantized.slicing import zeros_of
+from tkernels.quantized.weight import QuantizedWeight, unpack_codes
 from tmodel.config import ConfigError
 from tmodel.formats.base import (
     Scheme,

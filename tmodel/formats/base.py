@@ -15,8 +15,8 @@ import torch
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from tkernels.ops.dequant_gemm.codes import BITS, codes_per_row, pack_codes
-from tkernels.ops.dequant_gemm.weight import Coding, QuantizedWeight
+from tkernels.quantized.codes import BITS, codes_per_row, pack_codes
+from tkernels.quantized.weight import Coding, QuantizedWeight
 from tmodel.config import ConfigError
 from tmodel.weights import Checkpoint
 

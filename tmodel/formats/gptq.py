@@ -20,8 +20,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
-from tkernels.ops.dequant_gemm.slicing import zeros_of
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, unpack_codes
+from tkernels.quantized.slicing import zeros_of
+from tkernels.quantized.weight import QuantizedWeight, unpack_codes
 from tmodel.config import ConfigError
 from tmodel.formats.base import (
     FormatWarning,

@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 import torch
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from tkernels.ops.dequant_gemm.outliers import Outliers, outliers_from
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, unpack_codes
+from tkernels.quantized.outliers import Outliers, outliers_from
+from tkernels.quantized.weight import QuantizedWeight, unpack_codes
 from tmodel.formats.base import Scheme, check_bits, dense_layer, packed_by_parts, read_values, read_words, require
 from tmodel.formats.bitstream import num_words, pack_stream, unpack_stream
 from tmodel.weights import Checkpoint

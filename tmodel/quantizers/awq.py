@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, dequantize
+from tkernels.quantized.weight import QuantizedWeight, dequantize
 from tmodel.config import ModelConfig
 from tmodel.formats import AWQ
 from tmodel.quantizers.calibration import Inputs, forward, see_inputs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, dequantize
+from tkernels.quantized.weight import QuantizedWeight, dequantize
 from tmodel.formats import GPTQ
 from tmodel.quantizers.calibration import forward, see_inputs
 from tmodel.quantizers.decoder import GROUPS

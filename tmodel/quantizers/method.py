@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight
+from tkernels.quantized.weight import QuantizedWeight
 from tmodel.formats import QuantizationFormat
 from tmodel.quantizers.decoder import Decoder
 

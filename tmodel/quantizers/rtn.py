@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tkernels.ops.dequant_gemm.rounding import grid, nonzero
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, from_codes
+from tkernels.quantized.rounding import grid, nonzero
+from tkernels.quantized.weight import QuantizedWeight, from_codes
 from tmodel.formats import GPTQ
 from tmodel.quantizers.decoder import LINEARS
 from tmodel.quantizers.method import Layer, Method, QuantizedLayer

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from tkernels.ops.dequant_gemm.outliers import Outliers, outliers_from
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, from_codes
+from tkernels.quantized.outliers import Outliers, outliers_from
+from tkernels.quantized.weight import QuantizedWeight, from_codes
 from tmodel.formats import SqueezeLLM
 from tmodel.quantizers.calibration import sensitivities
 from tmodel.quantizers.decoder import LINEARS

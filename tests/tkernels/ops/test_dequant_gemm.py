@@ -9,11 +9,11 @@ from tkernels import OPS, Config, ContractError, UnsupportedError, prepared, sel
 from tkernels.device import INTERPRETER, TARGETS
 from tkernels.launch import Kernel
 from tkernels.ops.dequant_gemm.auto import by_tokens, chosen
-from tkernels.ops.dequant_gemm.codes import BITS, interleaving, unpack
-from tkernels.ops.dequant_gemm.outliers import Outliers, outliers_from
-from tkernels.ops.dequant_gemm.rounding import quantize
-from tkernels.ops.dequant_gemm.slicing import slice_inputs
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, dequantize, interleaved, sequential, unpack_codes
+from tkernels.quantized.codes import BITS, interleaving, unpack
+from tkernels.quantized.outliers import Outliers, outliers_from
+from tkernels.quantized.rounding import quantize
+from tkernels.quantized.slicing import slice_inputs
+from tkernels.quantized.weight import QuantizedWeight, dequantize, interleaved, sequential, unpack_codes
 from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
 from tkernels.verification.check import check_case

@@ -14,8 +14,8 @@ from tkernels.contract import Axes, Case
 from tkernels.inputs import Draws
 from tkernels.interpreter import replaced_methods
 from tkernels.launch import Kernel, jit_door
+from tkernels.ops.paged_cache import gather_context, paged_inputs
 from tkernels.ops.paged_decode.contract import CONTRACT, reference
-from tkernels.ops.paged_decode.paged_cache import gather_context, paged_inputs
 from tkernels.tuning import NEAREST
 from tkernels.verification.check import check_case
 

@@ -13,7 +13,7 @@ from tkernels.device import TARGETS
 from tkernels.inputs import Draws
 from tkernels.interpreter import watch_accesses
 from tkernels.launch import Kernel, jit_door
-from tkernels.ops.paged_decode.paged_cache import paged_inputs
+from tkernels.ops.paged_cache import paged_inputs
 from tkernels.ops.paged_prefill.contract import CONTRACT, reference
 from tkernels.tuning import NEAREST
 

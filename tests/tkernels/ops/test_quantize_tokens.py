@@ -5,7 +5,7 @@ import torch
 
 from tkernels import OPS, ContractError, Kernel, UnsupportedError
 from tkernels.device import TARGETS
-from tkernels.ops.quantize_tokens.codes import LARGEST, SMALLEST_SCALE, reciprocal_of, unsupported_codes
+from tkernels.quantized.row_codes import LARGEST, SMALLEST_SCALE, reciprocal_of, unsupported_codes
 from tkernels.tuning import NEAREST
 
 VARIANTS = OPS["quantize_tokens"].variants

@@ -5,8 +5,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tkernels.ops.dequant_gemm.argument import axes_of
-from tkernels.ops.dequant_gemm.codes import (
+from tkernels.ops.dequant_gemm._argument import axes_of
+from tkernels.ops.dequant_gemm.contract import CONTRACT
+from tkernels.quantized.codes import (
     BITS,
     codes_in,
     codes_per_row,
@@ -18,11 +19,10 @@ from tkernels.ops.dequant_gemm.codes import (
     reordered,
     unpack,
 )
-from tkernels.ops.dequant_gemm.contract import CONTRACT
-from tkernels.ops.dequant_gemm.outliers import Outliers, outliers_from
-from tkernels.ops.dequant_gemm.rounding import quantize
-from tkernels.ops.dequant_gemm.slicing import concatenated, slice_inputs, slice_outputs, why_apart
-from tkernels.ops.dequant_gemm.weight import (
+from tkernels.quantized.outliers import Outliers, outliers_from
+from tkernels.quantized.rounding import quantize
+from tkernels.quantized.slicing import concatenated, slice_inputs, slice_outputs, why_apart
+from tkernels.quantized.weight import (
     QuantizedWeight,
     dequantize,
     from_codes,

@@ -7,11 +7,11 @@ import torch
 
 from tkernels import OPS, Config, ContractError, Kernel, prepared
 from tkernels.device import INTERPRETER, TARGETS
+from tkernels.ops.scaled_matmul._code_sums import unsupported_sums
 from tkernels.ops.scaled_matmul.auto import by_tokens, chosen
-from tkernels.ops.scaled_matmul.code_sums import unsupported_sums
 from tkernels.ops.scaled_matmul.contract import MOST_INPUTS
 from tkernels.ops.scaled_matmul.split_k import split_inputs
-from tkernels.ops.scaled_matmul.weight import dequantize, quantize_rows
+from tkernels.quantized.scaled_weight import dequantize, quantize_rows
 from tkernels.tuning import NEAREST
 
 VARIANTS = OPS["scaled_matmul"].variants

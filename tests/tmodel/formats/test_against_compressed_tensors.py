@@ -11,7 +11,7 @@ import torch
 import tkernels  # noqa: F401  before transformers, which the package imports: it decides whether Triton interprets
 from tests.tmodel.formats.by_hand import Kind, as_torch, linear, settings
 from tests.tmodel.formats.test_layouts import INPUTS, OUTPUTS, saved
-from tkernels.ops.dequant_gemm.weight import dequantize
+from tkernels.quantized.weight import dequantize
 from tmodel.formats import parse_format
 from tmodel.formats.bitstream import pack_stream, unpack_stream
 

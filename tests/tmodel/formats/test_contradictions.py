@@ -13,8 +13,8 @@ from tests.tmodel.formats.by_hand import Kind, as_torch, awq_words, linear, sett
 from tests.tmodel.formats.models import write_models
 from tests.tmodel.formats.test_layouts import INPUTS, OUTPUTS, saved
 from tests.tmodel.packed import load
-from tkernels.ops.dequant_gemm.outliers import outliers_from
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, dequantize
+from tkernels.quantized.outliers import outliers_from
+from tkernels.quantized.weight import QuantizedWeight, dequantize
 from tmodel import WeightError
 from tmodel.formats import AWQ, SqueezeLLM, parse_format
 

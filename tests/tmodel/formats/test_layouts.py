@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.tmodel.formats.by_hand import KINDS, Kind, as_torch, linear, settings
-from tkernels.ops.dequant_gemm.weight import dequantize
+from tkernels.quantized.weight import dequantize
 from tmodel.formats import parse_format
 from tmodel.weights import Checkpoint
 

@@ -16,7 +16,7 @@ from tests.tmodel.formats.by_hand import Kind, settings
 from tests.tmodel.formats.models import SHAPE, write, write_models
 from tests.tmodel.packed import load
 from tkernels import PrepareReport, Variant
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight
+from tkernels.quantized.weight import QuantizedWeight
 
 LOAD = """
 import sys

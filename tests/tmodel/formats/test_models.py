@@ -13,7 +13,7 @@ import tkernels
 from tests.tmodel.formats.by_hand import KINDS, Kind, settings
 from tests.tmodel.formats.models import write_models
 from tests.tmodel.packed import load
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight
+from tkernels.quantized.weight import QuantizedWeight
 from tmodel import load_config
 from tmodel.architectures.qwen3 import Qwen3
 from tmodel.layers import JoinedLinear, Linear

@@ -17,7 +17,7 @@ from tests.tmodel.formats.by_hand import Kind, as_torch, linear, settings
 from tests.tmodel.formats.models import SHAPE, write_models
 from tests.tmodel.formats.test_layouts import INPUTS, OUTPUTS, saved
 from tests.tmodel.packed import load
-from tkernels.ops.dequant_gemm.weight import dequantize
+from tkernels.quantized.weight import dequantize
 from tmodel import ConfigError, WeightError, load_config
 from tmodel.formats import AWQ, GPTQ, FormatWarning, SqueezeLLM, parse_format
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tmodel.test_parity import random_model
-from tkernels.ops.dequant_gemm.weight import dequantize
+from tkernels.quantized.weight import dequantize
 from tmodel import load_config
 from tmodel.formats import FORMATS, parse_format
 from tmodel.quantizers import METHODS

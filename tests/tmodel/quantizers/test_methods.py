@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, dequantize, unpack_codes
+from tkernels.quantized.weight import QuantizedWeight, dequantize, unpack_codes
 from tmodel.quantizers.awq import clipped, output_error, scaled_back, scales_for, search
 from tmodel.quantizers.calibration import Inputs
 from tmodel.quantizers.gptq import gptq

@@ -8,7 +8,7 @@ import torch
 from tkernels.batching import Batching, Inputs, like_laid_out
 from tkernels.contract import Axes, Case, Choice, Contract, Int, Tensor, dtype_axis
 from tkernels.inputs import KINDS, Draws, dtype_of, poison, poisoned_views
-from tkernels.ops.paged_decode.paged_cache import as_bits
+from tkernels.ops.paged_cache import as_bits
 
 
 def reference(caches: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:

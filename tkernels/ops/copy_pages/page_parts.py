@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
-from tkernels.ops.paged_decode.paged_cache import unsupported_kv
+from tkernels.ops.paged_cache import unsupported_kv
 
 CONFIGS = tuple(
     Config(BLOCK_ROWS=rows, num_warps=warps)

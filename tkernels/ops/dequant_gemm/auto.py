@@ -13,8 +13,8 @@ from functools import cache
 import torch
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
-from tkernels.ops.dequant_gemm.argument import axes_of, needs_interleaved
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved
+from tkernels.ops.dequant_gemm._argument import axes_of, needs_interleaved
+from tkernels.quantized.weight import QuantizedWeight, interleaved
 
 ALGORITHMS = ("gemv", "split_k", "tiled", "dequantize_then_matmul")
 BY_TOKENS = 1

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Output, Tensor, Value, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
-from tkernels.ops.dequant_gemm.argument import QuantizedWeightArgument
-from tkernels.ops.dequant_gemm.codes import ORDERS, pack_codes
-from tkernels.ops.dequant_gemm.outliers import Outliers, outliers_from
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, dequantize, interleaved
+from tkernels.ops.dequant_gemm._argument import QuantizedWeightArgument
+from tkernels.quantized.codes import ORDERS, pack_codes
+from tkernels.quantized.outliers import Outliers, outliers_from
+from tkernels.quantized.weight import QuantizedWeight, dequantize, interleaved
 
 
 def reference(x: torch.Tensor, weight: QuantizedWeight, *, bias: torch.Tensor | None = None) -> torch.Tensor:

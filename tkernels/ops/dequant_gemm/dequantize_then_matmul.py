@@ -13,15 +13,14 @@ import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
 from tkernels.inputs import dtype_of
-from tkernels.ops.dequant_gemm.argument import needs_interleaved
-from tkernels.ops.dequant_gemm.codes import codes_per_word
-from tkernels.ops.dequant_gemm.outlier_sums import (
+from tkernels.ops.dequant_gemm._argument import needs_interleaved
+from tkernels.ops.dequant_gemm._outlier_sums import (
     OUTLIERS_AT_A_TIME,
     outlier_block,
     outlier_rows,
     outliers_arguments,
 )
-from tkernels.ops.dequant_gemm.unpack import (
+from tkernels.ops.dequant_gemm._unpack import (
     group_tile,
     groups_arguments,
     inputs_at,
@@ -33,7 +32,8 @@ from tkernels.ops.dequant_gemm.unpack import (
     word_tile,
     words_arguments,
 )
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved
+from tkernels.quantized.codes import codes_per_word
+from tkernels.quantized.weight import QuantizedWeight, interleaved
 
 OUTLIER_PROGRAMS = 4
 """That share the outliers of a tile of outputs: a full row of them is then a few dozen blocks for each."""

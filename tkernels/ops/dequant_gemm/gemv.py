@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
-from tkernels.ops.dequant_gemm.argument import needs_interleaved
-from tkernels.ops.dequant_gemm.codes import codes_per_word
-from tkernels.ops.dequant_gemm.outlier_sums import OUTLIERS_AT_A_TIME, outlier_sums_of_one, outliers_arguments
-from tkernels.ops.dequant_gemm.split_sums import summed_by_the_last, words_per_split
-from tkernels.ops.dequant_gemm.unpack import group_tile, groups_arguments, inputs_at, word_tile, words_arguments
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved
+from tkernels.ops.dequant_gemm._argument import needs_interleaved
+from tkernels.ops.dequant_gemm._outlier_sums import OUTLIERS_AT_A_TIME, outlier_sums_of_one, outliers_arguments
+from tkernels.ops.dequant_gemm._unpack import group_tile, groups_arguments, inputs_at, word_tile, words_arguments
+from tkernels.ops.split_sums import summed_by_the_last, words_per_split
+from tkernels.quantized.codes import codes_per_word
+from tkernels.quantized.weight import QuantizedWeight, interleaved
 
 CONFIGS = tuple(
     Config(BLOCK_N=columns, BLOCK_W=words, PROGRAMS_PER_SM=programs, num_warps=warps, num_stages=3)

@@ -14,10 +14,9 @@ import triton.language as tl
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
 from tkernels.inputs import dtype_of
 from tkernels.language import dot
-from tkernels.ops.dequant_gemm.argument import needs_interleaved
-from tkernels.ops.dequant_gemm.codes import codes_per_word
-from tkernels.ops.dequant_gemm.outlier_sums import OUTLIERS_AT_A_TIME, outlier_sums, outliers_arguments
-from tkernels.ops.dequant_gemm.unpack import (
+from tkernels.ops.dequant_gemm._argument import needs_interleaved
+from tkernels.ops.dequant_gemm._outlier_sums import OUTLIERS_AT_A_TIME, outlier_sums, outliers_arguments
+from tkernels.ops.dequant_gemm._unpack import (
     group_tile,
     groups_arguments,
     inputs_at,
@@ -29,7 +28,8 @@ from tkernels.ops.dequant_gemm.unpack import (
     word_tile,
     words_arguments,
 )
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, interleaved
+from tkernels.quantized.codes import codes_per_word
+from tkernels.quantized.weight import QuantizedWeight, interleaved
 
 GATHERED_AT_A_TIME = 1024
 """Places of a row for one program, where a permutation makes it gather them."""

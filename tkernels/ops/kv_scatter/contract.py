@@ -7,7 +7,7 @@ import torch
 from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Contract, Int, Tensor, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of, poison, poisoned_views
-from tkernels.ops.paged_decode.paged_cache import KV_DTYPE, as_bits
+from tkernels.ops.paged_cache import KV_DTYPE, as_bits
 
 
 def reference(

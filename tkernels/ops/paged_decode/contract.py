@@ -9,7 +9,7 @@ import torch
 from tkernels.batching import Batching, Inputs, like_laid_out
 from tkernels.contract import Axes, Case, Contract, Int, Output, Scalar, Tensor
 from tkernels.inputs import Draws
-from tkernels.ops.paged_decode.paged_cache import (
+from tkernels.ops.paged_cache import (
     BENCHMARK_AXES,
     CONSTRAINTS,
     CORNERS,

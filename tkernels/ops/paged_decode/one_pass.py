@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
-from tkernels.ops.paged_decode.attend import attend_keys, heads_of_tile, part_arguments, store_attention, unsupported
+from tkernels.ops.paged_decode._attend import attend_keys, heads_of_tile, part_arguments, store_attention, unsupported
 
 # Page ids are loaded a stage before the keys that wait for them, so two stages more are one block of keys more in
 # flight: for sm_90 at D 128, 64 keys take 38 KB of shared memory with 3 or 4 stages, 71 KB with 5 or 6, 103 KB with 7.

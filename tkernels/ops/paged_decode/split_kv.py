@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
-from tkernels.ops.paged_decode.attend import (
+from tkernels.ops.paged_decode._attend import (
     MAX_SPLITS,
     attend_keys,
     combine_parts,

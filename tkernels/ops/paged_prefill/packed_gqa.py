@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tkernels import Axes, Config, DeviceFacts, Run, Variant
 from tkernels.language import dot
-from tkernels.ops.paged_decode.paged_cache import unsupported_kv
+from tkernels.ops.paged_cache import unsupported_kv
 
 CONFIGS = tuple(
     Config(BLOCK_M=rows, BLOCK_N=keys, num_warps=warps, num_stages=stages)

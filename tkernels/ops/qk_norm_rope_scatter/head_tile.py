@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
-from tkernels.ops.paged_decode.paged_cache import unsupported_kv
+from tkernels.ops.paged_cache import unsupported_kv
 from tkernels.ops.qk_norm_rope.head_tile import qk_norm_rope_head_tile_load
 
 CONFIGS = tuple(

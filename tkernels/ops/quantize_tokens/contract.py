@@ -7,7 +7,7 @@ import torch
 from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Contract, DType, Int, Output, Tensor, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
-from tkernels.ops.quantize_tokens.codes import CODES, LARGEST, codes_and_scales
+from tkernels.quantized.row_codes import CODES, LARGEST, codes_and_scales
 
 
 def reference(x: torch.Tensor, *, dtype: torch.dtype = torch.int8) -> tuple[torch.Tensor, torch.Tensor]:

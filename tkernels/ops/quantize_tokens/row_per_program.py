@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Config, DeviceFacts, Run, Variant
-from tkernels.ops.quantize_tokens.codes import codes_of, reciprocal_of, scale_of, unsupported_codes
+from tkernels.quantized.row_codes import codes_of, reciprocal_of, scale_of, unsupported_codes
 
 CONFIGS = tuple(Config(num_warps=warps) for warps in (1, 2, 4, 8, 16))
 WIDEST = 32768

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Config, DeviceFacts, Run, Variant
-from tkernels.ops.quantize_tokens.codes import codes_of, reciprocal_of, scale_of, unsupported_codes
+from tkernels.quantized.row_codes import codes_of, reciprocal_of, scale_of, unsupported_codes
 
 CONFIGS = tuple(
     Config(BLOCK_K=block, num_warps=warps) for block, warps in ((1024, 2), (2048, 4), (4096, 8), (8192, 8), (8192, 16))

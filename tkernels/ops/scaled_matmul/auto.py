@@ -13,7 +13,7 @@ import torch
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
 from tkernels.contract import Value
-from tkernels.ops.scaled_matmul.code_sums import unsupported_sums
+from tkernels.ops.scaled_matmul._code_sums import unsupported_sums
 
 ALGORITHMS = ("split_k", "tiled")
 BY_TOKENS = 1

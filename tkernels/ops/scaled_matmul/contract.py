@@ -7,7 +7,7 @@ import torch
 from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Contract, DType, Int, Output, Tensor, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
-from tkernels.ops.quantize_tokens.codes import CODES, SMALLEST_SCALE
+from tkernels.quantized.row_codes import CODES, SMALLEST_SCALE
 
 MOST_INPUTS = (2**31 - 1) // 128**2
 """131071: more products of int8 codes, -128 among them, might leave int32."""

@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
-from tkernels.ops.dequant_gemm.split_sums import summed_by_the_last, words_per_split
-from tkernels.ops.scaled_matmul.code_sums import (
+from tkernels.ops.scaled_matmul._code_sums import (
     rescaled,
     sums_are_short,
     unsupported_sums,
     with_products,
     zero_sums,
 )
+from tkernels.ops.split_sums import summed_by_the_last, words_per_split
 
 # BLOCK_TOKENS, not BLOCK_M: the product is transposed, and its rows are outputs.
 CONFIGS = tuple(

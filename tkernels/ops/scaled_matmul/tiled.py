@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
-from tkernels.ops.scaled_matmul.code_sums import (
+from tkernels.ops.scaled_matmul._code_sums import (
     rescaled,
     sums_are_short,
     unsupported_sums,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from experiments.peers.installed import needs
 from tkernels import Variant
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, dequantize
+from tkernels.quantized.weight import QuantizedWeight, dequantize
 
 
 def prepare(weight: QuantizedWeight) -> torch.Tensor:

@@ -9,7 +9,7 @@ from experiments.peers.plain_weights import only_plain
 from tkernels import Variant
 from tkernels.contract import Axes
 from tkernels.device import DeviceFacts
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, unpack_codes
+from tkernels.quantized.weight import QuantizedWeight, unpack_codes
 
 
 def prepare(weight: QuantizedWeight) -> Any:

@@ -10,7 +10,7 @@ from experiments.peers.plain_weights import only_plain
 from tkernels import Variant
 from tkernels.contract import Axes
 from tkernels.device import DeviceFacts
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, unpack_codes
+from tkernels.quantized.weight import QuantizedWeight, unpack_codes
 
 _INNER_K_TILES = 8  # the largest it knows
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from tkernels.contract import Axes
 from tkernels.device import DeviceFacts
 from tkernels.language import INTERPRETING, dot
-from tkernels.ops.quantize_tokens.codes import unsupported_codes
+from tkernels.quantized.row_codes import unsupported_codes
 
 _SHORT = ("sm_89", "sm_90", "sm_120", "interpreter")
 """Architectures whose matrix units sum fp8 products in fewer bits than fp32's, those of Ada and Hopper in about 14

@@ -2,8 +2,8 @@
 
 import torch
 
-from tkernels.ops.dequant_gemm.codes import BITS, codes_per_row
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, check_group_size, from_codes
+from tkernels.quantized.codes import BITS, codes_per_row
+from tkernels.quantized.weight import QuantizedWeight, check_group_size, from_codes
 
 
 def grid(groups: torch.Tensor, bits: int, symmetric: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from tkernels.language import INTERPRETING
-from tkernels.ops.dequant_gemm.codes import codes_per_word
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight
+from tkernels.quantized.codes import codes_per_word
+from tkernels.quantized.weight import QuantizedWeight
 
 
 def magic_of(dtype: torch.dtype) -> int:

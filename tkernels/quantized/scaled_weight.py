@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tkernels.ops.quantize_tokens.codes import LARGEST, codes_and_scales
+from tkernels.quantized.row_codes import LARGEST, codes_and_scales
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from tkernels.ops.dequant_gemm.codes import codes_per_row
-from tkernels.ops.dequant_gemm.outliers import Outliers, outliers_from
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight, from_codes, in_order, unpack_codes
+from tkernels.quantized.codes import codes_per_row
+from tkernels.quantized.outliers import Outliers, outliers_from
+from tkernels.quantized.weight import QuantizedWeight, from_codes, in_order, unpack_codes
 
 
 def why_apart(one: QuantizedWeight, other: QuantizedWeight) -> str | None:

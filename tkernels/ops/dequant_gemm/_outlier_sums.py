@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tkernels.language import dot
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight
+from tkernels.quantized.weight import QuantizedWeight
 
 OUTLIERS_AT_A_TIME = tl.constexpr(64)
 

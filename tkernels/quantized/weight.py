@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from tkernels.ops.dequant_gemm.codes import (
+from tkernels.quantized.codes import (
     BITS,
     ORDERS,
     Order,
@@ -18,7 +18,7 @@ from tkernels.ops.dequant_gemm.codes import (
     pack_codes,
     reordered,
 )
-from tkernels.ops.dequant_gemm.outliers import Outliers
+from tkernels.quantized.outliers import Outliers
 
 Coding = Literal["uniform", "lookup"]
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tkernels import Axes, Config, DeviceFacts
 from tkernels.language import dot
-from tkernels.ops.paged_decode.paged_cache import unsupported_kv
+from tkernels.ops.paged_cache import unsupported_kv
 
 MAX_SPLITS = 128
 """All maxima of a head's parts are held at once. As num_splits, it leaves the number to the device."""

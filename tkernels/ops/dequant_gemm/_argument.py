@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tkernels.contract import Axes, ContractError, Tensor, Value, bind_axis
-from tkernels.ops.dequant_gemm.weight import QuantizedWeight
+from tkernels.quantized.weight import QuantizedWeight
 
 
 def axes_of(weight: QuantizedWeight) -> dict[str, Value]:
