@@ -3,8 +3,9 @@
 import tkernels as _tkernels  # noqa: F401  before transformers: it decides whether Triton interprets
 from tmodel.architectures import Architecture, Model, known_architectures
 from tmodel.batch import Batch
+from tmodel.cache_kinds import CacheKind, Pages, UnitPart
 from tmodel.config import ConfigError, ModelConfig
-from tmodel.kv_cache import CachePages, KVCache, PagedKVCache, allocate_kv_cache, kv_bytes_per_block
+from tmodel.kv_cache import CachePages, CacheTensors, KVCache, allocate_kv_cache, bytes_per_state, kv_bytes_per_block
 from tmodel.loading import load_config, load_model
 from tmodel.presets import PRESETS, make_model, make_random_model, preset_path
 from tmodel.random_weights import RANDOM_PRESETS
@@ -16,17 +17,21 @@ __all__ = [
     "RANDOM_PRESETS",
     "Architecture",
     "Batch",
+    "CacheKind",
     "CachePages",
+    "CacheTensors",
     "ConfigError",
     "KVCache",
     "Model",
     "ModelConfig",
-    "PagedKVCache",
+    "Pages",
     "Recipe",
     "TrainingError",
     "TrainingReport",
+    "UnitPart",
     "WeightError",
     "allocate_kv_cache",
+    "bytes_per_state",
     "known_architectures",
     "kv_bytes_per_block",
     "load_config",

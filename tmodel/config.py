@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 
 from tkernels.contract import Value
 from tkernels.variant import AxisRanges
+from tmodel.cache_kinds import CacheKind, Pages, check_kinds
 
 if TYPE_CHECKING:  # it speaks of a ModelConfig's layers, and its formats raise ConfigError
     from tmodel.quantization import Quantization
@@ -34,7 +35,8 @@ class ModelConfig:
 
     `windows[layer]` is the number of keys that a query of that layer sees, itself included, or None for all of them.
     `dtype` is the one that the checkpoint was saved for; a caller is free to load it as another. `quantization` says
-    which linear layers are quantized, and how; None is none of them.
+    which linear layers are quantized, and how; None is none of them. `cache_kinds` says what a sequence keeps, by
+    groups that share the layers out; an architecture that gives none keeps pages of keys and values in every layer.
     """
 
     architecture: str
@@ -55,6 +57,13 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     quantization: Quantization | None = None
+    cache_kinds: tuple[CacheKind, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.cache_kinds:
+            pages = Pages(tuple(range(self.num_layers)), self.num_kv_heads, self.head_dim)
+            object.__setattr__(self, "cache_kinds", (pages,))
+        check_kinds(self.cache_kinds, self.num_layers)
 
     def kernel_axes(
         self, *, max_num_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: int

@@ -31,11 +31,11 @@ from tsched.execution.phases import Phases
 from tsched.execution.readback import HostReader, Outcome, Readback
 from tsched.execution.sampler import NONE_LEFT, Sampler, TokenLogprobs
 from tsched.requests.detokenizer import IncrementalDetokenizer
-from tsched.requests.logits_processors import RequestFault
+from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.sampling_params import SamplingParams
 from tsched.requests.stopping import is_met
 from tsched.scheduling.block_pool import BlockIds
-from tsched.scheduling.scheduler import RefusedError, Scheduler
+from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.sequence import Sequence
 from tsched.scheduling.step_plan import StepPlan
 
@@ -240,7 +240,7 @@ class Engine:
             self._graphs.forget()
 
     def stats(self) -> EngineStats:
-        kv_bytes = sum(keys.nbytes + values.nbytes for keys, values in self._kv_cache)
+        kv_bytes = sum(tensor.nbytes for layer in self._kv_cache for tensor in layer)
         return EngineStats.of(self.scheduler, self._peak, kv_bytes)
 
     def reset_peak(self) -> None:
