@@ -185,7 +185,7 @@ class KVMemory:
         """`PrefixCache.insert`, and keep the row's checkpoint with its block."""
         blocks = self.cache.insert(sequence, blocks, num_computed)
         if self.states is not None:
-            self.states.attach(row, blocks, num_computed)
+            self.states.attach(row, blocks)
         return blocks
 
     def release(self, row: int, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:

@@ -143,17 +143,13 @@ class StateSlots:
             self.share(slot)
         return place, slot
 
-    def attach(self, row: int, blocks: BlockIds, num_committed: int) -> None:
-        """Keep the row's checkpoint with its block, where that is in the prefix cache and has none yet.
-
-        Args:
-            row: a row that runs, or has just left.
-            blocks: [n] its blocks.
-            num_committed: tokens of it that committed plans have computed.
+    def attach(self, row: int, blocks: BlockIds) -> None:
+        """Keep the checkpoint of a row with `blocks` [n] with the block that ends there, where that is in the prefix
+        cache, so that what it holds has been committed, and has none yet.
         """
         slot, place = int(self._checkpoint[row]), int(self._checkpoint_place[row])
         size = self._blocks.block_size
-        if slot == NO_STATE or place > num_committed or place % size:
+        if slot == NO_STATE or place % size:
             return
         block = blocks[place // size - 1]
         is_new = self._slot_at[block] == NO_STATE and not self.pool.is_kept(_only(slot))[0]
