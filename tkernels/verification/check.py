@@ -21,6 +21,7 @@ from tkernels.variant import Variant
 from tkernels.verification.accuracy import Verdict, judge
 from tkernels.verification.addresses import default_door
 from tkernels.verification.calls import same_bits, wanted_outputs
+from tkernels.verification.offsets import check_offsets
 
 _BUILTIN = Path(__file__).parents[1]  # the tkernels package
 
@@ -146,12 +147,10 @@ def check_case(
     for name, output in contract.outputs.items():
         if name in got and (expected := [d.size(axes) for d in output.shape]) != list(got[name].shape):
             return result("wrong", f"output {name!r} has shape {list(got[name].shape)}, not {expected}")
-    verdicts, reason = _judge_all(variant, contract, arguments, got, slack)
+    verdicts, reason = _judge_all(variant, contract, arguments, axes, got, slack)
     if reason or not all(v.ok for v in verdicts.values()):
         return result("wrong", reason, verdicts)
     if offsets and MODE == "interpret" and variant.launch is not None and config is not None:
-        from tkernels.verification.sanitizers.overflow import check_offsets
-
         try:
             check_offsets(variant, case, config)
         except Exception as error:
@@ -175,12 +174,16 @@ def _judge_all(
     variant: Variant,
     contract: Contract,
     arguments: Mapping[str, Any],
+    axes: Axes,
     got: Mapping[str, torch.Tensor],
     slack: float,
 ) -> tuple[dict[str, Verdict], str]:
     original = widened(arguments)
     oracle = _results(contract, widened(arguments), contract.reference)
-    baseline = _results(contract, clone_inputs(arguments), contract.baseline)
+    if set_ones := sorted(set(contract.left_out_by_baseline).intersection(contract.set_options(axes))):
+        return {}, f"nothing measures the natural error: {contract.name}'s baseline does not take {', '.join(set_ones)}"
+    plain = {name: value for name, value in arguments.items() if name not in contract.left_out_by_baseline}
+    baseline = _results(contract, clone_inputs(plain), contract.baseline)
     # The baseline measures natural error only if it is itself right. The definition, evaluated at the working dtype,
     # rounds after every operation, so no right baseline is much worse than it.
     stepwise = _results(contract, clone_inputs(arguments), contract.reference)
