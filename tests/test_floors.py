@@ -75,6 +75,7 @@ KNOWN_UPWARD: dict[str, set[tuple[str, str]]] = {
         ("planning", "quantization"),
         ("reporting", "quantization"),
         ("runs", "reporting"),
+        ("schema", "peers"),
         ("stages", "peers"),
         ("stages", "profiling"),
         ("stages", "quantization"),
