@@ -19,9 +19,7 @@ from experiments.schema import AnyWorkload, SyntheticWorkload, TraceWorkload
 from experiments.workloads import traced_lengths
 from tkernels import ContractError, Registry
 from tkernels.selection import with_parts
-
-# Such a model is there to be measured on a GPU; on a CPU a workload made for that would take hours.
-_MOST_RANDOM_ON_CPU = 100_000_000
+from tsched.execution.placement import check_random_weights
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,11 @@ def look_at(layout: Layout, part: Part, ops: Registry, device: torch.device | No
     dtype = getattr(torch, experiment.dtype) if experiment.dtype else dtype if part.is_typed else None
     problems += quantization_problems(document, experiment, model.config if model is not None else None)
     if model is not None:
-        if device is not None and device.type == "cpu" and model.random_weights > _MOST_RANDOM_ON_CPU:
-            problems.append(document.problem(("model",), _needs_gpu(model)))
+        if device is not None and dtype is not None:
+            try:
+                check_random_weights(model, device, dtype)
+            except ValueError as error:
+                problems.append(document.problem(("model",), str(error)))
         problems += _model_problems(layout, part, model, ops, dtype, device or torch.device("cpu"))
     problems += _constraint_problems(layout.document, ops, dtype)
     return LookedAt(model, dtype, tuple(problems))
@@ -62,14 +63,6 @@ def found_in(several: Sequence[Sequence[str]], is_ruled: bool) -> list[str]:
     """What is wrong with any of several parts or arms; where it is not known which of them are left out, with all."""
     every = dict.fromkeys(problem for problems in several for problem in problems)
     return [problem for problem in every if is_ruled or all(problem in problems for problems in several)]
-
-
-def _needs_gpu(model: ModelPlan) -> str:
-    return (
-        f"{model.name} is {model.random_weights / 1e9:.1f} billion random weights, to be measured on a GPU; on a CPU, "
-        "which is the device here, that would take hours. --set model.preset=tiny, with a workload that fits it, tries "
-        "the same small"
-    )
 
 
 def _model_problems(

@@ -7,8 +7,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-import experiments.planning.models
 import tkernels
+import tmodel.model_names
 from experiments.document import ExperimentError
 from experiments.planning.models import plan_model
 from experiments.planning.plan import Plan
@@ -32,7 +32,7 @@ def _nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(preset: str) -> Path:
         raise AssertionError(f"a plan trains {preset}")
 
-    monkeypatch.setattr(experiments.planning.models, "preset_path", refuse)
+    monkeypatch.setattr(tmodel.model_names, "preset_path", refuse)
 
 
 @pytest.mark.parametrize(
