@@ -73,8 +73,6 @@ KNOWN_UPWARD: dict[str, set[tuple[str, str]]] = {
     "experiments": {
         ("planning", "peers"),
         ("planning", "quantization"),
-        ("reporting", "quantization"),
-        ("runs", "reporting"),
         ("stages", "peers"),
         ("stages", "profiling"),
         ("stages", "quantization"),
