@@ -1,17 +1,13 @@
-"""What an experiment's YAML may say. Structure only: `plan` checks the names of ops, variants and policies, live."""
+"""What an experiment's YAML may say: types, and the names that are known without torch."""
 
 from experiments.schema.experiment import (
     Batching,
     Choice,
-    Dtype,
     Experiment,
     ModelSource,
     Quantization,
     QuantizationSettings,
-    Validated,
     VariantChoice,
-    fit_problems,
-    validate,
 )
 from experiments.schema.scheduler import SchedulerOptions
 from experiments.schema.workload import (
@@ -29,7 +25,6 @@ __all__ = [
     "AnyWorkload",
     "Batching",
     "Choice",
-    "Dtype",
     "Experiment",
     "LateRequests",
     "Length",
@@ -41,9 +36,6 @@ __all__ = [
     "SchedulerOptions",
     "SyntheticWorkload",
     "TraceWorkload",
-    "Validated",
     "VariantChoice",
     "Workload",
-    "fit_problems",
-    "validate",
 ]
