@@ -107,7 +107,8 @@ def test_ci_runs_exactly_the_readmes_test_command() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_leads_to_a_file(page: str) -> None:
     """mkdocs checks those between the pages of docs/ too, and their headings; the README is no page of its."""
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", PAGES[page].read_text(encoding="utf-8")):
+    prose = re.sub(r"```.*?```", "", PAGES[page].read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
         assert target.startswith("https://") or (PAGES[page].parent / target).is_file(), target
 
 
@@ -115,7 +116,8 @@ def test_every_link_leads_to_a_file(page: str) -> None:
 def test_every_yaml_is_an_experiment_or_part_of_one(page: str, index: int, tmp_path: Path) -> None:
     shown = yaml.safe_load(blocks(page, "yaml")[index])
     write_outside_variant(tmp_path)
-    around = {"name": "shown", "model": {"preset": "tiny"}, "workload": {"kind": "synthetic"}}
+    workload = {"kind": "synthetic", "num_requests": 1, "input_len": 8, "output_len": 8}
+    around = {"name": "shown", "model": {"preset": "tiny"}, "workload": workload}
     (tmp_path / "shown.yaml").write_text(yaml.safe_dump(around | shown))
     sweep = make_sweep(read_document(tmp_path / "shown.yaml"))
     assert sweep.num_arms > 1
