@@ -3,13 +3,13 @@
 from experiments.schema.experiment import (
     Batching,
     Choice,
-    Dtype,
     Experiment,
     ModelSource,
     Quantization,
     QuantizationSettings,
     VariantChoice,
 )
+from experiments.schema.names import Dtype
 from experiments.schema.scheduler import SchedulerOptions
 from experiments.schema.workload import (
     AnyWorkload,
