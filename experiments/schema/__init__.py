@@ -26,7 +26,6 @@ __all__ = [
     "AnyWorkload",
     "Batching",
     "Choice",
-    "Dtype",
     "Experiment",
     "LateRequests",
     "Length",
