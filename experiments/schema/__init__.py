@@ -9,7 +9,6 @@ from experiments.schema.experiment import (
     QuantizationSettings,
     VariantChoice,
 )
-from experiments.schema.names import Dtype
 from experiments.schema.scheduler import SchedulerOptions
 from experiments.schema.workload import (
     AnyWorkload,

@@ -17,7 +17,7 @@ from pydantic import (
 
 from experiments.document import Document, PathParts, entries
 from experiments.schema.faults import A_MODEL, explain
-from experiments.schema.names import Device, Dtype, File, Folder, KnownNames, Peer, preset_names, unknown_name
+from experiments.schema.names import Device, File, Folder, KnownNames, Peer, preset_names, unknown_name
 from experiments.schema.scheduler import SchedulerOptions
 from experiments.schema.values import Count, Strict, Swept, as_list
 from experiments.schema.workload import Workload

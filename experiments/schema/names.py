@@ -15,7 +15,7 @@ from pydantic import AfterValidator, ValidationInfo
 from experiments.document import entries, nearest
 from experiments.peers import KERNELS as PEER_KERNELS
 from experiments.peers import PEERS
-from tsched.options import DEVICE, DTYPES
+from tsched.options import DEVICE
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,6 @@ def _check_peer(name: str) -> str:
     return name
 
 
-def _check_dtype(name: str) -> str:
-    if name not in DTYPES:
-        raise ValueError(unknown_name("value", name, DTYPES))
-    return name
-
-
 def _check_device(name: str) -> str:
     if not DEVICE.fullmatch(name):
         raise ValueError(f"{name!r} is not a device; there is cpu, cuda")
@@ -104,7 +98,6 @@ def _in_folder(is_there: Callable[[Path], bool], fault: str) -> AfterValidator:
 
 
 Peer = Annotated[str, AfterValidator(_check_peer)]
-Dtype = Annotated[str, AfterValidator(_check_dtype)]
 Device = Annotated[str, AfterValidator(_check_device)]
 Folder = Annotated[Path, _in_folder(os.path.isdir, " is not a folder")]
 File = Annotated[Path, _in_folder(os.path.isfile, ": no such file")]
