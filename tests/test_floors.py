@@ -35,7 +35,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "cache": "batch kv_cache",
         "parts": "rotary layers linear_reader",
         "architectures": "architectures loading",
-        "training": "random_weights corpus training_state train presets",
+        "training": "random_weights corpus training_state train presets model_names",
         "quantizers": "quantizers",
     },
     "tsched": {
@@ -46,7 +46,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "llm": "llm async_llm",
     },
     "experiments": {
-        "document": "document exits yardstick",
+        "document": "document exits yardstick engine_flags",
         "schema": "simulation peers schema workloads",
         "quantization": "quantization",
         "plan": "planning",
