@@ -3,7 +3,8 @@
 import tkernels as _tkernels  # noqa: F401  before transformers: it decides whether Triton interprets
 from tmodel.architectures import Architecture, Model, known_architectures
 from tmodel.batch import Batch
-from tmodel.config import ConfigError, ModelConfig
+from tmodel.config import ModelConfig
+from tmodel.json_files import ConfigError
 from tmodel.kv_cache import CachePages, KVCache, PagedKVCache, allocate_kv_cache, kv_bytes_per_block
 from tmodel.loading import load_config, load_model
 from tmodel.presets import PRESETS, make_model, make_random_model, preset_path
@@ -15,10 +16,13 @@ __all__ = [
     "PRESETS",
     "RANDOM_PRESETS",
     "Architecture",
+    "ArchitectureError",
+    "Architectures",
     "Batch",
     "CachePages",
     "ConfigError",
     "KVCache",
+    "Limits",
     "Model",
     "ModelConfig",
     "PagedKVCache",
@@ -27,6 +31,8 @@ __all__ = [
     "TrainingReport",
     "WeightError",
     "allocate_kv_cache",
+    "architectures_with",
+    "kernel_axes",
     "known_architectures",
     "kv_bytes_per_block",
     "load_config",

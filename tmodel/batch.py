@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+KVCache = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Per layer (k_cache, v_cache), each [P, S, Hkv, D]."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from tkernels.ops.paged_cache import as_bits
+from tmodel.batch import KVCache
 from tmodel.config import ModelConfig
-
-KVCache = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Per layer (k_cache, v_cache), each [P, S, Hkv, D]."""
 
 PagePairs = NDArray[np.int32]
 """[2, n]: pages that are read, pages that are written."""

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 import tkernels
 from experiments.document import ExperimentError
 from tmodel import ConfigError, ModelConfig, WeightError, load_config, load_model
-from tmodel.config import read_json
+from tmodel.json_files import read_json
 from tmodel.formats import SqueezeLLM, parse_format
 
 SHARD_BYTES = 2**30

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from tmodel.config import ConfigError, read_json
+from tmodel.json_files import ConfigError, read_json
 from tmodel.formats.awq import AWQ
 from tmodel.formats.base import FormatWarning, QuantizationFormat, Scheme, parsed
 from tmodel.formats.compressed_tensors import CompressedTensors

@@ -17,7 +17,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationInfo,
 from tkernels.quantized.codes import pack, unpack
 from tkernels.quantized.slicing import zeros_of
 from tkernels.quantized.weight import QuantizedWeight, unpack_codes
-from tmodel.config import ConfigError
+from tmodel.json_files import ConfigError
 from tmodel.formats.base import (
     Scheme,
     check_bits,

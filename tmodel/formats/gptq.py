@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from tkernels.quantized.slicing import zeros_of
 from tkernels.quantized.weight import QuantizedWeight, unpack_codes
-from tmodel.config import ConfigError
+from tmodel.json_files import ConfigError
 from tmodel.formats.base import (
     FormatWarning,
     Scheme,

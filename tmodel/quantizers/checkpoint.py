@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from tmodel.config import ConfigError, ModelConfig, read_json
+from tmodel.config import ModelConfig
+from tmodel.json_files import ConfigError, read_json
 from tmodel.formats.base import QuantizationFormat
 from tmodel.loading import load_config
 from tmodel.quantizers.calibration import choose_windows, forward, head_gradient

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from tmodel.config import ConfigError, ModelConfig
+from tmodel.config import ModelConfig
+from tmodel.json_files import ConfigError
 from tmodel.rotary import rotary_tables
 
 Weights = Mapping[str, torch.Tensor]
