@@ -1,11 +1,13 @@
 """tmodel: a Hugging Face directory becomes a model over packed tokens, computed by the kernels it is given."""
 
 import tkernels as _tkernels  # noqa: F401  before transformers: it decides whether Triton interprets
-from tmodel.architectures import Architecture, Model, known_architectures
-from tmodel.batch import Batch
-from tmodel.config import ModelConfig
+from tmodel.architectures import ArchitectureError, Architectures, architectures_with, known_architectures
+from tmodel.batch import Batch, KVCache
+from tmodel.cache_kinds import CacheKind, Pages, UnitPart
+from tmodel.config import Architecture, Limits, Model, ModelConfig
 from tmodel.json_files import ConfigError
-from tmodel.kv_cache import CachePages, KVCache, PagedKVCache, allocate_kv_cache, kv_bytes_per_block
+from tmodel.kernel_axes import kernel_axes
+from tmodel.kv_cache import CachePages, CacheTensors, allocate_kv_cache, bytes_per_state, kv_bytes_per_block
 from tmodel.loading import load_config, load_model
 from tmodel.presets import PRESETS, make_model, make_random_model, preset_path
 from tmodel.random_weights import RANDOM_PRESETS
@@ -19,19 +21,23 @@ __all__ = [
     "ArchitectureError",
     "Architectures",
     "Batch",
+    "CacheKind",
     "CachePages",
+    "CacheTensors",
     "ConfigError",
     "KVCache",
     "Limits",
     "Model",
     "ModelConfig",
-    "PagedKVCache",
+    "Pages",
     "Recipe",
     "TrainingError",
     "TrainingReport",
+    "UnitPart",
     "WeightError",
     "allocate_kv_cache",
     "architectures_with",
+    "bytes_per_state",
     "kernel_axes",
     "known_architectures",
     "kv_bytes_per_block",

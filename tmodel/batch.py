@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-KVCache = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Per layer (k_cache, v_cache), each [P, S, Hkv, D]."""
+LayerCache = tuple[torch.Tensor, ...]
+
+KVCache = Sequence[LayerCache]
+"""Per layer what its kind keeps: of pages (k_cache, v_cache), each [P, S, Hkv, D]."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,13 @@ import torch
 from tkernels import KernelSet, PrepareReport
 from tkernels.variant import AxisRanges
 from tmodel.batch import Batch, KVCache
+from tmodel.cache_kinds import CacheKind, Pages, check_kinds
 from tmodel.fields import HuggingFaceConfig
 from tmodel.quantization import LinearShape, Quantization
 from tmodel.weights import Checkpoint
 
 Axes = dict[str, AxisRanges | tuple[AxisRanges, ...]]
-"""Ops, each with every axis it is called at: a value or (low, high); an op called in several ways has a set for each."""
+"""Ops, each with every axis it is called at: a value or (low, high). One called in several ways has a set for each."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ class ModelConfig:
         eos_token_ids: the tokens that end a generation.
         dtype: the one that the checkpoint was saved for; a caller is free to load it as another.
         quantization: which linear layers are quantized, and how; None is none of them.
+        cache_kinds: what a sequence keeps, by groups that share the layers out. An architecture that gives none keeps
+            pages of keys and values in every layer.
     """
 
     architecture: Architecture
@@ -112,6 +115,13 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     quantization: Quantization | None = None
+    cache_kinds: tuple[CacheKind, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.cache_kinds:
+            pages = Pages(tuple(range(self.num_layers)), self.num_kv_heads, self.head_dim)
+            object.__setattr__(self, "cache_kinds", (pages,))
+        check_kinds(self.cache_kinds, self.num_layers)
 
     @property
     def vocab_size(self) -> int:

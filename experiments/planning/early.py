@@ -55,16 +55,17 @@ def _is_plain(part: Part, presets: Mapping[str, Any]) -> bool:
     experiment = part.experiment
     if experiment.model is None:
         return True
-    sizes = presets.get(experiment.model.preset or "")
-    if sizes is None:
+    preset = presets.get(experiment.model.preset or "")
+    if preset is None:
         return False
+    sizes = preset["config"]
     for op in experiment.kernels:
         if op not in CALLED or CALLED[op] in experiment.kernels:
             return False
     for arm in part.arms:
         given = arm.scheduler
         page, longest = given.get("block_size", 16), given.get("max_model_len", 1)
-        page_bytes = 2 * sizes["num_layers"] * sizes["num_kv_heads"] * sizes["head_dim"] * page * _WIDEST
+        page_bytes = 2 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"] * page * _WIDEST
         fits = page in (8, 16, 32, 64) and given.get("kv_cache_bytes", page_bytes) >= page_bytes
         if not fits or not given.keys() <= set(_PLAIN) or max(longest, 1) > sizes["max_position_embeddings"]:
             return False

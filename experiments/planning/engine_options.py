@@ -16,7 +16,7 @@ from experiments.planning.names import POLICIES
 from tkernels import Registry
 from tkernels.contract import Contract, Int
 from tkernels.selection import OpAxes
-from tmodel import kv_bytes_per_block
+from tmodel import Limits, kernel_axes, kv_bytes_per_block
 from tsched import LLM
 from tsched.execution.cache_size import num_host_blocks, num_kv_blocks
 from tsched.scheduling.scheduler import Scheduler
@@ -34,13 +34,14 @@ def kernel_ranges(model: ModelPlan, options: Mapping[str, Any], dtype: torch.dty
     if given["kv_cache_bytes"] is not None:
         fitting = given["kv_cache_bytes"] // kv_bytes_per_block(model.config, given["block_size"], dtype)
         blocks = max(1, min(blocks, fitting))
-    return model.config.kernel_axes(
+    limits = Limits(
         max_num_tokens=given["max_num_batched_tokens"],
         max_num_seqs=given["max_num_seqs"],
         max_model_len=longest,
         block_size=given["block_size"],
         num_blocks=blocks,
     )
+    return kernel_axes(model.config, limits)
 
 
 def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import torch
 from experiments.document import ExperimentError, nearest
 from experiments.schema import ModelSource
 from tmodel import ConfigError, ModelConfig, load_config
-from tmodel.presets import PRESETS, Recipe, find_recipe, preset_path
-from tmodel.random_weights import RANDOM_PRESETS, config_of, num_parameters
+from tmodel.loading import config_of
+from tmodel.presets import PRESETS, find_recipe, preset_path
+from tmodel.random_weights import RANDOM_PRESETS, num_parameters, random_config
 from tmodel.weights import Checkpoint
 
 _DATA_FILES = ("*.json", "*.safetensors", "tokenizer.model")
@@ -43,12 +44,12 @@ def plan_model(source: ModelSource, folder: Path) -> ModelPlan:
         if preset in RANDOM_PRESETS:
             shape = RANDOM_PRESETS[preset]
             return ModelPlan(
-                preset, config_of(shape), lambda: preset_path(preset), random_weights=num_parameters(shape)
+                preset, random_config(shape), lambda: preset_path(preset), random_weights=num_parameters(shape)
             )
         known = [*PRESETS, *RANDOM_PRESETS]
         if preset not in PRESETS:
             raise ValueError(f"unknown preset {preset!r}: there is {', '.join(known)}{nearest(preset, known)}")
-        return ModelPlan(preset, _config_of(find_recipe(preset)), lambda: preset_path(preset))
+        return ModelPlan(preset, config_of(find_recipe(preset).config), lambda: preset_path(preset))
     if source.path is not None:
         directory = folder / source.path
         if not os.path.isdir(directory):
@@ -74,29 +75,6 @@ def check_headers(directory: Path) -> None:
     """Raises WeightError, naming file and tensor, where the headers of a checkpoint show that it cannot be loaded."""
     with Checkpoint(directory, device="cpu", dtype=torch.float32):
         pass
-
-
-def _config_of(recipe: Recipe) -> ModelConfig:
-    """What the config.json of a preset will say, before the preset has been trained."""
-    return ModelConfig(
-        architecture="Qwen3ForCausalLM",
-        vocab_size=recipe.vocab_size,
-        hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.intermediate_size,
-        num_layers=recipe.num_layers,
-        num_heads=recipe.num_heads,
-        num_kv_heads=recipe.num_kv_heads,
-        head_dim=recipe.head_dim,
-        rotary_dim=recipe.head_dim,
-        rope_theta=10000.0,
-        norm_eps=1e-6,
-        max_position_embeddings=recipe.max_position_embeddings,
-        attention_bias=False,
-        tie_word_embeddings=True,
-        windows=(None,) * recipe.num_layers,
-        eos_token_ids=(),
-        dtype=torch.float32,
-    )
 
 
 def _fetch(hub_id: str, patterns: tuple[str, ...]) -> Path:

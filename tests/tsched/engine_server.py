@@ -48,7 +48,7 @@ class EngineServer:
             device=torch.device("cpu"),
             seed=0,
             eos_token_ids=options["eos_token_ids"],
-            pages=tmodel.CachePages(kv_cache, COPY_PAGES, options.get("num_host_blocks", 0)),
+            pages=tmodel.CachePages(kv_cache.blocks, COPY_PAGES, options.get("num_host_blocks", 0)),
             overlap=is_late,
             cuda_graphs=pads,
         )

@@ -7,14 +7,14 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import ValidationError
 
 from tmodel.config import ModelConfig
-from tmodel.json_files import ConfigError, read_json
 from tmodel.formats.base import QuantizationFormat
+from tmodel.json_files import ConfigError, read_json
 from tmodel.loading import load_config
 from tmodel.quantizers.calibration import choose_windows, forward, head_gradient
 from tmodel.quantizers.decoder import LINEARS, Decoder, decoder_for, layer_shapes, linear_shapes
@@ -205,21 +205,25 @@ def _walk_forward(job: Job, decoder: Decoder, dense: Checkpoint, unfinished: Unf
         hidden = forward(decoder, _layer_weights(config, dense, index), index, hidden)
         progress(f"layer {index}, forward")
     assert job.windows is not None
-    final_norm = dense.tensor("model.norm.weight", (config.hidden_size,))
-    gradient = head_gradient(final_norm, _head(config, dense), config.norm_eps, hidden, job.windows[:, 1:])
+    final_norm = dense.tensor("model.norm.weight", (cast(Any, config.fields).hidden_size,))
+    gradient = head_gradient(
+        final_norm, _head(config, dense), cast(Any, config.fields).rms_norm_eps, hidden, job.windows[:, 1:]
+    )
     unfinished.save("carry", last, gradient)
 
 
 def _embedded(job: Job, dense: Checkpoint) -> torch.Tensor:
     """[n, S, H]"""
     assert job.windows is not None, f"{job.method.name} needs calibration windows"
-    embedding = dense.tensor("model.embed_tokens.weight", (job.config.vocab_size, job.config.hidden_size))
+    embedding = dense.tensor(
+        "model.embed_tokens.weight", (job.config.vocab_size, cast(Any, job.config.fields).hidden_size)
+    )
     return embedding[job.windows[:, :-1]]
 
 
 def _head(config: ModelConfig, dense: Checkpoint) -> torch.Tensor:
-    name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    return dense.tensor(name, (config.vocab_size, config.hidden_size))
+    name = "model.embed_tokens.weight" if config.fields.tie_word_embeddings else "lm_head.weight"
+    return dense.tensor(name, (config.vocab_size, cast(Any, config.fields).hidden_size))
 
 
 def _layer_weights(config: ModelConfig, dense: Checkpoint, index: int) -> dict[str, torch.Tensor]:
@@ -232,8 +236,8 @@ def _rest(config: ModelConfig, stored: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def _rest_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    vocab_shape = (config.vocab_size, config.hidden_size)
+    vocab_shape = (config.vocab_size, cast(Any, config.fields).hidden_size)
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": vocab_shape, "model.norm.weight": (config.hidden_size,)
+        "model.embed_tokens.weight": vocab_shape, "model.norm.weight": (cast(Any, config.fields).hidden_size,)
     }  # fmt: skip
-    return shapes if config.tie_word_embeddings else {**shapes, "lm_head.weight": vocab_shape}
+    return shapes if config.fields.tie_word_embeddings else {**shapes, "lm_head.weight": vocab_shape}

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 
 from tmodel.config import ModelConfig
 from tmodel.json_files import ConfigError
-from tmodel.rotary import rotary_tables
+from tmodel.rotary import Rope
 
 Weights = Mapping[str, torch.Tensor]
 """A layer's tensors by what follows "model.layers.<index>." in a checkpoint, as in "mlp.up_proj.weight"."""
@@ -46,10 +47,10 @@ class Decoder:
         self, weights: Weights, index: int, hidden: torch.Tensor, observe: Observe | None = None
     ) -> torch.Tensor:
         """hidden [B, S, H] -> [B, S, H] through layer `index`, each window from position 0 and alone."""
-        config = self.config
+        config, fields = self.config, cast(Any, self.config.fields)
 
         def normed(x: torch.Tensor, name: str) -> torch.Tensor:
-            return F.rms_norm(x, (x.shape[-1],), weights[f"{name}.weight"], config.norm_eps)
+            return F.rms_norm(x, (x.shape[-1],), weights[f"{name}.weight"], fields.rms_norm_eps)
 
         def linears(group: int, x: torch.Tensor) -> list[torch.Tensor]:
             if observe is not None:
@@ -84,15 +85,16 @@ class Decoder:
 
 def decoder_for(config: ModelConfig, num_tokens: int, dtype: torch.dtype = torch.float32) -> Decoder:
     """The decoder for windows of `num_tokens`. ConfigError for an architecture that is not written down here."""
-    if config.architecture != "Qwen3ForCausalLM":
-        raise ConfigError(f"{config.architecture} cannot be calibrated; supported is Qwen3ForCausalLM")
-    cos, sin = rotary_tables(config.rotary_dim, config.rope_theta, num_tokens, dtype=dtype, device="cpu")
+    if config.architecture.name != "Qwen3ForCausalLM":
+        raise ConfigError(f"{config.architecture.name} cannot be calibrated; supported is Qwen3ForCausalLM")
+    rope = Rope(config.head_dim, cast(Any, config.fields).resolved_rope_theta())
+    cos, sin = rope.tables(num_tokens, dtype=dtype, device="cpu")
     return Decoder(config, cos, sin)
 
 
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """[N, K] of each of LINEARS."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
+    hidden, intermediate = cast(Any, config.fields).hidden_size, cast(Any, config.fields).intermediate_size
     q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return {
         "self_attn.q_proj": (q_width, hidden),
@@ -109,10 +111,10 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a layer, by the names of Weights."""
     linears = linear_shapes(config)
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in linears.items()}
-    if config.attention_bias:
+    if cast(Any, config.fields).attention_bias:
         shapes |= {f"{name}.bias": shape[:1] for name, shape in linears.items() if name.startswith("self_attn.")}
     for name in ("input_layernorm", "post_attention_layernorm"):
-        shapes[f"{name}.weight"] = (config.hidden_size,)
+        shapes[f"{name}.weight"] = (cast(Any, config.fields).hidden_size,)
     for name in ("self_attn.q_norm", "self_attn.k_norm"):
         shapes[f"{name}.weight"] = (config.head_dim,)
     return shapes

@@ -240,7 +240,7 @@ class Engine:
             self._graphs.forget()
 
     def stats(self) -> EngineStats:
-        kv_bytes = sum(keys.nbytes + values.nbytes for keys, values in self._kv_cache)
+        kv_bytes = sum(tensor.nbytes for layer in self._kv_cache for tensor in layer)
         return EngineStats.of(self.scheduler, self._peak, kv_bytes)
 
     def reset_peak(self) -> None:

@@ -146,13 +146,14 @@ class ServedModel:
             preemption=preemption,
             prefix_cache=prefix_cache,
         )
-        axes = self.config.kernel_axes(
+        limits = tmodel.Limits(
             max_num_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
             block_size=block_size,
             num_blocks=num_blocks,
         )
+        axes = tmodel.kernel_axes(self.config, limits)
         self.kernels = tkernels.select(
             kernels or {}, device=self.device, dtype=self.dtype, axes=axes, tuning=tuning, ops=ops, ranges=ranges
         )
@@ -181,7 +182,7 @@ class ServedModel:
             seed=seed,
             eos_token_ids=self.config.eos_token_ids,
             step_inputs=self.kernels.step_inputs,
-            pages=tmodel.CachePages(kv_cache, self.kernels.copy_pages, 0 if host is None else host.num_blocks),
+            pages=tmodel.CachePages(kv_cache.blocks, self.kernels.copy_pages, 0 if host is None else host.num_blocks),
             overlap=overlap,
             cuda_graphs=cuda_graphs,
             ranges=self.kernels.ranges,

@@ -45,13 +45,13 @@ def test_everything_is_as_transformers_and_autograd_have_it(directory: Path) -> 
             {name: checkpoint.tensor(f"model.layers.{i}.{name}", shape) for name, shape in layer_shapes(config).items()}
             for i in range(config.num_layers)
         ]
-        embedding = checkpoint.tensor("model.embed_tokens.weight", (97, config.hidden_size))
-        norm = checkpoint.tensor("model.norm.weight", (config.hidden_size,))
-        head = checkpoint.tensor("lm_head.weight", (97, config.hidden_size))
+        embedding = checkpoint.tensor("model.embed_tokens.weight", (97, config.fields.hidden_size))
+        norm = checkpoint.tensor("model.norm.weight", (config.fields.hidden_size,))
+        head = checkpoint.tensor("lm_head.weight", (97, config.fields.hidden_size))
     hidden = [embedding[tokens[:, :-1]]]
     for i, weights in enumerate(layers):
         hidden.append(forward(decoder, weights, i, hidden[-1]))
-    logits = F.rms_norm(hidden[-1], norm.shape, norm, config.norm_eps) @ head.t()
+    logits = F.rms_norm(hidden[-1], norm.shape, norm, config.fields.rms_norm_eps) @ head.t()
 
     model = transformers_model(directory)
     seen: dict[str, torch.Tensor] = {}
@@ -76,7 +76,7 @@ def test_everything_is_as_transformers_and_autograd_have_it(directory: Path) -> 
         F.cross_entropy(out, window[1:], reduction="sum").backward()
         for name in LINEARS:
             expected[name] += model.get_parameter(f"model.layers.0.{name}.weight").grad.square() / len(tokens)
-    gradient = head_gradient(norm, head, config.norm_eps, hidden[-1], tokens[:, 1:])
+    gradient = head_gradient(norm, head, config.fields.rms_norm_eps, hidden[-1], tokens[:, 1:])
     _, gradient = sensitivities(decoder, layers[1], 1, hidden[1], gradient)
     minded, _ = sensitivities(decoder, layers[0], 0, hidden[0], gradient)
     for name in LINEARS:
