@@ -11,8 +11,8 @@ from experiments.workloads import Request
 from tsched import LLM, SamplingParams
 from tsched.execution.engine import Request as EngineRequest
 from tsched.execution.served_model import Prepared
+from tsched.requests.errors import RefusedError
 from tsched.requests.outputs import RequestOutput
-from tsched.scheduling.scheduler import RefusedError
 from tsched.scheduling.sequence import Sequence
 
 

@@ -126,7 +126,7 @@ def _tune(
     case = prepare(variant, contract.case(point.axes, 0, device)).case  # tuned on the weight that it keeps
     arguments = contract.bind_arguments((), case.inputs)
     axes, where = contract.bind_axes(arguments)
-    if reason := variant.supports(axes, facts):
+    if reason := variant.refusal(axes, facts):
         return Tuned(point, None, 0, 0, reason)
     named = bucket(variant, axes)
     known = read_lockfile(path).get(tuning_key(variant, named))

@@ -22,14 +22,16 @@ from tkernels.contract import (
     Tensor,
 )
 from tkernels.device import DeviceFacts
-from tkernels.launch import Buffer, Kernel, Run
+from tkernels.launch import Kernel, Run
+from tkernels.names import UnknownNameError
 from tkernels.preparation import PrepareReport, prepared
 from tkernels.ranges import NVTX, NvtxRanges, Ranges
 from tkernels.recording import Recording
-from tkernels.registry import Op, Registry, UnknownNameError, builtin_ops
+from tkernels.registry import Registry, builtin_ops
 from tkernels.selection import KernelSet, SelectionError, select
 from tkernels.tuning import Tuning, TuningError
-from tkernels.variant import UnsupportedError, Variant, VariantError
+from tkernels.variant import Op, UnsupportedError, Variant, VariantError
+from tkernels.workspace import Buffer
 
 OPS = builtin_ops()
 """The built-in ops: `OPS["paged_decode"].variants["split_kv"](q, k_cache, ...)`."""

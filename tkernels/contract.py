@@ -162,7 +162,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A host number. `optional` ones default to None; with `axis`, its value (0 where None) is bound as an axis."""
+    """A host number. `optional` ones default to None; with `axis`, its value (0 where None) is bound as an axis.
+
+    A float is rounded away from 0 there, so that one that is set is never at the axis' off value.
+    """
 
     kind: type[int] | type[float] | type[bool]
     optional: bool = False
@@ -182,7 +185,7 @@ class Scalar:
         if self.low is not None and value < self.low:
             raise ContractError(f"{op}: argument {name!r} must be at least {self.low}, got {value!r}")
         if self.axis:
-            axes[name] = int(value)
+            axes[name] = math.ceil(value) if value > 0 else math.floor(value)
 
 
 @dataclass(frozen=True)
@@ -311,6 +314,7 @@ class Contract:
                 raise ContractError(f"{self.name}: point {name!r} names no axis of it: {sorted(strange)}")
         if strangers := {*self.writes, *self.consumes} - set(parameters):
             raise ContractError(f"{self.name}: writes no such argument: {sorted(strangers)}")
+        _ = self.options  # a default that its own rule refuses is an error now
 
     @cached_property
     def axis_by_name(self) -> dict[str, Axis]:
@@ -319,6 +323,39 @@ class Contract:
     @cached_property
     def signature(self) -> inspect.Signature:
         return inspect.signature(self.reference)
+
+    @cached_property
+    def options(self) -> dict[str, dict[str, Value]]:
+        """Option -> the axes that its default binds. A variant may leave options out: see `Variant`.
+
+        Options are the reference's keyword-only parameters that have a default. One whose rule binds no axis is an axis
+        itself: True under its own name where a call sets it, absent otherwise.
+        """
+        found = {}
+        for name, parameter in self.signature.parameters.items():
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and parameter.default is not inspect.Parameter.empty:
+                bound: dict[str, Value] = {}
+                self.arguments[name].bind(self.name, name, parameter.default, bound, None)
+                found[name] = bound or {name: False}
+        return found
+
+    def set_options(self, axes: Axes) -> list[str]:
+        """The options that a call at these axes sets away from their defaults; an absent axis says nothing."""
+        return [
+            name
+            for name, default in self.options.items()
+            if any(axes.get(axis, value) != value for axis, value in default.items())
+        ]
+
+    def options_left_out_by(self, function: Callable[..., Any]) -> tuple[str, ...]:
+        """The options that a launcher or function of this op has no parameter for."""
+        taken = inspect.signature(function).parameters
+        return tuple(option for option in self.options if option not in taken)
+
+    @cached_property
+    def left_out_by_baseline(self) -> tuple[str, ...]:
+        """The options that the baseline does not take: where one is set, nothing measures the natural error."""
+        return self.options_left_out_by(self.baseline)
 
     @cached_property
     def _parameters(self) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]:
@@ -350,7 +387,7 @@ class Contract:
 
     def bind_axes(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Value], torch.device]:
         """Checks the structure of a call (shapes, dtypes, devices, strides, places in memory; never values) and returns
-        its axes.
+        its axes, the options that it sets among them.
         """
         axes: dict[str, Value] = {}
         device: torch.device | None = None
@@ -362,11 +399,18 @@ class Contract:
         if device is None:
             raise ContractError(f"{self.name}: no tensor among the arguments")
         self.check_axes(axes)
+        for name, default in self.options.items():
+            if default == {name: False} and name not in axes and not self._is_default(name, arguments[name]):
+                axes[name] = True
         if written := (*self.writes, *self.consumes):
             shared = shared_memory(arguments, written)
             if shared is not None:
                 raise ContractError(f"{self.name}: argument {shared[0]!r} {shared[1]}")
         return axes, device
+
+    def _is_default(self, name: str, value: Any) -> bool:
+        default = self.signature.parameters[name].default
+        return value is default or (not isinstance(value, torch.Tensor) and bool(value == default))
 
     def check_axes(self, axes: Axes) -> None:
         """Raises where a bound axis leaves its range or a constraint over bound axes does not hold."""

@@ -9,7 +9,7 @@ none of this.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -18,10 +18,8 @@ from tkernels.contract import Axes, ContractError, pack
 from tkernels.device import DeviceFacts, device_facts
 from tkernels.inputs import clone_inputs
 from tkernels.ranges import NVTX, Range, Ranges
-
-if TYPE_CHECKING:
-    from tkernels.tuning import Tuning
-    from tkernels.variant import Variant
+from tkernels.tuning import NEAREST, Tuning
+from tkernels.variant import Variant
 
 _STRUCTURES_KEPT = 4096
 
@@ -35,67 +33,6 @@ class Door(Protocol):
 def jit_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
     """Triton's own launch: compiled or interpreted, as the process decided when it imported tkernels."""
     kernel[grid](**arguments, num_warps=config.num_warps, num_stages=config.num_stages)
-
-
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """Scratch memory that a variant asks for: uninitialized and one call long, or `zeroed`.
-
-    A zeroed buffer is zero when a launch begins and the launch leaves it at zero again, so that it needs no launch of
-    its own to clear it: counters by which programs find out who is last. It is kept from call to call: see
-    ZeroedBuffers.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    zeroed: bool = False
-
-
-class ZeroedBuffers:
-    """The zeroed buffers of one variant: one per name, device, stream and shape, at the same address for good.
-
-    Launches of one stream run one after the other, so they can share a buffer that each leaves at zero; those of two
-    streams cannot. All captures of CUDA graphs share one of their own, made beside the first eager one, because
-    memory allocated during a capture would be cleared by that graph's replays alone. Two such graphs must not be
-    replayed at once.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[Any, ...], torch.Tensor] = {}
-
-    def take(self, name: str, buffer: Buffer, device: torch.device) -> torch.Tensor:
-        """The buffer for a launch now.
-
-        Raises:
-            RuntimeError: a capture asks for a buffer that no launch before it has used.
-        """
-        place = (name, device, buffer.shape, buffer.dtype)
-        if device.type != "cuda":
-            return self._made((*place, 0), buffer, device)
-        capturing = torch.cuda.is_current_stream_capturing()
-        if capturing and (*place, "capture") not in self._kept:
-            raise RuntimeError(
-                f"workspace {name!r} {list(buffer.shape)} is not there yet: launch once before the capture"
-            )
-        if capturing:
-            return self._kept[*place, "capture"]
-        self._made((*place, "capture"), buffer, device)
-        return self._made((*place, torch.cuda.current_stream(device).cuda_stream), buffer, device)
-
-    def _made(self, key: tuple[Any, ...], buffer: Buffer, device: torch.device) -> torch.Tensor:
-        found = self._kept.get(key)
-        if found is None:
-            found = self._kept[key] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
-        return found
-
-    def not_zero(self) -> list[str]:
-        """Names of the buffers that some launch did not leave at zero. Waits for the device."""
-        return sorted({key[0] for key, tensor in self._kept.items() if tensor.device.type != "meta" and tensor.any()})
-
-    def clear(self) -> None:
-        """Writes zeros again, after a launch that failed."""
-        for tensor in self._kept.values():
-            tensor.zero_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +91,8 @@ class Kernel:
     Each call is a range named "op.variant", with its pins, in `ranges`.
     """
 
-    variant: "Variant"
-    tuning: "Tuning"
+    variant: Variant
+    tuning: Tuning
     pins: Mapping[str, int]
     door: Door = jit_door
     parts: tuple["Kernel", ...] = ()
@@ -191,9 +128,8 @@ class Kernel:
         axes, device = checked or self._check(structure, args, kwargs)
         with self._range:
             if self.variant.function is not None:
-                if self.variant.parts:
-                    return self.variant.function(*self._part_callables(device), *args, **kwargs)
-                return self.variant.function(*args, **kwargs)
+                parts = self._part_callables(device) if self.variant.parts else ()
+                return self.variant.function(*parts, *args, **self.variant.taken_arguments(kwargs))
             arguments = self.variant.contract.bind_arguments(args, kwargs)
             if device.type == "cuda" and device.index != torch.cuda.current_device():
                 with torch.cuda.device(device):  # Triton launches on the current device, whatever its tensors are on
@@ -209,11 +145,8 @@ class Kernel:
         if device.type not in ("cpu", "cuda"):
             first = next(name for name, value in bound.items() if getattr(value, "device", None) == device)
             raise ContractError(f"{contract.name}: argument {first!r} is on {device}; it must be on cpu or cuda")
-        if self.parts:  # the ones that were chosen, where the variant itself would ask the defaults
-            for op, part in zip(self.variant.part_ops, self.parts, strict=True):
-                part.variant.check_supported(self.variant.axes_of_part(op, axes), device)
-        else:
-            self.variant.check_supported(axes, device)
+        chosen = [part.variant for part in self.parts] or None
+        self.variant.check_supported(axes, device, chosen)
         if structure is not None:
             if len(self._checked) >= _STRUCTURES_KEPT:
                 self._checked.clear()
@@ -229,8 +162,12 @@ class Kernel:
                 defaults = (op.variants[op.default_on(device)] for op in self.variant.part_ops)
                 parts = tuple(Kernel(variant, self.tuning, {}, self.door, ranges=self.ranges) for variant in defaults)
             # The fusion has checked the call: a part that is a plain function, with no config to find, is called as it
-            # is. Looking its structure up again would cost 3 us in every layer.
-            found = tuple(part._call_function if part.variant.function is not None else part for part in parts)
+            # is. Looking its structure up again would cost 3 us in every layer. One that leaves options out is asked:
+            # the fusion may set what the fusion's own axes do not show.
+            found = tuple(
+                part._call_function if part.variant.function is not None and not part.variant.left_out else part
+                for part in parts
+            )
             self._callables[device] = found
         return found
 
@@ -288,9 +225,13 @@ class Kernel:
             else torch.empty(b.shape, dtype=b.dtype, device=device)
             for name, b in variant.workspace(axes, config, facts).items()
         }
-        assert variant.launch is not None, "a variant without a launcher is a function"
         try:
-            variant.launch(Run(facts, config, workspace, self.door), *outputs.values(), **arguments)
+            variant.run_launcher(Run(facts, config, workspace, self.door), outputs, arguments)
         except BaseException:  # an interpreted program that raises, or is interrupted, leaves its counts behind
             variant.zeroed.clear()
             raise
+
+
+def call_variant(variant: Variant, *args: Any, **kwargs: Any) -> Any:
+    """The op, computed by a variant with its nearest tuned config and, where it is a fusion, its parts' defaults."""
+    return Kernel(variant, NEAREST, {})(*args, **kwargs)

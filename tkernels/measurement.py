@@ -27,6 +27,10 @@ INTERPRETED = "interpreted on a CPU, where a Triton kernel's time means nothing"
 CPU_SIZE = 1024
 """The largest size of a point on a CPU, whose contracts' own points are a GPU's."""
 
+CPU_BYTES = 80 * 2**20
+"""The most bytes that a point's inputs may take on a CPU. A check holds some forty times as much: copies of the inputs,
+and float64 tensors of the oracle, the errors and the allowances."""
+
 # One graph's calls pass this many bytes together: what a call writes may stay in the L2 cache when it ends (60 MB on an
 # H200), and only over many calls in a row does all of it reach the memory that the roofline counts.
 _BYTES_PER_SAMPLE = 2**30
@@ -104,16 +108,27 @@ class Measurement:
 
 
 def benchmark_points(contract: Contract, device: torch.device) -> dict[str, dict[str, Value]]:
-    """Name -> every axis of the contract's realistic points; on a CPU with sizes of at most CPU_SIZE, the first two."""
+    """Name -> every axis of the contract's realistic points; on a CPU the first two, cut down to what it can check."""
+    if device.type == "cuda":
+        return {name: completed(contract, axes) for name, axes in contract.benchmarks.items()}
     points: dict[str, dict[str, Value]] = {}
     for name, axes in contract.benchmarks.items():
-        if device.type == "cuda":
-            points[name] = completed(contract, axes)
-            continue
-        point = at_most(contract, axes, CPU_SIZE)
-        if point is not None and point not in points.values() and len(points) < 2:
-            points[name if point == completed(contract, axes) else f"{name} (sizes <= {CPU_SIZE})"] = point
+        size, point = _cpu_point(contract, axes)
+        if point is not None and point not in points.values():
+            points[name if point == completed(contract, axes) else f"{name} (sizes <= {size})"] = point
+        if len(points) == 2:
+            break
     return points
+
+
+def _cpu_point(contract: Contract, axes: Axes) -> tuple[int, dict[str, Value] | None]:
+    """(the largest size whose inputs stay within CPU_BYTES, the point cut to it; None where that breaks a rule)."""
+    size = CPU_SIZE
+    while (point := at_most(contract, axes, size)) is not None:
+        if storage_bytes(contract.case(point, 0, torch.device("meta")).inputs) <= CPU_BYTES:
+            break
+        size //= 2
+    return size, point
 
 
 def completed(contract: Contract, axes: Axes) -> dict[str, Value]:
@@ -168,7 +183,7 @@ def prepare(variant: Variant, case: Case) -> Prepared:
         return Prepared(case, arguments, variant)
     ours = all(isinstance(value, type(given[name])) for name, value in made.items())
     taken, checked = (replace(case, inputs=arguments), variant) if ours else (case, _on_own(variant, made))
-    return Prepared(taken, arguments, checked, spent_us, _storage_bytes(made))
+    return Prepared(taken, arguments, checked, spent_us, storage_bytes(made))
 
 
 def _on_own(variant: Variant, made: Mapping[str, Any]) -> Variant:
@@ -258,7 +273,9 @@ def timed_call(kernel: Kernel, arguments: Mapping[str, Any]) -> Callable[[], obj
     with parts gets them from the kernel.
     """
     function = kernel.variant.function
-    return partial(kernel if function is None or kernel.variant.parts else function, **arguments)
+    if function is None or kernel.variant.parts:
+        return partial(kernel, **arguments)
+    return partial(function, **kernel.variant.taken_arguments(arguments))
 
 
 def _timed(
@@ -267,7 +284,7 @@ def _timed(
 ) -> Measurement:  # fmt: skip
     wanted = 1
     if method.launch == "graph" and method.l2 == "cold":
-        wanted = min(_MOST_SETS, max(1, -(-_BYTES_PER_SAMPLE // max(_storage_bytes(prepared), 1))))
+        wanted = min(_MOST_SETS, max(1, -(-_BYTES_PER_SAMPLE // max(storage_bytes(prepared), 1))))
     sets = ({name: _own(value) for name, value in clone_inputs(prepared).items()} for _ in range(wanted))
     calls = [timed_call(kernel, mine) for mine in sets]
     timing = time_calls(calls, device, samples=method.samples, launch=method.launch, l2=method.l2)
@@ -291,11 +308,13 @@ def _own(value: Any) -> Any:
     return value if plain else deepcopy(value)
 
 
-def _storage_bytes(inputs: Mapping[str, Any]) -> int:
+def storage_bytes(inputs: Mapping[str, Any]) -> int:
+    """Of all tensors among the inputs together; storage that several of them view counts once."""
     storages: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage.nbytes()  # every meta tensor has the address 0
         return tensor
 
     map_tensors(inputs, note)

@@ -3,78 +3,21 @@
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from types import MappingProxyType, ModuleType
-from typing import Any, Generic, TypeVar
-
-import torch
+from types import ModuleType
+from typing import TypeVar
 
 from tkernels.contract import Contract
 from tkernels.folders import BUILT_IN, op_folders
-from tkernels.variant import Variant, VariantError
+from tkernels.launch import call_variant
+from tkernels.names import Names, unknown_name
+from tkernels.variant import Op, Variant, VariantError
 
 T = TypeVar("T")
-
-
-class UnknownNameError(KeyError, ValueError):
-    """A name that nothing here has; lists what there is and the nearest match."""
-
-    def __str__(self) -> str:  # KeyError shows the repr of its message
-        return str(self.args[0])
-
-
-def unknown_name(kind: str, name: object, known: Mapping[str, Any] | list[str], notes: str = "") -> UnknownNameError:
-    """The error for an unknown name, with the alternatives and the nearest match."""
-    near = get_close_matches(str(name), list(known), n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return UnknownNameError(f"unknown {kind} {name!r}: there is {', '.join(sorted(known))}{hint}{notes}")
-
-
-class Names(Mapping[str, T], Generic[T]):
-    """A read-only mapping whose missing key is an error worth reading."""
-
-    def __init__(self, kind: str, members: Mapping[str, T]) -> None:
-        self._kind = kind
-        self._members = MappingProxyType(dict(members))
-
-    def __getitem__(self, name: str) -> T:
-        try:
-            return self._members[name]
-        except (KeyError, TypeError):
-            raise unknown_name(self._kind, name, self._members) from None
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._members
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._members)
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-
-@dataclass(frozen=True)
-class Op:
-    """A contract and its variants; `torch`, made of the contract's baseline, is always among them."""
-
-    contract: Contract
-    variants: Names[Variant]
-
-    @property
-    def name(self) -> str:
-        return self.contract.name
-
-    def default_on(self, device: torch.device) -> str:
-        """The variant where none is named: on CUDA the contract's default, on a CPU, which interprets Triton, `torch`;
-        a composed fusion everywhere, for it is what its parts are.
-        """
-        default = self.contract.default
-        return default if device.type == "cuda" or self.variants[default].parts else "torch"
 
 
 class Registry(Names[Op]):
@@ -138,7 +81,7 @@ def _new_op(file: Path, package: str | None) -> Op:
         batch_invariant=False,
         function=contract.baseline,
     )
-    torch_variant = baseline.joined(contract, "torch", file, None)
+    torch_variant = baseline.joined(contract, "torch", file, None, call_variant)
     return Op(contract, Names("variant", {"torch": torch_variant}))
 
 
@@ -158,7 +101,7 @@ def _join(ops: dict[str, Op], root: Path, package: str | None) -> dict[str, Op]:
             variant = _declared(module, "VARIANT", Variant, file)
             if file.stem in variants:
                 raise VariantError(f"{file}: {name} already has a variant {file.stem!r}, in {variants[file.stem].file}")
-            variants[file.stem] = variant.joined(op.contract, file.stem, file, module)
+            variants[file.stem] = variant.joined(op.contract, file.stem, file, module, call_variant)
         ops[name] = replace(op, variants=Names(f"{name} variant", variants))
     for op in ops.values():
         if op.contract.default not in op.variants:

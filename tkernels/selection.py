@@ -10,10 +10,11 @@ import torch
 
 from tkernels.device import device_facts
 from tkernels.launch import Kernel
+from tkernels.names import UnknownNameError, unknown_name
 from tkernels.ranges import NVTX, Ranges
-from tkernels.registry import Op, Registry, UnknownNameError, builtin_ops, unknown_name
+from tkernels.registry import Registry, builtin_ops
 from tkernels.tuning import Tuning, TuningMode
-from tkernels.variant import AxisRanges, UnsupportedError, Variant
+from tkernels.variant import AxisRanges, Op, UnsupportedError, Variant
 
 Pins = Mapping[str, int]
 Choices = Mapping[str, str | Mapping[str, Pins | None]]
@@ -127,7 +128,7 @@ def with_parts(axes: OpAxes, choices: Choices, ops: Registry, device: torch.devi
         if variant is None:  # `select` says so, with the alternatives
             continue
         for part in variant.parts:
-            mine = [variant.axes_of_part(ops[part], way) for way in ways(ranges)]
+            mine = [variant.axes_of_part(ops[part].contract, way) for way in ways(ranges)]
             used[part] = functools.reduce(_covering, [*ways(used.get(part, ())), *mine])
     return used
 
@@ -176,8 +177,9 @@ def _choose(
             variant.pinned(variant.default[""], pins)
         except ValueError as error:
             raise SelectionError(f"kernels.{op.name}.{name}: {error}") from None
-    # A composed fusion runs wherever the parts that it is given do, and each of those is asked itself.
-    if not variant.parts and (reason := unsupported_in(variant, axes, device, dtype)):
+    # Of a composed fusion, the parts that it is given are asked themselves, not the defaults.
+    alone = replace(variant, part_ops=()) if variant.parts else variant
+    if reason := unsupported_in(alone, axes, device, dtype):
         raise SelectionError(f"kernels.{op.name}: variant {name!r} is unsupported here: {reason}")
     return Kernel(variant, tuning, pins, ranges=ranges)
 

@@ -93,7 +93,10 @@ def _microseconds(value: Any) -> float | None:
 def bucket(variant: Variant, axes: Axes) -> str:
     """The part of the axes that selects a config: dtypes and key axes, sizes rounded up to a power of two."""
     parts = []
+    fixed = {axis for option in variant.left_out for axis in variant.contract.options[option]}
     for axis in variant.contract.axes:
+        if axis.name in fixed:  # an option that it does not take changes none of its launches
+            continue
         value = axes.get(axis.name)
         if axis.name in variant.key and isinstance(axis, Int) and isinstance(value, int):
             parts.append(f"{axis.name}<={1 << max(value - 1, 0).bit_length()}")

@@ -1,12 +1,12 @@
 """One way to compute an op: what its file declares, checked once, when it joins the registry."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -14,12 +14,10 @@ from tkernels.config import Config
 from tkernels.contract import Axes, Contract, ContractError, Value
 from tkernels.device import DeviceFacts, device_facts
 from tkernels.dims import Dim
-from tkernels.launch import Buffer, ZeroedBuffers
 from tkernels.mode import unavailable_reason
+from tkernels.names import Names
 from tkernels.source_hash import is_jit, source_hash
-
-if TYPE_CHECKING:
-    from tkernels.registry import Op
+from tkernels.workspace import Buffer, ZeroedBuffers
 
 
 class UnsupportedError(ValueError):
@@ -54,6 +52,8 @@ class Variant:
 
     wins: when this algorithm should be the fastest, one sentence.
     launch: `(run, *outputs, *op's parameters)`; or function: a plain callable with the op's signature (torch, peers).
+        Either may leave out options of the op (keyword-only parameters that have a default), and a launcher the outputs
+        that only such an option asks for: a call that sets one of these is refused by its name.
     parts: for a fusion made of other ops, their names; the function gets one callable for each, then the op's
         parameters. `select` binds the chosen ones; called straight from a registry it gets the device's defaults.
     part_axes: part -> axis -> what it is called at: an axis of the fusion ("T", "2*I") or a value. Axes of the same
@@ -84,9 +84,11 @@ class Variant:
     # Filled in when the file joins a registry:
     name: str = ""
     file: Path = field(default_factory=Path)
+    left_out: tuple[str, ...] = ()  # the op's options that it does not take
     _contract: Contract | None = field(default=None, repr=False)
     module: ModuleType | None = field(default=None, repr=False, compare=False)
     part_ops: tuple["Op", ...] = field(default=(), repr=False, compare=False)
+    entry: Callable[..., Any] | None = field(default=None, repr=False, compare=False)  # (variant, *args, **kwargs)
     zeroed: ZeroedBuffers = field(default_factory=ZeroedBuffers, init=False, repr=False, compare=False)
 
     @property
@@ -128,23 +130,58 @@ class Variant:
         """The untuned config for an architecture."""
         return self.default.get(arch, self.default[""])
 
-    def unsupported_reason(self, axes: Axes, device: torch.device, facts: DeviceFacts) -> str | None:
-        """Why this variant cannot run at these axes on this device, or None where it can."""
+    def refusal(self, axes: Axes, facts: DeviceFacts) -> str | None:
+        """Why its declaration refuses these axes on such a device, wherever this process runs; None where it does not.
+
+        Args:
+            axes: as the contract binds them from a call, or those of them that are known.
+        """
+        if self.left_out and (refused := set(self.left_out).intersection(self.contract.set_options(axes))):
+            return f"{self.name} does not take {', '.join(sorted(refused))}"
+        return self.supports(axes, facts)
+
+    def unsupported_reason(
+        self, axes: Axes, device: torch.device, facts: DeviceFacts, parts: Sequence["Variant"] | None = None
+    ) -> str | None:
+        """Why this variant cannot run at these axes on this device, or None where it can.
+
+        Args:
+            parts: the variants that a composed fusion calls; None for each part's default on the device.
+        """
         if self.kind == "triton":
             if reason := unavailable_reason(device):
                 return reason
             if "float64" in axes.values():
                 return "Triton variants accumulate in fp32; float64 is for the torch variants"
-        for op in self.part_ops:
-            part = op.variants[op.default_on(device)]
-            if reason := part.unsupported_reason(self.axes_of_part(op, axes), device, facts):
-                return f"its part {op.name}.{part.name}: {reason}"
-        return self.supports(axes, facts)
+        if parts is None:
+            parts = [op.variants[op.default_on(device)] for op in self.part_ops]
+        for part in parts:
+            if reason := part.unsupported_reason(self.axes_of_part(part.contract, axes), device, facts):
+                return f"its part {part.contract.name}.{part.name}: {reason}"
+        return self.refusal(axes, facts)
 
-    def axes_of_part(self, op: "Op", axes: AxisRanges) -> dict[str, Any]:
+    def taken_arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The arguments of a call without the options that this variant leaves out, which are at their defaults."""
+        if not self.left_out:
+            return arguments
+        return {name: value for name, value in arguments.items() if name not in self.left_out}
+
+    def run_launcher(self, run: Any, outputs: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+        """Calls the launcher with the outputs and arguments that it takes.
+
+        Args:
+            run: the launcher's first argument, a Run. outputs: every output of the op by name, None for those that the
+                call does not ask for. arguments: every parameter of the op by name.
+        """
+        assert self.launch is not None, "a variant without a launcher is a function"
+        if self.left_out:
+            outputs = {name: outputs[name] for name in taken_outputs(self.contract, self.left_out)}
+        self.launch(run, *outputs.values(), **self.taken_arguments(arguments))
+
+    def axes_of_part(self, part: Contract, axes: AxisRanges) -> dict[str, Any]:
         """What a part is called at where the fusion is called at `axes` (values, or ranges of them)."""
-        given = self.part_axes.get(op.name, {})
-        mine: dict[str, Any] = {name: axes[name] for name in op.contract.axis_by_name if name in axes}
+        given = self.part_axes.get(part.name, {})
+        mine: dict[str, Any] = {name: axes[name] for name in (*part.axis_by_name, *part.options) if name in axes}
         for name, what in given.items():
             dim = Dim.parse(what) if isinstance(what, str) else None
             if dim is None or dim.name not in self.contract.axis_by_name:
@@ -167,38 +204,85 @@ class Variant:
                 raise VariantError(f"{self.file}: part_axes names no axis of {name}: {sorted(unknown)}")
         return replace(self, part_ops=tuple(ops[name] for name in self.parts))
 
-    def check_supported(self, axes: Axes, device: torch.device) -> None:
-        if reason := self.unsupported_reason(axes, device, device_facts(device)):
+    def check_supported(self, axes: Axes, device: torch.device, parts: Sequence["Variant"] | None = None) -> None:
+        """Raises UnsupportedError where `unsupported_reason` has one."""
+        if reason := self.unsupported_reason(axes, device, device_facts(device), parts):
             raise UnsupportedError(f"{self.contract.name}: variant {self.name!r} does not support this call: {reason}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The op, computed by this variant with its nearest tuned config."""
-        from tkernels.launch import Kernel
-        from tkernels.tuning import NEAREST
+        if self.entry is None:
+            raise VariantError("only a registry's variants can be called themselves; make a Kernel of this one")
+        return self.entry(self, *args, **kwargs)
 
-        return Kernel(self, NEAREST, {})(*args, **kwargs)
+    def joined(
+        self,
+        contract: Contract,
+        name: str,
+        file: Path,
+        module: ModuleType | None,
+        entry: Callable[..., Any] | None = None,
+    ) -> "Variant":
+        """This declaration as part of an op, after its rules were checked.
 
-    def joined(self, contract: Contract, name: str, file: Path, module: ModuleType | None) -> "Variant":
-        """This declaration as part of an op, after its rules were checked."""
-        variant = replace(self, name=name, file=file, _contract=contract, module=module)
+        Args:
+            entry: what a call of the variant is, `(variant, *args, **kwargs)`; without one it cannot be called itself.
+        """
+        declared = self.launch or self.function
+        left_out = contract.options_left_out_by(declared) if declared is not None else ()
+        variant = replace(self, name=name, file=file, left_out=left_out, _contract=contract, module=module, entry=entry)
         _check_declaration(variant)
         return variant
+
+
+@dataclass(frozen=True)
+class Op:
+    """A contract and its variants; `torch`, made of the contract's baseline, is always among them."""
+
+    contract: Contract
+    variants: Names[Variant]
+
+    @property
+    def name(self) -> str:
+        return self.contract.name
+
+    def default_on(self, device: torch.device) -> str:
+        """The variant where none is named: on CUDA the contract's default, on a CPU, which interprets Triton, `torch`;
+        a composed fusion everywhere, for it is what its parts are.
+        """
+        default = self.contract.default
+        return default if device.type == "cuda" or self.variants[default].parts else "torch"
+
+
+def taken_outputs(contract: Contract, left_out: Sequence[str]) -> list[str]:
+    """The outputs that a launcher receives: all but those that only an option that it leaves out asks for."""
+    return [name for name, output in contract.outputs.items() if output.when not in left_out]
+
+
+def _parameters(variant: Variant, left_out: Sequence[str]) -> list[str]:
+    """The parameters that a variant's launcher or function must have where it leaves out these options."""
+    contract = variant.contract
+    arguments = [name for name in contract.arguments if name not in left_out]
+    if variant.launch is not None:
+        return ["run", *taken_outputs(contract, left_out), *arguments]
+    return [*variant.parts, *arguments]
 
 
 def _check_declaration(variant: Variant) -> None:
     where, contract = variant.file, variant.contract
     if (variant.launch is None) == (variant.function is None):
         raise VariantError(f"{where}: a variant has either a launcher or a function")
-    expected = list(contract.arguments)
-    if variant.launch is not None:
-        expected = ["run", *contract.outputs, *expected]
-        if variant.parts:
-            raise VariantError(f"{where}: a variant with parts is a function that calls them, not a launcher")
-    expected = [*variant.parts, *expected]
-    entry = variant.launch or variant.function
-    assert entry is not None
-    if (got := list(inspect.signature(entry).parameters)) != expected:
-        raise VariantError(f"{where}: parameters {got} differ from the reference's; {contract.name} takes {expected}")
+    if variant.launch is not None and variant.parts:
+        raise VariantError(f"{where}: a variant with parts is a function that calls them, not a launcher")
+    declared = variant.launch or variant.function
+    assert declared is not None
+    got = list(inspect.signature(declared).parameters)
+    if got != _parameters(variant, variant.left_out):
+        options = ", ".join(contract.options)
+        raise VariantError(
+            f"{where}: parameters {got} differ from the reference's; {contract.name} takes {_parameters(variant, ())}"
+            + (f", of which it may leave out {options}" if options else "")
+        )
     if unknown := set(variant.key) - set(contract.axis_by_name):
         raise ContractError(f"{where}: key names no axis of {contract.name}: {sorted(unknown)}")
     if variant.launch is None:

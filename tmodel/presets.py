@@ -26,8 +26,9 @@ PRESETS = {name: Recipe(**recipe) for name, recipe in PRESET_TABLE["trained"].it
 def make_model(preset: str, directory: str | Path, *, seed: int = 0) -> TrainingReport:
     """Train `preset` and save it as `directory`, which must not exist yet (or be empty); training takes about a minute.
 
-    The directory appears whole or not at all. Raises ValueError for an unknown preset, FileExistsError for a directory
-    in use, TrainingError where the result does not beat a bigram model.
+    The directory appears whole or not at all. A training that was cut off goes on where it stopped. Raises
+    ValueError for an unknown preset, FileExistsError for a directory in use, TrainingError where the result does not
+    beat a bigram model.
     """
     return make_from_recipe(find_recipe(preset), Path(directory), seed=seed)
 
@@ -79,9 +80,11 @@ def find_recipe(preset: str) -> Recipe:
 def make_from_recipe(recipe: Recipe, directory: Path, *, seed: int) -> TrainingReport:
     """`make_model` for a recipe without a name."""
     reports: list[TrainingReport] = []
+    state = directory.with_name(f".{directory.name}.training")
 
     def make(unfinished: Path) -> None:
-        model, tokenizer, report = train_on(standard_library_corpus(recipe.corpus_bytes), recipe, seed)
+        corpus = standard_library_corpus(recipe.corpus_bytes)
+        model, tokenizer, report = train_on(corpus, recipe, seed, state)
         with _no_progress_bars():
             model.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)

@@ -6,10 +6,13 @@ classes import Triton, and tkernels must be the first to do so.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +20,16 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tkernels.cores import usable_cores
 from tmodel.corpus import Corpus
+from tmodel.training_state import load_state, save_state
 from tmodel.transformers_models import new_transformers_model
 
 END_OF_TEXT = "<|endoftext|>"
 _BIGRAM_DISCOUNT = 0.75  # the customary constant of absolute discounting; 0.5 to 0.9 change the loss by less than 0.01
+
+_SECONDS_BETWEEN_STATES = 3.0  # a state of the tiny preset takes some 10 ms to write
+_SECONDS_BETWEEN_LINES = 10.0
 
 
 class TrainingError(RuntimeError):
@@ -107,11 +115,15 @@ def new_model(recipe: Recipe, end_token_id: int) -> Any:
     return new_transformers_model(recipe.config, bos_token_id=None, eos_token_id=end_token_id)
 
 
-def train(model: Any, tokens: torch.Tensor, recipe: Recipe, seed: int) -> None:
+def train(model: Any, tokens: torch.Tensor, recipe: Recipe, seed: int, state: Path | None = None) -> None:
     """Next-token training on random windows of `tokens`: Muon for the matrices, AdamW for embedding and norms.
 
     Muon (Jordan et al., 2024) earns its keep: tried with 2,048 tokens a step, it stood at 3.84 held-out nats after 344
     steps, AdamW alone at 4.09 after 432, and steps are what a minute is short of.
+
+    Args:
+        state: a file that is written every few seconds and that training goes on from, after Ctrl-C or a kill, to the
+            same weights; it stays until the caller removes it.
     """
     order = torch.Generator().manual_seed(seed)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
@@ -120,23 +132,73 @@ def train(model: Any, tokens: torch.Tensor, recipe: Recipe, seed: int) -> None:
         torch.optim.Muon(matrices, lr=recipe.matrix_learning_rate, momentum=0.95, weight_decay=0.0),
         torch.optim.AdamW(vectors, lr=recipe.vector_learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_share(step, recipe.num_steps))
-        for optimizer in optimizers
-    ]
+    rates = (recipe.matrix_learning_rate, recipe.vector_learning_rate)
+    training = f"{recipe}, seed {seed}, tokens {hashlib.sha256(tokens.numpy().tobytes()).hexdigest()}"
+    kept = load_state(state, model, optimizers, order, training) if state is not None else 0
+    saved_s = time.monotonic()
+    with _shown_progress(kept, recipe) as show:
+        try:
+            for step in range(kept, recipe.num_steps):
+                for optimizer, rate in zip(optimizers, rates, strict=True):
+                    optimizer.param_groups[0]["lr"] = rate * _learning_rate_share(step, recipe.num_steps)
+                starts = torch.randint(len(tokens) - recipe.sequence_len, (recipe.batch_size,), generator=order)
+                windows = tokens[starts[:, None] + torch.arange(recipe.sequence_len + 1)]  # [batch, sequence_len + 1]
+                loss = _loss(model, windows)
+                loss.backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                show(step + 1, loss.item())
+                if state is not None and time.monotonic() - saved_s > _SECONDS_BETWEEN_STATES:
+                    save_state(state, step + 1, model, optimizers, order, training)
+                    kept, saved_s = step + 1, time.monotonic()
+        except KeyboardInterrupt:
+            say(f"interrupted: the same training goes on from step {kept:,} when it is asked for again")
+            raise
+
+
+def say(message: str) -> None:
+    """One line to stderr, at once."""
+    Console(stderr=True, highlight=False).print(message, soft_wrap=True, markup=False)
+
+
+@contextmanager
+def _shown_progress(first_step: int, recipe: Recipe) -> Iterator[Callable[[int, float], None]]:
+    """A function that is told (step, loss) after each step: a bar on a terminal, elsewhere a line every few seconds."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        shown_s = time.monotonic()
+
+        def print_line(step: int, loss: float) -> None:
+            nonlocal shown_s
+            if step == recipe.num_steps or time.monotonic() - shown_s > _SECONDS_BETWEEN_LINES:
+                say(f"training: step {step:,} of {recipe.num_steps:,}, loss {loss:.3f}")
+                shown_s = time.monotonic()
+
+        yield print_line
+        return
     columns = (TextColumn("training"), BarColumn(), TextColumn("loss {task.fields[loss]:.3f}"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("training", total=recipe.num_steps, loss=math.log(recipe.vocab_size))
-        for _ in range(recipe.num_steps):
-            starts = torch.randint(len(tokens) - recipe.sequence_len, (recipe.batch_size,), generator=order)
-            windows = tokens[starts[:, None] + torch.arange(recipe.sequence_len + 1)]  # [batch, sequence_len + 1]
-            loss = _loss(model, windows)
-            loss.backward()
-            for optimizer, schedule in zip(optimizers, schedules, strict=True):
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
-            progress.update(task, advance=1, loss=loss.item())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(
+            "training", total=recipe.num_steps, completed=first_step, loss=math.log(recipe.vocab_size)
+        )
+        yield lambda step, loss: progress.update(task, completed=step, loss=loss)
+
+
+@contextmanager
+def _given_cores() -> Iterator[None]:
+    """torch with at most a thread for each core that this process was given."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(_given_threads())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _given_threads() -> int:
+    """As many as torch would start, which is OMP_NUM_THREADS or its affinity's, within the process's own cores."""
+    return min(torch.get_num_threads(), usable_cores())
 
 
 def held_out_loss(model: Any, tokens: torch.Tensor, sequence_len: int) -> float:
@@ -148,17 +210,25 @@ def held_out_loss(model: Any, tokens: torch.Tensor, sequence_len: int) -> float:
     return float(total) / num_windows
 
 
-def train_on(corpus: Corpus, recipe: Recipe, seed: int) -> tuple[Any, Any, TrainingReport]:
-    """(model, tokenizer, report). Raises TrainingError where the model does not beat the bigram model on held-out
-    text.
+def train_on(corpus: Corpus, recipe: Recipe, seed: int, state: Path | None = None) -> tuple[Any, Any, TrainingReport]:
+    """(model, tokenizer, report). `state` is as in `train`; it is removed once the training has ended, well or not.
+
+    Raises TrainingError where the model does not beat the bigram model on held-out text.
     """
     started = time.perf_counter()
+    # Before transformers is imported and a tokenizer is trained, which take longer than anyone waits in silence.
+    say(
+        f"training on Python's own sources, once: a tokenizer, then {recipe.num_steps:,} steps on "
+        f"{_given_threads()} threads; after Ctrl-C the same command goes on"
+    )
     tokenizer = train_tokenizer(corpus.training, recipe.vocab_size)
     training, held_out = encode(tokenizer, corpus.training), encode(tokenizer, corpus.held_out)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _given_cores():
         torch.manual_seed(seed)
         model = new_model(recipe, tokenizer.eos_token_id)
-        train(model, training, recipe, seed)
+        train(model, training, recipe, seed, state)
+    if state is not None:
+        state.unlink(missing_ok=True)
     held_out = held_out[: (len(held_out) - 1) // recipe.sequence_len * recipe.sequence_len + 1]
     report = TrainingReport(
         held_out_loss=held_out_loss(model, held_out, recipe.sequence_len),

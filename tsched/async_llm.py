@@ -13,10 +13,10 @@ from tsched.execution.engine import Request
 from tsched.execution.engine_thread import EngineThread, News, Ticket
 from tsched.execution.served_model import Prepared, ServedModel, joint_error, joint_metrics
 from tsched.requests.detokenizer import IncrementalDetokenizer
+from tsched.requests.errors import RefusedError
 from tsched.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tsched.requests.prompts import Prompt, Salt
 from tsched.requests.sampling_params import SamplingParams
-from tsched.scheduling.scheduler import RefusedError
 
 
 class EngineError(RuntimeError):
@@ -24,7 +24,7 @@ class EngineError(RuntimeError):
 
 
 class AsyncLLM(ServedModel):
-    """Serves requests as they come, on one event loop. The arguments are ServedModel's.
+    """Serves requests as they come, on one event loop. `__init__` lists its options.
 
         async with AsyncLLM("path/to/Qwen3-0.6B") as llm:
             async for output in llm.add_request("a", "The capital of France is", SamplingParams(max_tokens=8)):

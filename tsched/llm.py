@@ -13,16 +13,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tsched.execution.beam_search import BeamSearch, BeamSearchParams
 from tsched.execution.engine import Request
 from tsched.execution.served_model import Prepared, ServedModel, joint_error, joint_metrics
+from tsched.requests.errors import RefusedError
 from tsched.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tsched.requests.prompts import Prompt, Salt, one_each, split_prompts
 from tsched.requests.sampling_params import SamplingParams
-from tsched.scheduling.scheduler import RefusedError
 
 _PATIENCE_S = 2.0  # work shorter than this needs no progress bar
 
 
 class LLM(ServedModel):
-    """Serves lists of prompts to their ends. Not for use by two threads at once. The arguments are ServedModel's.
+    """Serves lists of prompts to their ends. Not for use by two threads at once. `__init__` lists its options.
 
     llm = LLM("path/to/Qwen3-0.6B", prefix_cache="none")
     (output,) = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))

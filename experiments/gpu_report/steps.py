@@ -106,7 +106,7 @@ def _measured(ops: Registry, facts: DeviceFacts, places: Sequence[tuple[str, str
             seconds = _TIME_S + _CONFIG_S * len(candidates(variant, facts.arch))
             steps.append(_step("tune", variant, seconds, bucket(variant, axes)))
         for variant in variants:
-            absent = is_peer(variant) and variant.supports(axes, facts) is not None
+            absent = is_peer(variant) and variant.refusal(axes, facts) is not None
             steps.append(_step("time", variant, 0.0 if absent else _TIME_S, point))
     return steps
 

@@ -138,7 +138,7 @@ def _time(step: Step, job: Job) -> None:
     variant = job.variant(step)
     axes = report_points(variant.contract)[step.point]
     side = "peer" if is_peer(variant) else "torch" if variant.kind == "torch" else "ours"
-    if side == "peer" and (reason := variant.supports(axes, device_facts(job.device))):
+    if side == "peer" and (reason := variant.refusal(axes, device_facts(job.device))):
         row = Measurement(step.op, step.variant, variant.kind, step.point, axes, "unsupported", reason)
     else:
         settings: dict[str, Any] = {"tuning": job.tuning(), "slack": slack_of(variant)}

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from experiments.peers.installed import MadeOnce
+from experiments.peers.installed import MadeOnce, needs
 from tkernels.ops.paged_cache import gather_context
-from tkernels.variant import UnsupportedError
+from tkernels.variant import UnsupportedError, Variant
 
 
 @dataclass(frozen=True)
@@ -66,3 +66,43 @@ def dense_attention(backend: SDPBackend) -> Callable[[dict[str, Any]], torch.Ten
         return out.transpose(1, 2).flatten(0, 1)  # [T, Hq, Dv]
 
     return attend
+
+
+def dense_decode(backend: SDPBackend) -> Variant:
+    """paged_decode by one backend of SDPA, for contexts of one length."""
+    attend = dense_attention(backend)
+
+    def paged_decode(
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
+        context_lens: torch.Tensor, scale: float, *, max_context_len: int | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return attend({"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_tables": block_tables,
+                       "context_lens": context_lens, "scale": scale})  # fmt: skip
+
+    return _dense_variant(paged_decode)
+
+
+def dense_prefill(backend: SDPBackend) -> Variant:
+    """paged_prefill by one backend of SDPA, for chunks of one length over contexts of one length."""
+    attend = dense_attention(backend)
+
+    def paged_prefill(
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
+        cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, scale: float, *, max_context_len: int | None = None,
+        causal: bool = True,
+    ) -> torch.Tensor:  # fmt: skip
+        return attend({"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_tables": block_tables,
+                       "cu_seqlens_q": cu_seqlens_q, "context_lens": context_lens, "scale": scale,
+                       "causal": causal})  # fmt: skip
+
+    return _dense_variant(paged_prefill)
+
+
+def _dense_variant(function: Callable[..., torch.Tensor]) -> Variant:
+    return Variant(
+        wins="a peer: dense keys, no pages",
+        function=function,
+        supports=needs(None),
+        deterministic=False,
+        batch_invariant=False,
+    )

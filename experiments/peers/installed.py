@@ -14,14 +14,11 @@ from tkernels.device import DeviceFacts
 Made = TypeVar("Made")
 
 
-def needs(
-    package: str | None, *, half: bool = True, options: tuple[str, ...] = ()
-) -> Callable[[Axes, DeviceFacts], str | None]:
+def needs(package: str | None) -> Callable[[Axes, DeviceFacts], str | None]:
     """`supports` of a peer: its package is installed, the device is CUDA, the dtypes are 16 bits wide.
 
     Args:
-        package: the module's name; None for torch itself. half: only float16 and bfloat16 are taken.
-        options: axes that must be at their off value (0, False).
+        package: the module's name; None for torch itself.
     """
 
     def supports(axes: Axes, device: DeviceFacts) -> str | None:
@@ -29,10 +26,9 @@ def needs(
             return f"{package} is not installed"
         if not device.arch.startswith("sm_"):
             return "it is for NVIDIA GPUs"
-        if half and axes.get("activation") not in ("float16", "bfloat16"):
+        if axes.get("activation") not in ("float16", "bfloat16"):
             return f"it takes float16 and bfloat16, not {axes.get('activation')}"
-        given = [name for name in options if axes.get(name)]
-        return f"it takes no {', '.join(given)}" if given else None
+        return None
 
     return supports
 

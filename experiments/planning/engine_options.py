@@ -2,23 +2,19 @@
 model.
 """
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from experiments.document import Document, PathParts
-from experiments.planning.arms import Arm
-from experiments.planning.axes import entries
+from experiments.document import Document, PathParts, entries
 from experiments.planning.models import ModelPlan
-from experiments.planning.names import POLICIES
 from tkernels import Registry
 from tkernels.contract import Contract, Int
 from tkernels.selection import OpAxes
 from tmodel import Limits, kernel_axes, kv_bytes_per_block
-from tsched import LLM
-from tsched.execution.cache_size import num_host_blocks, num_kv_blocks
+from tsched.execution.placement import fit_options
+from tsched.options import OPTIONS, OptionError, read_options
 from tsched.scheduling.scheduler import Scheduler
 
 
@@ -45,25 +41,27 @@ def kernel_ranges(model: ModelPlan, options: Mapping[str, Any], dtype: torch.dty
 
 
 def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Scheduler options with LLM's own default for each that is not given."""
-    defaults = {name: parameter.default for name, parameter in inspect.signature(LLM).parameters.items()}
-    return {**defaults, **options}
+    """Scheduler options with the default of each that is not given."""
+    return {name: one.default for name, one in OPTIONS.items()} | dict(options)
 
 
 def engine_problems(
-    document: Document, model: ModelPlan, arm: Arm, ops: Registry, dtype: torch.dtype | None, device: torch.device
+    document: Document,
+    model: ModelPlan,
+    options: Mapping[str, Any],
+    ops: Registry,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[str]:
-    """Page sizes that no op takes, caches in which not one page fits, and whatever else an engine says against its
-    options before it has a model. Without a dtype, which stands for options that are not all known, page sizes alone.
+    """Page sizes that no op takes, caches in which not one page fits, and whatever else an engine says against an arm's
+    scheduler options before it has a model.
     """
-    given = engine_options(arm.scheduler)
+    given = engine_options(options)
     size, available = given["block_size"], given["kv_cache_bytes"]
     paged = [op for op, ranges in kernel_ranges(model, {}, model.config.dtype).items() if "S" in ranges]
     rules = [rule for op in paged if (rule := _page_rule(ops[op].contract, size))]
     if rules:
         return [document.problem(place_of(document, "block_size", size), f"{size} tokens a page, but {rules[0]}")]
-    if dtype is None:
-        return []
     block_bytes = kv_bytes_per_block(model.config, size, dtype)
     if available is not None and available < block_bytes:
         message = f"{available} bytes hold no page: one of {size} tokens takes {block_bytes}"
@@ -85,30 +83,20 @@ def _conflicts(
     document: Document, model: ModelPlan, given: Mapping[str, Any], dtype: torch.dtype, device: torch.device
 ) -> list[str]:
     """What LLM would say against the scheduler's options, all of them given: the same calls, up to the weights."""
-    longest = given["max_model_len"] or model.config.max_position_embeddings
-    page_size = given["block_size"]
-    limits = {name: given[name] for name in ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens")}
-    policies = {kind: given[kind] for kind in POLICIES}
-    key = "kv_cache_fraction"
     try:
-        num_blocks = num_kv_blocks(
-            model.weights, model.config, kv_cache_bytes=given["kv_cache_bytes"], kv_cache_fraction=given[key],
-            block_size=page_size, dtype=dtype, device=device, max_tokens=given["max_num_seqs"] * longest,
-        )  # fmt: skip
-        key = "swap_bytes"
-        swapped = num_host_blocks(
-            model.config, given[key], preemption=given["preemption"], block_size=page_size, dtype=dtype
-        )
-        key = ""
-        Scheduler(
-            num_blocks=num_blocks, block_size=page_size, max_model_len=longest, num_host_blocks=swapped, **limits,
-            decode_share=given["decode_share"], chunked_prefill=given["chunked_prefill"], **policies,
-        )  # fmt: skip
+        fitted = fit_options(read_options(given), model.config, model.weights, device=device, dtype=dtype)
+    except OptionError as error:
+        if error.option == "max_model_len":  # part_problems says it, beside the lengths of the workload
+            return []
+        return [document.problem(("scheduler", error.option), str(error))]
+    try:
+        Scheduler(**fitted.scheduler_arguments)
     except ValueError as error:
-        return [document.problem(("scheduler", key) if key else ("scheduler",), str(error))]
+        return [document.problem(("scheduler",), str(error))]
     except MemoryError:
-        sizes = f"{given['max_num_seqs']:,} sequences of {longest:,} tokens, {num_blocks:,} blocks, {swapped:,} swapped"
-        return [document.problem(("scheduler",), f"{sizes}: the tables of these do not fit this machine's memory")]
+        sizes = f"{given['max_num_seqs']:,} sequences of {fitted.max_model_len:,} tokens, {fitted.num_blocks:,} blocks"
+        message = f"{sizes}, {fitted.num_host_blocks:,} swapped: the tables of these do not fit this machine's memory"
+        return [document.problem(("scheduler",), message)]
     return []
 
 

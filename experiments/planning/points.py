@@ -43,7 +43,7 @@ def points_of(plan: Plan) -> dict[str, list[Point]]:
 
 def _points(plan: Plan, op: str) -> list[Point]:
     contract = plan.ops[op].contract
-    asked = [dict(point) for point in plan.experiment.shapes.get(op, ())]
+    asked = [dict(point) for point in plan.shapes.get(op, ())]
     variants = [(plan.ops[op].variants[pick.variant], pick) for pick in plan.picks[op]]
     points = []
     if plan.model is not None:

@@ -6,9 +6,10 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.machinery import PathFinder
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ _PACKAGES = ("tkernels", "torch", "triton", "transformers", "safetensors", "toke
 _PROJECT = ("tkernels", "tmodel", "tsched", "experiments")
 
 _MOST_UNTRACKED, _MOST_HASHED_BYTES = 1000, 1_000_000
+
+_MARKS_OF_MADE_FOLDERS = ("pyvenv.cfg", "CACHEDIR.TAG")  # a virtual environment's; what a cache says of itself
+_NAMES_OF_MADE_FOLDERS = frozenset({"__pycache__", "node_modules"})
 
 
 def environment_of(sweep: Sweep, run_id: str, overrides: list[str]) -> dict[str, Any]:
@@ -101,7 +105,8 @@ def git_state(folder: Path) -> dict[str, Any]:
     """{"commit", "dirty", "diff", "untracked"} of the checkout that `folder` is in, or {"commit": None, "reason"}.
 
     diff: of all tracked files, against the commit. untracked: files that are not ignored -> SHA-256 of each, or its
-    size where it is no source (a megabyte or more); the first thousand.
+    size where it is no source (a megabyte or more); the first thousand. Virtual environments and caches are not among
+    them, whatever their folders are called: tools made them, and versions are recorded apart.
     """
 
     def git(*arguments: str) -> str:
@@ -114,7 +119,8 @@ def git_state(folder: Path) -> dict[str, Any]:
         top = Path(git("rev-parse", "--show-toplevel").removesuffix("\n"))
         commit, diff = git("rev-parse", "HEAD").strip(), git("diff", "HEAD", "--no-ext-diff", "--no-color")
         others = git("-C", str(top), "ls-files", "--others", "--exclude-standard", "-z").split("\0")
-        files = {name: top / name for name in others[:_MOST_UNTRACKED] if name and (top / name).is_file()}
+        own = islice(_outside_made_folders(top, filter(None, others)), _MOST_UNTRACKED)
+        files = {name: top / name for name in own if (top / name).is_file()}
         untracked = {name: _identity(file) for name, file in files.items()}
         return {"commit": commit, "dirty": bool(diff or untracked), "diff": diff, "untracked": untracked}
     except FileNotFoundError:
@@ -122,6 +128,19 @@ def git_state(folder: Path) -> dict[str, Any]:
     except subprocess.SubprocessError as error:
         reason = getattr(error, "stderr", None) or error
         return {"commit": None, "reason": str(reason).strip()}
+
+
+def _outside_made_folders(top: Path, names: Iterable[str]) -> Iterator[str]:
+    """Those of the file names, relative to `top`, that are in no virtual environment and in no cache."""
+    made: dict[Path, bool] = {top: False}
+
+    def is_made(folder: Path) -> bool:
+        if folder not in made:
+            marked = folder.name in _NAMES_OF_MADE_FOLDERS or any((folder / m).exists() for m in _MARKS_OF_MADE_FOLDERS)
+            made[folder] = marked or is_made(folder.parent)
+        return made[folder]
+
+    return (name for name in names if not is_made((top / name).parent))
 
 
 def _identity(file: Path) -> str:

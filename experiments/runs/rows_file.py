@@ -8,7 +8,7 @@ from pathlib import Path
 
 from experiments.document import ExperimentError
 from experiments.runs.rows import Row
-from experiments.sweep.server import write_whole
+from tkernels.isolation import write_whole
 
 
 class RowsFile:

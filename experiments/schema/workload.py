@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, m
 
 from experiments.document import nearest
 from experiments.schema.values import Count, Strict
+from tsched.requests.prompts import MAX_PRIORITY
 from tsched.requests.sampling_params import SamplingParams
-from tsched.scheduling.refusal import MAX_PRIORITY
 
 A_LENGTH = "a length is a number of tokens, or {uniform: [LOW, HIGH]}"
 A_PRIORITY = f"a priority is a whole number to +-{MAX_PRIORITY}, a list of one each, or {{uniform: [LOW, HIGH]}}"

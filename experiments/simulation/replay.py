@@ -14,8 +14,9 @@ import numpy as np
 from experiments.simulation.metrics import Arrived, Metrics
 from experiments.simulation.step_time import StepTime, Work
 from experiments.simulation.traces import OUTPUT_TOKENS, Request
+from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
-from tsched.scheduling.scheduler import RefusedError, Scheduler
+from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.sequence import Ints
 from tsched.scheduling.step_plan import StepPlan
 

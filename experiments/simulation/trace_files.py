@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.document import ExperimentError
-from tsched.scheduling.refusal import MAX_PRIORITY
+from tsched.requests.prompts import MAX_PRIORITY
 
 MOONCAKE_BLOCK = 512
 HASH_IDS = 2**32  # there are so many

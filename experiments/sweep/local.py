@@ -1,94 +1,80 @@
-"""Tasks on this machine, one after the other: each in a child of its replicate's server. Needs no torch itself."""
+"""Tasks on this machine, one after the other: each in a child of its replicate's server.
 
-import json
-import os
+`Local.begin` is for a process that has not imported torch yet: the server imports it at the same time.
+"""
+
+import importlib.util
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import IO
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from experiments.document import ExperimentError
-from experiments.sweep.server import signal_reason
 from experiments.sweep.tasks import Ended, Setup, Task, Tell
+
+if TYPE_CHECKING:
+    from tkernels.isolation import Server
 
 _MOST_SERVERS = 5
 """At once. One holds about 0.4 GB while it waits; starting one takes seconds, in which nothing can be measured."""
 
 
-class Server:
-    """A process of experiments.sweep.server. It ends when this object's pipe to it closes, or the thread that made it
-    ends.
-    """
+def start_server(setup: Setup, begun: "subprocess.Popen[bytes] | None" = None) -> "Server":
+    """A server for a run's tasks; of a process that was begun, where there is one."""
+    from tkernels.isolation import Server
 
-    def __init__(self) -> None:
-        # A session of its own: Ctrl-C is for the one that starts it, who ends it in good order.
-        self._process = subprocess.Popen(
-            (sys.executable, "-m", "experiments.sweep.server", str(os.getpid())),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
-        self.is_ready = False
+    server = Server(begun=begun)
+    interpret = "1" if setup.mode == "interpret" else "0"
+    server.load("experiments.sweep.work:prepare_tasks", setup.as_json(), {"TRITON_INTERPRET": interpret})
+    return server
 
-    def set_up(self, setup: Setup) -> None:
-        """Which run it is for; it then takes tasks."""
-        self._send(setup.as_json())
 
-    @property
-    def _answers(self) -> IO[bytes]:
-        assert self._process.stdout is not None
-        return self._process.stdout
+def run_task(server: "Server", task: Task, doing: Tell, printed: Tell) -> Ended:
+    """Runs one task to its end."""
+    from tkernels.isolation import ServerError
 
-    def _send(self, data: object) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it is dead, which its answers tell
-            self._process.stdin.write(json.dumps(data).encode() + b"\n")
-            self._process.stdin.flush()
+    wait_for(server)
+    ended = Ended(task)
 
-    def wait(self) -> None:
-        """Until it can take a task; ExperimentError where it never will, and no other would."""
-        if not self.is_ready:
-            if not self._answers.readline():
-                status = self._process.wait()
-                how = signal_reason(-status) if status < 0 else f"exit status {status}"
-                raise ExperimentError([f"the process that tasks are forked from did not start: {how}"])
-            self.is_ready = True
+    def hear(message: Any) -> None:
+        ((kind, value),) = message.items()
+        ended.hear(kind, value)
+        if kind == "doing":
+            doing(task, value)
 
-    def run(self, task: Task, doing: Tell, printed: Tell) -> Ended:
-        """One task, to its end."""
-        self.wait()
-        ended = Ended(task)
-        self._send(task.as_json())
-        for line in self._answers:
-            ((kind, value),) = json.loads(line).items()
-            if kind == "over":
-                ended.seconds, ended.death = value["seconds"], value["death"] or ended.death
-                return ended
-            if kind == "printed":
-                printed(task, value)
-                continue
-            ended.hear(kind, value)
-            if kind == "doing":
-                doing(task, value)
-        status = self._process.wait()
-        how = signal_reason(-status) if status < 0 else f"exit status {status}"
-        ended.death = f"the server of its replicate ended: {how}"
+    try:
+        ending = server.run(task.as_json(), hear, task.timeout)
+    except ServerError as error:
+        ended.death = f"the server of its replicate {error}"
         return ended
+    if ending.printed:
+        printed(task, ending.printed)
+    ended.seconds, ended.death = ending.seconds, ending.death or ended.death
+    return ended
 
-    @property
-    def is_dead(self) -> bool:
-        return self._process.poll() is not None
 
-    def end(self, patience: float = 1.0) -> None:
-        """Ends it and the child that it may have, after so many seconds by force."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=patience)
-        except subprocess.TimeoutExpired:  # it still imports; a child of it dies with it
-            self._process.kill()
-            self._process.wait()
-        self._answers.close()
+def wait_for(server: "Server") -> None:
+    """Waits until a server can take a task; ExperimentError where it never will, and no other would."""
+    from tkernels.isolation import ServerError
+
+    try:
+        server.wait()
+    except ServerError as error:
+        raise ExperimentError([f"the process that tasks are forked from {error}"]) from None
+
+
+def _isolation() -> ModuleType:
+    """tkernels.isolation from its file: importing it by name imports tkernels before, and so torch."""
+    package = importlib.util.find_spec("tkernels")
+    assert package is not None and package.submodule_search_locations is not None  # noqa: PT018
+    file = Path(package.submodule_search_locations[0]) / "isolation.py"
+    spec = importlib.util.spec_from_file_location("isolation", file)
+    assert spec is not None and spec.loader is not None  # noqa: PT018
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Local:
@@ -98,18 +84,17 @@ class Local:
 
     def __init__(self) -> None:
         self._servers: dict[int, Server] = {}
-        self._begun: list[Server] = []
+        self._begun: list[subprocess.Popen[bytes]] = []
         self._setup: Setup | None = None
 
     def begin(self) -> None:
-        """Starts a server for the run that will be told by `start`, so that both processes import at the same time. It
-        ends with this process where there is none.
-        """
-        self._begun.append(Server())
+        """Starts a server's process for the run that `start` will tell of; without one it ends with this process."""
+        self._begun.append(_isolation().start_server())
 
     def end(self) -> None:
-        for server in self._begun:
-            server.end(patience=0.0)  # it has no child
+        for process in self._begun:
+            process.kill()  # it has no child
+            process.communicate()
         self._begun.clear()
 
     @contextmanager
@@ -137,10 +122,10 @@ class Local:
         server = self._server(task.replicate)
         if task.is_timed:
             for other in self._servers.values():  # what imports would be measured too
-                other.wait()
-        return server.run(task, doing, printed)
+                wait_for(other)
+        return run_task(server, task, doing, printed)
 
-    def _server(self, replicate: int) -> Server:
+    def _server(self, replicate: int) -> "Server":
         """The replicate's server, started where it is not there or has died."""
         server = self._servers.get(replicate)
         if server is not None and server.is_dead:
@@ -152,8 +137,8 @@ class Local:
             server = self._start(replicate)
         return server
 
-    def _start(self, replicate: int) -> Server:
+    def _start(self, replicate: int) -> "Server":
         assert self._setup is not None
-        server = self._servers[replicate] = self._begun.pop() if self._begun else Server()
-        server.set_up(self._setup)
+        server = start_server(self._setup, self._begun.pop() if self._begun else None)
+        self._servers[replicate] = server
         return server

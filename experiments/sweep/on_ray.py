@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from experiments.document import ExperimentError
-from experiments.sweep.local import Server
+from experiments.sweep.local import run_task, start_server
 from experiments.sweep.tasks import Ended, Setup, Task, Tell
 
 if TYPE_CHECKING:
@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 def carry_out(setup: Mapping[str, Any], task: Mapping[str, Any]) -> tuple[Ended, list[str]]:
     """In a Ray worker: the task in a process of its own; what it came to, and what it printed."""
     printed: list[str] = []
-    server = Server()
+    server = start_server(Setup.of(setup))
     try:
-        server.set_up(Setup.of(setup))
-        ended = server.run(Task.of(task), lambda task, text: None, lambda task, text: printed.append(text))
+        ended = run_task(server, Task.of(task), lambda task, text: None, lambda task, text: printed.append(text))
     finally:
         server.end()
     return ended, printed

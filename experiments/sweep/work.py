@@ -1,6 +1,8 @@
 """Carrying a task out, in whatever process it was given to."""
 
+import importlib
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from experiments.stages import check, engine, kernels, peers, quantization, step
 from experiments.stages.context import Context
 from experiments.sweep.tasks import Phase, Setup, Task
 from tkernels import Tuning
+from tkernels.isolation import Prepare, Work
 
 _STAGES: Mapping[Phase, Callable[[Context], None]] = {
     "check": check.run,
@@ -25,8 +28,8 @@ _STAGES: Mapping[Phase, Callable[[Context], None]] = {
     "quantization": quantization.run,
 }
 
-Send = Callable[[str], None]
-"""Takes a message as one line of JSON."""
+Send = Callable[[Mapping[str, Any]], None]
+"""Takes a message: what kind it is -> its value, which JSON can hold."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,13 @@ class _Messages:
     send: Send
 
     def record(self, row: Row) -> None:
-        self.send(f'{{"row": {row.as_json()}}}')
+        self.send({"row": json.loads(row.as_json())})
 
     def keep(self, samples: Mapping[str, Any]) -> None:
-        self.send(json.dumps({"samples": samples}))
+        self.send({"samples": samples})
 
     def say(self, doing: str) -> None:
-        self.send(json.dumps({"doing": doing}))
+        self.send({"doing": doing})
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,21 @@ class Planned:
 
     plans: Sequence[Plan]
     changed: frozenset[str]
+
+
+def prepare_tasks(about: Mapping[str, Any]) -> Prepare:
+    """In a server: imports and plans what every task of a run needs. For a GPU each child plans for itself."""
+    # An interpreted kernel's exp overflows to infinity, as a GPU's does, and says so through numpy.
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
+    setup = Setup.of(about)
+    for module in setup.imports:
+        importlib.import_module(module)
+    planned = None if setup.on_cuda else plans_of(setup)
+
+    def prepare(task: Mapping[str, Any]) -> Work:
+        return lambda tell: carry_out(Task.of(task), planned or plans_of(setup), setup, tell)
+
+    return prepare
 
 
 def plans_of(setup: Setup) -> Planned:
@@ -86,10 +104,10 @@ def carry_out(task: Task, planned: Planned, setup: Setup, send: Send) -> None:
         context = Context(task, planned.plans[task.plan], setup.run_id, tuning, Path(setup.cache), _Messages(send))
         changed = changed and changed & _called(context)
     if context is None or changed:
-        send(json.dumps({"death": f"not run: {', '.join(sorted(changed))} has changed since the run began"}))
+        send({"death": f"not run: {', '.join(sorted(changed))} has changed since the run began"})
     else:
         _STAGES[task.phase](context)
-    send(json.dumps({"used": tuning.used}))
+    send({"used": tuning.used})
 
 
 def _called(context: Context) -> set[str]:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.conftest import DEVICE
-from tkernels.measurement import CPU_SIZE, INTERPRETED
+from tkernels.measurement import CPU_BYTES, CPU_SIZE, INTERPRETED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -15,6 +15,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(f"{one.name}: mean {mean:.1f} us, p99 {p99:.1f} us")
     if DEVICE.type == "cpu":
         terminalreporter.write_line(
-            f"Kernels: torch variants on a CPU, sizes of at most {CPU_SIZE}. "
+            f"Kernels: torch variants on a CPU, sizes of at most {CPU_SIZE}, inputs of at most {CPU_BYTES >> 20} MiB. "
             f"Triton variants: not measured, {INTERPRETED}."
         )

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,9 @@ import torch
 
 from tests import conftest
 from tests.bench.test_kernels import subjects
+from tkernels.contract import Value
+from tkernels.measurement import storage_bytes
+from tkernels.variant import Variant
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +51,29 @@ def test_as_typed_it_measures_and_compares_with_the_run_before(tmp_path: Path) -
     assert second.returncode == 0, second.stdout + second.stderr
     assert "(0001_first)" in second.stdout
     assert "(NOW)" in second.stdout
+
+
+def test_the_heaviest_benchmarks_as_typed_stay_under_four_gigabytes() -> None:
+    """What a benchmark takes follows its inputs' bytes: of the three ops that have most, the largest point is run."""
+    by_bytes = sorted(subjects(), key=lambda one: input_bytes(*one.values), reverse=True)
+    largest: dict[str, str] = {}
+    for one in by_bytes:
+        largest.setdefault(one.values[0].contract.name, f"tests/bench/test_kernels.py::test_variant[{one.id}]")
+    chosen = list(largest.values())[:3]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--benchmark-only", *chosen]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
+    assert child.stdout is not None
+    said = child.stdout.read()
+    _, status, used = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)  # what Popen would have learned by waiting itself
+    assert child.returncode == 0, said
+    assert "3 passed" in said
+    assert used.ru_maxrss < 4 * 2**20  # KiB
+
+
+def input_bytes(variant: Variant, point: str, axes: Mapping[str, Value]) -> int:
+    return storage_bytes(variant.contract.case(axes, 0, torch.device("meta")).inputs)
 
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,8 @@ class InProcess:
             self.tasks.append(task.key)
             ended = Ended(task)
 
-            def send(line: str, ended: Ended = ended) -> None:
-                ((kind, value),) = json.loads(line).items()
+            def send(message: object, ended: Ended = ended) -> None:
+                ((kind, value),) = json.loads(json.dumps(message)).items()
                 ended.hear(kind, value)
 
             carry_out(Task.of(json.loads(json.dumps(task.as_json()))), planned, self._setup, send)

@@ -8,7 +8,16 @@ import torch
 from tests.tkernels.outside import write_variant
 from tkernels import OPS
 from tkernels.contract import Int
-from tkernels.measurement import CPU_SIZE, INTERPRETED, Method, at_most, benchmark_points, measure
+from tkernels.measurement import (
+    CPU_BYTES,
+    CPU_SIZE,
+    INTERPRETED,
+    Method,
+    at_most,
+    benchmark_points,
+    measure,
+    storage_bytes,
+)
 from tkernels.timing import Timing
 
 CPU = torch.device("cpu")
@@ -81,6 +90,7 @@ def test_every_op_has_points_for_a_cpu(op: str) -> None:
     for axes in points.values():
         assert set(axes) == set(contract.axis_by_name)
         assert all(int(axes[a.name]) <= CPU_SIZE for a in contract.axes if isinstance(a, Int))
+        assert storage_bytes(contract.case(axes, 0, torch.device("meta")).inputs) <= CPU_BYTES
     assert len(benchmark_points(contract, torch.device("cuda"))) == len(contract.benchmarks) > 0
 
 

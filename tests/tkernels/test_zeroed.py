@@ -8,9 +8,9 @@ from triton.runtime.errors import InterpreterError
 
 from tests.tkernels.outside import write_variant
 from tkernels import OPS, Buffer
-from tkernels.launch import ZeroedBuffers
 from tkernels.variant import Variant
 from tkernels.verification.check import check_case
+from tkernels.workspace import ZeroedBuffers
 
 CPU = torch.device("cpu")
 COUNTS = Buffer((4,), torch.int32, zeroed=True)

@@ -9,16 +9,18 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tmodel import Recipe, TrainingError, load_config, make_model, presets
+from tmodel import Recipe, TrainingError, load_config, make_model, presets, train
 from tmodel.corpus import CorpusError, standard_library_corpus
 from tmodel.presets import make_from_recipe, preset_path
 from tmodel.train import bigram_loss, encode, train_tokenizer
+from tmodel.training_state import load_state, save_state
 
 SMALL = Recipe(
     version=0,
@@ -75,6 +77,53 @@ def test_a_trained_model_is_complete_reproducible_and_better_than_a_bigram(
     assert tokenizer.decode(ids) == text
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
     assert model(torch.tensor([ids])).logits.shape == (1, len(ids), config.vocab_size)
+
+
+def test_an_interrupted_training_goes_on_to_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "_SECONDS_BETWEEN_STATES", 0.0)
+    monkeypatch.setattr(train, "_SECONDS_BETWEEN_LINES", 0.0)
+    make_from_recipe(SMALL, tmp_path / "whole", seed=3)
+    said = capfd.readouterr().err
+    assert said.startswith("training on Python's own sources, once: a tokenizer, then 150 steps on 1 threads")
+    assert "training: step 150 of 150, loss" in said
+
+    steps = 0
+    loss = train._loss
+
+    def interrupted_loss(*arguments: Any) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        if steps == 101:
+            raise KeyboardInterrupt
+        return loss(*arguments)
+
+    monkeypatch.setattr(train, "_loss", interrupted_loss)
+    with pytest.raises(KeyboardInterrupt):
+        make_from_recipe(SMALL, tmp_path / "cut", seed=3)
+    assert "goes on from step 100 when it is asked for again" in capfd.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".cut.training", "whole"]
+    make_from_recipe(SMALL, tmp_path / "cut", seed=3)
+    assert "training: step 101 of 150" in (said := capfd.readouterr().err)
+    assert "training: step 100 of 150" not in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut", "whole"]
+    cut, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("cut", "whole"))
+    assert all(torch.equal(cut[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("what", ["torn", "another seed"])
+def test_a_state_of_no_use_is_left_alone_and_training_starts_anew(what: str, tmp_path: Path) -> None:
+    model, order = torch.nn.Linear(2, 2), torch.Generator().manual_seed(1)
+    optimizers = [torch.optim.AdamW(model.parameters())]
+    save_state(tmp_path / "state", 7, model, optimizers, order, "seed 0")
+    if what == "torn":
+        (tmp_path / "state").write_bytes((tmp_path / "state").read_bytes()[:100])
+    before = [parameter.clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        assert load_state(tmp_path / "state", model, optimizers, order, "seed 0" if what == "torn" else "seed 1") == 0
+    assert all(map(torch.equal, before, model.parameters()))
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
 def test_a_model_that_learned_nothing_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from tests.tsched.random_schedules import Event, Request, Schedule, draw_schedule
+from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.policies.priority import AGEING
-from tsched.scheduling.scheduler import RefusedError, Scheduler
+from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.sequence import Sequence
 
 SERVERS = {  # loaded by name: what the others serve needs torch

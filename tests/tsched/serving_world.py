@@ -19,11 +19,12 @@ from tests.tsched.page_contents import (
     token_after,
     values_after,
 )
+from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.block_pool import BlockIds, BlockPool
 from tsched.scheduling.policies.hash_prefix_cache import DIGEST_SIZE, HashPrefixCache
 from tsched.scheduling.policies.radix_prefix_cache import RadixPrefixCache
-from tsched.scheduling.scheduler import RefusedError, Scheduler
+from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.sequence import Sequence
 
 MAX_MODEL_LEN = 40

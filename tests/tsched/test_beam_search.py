@@ -17,8 +17,9 @@ from tests.tsched.hash_model import HashModel, hash_cache
 from tmodel.kv_cache import KVCache
 from tsched.execution.beam_search import BeamSearch, BeamSearchParams, Hypothesis, largest
 from tsched.execution.engine import Engine, Request
+from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
-from tsched.scheduling.scheduler import RefusedError, Scheduler
+from tsched.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 4
 LogprobsAfter = Callable[[list[int]], torch.Tensor]

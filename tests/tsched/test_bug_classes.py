@@ -12,9 +12,9 @@ import pytest
 
 from tests.tsched.hash_server import HashServer
 from tests.tsched.random_schedules import EOS, MAX_MODEL_LEN, Request, Schedule
+from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.policies import PREEMPTIONS, PREFIX_CACHES
-from tsched.scheduling.scheduler import RefusedError
 from tsched.scheduling.sequence import Sequence
 
 CACHES = sorted(set(PREFIX_CACHES) - {"none"})

@@ -13,7 +13,8 @@ from tests.tmodel.formats.by_hand import Kind
 from tests.tmodel.formats.models import write_models
 from tkernels import select
 from tmodel import Limits, kernel_axes, kv_bytes_per_block, load_config, load_model
-from tsched.execution.cache_size import num_host_blocks, num_kv_blocks
+from tsched.execution.placement import fit_options
+from tsched.options import EngineOptions
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 TOTAL, FREE = 10_000_000, 9_000_000
@@ -27,15 +28,12 @@ def directory(write_checkpoint: Any) -> Path:
 
 @pytest.fixture
 def blocks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """num_kv_blocks on a GPU of TOTAL bytes, FREE of them free."""
+    """The blocks that a cache of these options gets on a GPU of TOTAL bytes, FREE of them free."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (FREE, TOTAL))
 
-    def count(**options: Any) -> int:
-        given: dict[str, Any] = {
-            "kv_cache_bytes": None, "kv_cache_fraction": None, "block_size": 16, "dtype": torch.float32,
-            "device": GPU, "max_tokens": 10**9,
-        }  # fmt: skip
-        return num_kv_blocks(directory, load_config(directory), **(given | options))
+    def count(*, device: torch.device = GPU, dtype: torch.dtype = torch.float32, **options: Any) -> int:
+        given = EngineOptions(**({"max_num_seqs": 10**8} | options))
+        return fit_options(given, load_config(directory), directory, device=device, dtype=dtype).num_blocks
 
     return count
 
@@ -67,7 +65,7 @@ def test_what_is_taken_already_may_leave_nothing(blocks: Any) -> None:
 def test_bytes_are_taken_at_their_word_and_no_more_than_can_be_filled(blocks: Any, directory: Path) -> None:
     bytes_ = 7 * block_bytes(directory) + 5
     assert blocks(kv_cache_bytes=bytes_) == blocks(kv_cache_bytes=bytes_, device=CPU) == 7
-    assert blocks(kv_cache_bytes=bytes_, max_tokens=33) == 3
+    assert blocks(kv_cache_bytes=bytes_, max_num_seqs=3, max_model_len=11) == 3
     assert blocks(device=CPU) == 2**30 // block_bytes(directory)
 
 
@@ -78,17 +76,21 @@ def test_a_cpu_has_a_fraction_too(blocks: Any) -> None:
 
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.01, float("nan")])
 def test_a_fraction_is_above_0_and_at_most_1(blocks: Any, fraction: float) -> None:
-    with pytest.raises(ValueError, match="kv_cache_fraction must be above 0 and at most 1, got"):
+    with pytest.raises(ValueError, match="kv_cache_fraction must be None or a number above 0 and at most 1, got"):
         blocks(kv_cache_fraction=fraction)
 
 
 def test_host_blocks_are_what_swap_bytes_hold(directory: Path) -> None:
     config, size = load_config(directory), block_bytes(directory)
-    options: dict[str, Any] = {"block_size": 16, "dtype": torch.float32}
-    assert num_host_blocks(config, 3 * size + 1, preemption="swap", **options) == 3
-    assert num_host_blocks(config, 3 * size, preemption="recompute", **options) == 0
+
+    def host_blocks(swap_bytes: int, preemption: str) -> int:
+        options = EngineOptions(swap_bytes=swap_bytes, preemption=preemption)
+        return fit_options(options, config, directory, device=CPU, dtype=torch.float32).num_host_blocks
+
+    assert host_blocks(3 * size + 1, "swap") == 3
+    assert host_blocks(3 * size, "recompute") == 0
     with pytest.raises(ValueError, match=f"takes {size} bytes, got {size - 1}"):
-        num_host_blocks(config, size - 1, preemption="swap", **options)
+        host_blocks(size - 1, "swap")
 
 
 def test_a_quantized_models_words_do_not_grow_with_the_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +99,8 @@ def test_a_quantized_models_words_do_not_grow_with_the_dtype(tmp_path: Path, mon
     config = load_config(quantized)
     left = {}
     for dtype in (torch.float16, torch.float32):
-        blocks = num_kv_blocks(quantized, config, kv_cache_bytes=None, kv_cache_fraction=None, block_size=16,
-                               dtype=dtype, device=GPU, max_tokens=10**9)  # fmt: skip
+        options = EngineOptions(max_num_seqs=10**8)
+        blocks = fit_options(options, config, quantized, device=GPU, dtype=dtype).num_blocks
         left[dtype] = blocks * kv_bytes_per_block(config, 16, dtype)
     limits = Limits(max_num_tokens=8, max_num_seqs=2, max_model_len=32, block_size=16, num_blocks=8)
     weights = load_model(

@@ -14,8 +14,9 @@ from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
 from tsched.execution.engine import Engine, Forward, Request
 from tsched.requests.detokenizer import IncrementalDetokenizer
+from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
-from tsched.scheduling.scheduler import RefusedError, Scheduler
+from tsched.scheduling.scheduler import Scheduler
 
 MAX_MODEL_LEN = 60
 

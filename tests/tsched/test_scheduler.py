@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.tsched.simulated_device import EOS, VOCAB, Launch, SimulatedDevice, check_accounts, check_plan, tokens_alone
+from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
-from tsched.scheduling.scheduler import RefusedError, Scheduler
+from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.sequence import Sequence
 
 MAX_MODEL_LEN = 40

@@ -12,9 +12,10 @@ import pytest
 
 from tests.tsched.simulated_device import VOCAB, Launch, SimulatedDevice, check_accounts, check_plan, tokens_after
 from tests.tsched.test_scheduler import MAX_MODEL_LEN, drive, make_scheduler
+from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
-from tsched.scheduling.scheduler import RefusedError, Scheduler
+from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.sequence import Sequence
 
 TEXT = [1 + (7 * i * i + i) % (VOCAB - 1) for i in range(24)]  # prompts begin alike, so that caches hit

@@ -7,8 +7,9 @@ import pytest
 
 from tests.tsched.simulated_device import SimulatedDevice, check_accounts, tokens_after, tokens_alone
 from tests.tsched.test_scheduler import MAX_MODEL_LEN, drive, make_scheduler
+from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
-from tsched.scheduling.scheduler import RefusedError, Scheduler
+from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.step_plan import StepPlan
 
 ENDLESS = SamplingParams(max_tokens=30, ignore_eos=True)

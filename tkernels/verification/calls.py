@@ -30,8 +30,10 @@ def _where_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wanted_outputs(contract: Contract, arguments: Mapping[str, Any]) -> list[str]:
-    """The outputs that a call asks for."""
-    return [name for name, output in contract.outputs.items() if output.when is None or bool(arguments[output.when])]
+    """The outputs that a call asks for; an argument that is not there is at its default."""
+    return [
+        name for name, output in contract.outputs.items() if output.when is None or bool(arguments.get(output.when))
+    ]
 
 
 def call(
@@ -63,7 +65,7 @@ def call(
             name: place(torch.full(b.shape, 0 if b.zeroed else fill(b.dtype), dtype=b.dtype, device=device))
             for name, b in variant.workspace(axes, config, facts).items()
         }
-        variant.launch(Run(facts, config, workspace, door or default_door()), *filled.values(), **bound)
+        variant.run_launcher(Run(facts, config, workspace, door or default_door()), filled, bound)
         outputs = {name: tensor for name, tensor in filled.items() if tensor is not None}
     return outputs | {name: bound[name] for name in contract.writes}
 

@@ -146,7 +146,7 @@ def check_case(
     for name, output in contract.outputs.items():
         if name in got and (expected := [d.size(axes) for d in output.shape]) != list(got[name].shape):
             return result("wrong", f"output {name!r} has shape {list(got[name].shape)}, not {expected}")
-    verdicts, reason = _judge_all(variant, contract, arguments, got, slack)
+    verdicts, reason = _judge_all(variant, contract, arguments, axes, got, slack)
     if reason or not all(v.ok for v in verdicts.values()):
         return result("wrong", reason, verdicts)
     if offsets and MODE == "interpret" and variant.launch is not None and config is not None:
@@ -175,12 +175,16 @@ def _judge_all(
     variant: Variant,
     contract: Contract,
     arguments: Mapping[str, Any],
+    axes: Axes,
     got: Mapping[str, torch.Tensor],
     slack: float,
 ) -> tuple[dict[str, Verdict], str]:
     original = widened(arguments)
     oracle = _results(contract, widened(arguments), contract.reference)
-    baseline = _results(contract, clone_inputs(arguments), contract.baseline)
+    if set_ones := sorted(set(contract.left_out_by_baseline).intersection(contract.set_options(axes))):
+        return {}, f"nothing measures the natural error: {contract.name}'s baseline does not take {', '.join(set_ones)}"
+    plain = {name: value for name, value in arguments.items() if name not in contract.left_out_by_baseline}
+    baseline = _results(contract, clone_inputs(plain), contract.baseline)
     # The baseline measures natural error only if it is itself right. The definition, evaluated at the working dtype,
     # rounds after every operation, so no right baseline is much worse than it.
     stepwise = _results(contract, clone_inputs(arguments), contract.reference)

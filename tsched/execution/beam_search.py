@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from tsched.execution.engine import Engine, Request
+from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import MAX_COUNT, SamplingParams
-from tsched.scheduling.scheduler import RefusedError
 from tsched.scheduling.sequence import Ints
 
 MAX_BEAM_WIDTH = 128

@@ -31,11 +31,11 @@ from tsched.execution.phases import Phases
 from tsched.execution.readback import HostReader, Outcome, Readback
 from tsched.execution.sampler import NONE_LEFT, Sampler, TokenLogprobs
 from tsched.requests.detokenizer import IncrementalDetokenizer
-from tsched.requests.logits_processors import RequestFault
+from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.sampling_params import SamplingParams
 from tsched.requests.stopping import is_met
 from tsched.scheduling.block_pool import BlockIds
-from tsched.scheduling.scheduler import RefusedError, Scheduler
+from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.sequence import Sequence
 from tsched.scheduling.step_plan import StepPlan
 

@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from tsched.execution.engine import Engine, Request
 from tsched.execution.sampler import TokenLogprobs
 from tsched.execution.served_model import Prepared
-from tsched.scheduling.scheduler import RefusedError
+from tsched.requests.errors import RefusedError
 
 _IDLE_S = 1.0  # seconds after which an idle thread looks whether anybody is left who could ask for something
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from tsched.execution.device_state import to_device
 from tsched.execution.penalties import PenaltyCounts
 from tsched.execution.random_numbers import UniformTable
-from tsched.requests.logits_processors import RequestFault, process
+from tsched.requests.errors import RequestFault
+from tsched.requests.logits_processors import process
 from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
 
 # In place of a token id: the model's logits for the row hold a NaN, or no finite maximum; or it is what the request

@@ -13,14 +13,13 @@ SamplingParams(logits_processors=[Bar(7)])
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from tsched.scheduling.sequence import Ints
+from tsched.requests.callbacks import Ints, attribute_failures, describe_callback
+from tsched.requests.errors import RequestFault
 
 
 class LogitsProcessor(Protocol):
@@ -40,29 +39,6 @@ class LogitsProcessor(Protocol):
         """
 
 
-class RequestFault(Exception):
-    """A logits processor or a stopping criterion failed; the message names it. It ends that request and no other."""
-
-
-@contextmanager
-def blamed(what: str, callback: object, place: int) -> Iterator[str]:
-    """Within it `callback` is called, for output token `place`, and its answer looked at: what that raises is raised as
-    a RequestFault. Gives the words for who and where.
-
-    To look at an answer is to run its code: nothing that comes of it may end the requests of others.
-    """
-    where = f"{what} {_name_of(callback)} at output token {place}"
-    try:
-        yield where
-    except RequestFault:
-        raise
-    except BaseException as error:
-        # Signals reach the main thread alone: elsewhere it is the callback that raised this.
-        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-            raise
-        raise RequestFault(f"{where} raised {_description(error)}") from error
-
-
 def process(processors: Sequence[LogitsProcessor], prompt: Ints, output: Ints, logits: torch.Tensor) -> torch.Tensor:
     """`logits` [V] float64, which may change, after all of `processors`, in their order.
 
@@ -71,7 +47,7 @@ def process(processors: Sequence[LogitsProcessor], prompt: Ints, output: Ints, l
     """
     shape, dtype, device = logits.shape, logits.dtype, logits.device  # a processor may change those of `logits` itself
     for processor in processors:
-        with blamed("logits processor", processor, output.size) as where:
+        with attribute_failures("logits processor", processor, output.size) as where:
             processed = processor(prompt, output, logits)
             if not isinstance(processed, torch.Tensor):
                 raise RequestFault(f"{where} returned a {type(processed).__name__}, not a tensor of logits")
@@ -84,24 +60,9 @@ def process(processors: Sequence[LogitsProcessor], prompt: Ints, output: Ints, l
             logits = processed.to(dtype=dtype, device=device)
     highest = float(logits.max())
     if not -torch.inf < highest < torch.inf:
-        names = ", ".join(map(_name_of, processors))
+        names = ", ".join(map(describe_callback, processors))
         raise RequestFault(
             f"the logits that {names} left at output token {output.size} have the maximum {highest}: "
             "one of them at least must be finite, and none NaN"
         )
     return logits
-
-
-def _name_of(callback: object) -> str:
-    """A function's name, or the class of any other object."""
-    try:
-        return str(getattr(callback, "__qualname__", type(callback).__qualname__))
-    except Exception:  # its own way to look up attributes
-        return type(callback).__qualname__
-
-
-def _description(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # its own way to say what it is
-        return type(error).__name__

@@ -7,8 +7,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
-from tsched.scheduling.scheduler import RefusedError
+
+MAX_PRIORITY = 2**31  # the scheduler's keys are int64
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
@@ -92,6 +94,15 @@ def check_salt(salt: Salt) -> bytes:
     if not isinstance(salt, str):
         raise TypeError(f"cache_salt must be a str, bytes or None, got {type(salt).__name__}")
     return salt.encode("utf-8", "surrogatepass")
+
+
+def check_priority(priority: int) -> int:
+    """The priority as an int; TypeError where it is no integer, ValueError where it is too large."""
+    if not isinstance(priority, (int, np.integer)) or isinstance(priority, bool):
+        raise TypeError(f"priority must be an integer, got {priority!r}")
+    if abs(priority) > MAX_PRIORITY:
+        raise ValueError(f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}")
+    return int(priority)
 
 
 def one_each(

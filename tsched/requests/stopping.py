@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from tsched.requests.logits_processors import RequestFault, blamed
-from tsched.scheduling.sequence import Ints
+from tsched.requests.callbacks import Ints, attribute_failures
+from tsched.requests.errors import RequestFault
 
 
 class StoppingCriterion(Protocol):
@@ -36,7 +36,7 @@ def is_met(criteria: Sequence[StoppingCriterion], prompt: Ints, output: Ints) ->
     Raises RequestFault, which names the criterion, where one raises or answers neither True nor False.
     """
     for criterion in criteria:
-        with blamed("stopping criterion", criterion, output.size - 1) as where:
+        with attribute_failures("stopping criterion", criterion, output.size - 1) as where:
             answer = criterion(prompt, output)
             if not isinstance(answer, (bool, np.bool_)):
                 raise RequestFault(f"{where} answered {answer!r}, which is neither True nor False")

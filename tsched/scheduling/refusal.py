@@ -8,14 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.block_pool import BlockPool
-
-MAX_PRIORITY = 2**31  # keys are int64
-
-
-class RefusedError(ValueError):
-    """A request that could never run to its end here."""
 
 
 def longest_form(prompt_len: int, params: SamplingParams, pool: BlockPool, max_model_len: int) -> int:
@@ -54,12 +49,3 @@ def as_token_ids(prompt: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
             f"a prompt must be token ids, integers below 2**63, got {found.dtype} of {list(found.shape)}"
         )
     return found.astype(np.int64, copy=False)
-
-
-def check_priority(priority: int) -> int:
-    """The priority as an int; TypeError where it is no integer, ValueError where it is too large."""
-    if not isinstance(priority, (int, np.integer)) or isinstance(priority, bool):
-        raise TypeError(f"priority must be an integer, got {priority!r}")
-    if abs(priority) > MAX_PRIORITY:
-        raise ValueError(f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}")
-    return int(priority)

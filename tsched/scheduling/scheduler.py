@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tsched.requests.errors import RefusedError
+from tsched.requests.prompts import check_priority
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.block_pool import BlockPool
 from tsched.scheduling.fast_forward import count_quiet_steps, skip_steps
@@ -24,14 +26,14 @@ from tsched.scheduling.kv_memory import KVMemory
 from tsched.scheduling.planner import Counters, Planner, UnderWay
 from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES, find_policy
 from tsched.scheduling.policies.base import CacheStats
-from tsched.scheduling.refusal import RefusedError, as_token_ids, check_priority, longest_form
+from tsched.scheduling.refusal import as_token_ids, longest_form
 from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
 from tsched.scheduling.sibling_groups import SiblingGroups
 from tsched.scheduling.step_plan import StepPlan
 from tsched.scheduling.token_budget import TokenBudget
 from tsched.scheduling.waiting_queue import WaitingQueue
 
-__all__ = ["Counters", "RefusedError", "Scheduler", "StepPlan"]
+__all__ = ["Counters", "Scheduler", "StepPlan"]
 
 
 class Scheduler:

@@ -61,7 +61,7 @@ def test_reruns_compare_every_bit(tmp_path: Path) -> None:
 def test_stress_finds_other_bits_and_counters_that_were_left(tmp_path: Path) -> None:
     variant = doubled(tmp_path)
     assert stress(variant, AXES, CPU, 2)["verdict"] == "ok"
-    from tkernels.launch import Buffer
+    from tkernels.workspace import Buffer
 
     variant.zeroed.take("arrived", Buffer((1,), torch.int32, zeroed=True), CPU).fill_(1)
     assert stress(variant, AXES, CPU, 2)["verdict"] == "counters not at zero: arrived"

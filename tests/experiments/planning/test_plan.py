@@ -55,7 +55,7 @@ def _nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"scheduler": {"block_size": [16, 512]}}, "scheduler.block_size", "takes 1 to 256"),
         ({"scheduler": {"kv_cache_bytes": 10}}, "scheduler.kv_cache_bytes", "one of 16 tokens takes 16384"),
         ({"scheduler": {"preemption": "swap"}}, "scheduler.swap_bytes", "one of 16 tokens takes 16384 bytes, got 0"),
-        ({"scheduler": {"decode_share": 1.0}}, "scheduler", "decode_share must be at least 0 and below 1"),
+        ({"scheduler": {"decode_share": 1.0}}, "scheduler.decode_share", "a number of at least 0 and below 1, got 1.0"),
         ({"scheduler": {"chunked_prefill": False, "max_chunk_tokens": 8}}, "scheduler", "they need chunked_prefill"),
         (
             {"scheduler": {"chunked_prefill": [True, False], "max_num_batched_tokens": 8}},

@@ -131,11 +131,16 @@ def test_models_in_folders_of_one_name_are_told_apart(write: Write, checkpoint: 
     assert found["b/model"].keys() - found["a/model"].keys() == {"more.json"}
 
 
-def test_gits_state_has_the_diff_and_the_files_that_it_does_not_know(tmp_path: Path) -> None:
+def git_in(folder: Path) -> Callable[..., None]:
     def git(*arguments: str) -> None:
         identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
-        subprocess.run(("git", "-C", str(tmp_path), *identity, *arguments), check=True, capture_output=True)
+        subprocess.run(("git", "-C", str(folder), *identity, *arguments), check=True, capture_output=True)
 
+    return git
+
+
+def test_gits_state_has_the_diff_and_the_files_that_it_does_not_know(tmp_path: Path) -> None:
+    git = git_in(tmp_path)
     assert git_state(tmp_path)["commit"] is None
     git("init")
     inside = tmp_path / "inside"
@@ -156,3 +161,30 @@ def test_gits_state_has_the_diff_and_the_files_that_it_does_not_know(tmp_path: P
     assert dirty["untracked"] == {"b.py": sha256(tmp_path / "b.py"), "d.bin": "1000000 bytes"}
     assert (dirty["dirty"], dirty["commit"]) == (True, clean["commit"])
     assert json.loads(json.dumps(dirty)) == dirty
+
+
+def test_a_virtual_environment_or_a_cache_in_the_checkout_is_no_change(tmp_path: Path) -> None:
+    git = git_in(tmp_path)
+    git("init")
+    (tmp_path / "a.py").write_text("one\n")
+    git("add", "-A")
+    git("commit", "-m", "first")
+    made = {
+        "trial env/pyvenv.cfg": "home = /usr/bin\n",
+        "trial env/lib/python3.12/site-packages/torch/__init__.py": "",
+        "deep/er/env/pyvenv.cfg": "",
+        "deep/er/env/bin/activate": "",
+        "some-cache/CACHEDIR.TAG": "Signature: 8a477f597d28d172789f06886806bc55",
+        "some-cache/v/one.json": "{}",
+        "__pycache__/a.cpython-312.pyc": "",
+        "site/node_modules/left-pad/index.js": "",
+    }
+    for name, text in made.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    clean = git_state(tmp_path)
+    assert (clean["dirty"], clean["untracked"]) == (False, {})
+    (tmp_path / "deep" / "er" / "mine.py").write_text("new\n")
+    (tmp_path / "pyvenv.cfg").write_text("")  # an environment made in the checkout's own folder hides nothing of it
+    dirty = git_state(tmp_path)
+    assert (dirty["dirty"], sorted(dirty["untracked"])) == (True, ["deep/er/mine.py", "pyvenv.cfg"])

@@ -19,8 +19,7 @@ from experiments.planning.plan import make_sweep
 from experiments.runner import run_experiment
 from experiments.runs.rows import ROW, CheckRow, KernelRow
 from experiments.sweep.local import Local
-from experiments.sweep.server import signal_reason
-from experiments.sweep.tasks import Ended, Setup, Task, Tell
+from experiments.sweep.tasks import Ended, Task, Tell
 from tests.experiments.conftest import Write
 from tests.experiments.sweep.kill_runs import MARK, left_over, marked
 from tests.tkernels.outside import write_variant
@@ -149,12 +148,6 @@ def test_when_the_driver_is_gone_so_is_everything_that_it_started(tmp_path: Path
     assert [row["variant"] for row in rows] == ["torch"]
 
 
-def test_what_a_signal_means() -> None:
-    assert signal_reason(signal.SIGABRT) == "killed by SIGABRT"
-    assert "memory" in signal_reason(signal.SIGKILL)
-    assert signal_reason(99) == "killed by signal 99"
-
-
 def test_what_a_server_imports_asks_nothing_about_cuda() -> None:
     """Asking is enough to break CUDA in the children that it forks; compiled, as it is for a GPU."""
     code = """
@@ -175,29 +168,6 @@ assert threads == 1, threads
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_server_whose_starter_no_longer_listens_ends_with_its_task_and_says_nothing(run_id: str) -> None:
-    resolved = yaml.safe_dump({"name": "x", "shapes": {"swiglu": [{"T": 2, "I": 8}]}, "kernels": {"swiglu": "torch"}})
-    setup = Setup(
-        resolved, "r1", "interpret", "nearest", "tuned", "cache", on_cuda=False, imports=(), sources={}, replicates=1
-    )
-    axes = {"T": 2, "I": 8, "activation": "float32", "values": "normal"}
-    task = Task("check/swiglu.torch", "check", op="swiglu", variant="torch", points=(("decode", axes),))
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    words = (sys.executable, "-m", "experiments.sweep.server", str(os.getpid()))
-    with subprocess.Popen(words, text=True, env=marked(run_id), **pipes) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        assert server.stderr is not None
-        server.stdin.write(json.dumps(setup.as_json()) + "\n")
-        server.stdin.flush()
-        assert json.loads(server.stdout.readline()) == {"ready": True}
-        server.stdout.close()
-        server.stdin.write(json.dumps(task.as_json()) + "\n")
-        server.stdin.flush()
-        assert server.wait(timeout=60) == 1
-        assert server.stderr.read() == ""
 
 
 def test_what_a_task_forked_does_not_keep_the_driver_waiting_for_a_killed_server(tmp_path: Path, run_id: str) -> None:

@@ -19,13 +19,13 @@ from experiments.runner import run_experiment
 from experiments.runs.folder import RunFolder
 from experiments.runs.reading import read_run
 from experiments.runs.rows import CheckRow
-from experiments.sweep.server import write_whole
 from experiments.sweep.tasks import Setup
 from tests.experiments.conftest import Write
 from tests.experiments.in_process import InProcess
 from tests.experiments.sweep.kill_runs import differences, facts_of
 from tests.experiments.test_baselines import SMALL, SYNTHETIC
 from tests.tkernels.outside import write_variant
+from tkernels.isolation import write_whole
 
 KERNELS: dict[str, Any] = {"kernels": {"swiglu": ["torch", "fused"]}, "shapes": {"swiglu": [{"T": 2, "I": 8}]}}
 Start = Callable[..., tuple[RunFolder, list[str]]]

@@ -173,9 +173,8 @@ def check_sizes(variant: Variant, case: Case, config: Config) -> dict[str, int]:
         )
         buffers = variant.workspace(axes, config, _DEVICE).items()
         workspace = {key: _huge(buffer.shape, buffer.dtype) for key, buffer in buffers}
-        assert variant.launch is not None
         try:
-            variant.launch(Run(_DEVICE, config, workspace, _ends_door), *outputs.values(), **arguments)
+            variant.run_launcher(Run(_DEVICE, config, workspace, _ends_door), outputs, arguments)
         except Exception as error:
             raise OversizeError(f"at {name} = {size}: {type(error).__name__}: {error}") from error
         ran[name] = size

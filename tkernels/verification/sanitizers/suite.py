@@ -1,6 +1,6 @@
 """All sanitizers, in the order in which they are run. A new one is a file that defines SANITIZER, and a line here."""
 
-from tkernels.registry import Names
+from tkernels.names import Names
 from tkernels.verification.sanitizers import address, batch, guard, order, overflow, poison, tuning
 from tkernels.verification.sanitizers.base import Sanitizer
 

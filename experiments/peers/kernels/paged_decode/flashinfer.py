@@ -13,8 +13,7 @@ _planned: MadeOnce[Any] = MadeOnce()
 
 def paged_decode(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
-    context_lens: torch.Tensor, scale: float, *, max_context_len: int | None = None, window: int | None = None,
-    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, return_lse: bool = False,
+    context_lens: torch.Tensor, scale: float, *, max_context_len: int | None = None,
 ) -> Any:  # fmt: skip
     """The op, for contexts of at least one token."""
     paged = {"k_cache": k_cache, "block_tables": block_tables, "context_lens": context_lens}
@@ -40,7 +39,7 @@ def paged_decode(
 VARIANT = Variant(
     wins="a peer",
     function=paged_decode,
-    supports=needs("flashinfer", options=("window", "k_scale", "v_scale", "return_lse")),
+    supports=needs("flashinfer"),
     deterministic=False,
     batch_invariant=False,
 )

@@ -14,8 +14,7 @@ _planned: MadeOnce[Any] = MadeOnce()
 def paged_prefill(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
     cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, scale: float, *, max_context_len: int | None = None,
-    window: int | None = None, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
-    return_lse: bool = False, causal: bool = True,
+    causal: bool = True,
 ) -> Any:  # fmt: skip
     """The op, for contexts of at least one token and no rows past the last chunk."""
     paged = {"k_cache": k_cache, "block_tables": block_tables, "context_lens": context_lens}
@@ -38,7 +37,7 @@ def paged_prefill(
 VARIANT = Variant(
     wins="a peer",
     function=paged_prefill,
-    supports=needs("flashinfer", options=("window", "k_scale", "v_scale", "return_lse")),
+    supports=needs("flashinfer"),
     deterministic=False,
     batch_invariant=False,
 )

@@ -1,0 +1,181 @@
+"""The record of engine options: what it refuses, and that everything which offers options reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tsched import LLM, AsyncLLM
+from tsched.options import OPTIONS, EngineOptions, Option, OptionError, read_options, resolve_options
+
+NUMBERS = {"ge": lambda end: end - 1, "gt": lambda end: end, "le": lambda end: end + 1, "lt": lambda end: end}
+ANYTHING = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+    st.binary(max_size=4),
+    st.lists(st.integers(), max_size=2),
+    st.builds(object),
+    st.sampled_from([torch.int8, torch.device("meta"), np.float32(0.5), int]),
+)
+
+
+def wrong_values(one: Option) -> st.SearchStrategy[Any]:
+    """Values of another type than the option's, and numbers outside its range."""
+    kinds: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (bool,), str: (str,), object: ()}
+    allowed = kinds[one.kind]
+
+    def is_wrong(value: Any) -> bool:
+        if value is None:
+            return not one.is_optional
+        if one.kind is object:  # none of what is drawn is a mapping, a registry or the like
+            return not isinstance(value, str)
+        if isinstance(value, bool):
+            return one.kind is not bool
+        return not isinstance(value, allowed)
+
+    outside = [st.just(NUMBERS[name](end)) for name, end in one.bounds.items()]
+    outside += [st.text(max_size=8).filter(lambda text: text not in one.choices)] if one.choices else []
+    outside += [st.sampled_from([float("nan"), float("inf"), 10**400])] if one.kind is float else []
+    return st.one_of(ANYTHING.filter(is_wrong), *outside)
+
+
+def named(one: Option) -> str:
+    return one.name
+
+
+@pytest.mark.parametrize("one", OPTIONS.values(), ids=named)
+def test_every_wrong_type_and_range_is_a_value_error_that_says_what_is_allowed(one: Option) -> None:
+    @given(wrong_values(one))
+    def check(value: Any) -> None:
+        for make in (
+            lambda: EngineOptions(**{one.name: value}),
+            lambda: LLM("nowhere", **{one.name: value}),
+            lambda: AsyncLLM("nowhere", **{one.name: value}),
+        ):
+            with pytest.raises(OptionError) as caught:
+                make()
+            assert caught.value.option == one.name
+            assert str(caught.value).startswith(f"{one.name} must be {one.allowed}, got {value!r}")
+
+    check()
+
+
+@pytest.mark.parametrize("one", [one for one in OPTIONS.values() if one.bounds], ids=named)
+def test_the_ends_of_every_range_are_allowed(one: Option) -> None:
+    step = 1 if one.kind is int else 1e-9
+    ends = {"ge": 0, "gt": step, "le": 0, "lt": -step}
+    for name, end in one.bounds.items():
+        value = one.kind(end + ends[name])
+        if one.power_of_two and name == "lt":
+            value = (value + 1) // 2
+        assert getattr(EngineOptions(**{one.name: value}), one.name) == value
+
+
+@pytest.mark.parametrize("one", [one for one in OPTIONS.values() if one.choices], ids=named)
+def test_every_word_is_allowed_and_the_nearest_is_named(one: Option) -> None:
+    for word in one.choices:
+        assert getattr(EngineOptions(**{one.name: word}), one.name) == word
+        with pytest.raises(OptionError, match=f"got '{word}x'; did you mean '{word}'?"):
+            EngineOptions(**{one.name: f"{word}x"})
+
+
+def test_a_block_is_a_power_of_two() -> None:
+    for size in (3, 12, 24):
+        with pytest.raises(OptionError, match=f"^block_size must be .* that is a power of two, got {size}$"):
+            EngineOptions(block_size=size)
+
+
+def test_values_have_one_spelling() -> None:
+    options = EngineOptions(
+        max_num_seqs=np.int64(4), decode_share=0, dtype=torch.float16, device=torch.device("cuda", 1)
+    )
+    assert (options.max_num_seqs, options.decode_share, options.dtype, options.device) == (4, 0.0, "float16", "cuda:1")
+    assert type(options.max_num_seqs) is int
+    assert type(options.decode_share) is float
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.seed = 3  # type: ignore[misc]
+
+
+def test_bytes_and_a_fraction_are_one_thing() -> None:
+    with pytest.raises(OptionError, match="two ways to say one thing"):
+        EngineOptions(kv_cache_bytes=10**6, kv_cache_fraction=0.5)
+
+
+@pytest.mark.parametrize("make", [LLM, AsyncLLM, lambda model, **options: read_options(options)])
+def test_an_unknown_option_is_refused_with_the_nearest(make: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match="no option 'blok_size'; did you mean 'block_size'"):
+        make("nowhere", blok_size=16)
+    with pytest.raises(TypeError, match="no option 'zzz'; there is kernels, dtype,"):
+        make("nowhere", zzz=16)
+
+
+@pytest.mark.parametrize("serve", [LLM, AsyncLLM])
+def test_the_signature_and_its_help_are_the_records(serve: type) -> None:
+    model, *others = inspect.signature(serve).parameters.values()
+    assert model.name == "model"
+    assert {one.name: one.default for one in others} == dataclasses.asdict(EngineOptions())
+    assert all(one.kind is inspect.Parameter.KEYWORD_ONLY for one in others)
+    listed = inspect.getdoc(serve.__init__) or ""
+    for one in OPTIONS.values():
+        assert f"    {one.name}: {one.meaning}. It is {one.allowed}" in listed.splitlines()
+
+
+def test_a_field_added_to_the_record_is_an_option_of_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else lists the options: in a copy of the record's file, one more field is all that it takes."""
+    source = Path(inspect.getfile(EngineOptions)).read_text()
+    field = '    seats: Annotated[int, Option("most seats", unit="seats", ge=3)] = 7\n\n    def __post_init__'
+    program = (
+        "import importlib.util, inspect, sys\n"
+        f"source = {source.replace('    def __post_init__', field, 1)!r}\n"
+        "module = type(sys)('tsched.options'); sys.modules['tsched.options'] = module\n"
+        "exec(compile(source, 'tsched/options.py', 'exec'), vars(module))\n"
+        "from tsched import LLM\n"
+        "print(inspect.signature(LLM).parameters['seats'])\n"
+        "print('seats: most seats. It is an integer of at least 3' in LLM.__init__.__doc__)\n"
+        "try: LLM('nowhere', seats=2)\n"
+        "except ValueError as error: print(error)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines() == [
+        "seats: int = 7", "True", "seats must be an integer of at least 3, got 2",
+    ]  # fmt: skip
+
+
+def test_the_record_loads_no_torch() -> None:
+    program = "import sys, tsched.options; print({'torch', 'triton', 'tkernels', 'tmodel'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
+
+
+def test_options_are_resolved_for_a_model() -> None:
+    options = EngineOptions(max_num_seqs=4, block_size=8, preemption="swap", swap_bytes=1000)
+    sizes = {"max_position_embeddings": 100, "block_bytes": 300}
+    resolved = resolve_options(options, **sizes, cache_bytes=3000)
+    assert (resolved.max_model_len, resolved.num_blocks, resolved.num_host_blocks) == (100, 10, 3)
+    most = resolve_options(options, **sizes, cache_bytes=10**9)
+    assert most.num_blocks == 4 * 100 // 8
+    arguments = resolved.scheduler_arguments
+    assert (arguments["num_blocks"], arguments["block_size"], arguments["preemption"]) == (10, 8, "swap")
+    for wrong, name in (
+        ({"max_model_len": 101}, "max_model_len"),
+        ({"kv_cache_bytes": 299}, "kv_cache_bytes"),
+        ({"preemption": "swap", "swap_bytes": 299}, "swap_bytes"),
+        ({}, "kv_cache_fraction"),
+    ):
+        with pytest.raises(OptionError) as caught:
+            resolve_options(EngineOptions(**wrong), **sizes, cache_bytes=299 if name.startswith("kv") else 3000)
+        assert caught.value.option == name

@@ -1,0 +1,45 @@
+"""Names, and an error worth reading for one that is not known."""
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class UnknownNameError(KeyError, ValueError):
+    """A name that nothing here has; lists what there is and the nearest match."""
+
+    def __str__(self) -> str:  # KeyError shows the repr of its message
+        return str(self.args[0])
+
+
+def unknown_name(kind: str, name: object, known: Mapping[str, Any] | list[str], notes: str = "") -> UnknownNameError:
+    """The error for an unknown name, with the alternatives and the nearest match."""
+    near = get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return UnknownNameError(f"unknown {kind} {name!r}: there is {', '.join(sorted(known))}{hint}{notes}")
+
+
+class Names(Mapping[str, T], Generic[T]):
+    """A read-only mapping whose missing key is an error worth reading."""
+
+    def __init__(self, kind: str, members: Mapping[str, T]) -> None:
+        self._kind = kind
+        self._members = MappingProxyType(dict(members))
+
+    def __getitem__(self, name: str) -> T:
+        try:
+            return self._members[name]
+        except (KeyError, TypeError):
+            raise unknown_name(self._kind, name, self._members) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._members
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)

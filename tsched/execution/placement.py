@@ -1,0 +1,55 @@
+"""What options mean on this machine: the device and the dtype of a model, and the memory for its cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import tmodel
+from tsched.execution.cache_size import cache_bytes
+from tsched.options import EngineOptions, ResolvedOptions, resolve_options
+
+
+def find_device(name: torch.device | str | None) -> torch.device:
+    """The device called `name`; None is CUDA where there is one, else the CPU.
+
+    Raises:
+        ValueError: It is CUDA, and there is none.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {str(device)!r}, and torch finds no CUDA here; there is 'cpu'")
+    return device
+
+
+def find_dtype(name: torch.dtype | str, of_checkpoint: torch.dtype) -> torch.dtype:
+    """The dtype called `name`, one that EngineOptions allows; "auto" is the checkpoint's."""
+    return of_checkpoint if name == "auto" else getattr(torch, str(name))
+
+
+def fit_options(
+    options: EngineOptions,
+    config: tmodel.ModelConfig,
+    weights: Path | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> ResolvedOptions:
+    """What `options` mean for a model on this machine; ValueError as `resolve_options`.
+
+    Args:
+        options: The engine's options.
+        config: The model's configuration.
+        weights: The directory of its weights; None where there is none yet.
+        device: Where it is to run.
+        dtype: Of its cache.
+    """
+    return resolve_options(
+        options,
+        max_position_embeddings=config.max_position_embeddings,
+        block_bytes=tmodel.kv_bytes_per_block(config, options.block_size, dtype),
+        cache_bytes=cache_bytes(options, config, weights, device=device, dtype=dtype),
+    )
