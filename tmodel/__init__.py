@@ -9,6 +9,7 @@ from tmodel.json_files import ConfigError
 from tmodel.kernel_axes import kernel_axes
 from tmodel.kv_cache import CachePages, CacheTensors, allocate_kv_cache, bytes_per_state, kv_bytes_per_block
 from tmodel.loading import load_config, load_model
+from tmodel.model_names import ModelPlan, find_model
 from tmodel.presets import PRESETS, make_model, make_random_model, preset_path
 from tmodel.random_weights import RANDOM_PRESETS
 from tmodel.train import Recipe, TrainingError, TrainingReport
@@ -29,6 +30,7 @@ __all__ = [
     "Limits",
     "Model",
     "ModelConfig",
+    "ModelPlan",
     "Pages",
     "Recipe",
     "TrainingError",
@@ -38,6 +40,7 @@ __all__ = [
     "allocate_kv_cache",
     "architectures_with",
     "bytes_per_state",
+    "find_model",
     "kernel_axes",
     "known_architectures",
     "kv_bytes_per_block",

@@ -30,7 +30,7 @@ from tkernels.verification.check import check_case, drawn_cases, wide_cases
 from tkernels.verification.mutation.bits import Original, difference, originals
 from tkernels.verification.mutation.targets import plant
 from tkernels.verification.mutation.ttir import CodeReader
-from tkernels.verification.sanitizers.overflow import check_offsets
+from tkernels.verification.offsets import check_offsets
 
 WALL_SECONDS = 1200
 WARM_CASES = 6
