@@ -3,11 +3,13 @@
 import sys
 import warnings
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import typer
 
 from experiments.document import ExperimentError
+
+Result = TypeVar("Result")
 
 
 def import_torch() -> None:
@@ -37,6 +39,14 @@ def end(command: Callable[..., int], *arguments: object) -> NoReturn:
             raise
         raise _refused(str(error)) from None
     raise typer.Exit(status)
+
+
+def refusing(command: Callable[..., Result], *arguments: object) -> Result:
+    """What the command returns; exits with 2 where an experiment is refused."""
+    try:
+        return command(*arguments)
+    except ExperimentError as error:
+        raise _refused(*error.problems) from None
 
 
 def _is_meant_for_users(error: Exception) -> bool:

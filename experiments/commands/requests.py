@@ -9,6 +9,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+A_MODEL = "a Hugging Face directory, the preset tiny, a hub id, or random weights as in random:Qwen3-0.6B"
+ModelName = Annotated[str, Option(metavar="MODEL", help=f"{A_MODEL[0].upper()}{A_MODEL[1:]}.")]
 Op = Annotated[str | None, Option(help="Only this op.")]
 VariantName = Annotated[str | None, Option(help="Only variants of this name.")]
 Json = Annotated[bool, Option("--json", help="Machine-readable output on stdout.")]
@@ -192,7 +194,7 @@ class MakeModelRequest:
 
     directory: Annotated[Path, Argument(metavar="DIR", help="Where to write it; new or empty.")]
     preset: Annotated[
-        str, Option(help="tiny, which is trained, or random weights of Qwen3-0.6B's or Qwen3-4B's shape.")
+        str, Option(help="One that is trained, or random weights of a published shape, as in Qwen3-0.6B.")
     ] = "tiny"
     seed: Annotated[int, Option(min=0, help="Of the weights and of the order of the text.")] = 0
 
@@ -201,7 +203,7 @@ class MakeModelRequest:
 class QuantizeRequest:
     """Write a quantized checkpoint of a dense one: GPTQ's format (rtn, gptq), AWQ's or SqueezeLLM's."""
 
-    source: Annotated[str, Argument(metavar="IN", help="A dense Hugging Face directory, or a preset: tiny.")]
+    source: Annotated[str, Argument(metavar="IN", help=f"Dense: {A_MODEL}.")]
     out: Annotated[Path, Argument(metavar="OUT", help="Where to write it; new or empty.")]
     method: Annotated[str, Option(metavar="rtn|gptq|awq|squeezellm", help="How codes are chosen.")]
     bits: Annotated[int, Option(help="Of a code: 2, 3, 4 or 8; awq: 4; squeezellm: 3 or 4.")]
