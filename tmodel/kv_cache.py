@@ -64,6 +64,8 @@ def allocate_kv_cache(
 ) -> CacheTensors:
     """A cache of `num_blocks` units of S = `block_size` tokens and `num_states` states, as the config's kinds ask.
 
+    There is one slot for a state more, the last: padding rows leave theirs there.
+
     Zeroed rather than left as it comes: on a CPU an untouched page costs nothing, and no stale NaN can hide in a slot.
 
     Raises:
@@ -77,7 +79,7 @@ def allocate_kv_cache(
     tensors: dict[bool, list[torch.Tensor]] = {False: [], True: []}  # by whether they hold states
     for kind in config.cache_kinds:
         is_state = kind.state_interval is not None
-        num_units = num_states if is_state else num_blocks
+        num_units = num_states + 1 if is_state else num_blocks
         for part in kind.parts(block_size, dtype):
             shape = (part.per_layer * len(kind.layers), num_units, *part.shape)
             tensor = torch.zeros(shape, device=device, dtype=part.dtype)

@@ -125,12 +125,14 @@ class ServedModel:
 
     def _make_engine(self, scheduler: Scheduler, options: EngineOptions) -> Engine:
         """Load the weights and allocate the caches."""
-        pool, host = scheduler.pool, scheduler.host_pool
+        pool, host, states = scheduler.pool, scheduler.host_pool, scheduler.states
+        host_states = None if states is None else states.host_pool
         network = tmodel.load_model(self.directory, self.config, self.kernels, device=self.device, dtype=self.dtype)
         self.weight_bytes, self.prepare_report = network.weight_bytes, network.prepare_report
         kv_cache = tmodel.allocate_kv_cache(
-            self.config, pool.num_blocks, pool.block_size, device=self.device, dtype=self.dtype
-        )
+            self.config, pool.num_blocks, pool.block_size, 0 if states is None else states.pool.num_blocks,
+            device=self.device, dtype=self.dtype,
+        )  # fmt: skip
         return Engine(
             network,
             kv_cache,
@@ -140,6 +142,9 @@ class ServedModel:
             eos_token_ids=self.config.eos_token_ids,
             step_inputs=self.kernels.step_inputs,
             pages=tmodel.CachePages(kv_cache.blocks, self.kernels.copy_pages, 0 if host is None else host.num_blocks),
+            states=tmodel.CachePages(
+                kv_cache.states, self.kernels.copy_pages, 0 if host_states is None else host_states.num_blocks
+            ),
             overlap=options.overlap,
             cuda_graphs=options.cuda_graphs,
             ranges=self.kernels.ranges,
