@@ -7,6 +7,7 @@ from tmodel.cache_kinds import CacheKind, Pages, UnitPart
 from tmodel.config import ConfigError, ModelConfig
 from tmodel.kv_cache import CachePages, CacheTensors, KVCache, allocate_kv_cache, bytes_per_state, kv_bytes_per_block
 from tmodel.loading import load_config, load_model
+from tmodel.model_names import ModelPlan, find_model
 from tmodel.presets import PRESETS, make_model, make_random_model, preset_path
 from tmodel.random_weights import RANDOM_PRESETS
 from tmodel.train import Recipe, TrainingError, TrainingReport
@@ -24,6 +25,7 @@ __all__ = [
     "KVCache",
     "Model",
     "ModelConfig",
+    "ModelPlan",
     "Pages",
     "Recipe",
     "TrainingError",
@@ -32,6 +34,7 @@ __all__ = [
     "WeightError",
     "allocate_kv_cache",
     "bytes_per_state",
+    "find_model",
     "known_architectures",
     "kv_bytes_per_block",
     "load_config",

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 COUNT_END = 2**31  # the kernels count tokens, rows and pages in int32
 BYTES_END = 2**63
-DTYPES = ("float64", "float32", "float16", "bfloat16")
+DtypeName = Literal["float32", "float16", "bfloat16", "float64"]
+DTYPES: tuple[str, ...] = get_args(DtypeName)
 DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
 
 Section = Literal["scheduler", "experiment", "program"]
@@ -129,7 +130,7 @@ class Option:
         return self.default is None
 
     @property
-    def bounds(self) -> dict[str, float]:
+    def bounds(self) -> dict[str, Any]:
         """The ends of the range that there are, as pydantic.Field takes them."""
         ends = {name: getattr(self, name) for name in _COMPARISONS}
         return {name: end for name, end in ends.items() if end is not None}
@@ -244,6 +245,8 @@ class EngineOptions:
             words="None, 'cpu' or 'cuda', with a number as in 'cuda:1' or without, or such a torch.device",
         ),
     ] = None
+    max_num_batched_tokens: Annotated[int, Option("most tokens in one step", unit="tokens", ge=1, lt=COUNT_END)] = 2048
+    max_num_seqs: Annotated[int, Option("most requests in one step", unit="requests", ge=1, lt=COUNT_END)] = 256
     max_model_len: Annotated[
         int | None,
         Option(
@@ -254,8 +257,6 @@ class EngineOptions:
             lt=COUNT_END,
         ),
     ] = None
-    max_num_seqs: Annotated[int, Option("most requests in one step", unit="requests", ge=1, lt=COUNT_END)] = 256
-    max_num_batched_tokens: Annotated[int, Option("most tokens in one step", unit="tokens", ge=1, lt=COUNT_END)] = 2048
     max_chunk_tokens: Annotated[
         int | None,
         Option("most tokens of one prompt in one step; None: no bound of its own", unit="tokens", ge=1, lt=COUNT_END),
@@ -265,6 +266,9 @@ class EngineOptions:
         Option("share of max_num_batched_tokens that prompts may not take while other requests decode", ge=0, lt=1),
     ] = 0.0
     chunked_prefill: Annotated[bool, Option("whether a prompt may be computed in several steps")] = True
+    block_size: Annotated[
+        int, Option("tokens in a block of the KV cache", unit="tokens", ge=1, lt=COUNT_END, power_of_two=True)
+    ] = 16
     kv_cache_bytes: Annotated[
         int | None,
         Option("size of the KV cache in bytes; None takes kv_cache_fraction", unit="bytes", ge=1, lt=BYTES_END),
@@ -287,9 +291,6 @@ class EngineOptions:
             lt=BYTES_END,
         ),
     ] = 0
-    block_size: Annotated[
-        int, Option("tokens in a block of the KV cache", unit="tokens", ge=1, lt=COUNT_END, power_of_two=True)
-    ] = 16
     seed: Annotated[
         int, Option("where the random numbers of requests without a seed come from", ge=0, lt=2**64, section="program")
     ] = 0

@@ -15,9 +15,7 @@ from experiments.workloads import traced_lengths
 from tkernels import ContractError, Registry
 from tkernels.contract import Contract
 from tkernels.selection import with_parts
-
-# Such a model is there to be measured on a GPU; on a CPU a workload made for that would take hours.
-_MOST_RANDOM_ON_CPU = 100_000_000
+from tsched.execution.placement import check_random_weights
 
 
 def registry_problems(layout: Layout, ops: Registry) -> Iterator[str]:
@@ -75,22 +73,16 @@ def part_problems(
     config = model.config if model is not None else None
     yield from quantization_problems(document, layout.experiment, config, part.model_place)
     if model is not None and dtype is not None:
-        if device.type == "cpu" and model.random_weights > _MOST_RANDOM_ON_CPU:
-            yield document.problem(part.model_place, _needs_gpu(model))
+        try:
+            check_random_weights(model, device, dtype)
+        except ValueError as error:
+            yield document.problem(part.model_place, str(error))
         yield from _unused_ops(layout, part, model, ops, device)
         yield from _length_problems(document, part, model)
         for options in {repr(sorted(arm.scheduler.items())): arm.scheduler for arm in part.arms}.values():
             yield from engine_problems(document, model, options, ops, dtype, device)
     if dtype is not None:
         yield from _constraint_problems(layout, ops, dtype)
-
-
-def _needs_gpu(model: ModelPlan) -> str:
-    return (
-        f"{model.name} is {model.random_weights / 1e9:.1f} billion random weights, to be measured on a GPU; on a CPU, "
-        "which is the device here, that would take hours. --set model.preset=tiny, with a workload that fits it, tries "
-        "the same small"
-    )
 
 
 def _unused_ops(layout: Layout, part: Part, model: ModelPlan, ops: Registry, device: torch.device) -> Iterator[str]:

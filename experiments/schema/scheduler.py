@@ -1,30 +1,37 @@
-"""What an experiment's YAML may say of the engine that serves."""
+"""What an experiment's YAML may say of the engine that serves: tsched.options says what there is."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, StrictBool
+from pydantic import AfterValidator, Field, StrictBool, create_model
 
-from experiments.schema.names import Order, Preemption, PrefixCache
-from experiments.schema.values import Count, Strict, Swept
+from experiments.document import nearest
+from experiments.schema.values import Strict, Swept
+from tsched.options import SCHEDULER_OPTIONS, Option
 
-Bytes = Annotated[int, Field(strict=True, ge=1, lt=2**63)]
+
+def _value_type(option: Option) -> Any:
+    """The type of one value of an option."""
+
+    def check_word(word: str) -> str:
+        if word not in option.choices:
+            # Quoted: one of them is called 'none'.
+            known = ", ".join(map(repr, option.choices))
+            raise ValueError(f"unknown {option.name} {word!r}: there is {known}{nearest(word, option.choices)}")
+        return word
+
+    if option.choices:
+        return Annotated[str, AfterValidator(check_word)]
+    if option.kind is bool:
+        return StrictBool
+    return Annotated[option.kind, Field(strict=True, **option.bounds)]
 
 
-class SchedulerOptions(Strict):
+_swept: Any = Swept
+_fields: dict[str, Any] = {
+    name: (_swept[_value_type(option)] | None, None) for name, option in SCHEDULER_OPTIONS.items()
+}
+_Options: Any = create_model("_Options", __base__=Strict, **_fields)
+
+
+class SchedulerOptions(_Options):
     """What tsched.LLM takes besides the model; a key that is absent has LLM's default, a list is an axis."""
-
-    max_num_batched_tokens: Swept[Count] | None = None
-    max_num_seqs: Swept[Count] | None = None
-    max_model_len: Swept[Count] | None = None
-    max_chunk_tokens: Swept[Count] | None = None
-    decode_share: Swept[Annotated[float, Field(strict=True, ge=0, le=1)]] | None = None
-    chunked_prefill: Swept[StrictBool] | None = None
-    block_size: Swept[Count] | None = None
-    kv_cache_bytes: Swept[Bytes] | None = None
-    kv_cache_fraction: Swept[Annotated[float, Field(strict=True, gt=0, le=1)]] | None = None
-    swap_bytes: Swept[Bytes] | None = None
-    order: Swept[Order] | None = None
-    preemption: Swept[Preemption] | None = None
-    prefix_cache: Swept[PrefixCache] | None = None
-    overlap: Swept[StrictBool] | None = None
-    cuda_graphs: Swept[StrictBool] | None = None

@@ -258,7 +258,7 @@ def test_prompts_come_in_many_forms(llm: LLM) -> None:
     [
         ({"kernels": {"paged_decode": "splitkv"}}, tkernels.SelectionError, "split_kv"),
         ({"kernels": {"paged_decod": "torch"}}, tkernels.SelectionError, "paged_decode"),
-        ({"dtype": "float8"}, ValueError, "dtype must be 'auto', one of float64,"),
+        ({"dtype": "float8"}, ValueError, "dtype must be 'auto', one of float32,"),
         ({"dtype": torch.int32}, ValueError, "dtype must be"),
         ({"device": "tpu"}, ValueError, "device"),
         ({"device": "meta"}, ValueError, "'cpu' or 'cuda'"),

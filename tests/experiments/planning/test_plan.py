@@ -7,8 +7,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-import experiments.planning.models
 import tkernels
+import tmodel.model_names
 from experiments.document import ExperimentError
 from experiments.planning.models import plan_model
 from experiments.planning.plan import Plan
@@ -32,7 +32,7 @@ def _nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(preset: str) -> Path:
         raise AssertionError(f"a plan trains {preset}")
 
-    monkeypatch.setattr(experiments.planning.models, "preset_path", refuse)
+    monkeypatch.setattr(tmodel.model_names, "preset_path", refuse)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def _nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"scheduler": {"block_size": [16, 512]}}, "scheduler.block_size", "takes 1 to 256"),
         ({"scheduler": {"kv_cache_bytes": 10}}, "scheduler.kv_cache_bytes", "one of 16 tokens takes 16384"),
         ({"scheduler": {"preemption": "swap"}}, "scheduler.swap_bytes", "one of 16 tokens takes 16384 bytes, got 0"),
-        ({"scheduler": {"decode_share": 1.0}}, "scheduler.decode_share", "a number of at least 0 and below 1, got 1.0"),
+        ({"scheduler": {"decode_share": 1.0}}, "scheduler.decode_share", "must be less than 1, got 1.0"),
         ({"scheduler": {"chunked_prefill": False, "max_chunk_tokens": 8}}, "scheduler", "they need chunked_prefill"),
         (
             {"scheduler": {"chunked_prefill": [True, False], "max_num_batched_tokens": 8}},
