@@ -41,7 +41,7 @@ ROOMS: dict[str, dict[str, str]] = {
     "tsched": {
         "requests": "requests",
         "scheduling": "scheduling",
-        "options": "options",
+        "options": "options resolved_options",
         "execution": "execution",
         "llm": "llm async_llm",
     },

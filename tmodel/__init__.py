@@ -5,7 +5,15 @@ from tmodel.architectures import Architecture, Model, known_architectures
 from tmodel.batch import Batch
 from tmodel.cache_kinds import CacheKind, Pages, UnitPart
 from tmodel.config import ConfigError, ModelConfig
-from tmodel.kv_cache import CachePages, CacheTensors, KVCache, allocate_kv_cache, bytes_per_state, kv_bytes_per_block
+from tmodel.kv_cache import (
+    CachePages,
+    CacheTensors,
+    KVCache,
+    allocate_kv_cache,
+    bytes_per_state,
+    kv_bytes_per_block,
+    state_interval,
+)
 from tmodel.loading import load_config, load_model
 from tmodel.model_names import ModelPlan, find_model
 from tmodel.presets import PRESETS, make_model, make_random_model, preset_path
@@ -42,4 +50,5 @@ __all__ = [
     "make_model",
     "make_random_model",
     "preset_path",
+    "state_interval",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import overload
 
@@ -107,6 +108,11 @@ def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype)
 def bytes_per_state(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one sequence's state takes across all layers; 0 where all layers keep pages."""
     return unit_bytes(state_kinds(config.cache_kinds), block_size, dtype)
+
+
+def state_interval(config: ModelConfig) -> int:
+    """Blocks between two states of a sequence that are kept for later prefixes: where each kind keeps one."""
+    return math.lcm(*(kind.state_interval or 1 for kind in config.cache_kinds))
 
 
 class CachePages:

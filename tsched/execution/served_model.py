@@ -17,12 +17,13 @@ from tsched.execution.engine import Engine, Request
 from tsched.execution.engine_stats import EngineStats
 from tsched.execution.placement import check_random_weights, find_device, find_dtype, fit_options
 from tsched.execution.sampler import TokenLogprobs
-from tsched.options import OPTIONS, EngineOptions, ResolvedOptions, read_options
+from tsched.options import OPTIONS, EngineOptions, read_options
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError
 from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tsched.requests.prompts import Salt, check_priority, check_salt, check_stop_ids, check_token_ids, parse_prompt
 from tsched.requests.sampling_params import SamplingParams
+from tsched.resolved_options import ResolvedOptions
 from tsched.scheduling.scheduler import Scheduler
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
