@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from experiments.document import Document, nearest
-from experiments.planning.engine_options import engine_problems, kernel_ranges, place_of
+from experiments.planning.engine_options import engine_problems, kernel_ranges
 from experiments.planning.layout import Layout, Part, Shape
 from experiments.planning.models import ModelPlan
 from experiments.planning.shape_points import asked_point
@@ -106,10 +106,7 @@ def _length_problems(document: Document, part: Part, model: ModelPlan) -> Iterat
     longest = model.config.max_position_embeddings
     reached = {id(one.workload): _longest_request(one.workload) for arm in part.arms for one in arm.workloads}
     for arm in part.arms:
-        asked = arm.scheduler.get("max_model_len", longest)
-        if asked > longest:
-            message = f"{asked} is longer than what the model was made for, {longest}"
-            yield document.problem(place_of(document, "max_model_len", asked), message)
+        asked = arm.scheduler.get("max_model_len") or longest
         what = "max_model_len" if asked < longest else "the model's length"
         for served in arm.workloads:
             if (most := reached[id(served.workload)]) > min(asked, longest):

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from experiments.document import ExperimentError
+from experiments.reporting.comparison_tables import print_comparison
 from experiments.runs.reading import RecordedRun, read_run
-from experiments.runs.verdict_tables import print_comparison
 from experiments.runs.verdicts import Comparison, compare_arms, compare_runs
 from tests.experiments.runs.folders import ENVIRONMENT, RESOLVED, kernel_row, write_run
 
