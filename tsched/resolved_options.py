@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from tsched.options import OPTIONS, EngineOptions, OptionError
+from tsched.options import BYTES_END, OPTIONS, EngineOptions, OptionError
 from tsched.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -144,11 +144,10 @@ def _fit_host(options: EngineOptions, sizes: UnitSizes, longest: int) -> CacheUn
     """The host's blocks and states for requests that give way; none where they are computed again."""
     if options.preemption != "swap":
         return CacheUnits(0, 0)
-    most = (
-        CacheUnits(2**31 - 1, 2**31 - 1)
-        if sizes.block_bytes
-        else CacheUnits(options.swap_bytes // sizes.state_bytes * -(-longest // options.block_size), 2**31 - 1)
-    )
+    most_blocks = BYTES_END
+    if sizes.block_bytes == 0:
+        most_blocks = options.swap_bytes // sizes.state_bytes * -(-longest // options.block_size)
+    most = CacheUnits(most_blocks, BYTES_END)
     host = split_bytes(options.swap_bytes, sizes, CacheUnits(_expected_blocks(options, longest), 1), most)
     if host.num_blocks < 1 or (sizes.state_bytes and host.num_states < 1):
         needed = f"one of {options.block_size} tokens takes {sizes.block_bytes} bytes"
