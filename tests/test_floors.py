@@ -30,13 +30,13 @@ ROOMS: dict[str, dict[str, str]] = {
         "measurement": "measurement",
     },
     "tmodel": {
-        "config": "cache_kinds config",
-        "weights": "weights formats quantization",
-        "cache": "batch kv_cache",
-        "parts": "rotary layers linear_reader",
+        "weights": "json_files weights formats quantization",
+        "config": "cache_kinds batch fields config",
+        "parts": "kv_cache kernel_axes rotary layers linear_reader decoders",
         "architectures": "architectures loading",
-        "training": "random_weights corpus training_state train presets",
+        "training": "transformers_models random_weights corpus training_state train presets model_names",
         "quantizers": "quantizers",
+        "package": "__init__",
     },
     "tsched": {
         "requests": "requests",
@@ -63,7 +63,7 @@ ROOMS: dict[str, dict[str, str]] = {
 """Package -> its rooms, from the lowest to the highest -> what is in each: modules and sub-packages, named from the
 package down. A module belongs to the longest name that it is under."""
 
-ORDERED = {"tkernels"}
+ORDERED = {"tkernels", "tmodel"}
 """The packages all of whose modules have a room. TO BE ALL FOUR."""
 
 KNOWN_UPWARD: dict[str, set[tuple[str, str]]] = {

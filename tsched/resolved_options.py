@@ -76,13 +76,16 @@ class ResolvedOptions:
 
     def kernel_axes(self, config: ModelConfig) -> OpAxes:
         """The ops that the engine calls, with every axis that it calls them at, for `tkernels.select`."""
-        return config.kernel_axes(
+        from tmodel import Limits, kernel_axes  # loads torch
+
+        limits = Limits(
             max_num_tokens=self.options.max_num_batched_tokens,
             max_num_seqs=self.options.max_num_seqs,
             max_model_len=self.max_model_len,
             block_size=self.options.block_size,
             num_blocks=self.num_blocks,
         )
+        return kernel_axes(config, limits)
 
 
 def resolve_options(
