@@ -37,7 +37,7 @@ def _engine_axes(config: ModelConfig, limits: Limits) -> Axes:
         for part in kind.parts(limits.block_size, config.dtype)
     ]
     return {
-        **({"copy_pages": tuple(copies)} if copies else {}),
+        **({"copy_pages": copies[0] if len(copies) == 1 else tuple(copies)} if copies else {}),
         "step_inputs": {
             "R": limits.max_num_seqs,
             "B": (0, limits.max_num_seqs),

@@ -122,7 +122,7 @@ class CachePages:
     pinned where the device is a GPU, which can then read and write it by itself.
 
     caches           the device's units, tensors of [C, P, ...] for the same P: [C, P, S, Hkv, D] of keys and values
-    copy_pages       the op, as the model's KernelSet has it
+    copy_pages       the op, as the model's KernelSet has it; None where nothing is copied on the device
     num_host_blocks  Q; without any nothing can be swapped
     staged_bytes     of the buffer in which units are gathered, at least a unit
     """
@@ -130,7 +130,7 @@ class CachePages:
     def __init__(
         self,
         caches: Sequence[torch.Tensor],
-        copy_pages: Callable[..., None],
+        copy_pages: Callable[..., None] | None,
         num_host_blocks: int = 0,
         *,
         staged_bytes: int = _STAGED_BYTES,
@@ -172,6 +172,8 @@ class CachePages:
         """Copies units of the device (pages[0]) to distinct others (pages[1]), none of which is read."""
         src, dst = self._on_device(pages).unbind()
         for cache in self._caches:
+            if self._copy_pages is None:
+                raise RuntimeError("units are to be copied on the device, and there is no op that does it")
             self._copy_pages(cache, src, dst)
 
     def _staged(

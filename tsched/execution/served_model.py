@@ -152,10 +152,12 @@ class ServedModel:
             seed=options.seed,
             eos_token_ids=self.config.eos_token_ids,
             step_inputs=self.kernels.step_inputs,
-            pages=tmodel.CachePages(kv_cache.blocks, self.kernels.copy_pages, 0 if host is None else host.num_blocks),
-            states=tmodel.CachePages(
-                kv_cache.states, self.kernels.copy_pages, 0 if host_states is None else host_states.num_blocks
+            pages=tmodel.CachePages(
+                kv_cache.blocks,
+                self.kernels.copy_pages if kv_cache.blocks else None,
+                0 if host is None else host.num_blocks,
             ),
+            states=tmodel.CachePages(kv_cache.states, None, 0 if host_states is None else host_states.num_blocks),
             overlap=options.overlap,
             cuda_graphs=options.cuda_graphs,
             ranges=self.kernels.ranges,
