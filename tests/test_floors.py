@@ -46,7 +46,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "llm": "llm async_llm",
     },
     "experiments": {
-        "document": "document exits yardstick",
+        "document": "document exits yardstick engine_flags",
         "schema": "simulation peers schema workloads",
         "quantization": "quantization",
         "plan": "planning",

@@ -135,7 +135,7 @@ def test_the_signature_and_its_help_are_the_records(serve: type) -> None:
     assert all(one.kind is inspect.Parameter.KEYWORD_ONLY for one in others)
     listed = inspect.getdoc(serve.__init__) or ""
     for one in OPTIONS.values():
-        assert f"    {one.name}: {one.meaning}. It is {one.allowed}" in listed.splitlines()
+        assert f"    {one.name}: {one.meaning}; {one.usual} by default. It is {one.allowed}" in listed.splitlines()
 
 
 def test_a_field_added_to_the_record_is_an_option_of_llm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_a_field_added_to_the_record_is_an_option_of_llm(monkeypatch: pytest.Mon
         "exec(compile(source, 'tsched/options.py', 'exec'), vars(module))\n"
         "from tsched import LLM\n"
         "print(inspect.signature(LLM).parameters['seats'])\n"
-        "print('seats: most seats. It is an integer of at least 3' in LLM.__init__.__doc__)\n"
+        "print('seats: most seats; 7 by default. It is an integer of at least 3' in LLM.__init__.__doc__)\n"
         "try: LLM('nowhere', seats=2)\n"
         "except ValueError as error: print(error)\n"
     )

@@ -71,7 +71,9 @@ def takes_options(
             for one in OPTIONS.values()
         ]
         signature = inspect.Signature([*own, *keywords], return_annotation=None)
-        lines = [f"    {one.name}: {one.meaning}. It is {one.allowed}" for one in OPTIONS.values()]
+        lines = [
+            f"    {one.name}: {one.meaning}; {one.usual} by default. It is {one.allowed}" for one in OPTIONS.values()
+        ]
         vars(__init__).update(__signature__=signature)
         __init__.__doc__ = "\n".join((f"{inspect.getdoc(make)}\n\nOptions:", *lines))
         return __init__  # type: ignore[return-value]  # what it takes is known at run time alone
