@@ -184,9 +184,9 @@ def run(
     ] = "local",
 ) -> None:
     """Run an experiment: check, time, serve and compare every arm, each in processes of its own."""
-    from experiments.planning.early import refuse_early
+    from experiments.planning.layout import refuse_unsound
 
-    _refusing(refuse_early, file, overrides or [])
+    _refusing(refuse_unsound, file, overrides or [])
     from experiments.sweep.executors import make_executor
 
     chosen = _refusing(make_executor, executor)
@@ -216,10 +216,10 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Where the first arm's steps spend their time, by phase, layer and op: by Nsight Systems, or recorded here."""
-    from experiments.planning.early import refuse_early
+    from experiments.planning.layout import refuse_unsound
 
     if file is not None:
-        _refusing(refuse_early, file, overrides or [])
+        _refusing(refuse_unsound, file, overrides or [])
     from experiments.commands.profile import Request, run
 
     _exit(run, Request(file, overrides or [], nsys_export, proton, ncu, out), as_json)

@@ -36,6 +36,11 @@ def dotted(parts: Iterable[str | int]) -> str:
     return text
 
 
+def entries(value: Any) -> list[Any]:
+    """The entries of a section that may be one thing without brackets, or nothing."""
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 def nearest(name: object, known: Iterable[str]) -> str:
     """ "; did you mean ...?" for the closest of the known names, "" where none is close."""
     near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
@@ -89,23 +94,6 @@ class Document:
 
     def problem(self, parts: PathParts, message: str) -> str:
         return f"{self.where(parts)}: {message}"
-
-
-@dataclass(frozen=True)
-class Narrowed(Document):
-    """A part of a sweep as a document of its own, whose problems are at their places in the whole one.
-
-    origins: a path here -> that of the same thing in `whole`.
-    """
-
-    whole: Document = field(default_factory=lambda: Document({}, Path()))
-    origins: Mapping[PathParts, PathParts] = field(default_factory=dict)
-
-    def where(self, parts: PathParts) -> str:
-        for length in range(len(parts), 0, -1):
-            if parts[:length] in self.origins:
-                return self.whole.where((*self.origins[parts[:length]], *parts[length:]))
-        return self.whole.where(parts)
 
 
 def read_document(file: Path, overrides: Sequence[str] = ()) -> Document:

@@ -1,14 +1,90 @@
-"""Imports run only downward: tkernels <- tmodel <- tsched <- experiments."""
+"""Imports run only downward: tkernels <- tmodel <- tsched <- experiments, and from room to room within each.
+
+An import counts wherever it stands, in a function too; one under TYPE_CHECKING, which is for types alone, does not.
+"""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 FLOORS = ("tkernels", "tmodel", "tsched", "experiments")
 ROOT = Path(__file__).parent.parent
+
+ROOMS: dict[str, dict[str, str]] = {
+    "tkernels": {
+        "process": "cores mode device names interpreter",
+        "contract": "config dims overlap inputs batching contract folders source_hash workspace variant",
+        "launch": "ranges spans recording clocks timing roofline tuning launch preparation",
+        "registry": "registry selection __init__",
+        "isolation": "isolation",
+        "ops": "language quantized ops",
+        "check": "verification verification.addresses verification.untouched verification.calls verification.accuracy "
+        "verification.offsets verification.check",
+        "sanitizers": "verification.sanitizers",
+        "inspection": "verification.inspection verification.ahead_of_time",
+        "mutation": "verification.mutation",
+        "measurement": "measurement",
+    },
+    "tmodel": {
+        "config": "cache_kinds config",
+        "weights": "weights formats quantization",
+        "cache": "batch kv_cache",
+        "parts": "rotary layers linear_reader",
+        "architectures": "architectures loading",
+        "training": "random_weights corpus training_state train presets",
+        "quantizers": "quantizers",
+    },
+    "tsched": {
+        "requests": "requests",
+        "scheduling": "scheduling",
+        "options": "options",
+        "execution": "execution",
+        "llm": "llm async_llm",
+    },
+    "experiments": {
+        "document": "document exits yardstick",
+        "schema": "simulation schema workloads",
+        "plan": "planning",
+        "sweep": "sweep",
+        "stages": "timed_llm stages",
+        "runs": "runs",
+        "reporting": "reporting",
+        "quantization": "quantization",
+        "peers": "peers",
+        "profiling": "profiling",
+        "gpu_report": "runner tuning_session gpu_report",
+        "commands": "commands recorded_cli cli",
+    },
+}
+"""Package -> its rooms, from the lowest to the highest -> what is in each: modules and sub-packages, named from the
+package down. A module belongs to the longest name that it is under."""
+
+ORDERED = {"tkernels"}
+"""The packages all of whose modules have a room. TO BE ALL FOUR."""
+
+KNOWN_UPWARD: dict[str, set[tuple[str, str]]] = {
+    "tkernels": set(),
+    "tmodel": set(),
+    "tsched": set(),
+    "experiments": {
+        ("planning", "peers"),
+        ("planning", "quantization"),
+        ("reporting", "quantization"),
+        ("runs", "reporting"),
+        ("stages", "peers"),
+        ("stages", "profiling"),
+        ("stages", "quantization"),
+        ("stages", "runs"),
+        ("sweep", "quantization"),
+        ("sweep", "runs"),
+        ("sweep", "stages"),
+    },
+}
+"""Package -> (name, name) of the upward imports that nobody has removed yet. TO BE EMPTY: no pair may be added."""
 
 
 def imported(file: Path) -> set[str]:
@@ -40,3 +116,95 @@ def test_no_room_is_called_utils() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     rooms = {part.removesuffix(".py") for name in tracked.splitlines() for part in Path(name).parts}
     assert not rooms & {"utils", "util", "common", "helpers", "misc"}
+
+
+def modules(package: str) -> dict[str, Path]:
+    """The package's modules by their names under it; the package's own is __init__."""
+    found = {}
+    for file in sorted((ROOT / package).rglob("*.py")):
+        parts = file.relative_to(ROOT / package).with_suffix("").parts
+        found[".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def executed(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes of a module but those under `if TYPE_CHECKING`."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            waiting += node.orelse
+            continue
+        yield node
+        waiting += ast.iter_child_nodes(node)
+
+
+def import_graph(package: str) -> dict[str, set[str]]:
+    """Module -> the package's modules that it imports: of a name that an __init__ passes on, the module that has it."""
+    files = modules(package)
+    trees = {name: list(executed(ast.parse(file.read_text()))) for name, file in files.items()}
+    passed_on = {
+        (name, alias.asname or alias.name): f"{node.module}"
+        for name, nodes in trees.items()
+        if files[name].name == "__init__.py"
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+    def module_of(dotted: str, name: str | None) -> str | None:
+        if dotted != package and not dotted.startswith(f"{package}."):
+            return None
+        base = dotted.removeprefix(package).removeprefix(".") or "__init__"
+        if name is None:
+            return base
+        if (inner := name if base == "__init__" else f"{base}.{name}") in files:
+            return inner
+        if (origin := passed_on.get((base, name))) is not None and origin != dotted:
+            return module_of(origin, name) or base
+        return base
+
+    graph: dict[str, set[str]] = {}
+    for module, nodes in trees.items():
+        asked: set[tuple[str, str | None]] = set()
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                asked |= {(alias.name, None) for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                asked |= {(f"{node.module}", alias.name) for alias in node.names}
+        graph[module] = {found for one in asked if (found := module_of(*one)) is not None and found != module}
+    return graph
+
+
+def name_in_table(package: str, module: str) -> str | None:
+    """The name of the table that a module is under."""
+    names = [name for text in ROOMS[package].values() for name in text.split()]
+    return max((name for name in names if f"{module}.".startswith(f"{name}.")), key=len, default=None)
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_imports_run_only_downward_between_the_rooms(package: str) -> None:
+    level = {name: place for place, text in enumerate(ROOMS[package].values()) for name in text.split()}
+    upward = []
+    for module, targets in import_graph(package).items():
+        for target in targets:
+            one, other = name_in_table(package, module), name_in_table(package, target)
+            if one and other and level[one] < level[other] and (one, other) not in KNOWN_UPWARD[package]:
+                upward.append(f"{module} -> {target}")
+    assert not upward
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+    left = import_graph(package)
+    while free := [module for module, targets in left.items() if not targets & left.keys()]:
+        left = {module: targets for module, targets in left.items() if module not in free}
+    assert not left, "modules in a circle, or above one"
+
+
+@pytest.mark.parametrize("package", sorted(ORDERED))
+def test_every_module_has_a_room_and_every_room_a_module(package: str) -> None:
+    found = modules(package)
+    assert not [module for module in found if name_in_table(package, module) is None]
+    listed = {name for text in ROOMS[package].values() for name in text.split()}
+    assert not listed - {str(name_in_table(package, module)) for module in found}

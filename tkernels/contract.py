@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -257,6 +257,10 @@ class Case:
         return self.contract.flops(self)
 
 
+Work = Literal["traffic", "gemm", "prefill", "decode"]
+"""What an op's time goes into: memory traffic, products with a weight, attention of chunks of tokens, or attention of
+one token a sequence."""
+
 Choose = Callable[[str, Sequence[Value]], Value]
 """Picks one of the candidates for the named axis: a seeded generator in `tk check`, hypothesis in the tests."""
 
@@ -279,6 +283,7 @@ class Contract:
         other code there.
     corners: points that no draw reaches and a kernel may be wrong at, by name; what they leave open is drawn.
     batching: how its batch is taken apart; without one, `batch_invariant` cannot be tested.
+    work: what its time goes into: by this the inspection knows what its code must have, and a report groups it.
     """
 
     name: str
@@ -298,6 +303,7 @@ class Contract:
     inspected: Mapping[str, Axes] = field(default_factory=dict)
     corners: Mapping[str, Axes] = field(default_factory=dict)
     batching: Batching | None = None
+    work: Work = "traffic"
 
     def __post_init__(self) -> None:
         parameters = list(inspect.signature(self.reference).parameters)
@@ -309,7 +315,7 @@ class Contract:
                 raise ContractError(
                     f"{self.name}: constraint {constraint.text!r} names no axis of it: {sorted(unknown)}"
                 )
-        for name, point in (*self.corners.items(), *self.inspected.items()):
+        for name, point in (*self.benchmarks.items(), *self.corners.items(), *self.inspected.items()):
             if strange := set(point) - known:
                 raise ContractError(f"{self.name}: point {name!r} names no axis of it: {sorted(strange)}")
         if strangers := {*self.writes, *self.consumes} - set(parameters):

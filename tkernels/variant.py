@@ -285,8 +285,12 @@ def _check_declaration(variant: Variant) -> None:
         )
     if unknown := set(variant.key) - set(contract.axis_by_name):
         raise ContractError(f"{where}: key names no axis of {contract.name}: {sorted(unknown)}")
+    if not variant.wins:
+        raise VariantError(f"{where}: wins must say when this algorithm should be the fastest")
     if variant.launch is None:
         return
+    if not variant.configs:
+        raise VariantError(f"{where}: configs must not be empty: they are what tuning tries, the default at least")
     if "" not in variant.default:
         raise VariantError(f"{where}: default must have an entry for every other architecture, named ''")
     for config in (*variant.configs, *variant.default.values()):

@@ -30,13 +30,17 @@ class Pick:
 
 @dataclass(frozen=True)
 class ServedWorkload:
-    """One point of an entry of `workload`. settings: its swept fields, {"workload.num_requests": 8}; name and settings
-    together tell it from the others.
+    """One point of an entry of `workload`.
+
+    Attributes:
+        settings: its swept fields, {"workload.num_requests": 8}; name and settings together tell it from the others.
+        entry: the index of the entry.
     """
 
     name: str
     settings: Mapping[str, Any]
     workload: AnyWorkload
+    entry: int = 0
 
     @property
     def title(self) -> str:
@@ -50,8 +54,9 @@ class Arm:
     """One point of the sweep: the variants that are named (others are the default), the scheduler's options, how
     requests are batched, and the workloads that this engine serves.
 
-    `swept`: the keys that differ between arms, "op", "scheduler.option", "batching", "model" or "dtype". model, dtype:
-    what they are called, where they are swept.
+    Attributes:
+        swept: the keys that differ between arms, "op", "scheduler.option", "batching", "model" or "dtype".
+        model, dtype: what they are called, where they are swept.
     """
 
     picks: Mapping[str, Pick]

@@ -1,7 +1,6 @@
 """Which lists of an experiment's YAML are axes, and the points that they multiply to.
 
-Read from plain data, before anything is known to be right: what cannot be read as an axis is one value, and the schema
-says what is wrong with it.
+Read from the data as it was written: what is no list is one value, and the schema says what is wrong with it.
 """
 
 import math
@@ -10,31 +9,36 @@ from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from experiments.document import Document
+from experiments.document import Document, PathParts, entries
 from experiments.planning.arms import Pick, num_picks, picks_of
 from experiments.planning.model_names import model_labels, whole_sources
-from experiments.schema import Choice, SchedulerOptions, VariantChoice
+from experiments.schema import SchedulerOptions, VariantChoice
+from experiments.schema.experiment import written_choices
 from experiments.schema.workload import AXES as WORKLOAD_AXES
 
 MOST_POINTS = 100_000
-"""Before exclusions: lists that multiply to more are a mistake, and would take a minute to write down. Pins of one
-variant too.
+"""Of arms, before exclusions: lists that multiply to more are a mistake, and would take a minute to write down. Pins of
+one variant too.
 """
+
+MOST_SHAPES = 10_000
+"""Of an op: more would be checked and timed for hours."""
 
 Groups = Sequence[Sequence[str]]
 """Names of axes that vary together."""
 
-_CHOICE: TypeAdapter[VariantChoice] = TypeAdapter(Choice)
-
 
 @dataclass(frozen=True)
 class Axis:
-    """name: as zip and exclude have it, "scheduler.block_size". values: distinct; of an op, its picks. places: of each
-    value, its index in the list that was written; None where no list was. labels: what each is called in rows and
-    rules. order: of everything that was written, repeats too, which of the values it is: what varies together does by
-    these.
+    """One list of the YAML, or a single value.
+
+    Attributes:
+        name: as zip and exclude have it, "scheduler.block_size".
+        values: distinct; of an op, its picks.
+        places: of each value, its index in the list that was written; None where no list was.
+        labels: what each value is called in rows and rules.
+        order: of everything that was written, repeats too, which of the values it is. Axes that vary together pair
+            these.
     """
 
     name: str
@@ -60,6 +64,12 @@ class Axis:
         labels = model_labels(values) if name == "model" else tuple(map(_label, values))
         return Axis(name, values, tuple(place for place, _ in kept), labels, tuple(order))
 
+    @staticmethod
+    def written(name: str, value: Any) -> "Axis":
+        """The axis of what was written: a list, or one value."""
+        is_list = isinstance(value, list)
+        return Axis.of(name, [(index if is_list else None, one) for index, one in enumerate(entries(value))])
+
 
 def _label(value: Any) -> Any:
     return value.label if isinstance(value, Pick) else value
@@ -67,20 +77,39 @@ def _label(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Branch:
-    """The axes, lists or not, of one set of scheduler options with one entry of `workload` (None: there is none).
+    """Axes that multiply with each other, lists or not, the last one varying fastest.
 
-    workload: that entry's name.
+    Attributes:
+        options: the index of its set of scheduler options.
+        entry: the index of its entry of `workload`, or of its op's in `shapes`; None where there is none.
+        place: what it is written at; () for arms, whose axes are of many sections.
     """
 
-    options: int
-    entry: int | None
-    workload: str
     axes: Mapping[str, Axis]
+    options: int = 0
+    entry: int | None = None
+    place: PathParts = ()
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Branches whose points are of one kind: the arms of an experiment, or the shapes of one op.
+
+    Attributes:
+        noun: what a point is called: "arm" or "shape".
+        section: what the names of its axes start with: "" or "shapes.swiglu".
+        most: of its points.
+    """
+
+    noun: str
+    section: str
+    branches: Sequence[Branch]
+    most: int
 
 
 @dataclass(frozen=True)
 class Combination:
-    """One point of a sweep: for every axis of its branch, which of the values."""
+    """One point of a grid: for every axis of its branch, which of the values."""
 
     branch: Branch
     picked: Mapping[str, int]
@@ -94,68 +123,59 @@ class Combination:
     def label(self, name: str) -> Any:
         return self.branch.axes[name].labels[self.picked[name]]
 
-    def below(self, section: str) -> dict[str, str]:
+    def axes_below(self, section: str) -> dict[str, str]:
         """What follows the section's name -> the axis: {"block_size": "scheduler.block_size"}."""
         start = f"{section}."
         return {name.removeprefix(start): name for name in self.branch.axes if name.startswith(start)}
 
 
-def entries(value: Any) -> list[Any]:
-    """The entries of a section that may be one thing without brackets, or nothing."""
-    return value if isinstance(value, list) else [] if value is None else [value]
+def arm_grid(document: Document, groups: Groups, problems: list[str]) -> Grid:
+    """The grid of the experiment's arms.
 
-
-def written_axis(name: str, value: Any) -> Axis:
-    """The axis of what was written: a list, or one value."""
-    is_list = isinstance(value, list)
-    return Axis.of(name, [(index if is_list else None, one) for index, one in enumerate(entries(value))])
-
-
-def is_pin(path: str) -> bool:
-    """ "kernels.paged_decode.split_kv.num_splits"."""
-    return path.startswith("kernels.") and path.count(".") == 3
-
-
-def choices_of(document: Document, op: str) -> list[VariantChoice | str]:
-    """The op's choices; as a text where the schema refuses one."""
-    kernels = document.data.get("kernels")
-    found: list[VariantChoice | str] = []
-    for choice in entries(kernels.get(op) if isinstance(kernels, dict) else None):
-        try:
-            found.append(_CHOICE.validate_python(choice))
-        except ValidationError:
-            found.append(str(choice))
-    return found
-
-
-def read_branches(document: Document, groups: Groups, problems: list[str]) -> list[Branch]:
-    """Every branch of the experiment; `groups` may have pins of one variant, which vary together. Pins that multiply to
-    too many are a problem, and then not laid out.
+    Args:
+        groups: those of `zip`; pins of one variant that are in one vary together.
+        problems: takes what is wrong. Pins that multiply to too many are a problem, and then not laid out.
     """
     data = document.data
     shared = {}
     if entries(data.get("model")):
-        shared["model"] = written_axis("model", whole_sources(data["model"], document.folder))
+        shared["model"] = Axis.written("model", whole_sources(data["model"], document.folder))
     if entries(data.get("dtype")):
-        shared["dtype"] = written_axis("dtype", data["dtype"])
+        shared["dtype"] = Axis.written("dtype", data["dtype"])
     kernels = data.get("kernels")
     for op in kernels if isinstance(kernels, dict) else ():
         if (axis := _kernel_axis(document, op, groups, problems)).values:
             shared[f"kernels.{op}"] = axis
-    batching = {"batching": written_axis("batching", entries(data.get("batching")) or "continuous")}
+    batching = {"batching": Axis.written("batching", entries(data.get("batching")) or "continuous")}
     workloads: list[tuple[int | None, Any]] = list(enumerate(entries(data.get("workload"))))
-    found = []
+    branches = []
     for index, options in enumerate(entries(data.get("scheduler")) or [{}]):
-        scheduler = _fields("scheduler", options, SchedulerOptions.model_fields)
+        scheduler = _field_axes("scheduler", options, SchedulerOptions.model_fields)
         for entry, workload in workloads or [(None, {})]:
             given = workload if isinstance(workload, dict) else {}
-            fields = WORKLOAD_AXES.get(str(given.get("kind")), ())
-            axes = {**shared, **scheduler, **batching, **_fields("workload", given, fields)}
-            found.append(Branch(index, entry, str(given.get("name", "")), axes))
-    return found
+            served = _field_axes("workload", given, WORKLOAD_AXES.get(str(given.get("kind")), ()))
+            if isinstance(given.get("name"), str):
+                served["workload"] = Axis.written("workload", given["name"])
+            branches.append(Branch({**shared, **scheduler, **batching, **served}, index, entry))
+    return Grid("arm", "", branches, MOST_POINTS)
 
 
-def _fields(section: str, data: Any, fields: Sequence[str] | Mapping[str, Any]) -> dict[str, Axis]:
+def shape_grids(document: Document) -> dict[str, Grid]:
+    """op -> the grid of its points in `shapes`."""
+    written = document.data.get("shapes")
+    grids = {}
+    for op, given in (written if isinstance(written, dict) else {}).items():
+        section = f"shapes.{op}"
+        branches = [
+            Branch(_field_axes(section, entry, entry), entry=index, place=("shapes", op, index))
+            for index, entry in enumerate(given if isinstance(given, list) else ())
+            if isinstance(entry, dict)
+        ]
+        grids[op] = Grid("shape", section, branches, MOST_SHAPES)
+    return grids
+
+
+def _field_axes(section: str, data: Any, fields: Iterable[str]) -> dict[str, Axis]:
     """An axis for each of the fields that is given; a dot in its name goes one mapping down."""
     axes = {}
     for field in fields:
@@ -163,48 +183,49 @@ def _fields(section: str, data: Any, fields: Sequence[str] | Mapping[str, Any]) 
         for part in field.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         if entries(value):
-            axes[f"{section}.{field}"] = written_axis(f"{section}.{field}", value)
+            axes[f"{section}.{field}"] = Axis.written(f"{section}.{field}", value)
     return axes
 
 
 def _kernel_axis(document: Document, op: str, groups: Groups, problems: list[str]) -> Axis:
     written: list[tuple[int | None, Any]] = []
-    for index, choice in enumerate(choices_of(document, op)):
+    for index, choice in enumerate(written_choices(document, op)):
         picks: Iterable[Any] = [choice]
         if isinstance(choice, VariantChoice):
             start = f"kernels.{op}.{choice.variant}."
             together = [[path.removeprefix(start) for path in group] for group in groups]
             picks = picks_of(choice, together)
             if (count := len(written) + num_picks(choice, together)) > MOST_POINTS:
-                problems.append(document.problem(("kernels", op, index), _too_many(count)))
+                problems.append(document.problem(("kernels", op, index), _too_many(count, MOST_POINTS)))
                 picks = islice(picks, 1)
         written += [(index, pick) for pick in picks]
     return Axis.of(f"kernels.{op}", written)
 
 
-def _too_many(count: int) -> str:
-    return f"the lists multiply to {count:,} points; {MOST_POINTS:,} are the most that are laid out"
+def _too_many(count: int, most: int) -> str:
+    return f"the lists multiply to {count:,} points; {most:,} are the most that are laid out"
 
 
-def multiplied(
-    document: Document, branches: Sequence[Branch], groups: Groups, problems: list[str]
-) -> list[Combination]:
-    """Every point, in order: the last list varies fastest; one workload, and one set of options, follows the other.
+def multiply(document: Document, grid: Grid, groups: Groups, problems: list[str]) -> list[Combination]:
+    """Every point of the grid, in order: the last list varies fastest, and one branch follows the other.
 
-    A group varies together in the branches that have all of it. More than MOST_POINTS are a problem, and then of each
-    branch only the first.
+    A group varies together in the branches that have all of it. Too many points are a problem, and then each branch
+    has only its first.
     """
-    dimensions = [_dimensions(branch, groups) for branch in branches]
-    total = sum(math.prod(map(len, some)) for some in dimensions)
-    if total > MOST_POINTS:
-        problems.append(document.problem((), _too_many(total)))
-        dimensions = [[picks[:1] for picks in some] for some in dimensions]
+    dimensions = [_dimensions(branch, groups) for branch in grid.branches]
+    total = 0
+    for branch, some in zip(grid.branches, dimensions, strict=True):
+        total += math.prod(map(len, some))
+        if total > grid.most:
+            problems.append(document.problem(branch.place, _too_many(total, grid.most)))
+            dimensions = [[picks[:1] for picks in each] for each in dimensions]
+            break
     points = [
         Combination(branch, {name: index for part in parts for name, index in part.items()})
-        for branch, some in zip(branches, dimensions, strict=True)
+        for branch, some in zip(grid.branches, dimensions, strict=True)
         for parts in product(*some)
     ]
-    return sorted(points, key=_order)
+    return sorted(points, key=_sort_key)
 
 
 def _dimensions(branch: Branch, groups: Groups) -> list[list[dict[str, int]]]:
@@ -220,12 +241,13 @@ def _dimensions(branch: Branch, groups: Groups) -> list[list[dict[str, int]]]:
     return dimensions
 
 
-def _order(point: Combination) -> tuple[Any, ...]:
+def _sort_key(point: Combination) -> tuple[Any, ...]:
     """Sorts points as nested loops would have made them, whatever was zipped."""
-    sections: dict[str, list[int]] = {"outer": [], "kernels": [], "scheduler": [], "batching": [], "workload": []}
+    sections: dict[str, list[int]] = {"outer": [], "kernels": [], "scheduler": [], "batching": [], "entry": []}
     for name in point.branch.axes:
         section = name.partition(".")[0]
-        sections["outer" if section in ("model", "dtype") else section].append(point.picked[name])
+        place = {"model": "outer", "dtype": "outer", "workload": "entry", "shapes": "entry"}.get(section, section)
+        sections[place].append(point.picked[name])
     entry = -1 if point.branch.entry is None else point.branch.entry
     head = (sections["outer"], sections["kernels"], point.branch.options, sections["scheduler"], sections["batching"])
-    return (*head, entry, sections["workload"])
+    return (*head, entry, sections["entry"])

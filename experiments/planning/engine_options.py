@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from experiments.document import Document, PathParts
-from experiments.planning.arms import Arm
-from experiments.planning.axes import entries
+from experiments.document import Document, PathParts, entries
 from experiments.planning.models import ModelPlan
 from tkernels import Registry
 from tkernels.contract import Contract, Int
@@ -47,19 +45,22 @@ def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def engine_problems(
-    document: Document, model: ModelPlan, arm: Arm, ops: Registry, dtype: torch.dtype | None, device: torch.device
+    document: Document,
+    model: ModelPlan,
+    options: Mapping[str, Any],
+    ops: Registry,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[str]:
-    """Page sizes that no op takes, caches in which not one page fits, and whatever else an engine says against its
-    options before it has a model. Without a dtype, which stands for options that are not all known, page sizes alone.
+    """Page sizes that no op takes, caches in which not one page fits, and whatever else an engine says against an arm's
+    scheduler options before it has a model.
     """
-    given = engine_options(arm.scheduler)
+    given = engine_options(options)
     size, available = given["block_size"], given["kv_cache_bytes"]
     paged = [op for op, ranges in kernel_ranges(model, {}, model.config.dtype).items() if "S" in ranges]
     rules = [rule for op in paged if (rule := _page_rule(ops[op].contract, size))]
     if rules:
         return [document.problem(place_of(document, "block_size", size), f"{size} tokens a page, but {rules[0]}")]
-    if dtype is None:
-        return []
     block_bytes = kv_bytes_per_block(model.config, size, dtype)
     if available is not None and available < block_bytes:
         message = f"{available} bytes hold no page: one of {size} tokens takes {block_bytes}"
@@ -84,7 +85,7 @@ def _conflicts(
     try:
         fitted = fit_options(read_options(given), model.config, model.weights, device=device, dtype=dtype)
     except OptionError as error:
-        if error.option == "max_model_len":  # said by model_checks, beside the workload's lengths
+        if error.option == "max_model_len":  # part_problems says it, beside the lengths of the workload
             return []
         return [document.problem(("scheduler", error.option), str(error))]
     try:

@@ -1,6 +1,5 @@
-"""From a document to what will run: registry, arms, model, device, dtype; every name is checked, nothing is built."""
+"""Round two: from a sound document to what will run: registry, models, device, dtype. Nothing is built."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,20 +12,24 @@ from experiments.document import Document, ExperimentError, in_order
 from experiments.peers import with_peers
 from experiments.planning.arms import Arm, Pick, ServedWorkload
 from experiments.planning.engine_options import kernel_ranges
-from experiments.planning.live_checks import live_problems
-from experiments.planning.model_checks import LookedAt, found_in, look_at
-from experiments.planning.models import ModelPlan
-from experiments.planning.structure import Part, layouts_of
+from experiments.planning.layout import Layout, Part, lay_out
+from experiments.planning.models import ModelPlan, check_headers, plan_model
+from experiments.planning.registry_checks import part_problems, registry_problems
 from experiments.schema import Experiment
 from tkernels import Registry, SelectionError, VariantError
+from tkernels.contract import Value
 from tkernels.selection import OpAxes, with_parts
 from tkernels.variant import AxisRanges
 
 
 @dataclass(frozen=True)
 class Plan:
-    """An experiment whose every name is known. `folder`: where its paths start. `unsupported` says why an arm cannot
-    run here, by its index.
+    """What one model of an experiment runs in one dtype.
+
+    Attributes:
+        folder: where the experiment's paths start.
+        shapes: op -> the points of `shapes`.
+        unsupported: why an arm cannot run here, by its index.
     """
 
     experiment: Experiment
@@ -34,6 +37,7 @@ class Plan:
     ops: Registry
     variant_folders: tuple[Path, ...]
     arms: tuple[Arm, ...]
+    shapes: Mapping[str, Sequence[Mapping[str, Value]]]
     model: ModelPlan | None
     device: torch.device
     dtype: torch.dtype
@@ -91,7 +95,7 @@ class Sweep:
 
     @property
     def experiment(self) -> Experiment:
-        """The first plan's; whatever is no axis is the same in all."""
+        """As it was written, the same in all plans."""
         return self.plans[0].experiment
 
     @property
@@ -103,43 +107,50 @@ class Sweep:
     def num_shapes(self) -> int:
         """Points of `shapes`, each counted once for every variant that is checked and timed there."""
         called = ((plan, op, len(picks)) for plan in self.plans for op, picks in plan.picks.items())
-        return sum(len(plan.experiment.shapes.get(op, ())) * count for plan, op, count in called)
+        return sum(len(plan.shapes.get(op, ())) * count for plan, op, count in called)
 
     @property
     def extent(self) -> str:
         """ "12 arms, at most 31 tasks": checks, and timings, engines and peers in every replicate."""
         variants = sum(len(picks) for plan in self.plans for picks in plan.picks.values())
-        peers = sum(len(plan.experiment.peers) * len(plan.experiment.workload) for plan in self.plans)
+        peers = sum(len(plan.experiment.peers) * len(plan.workloads) for plan in self.plans)
         served = self.num_arms if self.experiment.workload else 0
         tasks = variants + (variants + served + peers) * self.experiment.replicates
         return f"{self.num_arms:,} arm{'s' if self.num_arms > 1 else ''}, at most {tasks:,} tasks"
 
 
 def make_sweep(document: Document, *, full: bool | None = None) -> Sweep:
-    """Resolves a document; raises ExperimentError with everything that is wrong. Loads and builds no weights.
+    """Resolves a document; loads and builds no weights.
 
-    full: whether the sizes of its section `full` are meant; None is where the device is CUDA.
+    Args:
+        full: whether the sizes of its section `full` are meant; None is where the device is CUDA.
+
+    Raises:
+        ExperimentError: all faults of round one, which needs no torch; of a document that has none, all of round two.
     """
-    layouts = layouts_of(document)
-    problems = [problem for layout in layouts for problem in layout.problems]
-    asked = document.full if full and document.full is not None else document
+    layouts = lay_out(document)
+    problems: list[str] = []
+    asked = layouts[-1] if full else layouts[0]
     ops = _registry(asked, problems)
     device = _device(asked, problems)
-    problems += [problem for layout in layouts for problem in live_problems(layout.document, ops)]
     is_full = len(layouts) > 1 and (device is not None and device.type == "cuda" if full is None else full)
-    layout = layouts[1 if is_full else 0]
-    looked_at = [look_at(layout, part, ops, device) for part in layout.parts]
-    problems += found_in([one.problems for one in looked_at], layout.is_ruled)
-    if problems or device is None:
+    layout = layouts[1] if is_full else layouts[0]
+    problems += [problem for one in layouts for problem in registry_problems(one, ops)]
+    plans = [_plan(layout, part, ops, device, problems) for part in layout.parts]
+    if problems:
         raise ExperimentError(in_order(problems))
-    plans = (_plan(part, one, ops, device) for part, one in zip(layout.parts, looked_at, strict=True))
-    return Sweep(layout.document, tuple(plans), is_full)
+    return Sweep(layout.document, tuple(plan for plan in plans if plan is not None), is_full)
 
 
-def _plan(part: Part, about: LookedAt, ops: Registry, device: torch.device) -> Plan:
-    """The plan of a part that nothing is wrong with."""
-    model, dtype = about.model, about.dtype
-    assert dtype is not None
+def _plan(layout: Layout, part: Part, ops: Registry, device: torch.device | None, problems: list[str]) -> Plan | None:
+    """The part's plan; None, and what is wrong, where there can be none."""
+    model = _model(layout, part, problems)
+    dtype = getattr(torch, part.dtype) if part.dtype else model.config.dtype if model is not None else None
+    if dtype is None and part.model is None:
+        dtype = torch.float32
+    problems += part_problems(layout, part, model, ops, dtype, device or torch.device("cpu"))
+    if problems or device is None or dtype is None:
+        return None
     unsupported: dict[int, str] = {}
     if model is not None:
         for index, arm in enumerate(part.arms):
@@ -148,36 +159,56 @@ def _plan(part: Part, about: LookedAt, ops: Registry, device: torch.device) -> P
                 tkernels.select(arm.choices, device=device, dtype=dtype, axes=axes, ops=ops)
             except SelectionError as error:
                 unsupported[index] = str(error)
-    folder = part.document.folder
-    folders = tuple((folder / one).resolve() for one in part.experiment.variants_from)
-    return Plan(part.experiment, folder, ops, folders, part.arms, model, device, dtype, unsupported)
+    folder = layout.document.folder
+    return Plan(
+        experiment=layout.experiment,
+        folder=folder,
+        ops=ops,
+        variant_folders=tuple((folder / one).resolve() for one in layout.experiment.variants_from),
+        arms=part.arms,
+        shapes={op: [shape.values for shape in shapes] for op, shapes in layout.shapes.items()},
+        model=model,
+        device=device,
+        dtype=dtype,
+        unsupported=unsupported,
+    )
 
 
-def _registry(document: Document, problems: list[str]) -> Registry:
+def _model(layout: Layout, part: Part, problems: list[str]) -> ModelPlan | None:
+    """The part's model, with its configuration read; None where there is none, or it cannot be read."""
+    if part.model is None:
+        return None
+    try:
+        model = plan_model(part.model, layout.document.folder)
+    except ValueError as error:
+        problems.append(layout.document.problem(part.model_place, str(error)))
+        return None
+    try:
+        if layout.experiment.workload and part.model.path is not None:
+            check_headers(model.directory())
+    except ValueError as error:
+        problems.append(layout.document.problem(part.model_place, str(error)))
+    return model
+
+
+def _registry(layout: Layout, problems: list[str]) -> Registry:
     """The house's ops with the peers' and the outside folders' variants; what is wrong with a folder is a problem."""
     ops = with_peers(tkernels.OPS)
-    folders = document.data.get("variants_from")
-    for index, folder in enumerate(folders if isinstance(folders, list) else ()):
-        if isinstance(folder, str) and os.path.isdir(document.folder / folder):
-            try:
-                ops = ops.with_variants_from(document.folder / folder)
-            except (VariantError, tkernels.ContractError) as error:
-                problems.append(document.problem(("variants_from", index), str(error)))
+    for index, folder in enumerate(layout.experiment.variants_from):
+        try:
+            ops = ops.with_variants_from(layout.document.folder / folder)
+        except (VariantError, tkernels.ContractError) as error:
+            problems.append(layout.document.problem(("variants_from", index), str(error)))
     return ops
 
 
-def _device(document: Document, problems: list[str]) -> torch.device | None:
+def _device(layout: Layout, problems: list[str]) -> torch.device | None:
     """The device that is named, or the best there is; None where it is not there, which is a problem."""
-    name = document.data.get("device")
+    name = layout.experiment.device
     if name is None:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    if not isinstance(name, str):
-        return None  # the schema says so
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        return None  # and so do the names
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        problems.append(document.problem(("device",), f"{name!r} is not available here; there is cpu"))
+        problems.append(layout.document.problem(("device",), f"{name!r} is not available here; there is cpu"))
         return None
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

@@ -43,7 +43,7 @@ def points_of(plan: Plan) -> dict[str, list[Point]]:
 
 def _points(plan: Plan, op: str) -> list[Point]:
     contract = plan.ops[op].contract
-    asked = [dict(point) for point in plan.experiment.shapes.get(op, ())]
+    asked = [dict(point) for point in plan.shapes.get(op, ())]
     variants = [(plan.ops[op].variants[pick.variant], pick) for pick in plan.picks[op]]
     points = []
     if plan.model is not None:
@@ -92,10 +92,10 @@ def _workload_points(
         requests = max(1, min(requests, pool // pages))
     sizes: dict[str, int] = {"B": requests, "N": pages, "pairs": requests}
     steps = {"decode": {**sizes, "T": requests}, "prefill": {**sizes, "T": requests * prompt}}
-    if contract.name == "paged_decode" or "T" not in contract.axis_by_name:
+    if contract.work in steps:
+        steps = {contract.work: steps[contract.work]}
+    elif "T" not in contract.axis_by_name:
         steps = {"decode": steps["decode"]}
-    elif contract.name == "paged_prefill":
-        steps = {"prefill": steps["prefill"]}
     points = []
     for name, step in steps.items():
         axes = {axis: value for axis, value in AS_SERVED.items() if axis in contract.axis_by_name}

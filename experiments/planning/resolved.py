@@ -5,12 +5,13 @@ from typing import Any
 
 import yaml
 
-from experiments.document import Document
-from experiments.planning.axes import entries, written_axis
+from experiments.document import Document, entries
+from experiments.planning.axes import Axis
+from experiments.planning.layout import with_whole_path
 from experiments.planning.model_names import whole_sources
-from experiments.planning.names import with_whole_path
-from experiments.planning.plan import Plan, Sweep
-from experiments.planning.zip_and_exclude import meant
+from experiments.planning.plan import Sweep
+from experiments.planning.zip_and_exclude import matching_indices
+from experiments.schema import Experiment
 from experiments.schema.workload import AXES
 
 
@@ -34,11 +35,11 @@ def resolved(sweep: Sweep) -> dict[str, Any]:
         data["dtype"] = written["dtype"]
     elif len(dtypes) == 1:
         (data["dtype"],) = dtypes  # else each model has its own
-    if experiment.model is not None:
+    if experiment.model:
         data["model"] = whole_sources(written["model"], document.folder)
     data["scheduler"] = _scheduler(written.get("scheduler"))
     if experiment.workload:
-        found = [_workload(document, sweep.plans, entry) for entry in entries(written["workload"])]
+        found = [_workload(document, experiment, entry) for entry in entries(written["workload"])]
         data["workload"] = found if isinstance(written["workload"], list) else found[0]
     if experiment.shapes:
         data["shapes"] = written["shapes"]
@@ -59,10 +60,10 @@ def _scheduler(written: Any) -> Any:
     return found[0] if len(found) == 1 else found
 
 
-def _workload(document: Document, plans: tuple[Plan, ...], written: Mapping[str, Any]) -> dict[str, Any]:
+def _workload(document: Document, experiment: Experiment, written: Mapping[str, Any]) -> dict[str, Any]:
     """An entry of `workload`, with its defaults. Axes are as they were written where they are lists, or named."""
     name = written.get("name", "")
-    known = [one for plan in plans for one in plan.experiment.workload if one.name == name]
+    known = [one for one in experiment.workload if one.name == name]
     whole = with_whole_path(written, document.folder)
     if not known:  # the rules leave nothing of it
         return whole
@@ -85,10 +86,10 @@ def _named_paths(document: Document) -> set[str]:
 def _rules(document: Document) -> list[dict[str, Any]]:
     """`exclude`, with models as rows call them: a path may be written in many ways."""
     rules = entries(document.data.get("exclude"))
-    axis = written_axis("model", whole_sources(document.data.get("model"), document.folder))
+    axis = Axis.written("model", whole_sources(document.data.get("model"), document.folder))
 
     def called(one: Any) -> list[str]:
-        return [axis.labels[index] for index in sorted(meant(document, axis, "model", one))]
+        return [axis.labels[index] for index in sorted(matching_indices(axis, "model", one, document.folder))]
 
     return [
         {

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import tmodel
-from experiments.document import Document, ExperimentError, nearest
+from experiments.document import Document, ExperimentError, PathParts, nearest
 from experiments.quantization.evaluation import windows_of
 from experiments.quantization.texts import read_text, tokens_of
 from experiments.schema import Experiment, Quantization
@@ -50,7 +50,9 @@ def quantized_models(quantization: Quantization) -> list[QuantizedModel]:
     ]
 
 
-def quantization_problems(document: Document, experiment: Experiment, config: tmodel.ModelConfig | None) -> list[str]:
+def quantization_problems(
+    document: Document, experiment: Experiment, config: tmodel.ModelConfig | None, model_place: PathParts
+) -> list[str]:
     """What is wrong with an experiment's `quantization`, as far as the model's configuration tells; None is where that
     is not known.
     """
@@ -58,10 +60,6 @@ def quantization_problems(document: Document, experiment: Experiment, config: tm
     if quantization is None:
         return []
     problems = []
-    for name in ("text", "calibration"):
-        file = getattr(quantization, name)
-        if file is not None and not (document.folder / file).is_file():
-            problems.append(document.problem(("quantization", name), f"{document.folder / file}: no such file"))
     for method in quantization.methods:
         if method not in METHODS:
             message = f"unknown method {method!r}: there is {', '.join(METHODS)}{nearest(method, METHODS)}"
@@ -69,7 +67,7 @@ def quantization_problems(document: Document, experiment: Experiment, config: tm
     if config is None:
         return problems
     if config.quantization is not None:
-        problems.append(document.problem(("model",), "is quantized already; quantization takes a dense model"))
+        problems.append(document.problem(model_place, "is quantized already; quantization takes a dense model"))
     longest = config.max_position_embeddings
     if quantization.window > longest:
         message = f"{quantization.window} tokens, and the model was made for {longest}"

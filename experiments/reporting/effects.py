@@ -14,9 +14,10 @@ from experiments.runs.comparison import Outcome
 from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, Row, StepRow
 from experiments.runs.verdicts import Paired
 from experiments.stages.serving import spread
+from tkernels import OPS
 
 EFFECTS = "From a kernel alone to tokens"
-GEMMS = ("matmul", "dequant_gemm", "scaled_matmul", "gate_up_swiglu")
+GEMMS = tuple(name for name, op in OPS.items() if op.contract.work == "gemm")
 
 
 @dataclass(frozen=True)

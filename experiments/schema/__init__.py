@@ -1,4 +1,4 @@
-"""What an experiment's YAML may say. Structure only: `plan` checks the names of ops, variants and policies, live."""
+"""What an experiment's YAML may say: types, and the names that are known without torch."""
 
 from experiments.schema.experiment import (
     Batching,
@@ -8,10 +8,7 @@ from experiments.schema.experiment import (
     ModelSource,
     Quantization,
     QuantizationSettings,
-    Validated,
     VariantChoice,
-    fit_problems,
-    validate,
 )
 from experiments.schema.scheduler import SchedulerOptions
 from experiments.schema.workload import (
@@ -41,9 +38,6 @@ __all__ = [
     "SchedulerOptions",
     "SyntheticWorkload",
     "TraceWorkload",
-    "Validated",
     "VariantChoice",
     "Workload",
-    "fit_problems",
-    "validate",
 ]

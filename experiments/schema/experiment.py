@@ -1,16 +1,25 @@
 """The whole of an experiment's YAML."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
-from experiments.document import Document, PathParts
+from experiments.document import Document, PathParts, entries
 from experiments.schema.faults import A_MODEL, explain
+from experiments.schema.names import Device, File, Folder, KnownNames, Peer, preset_names, unknown_name
 from experiments.schema.scheduler import SchedulerOptions
-from experiments.schema.values import Count, Counts, Strict, as_list
+from experiments.schema.values import Count, Strict, Swept, as_list
 from experiments.schema.workload import Workload
 
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
@@ -42,7 +51,8 @@ def _as_choice(value: Any) -> Any:
 
 
 Choice = Annotated[VariantChoice, BeforeValidator(_as_choice), PlainSerializer(lambda choice: choice.as_yaml())]
-Choices = Annotated[list[Choice], BeforeValidator(as_list), Field(min_length=1)]
+Choices = Swept[Choice]
+_CHOICE: TypeAdapter[VariantChoice] = TypeAdapter(Choice)
 
 
 class ModelSource(Strict):
@@ -53,20 +63,21 @@ class ModelSource(Strict):
     hub: str | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> "ModelSource":
+    def _check_source(self, info: ValidationInfo[KnownNames]) -> "ModelSource":
         if sum(value is not None for value in (self.preset, self.path, self.hub)) != 1:
             raise ValueError(A_MODEL)
+        if self.preset is not None and self.preset not in preset_names():
+            raise ValueError(unknown_name("preset", self.preset, preset_names()))
+        if self.path is not None and info.context is not None and not os.path.isdir(info.context.folder / self.path):
+            raise ValueError(f"{info.context.folder / self.path} is not a directory")
         return self
-
-
-GroupSizes = Annotated[list[Annotated[int, Field(strict=True, ge=-1)]], BeforeValidator(as_list), Field(min_length=1)]
 
 
 class QuantizationSettings(Strict):
     """One checkpoint for every number of bits with every group size; -1 is all inputs."""
 
-    bits: Counts
-    group_size: GroupSizes = [-1]
+    bits: Swept[Count]
+    group_size: Swept[Annotated[int, Field(strict=True, ge=-1)]] = [-1]
 
 
 class Quantization(Strict):
@@ -78,13 +89,16 @@ class Quantization(Strict):
 
     methods: Annotated[Mapping[str, QuantizationSettings], Field(min_length=1)]
     window: Count = 512
-    text: Path | None = None
-    calibration: Path | None = None
+    text: File | None = None
+    calibration: File | None = None
     max_tokens: Count = 50_000
 
 
 class Experiment(Strict):
     """The whole file. Every key but `name` has a default; see DESIGN, "The experiment".
+
+    Lists of models, of dtypes, of scheduler options, of pins and of sizes in `shapes` are axes, as they were written;
+    of a workload whose fields are lists there is one entry for each of its points.
 
     scheduler: a list is of sets of options, each with arms of its own, for options that only go together.
     batching: continuous, or static: as many requests as the engine has rows, and no other before the last of them ends.
@@ -94,23 +108,20 @@ class Experiment(Strict):
     inputs of the check and kernels stages.
     zip: groups of axes that vary together. exclude: axis -> value or values; points that match all of one rule are
     left out. full: dotted key -> value, as `--set` has them, where the sizes are those of a GPU.
-
-    Lists of models, of dtypes, of a workload's sizes and of those in `shapes` are axes too, and single values by the
-    time that they are here.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)]
-    model: ModelSource | None = None
-    dtype: Dtype | None = None
-    device: str | None = None
-    variants_from: list[Path] = []
+    model: Swept[ModelSource] | None = None
+    dtype: Swept[Dtype] | None = None
+    device: Device | None = None
+    variants_from: list[Folder] = []
     kernels: Mapping[str, Choices] = {}
-    shapes: Mapping[str, list[Mapping[str, int | bool | str]]] = {}
+    shapes: Mapping[str, list[Mapping[str, Swept[int | bool | str]]]] = {}
     tuning: Literal["nearest", "frozen", "search"] = "nearest"
-    scheduler: Annotated[list[SchedulerOptions], BeforeValidator(as_list), Field(min_length=1)] = [SchedulerOptions()]
-    batching: Annotated[list[Batching], BeforeValidator(as_list), Field(min_length=1)] = ["continuous"]
+    scheduler: Swept[SchedulerOptions] = [SchedulerOptions()]
+    batching: Swept[Batching] = ["continuous"]
     workload: Annotated[list[Workload], BeforeValidator(as_list)] = []
-    peers: list[str] = []
+    peers: list[Peer] = []
     quantization: Quantization | None = None
     repeats: Count = 3
     replicates: Count = 1
@@ -121,44 +132,29 @@ class Experiment(Strict):
     full: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class Validated:
-    """What the schema makes of a document: an Experiment, or what is wrong, and where."""
+def written_choices(document: Document, op: str) -> list[VariantChoice | str]:
+    """The op's choices; as a text where one has not the form of a choice."""
+    kernels = document.data.get("kernels")
+    choices: list[VariantChoice | str] = []
+    for choice in entries(kernels.get(op) if isinstance(kernels, dict) else None):
+        try:
+            choices.append(_CHOICE.validate_python(choice))
+        except ValidationError:
+            choices.append(str(choice))
+    return choices
 
-    experiment: Experiment | None
-    problems: tuple[str, ...] = ()
-    faulty: tuple[PathParts, ...] = ()
 
+def read_experiment(
+    document: Document, data: Mapping[str, Any], names: KnownNames, written: Callable[[PathParts], PathParts]
+) -> tuple[Experiment | None, list[str]]:
+    """An experiment of `data`, or everything that is wrong with its types and names.
 
-def validate(document: Document) -> Validated:
-    """The document as an Experiment; everything that is wrong with its structure."""
+    Args:
+        data: the document's, with one entry of `workload` for each point of it.
+        written: the path in the document of a path in `data`.
+    """
     try:
-        return Validated(Experiment.model_validate(document.data))
+        return Experiment.model_validate(data, context=names), []
     except ValidationError as error:
         # A value of a union is reported once for each of its types.
-        problems = dict.fromkeys(explain(document, Experiment, dict(e)) for e in error.errors())
-        return Validated(None, tuple(problems), tuple(e["loc"] for e in error.errors()))
-
-
-def fit_problems(document: Document) -> list[str]:
-    """Sections that do not go together, told from what is written, be it as it should be or not."""
-    given = document.data
-    workloads = _listed(given.get("workload"))
-    messages = []
-    if not given.keys() - Experiment.model_fields.keys():  # else what is missing may be there by a wrong name
-        if workloads and not given.get("model"):
-            messages.append("a workload needs a model")
-        if given.get("quantization") and not given.get("model"):
-            messages.append("quantization needs a model")
-        if given.get("peers") and not workloads:
-            messages.append("peers serve a workload; there is none")
-        if not given.get("model") and not given.get("kernels"):
-            messages.append("there is nothing to do: neither a model nor kernels are given")
-    is_late = any(isinstance(workload, dict) and workload.get("late") for workload in workloads)
-    if "static" in _listed(given.get("batching")) and is_late:
-        messages.append("static batching is of requests that are all there: it goes with no late ones")
-    return [document.problem((), message) for message in messages]
-
-
-def _listed(value: Any) -> list[Any]:
-    return [one for one in as_list(value) if one is not None]
+        return None, list(dict.fromkeys(explain(document, Experiment, dict(e), written) for e in error.errors()))

@@ -1,12 +1,13 @@
 """Pydantic's errors in the words of the YAML, with the place of each."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
 from experiments.document import Document, PathParts, nearest
+from experiments.schema.names import unknown_name
 from experiments.schema.workload import A_LENGTH, A_PRIORITY, WORKLOAD_KINDS
 
 A_MODEL = "a model is exactly one of {preset: NAME}, {path: DIRECTORY} and {hub: ORG/NAME}"
@@ -27,52 +28,65 @@ _WORDING: Mapping[str, str] = {
 """Pydantic's error types in the words of the YAML."""
 
 
-def _written(loc: PathParts) -> PathParts:
-    """The path as the user wrote it: pydantic puts a workload's kind, and a union's type, in between and behind."""
-    if loc[:1] == ("workload",) and len(loc) > 2 and loc[2] in WORKLOAD_KINDS:
-        return (*loc[:2], *loc[3:])
-    return loc[:4] if loc[:1] == ("shapes",) else loc
+_SECTION_FORMS: Mapping[str, str] = {
+    "model": A_MODEL,
+    "priority": A_PRIORITY,
+    "input_len": A_LENGTH,
+    "output_len": A_LENGTH,
+}
+"""What a key takes where a mapping may be written in a shorter form."""
 
 
-def explain(document: Document, model: type[BaseModel], error: dict[str, Any]) -> str:
-    parts = _written(error["loc"])
-    if error["type"] == "extra_forbidden":
-        known = _keys_beside(model, error["loc"])
-        return document.problem(parts, f"unknown key: there is {', '.join(known)}{nearest(parts[-1], known)}")
-    if error["type"] == "missing":
-        return document.problem(parts, "is required")
-    if error["type"] == "union_tag_invalid":
-        tag, known_tags = error["ctx"]["tag"], error["ctx"]["expected_tags"].replace("'", "")
-        return document.problem(
-            (*parts, "kind"), f"unknown kind {tag!r}: there is {known_tags}{nearest(tag, known_tags.split(', '))}"
-        )
-    if error["type"] == "literal_error":
-        known_values = [text.strip("' ") for text in error["ctx"]["expected"].replace(" or ", ", ").split(",")]
-        value = error["input"]
-        return document.problem(
-            parts, f"unknown value {value!r}: there is {', '.join(known_values)}{nearest(value, known_values)}"
-        )
-    if error["type"] == "union_tag_not_found":
-        return document.problem((*parts, "kind"), f"is required: there is {', '.join(WORKLOAD_KINDS)}")
-    if parts[:1] == ("shapes",) and len(parts) == 4:
-        return document.problem(parts, f"must be a whole number, true, false or a name, got {error['input']!r}")
+def explain(
+    document: Document, model: type[BaseModel], error: dict[str, Any], written: Callable[[PathParts], PathParts]
+) -> str:
+    """One of pydantic's errors as a problem of the document.
+
+    Args:
+        model: what was validated.
+        written: the path in the document of a path in the validated data.
+    """
+    path = written(_without_types(error["loc"]))
+    match error["type"]:
+        case "extra_forbidden":
+            known = _keys_beside(model, error["loc"])
+            return document.problem(path, f"unknown key: there is {', '.join(known)}{nearest(path[-1], known)}")
+        case "missing":
+            return document.problem(path, "is required")
+        case "union_tag_invalid":
+            tag = error["ctx"]["tag"]
+            known = error["ctx"]["expected_tags"].replace("'", "").split(", ")
+            return document.problem((*path, "kind"), unknown_name("kind", tag, known))
+        case "union_tag_not_found":
+            return document.problem((*path, "kind"), f"is required: there is {', '.join(WORKLOAD_KINDS)}")
+        case "literal_error":
+            known = [text.strip("' ") for text in error["ctx"]["expected"].replace(" or ", ", ").split(",")]
+            return document.problem(path, unknown_name("value", error["input"], known))
+        case "value_error":
+            return document.problem(path, error["msg"].removeprefix("Value error, "))
+    return document.problem(path, f"{_wording(error)}, got {error['input']!r}")
+
+
+def _wording(error: dict[str, Any]) -> str:
+    """What a value must be, in the words of the YAML."""
+    loc = error["loc"]
+    if loc[0] == "shapes" and len(loc) > 4:
+        return "must be a whole number, true, false or a name"
+    if error["type"] in ("model_type", "model_attributes_type"):
+        key = next(part for part in reversed(loc) if isinstance(part, str))
+        return _SECTION_FORMS.get(key, _WORDING[error["type"]])
     if error["type"] in _WORDING:
         wording = _WORDING[error["type"]].format(**error.get("ctx", {}))
-        if isinstance(error["input"], dict):
-            wording = wording.replace("a list of", "a mapping of")
-        if error["type"] in ("model_type", "model_attributes_type"):
-            wordings = {"model": A_MODEL, "priority": A_PRIORITY}
-            wordings |= {"input_len": A_LENGTH, "output_len": A_LENGTH}
-            wording = wordings.get(str(parts[-1]), wording)
-        return document.problem(parts, f"{wording}, got {error['input']!r}")
-    message = (
-        error["msg"]
-        .replace("Input should be", "must be")
-        .removeprefix("Value error, ")
-        .removeprefix("Assertion failed, ")
-    )
-    got = "" if error["type"] == "value_error" else f", got {error['input']!r}"
-    return document.problem(parts, message[:1].lower() + message[1:] + got)
+        return wording.replace("a list of", "a mapping of") if isinstance(error["input"], dict) else wording
+    message: str = error["msg"].replace("Input should be", "must be")
+    return message[:1].lower() + message[1:]
+
+
+def _without_types(loc: PathParts) -> PathParts:
+    """The path without what pydantic puts into it: a workload's kind, and a union's type."""
+    if loc[:1] == ("workload",) and len(loc) > 2 and loc[2] in WORKLOAD_KINDS:
+        return (*loc[:2], *loc[3:])
+    return loc[:5] if loc[:1] == ("shapes",) else loc
 
 
 def _keys_beside(model: type[BaseModel], loc: PathParts) -> list[str]:

@@ -1,8 +1,10 @@
 """Kinds of values that an experiment's YAML has in many places."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+T = TypeVar("T")
 
 Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 
@@ -12,21 +14,11 @@ def as_list(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
 
 
+Swept = Annotated[list[T], BeforeValidator(as_list), Field(min_length=1)]
+"""The values of an axis: a list, or one value."""
+
+
 class Strict(BaseModel):
     """Frozen, and a key that it does not have is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-Counts = Annotated[list[Count], BeforeValidator(as_list), Field(min_length=1)]
-Bytes = Annotated[
-    list[Annotated[int, Field(strict=True, ge=1, lt=2**63)]], BeforeValidator(as_list), Field(min_length=1)
-]
-Policies = Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]
-Fractions = Annotated[
-    list[Annotated[float, Field(strict=True, ge=0, le=1)]], BeforeValidator(as_list), Field(min_length=1)
-]
-Shares = Annotated[
-    list[Annotated[float, Field(strict=True, gt=0, le=1)]], BeforeValidator(as_list), Field(min_length=1)
-]
-Flags = Annotated[list[StrictBool], BeforeValidator(as_list), Field(min_length=1)]

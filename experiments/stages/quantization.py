@@ -55,8 +55,8 @@ class _Judge:
         self.texts = texts
         self.arm = context.plan.arms[0]
         self.dense = self._reader(source)
-        workload = next(iter(context.plan.experiment.workload), None)
-        self.requests = None if workload is None else requests_of(workload, self.dense.config.vocab_size)
+        served = next(iter(context.plan.workloads), None)
+        self.requests = None if served is None else requests_of(served.workload, self.dense.config.vocab_size)
         self.engine = None if self.requests is None else self._engine(source)
 
     def row(self, one: QuantizedModel | None, directory: Path, common: dict[str, Any]) -> QuantizationRow:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from experiments.document import Document, ExperimentError, parse_document, read_document
-from experiments.planning.structure import parts_of
+from experiments.planning.layout import lay_out
 
 TEXT = "name: a\nkernels:\n  swiglu: [torch, fused]\nworkload:\n- {kind: prompts}\n"
 
@@ -63,7 +63,7 @@ def test_set_puts_a_yaml_value_at_a_dotted_key(override: str, path: tuple[str | 
 )
 def test_a_set_that_fits_nowhere_is_refused(override: str, message: str) -> None:
     with pytest.raises(ExperimentError, match=message) as caught:
-        parts_of(parse(TEXT, override))
+        lay_out(parse(TEXT, override))
     assert any(problem.startswith(f"--set {override}") for problem in caught.value.problems)
 
 
@@ -91,7 +91,7 @@ def test_a_set_that_fits_nowhere_is_refused(override: str, message: str) -> None
 )
 def test_broken_yaml_is_refused_with_its_line(text: str, message: str) -> None:
     with pytest.raises(ExperimentError, match=message):
-        parts_of(parse(text))
+        lay_out(parse(text))
 
 
 def test_a_merged_key_is_where_it_was_written_and_gives_way_to_the_mappings_own() -> None:

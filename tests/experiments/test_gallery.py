@@ -11,10 +11,10 @@ from rich.console import Console
 
 import experiments
 from experiments.document import read_document
+from experiments.planning.layout import lay_out
 from experiments.planning.models import plan_model
 from experiments.planning.plan import make_sweep
 from experiments.planning.points import points_of
-from experiments.planning.structure import parts_of
 from experiments.reporting.question import question_of
 from experiments.reporting.tables import tables_of
 from experiments.runner import failures, run_experiment
@@ -193,11 +193,10 @@ def test_what_runs_at_once_fits_the_cache(file: Path, full: bool) -> None:
     """Or preemption, which nobody asked about, would be measured too."""
     document = read_document(file)
     document = document.full if full and document.full is not None else document
-    for part in parts_of(document):
-        source = part.experiment.model
-        for arm in part.arms if source is not None else ():
-            config, page = plan_model(source, document.folder).config, arm.scheduler.get("block_size", 16)
-            dtype = getattr(torch, part.experiment.dtype)
+    for part in lay_out(document)[0].parts:
+        for arm in part.arms if part.model is not None else ():
+            config, page = plan_model(part.model, document.folder).config, arm.scheduler.get("block_size", 16)
+            dtype = getattr(torch, part.dtype)
             pages = arm.scheduler["kv_cache_bytes"] // kv_bytes_per_block(config, page, dtype)
             for served in arm.workloads:
                 requests = requests_of(served.workload, config.vocab_size)
@@ -212,4 +211,4 @@ def test_an_experiment_says_what_it_asks_and_has_full_sizes(file: Path) -> None:
         assert said in text.partition("\nname: ")[0]
     document = read_document(file)
     assert document.full is not None
-    assert sum(len(part.arms) for part in parts_of(document.full)) >= 2
+    assert sum(len(part.arms) for part in lay_out(document.full)[0].parts) >= 2

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from experiments.document import ExperimentError, parse_document
-from experiments.planning.structure import parts_of
+from experiments.planning.layout import lay_out
 from experiments.schema import Experiment
 
 GOOD = """
@@ -19,8 +19,8 @@ LATE = "{num_requests: 2, input_len: 4, output_len: 8"
 
 
 def parse(text: str) -> Experiment:
-    (part,) = parts_of(parse_document(text, "a.yaml", Path()))
-    return part.experiment
+    (layout,) = lay_out(parse_document(text, "a.yaml", Path()))
+    return layout.experiment
 
 
 def problems(text: str) -> list[str]:

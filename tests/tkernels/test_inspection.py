@@ -122,10 +122,16 @@ def test_tensor_memory_limits_blocks_too_and_every_target_has_limits() -> None:
 
 DECODE = CompiledKernel(
     "paged_decode", "one_pass", "paged_decode_one_pass", "sm_90", {"BLOCK_N": 64}, "ok", loop=True, spill_bytes=0,
-    registers=168, matrix_instructions={"HMMA": 32}, access_bytes={"16": 0.98, "4": 0.02},
+    registers=168, matrix_instructions={"HMMA": 32}, access_bytes={"16": 0.98, "4": 0.02}, work="decode",
 )  # fmt: skip
 MATMUL = replace(
-    DECODE, op="matmul", config={"BLOCK_M": 64}, matrix_instructions={"HGMMA": 4}, axes={"M": 2048}, narrow=("a 2",)
+    DECODE,
+    op="matmul",
+    work="gemm",
+    config={"BLOCK_M": 64},
+    matrix_instructions={"HGMMA": 4},
+    axes={"M": 2048},
+    narrow=("a 2",),
 )
 
 
@@ -141,7 +147,7 @@ def test_good_rows_pass_the_gates() -> None:
         (replace(DECODE, spill_bytes=8), "spills 8 bytes"),
         (replace(DECODE, narrow=("a.py:1 bf16 2",)), "narrow (16 bytes are wanted): a.py:1 bf16 2"),
         (
-            replace(DECODE, op="swiglu", loop=False, narrow=("a.py:1 bf16 8",)),
+            replace(DECODE, op="swiglu", work="traffic", loop=False, narrow=("a.py:1 bf16 8",)),
             "narrow (16 bytes are wanted): a.py:1 bf16 8",
         ),
         (replace(MATMUL, matrix_instructions={"HMMA": 4}), "no HGMMA"),

@@ -83,8 +83,8 @@ def launch(run: Run, out, x, weight, bias):
     )
 
 
-VARIANT = Variant(wins="never", launch=launch, default={"": Config(BLOCK_M=64)}, deterministic=True,
-                  batch_invariant=True)
+VARIANT = Variant(wins="never", launch=launch, default={"": Config(BLOCK_M=64)},
+                  configs=(Config(BLOCK_M=64),), deterministic=True, batch_invariant=True)
 """
 
 

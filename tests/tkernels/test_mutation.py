@@ -81,7 +81,7 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, e
 
 
 VARIANT = Variant(
-    wins="never", launch=launch, default={"": Config()}, deterministic=True, batch_invariant=True,
+    wins="never", launch=launch, default={"": Config()}, configs=(Config(),), deterministic=True, batch_invariant=True,
 )
 """
 

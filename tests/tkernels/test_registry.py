@@ -25,7 +25,7 @@ def test_the_ops_and_their_variants_are_there() -> None:
     triton = [v for op in OPS.values() for v in op.variants.values() if v.kind == "triton"]
     assert len(triton) >= 10
     assert {"one_pass", "split_kv", "last_arriver"} <= set(OPS["paged_decode"].variants)
-    assert all(v.wins and v.configs and v.file.exists() for v in triton)
+    assert all(v.file.exists() for v in triton)
     assert all(op.variants["torch"].kind == "torch" for op in OPS.values())
 
 
@@ -90,6 +90,8 @@ def test_a_config_without_constants_replaces_the_drawn_ones(tmp_path: Path) -> N
         ([("out: torch.Tensor, gate_up: torch.Tensor", "gate_up: torch.Tensor, out: torch.Tensor")], "differ from the"),
         ([('default={"": Config()}', 'default={"sm_90": Config()}')], "must have an entry for every other arch"),
         ([('configs=(Config()', 'configs=(Config(BLOCK=4)')], "configs differ in their names"),
+        ([("configs=(Config(), Config(num_warps=8)),", "")], "configs must not be empty: they are what tuning tries"),
+        ([('wins="never"', 'wins=""')], "wins must say when this algorithm should be the fastest"),
         ([('key=("I",)', 'key=("T",)')], "batch-invariant variant's config may not depend on T"),
         ([('key=("I",)', 'key=("Q",)')], r"names no axis of swiglu: \['Q'\]"),
         ([("swiglu_doubled", "double")], "its kernel must be named swiglu_doubled"),

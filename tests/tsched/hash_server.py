@@ -51,8 +51,9 @@ class PagedDevice:
     Its block tables are its own, kept up by what a plan says has changed.
     """
 
-    def __init__(self, scheduler: Scheduler, num_host_blocks: int = 0) -> None:
-        pool, table = scheduler.pool, scheduler.table
+    def __init__(self, scheduler: Scheduler) -> None:
+        pool, table, host_pool = scheduler.pool, scheduler.table, scheduler.host_pool
+        num_host_blocks = 0 if host_pool is None else host_pool.num_blocks
         self.scheduler = scheduler
         self.pages = np.full((pool.num_blocks, pool.block_size, 3), EMPTY, dtype=np.int64)
         self.host_pages = np.full((num_host_blocks, pool.block_size, 3), EMPTY, dtype=np.int64)
@@ -112,15 +113,18 @@ class PagedDevice:
         drawn = self._uniforms.at(rows, plan.lengths - table.prompt_len[rows])
         tokens = np.empty(rows.size, dtype=np.int64)
         for i, (row, length) in enumerate(zip(rows.tolist(), plan.lengths.tolist(), strict=True)):
-            facts = self.pages[self._slots(row, np.arange(length))]  # [length, 3]
-            tenants = np.unique(facts[:, 2])
-            tenant = int(tenants[0]) if tenants.size == 1 else EMPTY
             uniform = float(drawn[i]) if table.temperature[row] > 0 else 0.0
-            tokens[i] = next_token(facts[:, :2], tenant, uniform)
+            tokens[i] = self.token_of(row, length, uniform)
         self._under_way = {
             (row, int(table.epoch[row])): token for row, token in zip(rows.tolist(), tokens.tolist(), strict=True)
         }
         return tokens
+
+    def token_of(self, row: int, length: int, uniform: float) -> int:
+        """What follows the first `length` tokens that the row reads back."""
+        facts = self.pages[self._slots(row, np.arange(length))]  # [length, 3]
+        tenants = np.unique(facts[:, 2])
+        return next_token(facts[:, :2], int(tenants[0]) if tenants.size == 1 else EMPTY, uniform)
 
     def _tenant(self, row: int) -> int:
         sequence = self.scheduler.table.sequences[row]
@@ -132,10 +136,21 @@ class HashServer:
     """The scheduler and such a device; `commit` comes the schedule's lag late."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.scheduler = Scheduler(**schedule.options)
-        self.device = PagedDevice(self.scheduler, schedule.options.get("num_host_blocks", 0))
+        self.scheduler = self.make_scheduler(schedule)
+        self.device = self.make_device()
         self._lag = schedule.lag
         self._launches: deque[Launch] = deque()
+
+    def make_scheduler(self, schedule: Schedule) -> Scheduler:
+        return Scheduler(**schedule.options)
+
+    def make_device(self) -> PagedDevice:
+        return PagedDevice(self.scheduler)
+
+    @staticmethod
+    def token_alone(tokens: list[int], tenant: int, uniform: float) -> int:
+        """What follows `tokens` in a sequence that nobody disturbs."""
+        return next_token(np.stack((np.array(tokens), np.arange(len(tokens))), axis=1), tenant, uniform)
 
     def add(self, numbers: list[int], request: Request) -> list[Sequence]:
         self.device.tenants |= dict.fromkeys(numbers, tenant_of(request.salt))
@@ -173,8 +188,7 @@ class HashServer:
         key = philox_key(0, Sequence.create(number, request.prompt, params, MAX_MODEL_LEN))
         drawn = uniforms(key, 0, MAX_MODEL_LEN) if params.temperature > 0 else np.zeros(MAX_MODEL_LEN)
         while True:
-            history = np.stack((np.array(tokens), np.arange(len(tokens))), axis=1)
-            tokens.append(next_token(history, tenant_of(request.salt), float(drawn[len(tokens) - length])))
+            tokens.append(self.token_alone(tokens, tenant_of(request.salt), float(drawn[len(tokens) - length])))
             num_output = len(tokens) - length
             if tokens[-1] in ends and num_output > params.min_tokens:
                 return tokens[length:], "stop"

@@ -1,8 +1,11 @@
-"""What the pages of a device and of its host hold, with plans under way: a model to check a scheduler against.
+"""What the pages and states of a device and of its host hold, with plans under way: a model to check a scheduler with.
 
 A slot holds a number that stands for the keys and values of a token: a hash of the tenant's salt and of all tokens up
 to this one. It is worked out from what the slot before it holds, as the table says, so one page that is stale,
 misplaced or another tenant's changes everything after it.
+
+The state of a sequence is the number of its last token, worked out from the state that the plan says is read, and where
+there are states the next token follows from them alone: a state of another place or sequence gives another token.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from numpy.typing import NDArray
 from tsched.scheduling.scheduler import Scheduler, StepPlan
 
 Values = NDArray[np.uint64]
+Copy = tuple[bool, bool, NDArray[np.int32], NDArray[np.int32]]  # from the host, to the host, src, dst
 
 VOCAB = 6
 MAX_TOKENS = 64
@@ -52,34 +56,47 @@ def token_after(value: int) -> int:
 
 @dataclass(frozen=True)
 class Effects:
-    """A plan as its step carries it out: copies in order, as (from the host, to the host, src, dst), then writes."""
+    """A plan as its step carries it out: copies in order, then writes, of pages and of states."""
 
     plan: StepPlan
-    copies: list[tuple[bool, bool, NDArray[np.int32], NDArray[np.int32]]]
+    copies: list[Copy]
     slots: NDArray[np.int64]
     values: Values
     sampled: NDArray[np.int64]
+    state_copies: list[Copy]
+    state_slots: NDArray[np.int64]
+    state_values: Values
 
 
 class Memory:
-    """[blocks, block_size] of the device and of the host."""
+    """[blocks, block_size] of the device and of the host, and [states] of both."""
 
-    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
-        self.device = np.zeros((num_blocks, block_size), dtype=np.uint64)
-        self.host = np.zeros((num_host_blocks, block_size), dtype=np.uint64)
+    def __init__(self, scheduler: Scheduler) -> None:
+        pool, host, states = scheduler.pool, scheduler.host_pool, scheduler.states
+        self.device = np.zeros((pool.num_blocks, pool.block_size), dtype=np.uint64)
+        self.host = np.zeros((0 if host is None else host.num_blocks, pool.block_size), dtype=np.uint64)
+        host_states = None if states is None else states.host_pool
+        self.states = np.zeros(0 if states is None else states.pool.num_blocks, dtype=np.uint64)
+        self.host_states = np.zeros(0 if host_states is None else host_states.num_blocks, dtype=np.uint64)
 
     def apply(self, effects: Effects) -> None:
-        self.copy(effects)
+        self.copy(effects.copies, effects.state_copies)
         self.device.reshape(-1)[effects.slots] = effects.values
+        self.states[effects.state_slots] = effects.state_values
 
-    def copy(self, effects: Effects) -> None:
-        for from_host, to_host, src, dst in effects.copies:
+    def copy(self, copies: list[Copy], state_copies: list[Copy]) -> None:
+        for from_host, to_host, src, dst in copies:
             (self.host if to_host else self.device)[dst] = (self.host if from_host else self.device)[src]
+        for from_host, to_host, src, dst in state_copies:
+            (self.host_states if to_host else self.states)[dst] = (self.host_states if from_host else self.states)[src]
 
     def poison(self, effects: Effects) -> None:
         for _, to_host, _, dst in effects.copies:
             (self.host if to_host else self.device)[dst] = POISON
+        for _, to_host, _, dst in effects.state_copies:
+            (self.host_states if to_host else self.states)[dst] = POISON
         self.device.reshape(-1)[effects.slots] = POISON
+        self.states[effects.state_slots] = POISON
 
 
 class PageContents:
@@ -87,12 +104,9 @@ class PageContents:
     run whose outcome the scheduler knows. The truth is somewhere between.
     """
 
-    def __init__(self, scheduler: Scheduler, num_host_blocks: int) -> None:
-        pool = scheduler.pool
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self.issued, self.committed = (
-            Memory(pool.num_blocks, num_host_blocks, pool.block_size) for _ in ("issued", "committed")
-        )
+        self.issued, self.committed = Memory(scheduler), Memory(scheduler)
         self.under_way: deque[Effects] = deque()
         self._last_sampled: dict[tuple[int, int], int] = {}
 
@@ -100,23 +114,25 @@ class PageContents:
         """Run `plan`, which was just made."""
         scheduler, table = self._scheduler, self._scheduler.table
         block_size, issued = scheduler.pool.block_size, self.issued
-        copies = [
-            (from_host, to_host, pairs[0], pairs[1])
-            for from_host, to_host, pairs in (
-                (False, True, plan.swap_outs),
-                (True, False, plan.swap_ins),
-                (False, False, plan.copies),
+        copies = _copies((False, True, plan.swap_outs), (True, False, plan.swap_ins), (False, False, plan.copies))
+        state_copies, state_slots = [], np.empty((2, 0), dtype=np.int64)
+        if plan.states is not None:
+            state_copies = _copies((False, True, plan.states.swap_outs), (True, False, plan.states.swap_ins))
+            state_slots = plan.states.slots.astype(np.int64)
+            assert state_slots.shape == (2, plan.rows.size)
+            assert np.unique(state_slots[1]).size == plan.rows.size, "two rows write to one state"
+            others = state_slots[0] != state_slots[1]
+            assert not np.isin(state_slots[0][others], state_slots[1]).any(), (
+                "a row writes to a state that another reads"
             )
-            if pairs.shape[1]
-        ]
-        for _, _, _, dst in copies:
-            assert np.unique(dst).size == dst.size, "two pages are copied to one"
         nothing = np.empty(0, dtype=np.int64)
-        issued.copy(Effects(plan, copies, nothing, nothing.astype(np.uint64), nothing))
+        issued.copy(copies, state_copies)
+        states: list[int] = []
         flat = issued.device.reshape(-1)
         slots: list[NDArray[np.int64]] = []
         values: list[Values] = []
-        for row, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
+        entries = zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True)
+        for entry, (row, start, count) in enumerate(entries):
             sequence = table.sequences[row]
             assert sequence is not None
             place = np.arange(max(start - 1, 0), start + count)
@@ -129,7 +145,14 @@ class PageContents:
             slots.append(slot[-count:])
             values.append(values_after(before, tokens))
             flat[slot[-count:]] = values[-1]
-        sampled = [token_after(int(values[i][-1])) for i in plan.sampled.tolist()]
+            if plan.states is not None:
+                read = int(state_slots[0, entry])
+                assert (read < 0) == (start == 0), "a row begins from another's state, or from none in the middle"
+                before = first_value(sequence.cache_salt) if read < 0 else int(issued.states[read])
+                states.append(int(values_after(before, tokens)[-1]))
+        issued.states[state_slots[1]] = states
+        last = [int(each[-1]) for each in values] if plan.states is None else states
+        sampled = [token_after(last[i]) for i in plan.sampled.tolist()]
         self._last_sampled = {
             (row, int(table.epoch[row])): token for row, token in zip(plan.sampled_rows.tolist(), sampled, strict=True)
         }
@@ -139,6 +162,9 @@ class PageContents:
             np.concatenate([*slots, nothing]),
             np.concatenate([*values, nothing.astype(np.uint64)]),
             np.array(sampled, dtype=np.int64),
+            state_copies,
+            state_slots[1],
+            np.array(states, dtype=np.uint64),
         )
         assert np.unique(effects.slots).size == effects.slots.size, "two rows write to one slot"
         self.under_way.append(effects)
@@ -156,3 +182,10 @@ class PageContents:
             self.issued.poison(effects)
             self.committed.poison(effects)
         self.under_way.clear()
+
+
+def _copies(*steps: tuple[bool, bool, NDArray[np.int32]]) -> list[Copy]:
+    copies = [(from_host, to_host, pairs[0], pairs[1]) for from_host, to_host, pairs in steps if pairs.shape[1]]
+    for _, _, _, dst in copies:
+        assert np.unique(dst).size == dst.size, "two units are copied to one"
+    return copies

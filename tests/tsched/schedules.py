@@ -25,6 +25,7 @@ from tsched.scheduling.sequence import Sequence
 
 SERVERS = {  # loaded by name: what the others serve needs torch
     "hash": ("tests.tsched.hash_server", "HashServer"),
+    "state": ("tests.tsched.state_server", "StateServer"),
     "float64": ("tests.tsched.engine_server", "EngineServer"),
     "rowwise": ("tests.tsched.engine_server", "RowwiseServer"),
 }
@@ -261,6 +262,10 @@ def check_nothing_is_left(scheduler: Scheduler) -> None:
     assert pool.num_free + pool.num_cached == pool.num_blocks
     host = scheduler.host_pool
     assert host is None or host.num_free == host.num_blocks, "a block of the host is left behind"
+    states = scheduler.states
+    if states is not None:
+        assert states.pool.num_referenced == 0, f"{states.pool.num_referenced} states are left behind"
+        assert states.host_pool is None or states.host_pool.num_referenced == 0, "a state of the host is left behind"
     assert table.num_free_rows == table.num_rows, "a row is left behind"
     assert all(sequence is None for sequence in table.sequences)
     assert (scheduler.num_waiting, scheduler.num_running, scheduler.has_unfinished) == (0, 0, False)

@@ -25,7 +25,9 @@ from tsched.scheduling.block_pool import BlockIds, BlockPool
 from tsched.scheduling.policies.hash_prefix_cache import DIGEST_SIZE, HashPrefixCache
 from tsched.scheduling.policies.radix_prefix_cache import RadixPrefixCache
 from tsched.scheduling.scheduler import Scheduler
-from tsched.scheduling.sequence import Sequence
+from tsched.scheduling.sequence import NO_STATE, Sequence
+from tsched.scheduling.state_slots import StateSlots
+from tsched.scheduling.step_plan import StepPlan
 
 MAX_MODEL_LEN = 40
 EOS = 0
@@ -51,7 +53,7 @@ class ServingWorld:
     def __init__(self, fired: Counter[str], **options: Any) -> None:
         self.fired = fired
         self.scheduler = Scheduler(max_model_len=MAX_MODEL_LEN, eos_token_ids=(EOS,), **options)
-        self.pages = PageContents(self.scheduler, options["num_host_blocks"])
+        self.pages = PageContents(self.scheduler)
         self.alive: dict[int, Life] = {}
         self.finished: list[NDArray[np.int64]] = []
         self.num_created = self.num_checks = 0
@@ -90,6 +92,12 @@ class ServingWorld:
         self.fired["adopt an equal block"] += plan.rewritten.size
         for name, pairs in (("swap out", plan.swap_outs), ("swap in", plan.swap_ins), ("copy on write", plan.copies)):
             self.fired[name] += pairs.shape[1]
+        if plan.states is not None:
+            self.fired["swap a state out"] += plan.states.swap_outs.shape[1]
+            self.fired["swap a state in"] += plan.states.swap_ins.shape[1]
+            self.fired["read one state, write another"] += int(
+                ((plan.states.slots[0] != plan.states.slots[1]) & (plan.states.slots[0] >= 0)).sum()
+            )
         self._count_since(before)
 
     def commit(self) -> None:
@@ -183,6 +191,9 @@ class ServingWorld:
         assert scheduler.pool.num_referenced == 0
         assert scheduler.host_pool is None or scheduler.host_pool.num_referenced == 0
         assert not scheduler.has_unfinished
+        if scheduler.states is not None:
+            assert scheduler.states.pool.num_referenced == 0
+            assert scheduler.states.host_pool is None or scheduler.states.host_pool.num_referenced == 0
         blocks = scheduler._cache.allocate(scheduler.pool.num_blocks)
         assert np.unique(blocks).size == scheduler.pool.num_blocks
         scheduler.pool.release(blocks)
@@ -194,6 +205,8 @@ class ServingWorld:
     def check(self) -> None:
         self.num_checks += 1
         self._check_accounts()
+        if self.scheduler.states is not None:
+            self._check_states(self.scheduler.states)
         for life in self.alive.values():
             self._check_pages(life)
         self._check_kept()
@@ -238,6 +251,49 @@ class ServingWorld:
             assert count <= tokens.size
             found = memory[blocks].reshape(-1)[:count]
             assert (found == values_after(first_value(sequence.cache_salt), tokens[:count])).all(), "stale pages"
+
+    def _check_states(self, states: StateSlots) -> None:
+        """Each slot belongs to those who say so, and holds the state as of the place that they believe it to be of."""
+        table, issued, holders = self.scheduler.table, self.pages.issued, []
+        host_holders = [pairs for effects in self.pages.under_way for pairs in _host_states_read(effects.plan)]
+        for life in self.alive.values():
+            sequence, row = life.sequence, life.sequence.row
+            values = values_after(first_value(sequence.cache_salt), self._tokens(sequence))
+            if row >= 0:
+                read, written, checkpoint = (
+                    int(column[row]) for column in (states._read, states._written, states._checkpoint)
+                )
+                assert states.pool.refs(as_slots(written))[0] == 1, "a working state has two owners"
+                assert not states.pool.is_kept(as_slots(written))[0], "a kept state is written to"
+                holders += [written] + [read] * (read not in (written, NO_STATE))
+                computed = int(table.computed[row])
+                if 0 < computed <= values.size:
+                    assert issued.states[read] == values[computed - 1], "stale state"
+                if checkpoint != NO_STATE:
+                    holders.append(checkpoint)
+                    assert issued.states[checkpoint] == values[states._checkpoint_place[row] - 1], "stale checkpoint"
+            elif sequence.host_blocks.size:
+                host_holders.append(sequence.host_state)
+                assert issued.host_states[sequence.host_state] == values[sequence.num_computed - 1], "stale host state"
+            elif sequence.blocks.size:
+                holders.append(sequence.state)
+                assert issued.states[sequence.state] == values[sequence.num_computed - 1], (
+                    "stale state of one who waits"
+                )
+            else:
+                assert sequence.state == sequence.host_state == NO_STATE
+        _check_pool(states.pool, [as_slots(*holders)])
+        if states.host_pool is not None:
+            _check_pool(states.host_pool, [as_slots(*host_holders)])
+        everything = np.arange(states.pool.num_blocks, dtype=np.int32)
+        kept = np.flatnonzero(states.pool.is_kept(everything))
+        blocks = np.flatnonzero(states._slot_at != NO_STATE).astype(np.int32)
+        assert sorted(states._slot_at[blocks].tolist()) == kept.tolist()
+        assert self.scheduler.pool.is_kept(blocks).all(), "a state is kept with a block that is not"
+        for block in blocks.tolist():
+            slot = states._slot_at[block]
+            for memory in (issued, self.pages.committed):
+                assert memory.states[slot] == memory.device[block, -1], "a kept state is not that of its block's end"
 
     def _check_kept(self) -> None:
         """Blocks that can be matched hold what their key says, in plans that have been committed."""
@@ -374,6 +430,14 @@ def _check_pool(pool: BlockPool, held: list[BlockIds]) -> None:
     assert (free == np.flatnonzero(unused & ~pool.is_kept(everything))).all(), "the free blocks are not those"
     assert pool.num_cached == np.count_nonzero(unused & pool.is_kept(everything))
     assert pool.num_free + pool.num_cached + pool.num_referenced == pool.num_blocks
+
+
+def as_slots(*slots: int) -> BlockIds:
+    return np.array(slots, dtype=np.int32)
+
+
+def _host_states_read(plan: StepPlan) -> list[int]:
+    return [] if plan.states is None else plan.states.swap_ins[0].tolist()
 
 
 def cut_digests(prefix: Any) -> list[bytes]:

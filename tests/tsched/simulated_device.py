@@ -146,7 +146,7 @@ def check_accounts(scheduler: Scheduler) -> None:
     assert (pool.num_referenced, pool.num_cached) == ((refs > 0).sum(), (kept & (refs == 0)).sum())
     assert pool.num_free + pool.num_cached + pool.num_referenced == pool.num_blocks
     if scheduler.host_pool is not None:
-        restored = [blocks for under_way in scheduler._in_flight for blocks in under_way.restored]
+        restored = [pairs[0] for under_way in scheduler._in_flight for pairs in under_way.copies.swap_ins]
         swapped = np.concatenate([*(s.host_blocks for s in waiting), *restored, []]).astype(int)
         num_host = scheduler.host_pool.num_blocks
         assert (scheduler.host_pool.refs(np.arange(num_host)) == np.bincount(swapped, minlength=num_host)).all()

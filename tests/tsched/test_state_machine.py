@@ -203,9 +203,10 @@ FAULTS = (
                "num_computed % self.pool.block_size != 0 and self._is_read_by_others(held[-1:])", "False"),
     PlantedBug("a parent writes to its fork's block", Planner, "_writers_to_shared",
                "int(pool.refs(table.blocks[row, place : place + 1])[0]) > 1", "False"),
-    PlantedBug("host blocks are free while they are read", KVMemory, "enter", "self._restored.append(host)",
-               "self.host_pool.release(host)"),
-    PlantedBug("swapped in elsewhere", KVMemory, "enter", "np.stack((host,", "np.stack((host[::-1],"),
+    PlantedBug("host blocks are free while they are read", KVMemory, "_restore",
+               "sequence.host_blocks, sequence.host_state = NO_BLOCKS, NO_STATE",
+               "sequence.host_blocks = NO_BLOCKS; self.host_pool.release(host)"),
+    PlantedBug("swapped in elsewhere", KVMemory, "_restore", "np.stack((host,", "np.stack((host[::-1],"),
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from tkernels.variant import Variant
 from tkernels.verification.accuracy import Verdict, judge
 from tkernels.verification.addresses import default_door
 from tkernels.verification.calls import same_bits, wanted_outputs
+from tkernels.verification.offsets import check_offsets
 
 _BUILTIN = Path(__file__).parents[1]  # the tkernels package
 
@@ -150,8 +151,6 @@ def check_case(
     if reason or not all(v.ok for v in verdicts.values()):
         return result("wrong", reason, verdicts)
     if offsets and MODE == "interpret" and variant.launch is not None and config is not None:
-        from tkernels.verification.sanitizers.overflow import check_offsets
-
         try:
             check_offsets(variant, case, config)
         except Exception as error:

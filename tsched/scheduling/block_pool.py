@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ class BlockPool:
         self._num_cached = 0
         self._refs = np.zeros(num_blocks, dtype=np.int32)
         self._kept = np.zeros(num_blocks, dtype=np.bool_)
+        self.on_forget: Callable[[BlockIds], None] | None = None  # hears of blocks that are kept no longer
         self._place = np.zeros(num_blocks, dtype=np.int32)  # scratch: where in a call's blocks each one stands
         self._places = np.arange(num_blocks, dtype=np.int32)
 
@@ -122,6 +124,8 @@ class BlockPool:
         cached = blocks[refs == 0] if np.count_nonzero(refs) else blocks
         self._num_cached -= cached.size
         self._push(cached)
+        if self.on_forget is not None:
+            self.on_forget(blocks)
 
     def _push(self, blocks: BlockIds) -> None:
         self._free[self._num_free : self._num_free + blocks.size] = blocks

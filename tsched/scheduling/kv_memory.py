@@ -1,20 +1,37 @@
-"""Who holds which blocks on the device and on the host, and the page copies that a plan needs for it."""
+"""Who holds which blocks and states on the device and on the host, and the copies that a plan needs for it."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from tsched.scheduling.block_pool import NO_BLOCKS, BlockIds, BlockPool
 from tsched.scheduling.policies.base import PrefixCache
-from tsched.scheduling.sequence import Sequence
-from tsched.scheduling.step_plan import NO_PAIRS
+from tsched.scheduling.sequence import NO_STATE, Holding, Sequence
+from tsched.scheduling.state_slots import StateSlots
+
+
+@dataclass(slots=True)
+class Copies:
+    """The copies of one plan, each list of [2, n] pairs: units that are read, units that are written."""
+
+    swap_outs: list[BlockIds] = field(default_factory=list)
+    swap_ins: list[BlockIds] = field(default_factory=list)
+    on_device: list[BlockIds] = field(default_factory=list)
+    state_swap_outs: list[BlockIds] = field(default_factory=list)
+    state_swap_ins: list[BlockIds] = field(default_factory=list)
+
+
+NO_COPIES = Copies()  # shared by the plans without any
 
 
 class KVMemory:
     """The device's blocks, which the prefix cache owns, the host's, and the holdings of waiting sequences.
 
     A waiting sequence may hold device blocks (it was forked) or host blocks (it was swapped out). Device blocks that
-    wait are lent at call: `give_up` takes them back, and their holder computes those tokens again.
+    wait are lent at call: `give_up` takes them back, and their holder computes those tokens again. Where layers keep
+    states, whoever holds blocks holds a state too, as of the same place.
 
     Copies are collected for the plan being made. They run before that plan's forward and after everything earlier,
     swap-outs, swap-ins and copies in this order, so a block may be given away as soon as its copying out is planned.
@@ -22,47 +39,73 @@ class KVMemory:
     of that same plan come first.
     """
 
-    def __init__(self, pool: BlockPool, cache: PrefixCache, host_pool: BlockPool | None) -> None:
+    def __init__(
+        self, pool: BlockPool, cache: PrefixCache, host_pool: BlockPool | None, states: StateSlots | None = None
+    ) -> None:
         self.pool = pool
         self.cache = cache
         self.host_pool = host_pool
+        self.states = states
         self._holders: dict[int, Sequence] = {}  # waiting sequences with device blocks, by id
-        self._swap_outs: list[BlockIds] = []
-        self._swap_ins: list[BlockIds] = []
-        self._copies: list[BlockIds] = []
-        self._restored: list[BlockIds] = []  # host blocks that the plan being made reads back
+        self._copies = NO_COPIES
+        self._usable = None if states is None else states.usable
 
     def enter(self, sequence: Sequence, spare: int) -> BlockIds | None:
-        """[blocks_for(its tokens)] for a waiting `sequence`, the first num_computed tokens of which are in them by
-        the time that the plan's forward runs; it holds nothing any more. None, and nothing changes, where that would
-        not leave `spare` blocks available.
+        """Give a waiting `sequence` what it needs to run.
+
+        Args:
+            sequence: it holds no blocks any more, and of its state what `StateSlots.place` turns into a row's.
+            spare: blocks that must be left available.
+
+        Returns:
+            [blocks_for(its tokens)] blocks, the first num_computed tokens of which are in them by the time that the
+            plan's forward runs. None, and nothing changes, where there is no room.
         """
-        size, cache = self.pool.blocks_for(sequence.tokens.size), self.cache
         if sequence.host_blocks.size:
-            if size + spare > cache.num_available:
-                return None
-            blocks, host = cache.allocate(size), sequence.host_blocks
-            self._swap_ins.append(np.stack((host, blocks[: host.size])))
-            self._restored.append(host)
-            sequence.host_blocks = NO_BLOCKS
-            return blocks
+            return self._restore(sequence, spare)
+        size, cache, states = self.pool.blocks_for(sequence.tokens.size), self.cache, self.states
         is_new = sequence.blocks.size == 0
-        held = cache.match(sequence) if is_new else sequence.blocks
+        held = self._match(sequence) if is_new else sequence.blocks
         num_computed = held.size * self.pool.block_size if is_new else sequence.num_computed
         copies = num_computed % self.pool.block_size != 0 and self._is_read_by_others(held[-1:])
         missing = size - held.size + copies
-        if missing + spare > cache.num_available:
+        has_room = missing + spare <= cache.num_available
+        if not has_room or (states is not None and not states.has_room_for(sequence.state)):
             if held.size and is_new:
                 cache.release(sequence, held, 0)
+                self._release_state(sequence)
             return None
         added = cache.allocate(missing)
         if copies:  # it is about to write to a block that others read
-            self._copies.append(np.stack((held[-1:], added[:1])))
+            self._plan_copies().on_device.append(np.stack((held[-1:], added[:1])))
             cache.release(sequence, held[-1:], 0)
             held = held[:-1]
         self._holders.pop(sequence.id, None)
         sequence.blocks, sequence.num_computed = NO_BLOCKS, num_computed
         return np.concatenate((held, added))
+
+    def _match(self, sequence: Sequence) -> BlockIds:
+        """The blocks of the longest prefix that every group of layers can go on from; the sequence holds the state as
+        of its end.
+        """
+        held = self.cache.match(sequence, self._usable)
+        if held.size and self.states is not None:
+            sequence.state = self.states.share_at(held[-1])
+        return held
+
+    def _restore(self, sequence: Sequence, spare: int) -> BlockIds | None:
+        """`enter` of a sequence that was swapped out."""
+        size, cache, states = self.pool.blocks_for(sequence.tokens.size), self.cache, self.states
+        if size + spare > cache.num_available or (states is not None and states.num_available == 0):
+            return None
+        blocks, host = cache.allocate(size), sequence.host_blocks
+        self._plan_copies().swap_ins.append(np.stack((host, blocks[: host.size])))
+        if states is not None:
+            sequence.state = states.allocate()
+            pair = np.array([[sequence.host_state], [sequence.state]], dtype=np.int32)
+            self._plan_copies().state_swap_ins.append(pair)
+        sequence.host_blocks, sequence.host_state = NO_BLOCKS, NO_STATE
+        return blocks
 
     def _is_read_by_others(self, block: BlockIds) -> bool:
         """Whether another sequence, or the prefix cache for a later one, needs the content of `block` [1]."""
@@ -71,35 +114,90 @@ class KVMemory:
     def copy_on_write(self, sequence: Sequence, block: BlockIds) -> BlockIds:
         """[1] the block that `sequence`, which runs, may write in place of the shared `block` [1]."""
         own = self.cache.allocate(1)
-        self._copies.append(np.stack((block, own)))
+        self._plan_copies().on_device.append(np.stack((block, own)))
         self.cache.release(sequence, block, 0)
         return own
 
-    def share(self, child: Sequence, blocks: BlockIds, num_computed: int) -> None:
-        """The waiting `child` holds the device's `blocks` too, which have its first `num_computed` tokens."""
-        held = blocks[: self.pool.blocks_for(num_computed)].copy()
-        if held.size:
-            self.pool.share(held)
-            self._holders[child.id] = child
-            child.blocks, child.num_computed = held, num_computed
+    def held_by(self, row: int, blocks: BlockIds, most: int) -> Holding:
+        """What is there of the first tokens of a running row with these `blocks`, `most` of them at most."""
+        if self.states is None:
+            return Holding(blocks, most)
+        return Holding(blocks, *self.states.latest(row, most))
 
-    def share_host(self, child: Sequence, blocks: BlockIds, num_computed: int) -> None:
-        """The same of the host's `blocks`."""
-        held = blocks[: self.pool.blocks_for(num_computed)].copy()
-        if held.size and self.host_pool is not None:
-            self.host_pool.share(held)
-            child.host_blocks, child.num_computed = held, num_computed
-
-    def swap_out(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> bool:
-        """Copy the first `num_computed` tokens of `sequence`, in `blocks`, to the host, where it holds them from now
-        on. False, and nothing changes, where the host has no room. The caller releases `blocks` in any case.
+    def share_row(self, child: Sequence, row: int, blocks: BlockIds, most: int) -> None:
+        """The waiting `child` holds what is there of the first tokens of a running row with these `blocks`, `most` of
+        them at most.
         """
-        pool, count = self.host_pool, self.pool.blocks_for(num_computed)
+        if self.states is None:
+            self._lend(child, Holding(blocks, most))
+        else:
+            self._lend(child, Holding(blocks, *self.states.fork(row, most)))
+
+    def share_waiting(self, child: Sequence, parent: Sequence, most: int) -> None:
+        """The waiting `child` holds what the waiting `parent` does, `most` tokens of it at most."""
+        num_computed = min(parent.num_computed, most)
+        if self.states is not None and num_computed < parent.num_computed:
+            return  # there is no state as of an earlier place
+        if parent.host_blocks.size:
+            self._lend_host(child, parent, num_computed)
+            return
+        if self.states is not None and parent.state != NO_STATE:
+            self.states.share(parent.state)
+        self._lend(child, Holding(parent.blocks, num_computed, parent.state))
+
+    def _lend(self, child: Sequence, held: Holding) -> None:
+        """The waiting `child` holds `held`, to whose state it has a reference already."""
+        blocks = held.blocks[: self.pool.blocks_for(held.num_computed)].copy()
+        if blocks.size:
+            self.pool.share(blocks)
+            self._holders[child.id] = child
+            child.blocks, child.num_computed, child.state = blocks, held.num_computed, held.state
+
+    def _lend_host(self, child: Sequence, parent: Sequence, num_computed: int) -> None:
+        blocks = parent.host_blocks[: self.pool.blocks_for(num_computed)].copy()
+        if blocks.size and self.host_pool is not None:
+            self.host_pool.share(blocks)
+            child.host_blocks, child.num_computed = blocks, num_computed
+            if self.states is not None:
+                self.states.share_on_host(parent.host_state)
+                child.host_state = parent.host_state
+
+    def swap_out(self, sequence: Sequence, held: Holding) -> bool:
+        """Copy what `sequence` `held` to the host, where it holds it from now on. False, and nothing changes, where the
+        host has no room. The caller releases it in any case.
+        """
+        pool, states, blocks = self.host_pool, self.states, held.blocks
+        count = self.pool.blocks_for(held.num_computed)
         if pool is None or count == 0 or count > pool.num_free:
             return False
-        sequence.host_blocks, sequence.num_computed = pool.allocate(count), num_computed
-        self._swap_outs.append(np.stack((blocks[:count], sequence.host_blocks)))
+        if states is not None:
+            host_state = states.allocate_on_host()
+            if host_state == NO_STATE:
+                return False
+            sequence.host_state = host_state
+            pair = np.array([[held.state], [host_state]], dtype=np.int32)
+            self._plan_copies().state_swap_outs.append(pair)
+        sequence.host_blocks, sequence.num_computed = pool.allocate(count), held.num_computed
+        self._plan_copies().swap_outs.append(np.stack((blocks[:count], sequence.host_blocks)))
         return True
+
+    def insert(self, row: int, sequence: Sequence, blocks: BlockIds, num_computed: int) -> BlockIds:
+        """`PrefixCache.insert`, and keep the row's checkpoint with its block."""
+        blocks = self.cache.insert(sequence, blocks, num_computed)
+        if self.states is not None:
+            self.states.attach(row, blocks)
+        return blocks
+
+    def release(self, row: int, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
+        """What `sequence` had in `row`, which it has left, is kept for later prefixes as far as its first
+        `num_computed` tokens go, and free.
+        """
+        if self.states is None:
+            self.cache.release(sequence, blocks, num_computed)
+            return
+        blocks = self.insert(row, sequence, blocks, num_computed)
+        self.states.leave(row)
+        self.cache.release(sequence, blocks, 0)
 
     def give_up(self, *, but: Sequence | None = None) -> Sequence | None:
         """Take back what the last in the order of the waiting sequences holds on the device; returns that sequence,
@@ -118,25 +216,36 @@ class KVMemory:
         if sequence.blocks.size:
             del self._holders[sequence.id]
             self.cache.release(sequence, sequence.blocks, 0)
+            self._release_state(sequence)
         elif sequence.host_blocks.size and self.host_pool is not None:
             self.host_pool.release(sequence.host_blocks)
+            if self.states is not None:
+                self.states.release_on_host(sequence.host_state)
         sequence.blocks = sequence.host_blocks = NO_BLOCKS
+        sequence.host_state = NO_STATE
         sequence.num_computed = 0
 
-    def take_copies(self) -> tuple[BlockIds, BlockIds, BlockIds, list[BlockIds]]:
-        """The plan's swap_outs, swap_ins and copies, each [2, n], and the host blocks to free at its commit."""
-        if not (self._swap_outs or self._swap_ins or self._copies):
-            return NO_PAIRS, NO_PAIRS, NO_PAIRS, []
-        taken = tuple(
-            np.concatenate(pairs, axis=1) if pairs else NO_PAIRS
-            for pairs in (self._swap_outs, self._swap_ins, self._copies)
-        )
-        restored = self._restored
-        self._swap_outs, self._swap_ins, self._copies, self._restored = [], [], [], []
-        return taken[0], taken[1], taken[2], restored
+    def _release_state(self, sequence: Sequence) -> None:
+        if self.states is not None and sequence.state != NO_STATE:
+            self.states.release(sequence.state)
+            sequence.state = NO_STATE
 
-    def free_restored(self, restored: list[BlockIds]) -> None:
-        """The plan that read these host blocks back has been committed, or is lost."""
+    def _plan_copies(self) -> Copies:
+        """The copies of the plan being made."""
+        if self._copies is NO_COPIES:
+            self._copies = Copies()
+        return self._copies
+
+    def take_copies(self) -> Copies:
+        """The copies of the plan that has just been made; those of the next one begin."""
+        copies, self._copies = self._copies, NO_COPIES
+        return copies
+
+    def free_restored(self, copies: Copies) -> None:
+        """The plan with these copies has been committed, or is lost: the host units that it read back are free."""
         if self.host_pool is not None:
-            for blocks in restored:
-                self.host_pool.release(blocks)
+            for pairs in copies.swap_ins:
+                self.host_pool.release(pairs[0])
+        if self.states is not None:
+            for pairs in copies.state_swap_ins:
+                self.states.release_on_host(int(pairs[0, 0]))

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 
 from tsched.scheduling.block_pool import BlockIds
-from tsched.scheduling.kv_memory import KVMemory
+from tsched.scheduling.kv_memory import NO_COPIES, Copies, KVMemory
 from tsched.scheduling.policies.base import Preemption
 from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
-from tsched.scheduling.step_plan import NO_PAIRS, NO_ROWS, StepPlan
+from tsched.scheduling.state_slots import StateSlots
+from tsched.scheduling.step_plan import NO_PAIRS, NO_ROWS, StateStep, StepPlan
 from tsched.scheduling.token_budget import TokenBudget
 from tsched.scheduling.waiting_queue import WaitingQueue
 
-_NOTHING: list[Any] = []  # shared by the plans without prefills and swap-ins
+_NOTHING: list[Any] = []  # shared by the plans without prefills
 
 
 @dataclass(slots=True)
@@ -37,11 +38,11 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class UnderWay:
-    """A plan, and what its commit needs besides: (row, epoch, end) of its prefills, host blocks that it reads back."""
+    """A plan, and what its commit needs besides: (row, epoch, end) of its prefills, and its copies."""
 
     plan: StepPlan
     prefills: list[tuple[int, int, int]]
-    restored: list[BlockIds]
+    copies: Copies
 
 
 class Planner:
@@ -59,6 +60,7 @@ class Planner:
         self.running: Ints = NO_ROWS  # [n] rows, the first in the order first
         self._table = table
         self._memory = memory
+        self._states = memory.states
         self._waiting = waiting
         self._budget = budget
         self._preemption = preemption
@@ -68,8 +70,9 @@ class Planner:
         self._rewritten: list[int] = []
         # (row, epoch) of rows that were forked since they last wrote: others may refer to the block they write to next.
         self._forked: list[tuple[int, int]] = []
-        # Who was not admitted for want of blocks, and how many there were past those kept back to grow into.
-        self._blocked: tuple[Sequence, int] | None = None
+        # Who was not admitted for want of room, and how many blocks (past those kept back to grow into) and states
+        # there were then.
+        self._blocked: tuple[Sequence, int, int] | None = None
         # Without chunked prefill: whole prompts took the tokens of running rows in the last plan, which go first now.
         self._left_out = False
         # The last plan, where every running row got a token by it and nothing has changed since but that: as if all
@@ -153,7 +156,10 @@ class Planner:
             if is_late:  # a sequence whose last token is under way has nothing left to compute
                 length = np.minimum(length, table.max_length[rows] - 1)
             computed = table.computed[rows]
-            counts, left, room = self._budget.share(length - computed)
+            wanted = length - computed
+            if self._states is not None and self._budget.chunked:
+                wanted = self._states.cut(rows, computed, wanted)
+            counts, left, room = self._budget.share(wanted)
             # Blocks for all known tokens were allocated at admission, so a row grows by one block at most.
             growing = rows[computed + counts > table.capacity[rows]]
             writers = self._writers_to_shared(rows, counts) if self._forked else _NOTHING
@@ -203,17 +209,19 @@ class Planner:
         self._rewritten.append(row)
 
     def _preempt(self, row: int) -> None:
-        table = self._table
-        # A token that a plan under way will bring comes too late: its row has another epoch then. So the last known
-        # one is run again when the sequence is back, and brings the same token.
+        table, memory = self._table, self._memory
+        # Tokens still in flight are dropped: the row's epoch changes first. So the last known one is run again when the
+        # sequence is back, and brings the same token.
         num_computed = min(int(table.computed[row]), int(table.known[row]) - 1)
         num_committed = table.num_committed(row)
         sequence, blocks = self.leave(row)
         sequence.num_preemptions += 1
         sequence.num_computed = 0
-        self._preemption.leave(sequence, blocks, num_computed, self._memory)
-        self._memory.cache.release(sequence, blocks, num_committed)
-        self._memory.cache.prepare(sequence)
+        held = memory.held_by(row, blocks, num_computed)
+        if self._preemption.moves_to_host(held):
+            memory.swap_out(sequence, held)
+        memory.release(row, sequence, blocks, num_committed)
+        memory.cache.prepare(sequence)
         self._waiting.add(sequence)
         self._counters.num_preemptions += 1
 
@@ -221,7 +229,7 @@ class Planner:
         """Admit from the queue while rows, blocks, `left` tokens and `room` for prefill tokens last; returns their
         rows and counts, [a] each.
         """
-        table, budget = self._table, self._budget
+        table, budget, states = self._table, self._budget, self._states
         rows: list[int] = []
         counts: list[int] = []
         growing = int(np.count_nonzero(table.can_grow(self.running)))
@@ -239,6 +247,10 @@ class Planner:
             rows.append(table.place(sequence, blocks, sequence.num_computed))
             growing += bool(table.can_grow(rows[-1]))
             wanted = sequence.tokens.size - sequence.num_computed
+            if states is not None:
+                states.place(rows[-1], sequence)
+                if budget.chunked:
+                    wanted = int(states.cut(rows[-1], sequence.num_computed, wanted))
             counts.append(1 if wanted == 1 else min(wanted, budget.chunk, room))
             left -= counts[-1]
             room = min(left, room if wanted == 1 else room - counts[-1])
@@ -259,12 +271,16 @@ class Planner:
         preempted at once.
         """
         memory = self._memory
-        spared = memory.cache.num_available - num_growing
-        if num_running and self._blocked is not None and self._blocked[0] is sequence and spared <= self._blocked[1]:
-            return None
+        spared, num_states = memory.cache.num_available - num_growing, 0
+        if self._states is not None:
+            num_states = self._states.num_available
+        if num_running and self._blocked is not None and self._blocked[0] is sequence:
+            _, spared_then, num_states_then = self._blocked
+            if spared <= spared_then and num_states <= num_states_then:
+                return None
         while (blocks := memory.enter(sequence, num_growing)) is None:
             if num_running:
-                self._blocked = (sequence, spared)
+                self._blocked = (sequence, spared, num_states)
                 return None
             if memory.give_up(but=sequence) is None and memory.give_up() is None:
                 raise RuntimeError("a sequence found too few blocks in an idle pool: the pool's accounts are wrong")
@@ -288,10 +304,14 @@ class Planner:
         if sampled.size < rows.size:
             sampled_rows, lengths = rows[sampled], ends[sampled]
         table.length[sampled_rows] = lengths + 1
-        swap_outs, swap_ins, copies, restored = self._memory.take_copies()
-        counters.num_swapped_out += swap_outs.shape[1]
-        counters.num_swapped_in += swap_ins.shape[1]
-        counters.num_copied += copies.shape[1]
+        copies = self._memory.take_copies()
+        swap_outs = swap_ins = on_device = NO_PAIRS
+        if copies is not NO_COPIES:
+            swap_outs, swap_ins = _joined(copies.swap_outs), _joined(copies.swap_ins)
+            on_device = _joined(copies.on_device)
+            counters.num_swapped_out += swap_outs.shape[1]
+            counters.num_swapped_in += swap_ins.shape[1]
+            counters.num_copied += on_device.shape[1]
         plan = StepPlan(
             rows=rows,
             starts=starts,
@@ -307,16 +327,17 @@ class Planner:
             num_preempted=num_preempted,
             swap_outs=swap_outs,
             swap_ins=swap_ins,
-            copies=copies,
+            copies=on_device,
             placed=_taken(self._placed),
             rewritten=_taken(self._rewritten),
             grown=grown,
+            states=None if self._states is None else _advance(self._states, rows, starts, copies),
         )
         filled = rows[starts < table.prefill_length[rows]]
         if filled.size == 0:
-            return UnderWay(plan, _NOTHING, restored)
+            return UnderWay(plan, _NOTHING, copies)
         filling = zip(filled.tolist(), table.epoch[filled].tolist(), table.computed[filled].tolist(), strict=True)
-        return UnderWay(plan, list(filling), restored)
+        return UnderWay(plan, list(filling), copies)
 
     def _as_decodes(self, plan: StepPlan) -> StepPlan | None:
         """`plan` as if it had only decoded, where every running row got a token by it and so comes next with one; None
@@ -371,8 +392,20 @@ class Planner:
             placed=NO_ROWS,
             rewritten=NO_ROWS,
             grown=growing,
+            states=None if self._states is None else _advance(self._states, rows, starts, NO_COPIES),
         )
-        return UnderWay(plan, _NOTHING, _NOTHING)
+        return UnderWay(plan, _NOTHING, NO_COPIES)
+
+
+def _advance(states: StateSlots, rows: Ints, starts: Ints, copies: Copies) -> StateStep:
+    """What the plan in which `rows` [n] advance from `starts` [n] on does to their states."""
+    slots = states.advance(rows, starts)
+    return StateStep(slots, _joined(copies.state_swap_outs), _joined(copies.state_swap_ins))
+
+
+def _joined(pairs: list[BlockIds]) -> BlockIds:
+    """[2, n] all of the pairs."""
+    return np.concatenate(pairs, axis=1) if pairs else NO_PAIRS
 
 
 def _taken(rows: list[int]) -> Ints:

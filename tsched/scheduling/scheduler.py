@@ -22,13 +22,14 @@ from tsched.requests.prompts import check_priority
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.block_pool import BlockPool
 from tsched.scheduling.fast_forward import count_quiet_steps, skip_steps
-from tsched.scheduling.kv_memory import KVMemory
+from tsched.scheduling.kv_memory import NO_COPIES, KVMemory
 from tsched.scheduling.planner import Counters, Planner, UnderWay
 from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES, find_policy
 from tsched.scheduling.policies.base import CacheStats
 from tsched.scheduling.refusal import as_token_ids, longest_form
 from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
 from tsched.scheduling.sibling_groups import SiblingGroups
+from tsched.scheduling.state_slots import StateSlots
 from tsched.scheduling.step_plan import StepPlan
 from tsched.scheduling.token_budget import TokenBudget
 from tsched.scheduling.waiting_queue import WaitingQueue
@@ -41,6 +42,9 @@ class Scheduler:
 
     num_blocks, block_size   the KV cache: blocks, and tokens a block
     num_host_blocks          blocks in host memory for preemption by swapping; 0 is none
+    num_states               slots for states of sequences, where layers keep some; 0 where none does
+    num_host_states          such slots in host memory
+    state_interval           blocks between two states of a sequence that are kept for later prefixes
     max_num_seqs             sequences running at once
     max_num_batched_tokens   tokens a plan
     max_model_len            tokens a sequence, prompt and output together
@@ -61,6 +65,9 @@ class Scheduler:
         decode_share: float = 0.0,
         chunked_prefill: bool = True,
         num_host_blocks: int = 0,
+        num_states: int = 0,
+        num_host_states: int = 0,
+        state_interval: int = 1,
         eos_token_ids: tuple[int, ...] = (),
         order: str = "fcfs",
         preemption: str = "recompute",
@@ -74,8 +81,10 @@ class Scheduler:
         for name, value in limits.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if num_host_blocks < 0:
-            raise ValueError(f"num_host_blocks must be at least 0, got {num_host_blocks}")
+        slots = {"num_host_blocks": num_host_blocks, "num_states": num_states, "num_host_states": num_host_states}
+        for name, value in slots.items():
+            if value < 0:
+                raise ValueError(f"{name} must be at least 0, got {value}")
         budget = TokenBudget(max_num_batched_tokens, max_chunk_tokens, decode_share, chunked_prefill)
         budget.check(max_model_len)
         self.pool = BlockPool(num_blocks, block_size)
@@ -87,7 +96,10 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._order = find_policy("order", order, ORDERS)()
         self._cache = find_policy("prefix_cache", prefix_cache, PREFIX_CACHES)(self.pool)
-        self._memory = KVMemory(self.pool, self._cache, self.host_pool)
+        self.states = (
+            StateSlots(num_states, num_host_states, state_interval, self.table, self.pool) if num_states else None
+        )
+        self._memory = KVMemory(self.pool, self._cache, self.host_pool, self.states)
         self._waiting = WaitingQueue()
         self._planner = Planner(
             self.table,
@@ -282,8 +294,8 @@ class Scheduler:
         lengths = places + 1
         table.known[rows] = lengths
         self.counters.num_output_tokens += rows.size
-        if under_way.restored:
-            self._memory.free_restored(under_way.restored)
+        if under_way.copies is not NO_COPIES:
+            self._memory.free_restored(under_way.copies)
         if under_way.prefills:
             self._take_in(under_way.prefills)
         ended = lengths >= table.max_length[rows]
@@ -303,6 +315,8 @@ class Scheduler:
         """
         last = self._planner.repeatable
         if last is None or self._in_flight or self.table.num_with_stop_ids:
+            return 0
+        if self.states is not None:  # at each checkpoint the rows' slots change
             return 0
         if self._eos_token_ids and not self.table.ignore_eos[last.rows].all():
             return 0
@@ -346,7 +360,7 @@ class Scheduler:
     def abort_all(self) -> None:
         """Abort every sequence and forget the plans under way: the outcome of a step is lost."""
         for under_way in self._in_flight:
-            self._memory.free_restored(under_way.restored)
+            self._memory.free_restored(under_way.copies)
         self._in_flight.clear()
         for sequence_id in list(self._unfinished):
             self.abort(sequence_id)
@@ -369,12 +383,10 @@ class Scheduler:
         if row >= 0:
             # What a plan under way computes is there before any later plan reads it.
             num_computed = min(int(table.computed[row]), most)
-            self._memory.share(child, table.blocks[row, : table.num_blocks[row]], num_computed)
+            self._memory.share_row(child, row, table.blocks[row, : table.num_blocks[row]], num_computed)
             self._planner.note_forked(row)
-        elif parent.host_blocks.size:
-            self._memory.share_host(child, parent.host_blocks, min(parent.num_computed, most))
         else:
-            self._memory.share(child, parent.blocks, min(parent.num_computed, most))
+            self._memory.share_waiting(child, parent, most)
 
     def _take_in(self, prefills: list[tuple[int, int, int]]) -> None:
         """(row, epoch, end): the row's first `end` tokens are computed now, if the row is still the same one's."""
@@ -387,7 +399,7 @@ class Scheduler:
             own = table.blocks[row, : end // block_size]
             if own.size:
                 given = own.copy()
-                blocks = self._cache.insert(sequence, given, end)
+                blocks = self._memory.insert(row, sequence, given, end)
                 if blocks is not given:
                     own[:] = blocks
                 self._planner.note_inserted(row, is_rewritten=blocks is not given)
@@ -417,7 +429,7 @@ class Scheduler:
     def _finish_row(self, row: int, reason: str) -> Sequence:
         num_committed = self.table.num_committed(row)
         sequence, blocks = self._planner.leave(row)
-        self._cache.release(sequence, blocks, num_committed)
+        self._memory.release(row, sequence, blocks, num_committed)
         return self._mark_finished(sequence, reason)
 
     def _mark_finished(self, sequence: Sequence, reason: str) -> Sequence:

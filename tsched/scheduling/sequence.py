@@ -14,6 +14,9 @@ from tsched.scheduling.block_pool import NO_BLOCKS, BlockIds
 
 Ints = NDArray[np.int64]
 
+NO_STATE = -1
+"""In the place of a state's slot: there is none."""
+
 _NO_ROOM: Ints = np.empty(0, dtype=np.int64)
 
 
@@ -43,6 +46,10 @@ class Sequence:
     blocks: BlockIds = field(default_factory=lambda: NO_BLOCKS)
     host_blocks: BlockIds = field(default_factory=lambda: NO_BLOCKS)
     num_computed: int = 0
+    # And, where layers keep states, the slots of its state as of num_computed, on the device or on the host.
+    state: int = NO_STATE
+    host_state: int = NO_STATE
+    branch_place: int = NO_STATE  # siblings go on from the first so many tokens, while they follow it
     num_shown: int = 0  # tokens that `shown` has given out
     _room: Ints = field(default_factory=lambda: _NO_ROOM)  # [max_length] int64: `tokens` and room for more
     prefix: object = None  # what the prefix cache has prepared of its tokens; nobody else's business
@@ -109,6 +116,17 @@ class Sequence:
         """The output's token ids; complete once the sequence has finished."""
         ids: list[int] = self.tokens[self.prompt_len :].tolist()
         return ids
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What the first `num_computed` tokens of a sequence left in the caches: `blocks`, which others may follow, and
+    where layers keep states, the slot of the state as of that place.
+    """
+
+    blocks: BlockIds
+    num_computed: int
+    state: int = NO_STATE
 
 
 class SequenceTable:

@@ -20,6 +20,7 @@ class SiblingGroups:
 
     def form(self, leader: Sequence, followers: list[Sequence]) -> None:
         if followers:
+            leader.branch_place = leader.prompt_len - 1  # each computes the last token itself
             self._followers[leader.id] = followers
             self._leader.update((follower.id, leader.id) for follower in followers)
 

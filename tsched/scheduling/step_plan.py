@@ -15,6 +15,21 @@ NO_ROWS: Ints = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
+class StateStep:
+    """What a step does to states, where layers keep some.
+
+    slots       [2, n] int32, for each of the plan's entries the slot that its row reads, -1 where it begins at place 0
+                and there is nothing to read, and the slot that it writes. No slot that one row writes is another's
+    swap_outs   [2, m] int32, slots of the device and where they go on the host
+    swap_ins    [2, m] int32, slots of the host and where they go on the device
+    """
+
+    slots: BlockIds
+    swap_outs: BlockIds
+    swap_ins: BlockIds
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step: n rows of the sequence table advance, those by one token (`num_decodes` of them) first.
 
@@ -42,6 +57,8 @@ class StepPlan:
     placed          [a] int64, changed hands: everything about the row is new
     rewritten       [r] int64, blocks in the middle are others now
     grown           [g] int64, got one more block at the end
+
+    states          None where no layer keeps states
     """
 
     rows: Ints
@@ -62,6 +79,7 @@ class StepPlan:
     placed: Ints
     rewritten: Ints
     grown: Ints
+    states: StateStep | None = None
 
     @property
     def is_empty(self) -> bool:

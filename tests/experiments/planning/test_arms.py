@@ -9,12 +9,12 @@ import pytest
 from experiments.document import ExperimentError, parse_document
 from experiments.planning.arms import Arm
 from experiments.planning.axes import Axis
-from experiments.planning.structure import parts_of
+from experiments.planning.layout import lay_out
 
 
 def arms(text: str) -> list[Arm]:
-    parts = parts_of(parse_document(f"name: a\nmodel: {{preset: tiny}}\n{text}", "a.yaml", Path()))
-    return [arm for part in parts for arm in part.arms]
+    (layout,) = lay_out(parse_document(f"name: a\nmodel: {{preset: tiny}}\n{text}", "a.yaml", Path()))
+    return [arm for part in layout.parts for arm in part.arms]
 
 
 def test_no_list_is_one_arm() -> None:

@@ -26,7 +26,7 @@ def facts(sweep: Sweep) -> list[Any]:
     tasks = [task.as_json() for task in expected_tasks(sweep, points)]
     plans = [
         (plan.arms, plan.workloads, plan.dtype, plan.device, plan.unsupported, plan.variant_folders, plan.model
-         and (plan.model.name, plan.model.config, plan.model.weights), plan.experiment.peers, plan.experiment.shapes)
+         and (plan.model.name, plan.model.config, plan.model.weights), plan.experiment.peers, plan.shapes)
         for plan in sweep.plans
     ]  # fmt: skip
     return [tasks, points, *plans]

@@ -8,11 +8,11 @@ import pytest
 from experiments.document import ExperimentError, parse_document, read_document
 from experiments.peers import with_peers
 from experiments.planning.arms import Arm
-from experiments.planning.names import variant_names
+from experiments.planning.layout import Layout, Part, lay_out
 from experiments.planning.plan import make_sweep
 from experiments.planning.points import points_of
 from experiments.planning.resolved import resolved_text
-from experiments.planning.structure import Part, parts_of
+from experiments.schema.names import variant_names
 from tests.experiments.conftest import Write
 from tests.tkernels.outside import write_variant
 from tkernels import OPS
@@ -20,8 +20,13 @@ from tkernels import OPS
 SERVED = "workload: {kind: synthetic, num_requests: [1, 8], input_len: [16, {uniform: [4, 8]}], output_len: 4}"
 
 
-def parts(text: str) -> list[Part]:
-    return parts_of(parse_document(f"name: a\n{text}", "a.yaml", Path()))
+def layout(text: str) -> Layout:
+    (found,) = lay_out(parse_document(f"name: a\n{text}", "a.yaml", Path()))
+    return found
+
+
+def parts(text: str) -> tuple[Part, ...]:
+    return layout(text).parts
 
 
 def arms(text: str) -> list[Arm]:
@@ -39,7 +44,7 @@ def test_models_and_dtypes_are_parts_of_their_own() -> None:
     found = parts(
         "model: [{preset: tiny}, {hub: me/mine}]\ndtype: [float32, bfloat16]\nkernels: {swiglu: [torch, fused]}"
     )
-    sides = [(part.experiment.model, part.experiment.dtype) for part in found]
+    sides = [(part.model, part.dtype) for part in found]
     assert [(model.preset or model.hub, dtype) for model, dtype in sides if model] == [
         ("tiny", "float32"), ("tiny", "bfloat16"), ("me/mine", "float32"), ("me/mine", "bfloat16")
     ]  # fmt: skip
@@ -143,11 +148,11 @@ def test_sizes_in_shapes_are_points() -> None:
         "kernels: {paged_decode: torch}\nshapes: {paged_decode: [{B: [1, 8], N: 4, S: [16, 32]}, {B: 2, N: [1, 2]}]}\n"
     )
     rest = "zip: [[shapes.paged_decode.B, shapes.paged_decode.S]]\nexclude: [{shapes.paged_decode.N: 1}]"
-    ((plain,), (ruled,)) = parts(text), parts(text + rest)
-    assert [tuple(point.values()) for point in plain.experiment.shapes["paged_decode"]] == [
+    plain, ruled = layout(text), layout(text + rest)
+    assert [tuple(point.values.values()) for point in plain.shapes["paged_decode"]] == [
         (1, 4, 16), (1, 4, 32), (8, 4, 16), (8, 4, 32), (2, 1), (2, 2)
     ]  # fmt: skip
-    assert [tuple(point.values()) for point in ruled.experiment.shapes["paged_decode"]] == [
+    assert [tuple(point.values.values()) for point in ruled.shapes["paged_decode"]] == [
         (1, 4, 16), (8, 4, 32), (2, 2)
     ]  # fmt: skip
 

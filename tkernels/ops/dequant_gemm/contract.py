@@ -231,4 +231,5 @@ CONTRACT = Contract(
     },
     corners=_corners(),
     batching=row_batching("x"),
+    work="gemm",
 )

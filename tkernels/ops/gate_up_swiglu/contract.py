@@ -88,4 +88,5 @@ CONTRACT = Contract(
         for width, hidden in ((9728, 2560), (14336, 4096))
     },
     batching=row_batching("x"),
+    work="gemm",
 )

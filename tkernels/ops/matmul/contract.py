@@ -97,4 +97,5 @@ CONTRACT = Contract(
         for outputs, inputs in ((19456, 2560), (8192, 8192))
     },
     batching=row_batching("x"),
+    work="gemm",
 )

@@ -245,4 +245,5 @@ CONTRACT = Contract(
     }
     | {"B=64,context=8192,kv=fp8": _benchmark(64, 8192, "float8_e4m3fn")},
     batching=Batching(count_sequences, take_sequences, part_of_sequence, looser),
+    work="decode",
 )

@@ -284,4 +284,5 @@ CONTRACT = Contract(
         )
     },
     batching=Batching(count_sequences, take_sequences, part_of_sequence, looser),
+    work="prefill",
 )

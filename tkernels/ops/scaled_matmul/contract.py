@@ -160,4 +160,5 @@ CONTRACT = Contract(
         for codes in ("float8_e4m3fn", "int8")
     },
     batching=row_batching("q", "scale"),
+    work="gemm",
 )

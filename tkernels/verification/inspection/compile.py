@@ -58,6 +58,7 @@ def compile_point(
     row = CompiledKernel(
         contract.name, variant.name, "", arch, used.as_dict(), "unsupported", used == default,
         "axes" if mine else name, here.reason or "", dict(here.drawn), source=source,
+        work=contract.work,
     )  # fmt: skip
     if here.reason:
         return [row]

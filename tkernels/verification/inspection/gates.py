@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from tkernels.verification.inspection.rows import CompiledKernel
 
-_TILED = ("paged_prefill", "matmul", "dequant_gemm", "gate_up_swiglu", "scaled_matmul")
-"""Ops whose work is matrix products over many rows; of the others, memory traffic is what counts."""
+_TILED = ("gemm", "prefill")
+"""The work that is matrix products over many rows; of the others, memory traffic is what counts."""
 
 _WGMMA = {"int8": "IGMMA", "float8_e4m3fn": "QGMMA"}
 """Hopper's asynchronous matrix instruction by the codes that it multiplies; of 16-bit floats it is HGMMA."""
@@ -31,9 +31,9 @@ def failures(row: CompiledKernel) -> list[str]:
     if row.point != "unaligned":
         if row.default and row.spill_bytes:
             found.append(f"spills {row.spill_bytes} bytes")
-        if row.op not in _TILED and row.narrow and (row.loop or row.op != "paged_decode"):
+        if row.work not in _TILED and row.narrow and (row.loop or row.work != "decode"):
             found.append(f"narrow (16 bytes are wanted): {', '.join(row.narrow)}")
-    if row.default and row.op in _TILED and "BLOCK_M" in row.config and _many_rows(row) and row.arch == "sm_90":
+    if row.default and row.work in _TILED and "BLOCK_M" in row.config and _many_rows(row) and row.arch == "sm_90":
         if row.config["BLOCK_M"] < 64:
             found.append(f"tile of {row.config['BLOCK_M']} rows, 64 are the least")
         # fp32 is multiplied as fp32 (ieee), for which there is no matrix instruction.

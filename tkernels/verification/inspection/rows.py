@@ -24,6 +24,7 @@ class CompiledKernel:
     narrow: main-loop accesses to 8- and 16-bit floats of less than 16 bytes, "file.py:line float width".
     launch: its position among the variant's launches. grid: programs by axis. waves: grid over what is resident.
     workspace_bytes: of the variant, for all its launches. compile_s: without any cache.
+    work: what the op's time goes into, as its contract says.
     code: a hash of the instructions, whatever the kernel's name. source: the hash of the variant's kernels, as tuned
         configs are kept by: whoever shows a row of the expected table can tell whether the code is still that;
         "" of a variant that launches others' kernels.
@@ -55,6 +56,7 @@ class CompiledKernel:
     compile_s: float | None = None
     code: str = ""
     source: str = ""
+    work: str = "traffic"
 
     @property
     def name(self) -> str:

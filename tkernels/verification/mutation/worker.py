@@ -24,7 +24,7 @@ from tkernels.verification.check import check_case, drawn_cases, wide_cases
 from tkernels.verification.mutation.bits import Original, difference, originals
 from tkernels.verification.mutation.targets import plant
 from tkernels.verification.mutation.ttir import CodeReader
-from tkernels.verification.sanitizers.overflow import check_offsets
+from tkernels.verification.offsets import check_offsets
 
 WARM_CASES = 6
 MAX_BYTES = 24 * 2**30

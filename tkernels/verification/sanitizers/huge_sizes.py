@@ -30,7 +30,7 @@ from tkernels.inputs import map_tensors
 from tkernels.interpreter import overflow_checks, replaced_methods
 from tkernels.launch import Run, jit_door
 from tkernels.variant import Variant
-from tkernels.verification.sanitizers.untouched import floats_untouched, lazy_zeros, real_pointer
+from tkernels.verification.untouched import floats_untouched, lazy_zeros, real_pointer
 
 _ELEMENTS = 2**31
 

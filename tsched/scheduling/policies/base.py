@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from tsched.scheduling.block_pool import BlockIds, BlockPool
-from tsched.scheduling.sequence import Sequence
-
-if TYPE_CHECKING:
-    from tsched.scheduling.kv_memory import KVMemory
+from tsched.scheduling.sequence import Holding, Sequence
 
 
 class Order(Protocol):
@@ -70,9 +68,10 @@ class PrefixCache(Protocol):
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """The tokens from place `num_tokens` on are others now: what was prepared of them is void."""
 
-    def match(self, sequence: Sequence) -> BlockIds:
+    def match(self, sequence: Sequence, usable: Callable[[BlockIds], int] | None = None) -> BlockIds:
         """[b] blocks that hold the keys and values of the longest known prefix of `sequence.tokens` [n], with
-        b * block_size < n, so that the last token is always run; referenced for the caller.
+        b * block_size < n, so that the last token is always run; referenced for the caller. Where there is a `usable`,
+        only as many of the found ones, from the first, as it says.
         """
 
     def allocate(self, count: int) -> BlockIds:
@@ -94,7 +93,9 @@ class PrefixCache(Protocol):
 
 
 class Preemption(Protocol):
-    def leave(self, sequence: Sequence, blocks: BlockIds, num_computed: int, memory: KVMemory) -> None:
-        """`sequence` has left its row; its first `num_computed` tokens, fewer than it has, are in `blocks` once the
-        plans under way have run. Save what it needs to go on later; the caller then releases `blocks`.
+    """What becomes of a running sequence that gives way to those before it."""
+
+    def moves_to_host(self, held: Holding) -> bool:
+        """Whether what a victim `held` is copied to the host, where that has room, so that it goes on from there. Else
+        it is computed again.
         """

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 from bisect import bisect_left
+from collections.abc import Callable
 from hashlib import blake2b
 
 import numpy as np
@@ -90,9 +91,11 @@ class HashPrefixCache:
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         sequence.prefix = self._digests(sequence, 0)[: num_tokens // self._pool.block_size * DIGEST_SIZE]
 
-    def match(self, sequence: Sequence) -> BlockIds:
+    def match(self, sequence: Sequence, usable: Callable[[BlockIds], int] | None = None) -> BlockIds:
         count = (sequence.tokens.size - 1) // self._pool.block_size
         blocks = self._walk(self._digests(sequence, count), 0, count, None)[0]
+        if usable is not None:
+            blocks = blocks[: usable(blocks)]
         if blocks.size:
             self._pool.share(blocks)
         self._lookups.record(sequence, blocks.size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tsched.scheduling.block_pool import NO_BLOCKS, BlockIds, BlockPool
 from tsched.scheduling.policies.base import CacheStats
 from tsched.scheduling.sequence import Sequence
@@ -26,7 +28,7 @@ class NoPrefixCache:
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         pass
 
-    def match(self, sequence: Sequence) -> BlockIds:
+    def match(self, sequence: Sequence, usable: Callable[[BlockIds], int] | None = None) -> BlockIds:
         return NO_BLOCKS
 
     def allocate(self, count: int) -> BlockIds:

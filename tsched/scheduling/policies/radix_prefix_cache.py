@@ -5,6 +5,8 @@ The tokens themselves are compared, whole runs at a time, so nothing can collide
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from tsched.scheduling.block_pool import NO_BLOCKS, BlockIds, BlockPool
@@ -62,12 +64,14 @@ class RadixPrefixCache:
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         pass
 
-    def match(self, sequence: Sequence) -> BlockIds:
+    def match(self, sequence: Sequence, usable: Callable[[BlockIds], int] | None = None) -> BlockIds:
         blocks = NO_BLOCKS
         root = self._roots.get(sequence.cache_salt)
         if root is not None:
             count = (sequence.tokens.size - 1) // self._pool.block_size
             blocks = self._walk(root, 0, sequence.tokens[: count * self._pool.block_size].tobytes())[0]
+            if usable is not None:
+                blocks = blocks[: usable(blocks)]
             if blocks.size:
                 self._pool.share(blocks)
         self._lookups.record(sequence, blocks.size)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from tsched.scheduling.block_pool import BlockIds
-from tsched.scheduling.sequence import Sequence
-
-if TYPE_CHECKING:
-    from tsched.scheduling.kv_memory import KVMemory
+from tsched.scheduling.sequence import Holding
 
 
 class Recompute:
     """Costs one prefill of prompt and output, and no memory."""
 
-    def leave(self, sequence: Sequence, blocks: BlockIds, num_computed: int, memory: KVMemory) -> None:
-        pass
+    def moves_to_host(self, held: Holding) -> bool:
+        return False

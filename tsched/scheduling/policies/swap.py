@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from tsched.scheduling.block_pool import BlockIds
-from tsched.scheduling.sequence import Sequence
-
-if TYPE_CHECKING:
-    from tsched.scheduling.kv_memory import KVMemory
+from tsched.scheduling.sequence import Holding
 
 
 class Swap:
     """Costs two copies and host memory; without room there the victim is computed again."""
 
-    def leave(self, sequence: Sequence, blocks: BlockIds, num_computed: int, memory: KVMemory) -> None:
-        memory.swap_out(sequence, blocks, num_computed)
+    def moves_to_host(self, held: Holding) -> bool:
+        return True

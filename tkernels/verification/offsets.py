@@ -1,0 +1,106 @@
+"""int32 offsets into large tensors, found without allocating one: by faked strides.
+
+The launcher sees tensors whose outer strides are faked to 2**30 elements, so that index 2 lies at 2**31, and the
+interpreter checks every integer +, - and *. Float data is not touched at all (loads give zeros, stores go nowhere). The
+integer tensors, which steer the kernel, keep their contents, in an address space as large as their strides, of which
+only the pages that hold an element are ever backed by memory.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tkernels.config import Config
+from tkernels.contract import Case
+from tkernels.device import INTERPRETER
+from tkernels.inputs import map_tensors
+from tkernels.interpreter import overflow_checks
+from tkernels.launch import Kernel, Run, jit_door
+from tkernels.tuning import NEAREST
+from tkernels.variant import Variant
+from tkernels.verification.untouched import floats_untouched, lazy_zeros, real_pointer
+
+FAKED_STRIDE = 2**30
+"""Below 2**31, or Triton would pass the stride itself as int64 and hide the fault."""
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """FAKED_STRIDE for every dim but the last."""
+    return (*[FAKED_STRIDE] * (tensor.dim() - 1), 1) if tensor.dim() > 1 else tensor.stride()
+
+
+def _faked(tensor: torch.Tensor) -> torch.Tensor:
+    """A meta tensor of the same shape on faked strides; an integer tensor with its contents there."""
+    if tensor.is_floating_point():
+        return torch.empty_strided(tensor.shape, _strides(tensor), dtype=tensor.dtype, device="meta")
+    if tensor.dim() < 2 or tensor.numel() == 0:
+        return tensor
+    # A dim of one or two keeps its stride: index 1 overflows nothing, and what a kernel computes for its other, masked,
+    # rows reaches no memory.
+    pairs = zip(tensor.shape, tensor.stride(), _strides(tensor), strict=True)
+    strides = [faked if n > 2 else real for n, real, faked in pairs]
+    elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
+    return lazy_zeros(elements, tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
+
+
+def _faked_part_by_part(value: Any) -> Any:
+    """A tensor, or a weight whose tensors are faked one by one: one whose span its class bounds stays as it is.
+
+    A QuantizedWeight refuses a packed part of 2**31 words, so no kernel can meet such a stride.
+    """
+    if isinstance(value, torch.Tensor):
+        return _faked(value)
+    count = 0
+
+    def number(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return tensor
+
+    value.map_tensors(number)
+    for wanted in range(count):
+        seen = itertools.count()
+
+        def one(tensor: torch.Tensor, wanted: int = wanted, seen: Iterator[int] = seen) -> torch.Tensor:
+            return _faked(tensor) if next(seen) == wanted else tensor
+
+        with suppress(ValueError):
+            value = value.map_tensors(one)
+    return value
+
+
+def _anything(addresses: np.ndarray, mask: np.ndarray, width: int, access: str) -> None:
+    """Only loops without end are stopped."""
+
+
+def check_offsets(variant: Variant, case: Case, config: Config) -> None:
+    """Runs a Triton variant on faked strides; raises InterpreterError where an int32 offset overflows.
+
+    A dim is exercised only from size 3 on: index 2 is the first that a faked stride carries past 2**31.
+    """
+    contract = case.contract
+    real = contract.bind_arguments((), case.inputs)
+    axes, device = contract.bind_axes(real)
+    arguments = {n: _faked_part_by_part(v) if _has_tensors(v) else v for n, v in real.items()}
+    outputs = map_tensors(contract.allocate_outputs(axes, real, device), _faked)
+
+    def faking_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
+        with floats_untouched(_anything), overflow_checks():
+            jit_door(kernel, grid, map_tensors(arguments, real_pointer), config)
+
+    def launch(run: Run, *args: Any, **kwargs: Any) -> None:
+        assert variant.launch is not None
+        faked = {name: _faked(t) if t.is_floating_point() else t for name, t in run.workspace.items()}
+        variant.launch(replace(run, workspace=faked), *args, **kwargs)
+
+    kernel = Kernel(replace(variant, launch=launch), NEAREST, {}, faking_door)
+    kernel.launch_into(outputs, arguments, axes, device, INTERPRETER, config)
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or hasattr(value, "map_tensors")
