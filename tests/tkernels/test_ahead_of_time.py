@@ -44,16 +44,16 @@ def test_the_same_code_under_another_name_is_seen_and_another_target_gives_other
     write_variant(tmp_path)
     write_variant(tmp_path, ("swiglu_doubled", "swiglu_again"), name="again")
     names = ["swiglu.doubled", "swiglu.again"]
-    first, second = compile_variants("sm_90", names, variants_from=[tmp_path])
+    first, second = compile_variants("sm_90", names, ops=OPS.with_variants_from(tmp_path))
     assert first.code == second.code
-    (other,) = compile_variants("gfx942", names[:1], variants_from=[tmp_path])
+    (other,) = compile_variants("gfx942", names[:1], ops=OPS.with_variants_from(tmp_path))
     assert other.status == "ok"
     assert other.code != first.code
 
 
 def test_a_kernel_that_does_not_compile_is_a_row_with_its_reason(tmp_path: Path) -> None:
     write_variant(tmp_path, ("tl.exp(-gate)", "tl.no_such_function(-gate)"))
-    (row,) = compile_variants("sm_90", ["swiglu.doubled"], variants_from=[tmp_path])
+    (row,) = compile_variants("sm_90", ["swiglu.doubled"], ops=OPS.with_variants_from(tmp_path))
     assert row.status == "failed"
     assert "no_such_function" in row.reason
 
@@ -82,7 +82,7 @@ def test_what_ends_a_compiler_is_a_row_and_its_other_points_go_on(tmp_path: Path
     dies = "    import os; os._exit(3) if out.dtype == torch.float16 else None\n    tokens, width = out.shape\n"
     write_variant(tmp_path, ("    tokens, width = out.shape\n", dies))
     axes = {"activation": "float16"}
-    (row,) = compile_variants("sm_90", ["swiglu.doubled"], variants_from=[tmp_path], axes=axes)
+    (row,) = compile_variants("sm_90", ["swiglu.doubled"], ops=OPS.with_variants_from(tmp_path), axes=axes)
     assert (row.status, row.reason) == ("failed", "its process left with exit status 3")
-    (row,) = compile_variants("sm_90", ["swiglu.doubled"], variants_from=[tmp_path])
+    (row,) = compile_variants("sm_90", ["swiglu.doubled"], ops=OPS.with_variants_from(tmp_path))
     assert row.status == "ok"

@@ -15,7 +15,7 @@ from typing import Any
 
 from tkernels.device import TARGETS
 from tkernels.isolation import Prepare, Server, ServerError, Tell, Work
-from tkernels.registry import Registry, builtin_ops
+from tkernels.registry import Registry, builtin_ops, registry_of
 from tkernels.verification.inspection.rows import CompiledKernel
 
 KERNEL_SECONDS = 300.0
@@ -33,7 +33,7 @@ def compile_for(
     archs: Sequence[str],
     names: Sequence[str],
     axes: Mapping[str, Any] | None = None,
-    variants_from: Sequence[Path] = (),
+    ops: Registry | None = None,
     points: Sequence[str] = ("engine",),
     dump: Path | None = None,
     on_row: OnRow = lambda row: None,
@@ -42,6 +42,7 @@ def compile_for(
 
     Args:
         axes: axes to hold, instead of a benchmark point's.
+        ops: what the variants are of; None is the built-in ones.
         points: of `tkernels.verification.inspection.points.POINTS`, or a contract's own.
         dump: a folder for the texts.
         on_row: called with each row as it arrives.
@@ -55,11 +56,10 @@ def compile_for(
     for arch in archs:
         if arch not in TARGETS:
             raise CompilationError(f"unknown architecture {arch!r}: there is {', '.join(TARGETS)}")
-    about = {
-        "variants_from": [str(folder) for folder in variants_from], "axes": dict(axes or {}),
-        "dump": str(dump) if dump is not None else None, "seconds": KERNEL_SECONDS,
-    }  # fmt: skip
-    asked = [(arch, name) for arch in archs for name in names or _triton_variants(_registry(about))]
+    ops = ops if ops is not None else builtin_ops()
+    folder = str(dump) if dump is not None else None
+    about = {"outside": ops.outside(), "axes": dict(axes or {}), "dump": folder, "seconds": KERNEL_SECONDS}
+    asked = [(arch, name) for arch in archs for name in names or _triton_variants(ops)]
     with _servers(min(os.cpu_count() or 1, len(asked)), about) as servers, ThreadPoolExecutor(len(servers)) as threads:
         free: SimpleQueue[Server] = SimpleQueue()
         for server in servers:
@@ -127,13 +127,6 @@ def _compile(server: Server, arch: str, name: str, points: Sequence[str], on_row
     return rows
 
 
-def _registry(about: Mapping[str, Any]) -> Registry:
-    ops = builtin_ops()
-    for folder in about["variants_from"]:
-        ops = ops.with_variants_from(folder)
-    return ops
-
-
 def _triton_variants(ops: Registry) -> list[str]:
     return [f"{op.name}.{v.name}" for op in ops.values() for v in op.variants.values() if v.kind == "triton"]
 
@@ -142,7 +135,7 @@ def prepare_compilations(about: Mapping[str, Any]) -> Prepare:
     """In a server that compiles: each task is a variant, an architecture and points."""
     from tkernels.verification.inspection.compile import compile_point
 
-    ops = _registry(about)
+    ops = registry_of(about["outside"])
     dump = Path(about["dump"]) if about["dump"] is not None else None
 
     def prepare(task: Mapping[str, Any]) -> Work:

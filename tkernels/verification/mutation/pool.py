@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from tkernels.isolation import Server, ServerError
+from tkernels.registry import Registry, builtin_ops
 from tkernels.variant import Variant
 from tkernels.verification.mutation.faults import Mutant
 
@@ -59,9 +59,10 @@ class Fate:
 class Pool:
     """A number of workers. A context manager: the processes end with it."""
 
-    def __init__(self, workers: int = 1, variants_from: Sequence[Path] = ()) -> None:
+    def __init__(self, workers: int = 1, ops: Registry | None = None) -> None:
+        """ops: what the mutants' variants are of; None is the built-in ones."""
         self.workers = workers
-        self.folders = variants_from
+        self._outside = (ops or builtin_ops()).outside()
         self._local = threading.local()
         self._servers: list[Server] = []
         self._fair: dict[str, bool] = {}
@@ -81,7 +82,7 @@ class Pool:
         server: Server | None = getattr(self._local, name, None)
         if server is None:
             server = Server({"TRITON_INTERPRET": "1" if interpret else "0", "OMP_NUM_THREADS": "1"})
-            server.load("tkernels.verification.mutation.worker:prepare_mutants", [str(one) for one in self.folders])
+            server.load("tkernels.verification.mutation.worker:prepare_mutants", self._outside)
             setattr(self._local, name, server)
             self._servers.append(server)
         return server

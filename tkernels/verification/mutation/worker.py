@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tkernels import OPS, isolation
+from tkernels import isolation
 from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.device import INTERPRETER
 from tkernels.isolation import Prepare
-from tkernels.registry import Registry
+from tkernels.registry import Registry, registry_of
 from tkernels.variant import Variant
 from tkernels.verification.check import check_case, drawn_cases, wide_cases
 from tkernels.verification.mutation.bits import Original, difference, originals
@@ -201,12 +201,9 @@ def _plant(task: Mapping[str, Any], variant: Variant) -> None:
 _TASKS = {"draw": _draw, "check": _check, "original": _original, "same_bits": _same_bits, "compile": _compile}
 
 
-def prepare_mutants(folders: Sequence[str]) -> Prepare:
-    """In a server: `folders` hold more variants; a task is what `tkernels.verification.mutation.pool.task` makes."""
-    registry = OPS
-    for folder in folders:
-        registry = registry.with_variants_from(folder)
-    cases = Cases(registry)
+def prepare_mutants(outside: Mapping[str, Any]) -> Prepare:
+    """In a server: `outside` is a registry's; a task is what `tkernels.verification.mutation.pool.task` makes."""
+    cases = Cases(registry_of(outside))
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, of kernels that are wrong on purpose
 
     def prepare(task: Mapping[str, Any]) -> isolation.Work:
