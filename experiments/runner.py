@@ -17,7 +17,7 @@ from experiments.runs.environment import environment_of
 from experiments.runs.folder import RunFolder, check_new, new_folder, new_path, new_run_id, open_again
 from experiments.runs.provenance import lockfile_entries, sha256_of, source_files
 from experiments.runs.reading import read_meta
-from experiments.runs.rows import EngineRow, ParityRow, PeerRow, Row, SpeedupRow, StepRow
+from experiments.runs.rows import COLUMNS, Row
 from experiments.stages import parity, speedups
 from experiments.stages.context import common_fields, served_fields
 from experiments.stages.parity import Answer
@@ -232,10 +232,12 @@ class _Run:
         self.folder.record(rows, processes[-1].samples)
         self.display.ended(replace(processes[-1], seconds=sum(ended.seconds for ended in processes)))
 
-    def _refused_row(self, task: Task, status: Any, reason: str) -> EngineRow:
+    def _refused_row(self, task: Task, status: Any, reason: str) -> Row:
         plan = self.sweep.plans[task.plan]
         about = served_fields(plan, plan.arms[task.arm], plan.workloads[task.workload])
-        return EngineRow(**common_fields(plan, task, self.folder.run_id, **about), status=status, reason=reason)
+        return Row(
+            stage="engine", **common_fields(plan, task, self.folder.run_id, **about), status=status, reason=reason
+        )
 
     def _derived(self, stage: str, task: Task, **fields: Any) -> dict[str, Any]:
         """The fields that a row which follows from a task's shares with every row."""
@@ -243,7 +245,7 @@ class _Run:
         plan = self.sweep.plans[task.plan]
         return common_fields(plan, Task(key, task.phase, task.plan), self.folder.run_id, **fields)
 
-    def _parity_rows(self, engines: Sequence[Task]) -> list[ParityRow]:
+    def _parity_rows(self, engines: Sequence[Task]) -> list[Row]:
         """Of each model and workload, every arm after the first that answered, beside it: of another dtype too."""
         firsts: list[tuple[Any, Answer]] = []
         rows = []
@@ -262,7 +264,7 @@ class _Run:
                 rows.append(parity.compare(first, answer, common))
         return rows
 
-    def _speedup_rows(self, engines: Sequence[Task], peers: Sequence[Task]) -> list[SpeedupRow]:
+    def _speedup_rows(self, engines: Sequence[Task], peers: Sequence[Task]) -> list[Row]:
         """Of each peer that was timed, the first arm that was."""
         rows = []
         for peer in peers:
@@ -277,20 +279,20 @@ class _Run:
             rows.append(speedups.compare(self._pairs(mine, peer), answer.tokens, theirs, common))
         return rows
 
-    def _unrecorded_rows(self, engines: Sequence[Task]) -> list[StepRow]:
+    def _unrecorded_rows(self, engines: Sequence[Task]) -> list[Row]:
         """Of arms that serve and were not timed, why their steps were not recorded either."""
         rows = []
         for task in engines:
             row = self.folder.of_task(task.key)[0]
-            if isinstance(row, EngineRow) and row.status == "ok" and row.tokens_per_s is None:
+            if row.stage == "engine" and row.status == "ok" and row.tokens_per_s is None:
                 about = {"arm": row.arm, "settings": row.settings, "workload": row.workload}
-                nothing: dict[str, Any] = dict.fromkeys(StepRow.required["ok"] - {"workload", "speed_reason"})
+                nothing: dict[str, Any] = dict.fromkeys(set(COLUMNS["step"]["ok"]) - {"workload", "speed_reason"})
                 nothing |= {"range": "step", "category": "step", "clock": "host"}
                 common = self._derived("step", task, **about)
-                rows.append(StepRow(**common, status="ok", **nothing, speed_reason=row.speed_reason))
+                rows.append(Row(stage="step", **common, status="ok", **nothing, speed_reason=row.speed_reason))
         return rows
 
-    def _pairs(self, mine: Task, peer: Task) -> list[tuple[EngineRow, PeerRow]]:
+    def _pairs(self, mine: Task, peer: Task) -> list[tuple[Row, Row]]:
         pairs = []
         for number in range(self.sweep.experiment.replicates):
             keys = [listing.replicate_key(task, number) for task in (mine, peer)]
@@ -305,7 +307,7 @@ def failures(folder: RunFolder) -> list[str]:
     that no engine ran at all.
     """
     bad = [f"{row.stage} {row.status}: {row.reason}" for row in folder.rows if row.status in ("wrong", "failed")]
-    served = [row for row in folder.rows if isinstance(row, EngineRow | PeerRow)]
+    served = [row for row in folder.rows if row.stage in ("engine", "peers")]
     bad += [f"{row.stage}: {row.unserved}" for row in served if row.unserved is not None]
     engines = [row for row in folder.rows if row.stage == "engine"]
     if engines and not bad and all(row.status == "unsupported" for row in engines):

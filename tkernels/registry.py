@@ -64,18 +64,25 @@ class Registry(Names[Op]):
 def _import(file: Path, package: str | None) -> ModuleType:
     if package is not None:
         return importlib.import_module(f"{package}.{file.parent.name}.{file.stem}")
-    # An outside file has no package; its path makes the name unique, so that two folders may hold the same file names.
+    return import_outside(file, VariantError)
+
+
+def import_outside(file: Path, failure: type[Exception]) -> ModuleType:
+    """The module in `file`, which belongs to no package; `failure` names the file where it cannot be imported.
+
+    Its path makes the module's name unique, so that two folders may hold the same file names.
+    """
     name = f"tkernels_outside_{sha256(str(file).encode()).hexdigest()[:12]}_{file.parent.name}_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise VariantError(f"{file}: not a Python file")
+        raise failure(f"{file}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # Triton looks a kernel's module up by name
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a file that exits is broken; it must not end us
         del sys.modules[name]
-        raise VariantError(f"{file}: cannot be imported: {type(error).__name__}: {error}") from error
+        raise failure(f"{file}: cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
 

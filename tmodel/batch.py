@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+LayerCache = tuple[torch.Tensor, ...]
+
+KVCache = Sequence[LayerCache]
+"""Per layer what its kind keeps: of pages (k_cache, v_cache), each [P, S, Hkv, D]."""
 
 
 @dataclass(frozen=True, slots=True)

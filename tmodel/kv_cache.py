@@ -10,13 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from tkernels.ops.paged_cache import as_bits
+from tmodel.batch import KVCache, LayerCache
 from tmodel.cache_kinds import CacheKind, unit_bytes
 from tmodel.config import ModelConfig
-
-LayerCache = tuple[torch.Tensor, ...]
-
-KVCache = Sequence[LayerCache]
-"""Per layer what its kind keeps: of pages (k_cache, v_cache), each [P, S, Hkv, D]."""
 
 PagePairs = NDArray[np.int32]
 """[2, n]: units that are read, units that are written."""

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 COUNT_END = 2**31  # the kernels count tokens, rows and pages in int32
 BYTES_END = 2**63
-DTYPES = ("float64", "float32", "float16", "bfloat16")
+GPU_FRACTION = 0.9  # the rest of a GPU's memory is for activations, logits and the allocator's slack
+CPU_CACHE_BYTES = 2**30
+DtypeName = Literal["float32", "float16", "bfloat16", "float64"]
+DTYPES: tuple[str, ...] = get_args(DtypeName)
 DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
 
 Section = Literal["scheduler", "experiment", "program"]
@@ -91,6 +94,7 @@ def _checked_ranges(value: Any) -> Any:
 class Option:
     """What is known of one option.
 
+    none      what None means, where it is the default
     unit      what a number counts, "" for a share or a seed
     section   who may say it
     ge .. lt  the ends of a number's range, by pydantic's names
@@ -101,6 +105,7 @@ class Option:
     """
 
     meaning: str
+    none: str = ""
     unit: str = ""
     section: Section = "scheduler"
     ge: float | None = None
@@ -129,7 +134,7 @@ class Option:
         return self.default is None
 
     @property
-    def bounds(self) -> dict[str, float]:
+    def bounds(self) -> dict[str, Any]:
         """The ends of the range that there are, as pydantic.Field takes them."""
         ends = {name: getattr(self, name) for name in _COMPARISONS}
         return {name: end for name, end in ends.items() if end is not None}
@@ -149,6 +154,11 @@ class Option:
         if self.power_of_two:
             words += " that is a power of two"
         return f"None or {words}" if self.is_optional else words
+
+    @property
+    def usual(self) -> str:
+        """What holds where the option is not given, in words."""
+        return self.none or str(self.default)
 
     def check_value(self, value: Any) -> Any:
         """`value` in the one spelling that it has from here on.
@@ -220,7 +230,8 @@ class EngineOptions:
     kernels: Annotated[
         "Choices | None",
         Option(
-            "{op: variant} or {op: {variant: {config value: number}}}; other ops get the default",
+            "{op: variant} or {op: {variant: {config value: number}}}",
+            none="every op's default",
             section="experiment",
             check=_checked_kernels,
             words="None or a mapping of ops to variants",
@@ -238,42 +249,46 @@ class EngineOptions:
     device: Annotated[
         "torch.device | str | None",
         Option(
-            "where the model runs; None is CUDA where there is one, else the CPU",
+            "where the model runs",
+            none="CUDA where there is one, else the CPU",
             section="experiment",
             check=_checked_device,
             words="None, 'cpu' or 'cuda', with a number as in 'cuda:1' or without, or such a torch.device",
         ),
     ] = None
+    max_num_batched_tokens: Annotated[int, Option("most tokens in one step", unit="tokens", ge=1, lt=COUNT_END)] = 2048
+    max_num_seqs: Annotated[int, Option("most requests in one step", unit="requests", ge=1, lt=COUNT_END)] = 256
     max_model_len: Annotated[
         int | None,
         Option(
-            "most tokens of a request, prompt and output together; None is the model's max_position_embeddings, which "
-            "it may not exceed",
+            "most tokens of a request, prompt and output together",
+            none="the model's max_position_embeddings, which are the most,",
             unit="tokens",
             ge=1,
             lt=COUNT_END,
         ),
     ] = None
-    max_num_seqs: Annotated[int, Option("most requests in one step", unit="requests", ge=1, lt=COUNT_END)] = 256
-    max_num_batched_tokens: Annotated[int, Option("most tokens in one step", unit="tokens", ge=1, lt=COUNT_END)] = 2048
     max_chunk_tokens: Annotated[
         int | None,
-        Option("most tokens of one prompt in one step; None: no bound of its own", unit="tokens", ge=1, lt=COUNT_END),
+        Option("most tokens of one prompt in one step", none="no bound of its own", unit="tokens", ge=1, lt=COUNT_END),
     ] = None
     decode_share: Annotated[
         float,
         Option("share of max_num_batched_tokens that prompts may not take while other requests decode", ge=0, lt=1),
     ] = 0.0
     chunked_prefill: Annotated[bool, Option("whether a prompt may be computed in several steps")] = True
+    block_size: Annotated[
+        int, Option("tokens in a block of the KV cache", unit="tokens", ge=1, lt=COUNT_END, power_of_two=True)
+    ] = 16
     kv_cache_bytes: Annotated[
         int | None,
-        Option("size of the KV cache in bytes; None takes kv_cache_fraction", unit="bytes", ge=1, lt=BYTES_END),
+        Option("size of the KV cache in bytes", none="what kv_cache_fraction gives", unit="bytes", ge=1, lt=BYTES_END),
     ] = None
     kv_cache_fraction: Annotated[
         float | None,
         Option(
-            "share of the device's memory for all that is on it: weights, cache, other programs; None takes 9/10 of a "
-            "GPU's, or up to 1 GiB of a CPU's for the cache alone",
+            "share of the device's memory for all that is on it: weights, cache, other programs",
+            none=f"{GPU_FRACTION} of a GPU's, or up to {CPU_CACHE_BYTES >> 30} GiB of a CPU's for the cache alone",
             gt=0,
             le=1,
         ),
@@ -287,9 +302,6 @@ class EngineOptions:
             lt=BYTES_END,
         ),
     ] = 0
-    block_size: Annotated[
-        int, Option("tokens in a block of the KV cache", unit="tokens", ge=1, lt=COUNT_END, power_of_two=True)
-    ] = 16
     seed: Annotated[
         int, Option("where the random numbers of requests without a seed come from", ge=0, lt=2**64, section="program")
     ] = 0
@@ -302,11 +314,11 @@ class EngineOptions:
     ] = "none"
     overlap: Annotated[
         bool | None,
-        Option("whether a step is planned while the one before runs; None: on a GPU alone. The tokens are the same"),
+        Option("whether a step is planned while the one before runs, with the same tokens", none="on a GPU alone"),
     ] = None
     cuda_graphs: Annotated[
         bool | None,
-        Option("whether decode steps are recorded and replayed; None: on a GPU alone. The tokens are the same"),
+        Option("whether decode steps are recorded and replayed, with the same tokens", none="on a GPU alone"),
     ] = None
     tuning: Annotated[
         "TuningMode | Tuning",
@@ -320,7 +332,8 @@ class EngineOptions:
     ops: Annotated[
         "Registry | None",
         Option(
-            "the registry of variants; None is tkernels.OPS",
+            "the registry of variants",
+            none="tkernels.OPS",
             section="program",
             check=_checked_ops,
             words="None or a tkernels.Registry",
@@ -329,7 +342,8 @@ class EngineOptions:
     ranges: Annotated[
         "Ranges | None",
         Option(
-            "where steps, phases, layers and kernels are named while they run; None is tkernels.NVTX",
+            "where steps, phases, layers and kernels are named while they run",
+            none="tkernels.NVTX",
             section="program",
             check=_checked_ranges,
             words="None or a tkernels.Ranges",
@@ -395,13 +409,16 @@ class ResolvedOptions:
 
     def kernel_axes(self, config: "ModelConfig") -> "OpAxes":
         """The ops that the engine calls, with every axis that it calls them at, for `tkernels.select`."""
-        return config.kernel_axes(
+        from tmodel import Limits, kernel_axes  # loads torch
+
+        limits = Limits(
             max_num_tokens=self.options.max_num_batched_tokens,
             max_num_seqs=self.options.max_num_seqs,
             max_model_len=self.max_model_len,
             block_size=self.options.block_size,
             num_blocks=self.num_blocks,
         )
+        return kernel_axes(config, limits)
 
 
 def resolve_options(

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.document import ExperimentError, nearest
+from experiments.reporting.comparison_tables import print_comparison
 from experiments.runs.differences import WHATS
 from experiments.runs.reading import read_run
-from experiments.runs.verdict_tables import print_comparison
 from experiments.runs.verdicts import Comparison, compare_arms, compare_runs
 
 

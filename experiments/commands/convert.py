@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 
 import tkernels
 from experiments.document import ExperimentError
-from tmodel import ConfigError, ModelConfig, WeightError, load_config, load_model
-from tmodel.config import read_json
+from tmodel import ConfigError, Limits, ModelConfig, WeightError, kernel_axes, load_config, load_model
 from tmodel.formats import SqueezeLLM, parse_format
+from tmodel.json_files import read_json
 
 SHARD_BYTES = 2**30
 _PICKLES = (".pt", ".pth", ".bin")
@@ -196,7 +196,8 @@ def _refuse_missing(config: ModelConfig, file: Path, tensors: Mapping[str, torch
 
 def _check(folder: Path, config: ModelConfig) -> None:
     """Loads the model on the host as a server would, in the memory that one takes: what it refuses is found now."""
-    axes = config.kernel_axes(max_num_tokens=1, max_num_seqs=1, max_model_len=1, block_size=16, num_blocks=1)
+    limits = Limits(max_num_tokens=1, max_num_seqs=1, max_model_len=1, block_size=16, num_blocks=1)
+    axes = kernel_axes(config, limits)
     kernels = tkernels.select({}, device="cpu", dtype=config.dtype, axes=axes)
     load_model(folder, config, kernels, device="cpu", dtype=config.dtype)
 

@@ -10,12 +10,12 @@ from rich.text import Text
 from experiments.commands.run import Request, asked_about, resume_command
 from experiments.document import ExperimentError, read_document
 from experiments.planning.plan import Sweep, make_sweep
+from experiments.reporting.comparison_tables import print_comparison, print_lines
 from experiments.reporting.rendering import write_report
 from experiments.reporting.report import report_of
 from experiments.runner import RunInterrupted, failures, run_experiment
 from experiments.runs.differences import changed_facts, circumstances
-from experiments.runs.reading import SOURCE, RecordedRun, read_run
-from experiments.runs.verdict_tables import print_comparison, print_lines
+from experiments.runs.reading import SOURCE, RecordedRun, check_version, read_run
 from experiments.runs.verdicts import compare_runs
 
 
@@ -26,6 +26,7 @@ def run(folder: Path, out: Path | None) -> int:
         ExperimentError: `folder` is no run, or its experiment no longer resolves here: says what the folder still has.
     """
     before = read_run(folder)
+    check_version(folder, before.meta, "repeated")
     console, progress = Console(), Console(stderr=True)
     for repair in before.repairs:
         console.print(Text(repair, "yellow"), soft_wrap=True)

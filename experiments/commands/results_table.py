@@ -1,4 +1,4 @@
-"""`tk results-table`: the README's performance tables, made of the results that lie in the repository."""
+"""`tk results-table`: the documentation's performance tables, made of the results that lie in the repository."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from experiments.gpu_report.table import empty_rows, engine_markdown, markdown
 
 RESULTS = Path(__file__).parent.parent / "results"
 
-BEGIN = "<!-- made by `tk results-table --update README.md` -->"
-ENGINE_BEGIN = "<!-- engine marks, made by `tk results-table --update README.md` -->"
+BEGIN = "<!-- made by `tk results-table --update docs/speed.md` -->"
+ENGINE_BEGIN = "<!-- engine marks, made by `tk results-table --update docs/speed.md` -->"
 END = "<!-- end of the table -->"
 
 

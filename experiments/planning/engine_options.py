@@ -1,6 +1,4 @@
-"""The engine's own options: their defaults, what kernels see of them, and what an engine would refuse before it has a
-model.
-"""
+"""What kernels see of an engine's options, and what an engine refuses before it has a model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +12,7 @@ from tkernels.contract import Contract, Int
 from tkernels.selection import OpAxes
 from tmodel import kv_bytes_per_block
 from tsched.execution.placement import fit_options
-from tsched.options import OPTIONS, OptionError, read_options
+from tsched.options import BYTES_END, OptionError, ResolvedOptions, read_options, resolve_options
 from tsched.scheduling.scheduler import Scheduler
 
 
@@ -24,24 +22,14 @@ def kernel_ranges(model: ModelPlan, options: Mapping[str, Any], dtype: torch.dty
     Without kv_cache_bytes the number of blocks follows from the memory that is free after loading: it is taken at what
     all sequences could fill, its upper bound.
     """
-    given = engine_options(options)
-    longest = given["max_model_len"] or model.config.max_position_embeddings
-    blocks = given["max_num_seqs"] * -(-longest // given["block_size"])
-    if given["kv_cache_bytes"] is not None:
-        fitting = given["kv_cache_bytes"] // kv_bytes_per_block(model.config, given["block_size"], dtype)
-        blocks = max(1, min(blocks, fitting))
-    return model.config.kernel_axes(
-        max_num_tokens=given["max_num_batched_tokens"],
-        max_num_seqs=given["max_num_seqs"],
-        max_model_len=longest,
-        block_size=given["block_size"],
-        num_blocks=blocks,
+    given = read_options(options)
+    resolved = resolve_options(
+        given,
+        max_position_embeddings=model.config.max_position_embeddings,
+        block_bytes=kv_bytes_per_block(model.config, given.block_size, dtype),
+        cache_bytes=given.kv_cache_bytes or BYTES_END,
     )
-
-
-def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Scheduler options with the default of each that is not given."""
-    return {name: one.default for name, one in OPTIONS.items()} | dict(options)
+    return resolved.kernel_axes(model.config)
 
 
 def engine_problems(
@@ -52,49 +40,47 @@ def engine_problems(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[str]:
-    """Page sizes that no op takes, caches in which not one page fits, and whatever else an engine says against an arm's
-    scheduler options before it has a model.
+    """What an engine says against an arm's scheduler options before it has a model: pages that no op takes, and options
+    that do not go together, or with the model, or with this machine.
     """
-    given = engine_options(options)
-    size, available = given["block_size"], given["kv_cache_bytes"]
+    problems = []
+    size = read_options({}).block_size if options.get("block_size") is None else options["block_size"]
     paged = [op for op, ranges in kernel_ranges(model, {}, model.config.dtype).items() if "S" in ranges]
-    rules = [rule for op in paged if (rule := _page_rule(ops[op].contract, size))]
-    if rules:
-        return [document.problem(place_of(document, "block_size", size), f"{size} tokens a page, but {rules[0]}")]
-    block_bytes = kv_bytes_per_block(model.config, size, dtype)
-    if available is not None and available < block_bytes:
-        message = f"{available} bytes hold no page: one of {size} tokens takes {block_bytes}"
-        return [document.problem(place_of(document, "kv_cache_bytes", available), message)]
-    return _conflicts(document, model, given, dtype, device)
+    if rules := [rule for op in paged if (rule := _page_rule(ops[op].contract, size))]:
+        place = _written_at(document, "block_size", size)
+        problems.append(document.problem(place, f"{size} tokens a page, but {rules[0]}"))
+    given = dict(options)
+    while True:
+        try:
+            fitted = fit_options(read_options(given), model.config, model.weights, device=device, dtype=dtype)
+            break
+        except OptionError as error:
+            value = given.pop(error.option, None)  # without it, what is wrong with others is said too
+            problems.append(document.problem(_written_at(document, error.option, value), str(error)))
+            if value is None:
+                return problems
+    return problems or _scheduler_problems(document, fitted)
 
 
-def place_of(document: Document, option: str, value: Any) -> PathParts:
+def _written_at(document: Document, option: str, value: Any) -> PathParts:
     """Where a scheduler option has a value."""
     for index, options in enumerate(entries(document.data.get("scheduler"))):
-        written = options.get(option) if isinstance(options, dict) else None
-        if value in entries(written):
-            inside = (entries(written).index(value),) if isinstance(written, list) else ()
-            return ("scheduler", index, option, *inside)
+        written = entries(options.get(option))
+        if value in written:
+            return ("scheduler", index, option, written.index(value))
     return ("scheduler", option)
 
 
-def _conflicts(
-    document: Document, model: ModelPlan, given: Mapping[str, Any], dtype: torch.dtype, device: torch.device
-) -> list[str]:
-    """What LLM would say against the scheduler's options, all of them given: the same calls, up to the weights."""
-    try:
-        fitted = fit_options(read_options(given), model.config, model.weights, device=device, dtype=dtype)
-    except OptionError as error:
-        if error.option == "max_model_len":  # part_problems says it, beside the lengths of the workload
-            return []
-        return [document.problem(("scheduler", error.option), str(error))]
+def _scheduler_problems(document: Document, fitted: ResolvedOptions) -> list[str]:
+    """What a scheduler of these sizes says."""
     try:
         Scheduler(**fitted.scheduler_arguments)
     except ValueError as error:
         return [document.problem(("scheduler",), str(error))]
     except MemoryError:
-        sizes = f"{given['max_num_seqs']:,} sequences of {fitted.max_model_len:,} tokens, {fitted.num_blocks:,} blocks"
-        message = f"{sizes}, {fitted.num_host_blocks:,} swapped: the tables of these do not fit this machine's memory"
+        sizes = f"{fitted.options.max_num_seqs:,} sequences of {fitted.max_model_len:,} tokens"
+        blocks = f"{fitted.num_blocks:,} blocks, {fitted.num_host_blocks:,} swapped"
+        message = f"{sizes}, {blocks}: the tables of these do not fit this machine's memory"
         return [document.problem(("scheduler",), message)]
     return []
 
@@ -103,6 +89,4 @@ def _page_rule(contract: Contract, size: int) -> str | None:
     """What a contract says against a page size."""
     axis = contract.axis_by_name["S"]
     assert isinstance(axis, Int)
-    if size & (size - 1):
-        return "it must be a power of two"
     return None if axis.allows(size) else f"{contract.name} takes {axis.low} to {axis.high}"

@@ -11,9 +11,10 @@ from experiments.planning.axes import Combination, arm_grid, multiply, shape_gri
 from experiments.planning.model_names import whole_sources
 from experiments.planning.written_checks import written_problems
 from experiments.planning.zip_and_exclude import sound_groups, without_excluded, written_groups
-from experiments.schema import AnyWorkload, Dtype, Experiment, ModelSource, SchedulerOptions
+from experiments.schema import AnyWorkload, Experiment, ModelSource, SchedulerOptions
 from experiments.schema.experiment import read_experiment
 from experiments.schema.names import known_names
+from tsched.options import DtypeName
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Part:
 
     model: ModelSource | None
     model_place: PathParts
-    dtype: Dtype | None
+    dtype: DtypeName | None
     arms: tuple[Arm, ...]
 
 

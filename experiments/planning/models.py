@@ -1,36 +1,13 @@
-"""Which model an experiment means: its configuration, at once; its directory, when weights are wanted."""
+"""Which model an experiment or a command means."""
 
-import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from experiments.document import ExperimentError, nearest
+from experiments.document import ExperimentError
 from experiments.schema import ModelSource
-from tmodel import ConfigError, ModelConfig, load_config
-from tmodel.presets import PRESETS, Recipe, find_recipe, preset_path
-from tmodel.random_weights import RANDOM_PRESETS, config_of, num_parameters
+from tmodel.model_names import ModelPlan, directory_model, find_model, hub_model, preset_model
 from tmodel.weights import Checkpoint
-
-_DATA_FILES = ("*.json", "*.safetensors", "tokenizer.model")
-"""All that is ever fetched of a hub model: no pickles, no code."""
-
-
-@dataclass(frozen=True)
-class ModelPlan:
-    """`config` is known without any weights; `directory()` builds a preset, or fetches a hub model's weights.
-
-    weights: the directory where they are already there, before they are asked for. random_weights: how many there are
-    of a preset that was never trained.
-    """
-
-    name: str
-    config: ModelConfig
-    directory: Callable[[], Path]
-    weights: Path | None = None
-    random_weights: int = 0
 
 
 def plan_model(source: ModelSource, folder: Path) -> ModelPlan:
@@ -39,71 +16,22 @@ def plan_model(source: ModelSource, folder: Path) -> ModelPlan:
     Raises ValueError for an unknown preset, a directory that is none, or a configuration that cannot be served.
     """
     if source.preset is not None:
-        preset = source.preset
-        if preset in RANDOM_PRESETS:
-            shape = RANDOM_PRESETS[preset]
-            return ModelPlan(
-                preset, config_of(shape), lambda: preset_path(preset), random_weights=num_parameters(shape)
-            )
-        known = [*PRESETS, *RANDOM_PRESETS]
-        if preset not in PRESETS:
-            raise ValueError(f"unknown preset {preset!r}: there is {', '.join(known)}{nearest(preset, known)}")
-        return ModelPlan(preset, _config_of(find_recipe(preset)), lambda: preset_path(preset))
+        return preset_model(source.preset)
     if source.path is not None:
-        directory = folder / source.path
-        if not os.path.isdir(directory):
-            raise ValueError(f"{directory} is not a directory")
-        return ModelPlan(directory.name, load_config(directory), lambda: directory, directory)
+        return directory_model(folder / source.path)
     assert source.hub is not None
-    hub_id = source.hub
-    return ModelPlan(hub_id, load_config(_fetch(hub_id, ("*.json",))), lambda: _fetch(hub_id, _DATA_FILES))
+    return hub_model(source.hub)
 
 
 def named_model(text: str, option: str) -> ModelPlan:
-    """What a command line means by a model: a directory, or else a preset's name. ExperimentError names `option`."""
-    is_preset = text in PRESETS and not Path(text).exists()
-    source = ModelSource(preset=text) if is_preset else ModelSource(path=Path(text))
+    """What a command line means by a model, see `find_model`. ExperimentError names `option`."""
     try:
-        return plan_model(source, Path.cwd())
+        return find_model(text)
     except ValueError as error:
-        hint = f" (presets: {', '.join(PRESETS)})" if not Path(text).exists() else ""
-        raise ExperimentError([f"{option}: {error}{hint}"]) from None
+        raise ExperimentError([f"{option}: {error}"]) from None
 
 
 def check_headers(directory: Path) -> None:
     """Raises WeightError, naming file and tensor, where the headers of a checkpoint show that it cannot be loaded."""
     with Checkpoint(directory, device="cpu", dtype=torch.float32):
         pass
-
-
-def _config_of(recipe: Recipe) -> ModelConfig:
-    """What the config.json of a preset will say, before the preset has been trained."""
-    return ModelConfig(
-        architecture="Qwen3ForCausalLM",
-        vocab_size=recipe.vocab_size,
-        hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.intermediate_size,
-        num_layers=recipe.num_layers,
-        num_heads=recipe.num_heads,
-        num_kv_heads=recipe.num_kv_heads,
-        head_dim=recipe.head_dim,
-        rotary_dim=recipe.head_dim,
-        rope_theta=10000.0,
-        norm_eps=1e-6,
-        max_position_embeddings=recipe.max_position_embeddings,
-        attention_bias=False,
-        tie_word_embeddings=True,
-        windows=(None,) * recipe.num_layers,
-        eos_token_ids=(),
-        dtype=torch.float32,
-    )
-
-
-def _fetch(hub_id: str, patterns: tuple[str, ...]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(f"{hub_id!r} cannot be fetched from the Hugging Face hub: {error}") from None

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from experiments.document import Document, nearest
-from experiments.planning.engine_options import engine_problems, kernel_ranges, place_of
+from experiments.planning.engine_options import engine_problems, kernel_ranges
 from experiments.planning.layout import Layout, Part, Shape
 from experiments.planning.models import ModelPlan
 from experiments.planning.shape_points import asked_point
@@ -15,9 +15,7 @@ from experiments.workloads import traced_lengths
 from tkernels import ContractError, Registry
 from tkernels.contract import Contract
 from tkernels.selection import with_parts
-
-# Such a model is there to be measured on a GPU; on a CPU a workload made for that would take hours.
-_MOST_RANDOM_ON_CPU = 100_000_000
+from tsched.execution.placement import check_random_weights
 
 
 def registry_problems(layout: Layout, ops: Registry) -> Iterator[str]:
@@ -91,22 +89,16 @@ def part_problems(
     config = model.config if model is not None else None
     yield from quantization_problems(document, layout.experiment, config, part.model_place)
     if model is not None and dtype is not None:
-        if device.type == "cpu" and model.random_weights > _MOST_RANDOM_ON_CPU:
-            yield document.problem(part.model_place, _needs_gpu(model))
+        try:
+            check_random_weights(model, device, dtype)
+        except ValueError as error:
+            yield document.problem(part.model_place, str(error))
         yield from _unused_ops(layout, part, model, ops, device)
         yield from _length_problems(document, part, model)
         for options in {repr(sorted(arm.scheduler.items())): arm.scheduler for arm in part.arms}.values():
             yield from engine_problems(document, model, options, ops, dtype, device)
     if dtype is not None:
         yield from _constraint_problems(layout, ops, dtype)
-
-
-def _needs_gpu(model: ModelPlan) -> str:
-    return (
-        f"{model.name} is {model.random_weights / 1e9:.1f} billion random weights, to be measured on a GPU; on a CPU, "
-        "which is the device here, that would take hours. --set model.preset=tiny, with a workload that fits it, tries "
-        "the same small"
-    )
 
 
 def _unused_ops(layout: Layout, part: Part, model: ModelPlan, ops: Registry, device: torch.device) -> Iterator[str]:
@@ -130,10 +122,7 @@ def _length_problems(document: Document, part: Part, model: ModelPlan) -> Iterat
     longest = model.config.max_position_embeddings
     reached = {id(one.workload): _longest_request(one.workload) for arm in part.arms for one in arm.workloads}
     for arm in part.arms:
-        asked = arm.scheduler.get("max_model_len", longest)
-        if asked > longest:
-            message = f"{asked} is longer than what the model was made for, {longest}"
-            yield document.problem(place_of(document, "max_model_len", asked), message)
+        asked = arm.scheduler.get("max_model_len") or longest
         what = "max_model_len" if asked < longest else "the model's length"
         for served in arm.workloads:
             if (most := reached[id(served.workload)]) > min(asked, longest):

@@ -42,7 +42,7 @@ def op_of(total: RangeTotal) -> tuple[str, str] | None:
 
 
 def figures(found: Breakdown) -> list[dict[str, Any]]:
-    """For each range and clock the figures of a step row (see experiments.runs.rows.StepRow), and op and variant."""
+    """For each range and clock the figures of a step row (see experiments.runs.rows), and op and variant."""
     step_us = found.step_ns / 1000
     rows = []
     for total in found.totals:

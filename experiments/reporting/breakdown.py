@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from experiments.reporting.pictures import INK, PAPER, RULE, SERIES, WIDTH, Picture, compact, label, legend
 from experiments.reporting.table_style import Column, Line, PlainTable, cells
 from experiments.reporting.tables import microseconds, swept, title_of
-from experiments.runs.rows import EngineRow, StepRow
+from experiments.runs.rows import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,13 +29,13 @@ class Step:
     calls: Mapping[str, int]
 
 
-def steps_of(rows: Sequence[StepRow], engines: Sequence[EngineRow]) -> list[Step]:
+def steps_of(rows: Sequence[Row], engines: Sequence[Row]) -> list[Step]:
     """The recorded steps. On a GPU they are the device's time, of which what no range holds is a gap of its own."""
     names = swept(engines)
-    groups: dict[tuple[str, str], list[StepRow]] = {}
+    groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.status == "ok" and row.total_us is not None:
-            about = EngineRow.model_construct(arm=row.arm, settings=row.settings)
+            about = Row.model_construct(stage="engine", arm=row.arm, settings=row.settings)
             groups.setdefault((str(row.workload), title_of(about, names)), []).append(row)
     found = []
     for (workload, arm), mine in groups.items():
@@ -57,7 +57,7 @@ def steps_of(rows: Sequence[StepRow], engines: Sequence[EngineRow]) -> list[Step
     return found
 
 
-def not_recorded(rows: Sequence[StepRow]) -> str:
+def not_recorded(rows: Sequence[Row]) -> str:
     """Why there is no breakdown."""
     return next((str(row.speed_reason or row.reason) for row in rows if row.speed_reason or row.reason), "not measured")
 

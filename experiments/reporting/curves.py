@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.reporting.pictures import PAPER, WIDTH, Picture, compact, legend, legend_rows, log_ticks, look
 from experiments.reporting.points import METRICS, Factor, Measured, engine_points, kernel_points, numeric, varying
 from experiments.reporting.table_style import plain, told
-from experiments.runs.rows import EngineRow, KernelRow
+from experiments.runs.rows import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ class _Line:
     points: tuple[tuple[float | None, Measured], ...]
 
 
-def kernel_curves(rows: Sequence[KernelRow], asked: Mapping[str, Any], about: str) -> dict[str, Curves]:
+def kernel_curves(rows: Sequence[Row], asked: Mapping[str, Any], about: str) -> dict[str, Curves]:
     """op -> a picture, or some, where its timed rows differ in a number.
 
     Args:
@@ -63,7 +63,7 @@ def kernel_curves(rows: Sequence[KernelRow], asked: Mapping[str, Any], about: st
     }
 
 
-def engine_curves(rows: Sequence[EngineRow], about: str, waits: str) -> dict[str, Curves]:
+def engine_curves(rows: Sequence[Row], about: str, waits: str) -> dict[str, Curves]:
     """Of tokens per second and of waiting times, by column, over a numeric option of the sweep; `waits` is the latter's
     caption.
     """

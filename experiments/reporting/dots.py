@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.reporting.pictures import INK, PAPER, SERIES, SOFT, WIDTH, Picture, compact, label, legend, log_ticks
 from experiments.reporting.points import quartiles
 from experiments.reporting.tables import swept, title_of
-from experiments.runs.rows import EngineRow, KernelRow, PeerRow
+from experiments.runs.rows import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +33,7 @@ class _Dot:
     samples: tuple[float, ...] = ()
 
 
-def throughput_picture(rows: Sequence[EngineRow | PeerRow], about: str) -> Picture | None:
+def throughput_picture(rows: Sequence[Row], about: str) -> Picture | None:
     """Tokens per second of every arm and peer, workload by workload; None where fewer than two were timed."""
     dots = []
     for row, name in _served(rows):
@@ -51,7 +51,7 @@ def _marked(dot: _Dot) -> bool:
 
 
 def waiting_pictures(
-    rows: Sequence[EngineRow | PeerRow], about: str, on_curves: Collection[str] = ()
+    rows: Sequence[Row], about: str, on_curves: Collection[str] = ()
 ) -> list[Picture]:  # fmt: skip
     """What users wait for: p50, p90 and p99 of every arm and peer; but of columns that curves show in full."""
     pictures = []
@@ -69,7 +69,7 @@ def waiting_pictures(
     return [picture for picture in pictures if picture is not None]
 
 
-def variant_pictures(rows: Sequence[KernelRow], on_curves: Collection[str], about: str) -> list[Picture]:
+def variant_pictures(rows: Sequence[Row], on_curves: Collection[str], about: str) -> list[Picture]:
     """Times of an op's variants at each point, of which several were timed, but of ops that curves show in full."""
     pictures = []
     for op in dict.fromkeys(row.op for row in rows):
@@ -88,9 +88,9 @@ def variant_pictures(rows: Sequence[KernelRow], on_curves: Collection[str], abou
     return [picture for picture in pictures if picture is not None]
 
 
-def _served(rows: Sequence[EngineRow | PeerRow]) -> list[tuple[EngineRow | PeerRow, str]]:
+def _served(rows: Sequence[Row]) -> list[tuple[Row, str]]:
     """The timed rows with their names, those of a workload together."""
-    names = swept([row for row in rows if isinstance(row, EngineRow)])
+    names = swept([row for row in rows if row.stage == "engine"])
     timed = [(row, title_of(row, names)) for row in rows if row.status == "ok" and row.tokens_per_s is not None]
     order = list(dict.fromkeys(row.workload for row, _ in timed))
     return sorted(timed, key=lambda pair: order.index(pair[0].workload))

@@ -11,7 +11,7 @@ from typing import Any
 from experiments.reporting.judged import Judged
 from experiments.reporting.table_style import Cell, Column, Line, PlainTable, cells, plain, told
 from experiments.runs.comparison import Outcome
-from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, Row, StepRow
+from experiments.runs.rows import Row
 from experiments.runs.verdicts import Paired
 from experiments.stages.serving import spread
 from tkernels import OPS
@@ -85,19 +85,19 @@ class _Rows:
     """A run's rows by what an effect asks of them: a sweep has thousands of effects, and of rows."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        self.engines = [row for row in rows if isinstance(row, EngineRow) and row.status == "ok"]
-        self.parities: dict[Any, ParityRow] = {}
-        self.steps: dict[Any, list[StepRow]] = {}
-        self.kernels: dict[Any, list[KernelRow]] = {}
+        self.engines = [row for row in rows if row.stage == "engine" and row.status == "ok"]
+        self.parities: dict[Any, Row] = {}
+        self.steps: dict[Any, list[Row]] = {}
+        self.kernels: dict[Any, list[Row]] = {}
         self.errors: dict[Any, list[float]] = {}
         for row in rows:
-            if isinstance(row, ParityRow):
+            if row.stage == "parity":
                 self.parities.setdefault(_place(row), row)
-            elif isinstance(row, StepRow) and row.status == "ok" and row.total_us is not None:
+            elif row.stage == "step" and row.status == "ok" and row.total_us is not None:
                 self.steps.setdefault(_place(row), []).append(row)
-            elif isinstance(row, KernelRow) and row.median_us:
+            elif row.stage == "kernels" and row.median_us:
                 self.kernels.setdefault((row.op, row.variant, row.dtype), []).append(row)
-            elif isinstance(row, CheckRow) and row.max_error_ratio is not None:
+            elif row.stage == "check" and row.max_error_ratio is not None:
                 self.errors.setdefault((row.op, row.variant, row.dtype), []).append(row.max_error_ratio)
 
 
@@ -110,12 +110,12 @@ class _Swap:
     """kernels: timings of both variants at each point that counts."""
 
     op: str
-    first: EngineRow
-    row: EngineRow
-    kernels: tuple[tuple[KernelRow, KernelRow], ...]
+    first: Row
+    row: Row
+    kernels: tuple[tuple[Row, Row], ...]
 
     @property
-    def engines(self) -> tuple[tuple[EngineRow, EngineRow], ...]:
+    def engines(self) -> tuple[tuple[Row, Row], ...]:
         return ((self.first, self.row),) if self.row.tokens_per_s and self.first.tokens_per_s else ()
 
 
@@ -126,7 +126,7 @@ def effects_of(rows: Sequence[Row], ops: Sequence[str], every: Sequence[Row] = (
     swaps = []
     known = _Rows(rows)
     for op in ops:
-        groups: dict[Any, list[EngineRow]] = {}
+        groups: dict[Any, list[Row]] = {}
         for row in known.engines:
             if op in row.arm:
                 rest_of_arm = {name: label for name, label in row.arm.items() if name != op}
@@ -163,21 +163,21 @@ def _ratio(pairs: Sequence[_Pair], judged: Judged) -> Ratio | None:
     if pairs[0][0] is pairs[0][1]:
         return Ratio(1.0)
     if (found := judged.between(pairs)) is not None:
-        return Ratio.judged(found, -1 if isinstance(pairs[0][0], KernelRow) else 1)
+        return Ratio.judged(found, -1 if pairs[0][0].stage == "kernels" else 1)
     merged = Ratio.mean([(_speed(other), _speed(one)) for one, other in pairs])
     return replace(merged, outcome="cannot tell") if judged.found else merged
 
 
 def _speed(row: Row) -> _Figure:
     """With its spread, whose share of a time is that of its inverse."""
-    if isinstance(row, KernelRow):
+    if row.stage == "kernels":
         time = row.median_us or math.inf
         return 1 / time, row.iqr_us / time**2 if row.iqr_us is not None else None
-    assert isinstance(row, EngineRow)
+    assert row.stage == "engine"
     return row.tokens_per_s or 0.0, row.tokens_per_s_iqr
 
 
-def _timings(rows: _Rows, op: str, first: EngineRow, row: EngineRow) -> tuple[tuple[KernelRow, KernelRow], ...]:
+def _timings(rows: _Rows, op: str, first: Row, row: Row) -> tuple[tuple[Row, Row], ...]:
     before, mine = (
         {
             str(one.point): one
@@ -191,20 +191,20 @@ def _timings(rows: _Rows, op: str, first: EngineRow, row: EngineRow) -> tuple[tu
     return tuple(own or [pair for pair in both if not pair[1].serves])
 
 
-def _is_of(served: Mapping[str, Any], row: EngineRow) -> bool:
+def _is_of(served: Mapping[str, Any], row: Row) -> bool:
     """Whether a point that serves this is one of the arm's steps. What is not swept, all share."""
     about = {"workload": row.workload, **row.settings}
     return all(about.get(name, value) == value for name, value in served.items())
 
 
-def _share(rows: _Rows, op: str, arm: EngineRow) -> float | None:
+def _share(rows: _Rows, op: str, arm: Row) -> float | None:
     """The op's share of the arm's step: by the device's clock where it has one."""
     name = f"{op}.{arm.arm[op]}"
     shares = {step.clock: step.share for step in rows.steps.get(_place(arm), ()) if step.range == name}
     return shares.get("device", shares.get("host"))
 
 
-def _place(row: EngineRow | StepRow | ParityRow) -> tuple[Any, ...]:
+def _place(row: Row) -> tuple[Any, ...]:
     return row.workload, _text(row.arm), _text(row.settings), row.dtype
 
 
@@ -216,7 +216,7 @@ def effects_table(rows: Sequence[Row], names: Sequence[str], every: Sequence[Row
     """The effects of the swept ops among `names`, as of `effects_of`; None where no op was swept, or no step was
     recorded.
     """
-    ops = [name for name in names if any(isinstance(row, EngineRow) and name in row.arm for row in rows)]
+    ops = [name for name in names if any(row.stage == "engine" and name in row.arm for row in rows)]
     effects = effects_of(rows, ops, every)
     if all(effect.share is None for effect in effects):
         return None
@@ -286,7 +286,7 @@ def _percent(share: float | None) -> str:
 _WHOLE = ("ops", "GEMMs", "model", "sample", "prepare", "schedule", "commit", "gaps")
 
 
-def whole_step(steps: Sequence[StepRow]) -> dict[str, float]:
+def whole_step(steps: Sequence[Row]) -> dict[str, float]:
     """Where the whole of one arm's step goes, as shares that add up to 1, of one clock's rows."""
     found = dict.fromkeys(_WHOLE, 0.0)
     for row in steps:
@@ -294,7 +294,7 @@ def whole_step(steps: Sequence[StepRow]) -> dict[str, float]:
     return found
 
 
-def _part_of(row: StepRow) -> str:
+def _part_of(row: Row) -> str:
     if row.category == "op":
         return "GEMMs" if row.op in GEMMS else "ops"
     if row.category in ("layer", "part") or row.range == "forward":
@@ -306,9 +306,9 @@ def _part_of(row: StepRow) -> str:
 
 def step_table(rows: Sequence[Row], titles: Mapping[str, str]) -> PlainTable | None:
     """A line for each arm whose steps were recorded; titles: what arms are called, by `key_of`. None where none was."""
-    arms: dict[str, list[StepRow]] = {}
+    arms: dict[str, list[Row]] = {}
     for row in rows:
-        if isinstance(row, StepRow) and row.status == "ok" and row.total_us is not None:
+        if row.stage == "step" and row.status == "ok" and row.total_us is not None:
             arms.setdefault(key_of(row), []).append(row)
     lines: list[Line] = []
     for key, mine in arms.items():
@@ -329,6 +329,6 @@ def step_table(rows: Sequence[Row], titles: Mapping[str, str]) -> PlainTable | N
     return PlainTable("Where a step goes", columns, tuple(lines), caption)
 
 
-def key_of(row: EngineRow | StepRow) -> str:
+def key_of(row: Row) -> str:
     """What an arm's rows at one workload share."""
     return str(_place(row))

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from experiments.document import ExperimentError
 from experiments.reporting.replicates import processes
 from experiments.runs.comparison import MIN_REPLICATES
-from experiments.runs.figures import figure_key, figures_of
-from experiments.runs.rows import KernelRow, Row
+from experiments.runs.rows import Row
+from experiments.runs.table import figure_key, times_of
 from experiments.runs.verdicts import Paired, beside_the_first, judge_pairs
 
 _Keys = tuple[str, str]
@@ -29,7 +29,7 @@ class Judged:
         if processes(rows) < MIN_REPLICATES:
             return Judged({})
         try:
-            figures = figures_of(rows)
+            figures = times_of(rows)
         except ExperimentError:  # two rows of one process that cannot be told apart: nothing can be said of them
             return Judged({})
         arms = beside_the_first(figures)
@@ -49,5 +49,5 @@ class Judged:
 
 
 def _keys(pair: tuple[Row, Row]) -> _Keys:
-    first, second = (figure_key(row, "median_us" if isinstance(row, KernelRow) else "tokens_per_s") for row in pair)
+    first, second = map(figure_key, pair)
     return first, second

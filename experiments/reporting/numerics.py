@@ -2,22 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 
-from experiments.reporting.places import asked_of
 from experiments.reporting.replicates import arm_key
 from experiments.reporting.table_style import Column, Line, PlainTable, cells, plain, status_cell, told
 from experiments.reporting.tables import same_cell
-from experiments.runs.rows import CheckRow, EngineRow, ParityRow
+from experiments.runs.rows import Row
+from experiments.runs.table import question_of
 
 _WORST_FIRST = ("wrong", "failed", "ok", "unsupported")
 
 
-def check_table(checks: Sequence[CheckRow]) -> PlainTable:
+def check_table(checks: Sequence[Row]) -> PlainTable:
     """A line for each variant and dtype: at how many points it was checked, and its largest error over the allowed."""
     columns = (
         Column("op"), Column("variant"), Column("dtype"), Column("result"), Column("points right", right=True),
         Column("worst error", right=True), Column("worst RMS", right=True), Column("at"),
     )  # fmt: skip
-    groups: dict[tuple[str, str, str], list[CheckRow]] = {}
+    groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in checks:
         groups.setdefault((str(row.op), str(row.variant), row.dtype), []).append(row)
     lines: list[Line] = []
@@ -39,7 +39,7 @@ def check_table(checks: Sequence[CheckRow]) -> PlainTable:
     return PlainTable("Checks", columns, tuple(lines), caption)
 
 
-def parity_table(parities: Sequence[ParityRow], engines: Sequence[EngineRow]) -> PlainTable:
+def parity_table(parities: Sequence[Row], engines: Sequence[Row]) -> PlainTable:
     """A line for each arm after the first of its place: the same tokens, where not, and how far log-probabilities
     drift. engines: the arms, which know how many requests there were.
     """
@@ -59,7 +59,7 @@ def parity_table(parities: Sequence[ParityRow], engines: Sequence[EngineRow]) ->
     firsts = {
         ", ".join(f"{op} {label}" for op, label in (row.first_arm or {}).items() if op in names) for row in parities
     }
-    several_places = len(set(map(asked_of, parities))) > 1
+    several_places = len(set(map(question_of, parities))) > 1
     against = "the first arm" + (" of the same model, workload and sizes" if several_places else "")
     against += f" ({first})" if len(firsts) == 1 and (first := firsts.pop()) else ""
     caption = (
@@ -69,7 +69,7 @@ def parity_table(parities: Sequence[ParityRow], engines: Sequence[EngineRow]) ->
     return PlainTable("Parity", tuple(columns), tuple(lines), caption)
 
 
-def _swept(parities: Sequence[ParityRow]) -> list[str]:
+def _swept(parities: Sequence[Row]) -> list[str]:
     arms = [{**row.arm, **row.settings} for row in parities] + [row.first_arm or {} for row in parities[:1]]
     names = dict.fromkeys(name for arm in arms for name in arm)
     settings = {name for row in parities for name in row.settings}

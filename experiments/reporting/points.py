@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments.reporting.tables import swept
-from experiments.runs.rows import EngineRow, KernelRow
+from experiments.runs.rows import Row
 
 Factor = str | int | float | bool
 _LABEL = re.compile(r"(?P<variant>[^\[]*)(\[(?P<pins>.*)\])?")
@@ -43,7 +43,7 @@ def label_factors(op: str, label: str, several_ops: bool) -> dict[str, Factor]:
     return factors
 
 
-def kernel_points(rows: Iterable[KernelRow]) -> dict[str, list[Measured]]:
+def kernel_points(rows: Iterable[Row]) -> dict[str, list[Measured]]:
     """op -> its times in microseconds."""
     points: dict[str, list[Measured]] = {}
     for row in rows:
@@ -79,7 +79,7 @@ METRICS: Mapping[str, str] = {
 }
 
 
-def engine_points(rows: Sequence[EngineRow], metric: str) -> list[Measured]:
+def engine_points(rows: Sequence[Row], metric: str) -> list[Measured]:
     """An engine figure of every arm and workload. Of waiting times the median is p50, and what is shown to p90."""
     names = swept(rows)
     ops = [name for name in names if any(name in row.arm for row in rows)]

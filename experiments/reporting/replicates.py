@@ -1,25 +1,19 @@
 """Rows of the same thing from several processes, as one row: the median over them, and how far they lie apart."""
 
-import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments.runs.rows import EngineRow, KernelRow, ParityRow, PeerRow, Row
-from experiments.stages.serving import spread
+from experiments.runs.rows import COLUMNS, Row
+from experiments.runs.table import label_of, spread
 
-_IDENTITY = ("stage", "op", "variant", "arm", "settings", "dtype", "point", "workload", "peer", "peer_settings")
-
-
-def identity(row: Row) -> str:
-    """What a row is about, whichever process wrote it."""
-    about = [getattr(row, name, None) for name in _IDENTITY]
-    return json.dumps(about, sort_keys=True, default=str)
+_REPEATED = ("kernels", "engine", "peers", "parity")
 
 
-def arm_key(row: Row) -> str:
-    """An arm at a workload; the rows that compare it have another stage and the same key."""
-    return identity(row.model_copy(update={"stage": ""}))
+def arm_key(row: Row) -> tuple[str, str]:
+    """An arm at its place; the rows that compare it have another stage and the same key."""
+    label = label_of(row)
+    return label.place, label.arm
 
 
 def merged(rows: Sequence[Row]) -> list[Row]:
@@ -31,9 +25,9 @@ def merged(rows: Sequence[Row]) -> list[Row]:
     groups: dict[object, list[Row]] = {}
     for row in rows:
         # Of what is not repeated, such as a check, every row stands for itself.
-        repeated = isinstance(row, KernelRow | EngineRow | PeerRow | ParityRow)
-        groups.setdefault(identity(row) if repeated else id(row), []).append(row)
-    return [_one(group) for group in groups.values()]
+        key = (row.stage, arm_key(row)) if row.stage in _REPEATED else id(row)
+        groups.setdefault(key, []).append(row)
+    return [_merge(group) if len(group) > 1 else group[0] for group in groups.values()]
 
 
 def processes(rows: Sequence[Row]) -> int:
@@ -41,62 +35,49 @@ def processes(rows: Sequence[Row]) -> int:
     return 1 + max((row.replicate for row in rows), default=0)
 
 
-def _one(group: Sequence[Row]) -> Row:
+def _merge(group: Sequence[Row]) -> Row:
     first = group[0]
-    if len(group) == 1:
-        return first
     if bad := next((row for row in group if row.status != "ok"), None):
         return bad
-    if isinstance(first, KernelRow):
-        return first.model_copy(update=_kernel(group))
-    if isinstance(first, EngineRow | PeerRow):
-        return first.model_copy(update=_served(group))
-    if isinstance(first, ParityRow):
-        return _worst([row for row in group if isinstance(row, ParityRow)])
-    return first
+    if first.stage == "parity":  # the one that differs most
+        return max(group, key=lambda row: (-(row.requests_equal or 0), row.logprob_drift or 0.0))
+    merge = _merged_times if first.stage == "kernels" else _merged_rates
+    return first.model_copy(update={**_medians(group, ("host_peak_bytes", "device_peak_bytes"), max), **merge(group)})
 
 
-def _kernel(group: Sequence[Any]) -> dict[str, Any]:
+def _medians(
+    group: Sequence[Row], names: Sequence[str], of: Callable[[Sequence[Any]], Any] = statistics.median
+) -> dict[str, Any]:
+    """Of each column the median over the rows that have it, key by key where it is a mapping."""
+    found: dict[str, Any] = {}
+    for name in names:
+        values = [value for row in group if (value := getattr(row, name)) is not None]
+        if values and isinstance(values[0], Mapping):
+            found[name] = {key: of([one[key] for one in values]) for key in values[0]}
+        else:
+            found[name] = of(values) if values else None
+    return found
+
+
+def _merged_times(group: Sequence[Row]) -> dict[str, Any]:
     timed = [row for row in group if row.median_us is not None]
-    if not timed:
-        return {}
-    shares = [row.roofline_fraction for row in timed if row.roofline_fraction is not None]
+    if len(timed) < 2:
+        return {name: getattr(timed[0], name) for name in COLUMNS["kernels"]["ok"]} if timed else {}
+    medians = [row.median_us for row in timed if row.median_us is not None]
     return {
-        "median_us": statistics.median(row.median_us for row in timed),
-        "iqr_us": spread([row.median_us for row in timed]) if len(timed) > 1 else timed[0].iqr_us,
-        "min_us": min(row.min_us for row in timed),
-        "max_us": max(row.max_us for row in timed),
-        "samples_us": [row.median_us for row in timed] if len(timed) > 1 else timed[0].samples_us,
-        "speed_reason": None,
-        "roofline_fraction": statistics.median(shares) if shares else None,
-    }
+        **_medians(timed, ("median_us", "roofline_fraction")),
+        "iqr_us": spread(medians), "min_us": min(row.min_us or 0.0 for row in timed),
+        "max_us": max(row.max_us or 0.0 for row in timed), "samples_us": medians, "speed_reason": None,
+    }  # fmt: skip
 
 
-def _served(group: Sequence[Any]) -> dict[str, Any]:
-    timed = [row for row in group if row.tokens_per_s is not None]
+def _merged_rates(group: Sequence[Row]) -> dict[str, Any]:
     worst = max(group, key=lambda row: row.requests_failed or 0)
     failed = {"requests_failed": worst.requests_failed, "requests_error": worst.requests_error}
-    if len(timed) < 2:
+    rates = [row.tokens_per_s for row in group if row.tokens_per_s is not None]
+    if len(rates) < 2:
         return failed
-    tokens = timed[0].output_tokens or 0
-    figures: dict[str, Any] = {
-        **failed,
-        "tokens_per_s": statistics.median(row.tokens_per_s for row in timed),
-        "tokens_per_s_iqr": spread([row.tokens_per_s for row in timed]),
-        # A process is one value: rounds of several, taken together, would have another spread than the figure says.
-        "seconds": [tokens / row.tokens_per_s for row in timed],
-    }
-    for name in ("ttft_s", "tpot_s", "gap_s"):
-        figures[name] = _quantiles([getattr(row, name) for row in timed if getattr(row, name)])
-    return figures
-
-
-def _quantiles(several: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
-    if not several:
-        return None
-    return {key: statistics.median(one[key] for one in several) for key in several[0]}
-
-
-def _worst(group: Sequence[ParityRow]) -> ParityRow:
-    """The row that differs most."""
-    return max(group, key=lambda row: (-(row.requests_equal or 0), row.logprob_drift or 0.0))
+    # A process is one value: rounds of several, taken together, would have another spread than the figure says.
+    seconds = [(group[0].output_tokens or 0) / rate for rate in rates]
+    medians = _medians(group, ("tokens_per_s", "ttft_s", "tpot_s", "gap_s"))
+    return {**failed, **medians, "tokens_per_s_iqr": spread(rates), "seconds": seconds}

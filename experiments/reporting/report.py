@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from experiments.document import ExperimentError
-from experiments.quantization.report import quantization_picture
 from experiments.reporting.breakdown import breakdown_picture, not_recorded, step_table, steps_of
+from experiments.reporting.comparison_tables import sentence, verdict_table
 from experiments.reporting.curves import engine_curves, kernel_curves
 from experiments.reporting.dots import throughput_picture, variant_pictures, waiting_pictures
 from experiments.reporting.numerics import check_table, parity_table
 from experiments.reporting.pictures import Picture
+from experiments.reporting.quantization import quantization_picture
 from experiments.reporting.question import Question, question_of
 from experiments.reporting.replicates import merged, processes
 from experiments.reporting.resources import resources_of
@@ -23,8 +24,8 @@ from experiments.reporting.tables import Reason, reasons, tables_of
 from experiments.reporting.verdict import Verdict, verdict_of
 from experiments.runs.comparison import MIN_REPLICATES
 from experiments.runs.reading import SOURCE, RecordedRun
-from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, Row, StepRow
-from experiments.runs.verdict_tables import sentence, verdict_table
+from experiments.runs.rows import Row, Stage
+from experiments.runs.table import Entry, long_table
 from experiments.runs.verdicts import Comparison, compare_arms
 
 
@@ -42,7 +43,8 @@ class Section:
 @dataclass(frozen=True)
 class Report:
     """facts: what every figure depends on. texts: prompts, each with what the first arm made of it. commands: how to
-    do it again, each with what it does. repairs: what of the folder was half written.
+    do it again, each with what it does. repairs: what of the folder was half written. table: every figure of every
+    process.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Report:
     environment: tuple[tuple[str, str], ...]
     source: str
     repairs: tuple[str, ...]
+    table: tuple[Entry, ...]
 
     @property
     def pictures(self) -> list[Picture]:
@@ -86,7 +89,7 @@ def report_of(run: RecordedRun) -> Report:
         run_id=str(run.meta["run_id"]),
         when=_moment(run.meta["created"]),
         question=question_of(source, name),
-        verdict=verdict_of(rows, count, run.finished, judged),
+        verdict=verdict_of(rows, count, run.finished, judged, run.environment),
         facts=_facts(run, rows, count),
         sections=tuple(one for one in sections if one is not None),
         failures=tuple(reasons(run.rows)),
@@ -95,11 +98,12 @@ def report_of(run: RecordedRun) -> Report:
         environment=_flat(run.environment),
         source=source,
         repairs=run.repairs,
+        table=tuple(long_table(run.rows)),
     )
 
 
-def _of(rows: Sequence[Row], kind: type) -> list[Any]:
-    return [row for row in rows if isinstance(row, kind)]
+def _of(rows: Sequence[Row], stage: Stage) -> list[Row]:
+    return [row for row in rows if row.stage == stage]
 
 
 def _source(folder: Path) -> str:
@@ -125,7 +129,7 @@ def _device(run: RecordedRun) -> str:
 
 
 def _end_to_end(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, PlainTable], count: int) -> Section | None:
-    engines, peers = _of(rows, EngineRow), _of(rows, PeerRow)
+    engines, peers = _of(rows, "engine"), _of(rows, "peers")
     if not engines and not peers:
         return None
     rounds = max((len(row.seconds or ()) for row in engines if row.status == "ok"), default=0)
@@ -168,7 +172,7 @@ def _differences(judged: Comparison | None) -> Section | None:
 
 
 def _kernels(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, PlainTable], count: int) -> Section | None:
-    kernels = _of(rows, KernelRow)
+    kernels = _of(rows, "kernels")
     if "kernels" not in tables and not kernels:
         return None
     timers = list(dict.fromkeys(str(row.timer) for row in kernels if row.status == "ok" and row.timer))
@@ -188,7 +192,7 @@ def _kernels(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, PlainTa
 
 
 def _step_time(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, PlainTable]) -> Section | None:
-    engines, steps = _of(rows, EngineRow), _of(rows, StepRow)
+    engines, steps = _of(rows, "engine"), _of(rows, "step")
     if not engines:
         return None
     found = steps_of(steps, engines)
@@ -203,13 +207,12 @@ def _step_time(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, Plain
 def _quantization(run: RecordedRun, rows: Sequence[Row], tables: Mapping[str, PlainTable]) -> Section | None:
     if "quantization" not in tables:
         return None
-    picture = quantization_picture(_of(rows, QuantizationRow), _device(run))
+    picture = quantization_picture(_of(rows, "quantization"), _device(run))
     return Section("quantization", "Quantization", (), (picture,) if picture else (), (tables["quantization"],))
 
 
 def _numerics(rows: Sequence[Row]) -> Section | None:
-    checks, parities = _of(rows, CheckRow), _of(rows, ParityRow)
-    engines = _of(rows, EngineRow)
+    checks, parities, engines = _of(rows, "check"), _of(rows, "parity"), _of(rows, "engine")
     tables = [
         *([check_table(checks)] if checks else []), *([parity_table(parities, engines)] if parities else [])
     ]  # fmt: skip
@@ -273,9 +276,8 @@ def _texts(run: RecordedRun, rows: Sequence[Row]) -> tuple[tuple[str, str], ...]
     workloads = run.resolved.get("workload") or []
     for workload in workloads if isinstance(workloads, list) else [workloads]:
         prompts = workload.get("prompts") if isinstance(workload, Mapping) else None
-        answers = [
-            row for row in _of(rows, EngineRow) if row.workload == workload.get("name", "") and row.status == "ok"
-        ]
+        served = [row for row in _of(rows, "engine") if row.status == "ok"]
+        answers = [row for row in served if row.workload == workload.get("name", "")]
         if prompts and answers and answers[0].texts:
             found += list(zip(map(str, prompts), answers[0].texts, strict=False))
     return tuple(found)

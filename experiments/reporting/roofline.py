@@ -15,7 +15,7 @@ from experiments.reporting.pictures import (
     log_ticks,
     look,
 )
-from experiments.runs.rows import KernelRow
+from experiments.runs.rows import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +39,7 @@ _INTENSITY, _GFLOPS, _GBYTES = 4, 5, 6
 _TERA_FROM = 10_000  # GFLOP/s, from which on the axis is in TFLOP/s
 
 
-def roofline_pictures(rows: Sequence[KernelRow], device: str, about: str) -> list[Picture]:
+def roofline_pictures(rows: Sequence[Row], device: str, about: str) -> list[Picture]:
     """All timed rows over their arithmetic intensity: the FLOPs that they reach, and the bytes; none where nothing was
     timed.
 
@@ -76,7 +76,7 @@ def roofline_pictures(rows: Sequence[KernelRow], device: str, about: str) -> lis
     return pictures
 
 
-def _record(row: KernelRow) -> tuple[Any, ...]:
+def _record(row: Row) -> tuple[Any, ...]:
     assert row.median_us is not None
     assert row.bytes_moved is not None
     assert row.flops is not None

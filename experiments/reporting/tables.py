@@ -10,9 +10,8 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from experiments.quantization.report import quantization_table
 from experiments.reporting.effects import effects_table, key_of, step_table
-from experiments.reporting.places import Place, asked_of, place_of
+from experiments.reporting.quantization import quantization_table
 from experiments.reporting.replicates import arm_key, merged, processes
 from experiments.reporting.table_style import (
     Cell,
@@ -27,7 +26,8 @@ from experiments.reporting.table_style import (
     status_text,
     told,
 )
-from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, Row, SpeedupRow
+from experiments.runs.rows import Row
+from experiments.runs.table import place_of, question_of
 
 __all__ = ["add_row", "new_table", "print_report", "status_text", "tables_of"]
 
@@ -38,7 +38,7 @@ Prompts = Mapping[str, Sequence[str]]
 def print_report(console: Console, prompts: Prompts, rows: Sequence[Row]) -> None:
     """What a run found, stage by stage, reasons last. A replay command stays one line, so that it can be copied."""
     parts: list[RenderableType] = []
-    engines = [row for row in rows if isinstance(row, EngineRow)]
+    engines = [row for row in rows if row.stage == "engine"]
     for name, table in tables_of(rows).items():
         parts.append(table.as_rich())
         if name == "engine":
@@ -56,16 +56,16 @@ def tables_of(rows: Sequence[Row]) -> dict[str, PlainTable]:
     count = processes(rows)
     every, rows = rows, merged(rows)
     parts: dict[str, PlainTable] = {}
-    checks = [row for row in rows if isinstance(row, CheckRow)]
-    timings = {_place(r): r for r in rows if isinstance(r, KernelRow)}
+    checks = [row for row in rows if row.stage == "check"]
+    timings = {_place(r): r for r in rows if r.stage == "kernels"}
     if checks:
         parts["kernels"] = _kernel_table(checks, timings, count)
-    engines = [row for row in rows if isinstance(row, EngineRow)]
+    engines = [row for row in rows if row.stage == "engine"]
     names = swept(engines)
     if engines:
-        parts["engine"] = _engine_table(engines, [row for row in rows if isinstance(row, ParityRow)], count)
-    peers = [row for row in rows if isinstance(row, PeerRow)]
-    served: list[EngineRow | PeerRow] = [*engines, *peers]
+        parts["engine"] = _engine_table(engines, [row for row in rows if row.stage == "parity"], count)
+    peers = [row for row in rows if row.stage == "peers"]
+    served: list[Row] = [*engines, *peers]
     timed = [row for row in served if row.status == "ok" and row.ttft_s is not None]
     if timed:
         parts["waiting"] = _latency_table(timed, names)
@@ -73,17 +73,17 @@ def tables_of(rows: Sequence[Row]) -> dict[str, PlainTable]:
     if scheduled:
         parts["memory"] = _memory_table(scheduled, names)
     if peers:
-        parts["peers"] = _peer_table(peers, [row for row in rows if isinstance(row, SpeedupRow)])
+        parts["peers"] = _peer_table(peers, [row for row in rows if row.stage == "speedup"])
     titles = {key_of(row): _title_at(row, names) for row in engines}
     levels = {"effects": effects_table(rows, names, every), "steps": step_table(rows, titles)}
     parts |= {name: table for name, table in levels.items() if table is not None}
-    quantized = [row for row in rows if isinstance(row, QuantizationRow)]
+    quantized = [row for row in rows if row.stage == "quantization"]
     if quantized:
         parts["quantization"] = quantization_table(quantized)
     return parts
 
 
-def swept(engines: Sequence[EngineRow]) -> list[str]:
+def swept(engines: Sequence[Row]) -> list[str]:
     """What differs between arms: ops, then settings."""
     values: dict[str, set[str]] = {}
     for row in engines:
@@ -93,16 +93,16 @@ def swept(engines: Sequence[EngineRow]) -> list[str]:
     return [*(op for op, labels in values.items() if len(labels) > 1), *settings]
 
 
-def title_of(row: EngineRow | PeerRow | ParityRow, names: Sequence[str]) -> str:
+def title_of(row: Row, names: Sequence[str]) -> str:
     """What tells a row from the others: the values of its arm under the swept `names`, or a peer's name."""
-    if isinstance(row, PeerRow):
+    if row.stage == "peers":
         return str(row.peer).replace("_", " ")
     ops = [row.arm[key] for key in names if key in row.arm]
     settings = [f"{plain(key)} {told(value)}" for key, value in row.settings.items()]
     return ", ".join([*ops, *settings]) or "this engine"
 
 
-def _title_at(row: EngineRow, names: Sequence[str]) -> str:
+def _title_at(row: Row, names: Sequence[str]) -> str:
     """An arm with its workload, where that has a name."""
     return ", ".join(filter(None, [row.workload, title_of(row, names)]))
 
@@ -111,7 +111,7 @@ def microseconds(value: float) -> str:
     return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
 
 
-def _place(row: CheckRow | KernelRow) -> tuple[Any, ...]:
+def _place(row: Row) -> tuple[Any, ...]:
     """What a check and a timing of the same thing share."""
     return row.op, row.variant, row.point, row.dtype, str(row.settings)
 
@@ -121,7 +121,7 @@ def _several(count: int, what: str) -> str:
     return f" Medians over {count} processes; IQR: between {what}." if count > 1 else ""
 
 
-def _kernel_table(checks: Sequence[CheckRow], timings: Mapping[tuple[Any, ...], KernelRow], count: int) -> PlainTable:
+def _kernel_table(checks: Sequence[Row], timings: Mapping[tuple[Any, ...], Row], count: int) -> PlainTable:
     with_roofline = any(row.status == "ok" and row.roofline_fraction is not None for row in timings.values())
     dtypes = list(dict.fromkeys(row.dtype for row in checks))
     several = len(dtypes) > 1
@@ -145,7 +145,7 @@ def _kernel_table(checks: Sequence[CheckRow], timings: Mapping[tuple[Any, ...], 
     return PlainTable(title, tuple(columns), tuple(lines), caption + _several(count, "the processes' medians"))
 
 
-def _timing_cells(timing: KernelRow | None) -> list[str | Cell]:
+def _timing_cells(timing: Row | None) -> list[str | Cell]:
     if timing is None:
         return ["-"] * 6
     if timing.status == "failed":
@@ -160,7 +160,7 @@ def _timing_cells(timing: KernelRow | None) -> list[str | Cell]:
     return [microseconds(timing.median_us), microseconds(timing.iqr_us), size, *rates, share]
 
 
-def _engine_table(engines: Sequence[EngineRow], parities: Sequence[ParityRow], count: int) -> PlainTable:
+def _engine_table(engines: Sequence[Row], parities: Sequence[Row], count: int) -> PlainTable:
     names = swept(engines)
     several = len({row.workload for row in engines}) > 1
     right = ["tokens/s", "IQR", "ttft ms"]
@@ -169,7 +169,7 @@ def _engine_table(engines: Sequence[EngineRow], parities: Sequence[ParityRow], c
     columns += [Column(name, right=True) for name in right]
     columns += [Column("same tokens"), Column("drift", right=True)]
     parity = {arm_key(row): row for row in parities}
-    firsts: set[Place] = set()
+    firsts: set[str] = set()
     lines: list[Line] = []
     for row in engines:
         known = {**row.arm, **row.settings}
@@ -188,8 +188,8 @@ def _engine_table(engines: Sequence[EngineRow], parities: Sequence[ParityRow], c
             assert compared.logprob_drift is not None
             line += cells(same_cell(compared, row.requests), f"{compared.logprob_drift:.1e}")
         else:
-            line += cells("first arm" if asked_of(row) not in firsts else "-", "-")
-            firsts.add(asked_of(row))
+            line += cells("first arm" if question_of(row) not in firsts else "-", "-")
+            firsts.add(question_of(row))
         lines.append(line)
     caption = (
         "Output tokens per second; ttft: time to first token, p50; same tokens, drift: as "
@@ -201,7 +201,7 @@ def _engine_table(engines: Sequence[EngineRow], parities: Sequence[ParityRow], c
     return PlainTable("Engine", tuple(columns), tuple(lines), caption)
 
 
-def _served_cell(row: EngineRow | PeerRow) -> Cell:
+def _served_cell(row: Row) -> Cell:
     """A row's status; of one that is ok, how many requests failed all the same."""
     if not row.requests_failed:
         return status_cell(row.status)
@@ -209,7 +209,7 @@ def _served_cell(row: EngineRow | PeerRow) -> Cell:
 
 
 def _by_workload(
-    rows: Sequence[EngineRow | PeerRow], names: Sequence[str], figures: Callable[[Any], Sequence[str]]
+    rows: Sequence[Row], names: Sequence[str], figures: Callable[[Any], Sequence[str]]
 ) -> tuple[Line, ...]:
     """A line for each row, with a heading for each workload where there are several."""
     workloads = list(dict.fromkeys(row.workload for row in rows))
@@ -221,7 +221,7 @@ def _by_workload(
     return tuple(lines)
 
 
-def _latency_table(rows: Sequence[EngineRow | PeerRow], names: Sequence[str]) -> PlainTable:
+def _latency_table(rows: Sequence[Row], names: Sequence[str]) -> PlainTable:
     """Percentiles of what users wait for."""
     columns = (Column("arm"), *(Column(name, right=True) for name in ("ttft", "tpot", "gap")))
     lines = _by_workload(rows, names, lambda row: [_three(row.ttft_s), _three(row.tpot_s), _three(row.gap_s)])
@@ -232,7 +232,7 @@ def _latency_table(rows: Sequence[EngineRow | PeerRow], names: Sequence[str]) ->
     return PlainTable("Waiting, ms: p50/p90/p99", columns, lines, caption)
 
 
-def _memory_table(rows: Sequence[EngineRow], names: Sequence[str]) -> PlainTable:
+def _memory_table(rows: Sequence[Row], names: Sequence[str]) -> PlainTable:
     """What the cache's memory was good for; counts, not times, so also where kernels are interpreted."""
     right = ["running", "lent", "empty", "preempted", "hits", "saved", "evicted"]
     columns = (Column("arm"), *(Column(name, right=True) for name in right))
@@ -244,7 +244,7 @@ def _memory_table(rows: Sequence[EngineRow], names: Sequence[str]) -> PlainTable
     return PlainTable("Memory", columns, _by_workload(rows, names, _memory_cells), caption)
 
 
-def _memory_cells(row: EngineRow) -> list[str]:
+def _memory_cells(row: Row) -> list[str]:
     assert row.peak_occupancy is not None
     assert row.last_page_waste is not None
     assert row.hit_tokens is not None
@@ -272,7 +272,7 @@ def _ms(seconds: float) -> str:
     return f"{ms:.3g}" if (ms := seconds * 1e3) < 999.5 else f"{ms:,.0f}"
 
 
-def same_cell(row: ParityRow | SpeedupRow, asked: int | None) -> Cell:
+def same_cell(row: Row, asked: int | None) -> Cell:
     """Whether the tokens are the same, of `asked` requests; those that failed on either side are not compared."""
     equal, of = row.requests_equal, row.requests
     if equal == of == asked:
@@ -280,7 +280,7 @@ def same_cell(row: ParityRow | SpeedupRow, asked: int | None) -> Cell:
     return Cell(f"{equal} of {of} {'requests' if of == asked else 'both served'}", "partly")
 
 
-def _texts(prompts: Prompts, engines: Sequence[EngineRow]) -> list[RenderableType]:
+def _texts(prompts: Prompts, engines: Sequence[Row]) -> list[RenderableType]:
     """What the first arm made of each prompt of a workload of texts."""
     lines: list[RenderableType] = []
     for workload, texts in prompts.items():
@@ -293,7 +293,7 @@ def _texts(prompts: Prompts, engines: Sequence[EngineRow]) -> list[RenderableTyp
     return lines
 
 
-def _peer_table(peers: Sequence[PeerRow], speedups: Sequence[SpeedupRow]) -> PlainTable:
+def _peer_table(peers: Sequence[Row], speedups: Sequence[Row]) -> PlainTable:
     columns = [Column(name) for name in ("workload", "peer", "settings")]
     columns += [Column(name, right=True) for name in ("tokens/s", "speed-up", "IQR")]
     columns.append(Column("same tokens"))
@@ -340,15 +340,15 @@ class Reason:
 def reasons(rows: Iterable[Row]) -> list[Reason]:
     """Each reason once, with what it concerns: of an arm, what tells it from the others."""
     rows = list(rows)
-    names = swept([row for row in rows if isinstance(row, EngineRow)])
+    names = swept([row for row in rows if row.stage == "engine"])
     found: dict[tuple[str, str | None, str | None], list[str]] = {}
     for row in rows:
-        unserved = row.unserved if isinstance(row, EngineRow | PeerRow) else None
+        unserved = row.unserved if row.stage in ("engine", "peers") else None
         if row.status == "ok" and unserved is None:
             continue
         about = f"{row.op}.{row.variant}" if row.op else _arm_of(row, names)
-        about = str(row.peer) if isinstance(row, PeerRow | SpeedupRow) else about
-        replay = row.replay if isinstance(row, CheckRow) else None
+        about = str(row.peer) if row.stage in ("peers", "speedup") else about
+        replay = row.replay if row.stage == "check" else None
         status, reason = (row.status, row.reason) if unserved is None else ("failed", unserved)
         abouts = found.setdefault((status, reason, replay), [])
         if about not in abouts:

@@ -1,19 +1,26 @@
-"""What came out, in a sentence made of the rows."""
+"""What came out, in a few lines made from the table: a winner is named only where the test of arms says so."""
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.reporting.places import Place, arm_of, asked_of, own_settings, place_of, told_apart
 from experiments.reporting.replicates import arm_key
-from experiments.reporting.table_style import plain, told
-from experiments.reporting.tables import swept
+from experiments.reporting.table_style import plain
+from experiments.reporting.tables import swept, title_of
 from experiments.runs import verdicts as judgement
 from experiments.runs.comparison import MIN_REPLICATES
-from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, QuantizationRow, Row, SpeedupRow
+from experiments.runs.rows import Row
+from experiments.runs.table import distinct_parts, label_of, place_of, question_of, swept_ops
 from experiments.runs.verdicts import Comparison
+
+_BUSY = 1.25
+"""Times the machine's cores: a load of more is of processes that waited for others'."""
+
+_OUTCOMES = ("better", "worse", "within noise", "cannot tell")
+_WAITS = {"ttft_s.p50": "first token (p50)", "tpot_s.p50": "time per token (p50)", "gap_s.p99": "gap (p99)"}
+"""What users wait for: the figures that are judged, and what they are called."""
 
 
 @dataclass(frozen=True)
@@ -25,73 +32,67 @@ class Verdict:
     notes: tuple[str, ...]
 
 
-def verdict_of(rows: Sequence[Row], processes: int, finished: bool, judged: Comparison | None = None) -> Verdict:
+def verdict_of(
+    rows: Sequence[Row], count: int, finished: bool, judged: Comparison | None, environment: Mapping[str, Any]
+) -> Verdict:
     """The verdict on a run.
 
     Args:
-        rows: merged. processes: that timed things were repeated in. finished: the run ended. judged: its arms beside
-            the first of their places, where there are processes enough to tell.
+        rows: merged.
+        count: processes that timed things were repeated in.
+        finished: whether the run ended.
+        judged: its arms beside the first of their places, where there are processes enough to tell.
+        environment: of the run: its cores, and the outside variants that `tk check` never saw.
     """
-    bad = [row for row in rows if row.status in ("wrong", "failed")]
-    engines = [row for row in rows if isinstance(row, EngineRow)]
-    unserved = _unserved([row for row in rows if isinstance(row, EngineRow | PeerRow)])
-    parts = [*_checks([row for row in rows if isinstance(row, CheckRow)]), *unserved]
-    parts += _tokens([row for row in rows if isinstance(row, ParityRow)], engines)
-    speeds = _judged_speed(judged) if judged is not None else []
-    peers = _peers([row for row in rows if isinstance(row, SpeedupRow)])
-    speeds = speeds or _engine_speed(engines, peers) or _kernel_speed([r for r in rows if isinstance(r, KernelRow)])
-    quantized = _quantized([row for row in rows if isinstance(row, QuantizationRow)])
-    if len(set(map(arm_of, engines))) > 1:  # a single arm's are in its own sentence
-        names = told_apart([*map(place_of, engines), *peers])
-        speeds += [f"{_with(names[place])}{text}" for place, texts in peers.items() for text in texts]
-    found = [*quantized, *speeds]
-    main = "; ".join([_joined(parts), *found[:1]] if parts else found[:1]) or "nothing was measured"
-    notes = [_sentence(note) for note in found[1:]]
-    if any("times" in note or "the fastest" in note for note in speeds) and judged is None:
-        times = "One process" if processes == 1 else f"{processes} processes"
-        notes.append(
-            f"{times} each: no test says which of these differences are noise; with replicates: {MIN_REPLICATES}, "
-            "tk compare does."
-        )
+    unserved = _failed_requests([row for row in rows if row.stage in ("engine", "peers")])
+    parts = [*_checks([row for row in rows if row.stage == "check"]), *unserved, *_tokens(rows)]
+    speeds = _judged_speeds(judged) if judged is not None else []
+    first_speed, *more_speeds = [*(speeds or _unjudged_speeds(rows, count)), ""]
+    lines = [
+        " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]])),
+        _quantized([row for row in rows if row.stage == "quantization"]),
+        "; ".join(filter(None, [_timed(rows), first_speed])),
+        *more_speeds,
+    ]
+    notes = [_unchecked(environment), _load(rows, environment)]
     if not finished:
-        notes.append("The run has not ended: what follows is what it knew when it was cut off.")
-    return Verdict(_sentence(main), not bad and not unserved and bool(rows), tuple(notes))
+        notes.append("the run has not ended: what follows is what it knew when it was cut off")
+    first, *others = [_sentence(line) for line in [*lines, *notes] if line] or ["Nothing was measured."]
+    bad = any(row.status in ("wrong", "failed") for row in rows)
+    return Verdict(first, not bad and not unserved and bool(rows), tuple(others))
 
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")
 
 
-def _joined(parts: Sequence[str]) -> str:
-    """ "a", "a and b", "a, b and c"."""
-    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
-
-
-def _with(where: str) -> str:
+def _at(where: str) -> str:
     """How a sentence about one of several places begins."""
     return f"with “{where}”, " if where else ""
 
 
-def _listed(names: Sequence[str], most: int = 3) -> str:
+def _list_names(names: Sequence[str], most: int = 3) -> str:
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
-def _checks(checks: Sequence[CheckRow]) -> list[str]:
-    verdicts: dict[str, set[str]] = {}
+def _checks(checks: Sequence[Row]) -> list[str]:
+    found: dict[str, set[str]] = {}
     for row in checks:
-        verdicts.setdefault(f"{row.op}.{row.variant}", set()).add(row.status)
-    judged = {name: found for name, found in verdicts.items() if found != {"unsupported"}}
-    wrong = [name for name, found in judged.items() if found & {"wrong", "failed"}]
+        found.setdefault(f"{row.op}.{row.variant}", set()).add(row.status)
+    judged = {name: statuses for name, statuses in found.items() if statuses != {"unsupported"}}
+    wrong = [name for name, statuses in judged.items() if statuses & {"wrong", "failed"}]
+    points = len({place_of(row) for row in checks if row.status != "unsupported"})
+    at = f"at the {points} point{'s' if points != 1 else ''} of this run"
     if not judged:
-        return ["no variant could be checked"] if verdicts else []
+        return ["no variant could be checked"] if found else []
     if wrong:
         verb = "is" if len(wrong) == 1 else "are"
-        return [f"{len(wrong)} of {len(judged)} variants {verb} not right ({_listed(wrong)})"]
-    return [f"all {len(judged)} variants were right" if len(judged) > 1 else "the variant was right"]
+        return [f"{len(wrong)} of {len(judged)} variants {verb} not right {at} ({_list_names(wrong)})"]
+    return [f"all {len(judged)} variants were right {at}" if len(judged) > 1 else f"the variant was right {at}"]
 
 
-def _unserved(rows: Sequence[EngineRow | PeerRow]) -> list[str]:
+def _failed_requests(rows: Sequence[Row]) -> list[str]:
     """How many requests failed, where some did: rows that are ok all the same."""
     short = [row for row in rows if row.requests_failed]
     if not short:
@@ -100,71 +101,124 @@ def _unserved(rows: Sequence[EngineRow | PeerRow]) -> list[str]:
     counts = f"{worst.requests_failed} of {worst.requests}"
     if len(rows) == 1:
         return [f"{counts} requests failed"]
-    names = swept([row for row in rows if isinstance(row, EngineRow)])
-    where = ", ".join(filter(None, [worst.workload, _title(worst, names)]))
+    names = swept([row for row in rows if row.stage == "engine"])
+    where = ", ".join(filter(None, [worst.workload, title_of(worst, names)]))
     if len(short) == 1:
         return [f"{counts} requests failed ({where})"]
     return [f"requests failed in {len(short)} of {len(rows)} servings (the most: {counts}, {where})"]
 
 
-def _tokens(parities: Sequence[ParityRow], engines: Sequence[EngineRow]) -> list[str]:
+def _tokens(rows: Sequence[Row]) -> list[str]:
     """What was compared are the arms at one question each: the same workload, sizes and model."""
+    parities = [row for row in rows if row.stage == "parity"]
     if not parities:
         return []
     other = [row for row in parities if row.tokens_equal is False]
     if other:
         verb = "differs" if len(other) == 1 else "differ"
         return [f"{len(other)} of {len(parities)} comparisons with the first arm {verb} in some token"]
-    requests = {arm_key(row): row.requests or 0 for row in engines}
+    requests = {arm_key(row): row.requests or 0 for row in rows if row.stage == "engine"}
     partly = any((row.requests or 0) < requests.get(arm_key(row), 0) for row in parities)
     same = "the same tokens" + (" to the requests that both served" if partly else "")
-    others = Counter(asked_of(row) for row in parities)
+    others = Counter(map(question_of, parities))
     if len(set(others.values())) > 1:
         return [f"all {len(parities)} arms that stand beside the first of their workload and model gave {same}"]
-    arms = f"all {1 + next(iter(others.values()))} arms gave {same}"
-    models = len({asked.model for asked in others})
-    workloads = len({(asked.workload, asked.sizes) for asked in others})
-    if len(others) == 1:
-        return [arms]
-    noun = "models" if workloads == 1 else "workloads" if models == 1 else "workloads and models"
-    return [f"{arms} with each of {len(others)} {noun}"]
+    places = f" at each of {len(others)} workloads or models" if len(others) > 1 else ""
+    return [f"all {1 + next(iter(others.values()))} arms gave {same}{places}"]
 
 
-def _judged_speed(found: Comparison) -> list[str]:
+def _timed(rows: Sequence[Row]) -> str:
+    """ "2 of 6 arms timed (swiglu interpreted on a CPU: not measured)"; of a run without an engine, variants."""
+    engines = [row for row in rows if row.stage in ("engine", "peers")]
+    arms = {str(arm_key(row)): row for row in engines}
+    timed = {key for key, row in arms.items() if row.tokens_per_s is not None}
+    noun = "arm"
+    if not engines:
+        noun = "variant"
+        arms = {f"{row.op}.{row.variant}": row for row in rows if row.stage in ("check", "kernels")}
+        timed = {f"{row.op}.{row.variant}" for row in rows if row.stage == "kernels" and row.median_us is not None}
+    if not arms:
+        return ""
+    why = next(
+        (row.speed_reason or row.reason for key, row in arms.items() if key not in timed and row.stage != "check"), None
+    )
+    besides = f" ({why})" if why else ""
+    return f"{len(timed)} of {len(arms)} {noun}{'s' if len(arms) != 1 else ''} timed{besides}"
+
+
+def _unjudged_speeds(rows: Sequence[Row], count: int) -> list[str]:
+    """Of runs with too few processes for a test: how far apart what was timed lies, and no winner."""
+    each = "one process an arm" if count == 1 else f"{count} processes an arm, and a test needs {MIN_REPLICATES}"
+    served: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.stage in ("engine", "peers") and row.tokens_per_s:
+            served.setdefault(place_of(row), []).append(row)
+    swept_labels = swept_ops(rows)
+    wheres = distinct_parts(served)
+    found = []
+    for place, mine in served.items():
+        rates = sorted((row.tokens_per_s or 0.0, label_of(row, swept=swept_labels).title) for row in mine)
+        ends = [f"{rate:,.0f} tokens/s" + (f" ({name})" if len(rates) > 1 else "") for rate, name in rates]
+        which = f"{ends[0]} to {ends[-1]}" if len(rates) > 1 else ends[0]
+        found.append(f"{_at(_plain(wheres[place]))}not judged: {each}; {which}")
+    return found or _unjudged_kernels(rows, each)
+
+
+def _unjudged_kernels(rows: Sequence[Row], each: str) -> list[str]:
+    """Of each op, how far apart its variants lie at a point; of one whose only variant was timed, its times."""
+    ops: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        if row.stage == "kernels" and row.median_us is not None:
+            ops.setdefault(str(row.op), {}).setdefault(place_of(row), []).append(row.median_us)
+    found = []
+    for op, places in ops.items():
+        apart = [max(times) / min(times) for times in places.values() if len(times) > 1]
+        times = [time for some in places.values() for time in some]
+        span = f"{min(times):.3g} to {max(times):.3g} us" if max(times) > min(times) else f"{times[0]:.3g} us"
+        ratios = f"the slowest variant's time is {_range(apart)} times the fastest's at a point, " if apart else ""
+        found.append(f"for {op}, not judged: {each}; {ratios}{span}")
+    return found
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = (f"{end(values):.3g}" for end in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
+def _judged_speeds(found: Comparison) -> list[str]:
     """Of arms that were compared process by process: which are faster than the first, and by how much."""
-    rates = [one for one in found.verdicts if one.figure == "tokens_per_s" and one.place.startswith("engine")]
+    places: dict[str, list[judgement.Verdict]] = {}
+    for one in found.verdicts:
+        if one.figure == "tokens_per_s" and one.place.startswith("engine"):
+            places.setdefault(one.place, []).append(one)
+    wheres = distinct_parts(places)
     shown = []
-    places = list(dict.fromkeys(one.place for one in rates))
-    wheres = _own(places)
-    for place in places:
-        mine = [one for one in rates if one.place == place]
-        where = _with(wheres[place])
-        # The largest ratio need not be a real one: another arm's smaller one may be surer.
-        best = max(mine, key=lambda one: (one.effect.outcome == "better", one.effect.ratio))
-        first = best.beside or "the first arm"
-        outcomes = [one.effect.outcome for one in mine]
-        waits = _judged_waits([one for one in found.verdicts if one.place == place])
-        if best.effect.outcome == "better":
-            ratio = f"{best.effect.ratio:.{4 if best.effect.ratio < 1.005 else 3}g}"
-            text = f"{where}the arm {best.arm} serves {ratio} times the tokens per second of {first}"
-            shown.append((best.effect.ratio, f"{text} ({_interval(best)}){waits}"))
-        elif "worse" in outcomes:
-            slower = f"{outcomes.count('worse')} of {len(mine)} others are slower"
-            shown.append((1.0, f"{where}no arm is faster than {first}, and {slower}{waits}"))
-        else:
-            least = max((one.effect.smallest or 0.0 for one in mine), default=0.0)
-            text = f"{where}no arm's tokens per second differ from those of {first} by more than noise"
-            shown.append((0.0, f"{text} (a change of {least:.1%} would have been found){waits}"))
+    for place, mine in places.items():
+        ratio, text = _judged_place(mine)
+        besides = [*_judged_peers(mine), *_judged_waits([one for one in found.verdicts if one.place == place])]
+        shown.append((ratio, _at(_plain(wheres[place])) + "; ".join([text, *besides])))
     ordered = [text for _, text in sorted(shown, key=lambda pair: -pair[0])]
     return ordered + _judged_kernels([one for one in found.verdicts if one.figure == "median_us"])
 
 
-def _own(places: Collection[str]) -> dict[str, str]:
-    """ "75% shared" of "engine, 75% shared, float32": what all places have tells none from the others."""
-    counts = Counter(part for place in places for part in set(place.split(", ")))
-    return {
-        place: ", ".join(plain(part) for part in place.split(", ") if counts[part] < len(places)) for place in places
-    }
+def _judged_place(verdicts: Sequence[judgement.Verdict]) -> tuple[float, str]:
+    """By how much the best arm of a place beats the first (1 and less: none does), and what is said of that."""
+    # The largest ratio need not be a real one: another arm's smaller one may be surer.
+    best = max(verdicts, key=lambda one: (one.effect.outcome == "better", one.effect.ratio))
+    first = best.beside or "the first arm"
+    outcomes = [one.effect.outcome for one in verdicts]
+    if best.effect.outcome == "better":
+        ratio = f"{best.effect.ratio:.{4 if best.effect.ratio < 1.005 else 3}g}"
+        text = f"the arm {best.arm} serves {ratio} times the tokens per second of {first} ({_interval(best)})"
+        return best.effect.ratio, text
+    if "worse" in outcomes:
+        slower = f"{outcomes.count('worse')} of {len(verdicts)} others are slower"
+        return 1.0, f"no arm is faster than {first}, and {slower}"
+    if "cannot tell" in outcomes:
+        return 0.0, f"not judged: of {outcomes.count('cannot tell')} arms there are too few processes"
+    least = max((one.effect.smallest or 0.0 for one in verdicts), default=0.0)
+    text = f"no arm's tokens per second differ from those of {first} by more than noise"
+    return 0.0, f"{text} (a change of {least:.1%} would have been found)"
 
 
 def _judged_kernels(times: Sequence[judgement.Verdict]) -> list[str]:
@@ -172,63 +226,47 @@ def _judged_kernels(times: Sequence[judgement.Verdict]) -> list[str]:
     ops: dict[str, dict[str, list[judgement.Verdict]]] = {}
     for one in times:
         ops.setdefault(one.place.partition(", ")[0], {}).setdefault(one.place, []).append(one)
-    told = []
+    lines = []
     for op, points in ops.items():
         wins: dict[str, list[tuple[int, float]]] = {}
-        for place, mine in enumerate(points.values()):
+        for index, mine in enumerate(points.values()):
             if better := [one for one in mine if one.effect.outcome == "better"]:
                 best = min(better, key=lambda one: one.effect.ratio)
-                wins.setdefault(best.arm, []).append((place, 1 / best.effect.ratio))
+                wins.setdefault(best.arm, []).append((index, 1 / best.effect.ratio))
         first = next(iter(points.values()))[0].beside or "the first variant"
-        names = list(_own(points).values())
+        names = [_plain(name) for name in distinct_parts(points).values()]
         parts = []
         for arm, won in sorted(wins.items(), key=lambda pair: -len(pair[1])):
-            at = f" ({_listed(_runs([place for place, _ in won], names))})" if len(won) < len(points) else ""
+            at = f" ({_list_names(_runs([place for place, _ in won], names))})" if len(won) < len(points) else ""
             parts.append(f"{arm} at {len(won)}, up to {max(ratio for _, ratio in won):.3g} times as fast{at}")
-        which = f"{first} is beaten by {_listed(parts)}" if parts else f"no variant is faster than {first}"
-        told.append(f"for {op}, of {len(points)} points, {which}")
+        which = f"{first} is beaten by {_list_names(parts)}" if parts else f"no variant is faster than {first}"
+        lines.append(f"for {op}, of {len(points)} points, {which}")
     if times:
         counts = Counter(str(one.effect.outcome) for one in times)
         counted = ", ".join(f"{counts[outcome]} {outcome}" for outcome in _OUTCOMES if counts[outcome])
-        told.append(f"of {len(times)} kernel times beside the first variant's, {counted}")
-    return told
+        lines.append(f"of {len(times)} kernel times beside the first variant's, {counted}")
+    return lines
 
 
-_WAITS = {"ttft_s": ("p50", "first token"), "tpot_s": ("p50", "time per token"), "gap_s": ("p99", "gap")}
-"""What users wait for: of each column the percentile that is judged, and what it is called."""
+def _judged_peers(verdicts: Sequence[judgement.Verdict]) -> list[str]:
+    """What the first arm is beside each peer, where that is no noise."""
+    lines = []
+    for one in verdicts:
+        low, high = one.effect.low, one.effect.high
+        if one.arm.startswith("peer ") and one.effect.outcome in ("better", "worse") and low and high:
+            times = f"{1 / one.effect.ratio:.3g} times the tokens per second of {one.arm.removeprefix('peer ')}"
+            lines.append(f"{one.beside or 'the first arm'} serves {times} ({1 / high:.3g} to {1 / low:.3g})")
+    return lines
 
 
-def _judged_waits(verdicts: Sequence[judgement.Verdict]) -> str:
+def _judged_waits(verdicts: Sequence[judgement.Verdict]) -> list[str]:
     """Of the differences in waiting that are real the largest, where there are any."""
-    names = {f"{column}.{key}": f"{what} ({key})" for column, (key, what) in _WAITS.items()}
-    real = [one for one in verdicts if one.figure in names and one.effect.outcome in ("better", "worse")]
+    real = [one for one in verdicts if one.figure in _WAITS and one.effect.outcome in ("better", "worse")]
     if not real:
-        return ""
+        return []
     most = max(real, key=lambda one: abs(math.log(one.effect.ratio)))
     ratio = f"{most.effect.ratio:.3g} times that of {most.beside or 'the first arm'} ({_interval(most)})"
-    return f"; of what users wait for, the {names[most.figure]} differs most: that of {most.arm} is {ratio}"
-
-
-def _waits(rows: Sequence[EngineRow], than: float, names: Sequence[str]) -> str:
-    """Of a place's arms beside the first, what users wait for and differs most, where it does more than `than`."""
-    first, found = rows[0], []
-    for row in rows[1:]:
-        for column, (key, what) in _WAITS.items():
-            before, mine = ((getattr(one, column) or {}).get(key) for one in (first, row))
-            if before and mine:
-                found.append((abs(math.log(mine / before)), mine / before, f"{what} ({key})", row))
-    size, ratio, what, row = max(found, key=lambda one: one[0], default=(0.0, 1.0, "", first))
-    if size <= abs(math.log(than)) or _is_one(ratio):
-        return ""
-    return f"; the {what} differs more: with {_arm(row, names)} it is {ratio:.3g} times that with {_arm(first, names)}"
-
-
-def _is_one(ratio: float) -> bool:
-    """Whether it is not worth a number."""
-    return f"{ratio:.3g}" == "1"
-
-
-_OUTCOMES = ("better", "worse", "within noise", "cannot tell")
+    return [f"of what users wait for, the {_WAITS[most.figure]} differs most: that of {most.arm} is {ratio}"]
 
 
 def _interval(one: judgement.Verdict) -> str:
@@ -236,173 +274,55 @@ def _interval(one: judgement.Verdict) -> str:
     return f"{low:.3g} to {high:.3g}" if low is not None and high is not None else "no interval"
 
 
-def _engine_speed(engines: Sequence[EngineRow], peers: Mapping[Place, Sequence[str]]) -> list[str]:
-    """By place the fastest arm over the first one; the place with the largest difference first."""
-    arms = len(set(map(arm_of, engines)))
-    names = swept(engines)
-    served = [row for row in engines if row.status == "ok"]
-    timed = [row for row in served if row.tokens_per_s]
-    if served and not timed:
-        return [f"no arm's speed was measured ({served[0].speed_reason})"]
-    found: list[tuple[float, str]] = []
-    places: dict[Place, list[EngineRow]] = {}
-    for row in timed:
-        places.setdefault(place_of(row), []).append(row)
-    untimed = Counter(place_of(row) for row in served if row.tokens_per_s is None)
-    wheres = told_apart(places)
-    for place, everyone in places.items():
-        least = min(row.requests_failed or 0 for row in everyone)
-        # Whoever serves less work is not the faster for it.
-        mine = [row for row in everyone if (row.requests_failed or 0) == least]
-        best, first = max(mine, key=lambda row: row.tokens_per_s or 0.0), mine[0]
-        where = _with(wheres[place])
-        speed = f"{best.tokens_per_s:,.0f} tokens/s"
-        left_out = len(everyone) - len(mine)
-        besides = f" ({left_out} that failed more requests left out)" if left_out else ""
-        if len(mine) == 1:
-            text = f"{where}{f'the arm {_arm(best, names)}' if arms > 1 else 'this engine'} served {speed}{besides}"
-            if arms == 1 and (beside := peers.get(place)):
-                text += f", {' and '.join(beside)}"
-            if others := untimed[place]:
-                text += f", and {'the other arm was' if others == 1 else f'the other {others} were'} not timed"
-            found.append((0.0, text))
-            continue
-        ratio = (best.tokens_per_s or 0.0) / (first.tokens_per_s or math.inf)
-        if best is first:
-            second = sorted(mine, key=lambda row: -(row.tokens_per_s or 0.0))[1]
-            ratio = (best.tokens_per_s or 0.0) / (second.tokens_per_s or math.inf)
-            rival = f"the next one's ({_arm(second, names)})"
-        else:
-            rival = f"the first arm's ({_arm(first, names)})"
-        rival = f"about {rival}" if _is_one(ratio) else f"{ratio:.3g} times {rival}"
-        overlap = " (nearer than their spreads)" if _overlap(best, first) and best is not first else ""
-        text = f"{where}the arm {_arm(best, names)} was the fastest{besides}: {speed}, {rival}{overlap}"
-        text += _waits(mine, ratio, names)
-        found.append((ratio, text))
-    return [text for _, text in sorted(found, key=lambda pair: -pair[0])]
+def _plain(place: str) -> str:
+    return ", ".join(map(plain, place.split(", ")))
 
 
-def _title(row: EngineRow | PeerRow, names: Sequence[str]) -> str:
-    """What tells a row of several workloads from the others."""
-    if isinstance(row, PeerRow):
-        return str(row.peer).replace("_", " ")
-    return _told(row, names, row.settings)
-
-
-def _arm(row: EngineRow, names: Sequence[str]) -> str:
-    """What tells an arm from the others of its place."""
-    return _told(row, names, own_settings(row))
-
-
-def _told(row: EngineRow, names: Sequence[str], settings: Mapping[str, Any]) -> str:
-    """The variants of the swept ops, of several each with its op's name, and the settings."""
-    ops = [name for name in names if name in row.arm]
-    labels = [row.arm[op] if len(ops) == 1 else f"{op} {row.arm[op]}" for op in ops]
-    shown = [f"{plain(key)} {told(value)}" for key, value in settings.items()]
-    return ", ".join([*labels, *shown]) or "this engine"
-
-
-def _overlap(one: EngineRow, other: EngineRow) -> bool:
-    """Whether medians are nearer than half their spreads together."""
-    distance = abs((one.tokens_per_s or 0.0) - (other.tokens_per_s or 0.0))
-    return distance < ((one.tokens_per_s_iqr or 0.0) + (other.tokens_per_s_iqr or 0.0)) / 2
-
-
-def _kernel_speed(kernels: Sequence[KernelRow]) -> list[str]:
-    """Of each op with several timed variants, which was the fastest at how many points."""
-    ok = [row for row in kernels if row.status == "ok"]
-    timed = [row for row in ok if row.median_us is not None]
-    if ok and not timed:
-        return [f"no speed was measured ({ok[0].speed_reason})"]
-    found = []
-    for op in dict.fromkeys(row.op for row in timed):
-        points: dict[Any, list[KernelRow]] = {}
-        for row in timed:
-            if row.op == op:
-                points.setdefault((row.point, row.dtype, str(row.settings)), []).append(row)
-        contested = [rows for rows in points.values() if len(rows) > 1]
-        if contested:
-            found.append(f"for {op}, {_fastest(contested)}")
-    if not found and timed:
-        alone: dict[str, list[KernelRow]] = {}
-        for row in timed:
-            alone.setdefault(f"{row.op}.{row.variant}", []).append(row)
-        beside = f"{'was' if len(alone) == 1 else 'were'} timed, beside no other variant of the same op"
-        spans = _listed([f"{name} took {_span(mine)}" for name, mine in alone.items()])
-        found = [f"{_listed(list(alone))} {beside}; {spans}"]
-    return found
-
-
-def _fastest(points: Sequence[Sequence[KernelRow]]) -> str:
-    """Which variant was the fastest at which points, the one that was at the most of them first, beside the first
-    variant; that one is told beside the next.
-    """
-    wins: dict[str, list[tuple[int, float, str]]] = {}
-    for place, mine in enumerate(points):
-        best, second = sorted(mine, key=lambda row: row.median_us or 0.0)[:2]
-        rival, whose = (second, "the next") if best is mine[0] else (mine[0], str(mine[0].variant))
-        ratio = (rival.median_us or 0.0) / (best.median_us or math.inf)
-        wins.setdefault(str(best.variant), []).append((place, ratio, whose))
-    several = len({mine[0].dtype for mine in points}) > 1
-    names = [", ".join([str(mine[0].point), *([mine[0].dtype] if several else [])]) for mine in points]
-    told = []
-    for number, (variant, won) in enumerate(sorted(wins.items(), key=lambda pair: -len(pair[1]))):
-        _, ratio, whose = max(won, key=lambda one: one[1])
-        lead = f"about as fast as {whose}" if _is_one(ratio) else f"up to {ratio:.3g} times as fast as {whose}"
-        count = f"{len(won)} of {len(points)} points" if number == 0 else str(len(won))
-        at = f" ({_listed(_runs([place for place, _, _ in won], names))})" if len(won) < len(points) else ""
-        told.append(f"{variant} {'was the fastest ' if number == 0 else ''}at {count}, {lead}{at}")
-    return _listed(told)
-
-
-def _runs(places: Sequence[int], names: Sequence[str]) -> list[str]:
-    """ "T=1 to T=4", "T=64": neighbours are told by the first and the last."""
+def _runs(indices: Sequence[int], names: Sequence[str]) -> list[str]:
+    """ "T=1 to T=4", "T=64": neighbours are named by the first and the last."""
     runs: list[list[int]] = []
-    for place in places:
-        if runs and runs[-1][-1] == place - 1:
-            runs[-1].append(place)
+    for index in indices:
+        if runs and runs[-1][-1] == index - 1:
+            runs[-1].append(index)
         else:
-            runs.append([place])
+            runs.append([index])
     return [names[run[0]] + (f" to {names[run[-1]]}" if len(run) > 1 else "") for run in runs]
 
 
-def _span(rows: Sequence[KernelRow]) -> str:
-    """ "3 us (T=1) to 9 us (T=64)": a variant's shortest and longest time."""
-    ends = min(rows, key=lambda row: row.median_us or 0.0), max(rows, key=lambda row: row.median_us or 0.0)
-    return " to ".join(dict.fromkeys(f"{row.median_us:.3g} us ({row.point})" for row in ends))
-
-
-def _peers(peers: Sequence[SpeedupRow]) -> dict[Place, list[str]]:
-    """By place what this engine is beside each peer."""
-    found: dict[Place, list[str]] = {}
-    for row in peers:
-        if row.status == "ok" and row.speedup is not None:
-            iqr = f" (IQR {row.speedup_iqr:.2f})" if row.speedup_iqr is not None else ""
-            times = "about" if _is_one(row.speedup) else f"{row.speedup:.3g} times"
-            text = f"{times} the tokens per second of {str(row.peer).replace('_', ' ')}{iqr}"
-            found.setdefault(place_of(row), []).append(text)
-    return found
-
-
-def _quantized(rows: Sequence[QuantizationRow]) -> list[str]:
-    """Whose perplexity is the lowest at each number of bits."""
-    judged = [row for row in rows if row.status == "ok" and row.perplexity is not None]
-    best: dict[int, QuantizationRow] = {}
-    for row in judged:
-        if row.bits is not None and (row.perplexity or 0.0) < (
-            best[row.bits].perplexity or 0.0 if row.bits in best else math.inf
-        ):
-            best[row.bits] = row
+def _quantized(rows: Sequence[Row]) -> str:
+    """Whose perplexity is the lowest at each number of bits: that is no matter of noise."""
+    judged = [(row.bits, row.perplexity, str(row.method)) for row in rows if row.perplexity is not None]
+    best: dict[int, tuple[float, str]] = {}
+    for bits, perplexity, method in judged:
+        if bits is not None:
+            best[bits] = min(best.get(bits, (math.inf, method)), (perplexity, method))
     if not best:
-        return []
-    winners: dict[str, list[QuantizationRow]] = {}
+        return ""
+    winners: dict[str, list[int]] = {}
     for bits in sorted(best):
-        winners.setdefault(str(best[bits].method), []).append(best[bits])
-    shown = []
-    for method, mine in winners.items():
-        widths = ", ".join(str(row.bits) for row in mine)
-        perplexities = ", ".join(f"{row.perplexity:.4g}" for row in mine)
-        shown.append(f"{method}'s at {widths} bits ({perplexities})")
-    dense = next((row for row in judged if row.bits is None), None)
-    beside = f"; the dense model's is {dense.perplexity:.4g}" if dense is not None else ""
-    return [f"the lowest perplexity is {', '.join(shown)}{beside}"]
+        winners.setdefault(best[bits][1], []).append(bits)
+    shown = [
+        f"{method}'s at {', '.join(map(str, mine))} bits ({', '.join(f'{best[bits][0]:.4g}' for bits in mine)})"
+        for method, mine in winners.items()
+    ]
+    dense = next((perplexity for bits, perplexity, _ in judged if bits is None), None)
+    beside = f"; the dense model's is {dense:.4g}" if dense is not None else ""
+    return f"the lowest perplexity is {', '.join(shown)}{beside}"
+
+
+def _unchecked(environment: Mapping[str, Any]) -> str:
+    names = list(environment.get("unchecked") or ())
+    return f"never put through `tk check`: {_list_names(names)}" if names else ""
+
+
+def _load(rows: Sequence[Row], environment: Mapping[str, Any]) -> str:
+    """That the machine had more to do than it has cores, where it had while something was timed."""
+    cores = (environment.get("host") or {}).get("cpus")
+    loads = [load for row in rows for load in (row.load_before, row.load_after) if load is not None]
+    if not cores or not loads or max(loads) <= _BUSY * cores:
+        return ""
+    busy = sum(load > _BUSY * cores for load in loads)
+    return (
+        f"the machine was busy: {max(loads):.1f} processes ran or waited on its {cores} cores (before and after tasks, "
+        f"{busy} of {len(loads)} times more than {_BUSY:g} a core)"
+    )

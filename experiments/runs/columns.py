@@ -1,37 +1,37 @@
 """columns.json: what each column of results.jsonl is, for whoever reads it without this code."""
 
 from collections.abc import Mapping
-from typing import Any, get_args
-
-from pydantic import BaseModel, TypeAdapter
+from typing import Any
 
 from experiments.runs.reading import SCHEMA
-from experiments.runs.rows import Row
-
-ROW_TYPES: tuple[type[BaseModel], ...] = get_args(get_args(Row)[0])
-"""Every kind of row."""
+from experiments.runs.rows import COLUMNS, ROW, SHARED, VERSION
 
 
 def columns() -> dict[str, Any]:
-    """{"schema", "every row": {column: about}, "stages": {stage: {column: about}}}; about: type, unit, meaning, and
-    of a stage's own columns "given": the statuses of the rows that have them.
+    """{"schema", "rows_version", "every row": {column: about}, "stages": {stage: {column: about}}}; about: type, unit,
+    meaning, and of a stage's own columns "given": the statuses of the rows that have them.
 
-    type: as JSON has it, "or null" where it may be. A number is a finite one: "not_finite" tells which are null for it.
+    type: as JSON has it, "or null" where it may be. A number is a finite one: "not_finite" says which are null for it.
     """
-    shared = set.intersection(*(set(row.model_fields) for row in ROW_TYPES)) - {"stage"}
-    schemas = {row: TypeAdapter(row).json_schema()["properties"] for row in ROW_TYPES}
-    first = ROW_TYPES[0]
-    stages = {}
-    for row, schema in schemas.items():
-        own = [name for name in row.model_fields if name not in shared and name != "stage"]
-        given: Mapping[str, frozenset[str]] = getattr(row, "required")  # noqa: B009  of _Row, which BaseModel hides
-        stages[str(schema["stage"]["const"])] = {
+    schema = ROW.json_schema()["properties"]
+    every = {name: _about(one) for name, one in schema.items() if name in SHARED}
+    stages = {
+        stage: {
             name: {**_about(schema[name]), "given": [status for status, names in given.items() if name in names]}
-            for name in own
+            for name in dict.fromkeys(name for names in given.values() for name in names)
         }
-    every = {name: _about(schemas[first][name]) for name in first.model_fields if name in shared}
-    every["stage"] = {"type": "string", "unit": None, "meaning": "which of the stages below the row is of"}
-    return {"schema": SCHEMA, "every row": every, "stages": stages}
+        for stage, given in COLUMNS.items()
+    }
+    return {"schema": SCHEMA, "rows_version": VERSION, "every row": every, "stages": stages}
+
+
+def unit_of(figure: str) -> str | None:
+    """The unit of a column's numbers, "ttft_s.p50" included; None of what is no number."""
+    unit: str | None = _SCHEMA[figure.partition(".")[0]]["unit"]
+    return unit
+
+
+_SCHEMA: Mapping[str, Any] = ROW.json_schema()["properties"]
 
 
 def _about(schema: Mapping[str, Any]) -> dict[str, Any]:

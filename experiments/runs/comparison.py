@@ -5,15 +5,8 @@ other and say little more than one of them: identical runs that were compared by
 tries. So the process is the unit, and at least MIN_REPLICATES of them are asked for.
 
 The tests are Student's, on trimmed means of logarithms: with equal numbers their size holds at five processes for heavy
-tails and for skewed ones, which the tests of this module try. But processes that follow each other are on a machine
-that drifts, and then a mean over them is less sure than their number says: two runs of the same thing, ten processes
-each under 1/f noise, differ in 30% of tries at a level of 1% (four figures), and in 78% where the noise is a random
-walk. The drift is therefore a variance component of its own. It is estimated where it shows, in the slowest two waves
-of each series of processes (its cosine transform's first coefficients, which of white noise hold no more than any
-others), pooled over the figures of a comparison, and carried on over the length of both runs as a random walk would.
-That brings them to 3% and 1% (five processes: 10% and 41% to 4% and 7%). Its price, where there is no drift: a change
-of 8 standard errors is found in 86% of tries instead of 99%. What stays as it is for the length of a run, and leaves no
-trace within it, is RUN_SPREAD.
+tails and for skewed ones, which the tests of this module try. What the machine does from process to process is in
+`experiments.runs.drift`. What stays as it is for the length of a run, and leaves no trace within it, is RUN_SPREAD.
 
 Arms of one run need less: what slows all of a replicate's processes down cancels.
 """
@@ -24,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from experiments.runs.student import quantile, two_sided
+from experiments.runs.drift import NUM_WAVES, carried_drift, trimmed_share, winsorized
+from experiments.runs.table import Better
 
 MIN_REPLICATES = 5
 
@@ -39,13 +33,6 @@ and it was found in all 40 (`python -m tests.experiments.runs.false_alarms --rep
 POWER = 0.95
 """With which the smallest effect is found that a comparison "could have seen"."""
 
-_WAVES = 2
-
-_TRIMMED_FROM = 8
-"""Processes of which a fifth is left out at either end: of ten on a busy machine, one or two took half as long again,
-or twice as long, for as long as they were measured. Of fewer, too few would be left.
-"""
-
 RUN_SPREAD = 0.01
 """Of the levels of runs of the same thing, beyond what their processes' spread explains, as a standard deviation of
 logarithms. Of ten runs of ten processes, in sixteen minutes on two busy cores, each figure over the yardstick's, it was
@@ -53,7 +40,6 @@ logarithms. Of ten runs of ten processes, in sixteen minutes on two busy cores, 
 """
 
 Outcome = Literal["better", "worse", "within noise", "cannot tell"]
-Better = Literal["lower", "higher"]
 Key = TypeVar("Key")
 """What a figure is told by."""
 
@@ -69,9 +55,11 @@ class Difference:
     @property
     def p(self) -> float:
         """How likely a difference this large is between equals."""
+        from scipy.special import stdtr
+
         if self.variance == 0:
             return 1.0 if self.mean == 0 else 0.0
-        return two_sided(self.mean / math.sqrt(self.variance), self.df)
+        return 2 * float(stdtr(self.df, -abs(self.mean) / math.sqrt(self.variance)))
 
 
 @dataclass(frozen=True)
@@ -88,49 +76,16 @@ class Effect:
     smallest: float | None = None
 
 
-def _kept(count: int) -> int:
-    """How many of `count` values the mean of a sample is of; as many are left out at either end."""
-    return count - 2 * (count // 5 if count >= _TRIMMED_FROM else 0)
-
-
-def winsorized(values: Sequence[float]) -> list[float]:
-    """In their order, those that are left out replaced by the nearest that is kept."""
-    ordered = sorted(values)
-    out = (len(values) - _kept(len(values))) // 2
-    low, high = ordered[out], ordered[len(values) - 1 - out]
-    return [min(max(value, low), high) for value in values]
-
-
 def _mean(values: Sequence[float]) -> tuple[float, float, float]:
     """The trimmed mean, its variance and that one's degrees of freedom, of independent values (Tukey and McLaughlin,
     1963); untrimmed, Student's.
     """
-    count, kept = len(values), _kept(len(values))
-    out = (count - kept) // 2
-    mean = statistics.fmean(sorted(values)[out : count - out])
+    from scipy.stats import trim_mean
+
+    count, share = len(values), trimmed_share(len(values))
+    kept = count - 2 * int(share * count)
     variance = statistics.variance(winsorized(values)) * (count - 1) / (kept * (kept - 1))
-    return mean, variance, kept - 1
-
-
-def slow_share(values: Sequence[float]) -> float:
-    """The mean power of a series' slowest waves over that of all: 1 in the mean of white noise, (n - 1) / 2 at most.
-
-    A series without any spread, or too short for slow and fast to be told apart, has 1.
-    """
-    count, values = len(values), winsorized(values)
-    spread = statistics.variance(values) if count > _WAVES + 1 else 0.0
-    if spread == 0:
-        return 1.0
-    waves = [
-        math.sqrt(2 / count) * sum(v * math.cos(math.pi * k * (i + 0.5) / count) for i, v in enumerate(values))
-        for k in range(1, _WAVES + 1)
-    ]
-    return statistics.fmean(wave * wave for wave in waves) / spread
-
-
-def drift_of(series: Sequence[Sequence[float]]) -> float:
-    """How much more of the variance of `series` is slow than white noise would have: 0 or more, pooled over them."""
-    return max(0.0, statistics.fmean(map(slow_share, series)) - 1) if series else 0.0
+    return float(trim_mean(values, share)), variance, kept - 1
 
 
 def between_runs(first: Sequence[float], second: Sequence[float], drift: float, correction: float = 0.0) -> Difference:
@@ -138,17 +93,17 @@ def between_runs(first: Sequence[float], second: Sequence[float], drift: float, 
 
     The white part is Welch's, of trimmed means (Yuen, 1974). `drift` is what goes on from one run into the other: a
     random walk whose slow waves hold (1 + drift) times their share moves the difference of two adjacent means by
-    `_carried` times that (its variance is 2/3 n steps', that of the k-th wave 1 / (4 sin^2(pi k / 2n)) steps').
+    `carried_drift` times that.
     correction: the variance of the difference of what was taken off the values.
     """
     (mean, *one), (other_mean, *other) = _mean(first), _mean(second)
-    slow = (one[0] + other[0]) * drift * _carried(min(len(first), len(second)))
+    slow = (one[0] + other[0]) * drift * carried_drift(min(len(first), len(second)))
     known = 2 * RUN_SPREAD**2 + correction
     return Difference(
         other_mean - mean,
         one[0] + other[0] + slow + known,
         # Two slow waves of each run: of all figures together, which drift together.
-        _freedom([(one[0], one[1]), (other[0], other[1]), (slow, 2 * _WAVES), (known, math.inf)]),
+        _freedom([(one[0], one[1]), (other[0], other[1]), (slow, 2 * NUM_WAVES), (known, math.inf)]),
     )
 
 
@@ -159,7 +114,7 @@ def paired(differences: Sequence[float], drift: float, correction: float = 0.0) 
     correction: as of `between_runs`.
     """
     mean, white, df = _mean(differences)
-    freedom = _freedom([(white, df), (white * drift, _WAVES), (correction, math.inf)])
+    freedom = _freedom([(white, df), (white * drift, NUM_WAVES), (correction, math.inf)])
     return Difference(mean, white * (1 + drift) + correction, freedom)
 
 
@@ -180,25 +135,24 @@ def judge(differences: Mapping[Key, Difference], better: Mapping[Key, Better]) -
         if found:
             outcome = "better" if (one.mean < 0) == (better[name] == "lower") else "worse"
         error = math.sqrt(one.variance)
-        edge = quantile(level, one.df) * error
+        edge = two_sided_quantile(level, one.df) * error
         # One-sided: on its own side of zero, 5% of tries fall short.
-        smallest = edge + quantile(2 * (1 - POWER), one.df) * error
+        smallest = edge + two_sided_quantile(2 * (1 - POWER), one.df) * error
         bounds = [_ratio(exponent) for exponent in (one.mean - edge, one.mean + edge, smallest)]
         effects[name] = Effect(outcome, _ratio(one.mean), bounds[0], bounds[1], bounds[2] - 1)
     return {name: effects[name] for name in differences}
 
 
+def two_sided_quantile(level: float, df: float) -> float:
+    """The t that a |t| of Student's distribution exceeds with probability `level`, 0 < level < 1."""
+    from scipy.special import stdtrit
+
+    return -float(stdtrit(df, level / 2))
+
+
 def _ratio(exponent: float) -> float:
     """Of a difference of logarithms; beyond what a float holds, infinity."""
     return math.exp(exponent) if exponent < 700 else math.inf
-
-
-def _carried(count: int) -> float:
-    """The variance that a random walk gives the difference of two adjacent means of `count`, over what white noise with
-    slow waves like its own gives it.
-    """
-    waves = statistics.fmean(1 / (4 * math.sin(math.pi * k / (2 * count)) ** 2) for k in range(1, _WAVES + 1))
-    return 2 / 3 * count / waves * count / 2
 
 
 def _freedom(parts: Sequence[tuple[float, float]]) -> float:

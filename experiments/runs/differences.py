@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from experiments.runs.reading import RecordedRun, workload_key
-from experiments.runs.rows import CheckRow, EngineRow, ParityRow, Row
+from experiments.runs.rows import Row
 
 
 def _device(run: RecordedRun) -> Any:
@@ -97,15 +97,14 @@ def _without(tree: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
     return {key: value for key, value in tree.items() if key not in keys}
 
 
-_FACTS: Mapping[type, tuple[str, ...]] = {
-    CheckRow: (),
-    EngineRow: (
+_FACTS: Mapping[str, tuple[str, ...]] = {
+    "engine": (
         "texts", "requests_failed", "output_tokens", "steps", "preemptions", "peak_running", "hit_tokens",
         "evicted_blocks", "weight_bytes",
     ),
-    ParityRow: ("tokens_equal", "requests_equal", "first_divergence"),
+    "parity": ("tokens_equal", "requests_equal", "first_divergence"),
 }  # fmt: skip
-"""Of each kind of row, what is not of time and should be the same when it is run again."""
+"""Stage -> what is not of time and should be the same when it is run again."""
 
 
 def changed_facts(first: RecordedRun, second: RecordedRun) -> list[str]:
@@ -118,7 +117,7 @@ def changed_facts(first: RecordedRun, second: RecordedRun) -> list[str]:
         if before.status != after.status:
             lines.append(f"{about}: {_said(before)}, then {_said(after)}")
             continue
-        facts = _FACTS.get(type(before), ()) if before.status == "ok" else ()
+        facts = _FACTS.get(before.stage, ()) if before.status == "ok" else ()
         for name in facts:
             if (one := getattr(before, name)) != (other := getattr(after, name)):
                 lines.append(f"{about}: {_change(name, one, other)}")

@@ -9,6 +9,7 @@ columns.json        every column of results.jsonl: its type, unit and meaning
 tuned.json          the tuned configs that were used, how each was found, and at the end the lockfiles' entries for them
 results.jsonl       a row per fact, all of a task in one write
 samples/            <hash of a task's key>.json: raw figures that are too big for rows
+table.csv           every figure of every process as one long table: place, arm, figure, value, unit, replicate
 report.html         what all this says, and figures/, its pictures as SVG and CSV: made when the run has ended
 """
 
@@ -30,8 +31,8 @@ from experiments.planning.plan import Sweep
 from experiments.planning.resolved import resolved_text
 from experiments.runs.columns import columns
 from experiments.runs.provenance import source_files
-from experiments.runs.reading import SCHEMA, SOURCE, read_meta, read_object, read_run
-from experiments.runs.rows import Row
+from experiments.runs.reading import SCHEMA, SOURCE, check_version, read_meta, read_object, read_run
+from experiments.runs.rows import VERSION, Row
 from experiments.runs.rows_file import RowsFile, naming
 
 
@@ -152,8 +153,9 @@ def new_folder(
     check_new(path)
     text = resolved_text(sweep)
     meta = {
-        "schema": SCHEMA, "run_id": run_id, "name": sweep.experiment.name, "created": _now(), "finished": None,
-        "resolved_sha256": hashlib.sha256(text.encode()).hexdigest(), "tasks": tasks, "executor": executor,
+        "schema": SCHEMA, "rows_version": VERSION, "run_id": run_id, "name": sweep.experiment.name, "created": _now(),
+        "finished": None, "resolved_sha256": hashlib.sha256(text.encode()).hexdigest(), "tasks": tasks,
+        "executor": executor,
     }  # fmt: skip
     begun = path.parent / f".{path.name}.{run_id}.begun"  # another process may be making the same folder
     try:
@@ -188,7 +190,7 @@ def open_again(sweep: Sweep, path: Path, environment: Mapping[str, Any], executo
     Raises ExperimentError where `path` is no run, or one of another experiment, device, version or kernel's code: rows
     of both would stand in one file as if they were of one run.
     """
-    read_meta(path)  # what is no run is given no results.jsonl
+    check_version(path, read_meta(path), "resumed")  # what is no run is given no results.jsonl
     with contextlib.ExitStack() as failed:
         # Before anything is read: another process may just be writing the end of it.
         file = RowsFile(path / "results.jsonl")

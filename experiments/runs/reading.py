@@ -12,7 +12,8 @@ import yaml
 from pydantic import ValidationError
 
 from experiments.document import ExperimentError, nearest
-from experiments.runs.rows import ROW, Row
+from experiments.runs.rows import ROW, VERSION, Row
+from experiments.runs.version_1 import from_version_1
 
 SCHEMA = 1
 """Of the folder: which files there are, and what they hold. A reader refuses a newer one."""
@@ -47,6 +48,11 @@ class RecordedRun:
     rows: tuple[Row, ...]
     repairs: tuple[str, ...]
     lost_rows: bool = False
+
+    @property
+    def rows_version(self) -> int:
+        """Of the rows as they lie in the folder; `rows` are of the newest."""
+        return version_of(self.meta)
 
     @property
     def name(self) -> str:
@@ -86,7 +92,7 @@ def read_run(path: Path) -> RecordedRun:
     if odd_parts := [part for part in ENVIRONMENT_PARTS if not isinstance(environment.get(part, {}), dict)]:
         raise ExperimentError([f"{path / 'environment.json'}: {', '.join(odd_parts)}: must be an object"])
     file, ended = path / "results.jsonl", meta["finished"] is not None
-    rows, odd, lost = _rows(file, must_exist=ended)
+    rows, odd, lost = _rows(file, version_of(meta), must_exist=ended)
     done, tasks = len({row.task for row in rows}), meta["tasks"]
     if ended and not lost and isinstance(tasks, int) and done < tasks:
         odd.append(f"{file}: has the rows of {done} of the {tasks} tasks that the run ended with")
@@ -110,10 +116,25 @@ def read_meta(path: Path) -> Mapping[str, Any]:
     if schema > SCHEMA:
         message = f"written by a newer tkernels, in schema {schema}; this one reads schema {SCHEMA}"
         raise ExperimentError([f"{path}: {message}"])
+    version = meta.get("rows_version", 1)
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise ExperimentError([f'{file}: "rows_version" must be a number from 1 to {VERSION}, got {version!r}'])
     missing = [key for key in META_KEYS if key not in meta]
     if missing:
         raise ExperimentError([f"{file}: lacks {', '.join(map(repr, missing))}"])
     return meta
+
+
+def version_of(meta: Mapping[str, Any]) -> int:
+    """Of a run's rows; run.json did not name the first."""
+    return int(meta.get("rows_version", 1))
+
+
+def check_version(path: Path, meta: Mapping[str, Any], what: str) -> None:
+    """Raises ExperimentError where the run's rows are of an older version; what: that is not done with them."""
+    if (version := version_of(meta)) != VERSION:
+        reads = "tk report, tk compare and tk runs read it"
+        raise ExperimentError([f"{path}: cannot be {what}: its rows are of version {version}, not {VERSION}; {reads}"])
 
 
 def _neighbour(path: Path) -> str:
@@ -142,7 +163,7 @@ def read_object(file: Path) -> Mapping[str, Any]:
     return data
 
 
-def _rows(file: Path, *, must_exist: bool) -> tuple[tuple[Row, ...], list[str], bool]:
+def _rows(file: Path, version: int, *, must_exist: bool) -> tuple[tuple[Row, ...], list[str], bool]:
     """The rows of whole tasks, a sentence for each thing that is not as it was written, and whether any is left out."""
     if not file.exists() and not must_exist:
         return (), [], False  # cut off before its first row
@@ -153,16 +174,22 @@ def _rows(file: Path, *, must_exist: bool) -> tuple[tuple[Row, ...], list[str], 
     repairs: list[str] = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(ROW.validate_json(line))
-        except ValidationError as error:
-            first = error.errors()[0]
+            data = json.loads(line)
+        except ValueError as error:
             # Only the end of a file is ever half written: a torn line in its middle is damage of another kind.
-            if first["type"] == "json_invalid" and number == len(lines):
+            if number == len(lines):
                 repairs.append(f"{file}: line {number}, the last, is half written ({len(line)} bytes): left out")
                 continue
+            raise ExperimentError([f"{file}: line {number} is no row: Invalid JSON: {error}"]) from None
+        try:
+            rows.append(ROW.validate_python(from_version_1(data) if version == 1 else data))
+        except ValidationError as error:
+            first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
             message = f"line {number} is no row: {place}{': ' if place else ''}{first['msg']}"
             raise ExperimentError([f"{file}: {message}"]) from None
+        except (TypeError, ValueError) as error:
+            raise ExperimentError([f"{file}: line {number} is no row of version {version}: {error}"]) from None
     lost = bool(repairs)
     if not ends_whole and not lost:
         repairs.append(f"{file}: line {len(lines)}, the last, is a whole row without its line's end: kept")

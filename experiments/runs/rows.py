@@ -1,18 +1,29 @@
-"""The rows of results.jsonl: one per fact, and its status decides which figures it may carry.
+"""The rows of results.jsonl: one per fact, and its stage and status decide which columns it has.
 
 A figure that is known not to exist is null, with its reason beside it; one that the status does not allow is absent, so
 that no speed of a wrong kernel can be written down. What each column means, and in what unit, is said at its field:
-columns.json in a run's folder is made of that.
+columns.json in a run's folder is made of that, and so is the table of figures (`experiments.runs.table`).
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, model_validator
 
+VERSION = 2
+"""Of the rows, as run.json has it under "rows_version". Version 1 is read through `experiments.runs.version_1`."""
+
 Status = Literal["ok", "wrong", "unsupported", "failed"]
+Stage = Literal["check", "kernels", "engine", "parity", "step", "peers", "speedup", "quantization"]
+"""check: a variant at one point against the float64 oracle. kernels: its time there, where the check was ok. engine: a
+workload served by one arm, a request of n completions counting as n. parity: an arm's tokens and log-probabilities
+beside the first arm's. step: what one named range took of an arm's steps, in rounds that are recorded apart from the
+timed ones and without overlap, so that a step's time is the sum of its parts. peers: a workload served by a peer.
+speedup: the first arm that was timed over a peer, replicate by replicate. quantization: the model as one method leaves
+it, beside the dense one, whose own row has method "dense" and no bits.
+"""
 
 
 def column(meaning: str, unit: str | None = None, default: Any = None) -> Any:
@@ -27,20 +38,87 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 _WORDS: Mapping[str, float] = {"infinite": math.inf, "minus infinity": -math.inf, "not a number": math.nan}
 
+_SERVED = (
+    "workload", "requests", "requests_failed", "requests_error", "prompt_tokens", "output_tokens", "tokens_per_s",
+    "tokens_per_s_iqr", "seconds", "ttft_s", "tpot_s", "gap_s", "speed_reason",
+)  # fmt: skip
+_COMPARED = (
+    "workload", "first_arm", "tokens_equal", "requests_equal", "requests", "first_divergence", "logprob_drift",
+)  # fmt: skip
+_QUANTIZED = ("method", "bits", "group_size")
 
-class _Row(BaseModel):
-    """What every row says."""
+COLUMNS: Mapping[Stage, Mapping[Status, tuple[str, ...]]] = {
+    "check": {
+        "ok": ("point", "seed", "max_error_ratio", "rms_error_ratio"),
+        "wrong": ("point", "seed", "max_error_ratio", "rms_error_ratio", "replay"),
+        "unsupported": ("point",),
+        "failed": ("point", "seed", "replay"),
+    },
+    "kernels": {
+        "ok": (
+            "point", "bytes_moved", "flops", "config", "median_us", "iqr_us", "min_us", "max_us", "samples_us", "timer",
+            "speed_reason", "roofline_fraction", "roofline_bound", "roofline_reason",
+        ),
+        "failed": ("point",),
+    },
+    "engine": {
+        "ok": (
+            *_SERVED, "texts", "steps", "preemptions", "peak_occupancy", "last_page_waste", "peak_running",
+            "hit_tokens", "saved_bytes", "evicted_blocks", "weight_bytes", "prepare_s",
+        ),
+        "wrong": ("workload",),
+        "unsupported": ("workload",),
+        "failed": ("workload",),
+    },
+    "parity": {"ok": _COMPARED, "wrong": _COMPARED},
+    "step": {
+        "ok": (
+            "workload", "range", "category", "clock", "calls", "total_us", "self_us", "steps", "step_us", "share",
+            "speed_reason",
+        ),
+        "failed": ("workload",),
+    },
+    "peers": {
+        "ok": (*_SERVED, "peer", "peer_settings"),
+        "unsupported": ("workload", "peer"),
+        "failed": ("workload", "peer"),
+    },
+    "speedup": {
+        "ok": (
+            "workload", "peer", "peer_settings", "speedup", "speedup_iqr", "speedups", "speedup_of", "requests",
+            "tokens_equal", "requests_equal",
+        ),
+        "failed": ("workload", "peer"),
+    },
+    "quantization": {
+        "ok": (
+            *_QUANTIZED, "num_tokens", "window", "nats", "perplexity", "kl", "top1_agreement", "disk_bytes",
+            "memory_bytes", "tokens_per_s", "tokens_per_s_iqr", "speedup", "speed_reason",
+        ),
+        "unsupported": _QUANTIZED,
+        "failed": _QUANTIZED,
+    },
+}  # fmt: skip
+"""The columns of a stage's rows by their status, beside `SHARED`: they are given, and no other is."""
+
+_REASON_OF: Mapping[str, str] = {
+    "median_us": "speed_reason", "tokens_per_s": "speed_reason", "total_us": "speed_reason",
+    "roofline_fraction": "roofline_reason",
+}  # fmt: skip
+"""Figure -> the column that says why it is null, and is null itself where the figure is not."""
+
+
+class Row(BaseModel):
+    """One fact. The columns after `yardstick_us` are those of COLUMNS; of other stages and statuses they are absent."""
 
     # JSON has no other numbers, and a text in their place makes texts of the whole column for those who read it.
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="null")
-    required: ClassVar[Mapping[str, frozenset[str]]]
-    """status -> the figures that a row of it has; every other figure is forbidden."""
 
     run_id: str = column("the run that wrote it, as in run.json", default=...)
     task: str = column("key of the task that wrote it; follows from the YAML alone", default="")
     replicate: int = column("which repetition of the task, each in a process of its own; 0 if not repeated", "index", 0)
     task_rows: int = column("rows of the task, written in one go: where there are fewer, it was cut off", "count", 1)
-    stage: str = column("what kind of fact this is; decides which other columns there are", default=...)
+    stage: Stage = column("what kind of fact this is; decides which other columns there are", default=...)
     arm: dict[str, str] = column("op -> variant, with pinned values in brackets", default=...)
     settings: dict[str, Any] = column("the swept settings that are no kernel, in their own units", default={})
     op: str | None = column("the op, of a row about one")
@@ -58,92 +136,31 @@ class _Row(BaseModel):
         "the figures that are null because they came out infinite or as no number, in words: max_error_ratio is "
         "infinite; null where there are none"
     )
+    host_peak_bytes: int | None = column(
+        "most memory that the row's process had held by then; null of a row that follows from others, and of one that "
+        "its process did not live to write",
+        "bytes",
+    )
+    device_peak_bytes: int | None = column(
+        "the same of the GPU's memory, as torch allocated it; null on a CPU", "bytes"
+    )
+    load_before: float | None = column(
+        "processes of the machine that ran or waited to run when the row's task began, a mean over the minute before",
+        "count",
+    )
+    load_after: float | None = column("the same when the row was written", "count")
     yardstick_us: float | None = column(
         "median time of a fixed piece of work, taken in turns with this row's times: how fast the machine was; null "
         "where none was taken, as on a GPU",
         "us",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _told_in_words(cls, data: Any) -> Any:
-        """A row as it was before it was written: what `not_finite` tells is the figures' own again."""
-        if not isinstance(data, Mapping) or not isinstance(told := data.get("not_finite"), str):
-            return data
-        row = {**data, "not_finite": None}
-        for one in told.split("; "):
-            path, _, words = one.partition(" is ")
-            name, _, key = path.partition(".")
-            if words not in _WORDS or not isinstance(row.get(name), Mapping if key else NoneType):
-                raise ValueError(f"not_finite tells of no figure: {one!r}")
-            row[name] = {**row[name], key: _WORDS[words]} if key else _WORDS[words]
-        return row
-
-    @model_validator(mode="after")
-    def _figures_fit_the_status(self) -> "_Row":
-        if (self.status == "ok") != (self.reason is None):
-            raise ValueError(f"a row that is {self.status} {'has no' if self.status == 'ok' else 'needs its'} reason")
-        given = self.model_fields_set - set(_Row.model_fields)
-        wanted = self.required.get(self.status, frozenset())
-        if given != wanted:
-            raise ValueError(f"a {self.stage} row that is {self.status} has {sorted(wanted)}, got {sorted(given)}")
-        for figure, reason in (
-            ("median_us", "speed_reason"),
-            ("tokens_per_s", "speed_reason"),
-            ("roofline_fraction", "roofline_reason"),
-            ("total_us", "speed_reason"),
-        ):
-            if figure in given and (getattr(self, figure) is None) != (getattr(self, reason) is not None):
-                raise ValueError(f"{figure} is either given or null with its {reason}")
-        return self
-
-    def as_json(self) -> str:
-        """One line, whose numbers are finite; what is not is null, and `not_finite` tells it."""
-        told = "; ".join(f"{name} is {in_words(value)}" for name, value in self._odd_figures())
-        row = self.model_copy(update={"not_finite": told}) if told else self
-        return row.model_dump_json(include=set(_Row.model_fields) | self.model_fields_set)
-
-    def _odd_figures(self) -> Iterator[tuple[str, float]]:
-        """Those that are no finite numbers; "first_divergence.margin" is a key of a column."""
-        for name in self.__class__.model_fields:
-            value = getattr(self, name)
-            parts = {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
-            yield from ((path, part) for path, part in parts.items() if is_odd(part))
-
-
-def is_odd(value: object) -> bool:
-    """Whether this is a number that JSON has not."""
-    return isinstance(value, float) and not math.isfinite(value)
-
-
-def in_words(value: float) -> str:
-    """What an odd number is called."""
-    return "not a number" if math.isnan(value) else "infinite" if value > 0 else "minus infinity"
-
-
-class CheckRow(_Row):
-    """A variant at one point against the float64 oracle."""
-
-    stage: Literal["check"] = column("check", default="check")
     point: str | None = column("name of the point among the op's")
     seed: int | None = column("of the inputs", "index")
     max_error_ratio: float | None = column("largest error over what the error rule allows: right to 1", "ratio")
     rms_error_ratio: float | None = column("root mean square error over what is allowed: right to 1", "ratio")
     replay: str | None = column("the command that shows the fault again")
 
-    required = {
-        "ok": frozenset({"point", "seed", "max_error_ratio", "rms_error_ratio"}),
-        "wrong": frozenset({"point", "seed", "max_error_ratio", "rms_error_ratio", "replay"}),
-        "unsupported": frozenset({"point"}),
-        "failed": frozenset({"point", "seed", "replay"}),
-    }
-
-
-class KernelRow(_Row):
-    """A variant's time at one point where its check was ok."""
-
-    stage: Literal["kernels"] = column("kernels", default="kernels")
-    point: str | None = column("name of the point among the op's")
     bytes_moved: int | None = column("each unique byte that the op must read or write, once", "bytes")
     flops: int | None = column("floating-point operations of the op, a multiply-add being two", "count")
     config: dict[str, int] | None = column(
@@ -157,32 +174,25 @@ class KernelRow(_Row):
     max_us: float | None = column("largest sample", "us")
     samples_us: list[Finite] | None = column("the samples, in order, each a mean over a few calls", "us")
     timer: str | None = column("what took the time, and of a GPU how it was launched and whether its L2 was cold")
-    speed_reason: str | None = column("why there is no time; null where there is one")
+    speed_reason: str | None = column(
+        "why there is no time and no rate; null where there is one. Of an arm whose steps were not recorded, in a "
+        "single row whose range is step"
+    )
     roofline_fraction: float | None = column("the time that the roofline allows over median_us", "ratio")
     roofline_bound: str | None = column("what the roofline is limited by")
     roofline_reason: str | None = column("why there is no fraction; null where there is one")
 
-    required = {
-        "ok": frozenset(
-            {
-                "point", "bytes_moved", "flops", "config", "median_us", "iqr_us", "min_us", "max_us", "samples_us",
-                "timer", "speed_reason", "roofline_fraction", "roofline_bound", "roofline_reason",
-            }
-        ),
-        "failed": frozenset({"point"}),
-    }  # fmt: skip
-
-
-class _ServedRow(_Row):
-    """A workload served, by an arm or by a peer; a request of n completions counts as n."""
-
     workload: str | None = column("name of the workload")
-    requests: int | None = column("completions that were asked for", "count")
+    requests: int | None = column("completions that were asked for; of a parity, those that both arms served", "count")
     requests_failed: int | None = column("of those, that failed", "count")
     requests_error: str | None = column("why the first of these failed; null where none did, or a peer does not say")
     prompt_tokens: int | None = column("of all requests", "tokens")
     output_tokens: int | None = column("of all requests", "tokens")
-    tokens_per_s: float | None = column("output tokens a second, the median over rounds", "tokens/s")
+    tokens_per_s: float | None = column(
+        "output tokens a second, the median over rounds; of a quantized model those of the first workload, in turns "
+        "with the dense model",
+        "tokens/s",
+    )
     tokens_per_s_iqr: float | None = column("distance between the rounds' quartiles; null of one round", "tokens/s")
     seconds: list[Finite] | None = column("of each round, from its start to its last token", "s")
     ttft_s: dict[str, float] | None = column(
@@ -196,26 +206,9 @@ class _ServedRow(_Row):
     gap_s: dict[str, float] | None = column(
         "p50, p90, p99 of all times between two tokens of a request; of late requests none", "s"
     )
-    speed_reason: str | None = column("why there are no times; null where there are")
 
-    @property
-    def unserved(self) -> str | None:
-        """Of a row that is ok, which requests failed all the same."""
-        if not self.requests_failed:
-            return None
-        why = f": {self.requests_error}" if self.requests_error else ""
-        return f"{self.requests_failed} of {self.requests} requests failed{why}"
-
-
-_SERVED = frozenset(_ServedRow.model_fields) - frozenset(_Row.model_fields)
-
-
-class EngineRow(_ServedRow):
-    """A workload served by one arm."""
-
-    stage: Literal["engine"] = column("engine", default="engine")
     texts: list[str] | None = column("what each prompt was continued with; null of token ids")
-    steps: int | None = column("of the engine, in one round", "count")
+    steps: int | None = column("of the engine, in one round; of a recorded range, in all recorded rounds", "count")
     preemptions: int | None = column("sequences that gave way, in one round", "count")
     peak_occupancy: float | None = column("of the KV cache's blocks, those lent at the peak", "ratio")
     last_page_waste: float | None = column("of the slots lent then, those past their sequences' ends", "ratio")
@@ -226,25 +219,9 @@ class EngineRow(_ServedRow):
     weight_bytes: int | None = column("of the model's weights as they are kept", "bytes")
     prepare_s: float | None = column("what it took to bring quantized weights into that layout", "s")
 
-    required = {
-        "ok": _SERVED
-        | {"texts", "steps", "preemptions", "peak_running", "peak_occupancy", "last_page_waste"}
-        | {"hit_tokens", "saved_bytes", "evicted_blocks", "weight_bytes", "prepare_s"},
-        "wrong": frozenset({"workload"}),
-        "unsupported": frozenset({"workload"}),
-        "failed": frozenset({"workload"}),
-    }
-
-
-class ParityRow(_Row):
-    """An arm's tokens and log-probabilities beside the first arm's."""
-
-    stage: Literal["parity"] = column("parity", default="parity")
-    workload: str | None = column("name of the workload")
     first_arm: dict[str, str] | None = column("the arm that it is compared with, op -> variant")
-    tokens_equal: bool | None = column("whether all output tokens are the first arm's")
-    requests_equal: int | None = column("requests whose tokens are all the first arm's", "count")
-    requests: int | None = column("requests that both served", "count")
+    tokens_equal: bool | None = column("whether all output tokens are the first arm's; of a peer, the compared arm's")
+    requests_equal: int | None = column("requests whose tokens are all the same", "count")
     first_divergence: dict[str, float | int | None] | None = column(
         "request and place of the first output token that differs, and how much more likely the first arm found its "
         "own token there than this arm's (null where it did not report both)",
@@ -254,25 +231,6 @@ class ParityRow(_Row):
         "largest difference of a log-probability that both report, up to the first place where tokens differ", "nats"
     )
 
-    required = {
-        status: frozenset(
-            {
-                "workload", "first_arm", "tokens_equal", "requests_equal", "requests", "first_divergence",
-                "logprob_drift",
-            }
-        )
-        for status in ("ok", "wrong")
-    }  # fmt: skip
-
-
-class StepRow(_Row):
-    """What one named range took of an arm's steps, in rounds of the workload recorded apart from the timed ones, for
-    recording takes time itself. The steps ran one after the other (no overlap), so that a step's time is the sum of its
-    parts. What is in no other range has rows of its own, of category gap.
-    """
-
-    stage: Literal["step"] = column("step", default="step")
-    workload: str | None = column("name of the workload")
     range: str | None = column("as a profiler shows it: schedule, layer 3, paged_decode.split_kv, device idle")
     category: Literal["step", "phase", "layer", "part", "op", "gap"] | None = column(
         "step, phase of one, layer, part of the model that is no op, op, or gap: what is in no range"
@@ -283,44 +241,16 @@ class StepRow(_Row):
     calls: int | None = column("of the range in all steps, those in replayed CUDA graphs included", "count")
     total_us: float | None = column("of all calls, what is nested in the range included", "us")
     self_us: float | None = column("the same less what nested ranges took: of one clock they sum up to step_us", "us")
-    steps: int | None = column("steps in all rounds", "count")
     step_us: float | None = column("of all the steps together", "us")
     share: float | None = column("total_us over step_us", "ratio")
-    speed_reason: str | None = column("why there are no times, in a single row whose range is step")
 
-    required = {
-        "ok": frozenset(
-            {
-                "workload", "range", "category", "clock", "calls", "total_us", "self_us", "steps", "step_us", "share",
-                "speed_reason",
-            }
-        ),
-        "failed": frozenset({"workload"}),
-    }  # fmt: skip
-
-
-class PeerRow(_ServedRow):
-    """A workload served by another engine, in processes of its own. It knows no arm: `arm` is empty."""
-
-    stage: Literal["peers"] = column("peers", default="peers")
-    peer: str | None = column("name of the peer")
-    peer_settings: dict[str, Any] | None = column("what it was run with, the best that were found, in their own units")
-
-    required = {
-        "ok": _SERVED | {"peer", "peer_settings"},
-        "failed": frozenset({"peer", "workload"}),
-        "unsupported": frozenset({"peer", "workload"}),
-    }
-
-
-class SpeedupRow(_Row):
-    """The first arm that was timed over a peer, at one workload: derived from their rows, replicate by replicate."""
-
-    stage: Literal["speedup"] = column("speedup", default="speedup")
-    workload: str | None = column("name of the workload")
     peer: str | None = column("name of the peer")
     peer_settings: dict[str, Any] | None = column("what it was run with, in their own units")
-    speedup: float | None = column("median of speedups", "ratio")
+    speedup: float | None = column(
+        "of an arm over a peer, the median of speedups; of a quantized model over the dense one in the same turn, the "
+        "median",
+        "ratio",
+    )
     speedup_iqr: float | None = column("distance between the quartiles of speedups; null of one", "ratio")
     speedups: list[Finite] | None = column(
         "the arm's tokens a second over the peer's, each the median over its rounds, in every replicate in which both "
@@ -328,25 +258,7 @@ class SpeedupRow(_Row):
         "ratio",
     )
     speedup_of: Literal["median of replicates", "one replicate"] | None = column("which of both speedup is")
-    requests: int | None = column("completions that were asked for", "count")
-    tokens_equal: bool | None = column("whether all output tokens of the peer are the arm's")
-    requests_equal: int | None = column("requests whose tokens are all the arm's", "count")
 
-    required = {
-        "ok": frozenset(
-            {
-                "workload", "peer", "peer_settings", "speedup", "speedup_iqr", "speedups", "speedup_of", "requests",
-                "tokens_equal", "requests_equal",
-            }
-        ),
-        "failed": frozenset({"workload", "peer"}),
-    }  # fmt: skip
-
-
-class QuantizationRow(_Row):
-    """The model as one method leaves it, beside the dense one, whose own row has method "dense" and no bits."""
-
-    stage: Literal["quantization"] = column("quantization", default="quantization")
     method: str | None = column("how codes are chosen; dense: of the model that is not quantized")
     bits: int | None = column("of a code; null of the dense model", "bits")
     group_size: int | None = column("inputs that share a scale, -1 being all; null of the dense model", "count")
@@ -360,28 +272,73 @@ class QuantizationRow(_Row):
     )
     disk_bytes: int | None = column("of its safetensors", "bytes")
     memory_bytes: int | None = column("of all its weights as they are served", "bytes")
-    tokens_per_s: float | None = column(
-        "output tokens of the first workload a second, the median over rounds in turns with the dense model", "tokens/s"
-    )
-    tokens_per_s_iqr: float | None = column("distance between the rounds' quartiles; null of one round", "tokens/s")
-    speedup: float | None = column("over the dense model's in the same turn, the median", "ratio")
-    speed_reason: str | None = column("why there is no speed; null where there is one")
 
-    required = {
-        "ok": frozenset(
-            {
-                "method", "bits", "group_size", "num_tokens", "window", "nats", "perplexity", "kl", "top1_agreement",
-                "disk_bytes", "memory_bytes", "tokens_per_s", "tokens_per_s_iqr", "speedup", "speed_reason",
-            }
-        ),
-        "unsupported": frozenset({"method", "bits", "group_size"}),
-        "failed": frozenset({"method", "bits", "group_size"}),
-    }  # fmt: skip
+    @model_validator(mode="before")
+    @classmethod
+    def _restore_odd_figures(cls, data: Any) -> Any:
+        """A row as it was before it was written: what `not_finite` says in words is the figures' own again."""
+        if not isinstance(data, Mapping) or not isinstance(said := data.get("not_finite"), str):
+            return data
+        row = {**data, "not_finite": None}
+        for one in said.split("; "):
+            path, _, words = one.partition(" is ")
+            name, _, key = path.partition(".")
+            if words not in _WORDS or not isinstance(row.get(name), Mapping if key else NoneType):
+                raise ValueError(f"not_finite tells of no figure: {one!r}")
+            row[name] = {**row[name], key: _WORDS[words]} if key else _WORDS[words]
+        return row
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> "Row":
+        if (self.status == "ok") != (self.reason is None):
+            raise ValueError(f"a row that is {self.status} {'has no' if self.status == 'ok' else 'needs its'} reason")
+        given, wanted = self.model_fields_set - SHARED, set(COLUMNS[self.stage].get(self.status, ()))
+        if given != wanted:
+            raise ValueError(f"a {self.stage} row that is {self.status} has {sorted(wanted)}, got {sorted(given)}")
+        for figure, reason in _REASON_OF.items():
+            if figure in given and (getattr(self, figure) is None) != (getattr(self, reason) is not None):
+                raise ValueError(f"{figure} is either given or null with its {reason}")
+        return self
+
+    @property
+    def unserved(self) -> str | None:
+        """Of a served row that is ok, which requests failed all the same."""
+        if not self.requests_failed:
+            return None
+        why = f": {self.requests_error}" if self.requests_error else ""
+        return f"{self.requests_failed} of {self.requests} requests failed{why}"
+
+    def figures(self) -> Iterator[tuple[str, Any]]:
+        """The columns that the row has: name and value, of a mapping's each key as "ttft_s.p50"."""
+        for name in Row.model_fields:
+            if name not in self.model_fields_set and name not in SHARED:
+                continue
+            value = getattr(self, name)
+            yield from (
+                ((f"{name}.{key}", part) for key, part in value.items())
+                if isinstance(value, dict)
+                else ((name, value),)
+            )
+
+    def as_json(self) -> str:
+        """One line, whose numbers are finite; what is not is null, and `not_finite` says it."""
+        said = "; ".join(f"{name} is {in_words(value)}" for name, value in self.figures() if is_odd(value))
+        row = self.model_copy(update={"not_finite": said}) if said else self
+        return row.model_dump_json(include={*SHARED, *self.model_fields_set})
 
 
-Row = Annotated[
-    CheckRow | KernelRow | EngineRow | ParityRow | StepRow | PeerRow | SpeedupRow | QuantizationRow,
-    Field(discriminator="stage"),
-]
+SHARED = frozenset(Row.model_fields) - {name for stage in COLUMNS.values() for some in stage.values() for name in some}
+"""The columns that every row has."""
+
 ROW: TypeAdapter[Row] = TypeAdapter(Row)
 """Reads a line of results.jsonl: `ROW.validate_json(line)`."""
+
+
+def is_odd(value: object) -> bool:
+    """Whether this is a number that JSON has not."""
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def in_words(value: float) -> str:
+    """What an odd number is called."""
+    return "not a number" if math.isnan(value) else "infinite" if value > 0 else "minus infinity"

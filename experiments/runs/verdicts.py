@@ -13,14 +13,13 @@ from experiments.runs.comparison import (
     Effect,
     Key,
     between_runs,
-    drift_of,
     judge,
     paired,
 )
 from experiments.runs.differences import changed_facts, circumstances, forbidding
-from experiments.runs.figures import Figure, figures_of
-from experiments.runs.following import slope_of
+from experiments.runs.drift import drift_of, slope_of
 from experiments.runs.reading import RecordedRun
+from experiments.runs.table import Figure, times_of
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
     if problems:
         raise ExperimentError([*problems, *cut_off(first, second)])
     among = (*first.rows, *second.rows)
-    mine, theirs = (figures_of(run.rows, across=across, leave_out=True, among=among) for run in (first, second))
+    mine, theirs = (times_of(run.rows, across=across, leave_out=True, among=among) for run in (first, second))
     both = [key for key in mine if key in theirs]
     if not both:
         why = _why_none(mine, theirs)
@@ -101,7 +100,7 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
         raise ExperimentError([problem, *cut_off(first, second)])
     pairs = {key: (mine[key], theirs[key]) for key in both}
     enough = {key: pair for key, pair in pairs.items() if min(len(one.values) for one in pair) >= MIN_REPLICATES}
-    series = {key: _series(*pair) for key, pair in enough.items()}
+    series = {key: series_of_runs(*pair) for key, pair in enough.items()}
     drift = drift_of([values for one in series.values() for values in one.values])
     differences = {
         key: between_runs(one.values[0], one.values[1], drift, one.correction) for key, one in series.items()
@@ -130,7 +129,7 @@ def compare_arms(run: RecordedRun, across: Collection[str] = ()) -> Comparison:
     Raises:
         ExperimentError: no place has figures of several arms.
     """
-    figures = figures_of(run.rows, across=across)
+    figures = times_of(run.rows, across=across)
     pairs = {mine: (figures[first], figures[mine]) for first, mine in beside_the_first(figures)}
     if not pairs:
         problem = f"{run.name} has no two arms with a figure of time in common{_why_none(figures, {})}"
@@ -196,7 +195,7 @@ class _Series:
     correction: float = 0.0
 
 
-def _series(first: Figure, second: Figure) -> _Series:
+def series_of_runs(first: Figure, second: Figure) -> _Series:
     """One of each run."""
     order = [sorted(one.values) for one in (first, second)]
     values = [[one.values[r] for r in replicates] for one, replicates in zip((first, second), order, strict=True)]
@@ -206,7 +205,7 @@ def _series(first: Figure, second: Figure) -> _Series:
         [one.yardsticks[r] for r in replicates] for one, replicates in zip((first, second), order, strict=True)
     ]
     slope = slope_of(list(zip(values, yardsticks, strict=True)))
-    return _Series(tuple(map(slope.taken_off, values, yardsticks)), slope.between_runs(*yardsticks))
+    return _Series(tuple(map(slope.take_off, values, yardsticks)), slope.variance_between_runs(*yardsticks))
 
 
 def _paired_series(first: Figure, second: Figure) -> _Series:
@@ -217,7 +216,7 @@ def _paired_series(first: Figure, second: Figure) -> _Series:
         return _Series((values,))
     yardsticks = [second.yardsticks[r] - first.yardsticks[r] for r in replicates]
     slope = slope_of([(values, yardsticks)])
-    return _Series((slope.taken_off(values, yardsticks),), statistics.fmean(yardsticks) ** 2 * slope.variance)
+    return _Series((slope.take_off(values, yardsticks),), statistics.fmean(yardsticks) ** 2 * slope.variance)
 
 
 def _verdicts(

@@ -3,7 +3,6 @@
 from experiments.schema.experiment import (
     Batching,
     Choice,
-    Dtype,
     Experiment,
     ModelSource,
     Quantization,
@@ -26,7 +25,6 @@ __all__ = [
     "AnyWorkload",
     "Batching",
     "Choice",
-    "Dtype",
     "Experiment",
     "LateRequests",
     "Length",

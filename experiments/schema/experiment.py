@@ -21,8 +21,8 @@ from experiments.schema.names import Device, File, Folder, KnownNames, Peer, pre
 from experiments.schema.scheduler import SchedulerOptions
 from experiments.schema.values import Count, Strict, Swept, as_list
 from experiments.schema.workload import Workload
+from tsched.options import DtypeName
 
-Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 Batching = Literal["continuous", "static"]
 
 
@@ -112,7 +112,7 @@ class Experiment(Strict):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)]
     model: Swept[ModelSource] | None = None
-    dtype: Swept[Dtype] | None = None
+    dtype: Swept[DtypeName] | None = None
     device: Device | None = None
     variants_from: list[Folder] = []
     kernels: Mapping[str, Choices] = {}

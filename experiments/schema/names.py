@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +15,7 @@ from pydantic import AfterValidator, ValidationInfo
 from experiments.document import entries, nearest
 from experiments.peers import KERNELS as PEER_KERNELS
 from experiments.peers import PEERS
-from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
-
-POLICIES: Mapping[str, Mapping[str, Any]] = {
-    "order": ORDERS,
-    "preemption": PREEMPTIONS,
-    "prefix_cache": PREFIX_CACHES,
-}
+from tsched.options import DEVICE
 
 
 @dataclass(frozen=True)
@@ -88,7 +81,7 @@ def _check_peer(name: str) -> str:
 
 
 def _check_device(name: str) -> str:
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+    if not DEVICE.fullmatch(name):
         raise ValueError(f"{name!r} is not a device; there is cpu, cuda")
     return name
 
@@ -104,20 +97,6 @@ def _in_folder(is_there: Callable[[Path], bool], fault: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _policy(kind: str) -> AfterValidator:
-    def check(name: str) -> str:
-        if name not in POLICIES[kind]:
-            # Quoted: one of them is called 'none'.
-            known = ", ".join(map(repr, POLICIES[kind]))
-            raise ValueError(f"unknown {kind} {name!r}: there is {known}{nearest(name, POLICIES[kind])}")
-        return name
-
-    return AfterValidator(check)
-
-
-Order = Annotated[str, _policy("order")]
-Preemption = Annotated[str, _policy("preemption")]
-PrefixCache = Annotated[str, _policy("prefix_cache")]
 Peer = Annotated[str, AfterValidator(_check_peer)]
 Device = Annotated[str, AfterValidator(_check_device)]
 Folder = Annotated[Path, _in_folder(os.path.isdir, " is not a folder")]

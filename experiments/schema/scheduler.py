@@ -1,30 +1,24 @@
 """What an experiment's YAML may say of the engine that serves."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, StrictBool
+from pydantic import PlainValidator, create_model
 
-from experiments.schema.names import Order, Preemption, PrefixCache
-from experiments.schema.values import Count, Strict, Swept
+from experiments.schema.values import Strict, Swept
+from tsched.options import SCHEDULER_OPTIONS
 
-Bytes = Annotated[int, Field(strict=True, ge=1, lt=2**63)]
+if TYPE_CHECKING:
 
+    class SchedulerOptions(Strict):
+        def __getattr__(self, option: str) -> list[Any] | None: ...
 
-class SchedulerOptions(Strict):
-    """What tsched.LLM takes besides the model; a key that is absent has LLM's default, a list is an axis."""
-
-    max_num_batched_tokens: Swept[Count] | None = None
-    max_num_seqs: Swept[Count] | None = None
-    max_model_len: Swept[Count] | None = None
-    max_chunk_tokens: Swept[Count] | None = None
-    decode_share: Swept[Annotated[float, Field(strict=True, ge=0, le=1)]] | None = None
-    chunked_prefill: Swept[StrictBool] | None = None
-    block_size: Swept[Count] | None = None
-    kv_cache_bytes: Swept[Bytes] | None = None
-    kv_cache_fraction: Swept[Annotated[float, Field(strict=True, gt=0, le=1)]] | None = None
-    swap_bytes: Swept[Bytes] | None = None
-    order: Swept[Order] | None = None
-    preemption: Swept[Preemption] | None = None
-    prefix_cache: Swept[PrefixCache] | None = None
-    overlap: Swept[StrictBool] | None = None
-    cuda_graphs: Swept[StrictBool] | None = None
+else:
+    SchedulerOptions = create_model(
+        "SchedulerOptions",
+        __base__=Strict,
+        __doc__="The options of tsched's engine. A key that is absent has its default, a list is an axis.",
+        **{
+            name: (Swept[Annotated[Any, PlainValidator(option.check_value)]] | None, None)
+            for name, option in SCHEDULER_OPTIONS.items()
+        },
+    )

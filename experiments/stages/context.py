@@ -1,9 +1,14 @@
 """What every task is given."""
 
+import os
+import resource
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+import torch
 
 from experiments.planning.arms import Arm, Pick, ServedWorkload
 from experiments.planning.plan import Plan
@@ -25,9 +30,21 @@ class Report(Protocol):
     def say(self, doing: str) -> None: ...
 
 
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+"""Bytes of what getrusage counts memory in."""
+
+
+def machine_load() -> float | None:
+    """The machine's mean number of processes that run or wait to run over the last minute; None where none is known."""
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return None
+
+
 @dataclass(frozen=True)
 class Context:
-    """A task under way. cache: the folder of quantized checkpoints."""
+    """A task under way. cache: the folder of quantized checkpoints. load: of the machine, when it began."""
 
     task: Task
     plan: Plan
@@ -35,6 +52,7 @@ class Context:
     tuning: Tuning
     cache: Path
     report: Report
+    load: float | None = field(default_factory=machine_load)
 
     @property
     def arm(self) -> Arm:
@@ -58,6 +76,16 @@ class Context:
 
     def common(self, **more: Any) -> dict[str, Any]:
         return common_fields(self.plan, self.task, self.run_id, **more)
+
+    def record(self, row: Row) -> None:
+        """Records a row with the memory that this process has held, and how busy the machine is."""
+        on_cuda = self.plan.device.type == "cuda"
+        peaks = {
+            "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
+            "device_peak_bytes": torch.cuda.max_memory_allocated(self.plan.device) if on_cuda else None,
+        }
+        loads = {"load_before": self.load, "load_after": machine_load()}
+        self.report.record(row.model_copy(update=peaks | loads))
 
 
 def common_fields(plan: Plan, task: Task, run_id: str, **more: Any) -> dict[str, Any]:

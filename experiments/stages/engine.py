@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from experiments.runs.rows import EngineRow
+from experiments.runs.rows import Row
 from experiments.schema import Batching
 from experiments.stages.context import Context, one_line, served_fields
 from experiments.stages.serving import Served, figures, interleaved, raw_rounds
@@ -52,18 +52,20 @@ def run(context: Context) -> None:
         if isinstance(rounds, Exception):
             raise rounds
     except SelectionError as error:
-        report.record(EngineRow(**common, status="unsupported", reason=one_line(error)))
+        context.record(Row(stage="engine", **common, status="unsupported", reason=one_line(error)))
     except _NothingServedError as error:
-        report.record(EngineRow(**common, status="failed", reason=str(error)))
+        context.record(Row(stage="engine", **common, status="failed", reason=str(error)))
     except Exception as error:
-        report.record(EngineRow(**common, status="failed", reason=one_line(error)))
+        context.record(Row(stage="engine", **common, status="failed", reason=one_line(error)))
     else:
         samples: dict[str, Any] = {"rounds": raw_rounds(rounds) if not_timed is None else []}
         if context.task.replicate == 0:
             samples["requests"] = [_as_samples(output) for output in timeline.outputs]
         report.keep(samples)
         taken = yardstick.median_us if yardstick is not None else None
-        report.record(EngineRow(**common, status="ok", yardstick_us=taken, **figures(rounds, not_timed), **facts))
+        context.record(
+            Row(stage="engine", **common, status="ok", yardstick_us=taken, **figures(rounds, not_timed), **facts)
+        )
 
 
 class _NothingServedError(RuntimeError):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from experiments.runs.rows import KernelRow
+from experiments.runs.rows import Row
 from experiments.stages.context import Context, one_line, op_fields
 from experiments.yardstick import Yardstick
 from tkernels.device import device_facts
@@ -26,10 +26,10 @@ def run(context: Context) -> None:
     """Records one row per point."""
     for name, axes in context.task.points:
         context.report.say(name)
-        context.report.record(_time(context, name, axes))
+        context.record(_time(context, name, axes))
 
 
-def _time(context: Context, point: str, at: Mapping[str, Any]) -> KernelRow:
+def _time(context: Context, point: str, at: Mapping[str, Any]) -> Row:
     plan, op = context.plan, context.task.op
     variant, pick = context.variant
     serves = list(context.task.serves.get(point, ())) or None
@@ -44,15 +44,16 @@ def _time(context: Context, point: str, at: Mapping[str, Any]) -> KernelRow:
             config = kernel.config(axes, device).as_dict()
         figures: dict[str, Any] = {"bytes_moved": case.bytes_moved, "flops": case.flops, "config": config}
         if variant.kind == "triton" and plan.device.type == "cpu":
-            return KernelRow(**common, status="ok", **figures, **_not_timed(INTERPRETED))
+            return Row(stage="kernels", **common, status="ok", **figures, **_not_timed(INTERPRETED))
         yardstick = Yardstick() if plan.device.type == "cpu" else None
         call = timed_call(kernel, ready.arguments)
         count = _num_samples(call) if yardstick is not None else _FEWEST
         timing = time_call(call, plan.device, samples=count, between=yardstick)
         limit = roofline(timing.median_us, case.bytes_moved, case.flops, common["dtype"], device_facts(plan.device))
     except Exception as error:
-        return KernelRow(**common, status="failed", reason=one_line(error))
-    return KernelRow(
+        return Row(stage="kernels", **common, status="failed", reason=one_line(error))
+    return Row(
+        stage="kernels",
         **common,
         status="ok",
         **figures,

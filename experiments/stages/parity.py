@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.runs.rows import ParityRow
+from experiments.runs.rows import Row
 from experiments.stages.serving import equal_requests
 
 
@@ -48,7 +48,7 @@ def _by_token(places: Sequence[Sequence[tuple[int, float]]]) -> tuple[Mapping[in
     return tuple({token: float(logprob) for token, logprob in place} for place in places)
 
 
-def compare(first: Answer, other: Answer, common: Mapping[str, Any]) -> ParityRow:
+def compare(first: Answer, other: Answer, common: Mapping[str, Any]) -> Row:
     """The row of `other` beside `first`; `common`: the fields that it shares with every row."""
     drift = 0.0
     divergence: dict[str, float | int | None] | None = None
@@ -63,7 +63,8 @@ def compare(first: Answer, other: Answer, common: Mapping[str, Any]) -> ParityRo
     served = sum(a is not None and b is not None for a, b in zip(first.tokens, other.tokens, strict=True))
     equal = equal_requests(first.tokens, other.tokens)
     finite = math.isfinite(drift)
-    return ParityRow(
+    return Row(
+        stage="parity",
         **common,
         arm=dict(other.arm),
         settings=dict(other.settings),

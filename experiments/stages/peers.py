@@ -4,7 +4,7 @@ from dataclasses import replace
 from importlib import import_module
 
 from experiments.peers import PEERS, PeerUnsupportedError
-from experiments.runs.rows import PeerRow
+from experiments.runs.rows import Row
 from experiments.stages.context import Context, one_line, peer_fields
 from experiments.stages.engine import counted
 from experiments.stages.serving import figures, interleaved, raw_rounds
@@ -29,15 +29,15 @@ def run(context: Context) -> None:
         if isinstance(rounds, Exception):
             raise rounds
     except PeerUnsupportedError as error:
-        report.record(PeerRow(**common, status="unsupported", reason=str(error)))
+        context.record(Row(stage="peers", **common, status="unsupported", reason=str(error)))
     except Exception as error:
-        report.record(PeerRow(**common, status="failed", reason=one_line(error)))
+        context.record(Row(stage="peers", **common, status="failed", reason=one_line(error)))
     else:
         report.keep({"rounds": raw_rounds(rounds), "tokens": rounds[-1].tokens})
         taken = yardstick.median_us if yardstick is not None else None
         settings = dict(server.settings)
-        row = PeerRow(**common, status="ok", yardstick_us=taken, peer_settings=settings, **figures(rounds))
-        report.record(row)
+        row = Row(stage="peers", **common, status="ok", yardstick_us=taken, peer_settings=settings, **figures(rounds))
+        context.record(row)
 
 
 def _by_ids(context: Context) -> list[Request]:

@@ -6,10 +6,11 @@ from typing import Any
 
 from experiments.quantization.evaluation import WindowReader, evaluate
 from experiments.quantization.models import QuantizedModel, Texts, checkpoint_of, quantized_models, texts_of
-from experiments.runs.rows import QuantizationRow, Status
+from experiments.runs.rows import Row, Status
+from experiments.runs.table import spread
 from experiments.stages.context import Context, labels_of, one_line, plan_settings
 from experiments.stages.engine import interpreted_ops, rounds_of
-from experiments.stages.serving import Server, interleaved, spread
+from experiments.stages.serving import Server, interleaved
 from experiments.timed_llm import TimedLLM
 from experiments.workloads import requests_of
 from tkernels import SelectionError
@@ -36,10 +37,10 @@ def run(context: Context) -> None:
         texts = texts_of(quantization, plan.folder, source)
         directory = source if one is None else checkpoint_of(one, source, texts, context.cache, report.say)
         report.say("reading")
-        report.record(_Judge(context, source, texts).row(one, directory, common))
+        context.record(_Judge(context, source, texts).row(one, directory, common))
     except Exception as error:
         status: Status = "unsupported" if isinstance(error, SelectionError) else "failed"
-        report.record(QuantizationRow(**common, status=status, reason=one_line(error)))
+        context.record(Row(stage="quantization", **common, status=status, reason=one_line(error)))
 
 
 def settings_of(one: QuantizedModel | None) -> dict[str, Any]:
@@ -59,11 +60,12 @@ class _Judge:
         self.requests = None if served is None else requests_of(served.workload, self.dense.config.vocab_size)
         self.engine = None if self.requests is None else self._engine(source)
 
-    def row(self, one: QuantizedModel | None, directory: Path, common: dict[str, Any]) -> QuantizationRow:
+    def row(self, one: QuantizedModel | None, directory: Path, common: dict[str, Any]) -> Row:
         """The row of the model in `directory`; `one` None is the dense one."""
         reader = self.dense if one is None else self._reader(directory)
         found = evaluate(reader, self.texts.windows, None if one is None else self.dense)
-        return QuantizationRow(
+        return Row(
+            stage="quantization",
             **common,
             status="ok",
             num_tokens=found.num_tokens,

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from experiments.runs.table import spread
+
 
 @dataclass(frozen=True)
 class Served:
@@ -88,14 +90,6 @@ def interleaved(servers: Sequence[Server], repeats: int, done: Callable[[], None
                     rounds[place] += [served] if index else []
             done()
     return [failures.get(place, mine) for place, mine in enumerate(rounds)]
-
-
-def spread(values: Sequence[float]) -> float | None:
-    """The distance between the quartiles; a single value has none."""
-    if len(values) < 2:
-        return None
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-    return third - first
 
 
 def raw_rounds(rounds: Sequence[Served]) -> list[dict[str, Any]]:

@@ -4,25 +4,25 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.runs.rows import EngineRow, PeerRow, SpeedupRow
-from experiments.stages.serving import equal_requests, spread
+from experiments.runs.rows import Row
+from experiments.runs.table import spread
+from experiments.stages.serving import equal_requests
 
 Tokens = Sequence[Sequence[int] | None]
 
 
-def compare(
-    pairs: Sequence[tuple[EngineRow, PeerRow]], mine: Tokens, theirs: Tokens, common: Mapping[str, Any]
-) -> SpeedupRow:
+def compare(pairs: Sequence[tuple[Row, Row]], mine: Tokens, theirs: Tokens, common: Mapping[str, Any]) -> Row:
     """pairs: the rows of arm and peer in each replicate in which both were timed. mine, theirs: the requests' tokens in
     one of them. common: the fields that the row shares with every row, arm and settings among them.
     """
     if not pairs:
         reason = "there is no replicate in which both the arm and the peer were timed"
-        return SpeedupRow(**common, status="failed", reason=reason)
+        return Row(stage="speedup", **common, status="failed", reason=reason)
     # A row that is timed has its rate: the row's own validator says so.
     speedups = [float(arm.tokens_per_s or 0) / float(peer.tokens_per_s or 1) for arm, peer in pairs]
     equal = equal_requests([_tuple(one) for one in mine], [_tuple(one) for one in theirs])
-    return SpeedupRow(
+    return Row(
+        stage="speedup",
         **common,
         status="ok",
         peer_settings=pairs[0][1].peer_settings,

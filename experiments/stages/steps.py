@@ -2,7 +2,7 @@
 
 from experiments.profiling.range_table import figures
 from experiments.profiling.steady import recorded
-from experiments.runs.rows import StepRow
+from experiments.runs.rows import Row
 from experiments.stages.context import Context, one_line, served_fields
 from tkernels.spans import breakdown
 
@@ -15,7 +15,7 @@ def run(context: Context) -> None:
     try:
         spans, _ = recorded(plan, context.task.arm, served, context.tuning, plan.experiment.repeats)
     except Exception as error:
-        context.report.record(StepRow(**common, status="failed", reason=one_line(error)))
+        context.record(Row(stage="step", **common, status="failed", reason=one_line(error)))
         return
     for row in figures(breakdown(spans)):
-        context.report.record(StepRow(**common, status="ok", **row, speed_reason=None))
+        context.record(Row(stage="step", **common, status="ok", **row, speed_reason=None))

@@ -5,7 +5,7 @@ from typing import Any
 
 from experiments.planning.plan import Plan
 from experiments.quantization.models import quantized_models
-from experiments.runs.rows import CheckRow, EngineRow, KernelRow, PeerRow, QuantizationRow, Row, StepRow
+from experiments.runs.rows import Row
 from experiments.stages.context import (
     common_fields,
     labels_of,
@@ -43,17 +43,15 @@ def _failed_row(
     match task.phase:
         case "check" | "kernels":
             about = of(**op_fields(plan, task.op, task.variant), axes=axes and dict(axes), point=point)
-            if task.phase == "kernels":
-                return KernelRow(**about)
-            return CheckRow(**about, seed=plan.experiment.seed, replay=None)
+            about |= {} if task.phase == "kernels" else {"seed": plan.experiment.seed, "replay": None}
         case "engine" | "step":
             about = of(**served_fields(plan, plan.arms[task.arm], plan.workloads[task.workload]))
-            return EngineRow(**about) if task.phase == "engine" else StepRow(**about)
         case "peers":
-            return PeerRow(**of(**peer_fields(plan, plan.workloads[task.workload], task.peer)))
+            about = of(**peer_fields(plan, plan.workloads[task.workload], task.peer))
         case "quantization":
             quantization = plan.experiment.quantization
             assert quantization is not None
             models = [None, *quantized_models(quantization)]
             which = {"arm": labels_of(plan, plan.arms[0]), "settings": plan_settings(plan)}
-            return QuantizationRow(**of(**which), **settings_of(models[task.checkpoint]))
+            about = of(**which) | settings_of(models[task.checkpoint])
+    return Row(stage=task.phase, **about)

@@ -8,7 +8,7 @@ from experiments.planning.arms import ServedWorkload
 from experiments.planning.plan import Plan, Sweep
 from experiments.planning.points import Point
 from experiments.quantization.models import quantized_models
-from experiments.runs.rows import CheckRow, EngineRow, KernelRow, PeerRow, Row, Status
+from experiments.runs.rows import Row, Status
 from experiments.stages.context import plan_settings
 from experiments.sweep.tasks import Task
 
@@ -34,7 +34,7 @@ def kernel_tasks(checks: Sequence[Task], rows_of: RowsOf) -> list[Task]:
     """Of the first replicate: each variant at the points where its check was ok."""
     tasks = []
     for task in checks:
-        right = {row.point for row in rows_of(task.key) if isinstance(row, CheckRow) and row.status == "ok"}
+        right = {row.point for row in rows_of(task.key) if row.stage == "check" and row.status == "ok"}
         points = tuple(point for point in task.points if point[0] in right)
         if points:
             key = f"kernels/{task.key.removeprefix('check/')}#0"
@@ -86,10 +86,10 @@ def later_replicates(tasks: Sequence[Task], replicates: int, rows_of: RowsOf) ->
     for task in tasks:
         rows = rows_of(task.key)
         if task.phase == "kernels":
-            timed = {row.point for row in rows if isinstance(row, KernelRow) and row.median_us is not None}
+            timed = {row.point for row in rows if row.stage == "kernels" and row.median_us is not None}
             again += [replace(task, points=tuple(p for p in task.points if p[0] in timed))] if timed else []
         elif _timed(rows):
-            settings = next((row.peer_settings for row in rows if isinstance(row, PeerRow)), None)
+            settings = next((row.peer_settings for row in rows if row.stage == "peers"), None)
             again.append(replace(task, peer_settings=settings))
     return [
         replace(task, key=replicate_key(task, number), replicate=number)
@@ -173,7 +173,7 @@ def first_timed(engines: Sequence[Task], peer: Task, rows_of: RowsOf) -> Task | 
 
 def timed_row(rows: Sequence[Row]) -> Any:
     """The row of an arm or a peer that was timed, or None."""
-    served = [row for row in rows if isinstance(row, EngineRow | PeerRow)]
+    served = [row for row in rows if row.stage in ("engine", "peers")]
     return next((row for row in served if row.status == "ok" and row.tokens_per_s is not None), None)
 
 

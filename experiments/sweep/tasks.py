@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from experiments.runs.rows import ROW, CheckRow, KernelRow, Row
+from experiments.runs.rows import ROW, Row
 
 Phase = Literal["check", "kernels", "engine", "peers", "step", "quantization"]
 TaskPoint = tuple[str, Mapping[str, Any]]
@@ -112,7 +112,7 @@ class Ended:
     @property
     def without_row(self) -> tuple[TaskPoint, ...]:
         """Of the task's points, those that no row is about. The first is where the process died, once it had begun."""
-        done = {row.point for row in self.rows if isinstance(row, CheckRow | KernelRow)}
+        done = {row.point for row in self.rows if row.stage in ("check", "kernels")}
         return tuple(point for point in self.task.points if point[0] not in done)
 
     @property

@@ -14,7 +14,6 @@ from experiments.document import read_document
 from experiments.planning.plan import Plan
 from experiments.runner import failures
 from experiments.runs.folder import RunFolder
-from experiments.runs.rows import EngineRow, ParityRow, PeerRow, SpeedupRow
 from experiments.schema import LateRequests, Length, SyntheticWorkload
 from experiments.stages.serving import Served, figures, percentiles
 from experiments.timed_llm import TimedLLM, Timeline
@@ -29,8 +28,8 @@ SYNTHETIC: dict[str, Any] = {"kind": "synthetic", "num_requests": 5, "input_len"
 BASELINES = ("kv_cache", "batching", "paged_memory", "prefix_cache", "chunked_prefill", "priorities")
 
 
-def rows_of(folder: RunFolder, kind: type) -> Sequence[Any]:
-    return [row for row in folder.rows if isinstance(row, kind)]
+def rows_of(folder: RunFolder, stage: str) -> Sequence[Any]:
+    return [row for row in folder.rows if row.stage == stage]
 
 
 def workload(**keys: Any) -> SyntheticWorkload:
@@ -138,13 +137,13 @@ def test_static_and_continuous_batching_side_by_side(run: Run, plan: Callable[..
     }  # fmt: skip
     folder = run(**keys)
     assert failures(folder) == []
-    continuous, static = rows_of(folder, EngineRow)
+    continuous, static = rows_of(folder, "engine")
     assert [row.settings for row in (continuous, static)] == [{"batching": "continuous"}, {"batching": "static"}]
     assert static.steps > continuous.steps
     assert continuous.peak_running == 2
     for times in (static.ttft_s, static.tpot_s, static.gap_s):
         assert 0 < times["p50"] <= times["p90"] <= times["p99"]
-    assert [row.tokens_equal for row in rows_of(folder, ParityRow)] == [True]
+    assert [row.tokens_equal for row in rows_of(folder, "parity")] == [True]
     text = printed(plan(**keys), folder, 80)
     assert max(map(len, text.splitlines())) <= 80
     assert "batching static" in text
@@ -176,11 +175,11 @@ def test_hits_are_of_what_prompts_share(run: Run, checkpoint: Path) -> None:
         workload=[{**SYNTHETIC, "name": "own"}, {**SYNTHETIC, "name": "shared", "shared_prefix": 0.75}],
     )  # fmt: skip
     assert failures(folder) == []
-    hits = {(row.workload, row.settings["prefix_cache"]): row.hit_tokens for row in rows_of(folder, EngineRow)}
+    hits = {(row.workload, row.settings["prefix_cache"]): row.hit_tokens for row in rows_of(folder, "engine")}
     assert [hits["own", name] for name in ("none", "hash", "radix")] == [0, 0, 0]
     assert hits["shared", "none"] == 0
     assert hits["shared", "hash"] == hits["shared", "radix"] == 3 * 8
-    assert all(row.tokens_equal for row in rows_of(folder, ParityRow))
+    assert all(row.tokens_equal for row in rows_of(folder, "parity"))
 
 
 def test_sets_of_options_that_only_go_together(run: Run, tmp_path: Path, checkpoint: Path) -> None:
@@ -194,12 +193,12 @@ def test_sets_of_options_that_only_go_together(run: Run, tmp_path: Path, checkpo
     assert failures(folder) == []
     again = make_plan(read_document(folder.path / "resolved.yaml"))
     assert again.arms == make_plan(read_document(tmp_path / "experiment.yaml")).arms
-    off, on = rows_of(folder, EngineRow)
+    off, on = rows_of(folder, "engine")
     assert off.settings == {"max_num_batched_tokens": 64, "chunked_prefill": False}
     assert on.settings == {"max_num_batched_tokens": 16, "chunked_prefill": True}
     assert on.steps > off.steps
     assert off.requests == 7
-    assert [row.tokens_equal for row in rows_of(folder, ParityRow)] == [True]
+    assert [row.tokens_equal for row in rows_of(folder, "parity")] == [True]
 
 
 def test_the_peer_without_a_cache_says_the_same(run: Run, checkpoint: Path) -> None:
@@ -208,11 +207,11 @@ def test_the_peer_without_a_cache_says_the_same(run: Run, checkpoint: Path) -> N
         workload={**SYNTHETIC, "input_len": {"uniform": [2, 20]}, "output_len": {"uniform": [1, 6]}},
     )  # fmt: skip
     assert failures(folder) == []
-    (beside,) = rows_of(folder, SpeedupRow)
+    (beside,) = rows_of(folder, "speedup")
     assert beside.tokens_equal
     assert beside.requests_equal == 5
     assert beside.speedup_of == "one replicate"
-    (row,) = rows_of(folder, PeerRow)
+    (row,) = rows_of(folder, "peers")
     assert row.ttft_s["p50"] > 0
     assert row.gap_s["p99"] > 0
 
@@ -223,5 +222,5 @@ def test_a_peer_serves_no_late_requests(run: Run, checkpoint: Path, peer: str) -
     folder = run(
         model={"path": str(checkpoint)}, scheduler=SMALL, peers=[peer], repeats=1, workload={**SYNTHETIC, "late": late}
     )
-    (row,) = rows_of(folder, PeerRow)
+    (row,) = rows_of(folder, "peers")
     assert (row.status, row.reason) == ("unsupported", "only requests that come at once are compared")

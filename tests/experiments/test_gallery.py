@@ -18,7 +18,7 @@ from experiments.planning.points import points_of
 from experiments.reporting.question import question_of
 from experiments.reporting.tables import tables_of
 from experiments.runner import failures, run_experiment
-from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, Row
+from experiments.runs.rows import Row
 from experiments.workloads import requests_of
 from tests.experiments.in_process import InProcess
 from tkernels.device import INTERPRETER, DeviceFacts
@@ -29,24 +29,24 @@ GALLERY = Path(experiments.__file__).parent / "gallery"
 Rows = Sequence[Row]
 
 
-def of_kind(rows: Rows, kind: type) -> Sequence[Any]:
-    return [row for row in rows if isinstance(row, kind)]
+def of_kind(rows: Rows, stage: str) -> Sequence[Any]:
+    return [row for row in rows if row.stage == stage]
 
 
 def checked(rows: Rows) -> dict[tuple[str, str], str]:
     """(variant, point) -> the status of its check."""
-    return {(row.variant, row.point): row.status for row in of_kind(rows, CheckRow)}
+    return {(row.variant, row.point): row.status for row in of_kind(rows, "check")}
 
 
 def by_setting(rows: Rows, key: str, figure: str) -> list[tuple[Any, Any]]:
-    return [(row.settings[key], getattr(row, figure)) for row in of_kind(rows, EngineRow)]
+    return [(row.settings[key], getattr(row, figure)) for row in of_kind(rows, "engine")]
 
 
 def decode_by_context(rows: Rows) -> None:
     points = [f"B={sequences},N={pages}" for sequences in (1, 2) for pages in (4, 8)]
     variants = ["torch", "one_pass", "split_kv", "last_arriver"]
     assert checked(rows) == {(variant, point): "ok" for variant in variants for point in points}
-    moved = {row.point: row.bytes_moved for row in of_kind(rows, KernelRow)}
+    moved = {row.point: row.bytes_moved for row in of_kind(rows, "kernels")}
     assert moved["B=2,N=8"] > 3 * moved["B=1,N=4"]
 
 
@@ -54,8 +54,8 @@ def page_size(rows: Rows) -> None:
     waste = by_setting(rows, "block_size", "last_page_waste")
     assert [size for size, _ in waste] == [8, 64]
     assert waste[0][1] < waste[1][1]
-    assert {row.axes["S"] for row in of_kind(rows, KernelRow) if row.op == "paged_decode"} == {8, 64}
-    assert all(row.tokens_equal for row in of_kind(rows, ParityRow))
+    assert {row.axes["S"] for row in of_kind(rows, "kernels") if row.op == "paged_decode"} == {8, 64}
+    assert all(row.tokens_equal for row in of_kind(rows, "parity"))
 
 
 def split_count(rows: Rows) -> None:
@@ -66,8 +66,8 @@ def split_count(rows: Rows) -> None:
 def fused_norm_rope_write(rows: Rows) -> None:
     found = checked([row for row in rows if row.op == "qk_norm_rope_scatter"])
     assert found == {(v, point): "ok" for v in ("composed", "head_tile") for point in ("decode", "prefill")}
-    assert [row.arm["qk_norm_rope_scatter"] for row in of_kind(rows, EngineRow)] == ["composed", "head_tile"]
-    assert [row.tokens_equal for row in of_kind(rows, ParityRow)] == [True]
+    assert [row.arm["qk_norm_rope_scatter"] for row in of_kind(rows, "engine")] == ["composed", "head_tile"]
+    assert [row.tokens_equal for row in of_kind(rows, "parity")] == [True]
 
 
 def w4_by_tokens(rows: Rows) -> None:
@@ -84,39 +84,39 @@ def kv_dtype(rows: Rows) -> None:
         ("paged_decode", "N=4,kv=bfloat16", "N=4,kv=float8_e4m3fn"),
         ("kv_scatter", "kv=bfloat16", "kv=float8_e4m3fn"),
     ):
-        moved = {row.point: row.bytes_moved for row in of_kind(rows, KernelRow) if row.op == op}
+        moved = {row.point: row.bytes_moved for row in of_kind(rows, "kernels") if row.op == op}
         assert moved[narrow] < 0.8 * moved[wide]
-    scaled = {row.axes["kv"]: row.axes["k_scale"] for row in of_kind(rows, CheckRow)}
+    scaled = {row.axes["kv"]: row.axes["k_scale"] for row in of_kind(rows, "check")}
     assert scaled == {"bfloat16": False, "float8_e4m3fn": True}
 
 
 def prefix_cache_on_a_trace(rows: Rows) -> None:
-    engines = of_kind(rows, EngineRow)
+    engines = of_kind(rows, "engine")
     hits = {tuple(row.settings[key] for key in ("prefix_cache", "kv_cache_bytes")): row.hit_tokens for row in engines}
     evicted = [row.evicted_blocks > 0 for row in engines if row.settings["prefix_cache"] != "none"]
     assert len(engines) == 6
     assert {hits["none", size] for size in (32768, 1048576)} == {0}
     assert hits["hash", 1048576] == hits["radix", 1048576] > 0
     assert evicted == [size == 32768 for _, size in hits if _ != "none"]
-    assert all(row.tokens_equal for row in of_kind(rows, ParityRow))
+    assert all(row.tokens_equal for row in of_kind(rows, "parity"))
 
 
 def chunk_size(rows: Rows) -> None:
     steps = by_setting(rows, "max_chunk_tokens", "steps")
     assert [size for size, _ in steps] == [8, 32]
     assert steps[0][1] > steps[1][1]
-    for row in of_kind(rows, EngineRow):
+    for row in of_kind(rows, "engine"):
         assert row.tpot_s["p99"] > 0
         assert row.gap_s["p99"] > 0
-    assert all(row.tokens_equal for row in of_kind(rows, ParityRow))
+    assert all(row.tokens_equal for row in of_kind(rows, "parity"))
 
 
 def batch_invariance(rows: Rows) -> None:
-    engines = of_kind(rows, EngineRow)
+    engines = of_kind(rows, "engine")
     assert [(row.arm["matmul"], row.peak_running) for row in engines] == [
         ("persistent", 1), ("persistent", 2), ("torch", 1), ("torch", 2)
     ]  # fmt: skip
-    parities = of_kind(rows, ParityRow)
+    parities = of_kind(rows, "parity")
     assert len(parities) == 3
     assert all(row.tokens_equal and row.logprob_drift < 1e-4 for row in parities)
 
@@ -125,7 +125,7 @@ FEW = "workload={kind: synthetic, num_requests: 2, input_len: 6, output_len: 2}"
 SMALL = "S: 8, Hq: 2, Hkv: 1, D: 16, Dv: 16"
 REDUCED: dict[Callable[[Rows], None], list[str]] = {
     decode_by_context: [f"shapes.paged_decode=[{{B: [1, 2], N: [4, 8], {SMALL}}}]"],
-    page_size: ["scheduler.block_size=[8, 64]", "scheduler.kv_cache_bytes=1048576", FEW, "repeats=1"],
+    page_size: ["scheduler.block_size=[8, 64]", "scheduler.kv_cache_bytes=1048576", FEW, "replicates=1"],
     split_count: [f"shapes.paged_decode=[{{B: 1, N: [2, 8], {SMALL}}}]"],
     fused_norm_rope_write: [FEW, "repeats=1"],
     w4_by_tokens: ["shapes.dequant_gemm.0.N=16", "shapes.dequant_gemm.0.K=64"],
@@ -135,10 +135,10 @@ REDUCED: dict[Callable[[Rows], None], list[str]] = {
     ],
     prefix_cache_on_a_trace: [
         "workload.block_tokens=4", "workload.num_requests=12", "scheduler.kv_cache_bytes=[32768, 1048576]",
-        "scheduler.block_size=8", "scheduler.max_num_seqs=2", "repeats=1",
+        "scheduler.block_size=8", "scheduler.max_num_seqs=2", "replicates=1",
     ],
     chunk_size: [
-        "scheduler.max_chunk_tokens=[8, 32]", "scheduler.max_num_batched_tokens=64", "repeats=1",
+        "scheduler.max_chunk_tokens=[8, 32]", "scheduler.max_num_batched_tokens=64", "replicates=1",
         "workload={kind: synthetic, num_requests: 2, input_len: 4, output_len: 12, "
         "late: {num_requests: 1, input_len: 64, output_len: 2, every: 4}}",
     ],

@@ -16,7 +16,7 @@ from experiments.planning.resolved import resolved_text
 from experiments.reporting.tables import print_report
 from experiments.runner import failures
 from experiments.runs.folder import RunFolder
-from experiments.runs.rows import ROW, CheckRow, EngineRow, KernelRow, ParityRow, PeerRow, SpeedupRow
+from experiments.runs.rows import ROW
 from experiments.stages.parity import first_difference
 from experiments.timed_llm import TimedLLM
 from tests.tkernels.outside import write_variant
@@ -31,8 +31,8 @@ SMALL: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "block
 WRONG = ("offs, out.to(out_ptr", "offs, (out * 1.1).to(out_ptr")
 
 
-def rows_of(folder: RunFolder, kind: type) -> Sequence[Any]:
-    return [row for row in folder.rows if isinstance(row, kind)]
+def rows_of(folder: RunFolder, stage: str) -> Sequence[Any]:
+    return [row for row in folder.rows if row.stage == stage]
 
 
 def printed(plan: Plan, folder: RunFolder, width: int) -> str:
@@ -55,7 +55,11 @@ def test_a_kernel_only_run_fills_its_folder(run: Run, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert {row.run_id for row in folder.rows} == {folder.run_id}
     assert {row.dtype for row in folder.rows} == {"bfloat16"}
-    torch_row, fused_row = rows_of(folder, KernelRow)
+    assert all(1e7 < row.host_peak_bytes < 1e11 for row in folder.rows if row.host_peak_bytes is not None)
+    assert None not in {row.host_peak_bytes for row in folder.rows}
+    assert {row.device_peak_bytes is None for row in folder.rows} == {not torch.cuda.is_available()}
+    assert all(0 <= (load or 0.0) < 1e6 for row in folder.rows for load in (row.load_before, row.load_after))
+    torch_row, fused_row = rows_of(folder, "kernels")
     assert torch_row.bytes_moved == fused_row.bytes_moved == 3 * 3 * 33 * 2
     assert torch_row.axes["activation"] == "bfloat16"
     if not torch.cuda.is_available():
@@ -74,7 +78,8 @@ def test_the_environment_says_what_the_figures_depend_on(run: Run) -> None:
     assert environment["run_id"] == folder.run_id
     assert environment["versions"]["torch"] == torch.__version__
     assert environment["seeds"] == {"inputs": 7}
-    assert {row.seed for row in rows_of(folder, CheckRow)} == {7}
+    assert environment["unchecked"] == []
+    assert {row.seed for row in rows_of(folder, "check")} == {7}
     assert set(environment["kernels"]) == {"swiglu.torch", "swiglu.fused"}
     assert environment["kernels"]["swiglu.torch"] is None
     assert len(environment["kernels"]["swiglu.fused"]) == len(source_hash({}))
@@ -104,15 +109,15 @@ def test_an_outside_variant_is_checked_timed_and_served(run: Run, tmp_path: Path
         kernels={"swiglu": ["torch", "doubled"]}, **PROMPTS,
     )  # fmt: skip
     assert failures(folder) == []
-    checked = {(row.op, row.variant, row.point): row.status for row in rows_of(folder, CheckRow)}
+    checked = {(row.op, row.variant, row.point): row.status for row in rows_of(folder, "check")}
     assert checked[("swiglu", "doubled", "decode")] == checked[("swiglu", "doubled", "prefill")] == "ok"
-    first, second = rows_of(folder, EngineRow)
+    first, second = rows_of(folder, "engine")
     assert (first.arm["swiglu"], second.arm["swiglu"]) == ("torch", "doubled")
     assert first.output_tokens == second.output_tokens == 10
     assert first.texts == second.texts
     assert first.tokens_per_s > 0
     assert len(first.seconds) == 3
-    (parity,) = rows_of(folder, ParityRow)
+    (parity,) = rows_of(folder, "parity")
     assert parity.tokens_equal
     assert parity.requests_equal == 2
     assert 0 < parity.logprob_drift < 1e-3
@@ -149,7 +154,7 @@ def test_a_weight_is_prepared_once_and_what_is_timed_is_what_was_checked(run: Ru
     kernels, shapes = {"dequant_gemm": "own"}, {"dequant_gemm": [shape]}
     folder = run(variants_from=["mine"], kernels=kernels, shapes=shapes, device="cpu")
     assert failures(folder) == []
-    (check,), (timed,) = rows_of(folder, CheckRow), rows_of(folder, KernelRow)
+    (check,), (timed,) = rows_of(folder, "check"), rows_of(folder, "kernels")
     assert (check.status, timed.status) == ("ok", "ok")
     assert timed.median_us > 0
     log = (tmp_path / "mine" / "dequant_gemm" / "own.log").read_text()
@@ -162,14 +167,14 @@ def test_a_wrong_variant_gets_no_speed_and_is_not_served(run: Run, tmp_path: Pat
         model={"path": str(checkpoint)}, scheduler=SMALL, variants_from=["mine"],
         kernels={"swiglu": ["doubled", "torch"]}, **PROMPTS,
     )  # fmt: skip
-    bad = [row for row in rows_of(folder, CheckRow) if row.variant == "doubled"]
+    bad = [row for row in rows_of(folder, "check") if row.variant == "doubled"]
     assert {row.status for row in bad} == {"wrong"}
     assert all(row.max_error_ratio > 1 and "--op swiglu --variant doubled" in row.replay for row in bad)
-    assert "doubled" not in {row.variant for row in rows_of(folder, KernelRow)}
-    first, second = rows_of(folder, EngineRow)
+    assert "doubled" not in {row.variant for row in rows_of(folder, "kernels")}
+    first, second = rows_of(folder, "engine")
     assert (first.status, second.status) == ("wrong", "ok")
     assert "swiglu.doubled is wrong" in first.reason
-    assert rows_of(folder, ParityRow) == []
+    assert rows_of(folder, "parity") == []
     assert len(failures(folder)) == len(bad) + 1
 
 
@@ -182,7 +187,7 @@ def test_an_unsupported_arm_is_a_row_and_no_failure(run: Run, tmp_path: Path, ch
         **PROMPTS,
     }
     folder = run(**keys, kernels={"swiglu": ["doubled", "torch"]})
-    first, second = rows_of(folder, EngineRow)
+    first, second = rows_of(folder, "engine")
     assert (first.status, second.status) == ("unsupported", "ok")
     assert "only on Tuesdays" in first.reason
     assert failures(folder) == []
@@ -200,9 +205,9 @@ def test_a_shape_that_a_variant_does_not_support_is_a_row_and_keeps_no_arm_from_
         **PROMPTS,
     }
     folder = run(**keys, kernels={"swiglu": "doubled"}, shapes={"swiglu": [{"T": 1, "I": 100}]})
-    status = {row.point: row.status for row in rows_of(folder, CheckRow) if row.variant == "doubled"}
+    status = {row.point: row.status for row in rows_of(folder, "check") if row.variant == "doubled"}
     assert status == {"decode": "ok", "prefill": "ok", "T=1,I=100": "unsupported"}
-    assert [row.status for row in rows_of(folder, EngineRow)] == ["ok"]
+    assert [row.status for row in rows_of(folder, "engine")] == ["ok"]
     assert failures(folder) == []
 
 
@@ -215,10 +220,10 @@ def test_a_launcher_that_raises_is_a_row_and_the_others_go_on(
     )
     keys: dict[str, Any] = {"model": {"path": str(checkpoint)}, "scheduler": SMALL, "variants_from": ["mine"]}
     folder = run(**keys, **PROMPTS, kernels={"swiglu": ["doubled", "torch"]}, device="cpu", repeats=1)
-    bad = [row for row in rows_of(folder, CheckRow) if row.variant == "doubled"]
+    bad = [row for row in rows_of(folder, "check") if row.variant == "doubled"]
     assert {(row.point, row.status) for row in bad} == {("decode", "failed"), ("prefill", "failed")}
     assert all("Error: " in row.reason for row in bad)
-    assert [row.status for row in rows_of(folder, EngineRow)] == ["failed", "ok"]
+    assert [row.status for row in rows_of(folder, "engine")] == ["failed", "ok"]
 
 
 def test_a_request_that_fails_makes_the_run_fail(run: Run, checkpoint: Path) -> None:
@@ -228,7 +233,7 @@ def test_a_request_that_fails_makes_the_run_fail(run: Run, checkpoint: Path) -> 
         model={"path": str(checkpoint)}, scheduler={**SMALL, "kv_cache_bytes": 3 << 13}, repeats=1, workload=workload,
         device="cpu",
     )  # fmt: skip
-    (row,) = rows_of(folder, EngineRow)
+    (row,) = rows_of(folder, "engine")
     assert (row.status, row.reason) == ("ok", None)
     assert 0 < row.requests_failed < row.requests
     (bad,) = failures(folder)
@@ -257,12 +262,12 @@ def test_a_crash_in_one_arm_is_a_row_and_the_others_go_on(
 
     monkeypatch.setattr(experiments.stages.engine, "TimedLLM", crashing)
     folder = run(model={"path": str(checkpoint)}, scheduler={**SMALL, "block_size": [8, 16, 32]}, repeats=1, **PROMPTS)
-    rows = rows_of(folder, EngineRow)
+    rows = rows_of(folder, "engine")
     assert [(row.settings, row.status) for row in rows] == [
         ({"block_size": 8}, "ok"), ({"block_size": 16}, "failed"), ({"block_size": 32}, "ok"),
     ]  # fmt: skip
     assert rows[1].reason == "RuntimeError: out of memory"
-    assert [(row.settings, row.tokens_equal) for row in rows_of(folder, ParityRow)] == [({"block_size": 32}, True)]
+    assert [(row.settings, row.tokens_equal) for row in rows_of(folder, "parity")] == [({"block_size": 32}, True)]
     assert failures(folder) == ["engine failed: RuntimeError: out of memory"]
 
 
@@ -275,10 +280,10 @@ def test_peers_serve_the_same_tokens(run: Run, checkpoint: Path) -> None:
         model={"path": str(checkpoint)}, scheduler=SMALL, workload=workload, peers=peers, repeats=1, replicates=2
     )
     assert failures(folder) == []
-    engines = rows_of(folder, EngineRow)
+    engines = rows_of(folder, "engine")
     assert [row.replicate for row in engines] == [0, 1]
     for peer in peers:
-        rows = [row for row in rows_of(folder, PeerRow) if row.peer == peer]
+        rows = [row for row in rows_of(folder, "peers") if row.peer == peer]
         assert [row.replicate for row in rows] == [0, 1]
         assert rows[0].peer_settings == rows[1].peer_settings
         for row in rows:
@@ -286,7 +291,7 @@ def test_peers_serve_the_same_tokens(run: Run, checkpoint: Path) -> None:
             assert row.arm == {}
             assert row.output_tokens == engines[0].output_tokens
             assert set(row.peer_settings) == {"attention", "cache"}
-        (beside,) = [row for row in rows_of(folder, SpeedupRow) if row.peer == peer]
+        (beside,) = [row for row in rows_of(folder, "speedup") if row.peer == peer]
         assert beside.arm == engines[0].arm
         assert beside.tokens_equal
         assert beside.requests_equal == beside.requests == 3
@@ -300,10 +305,10 @@ def test_peers_serve_the_same_tokens(run: Run, checkpoint: Path) -> None:
 
 def test_a_peer_that_cannot_compare_is_a_row(run: Run, checkpoint: Path) -> None:
     folder = run(model={"path": str(checkpoint)}, scheduler=SMALL, peers=["transformers_batched"], repeats=1, **PROMPTS)
-    (row,) = rows_of(folder, PeerRow)
+    (row,) = rows_of(folder, "peers")
     assert row.status == "unsupported"
     assert "ignore_eos" in row.reason
-    assert rows_of(folder, EngineRow)[0].status == "ok"
+    assert rows_of(folder, "engine")[0].status == "ok"
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -331,7 +336,7 @@ def test_the_report_fits_the_terminal(
         "replay: tk check ",
     ):
         assert word in text
-    replays = {row.replay for row in folder.rows if isinstance(row, CheckRow) and row.status == "wrong"}
+    replays = {row.replay for row in folder.rows if row.stage == "check" and row.status == "wrong"}
     assert replays
     assert replays <= {line.strip().removeprefix("replay: ") for line in text.splitlines()}
 

@@ -16,7 +16,7 @@ from experiments.document import read_document
 from experiments.planning.plan import Plan, make_sweep
 from experiments.runner import failures, run_experiment
 from experiments.runs.folder import RunFolder
-from experiments.runs.rows import EngineRow, PeerRow, SpeedupRow
+from experiments.runs.rows import Row
 from experiments.stages.serving import Served, interleaved
 from experiments.sweep.listing import later_replicates
 from experiments.sweep.tasks import Task
@@ -58,7 +58,7 @@ def test_replicates_of_arms_take_turns_and_every_second_one_goes_the_other_way_r
     assert second == first[::-1]
     assert third == first
     assert len(first) > 5
-    rows = rows_of(folder, EngineRow)
+    rows = rows_of(folder, "engine")
     assert Counter((row.settings["block_size"], row.replicate) for row in rows) == dict.fromkeys(
         itertools.product((8, 16, 32), (0, 1, 2)), 1
     )
@@ -67,7 +67,7 @@ def test_replicates_of_arms_take_turns_and_every_second_one_goes_the_other_way_r
 def test_nobody_always_follows_the_same_one() -> None:
     """Of any two that are compared, each comes before the other as often, and in each replicate everyone comes once."""
     tasks = [Task(f"engine/{name}#0", "engine") for name in "abcd"]
-    row = EngineRow.model_construct(status="ok", tokens_per_s=1.0)
+    row = Row.model_construct(stage="engine", status="ok", tokens_per_s=1.0)
     order = [task.key for task in [*tasks, *later_replicates(tasks, 6, lambda key: [row])]]
     rounds = [[key[7] for key in order[i : i + 4]] for i in range(0, 24, 4)]
     assert all(sorted(one) == list("abcd") for one in rounds)
@@ -78,7 +78,7 @@ def test_nobody_always_follows_the_same_one() -> None:
 def test_what_has_no_speed_is_not_repeated(run: Run, checkpoint: Path) -> None:
     """An interpreted kernel would be interpreted again."""
     folder = run(**keys_of(checkpoint), kernels={"swiglu": ["torch", "fused"]}, device="cpu", replicates=2)
-    assert [(row.arm["swiglu"], row.replicate) for row in rows_of(folder, EngineRow)] == [
+    assert [(row.arm["swiglu"], row.replicate) for row in rows_of(folder, "engine")] == [
         ("torch", 0), ("fused", 0), ("torch", 1),
     ]  # fmt: skip
 
@@ -96,7 +96,7 @@ def test_the_rounds_of_a_task_share_no_prefix_and_the_first_is_not_counted(
     monkeypatch.setattr(experiments.stages.engine, "TimedLLM", Noting)
     folder = run(**keys_of(checkpoint))
     assert served == [", answer", ", round 0", ", round 1", ", round 2"]
-    assert [len(row.seconds) for row in rows_of(folder, EngineRow)] == [2]
+    assert [len(row.seconds) for row in rows_of(folder, "engine")] == [2]
 
 
 def test_an_arm_that_fails_in_a_round_fails_alone(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,12 +108,12 @@ def test_an_arm_that_fails_in_a_round_fails_alone(run: Run, checkpoint: Path, mo
 
     monkeypatch.setattr(experiments.stages.engine, "TimedLLM", Failing)
     folder = run(**keys_of(checkpoint, block_size=[8, 16]), peers=["without_kv_cache"], replicates=2)
-    failed, *others = rows_of(folder, EngineRow)
+    failed, *others = rows_of(folder, "engine")
     assert (failed.status, failed.reason) == ("failed", "RuntimeError: lost the device")
     assert [(row.status, row.settings["block_size"], row.replicate) for row in others] == [("ok", 16, 0), ("ok", 16, 1)]
     assert all(len(row.seconds) == 2 for row in others)
-    assert [row.status for row in rows_of(folder, PeerRow)] == ["ok", "ok"]
-    (beside,) = rows_of(folder, SpeedupRow)  # it is compared with the first arm that was timed
+    assert [row.status for row in rows_of(folder, "peers")] == ["ok", "ok"]
+    (beside,) = rows_of(folder, "speedup")  # it is compared with the first arm that was timed
     assert beside.settings == {"block_size": 16}
     assert len(beside.speedups) == 2
 
@@ -132,10 +132,10 @@ def test_a_replicate_that_fails_is_left_out_of_the_ratio(
 
     monkeypatch.setattr(experiments.stages.engine, "TimedLLM", FailingLater)
     folder = run(**keys_of(checkpoint), peers=["without_kv_cache"], replicates=3)
-    assert [(row.replicate, row.status) for row in rows_of(folder, EngineRow)] == [(0, "ok"), (1, "failed"), (2, "ok")]
-    (beside,) = rows_of(folder, SpeedupRow)
-    peers = {row.replicate: row for row in rows_of(folder, PeerRow)}
-    arms = {row.replicate: row for row in rows_of(folder, EngineRow)}
+    assert [(row.replicate, row.status) for row in rows_of(folder, "engine")] == [(0, "ok"), (1, "failed"), (2, "ok")]
+    (beside,) = rows_of(folder, "speedup")
+    peers = {row.replicate: row for row in rows_of(folder, "peers")}
+    arms = {row.replicate: row for row in rows_of(folder, "engine")}
     assert beside.speedups == [arms[r].tokens_per_s / peers[r].tokens_per_s for r in (0, 2)]
 
 
@@ -197,7 +197,7 @@ def test_a_share_of_memory_is_of_all_of_it_for_every_arm(
 def test_there_is_one_time_to_the_first_token(run: Run, plan: MakePlan, checkpoint: Path) -> None:
     keys = keys_of(checkpoint)
     folder = run(**keys)
-    (row,) = rows_of(folder, EngineRow)
+    (row,) = rows_of(folder, "engine")
     assert "time_to_first_token_s" not in row.as_json()
     lines = printed(plan(**keys), folder, 100).splitlines()
     engine = next(line.split() for line in lines if line.strip().startswith("ok"))

@@ -12,7 +12,6 @@ from experiments.document import ExperimentError, read_document
 from experiments.planning.plan import make_sweep
 from experiments.runner import failures
 from experiments.runs.folder import RunFolder
-from experiments.runs.rows import EngineRow, ParityRow
 from experiments.schema import TraceWorkload
 from experiments.timed_llm import TimedLLM
 from experiments.workloads import Request, requests_of
@@ -50,7 +49,7 @@ def test_an_order_by_priority_differs_from_first_come_first_served(run: Run, che
         workload={**SYNTHETIC, "num_requests": 6, "priority": [1, 1, 1, 1, 0, 0], "output_len": 12},
     )  # fmt: skip
     assert failures(folder) == []
-    assert [row.tokens_equal for row in rows_of(folder, ParityRow)] == [True]
+    assert [row.tokens_equal for row in rows_of(folder, "parity")] == [True]
     again = make_plan(read_document(folder.path / "resolved.yaml")).experiment.workload[0]
     assert again.priority is not None
     assert again.priority.each == [1, 1, 1, 1, 0, 0]
@@ -87,10 +86,10 @@ def test_several_completions_are_counted_timed_and_compared(run: Run, checkpoint
         workload={**SYNTHETIC, "n": 3, "sampling": {"temperature": 0.8}}, peers=["without_kv_cache"],
     )  # fmt: skip
     assert failures(folder) == []
-    for row in rows_of(folder, EngineRow):
+    for row in rows_of(folder, "engine"):
         assert (row.requests, row.requests_failed) == (15, 0)
         assert (row.prompt_tokens, row.output_tokens) == (100, 15 * 6)
-    (parity,) = rows_of(folder, ParityRow)
+    (parity,) = rows_of(folder, "parity")
     assert (parity.requests, parity.requests_equal, parity.tokens_equal) == (15, 15, True)
 
 
@@ -103,7 +102,7 @@ def test_tenants_share_no_prefix(run: Run, checkpoint: Path) -> None:
         folder = run(
             model={"path": str(checkpoint)}, scheduler=scheduler, repeats=1, workload={**keys, "tenants": tenants}
         )
-        (row,) = rows_of(folder, EngineRow)
+        (row,) = rows_of(folder, "engine")
         hits[tenants] = row.hit_tokens
         shutil.rmtree(folder.path)
     assert hits == {1: 5 * 16, 2: 4 * 16, 6: 0}

@@ -27,10 +27,8 @@ def make_llm(directory: Path, **changes: Any) -> LLM:
 
 
 def torch_kernels(directory: Path) -> dict[str, str]:
-    axes = tmodel.load_config(directory).kernel_axes(
-        max_num_tokens=1, max_num_seqs=1, max_model_len=1, block_size=1, num_blocks=1
-    )
-    return dict.fromkeys(axes, "torch")
+    limits = tmodel.Limits(max_num_tokens=1, max_num_seqs=1, max_model_len=1, block_size=1, num_blocks=1)
+    return dict.fromkeys(tmodel.kernel_axes(tmodel.load_config(directory), limits), "torch")
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +256,7 @@ def test_prompts_come_in_many_forms(llm: LLM) -> None:
     [
         ({"kernels": {"paged_decode": "splitkv"}}, tkernels.SelectionError, "split_kv"),
         ({"kernels": {"paged_decod": "torch"}}, tkernels.SelectionError, "paged_decode"),
-        ({"dtype": "float8"}, ValueError, "dtype must be 'auto', one of float64,"),
+        ({"dtype": "float8"}, ValueError, "dtype must be 'auto', one of float32,"),
         ({"dtype": torch.int32}, ValueError, "dtype must be"),
         ({"device": "tpu"}, ValueError, "device"),
         ({"device": "meta"}, ValueError, "'cpu' or 'cuda'"),

@@ -15,9 +15,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from experiments.schema import SchedulerOptions
 from tsched import LLM, AsyncLLM
-from tsched.options import OPTIONS, EngineOptions, Option, OptionError, read_options, resolve_options
+from tsched.options import OPTIONS, SCHEDULER_OPTIONS, EngineOptions, Option, OptionError, read_options, resolve_options
 
 NUMBERS = {"ge": lambda end: end - 1, "gt": lambda end: end, "le": lambda end: end + 1, "lt": lambda end: end}
 ANYTHING = st.one_of(
@@ -131,7 +133,7 @@ def test_the_signature_and_its_help_are_the_records(serve: type) -> None:
     assert all(one.kind is inspect.Parameter.KEYWORD_ONLY for one in others)
     listed = inspect.getdoc(serve.__init__) or ""
     for one in OPTIONS.values():
-        assert f"    {one.name}: {one.meaning}. It is {one.allowed}" in listed.splitlines()
+        assert f"    {one.name}: {one.meaning}; {one.usual} by default. It is {one.allowed}" in listed.splitlines()
 
 
 def test_a_field_added_to_the_record_is_an_option_of_llm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +147,7 @@ def test_a_field_added_to_the_record_is_an_option_of_llm(monkeypatch: pytest.Mon
         "exec(compile(source, 'tsched/options.py', 'exec'), vars(module))\n"
         "from tsched import LLM\n"
         "print(inspect.signature(LLM).parameters['seats'])\n"
-        "print('seats: most seats. It is an integer of at least 3' in LLM.__init__.__doc__)\n"
+        "print('seats: most seats; 7 by default. It is an integer of at least 3' in LLM.__init__.__doc__)\n"
         "try: LLM('nowhere', seats=2)\n"
         "except ValueError as error: print(error)\n"
     )
@@ -159,6 +161,25 @@ def test_the_record_loads_no_torch() -> None:
     program = "import sys, tsched.options; print({'torch', 'triton', 'tkernels', 'tmodel'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
+
+
+def test_the_section_scheduler_of_a_yaml_is_the_records() -> None:
+    assert list(SchedulerOptions.model_fields) == list(SCHEDULER_OPTIONS)
+    assert all(one.section == "scheduler" for one in SCHEDULER_OPTIONS.values())
+    assert {name for name in OPTIONS if name not in SCHEDULER_OPTIONS} == {
+        "kernels", "dtype", "device", "tuning", "seed", "ops", "ranges",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("one", SCHEDULER_OPTIONS.values(), ids=named)
+def test_every_wrong_type_and_range_in_a_yaml_is_refused_at_its_key(one: Option) -> None:
+    @given(wrong_values(one).filter(lambda value: type(value) in (bool, int, float, str)))
+    def check(value: Any) -> None:
+        with pytest.raises(ValidationError) as caught:
+            SchedulerOptions.model_validate({one.name: value})
+        assert {error["loc"] for error in caught.value.errors()} == {(one.name, 0)}
+
+    check()
 
 
 def test_options_are_resolved_for_a_model() -> None:

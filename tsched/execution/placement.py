@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import tmodel
-from tsched.execution.cache_size import cache_bytes
+from tsched.execution.cache_size import cache_bytes, device_memory
 from tsched.options import EngineOptions, ResolvedOptions, resolve_options
 
 
@@ -53,3 +53,19 @@ def fit_options(
         block_bytes=tmodel.kv_bytes_per_block(config, options.block_size, dtype),
         cache_bytes=cache_bytes(options, config, weights, device=device, dtype=dtype),
     )
+
+
+def check_random_weights(plan: tmodel.ModelPlan, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuses random weights that are too many for the device's memory, before they are made.
+
+    Raises:
+        ValueError: They do not fit. The message has the numbers.
+    """
+    total, _ = device_memory(device)
+    needed = plan.random_weights * dtype.itemsize
+    if needed > total:
+        where = "this machine has" if device.type == "cpu" else f"{device} has"
+        raise ValueError(
+            f"{plan.name}: {plan.random_weights / 1e9:.2f} billion random weights take {needed / 1e9:.1f} GB as "
+            f"{str(dtype).removeprefix('torch.')}, {where} {total / 1e9:.1f} GB"
+        )

@@ -15,9 +15,9 @@ import tmodel
 from tkernels.ranges import NVTX
 from tsched.execution.engine import Engine, Request
 from tsched.execution.engine_stats import EngineStats
-from tsched.execution.placement import find_device, find_dtype, fit_options
+from tsched.execution.placement import check_random_weights, find_device, find_dtype, fit_options
 from tsched.execution.sampler import TokenLogprobs
-from tsched.options import OPTIONS, EngineOptions, read_options
+from tsched.options import OPTIONS, EngineOptions, ResolvedOptions, read_options
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError
 from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -70,7 +70,9 @@ def takes_options(
             for one in OPTIONS.values()
         ]
         signature = inspect.Signature([*own, *keywords], return_annotation=None)
-        lines = [f"    {one.name}: {one.meaning}. It is {one.allowed}" for one in OPTIONS.values()]
+        lines = [
+            f"    {one.name}: {one.meaning}; {one.usual} by default. It is {one.allowed}" for one in OPTIONS.values()
+        ]
         vars(__init__).update(__signature__=signature)
         __init__.__doc__ = "\n".join((f"{inspect.getdoc(make)}\n\nOptions:", *lines))
         return __init__  # type: ignore[return-value]  # what it takes is known at run time alone
@@ -90,38 +92,48 @@ class ServedModel:
         """Makes `model` ready to serve.
 
         Args:
-            model: A Hugging Face directory: config.json, safetensors and, for text, a tokenizer.
+            model: A Hugging Face directory: config.json, safetensors and, for text, a tokenizer. Else a trained preset,
+                "tiny", which is made where it is first used, or a model of the Hugging Face hub, "owner/name". Random
+                weights of a published shape are asked for as such, "random:Qwen3-0.6B".
             options: Keywords, each of which has a default; see below.
 
         Raises:
-            tmodel.ConfigError: The directory cannot be served.
+            tmodel.ConfigError: There is no such model, or it cannot be served.
             tkernels.SelectionError: A kernel is unknown or unsupported here.
             TypeError: There is no such option.
             ValueError: Any other argument is wrong. All of these are raised before any weight is loaded.
         """
-        directory = self.directory = Path(model)
-        self.config = tmodel.load_config(directory)
+        plan = tmodel.find_model(model)
+        self.config = plan.config
         self.device = find_device(options.device)
         self.dtype = find_dtype(options.dtype, self.config.dtype)
-        fitted = fit_options(options, self.config, directory, device=self.device, dtype=self.dtype)
+        if plan.weights is None:  # what can be refused is refused before they are made or fetched
+            check_random_weights(plan, self.device, self.dtype)
+            self._choose(options, None)
+        directory = self.directory = plan.directory()
+        fitted, self.kernels = self._choose(options, directory)
         self.max_model_len = fitted.max_model_len
-        ranges = NVTX if options.ranges is None else options.ranges
         scheduler = Scheduler(**fitted.scheduler_arguments, eos_token_ids=self.config.eos_token_ids)
-        self.kernels = tkernels.select(
+        # tkernels decides at import how Triton runs, so transformers, which imports Triton too, comes after it.
+        self.tokenizer = load_tokenizer(directory)
+        self._detokenize = self.kernels.ranges.named("detokenize", "phase", launches=False)
+        self._engine = self._make_engine(scheduler, options)
+        self._ids = count()  # of sequences
+        self._request_ids = count()
+
+    def _choose(self, options: EngineOptions, weights: Path | None) -> tuple[ResolvedOptions, tkernels.KernelSet]:
+        """What the options mean for this model, and its kernels."""
+        fitted = fit_options(options, self.config, weights, device=self.device, dtype=self.dtype)
+        kernels = tkernels.select(
             options.kernels or {},
             device=self.device,
             dtype=self.dtype,
             axes=fitted.kernel_axes(self.config),
             tuning=options.tuning,
             ops=options.ops,
-            ranges=ranges,
+            ranges=NVTX if options.ranges is None else options.ranges,
         )
-        # tkernels decides at import how Triton runs, so transformers, which imports Triton too, comes after it.
-        self.tokenizer = load_tokenizer(directory)
-        self._detokenize = ranges.named("detokenize", "phase", launches=False)
-        self._engine = self._make_engine(scheduler, options)
-        self._ids = count()  # of sequences
-        self._request_ids = count()
+        return fitted, kernels
 
     def _make_engine(self, scheduler: Scheduler, options: EngineOptions) -> Engine:
         """Load the weights and allocate the caches."""

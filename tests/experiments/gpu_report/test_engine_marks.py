@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+import tsched.execution.placement
 from experiments.document import ExperimentError, read_document
 from experiments.gpu_report.engine_marks import ENGINE_MARKS, FOLDER, RUNS, EngineRow, MarkRun, engine_rows, measure
 from experiments.gpu_report.steps import make_steps
@@ -20,6 +21,7 @@ from tkernels.device import TARGETS
 from tmodel import RANDOM_PRESETS
 
 SMALL = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
@@ -71,10 +73,12 @@ def test_a_mark_is_measured_by_its_own_yaml(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_on_a_cpu_a_mark_says_what_it_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_its_model_does_not_fit_a_mark_says_what_it_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(tsched.execution.placement, "device_memory", lambda device: (10**9, 0))
     run = RUNS[name]
-    with pytest.raises(ExperimentError, match="random weights, to be measured on a GPU; on a CPU, which is the device"):
+    needed = "billion random weights take [0-9.]+ GB as bfloat16, this machine has 1.0 GB"
+    with pytest.raises(ExperimentError, match=needed):
         make_plan(read_document(FOLDER / run.file, run.overrides))
 
 

@@ -162,7 +162,7 @@ def test_every_cell_of_an_empty_table_says_so() -> None:
         assert cells[2:] == ["not measured"] * 6
 
 
-def test_results_make_the_readmes_table(tmp_path: Path) -> None:
+def test_results_make_the_pages_table(tmp_path: Path) -> None:
     assert "No GPU has run this code yet" in make_section(tmp_path)
     (tmp_path / "NVIDIA_H200").mkdir()
     journal = Journal(tmp_path / "NVIDIA_H200")
@@ -174,10 +174,12 @@ def test_results_make_the_readmes_table(tmp_path: Path) -> None:
     assert "not measured" in section
 
 
-def test_the_readmes_table_is_what_the_command_makes() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert replaced(readme, make_section(RESULTS), ROOT / "README.md") == readme
-    assert updated(readme, RESULTS, ROOT / "README.md") == readme
+def test_the_pages_tables_are_what_the_command_makes() -> None:
+    file = ROOT / "docs" / "speed.md"
+    page = file.read_text(encoding="utf-8")
+    assert replaced(page, make_section(RESULTS), file) == page
+    assert ENGINE_BEGIN in page
+    assert updated(page, RESULTS, file) == page
 
 
 def test_the_engines_table_is_written_where_a_file_has_markers_for_it(tmp_path: Path) -> None:

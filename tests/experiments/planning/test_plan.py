@@ -7,8 +7,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-import experiments.planning.models
 import tkernels
+import tmodel.model_names
 from experiments.document import ExperimentError
 from experiments.planning.models import plan_model
 from experiments.planning.plan import Plan
@@ -18,7 +18,7 @@ from tests.tkernels.outside import write_variant
 from tests.tmodel.formats.by_hand import Kind
 from tests.tmodel.formats.models import write_models
 from tkernels.verification.check import count_programs
-from tmodel import load_config
+from tmodel import Limits, kernel_axes, load_config
 from tmodel.presets import PRESETS
 from tmodel.train import new_model
 
@@ -32,7 +32,7 @@ def _nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(preset: str) -> Path:
         raise AssertionError(f"a plan trains {preset}")
 
-    monkeypatch.setattr(experiments.planning.models, "preset_path", refuse)
+    monkeypatch.setattr(tmodel.model_names, "preset_path", refuse)
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,16 @@ def _nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"shapes": {"swiglu": [{"TT": 4}]}}, "shapes.swiglu[0].TT", "there is T, I"),
         ({"shapes": {"swiglu": [{"T": -4}]}}, "shapes.swiglu[0].T", "0 <= T"),
         ({"scheduler": {"order": "fcsf"}}, "scheduler.order", "did you mean 'fcfs'?"),
-        ({"scheduler": {"prefix_cache": "hsah"}}, "scheduler.prefix_cache", "there is 'none'"),
-        ({"scheduler": {"block_size": 17}}, "scheduler.block_size", "it must be a power of two"),
+        (
+            {"scheduler": {"prefix_cache": "hsah"}},
+            "scheduler.prefix_cache",
+            "one of 'hash', 'none', 'radix', got 'hsah'; did",
+        ),
+        ({"scheduler": {"block_size": 17}}, "scheduler.block_size", "that is a power of two, got 17"),
         ({"scheduler": {"block_size": [16, 512]}}, "scheduler.block_size", "takes 1 to 256"),
-        ({"scheduler": {"kv_cache_bytes": 10}}, "scheduler.kv_cache_bytes", "one of 16 tokens takes 16384"),
+        ({"scheduler": {"kv_cache_bytes": 10}}, "scheduler.kv_cache_bytes", "a block of 16 tokens takes 16384"),
         ({"scheduler": {"preemption": "swap"}}, "scheduler.swap_bytes", "one of 16 tokens takes 16384 bytes, got 0"),
-        ({"scheduler": {"decode_share": 1.0}}, "scheduler.decode_share", "a number of at least 0 and below 1, got 1.0"),
+        ({"scheduler": {"decode_share": 1.0}}, "scheduler.decode_share", "of at least 0 and below 1, got 1.0"),
         ({"scheduler": {"chunked_prefill": False, "max_chunk_tokens": 8}}, "scheduler", "they need chunked_prefill"),
         (
             {"scheduler": {"chunked_prefill": [True, False], "max_num_batched_tokens": 8}},
@@ -67,17 +71,17 @@ def _nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
             "scheduler.kv_cache_fraction",
             "give one",
         ),
-        ({"scheduler": {"kv_cache_fraction": 0}}, "scheduler.kv_cache_fraction", "must be greater than 0, got 0"),
+        ({"scheduler": {"kv_cache_fraction": 0}}, "scheduler.kv_cache_fraction", "above 0 and at most 1, got 0"),
         ({"scheduler": {"kv_cache_fraction": 1e-9}}, "scheduler.kv_cache_fraction", "a block of 16 tokens takes 16384"),
         ({"scheduler": {"max_num_seqs": 10**9}}, "scheduler", "the tables of these do not fit this machine's memory"),
-        ({"scheduler": {"max_num_seqs": 10**20}}, "scheduler.max_num_seqs", "must be less than 2147483648"),
-        ({"scheduler": {"max_num_batched_tokens": 10**20}}, "scheduler.max_num_batched_tokens", "must be less than"),
+        ({"scheduler": {"max_num_seqs": 10**20}}, "scheduler.max_num_seqs", "at least 1 and below 2**31, got 1"),
+        ({"scheduler": {"max_num_batched_tokens": 10**20}}, "scheduler.max_num_batched_tokens", "below 2**31, got"),
         (
             {"scheduler": {"preemption": "swap", "swap_bytes": 10**18}},
             "scheduler",
             "61,035,156,250,000 swapped: the tables",
         ),
-        ({"scheduler": {"max_model_len": 10**6}}, "scheduler.max_model_len", "longer than what the model was made for"),
+        ({"scheduler": {"max_model_len": 10**6}}, "scheduler.max_model_len", "from 1 to 1024, the model's max_pos"),
         ({"model": {"preset": "tinny"}}, "model", "did you mean 'tiny'?"),
         ({"model": {"path": "nowhere"}}, "model", "is not a directory"),
         ({"device": "gpu"}, "device", "is not a device"),
@@ -125,9 +129,9 @@ def test_weights_cut_short_are_found_by_the_plan(plan: MakePlan, checkpoint: Pat
 
 def test_the_preset_is_known_before_it_is_trained(tmp_path: Path) -> None:
     new_model(PRESETS["tiny"], 0).save_pretrained(tmp_path)
-    limits = {"max_num_tokens": 64, "max_num_seqs": 4, "max_model_len": 128, "block_size": 16, "num_blocks": 32}
+    limits = Limits(max_num_tokens=64, max_num_seqs=4, max_model_len=128, block_size=16, num_blocks=32)
     planned, trained = plan_model(ModelSource(preset="tiny"), tmp_path).config, load_config(tmp_path)
-    assert planned.kernel_axes(**limits) == trained.kernel_axes(**limits)
+    assert kernel_axes(planned, limits) == kernel_axes(trained, limits)
     assert planned.vocab_size == trained.vocab_size
     assert planned.max_position_embeddings == trained.max_position_embeddings
 

@@ -206,7 +206,7 @@ def test_what_zip_and_exclude_refuse(text: str, message: str) -> None:
 
 
 def test_too_many_points_are_not_laid_out() -> None:
-    lists = ", ".join(f"{key}: {list(range(1, 60))}" for key in ("block_size", "max_num_seqs", "max_chunk_tokens"))
+    lists = ", ".join(f"{key}: {list(range(1, 60))}" for key in ("swap_bytes", "max_num_seqs", "max_chunk_tokens"))
     (problem,) = problems(f"scheduler: {{{lists}}}")
     assert "multiply to 205,379 points" in problem
     found = problems(f"scheduler: {{{lists}, order: lifo}}\nkernels: {{swiglu: fusd}}")

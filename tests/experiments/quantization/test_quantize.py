@@ -12,7 +12,6 @@ from typer.testing import CliRunner, Result
 from experiments.cli import app
 from experiments.document import ExperimentError
 from experiments.planning.plan import Plan
-from experiments.runs.rows import QuantizationRow
 from experiments.stages import quantization
 from tests.experiments.conftest import Run
 from tests.tsched.conftest import TEXT, checkpoint
@@ -123,7 +122,7 @@ def test_the_stage_judges_every_model_beside_the_dense_one(
     dense: Path, text: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = run(**experiment(dense, text))
-    rows = [row for row in folder.rows if isinstance(row, QuantizationRow)]
+    rows = [row for row in folder.rows if row.stage == "quantization"]
     assert [(row.method, row.bits, row.group_size) for row in rows] == [
         ("dense", None, None), ("rtn", 2, 32), ("rtn", 8, 32), ("squeezellm", 4, -1),
     ]  # fmt: skip
@@ -160,7 +159,7 @@ def test_interpreted_kernels_have_no_speed(dense: Path, text: Path, run: Run) ->
     given = experiment(dense, text, methods={"rtn": {"bits": 4, "group_size": 32}})
     folder = run(**given, kernels={"rms_norm": "row_per_program"})
     for row in folder.rows:
-        if isinstance(row, QuantizationRow):
+        if row.stage == "quantization":
             assert row.tokens_per_s is None
             assert row.speed_reason == "rms_norm interpreted on a CPU: not measured"
 

@@ -117,10 +117,10 @@ class Browser:
         """The parameters of the events of these kinds."""
         return [event["params"] for event in self.events if event.get("method") in methods]
 
-    def screenshot(self, file: Path) -> None:
-        """The whole page as a PNG."""
+    def screenshot(self, file: Path, height: int | None = None) -> None:
+        """The page as a PNG: its first `height` pixels, or all of it."""
         size = self.send("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": height or size["height"], "scale": 1}
         data = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)["data"]
         file.write_bytes(base64.b64decode(data))
 

@@ -9,7 +9,7 @@ from experiments.reporting.effects import GEMMS, Ratio, effects_of, effects_tabl
 from experiments.reporting.replicates import merged
 from experiments.reporting.tables import tables_of
 from experiments.runs.reading import read_run
-from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow, Row, StepRow
+from experiments.runs.rows import COLUMNS, Row
 from experiments.runs.verdicts import compare_arms
 from tests.experiments.conftest import Run, checkpoint
 from tests.experiments.reporting.recorded import record
@@ -21,36 +21,43 @@ __all__ = ["checkpoint"]
 COMMON: dict[str, Any] = {"run_id": "r", "dtype": "float32", "device": "cuda", "status": "ok"}
 
 
-def kernel(variant: str, point: str, median_us: float | None, **settings: Any) -> KernelRow:
-    names = KernelRow.required["ok"]
-    nothing = dict.fromkeys(names - {"median_us"}) | {"roofline_reason": "no figures"}
+def kernel(variant: str, point: str, median_us: float | None, **settings: Any) -> Row:
+    names = COLUMNS["kernels"]["ok"]
+    nothing = dict.fromkeys(set(names) - {"median_us"}) | {"roofline_reason": "no figures"}
     nothing |= {"point": point, "bytes_moved": 1, "speed_reason": None if median_us else "interpreted"}
     about = {"arm": {"swiglu": variant}, "op": "swiglu", "variant": variant, "settings": settings}
-    return KernelRow(**COMMON, **about, **nothing, median_us=median_us)
+    return Row(stage="kernels", **COMMON, **about, **nothing, median_us=median_us)
 
 
-def engine(swiglu: str, decode: str, rate: float | None, **settings: Any) -> EngineRow:
-    nothing = dict.fromkeys(EngineRow.required["ok"] - {"tokens_per_s", "workload", "speed_reason"})
+def engine(swiglu: str, decode: str, rate: float | None, **settings: Any) -> Row:
+    nothing = dict.fromkeys(set(COLUMNS["engine"]["ok"]) - {"tokens_per_s", "workload", "speed_reason"})
     arm = {"swiglu": swiglu, "paged_decode": decode, "rms_norm": "torch"}
     reason = None if rate else "interpreted"
-    return EngineRow(
-        **COMMON, arm=arm, settings=settings, workload="w", tokens_per_s=rate, speed_reason=reason, **nothing
+    return Row(
+        stage="engine",
+        **COMMON,
+        arm=arm,
+        settings=settings,
+        workload="w",
+        tokens_per_s=rate,
+        speed_reason=reason,
+        **nothing,
     )
 
 
-def step(of: EngineRow, name: str, category: str, self_us: float, total_us: float, clock: str = "device") -> StepRow:
+def step(of: Row, name: str, category: str, self_us: float, total_us: float, clock: str = "device") -> Row:
     op, _, variant = name.partition(".")
     about = {"op": op, "variant": variant} if category == "op" else {}
-    return StepRow(
+    return Row(stage="step",
         **COMMON, arm=of.arm, settings=of.settings, workload=of.workload, range=name, category=category, clock=clock,
         calls=10, total_us=total_us, self_us=self_us, steps=10, step_us=1000.0, share=total_us / 1000,
         speed_reason=None, **about,
     )  # fmt: skip
 
 
-def check(variant: str, point: str, error: float) -> CheckRow:
+def check(variant: str, point: str, error: float) -> Row:
     about = {"arm": {"swiglu": variant}, "op": "swiglu", "variant": variant, "point": point, "seed": 0}
-    return CheckRow(**COMMON, **about, max_error_ratio=error, rms_error_ratio=None)
+    return Row(stage="check", **COMMON, **about, max_error_ratio=error, rms_error_ratio=None)
 
 
 TORCH, FUSED = engine("torch", "torch", 1000.0), engine("fused", "torch", 1030.0)
@@ -61,7 +68,7 @@ ROWS: list[Row] = [
     TORCH, FUSED,
     step(TORCH, "swiglu.torch", "op", 150, 150), step(FUSED, "swiglu.fused", "op", 110, 110),
     step(FUSED, "swiglu.fused", "op", 20, 20, "host"),
-    ParityRow(
+    Row(stage="parity",
         **COMMON, arm=FUSED.arm, workload="w", first_arm=TORCH.arm, tokens_equal=False, requests_equal=3, requests=4,
         first_divergence={"request": 2, "place": 5, "margin": 0.01}, logprob_drift=2e-4,
     ),
@@ -113,7 +120,7 @@ def test_alone_is_of_the_arms_own_points_and_of_others_where_there_are_none() ->
     assert alone(kernels, **{"workload.num_requests": 2}) == [Ratio(2.0)]
     assert alone(kernels, **{"workload.num_requests": 8}) == [Ratio(pytest.approx((0.5 * 0.25) ** 0.5))]
     assert alone(kernels, **{"workload.num_requests": 3}) == [Ratio(pytest.approx(0.125))]  # no workload asks for it
-    served = [row for row in kernels if isinstance(row, KernelRow) and row.serves]
+    served = [row for row in kernels if row.stage == "kernels" and row.serves]
     assert alone([*served], **{"workload.num_requests": 3}) == [None]
 
 
@@ -218,8 +225,8 @@ def test_a_run_records_the_steps_of_every_arm_that_it_timed(run: Run, checkpoint
         model={"path": str(checkpoint)}, repeats=2, workload=workload, kernels={"swiglu": ["torch", "fused"]},
         scheduler={"kv_cache_bytes": 1 << 16},
     )  # fmt: skip
-    engines = [row for row in folder.rows if isinstance(row, EngineRow)]
-    steps = [row for row in folder.rows if isinstance(row, StepRow)]
+    engines = [row for row in folder.rows if row.stage == "engine"]
+    steps = [row for row in folder.rows if row.stage == "step"]
     timed = [row for row in steps if row.arm["swiglu"] == "torch"]
     assert {row.clock for row in timed} == {"host"}
     by_range = {str(row.range): row for row in timed}

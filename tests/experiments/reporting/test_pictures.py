@@ -19,14 +19,14 @@ from experiments.reporting.points import kernel_points, label_factors, varying
 from experiments.reporting.report import report_of
 from experiments.reporting.roofline import NO_ROOFLINE, roofline_pictures
 from experiments.runs.reading import read_run
-from experiments.runs.rows import EngineRow, KernelRow, PeerRow, Row, StepRow
+from experiments.runs.rows import Row
 from tests.experiments.reporting.recorded import EVIL, everything, kernel, record, served
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def rows_of(*kinds: type) -> list[Any]:
-    return [row for row in everything() if isinstance(row, kinds)]
+def rows_of(*stages: str) -> list[Any]:
+    return [row for row in everything() if row.stage in stages]
 
 
 def drawn(curves: dict[str, Curves]) -> list[Picture]:
@@ -53,7 +53,7 @@ def texts(picture: Picture) -> str:
 
 
 def test_every_timed_variant_is_on_the_roofline_and_a_cpu_says_that_none_is_known() -> None:
-    roofline, bandwidth = roofline_pictures(rows_of(KernelRow), "AMD EPYC", "AMD EPYC; perf_counter.")
+    roofline, bandwidth = roofline_pictures(rows_of("kernels"), "AMD EPYC", "AMD EPYC; perf_counter.")
     found = records(roofline)
     assert len(found) == 11
     assert {(row["op"], row["variant"]) for row in found} == {
@@ -79,7 +79,7 @@ def test_every_timed_variant_is_on_the_roofline_and_a_cpu_says_that_none_is_know
 
 
 def test_a_known_device_has_its_limits() -> None:
-    roofline, bandwidth = roofline_pictures(rows_of(KernelRow), "NVIDIA H200", "")
+    roofline, bandwidth = roofline_pictures(rows_of("kernels"), "NVIDIA H200", "")
     assert NO_ROOFLINE not in texts(roofline) + texts(bandwidth)
     assert "67 TFLOP/s, float32" in texts(roofline)
     assert "4,800 GB/s of memory" in texts(bandwidth)
@@ -90,7 +90,7 @@ def test_a_known_device_has_its_limits() -> None:
 
 
 def test_a_curve_goes_over_the_number_that_varies() -> None:
-    (picture,) = kernel_curves(rows_of(KernelRow), {"swiglu": []}, "some CPU")
+    (picture,) = kernel_curves(rows_of("kernels"), {"swiglu": []}, "some CPU")
     assert (picture.name, picture.title) == ("time-swiglu-by-T", "swiglu by tokens T")
     found = records(picture)
     assert [(row["series"], float(row["T"])) for row in found] == [
@@ -109,7 +109,7 @@ def test_pins_and_options_are_axes_too_and_two_sizes_need_to_be_asked_for() -> N
     two = [kernel("swiglu", "torch", 1.0 * size, {"T": size}) for size in (4, 8)]
     assert kernel_curves(two, {}, "") == []
     assert len(kernel_curves(two, {"swiglu": []}, "")) == 1
-    swept = [served(EngineRow, 100.0 * size, "chat", settings={"block_size": size}) for size in (16, 32)]
+    swept = [served("engine", 100.0 * size, "chat", settings={"block_size": size}) for size in (16, 32)]
     names = ["engine-tokens-per-s-by-block_size", "engine-ttft-s-by-block_size", "engine-tpot-s-by-block_size"]
     assert [one.name for one in engine_curves(swept, "", "")] == names
 
@@ -119,8 +119,8 @@ def test_a_number_that_changes_along_with_a_policy_makes_no_curve() -> None:
         {"max_num_batched_tokens": 1024, "chunked_prefill": False},
         {"max_num_batched_tokens": 128, "chunked_prefill": True},
     ]
-    assert engine_curves([served(EngineRow, 100.0, "chat", settings=arm) for arm in arms], "", "") == []
-    named = throughput_picture([served(EngineRow, 100.0, "chat", settings=arm) for arm in arms], "")
+    assert engine_curves([served("engine", 100.0, "chat", settings=arm) for arm in arms], "", "") == []
+    named = throughput_picture([served("engine", 100.0, "chat", settings=arm) for arm in arms], "")
     assert records(named)[1]["name"] == "max_num_batched_tokens 128, chunked_prefill true"
 
 
@@ -160,7 +160,7 @@ def test_many_lines_are_a_picture_for_each_batch() -> None:
 
 def test_an_arm_without_the_number_is_a_level_and_one_that_has_it_once_a_mark(tmp_path: Path) -> None:
     labels = ("torch", "split_kv[num_splits=4]", "split_kv[num_splits=8]")
-    pinned: list[Row] = [served(EngineRow, 1000.0, "w", arm={"paged_decode": label}) for label in labels]
+    pinned: list[Row] = [served("engine", 1000.0, "w", arm={"paged_decode": label}) for label in labels]
     curves = engine_curves_of(pinned, "", "")
     assert all(found.complete for found in curves.values())
     (picture,) = curves["tokens_per_s"].pictures
@@ -170,7 +170,7 @@ def test_an_arm_without_the_number_is_a_level_and_one_that_has_it_once_a_mark(tm
     assert picture.caption.startswith("Dashed: what has no num_splits")
     assert {"torch", "split_kv"} <= set(texts(picture).split())
     one_left = [("torch", 8), ("torch", 16), ("fused", 8)]
-    sizes = [served(EngineRow, 1000.0, "w", arm={"swiglu": a}, settings={"block_size": n}) for a, n in one_left]
+    sizes = [served("engine", 1000.0, "w", arm={"swiglu": a}, settings={"block_size": n}) for a, n in one_left]
     (picture,) = engine_curves_of(sizes, "", "")["tokens_per_s"].pictures
     assert {row["series"] for row in records(picture)} == {"torch", "fused"}
     kernels = [kernel("paged_decode", label, 10.0, {"B": 1, "N": 8, "S": 16}) for label in labels]
@@ -188,7 +188,7 @@ def test_what_no_curve_can_show_is_among_the_dots(tmp_path: Path) -> None:
     ]  # fmt: skip
     labels = ("torch", "torch", "fused", "fused")
     rows: list[Row] = [
-        served(EngineRow, 1000.0, "w", arm={"swiglu": label}, settings=one)
+        served("engine", 1000.0, "w", arm={"swiglu": label}, settings=one)
         for label, one in zip(labels, settings, strict=True)
     ]
     rows += [kernel("swiglu", f"v{number}", 1.0, {"T": size}) for number in range(40) for size in (1, 2, 4)]
@@ -200,7 +200,7 @@ def test_what_no_curve_can_show_is_among_the_dots(tmp_path: Path) -> None:
 
 
 def test_of_many_dots_the_best_and_the_first_are_drawn() -> None:
-    arms = [served(EngineRow, 100.0 + number, "w", arm={"swiglu": f"v{number:03}"}) for number in range(200)]
+    arms = [served("engine", 100.0 + number, "w", arm={"swiglu": f"v{number:03}"}) for number in range(200)]
     picture = throughput_picture(arms, "")
     assert picture is not None
     shown = {word for word in texts(picture).split() if word.startswith("v")}
@@ -212,7 +212,7 @@ def test_of_many_dots_the_best_and_the_first_are_drawn() -> None:
 
 def test_a_workloads_field_is_called_the_same_everywhere() -> None:
     rows = [
-        served(EngineRow, 100.0, "w", arm={"swiglu": name}, settings={"workload.num_requests": size})
+        served("engine", 100.0, "w", arm={"swiglu": name}, settings={"workload.num_requests": size})
         for name in ("torch", "fused")
         for size in (1, 2)
     ]
@@ -224,7 +224,7 @@ def test_a_workloads_field_is_called_the_same_everywhere() -> None:
 
 def test_a_name_is_shown_as_it_is_whatever_it_holds() -> None:
     for odd in ('id="q"', 'href="#a', "url(#a)", "fill: #1c0a01", "font: bold 3px a", 'style="fill: #1c0a01"'):
-        picture = throughput_picture([served(EngineRow, 9.0, "w", arm={"swiglu": name}) for name in (odd, "b")], "")
+        picture = throughput_picture([served("engine", 9.0, "w", arm={"swiglu": name}) for name in (odd, "b")], "")
         assert picture is not None
         assert odd in texts(picture)
         svg = picture.as_svg()
@@ -240,7 +240,7 @@ def test_labels_as_factors() -> None:
 
 
 def test_arms_side_by_side() -> None:
-    rows = rows_of(EngineRow, PeerRow)
+    rows = rows_of("engine", "peers")
     found = records(throughput_picture(rows, ""))
     assert [(row["name"], float(row["median"])) for row in found] == [
         ("torch", 1000), ("fused", 1500), ("transformers padded", 500),
@@ -248,14 +248,14 @@ def test_arms_side_by_side() -> None:
     waits = waiting_pictures(rows, "")
     assert [one.name for one in waits] == ["waiting-ttft", "waiting-tpot", "waiting-gap"]
     assert {(row["p50"], row["p99"]) for row in records(waits[0])} == {("1.0", "4.0")}
-    assert throughput_picture([served(EngineRow, None, "chat")], "") is None
-    (variants,) = variant_pictures(rows_of(KernelRow), ["swiglu"], "")
+    assert throughput_picture([served("engine", None, "chat")], "") is None
+    (variants,) = variant_pictures(rows_of("kernels"), ["swiglu"], "")
     assert variants.name == "variants-rms_norm"
     assert [row["name"] for row in records(variants)] == ["torch", "one_pass"]
 
 
 def test_a_steps_parts_sum_up_to_the_step() -> None:
-    steps = steps_of(rows_of(StepRow), rows_of(EngineRow))
+    steps = steps_of(rows_of("step"), rows_of("engine"))
     assert [(one.arm, one.step_us) for one in steps] == [("torch", 1000.0), ("fused", 1000.0)]
     for one in steps:
         assert math.isclose(sum(one.parts.values()), one.step_us)
@@ -265,8 +265,8 @@ def test_a_steps_parts_sum_up_to_the_step() -> None:
     table = step_table(steps)
     line = next(line for line in table.lines if not isinstance(line, str))
     assert [cell.text for cell in line] == ["swiglu.torch", "20", "600.0", "60.0%"]
-    twice = [row.model_copy(update={"replicate": index}) for row in rows_of(StepRow) for index in (0, 1)]
-    again = steps_of(twice, rows_of(EngineRow))
+    twice = [row.model_copy(update={"replicate": index}) for row in rows_of("step") for index in (0, 1)]
+    again = steps_of(twice, rows_of("engine"))
     assert [(one.arm, one.step_us, one.steps) for one in again] == [("torch", 1000.0, 20), ("fused", 1000.0, 20)]
     assert again[0].parts == steps[0].parts
     assert steps_of([], []) == []
@@ -274,14 +274,14 @@ def test_a_steps_parts_sum_up_to_the_step() -> None:
 
 
 def all_pictures() -> list[Picture]:
-    kernels, engines = rows_of(KernelRow), rows_of(EngineRow)
-    odd = served(EngineRow, 700.0, EVIL, settings={"prefix_cache": EVIL})
+    kernels, engines = rows_of("kernels"), rows_of("engine")
+    odd = served("engine", 700.0, EVIL, settings={"prefix_cache": EVIL})
     found = [
         *roofline_pictures([*kernels, kernel("swiglu", EVIL, 2.0, {"T": 9})], "some CPU", EVIL),
         *kernel_curves([*kernels, *(kernel("swiglu", "_x$y", 2.0, {"T": size}) for size in (1, 2))], {"swiglu": 1}, ""),
         throughput_picture([*engines, odd], ""),
         *waiting_pictures([*engines, odd], ""),
-        breakdown_picture(steps_of(rows_of(StepRow), engines), ""),
+        breakdown_picture(steps_of(rows_of("step"), engines), ""),
     ]
     return [one for one in found if one is not None]
 

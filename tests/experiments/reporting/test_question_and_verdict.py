@@ -1,6 +1,6 @@
 """What was asked, and what came out, in sentences."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,12 @@ import pytest
 from experiments.reporting.numerics import parity_table
 from experiments.reporting.question import question_of
 from experiments.reporting.rendering import as_html
-from experiments.reporting.replicates import merged
+from experiments.reporting.replicates import merged, processes
 from experiments.reporting.report import report_of
 from experiments.reporting.tables import tables_of
-from experiments.reporting.verdict import verdict_of
+from experiments.reporting.verdict import Verdict, verdict_of
 from experiments.runs.reading import read_run
-from experiments.runs.rows import EngineRow, KernelRow, ParityRow, Row
+from experiments.runs.rows import Row
 from tests.experiments.reporting.recorded import QUANTILES, check, everything, kernel, parity, record, served
 
 
@@ -40,97 +40,102 @@ def test_the_question_is_the_comment_at_the_top(source: str, heading: str, text:
     assert (found.heading, found.text, found.asked) == (heading, text, asked)
 
 
-def verdict(rows: list[Row], processes: int = 1, finished: bool = True) -> str:
-    found = verdict_of(merged(rows), processes, finished)
+def judge(rows: Sequence[Row], finished: bool = True, **environment: Any) -> Verdict:
+    """The verdict without a test of arms, as of a run with few processes."""
+    return verdict_of(merged(rows), processes(rows), finished, None, environment)
+
+
+def verdict(rows: Sequence[Row], finished: bool = True, **environment: Any) -> str:
+    found = judge(rows, finished, **environment)
     return " ".join([found.sentence, *found.notes])
 
 
-def test_all_is_well() -> None:
-    arms = [served(EngineRow, 1000.0, ""), served(EngineRow, 1500.0, "", arm={"swiglu": "fused"})]
+def test_of_one_process_an_arm_the_range_is_told_and_no_winner() -> None:
+    arms = [served("engine", 1000.0, ""), served("engine", 1500.0, "", arm={"swiglu": "fused"})]
     rows = [check("swiglu", "torch"), check("swiglu", "fused"), *arms, parity({"swiglu": "fused"}, 4)]
-    found = verdict_of(rows, 1, True)
+    found = judge(rows)
     assert found.good
-    assert found.sentence == (
-        "All 2 variants were right and all 2 arms gave the same tokens; the arm fused was the fastest: 1,500 "
-        "tokens/s, 1.5 times the first arm's (torch)."
-    )
+    assert found.sentence == "All 2 variants were right at the 1 point of this run and all 2 arms gave the same tokens."
     assert found.notes == (
-        "One process each: no test says which of these differences are noise; with replicates: 5, tk compare does.",
+        "2 of 2 arms timed; not judged: one process an arm; 1,000 tokens/s (torch) to 1,500 tokens/s (fused).",
+    )
+
+
+def test_few_processes_are_no_test_either() -> None:
+    assert verdict(repeated({"torch": 1000.0, "fused": 1500.0}, count=4)) == (
+        "2 of 2 arms timed; not judged: 4 processes an arm, and a test needs 5; 1,005 tokens/s (torch) to 1,508 "
+        "tokens/s (fused)."
     )
 
 
 def test_speeds_of_other_sizes_dtypes_and_models_are_not_compared() -> None:
     sizes = {"torch": {1: 100.0, 256: 6000.0}, "fused": {1: 150.0, 256: 7200.0}}
     rows: list[Row] = [
-        served(EngineRow, speed, "", arm={"swiglu": name}, settings={"workload.num_requests": size})
+        served("engine", speed, "", arm={"swiglu": name}, settings={"workload.num_requests": size})
         for name, speeds in sizes.items()
         for size, speed in speeds.items()
     ]
-    assert verdict(rows).startswith(
-        "With “num_requests 1”, the arm fused was the fastest: 150 tokens/s, 1.5 times the first arm's (torch). "
-        "With “num_requests 256”, the arm fused was the fastest: 7,200 tokens/s, 1.2 times the first arm's (torch). One"
+    assert verdict(rows) == (
+        "4 of 4 arms timed; with “num_requests=1”, not judged: one process an arm; 100 tokens/s (torch) to 150 "
+        "tokens/s (fused). With “num_requests=256”, not judged: one process an arm; 6,000 tokens/s (torch) to "
+        "7,200 tokens/s (fused)."
     )
-    told = []
     for key, names in (("dtype", ("float32", "bfloat16")), ("model", ("small", "large"))):
         rows = [
-            served(EngineRow, speed, "", settings={key: name}, **({"dtype": name} if key == "dtype" else {}))
+            served("engine", speed, "", settings={key: name}, **({"dtype": name} if key == "dtype" else {}))
             for name, speed in zip(names, (10.0, 1000.0), strict=True)
         ]
-        told.append(verdict(rows))
-    assert told == [
-        f"With “{one}”, this engine served 10 tokens/s. With “{other}”, this engine served 1,000 tokens/s."
-        for one, other in (("dtype float32", "dtype bfloat16"), ("model small", "model large"))
-    ]
+        text = verdict(rows)
+        for name, speed in zip(names, ("10", "1,000"), strict=True):
+            assert f"ith “{key}={name}”, not judged: one process an arm; {speed} tokens/s." in text
 
 
-def test_a_peer_is_told_beside_the_arm_of_its_sizes() -> None:
-    (speedup,) = [row for row in everything() if row.stage == "speedup"]
+def test_a_peer_stands_in_the_range_of_its_place() -> None:
     sizes: list[dict[str, Any]] = [{"workload.num_requests": size} for size in (1, 2)]
     rows: list[Row] = [
-        *(served(EngineRow, 1000.0, "chat", settings=one) for one in sizes),
-        speedup.model_copy(update={"settings": sizes[1]}),  # type: ignore[list-item]
+        *(served("engine", 1000.0, "chat", settings=one) for one in sizes),
+        served("peers", 500.0, "chat", arm={}, settings=sizes[1], peer="transformers_padded"),
     ]
     text = verdict(rows)
-    assert "With “num_requests 2”, this engine served 1,000 tokens/s, 2 times the tokens per second of trans" in text
-    assert "num_requests 1”, this engine served 1,000 tokens/s. " in text
+    assert "With “num_requests=2”, not judged: one process an arm; 500 tokens/s (peer transformers_padded) to" in text
+    assert "with “num_requests=1”, not judged: one process an arm; 1,000 tokens/s. " in text
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ([{}], "all 2 arms gave the same tokens;"),
-        ([{"workload.input_len": 8}, {"workload.input_len": 9}], "the same tokens with each of 2 workloads;"),
-        ([{"model": "a"}, {"model": "b"}], "all 2 arms gave the same tokens with each of 2 models;"),
+        ([{}], "all 2 arms gave the same tokens. 2 of 2"),
+        ([{"workload.input_len": 8}, {"workload.input_len": 9}], "the same tokens at each of 2 workloads or models."),
+        ([{"model": "a"}, {"model": "b"}], "all 2 arms gave the same tokens at each of 2 workloads or models."),
         (
             [{"model": name, "workload.input_len": size} for name in "ab" for size in (8, 9)],
-            "all 2 arms gave the same tokens with each of 4 workloads and models;",
+            "all 2 arms gave the same tokens at each of 4 workloads or models.",
         ),
     ],
 )
 def test_only_arms_that_were_compared_gave_the_same_tokens(settings: list[dict[str, Any]], said: str) -> None:
     rows: list[Row] = []
     for one in settings:
-        rows += [served(EngineRow, 1000.0, "chat", arm={"swiglu": name}, settings=one) for name in ("torch", "fused")]
+        rows += [served("engine", 1000.0, "chat", arm={"swiglu": name}, settings=one) for name in ("torch", "fused")]
         rows.append(parity({"swiglu": "fused"}, 4, settings=one))
     assert said in verdict(rows).lower()
     lines = tables_of(rows)["engine"].lines
     assert [line[-2].text for line in lines if not isinstance(line, str)] == ["first arm", "yes"] * len(settings)
-    caption = parity_table([row for row in rows if isinstance(row, ParityRow)], []).caption
+    caption = parity_table([row for row in rows if row.stage == "parity"], []).caption
     whose = "(swiglu torch)." if len(settings) == 1 else "of the same model, workload and sizes (swiglu torch)."
     assert caption.startswith(f"Beside the first arm {whose}")
 
 
 def test_requests_that_failed_are_said_everywhere(tmp_path: Path) -> None:
-    whole = served(EngineRow, 1000.0, "", arm={"swiglu": "torch"})
+    whole = served("engine", 1000.0, "", arm={"swiglu": "torch"})
     short = served(
-        EngineRow, 5000.0, "", arm={"swiglu": "fused"}, requests_failed=3, requests_error="the prompt is too long"
+        "engine", 5000.0, "", arm={"swiglu": "fused"}, requests_failed=3, requests_error="the prompt is too long"
     )
     rows: list[Row] = [whole, short, parity({"swiglu": "fused"}, 4, workload="", requests=1, requests_equal=1)]
-    found = verdict_of(rows, 1, True)
+    found = judge(rows)
     assert not found.good
     assert found.sentence == (
-        "3 of 4 requests failed (fused) and all 2 arms gave the same tokens to the requests that both served; the arm "
-        "torch served 1,000 tokens/s (1 that failed more requests left out)."
+        "3 of 4 requests failed (fused) and all 2 arms gave the same tokens to the requests that both served."
     )
     line = tables_of(rows)["engine"].lines[1]
     assert [cell.text for cell in line[1:2]] == ["3 of 4 failed"]  # type: ignore[union-attr]
@@ -145,85 +150,60 @@ def test_requests_that_failed_are_said_everywhere(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_comes_first_and_a_cut_run_says_so() -> None:
-    text = verdict(everything(), finished=False)  # type: ignore[arg-type]
-    assert text.startswith("2 of 4 variants are not right (swiglu.crash, swiglu.wrong) and 1 of 1 comparisons")
-    assert "With “chat”, 2 times the tokens per second of transformers padded (IQR 0.10)." in text
-    assert "; the lowest perplexity is rtn's at 4 bits (27); the dense model's is 26.5." in text
-    assert text.endswith("The run has not ended: what follows is what it knew when it was cut off.")
-    assert not verdict_of(everything(), 1, True).good  # type: ignore[arg-type]
-
-
-def test_a_single_arm_is_told_beside_its_peers() -> None:
-    rows = [row for row in everything() if row.stage in ("speedup", "peers")]
-    text = verdict([served(EngineRow, 1000.0, "chat"), *rows])  # type: ignore[list-item]
+    text = verdict(everything(), finished=False)
     assert text.startswith(
-        "This engine served 1,000 tokens/s, 2 times the tokens per second of transformers padded (IQR 0.10). One"
+        "2 of 4 variants are not right at the 1 point of this run (swiglu.crash, swiglu.wrong) and 1 of 1 comparisons"
     )
+    assert " The lowest perplexity is rtn's at 4 bits (27); the dense model's is 26.5." in text
+    assert text.endswith("The run has not ended: what follows is what it knew when it was cut off.")
+    assert not judge(everything()).good
 
 
 def test_nothing_is_made_of_what_was_not_measured() -> None:
-    interpreted = [served(EngineRow, None, "")]
-    assert verdict(interpreted) == "No arm's speed was measured (swiglu interpreted on a CPU: not measured)."
-    one = [served(EngineRow, 1000.0, ""), served(EngineRow, None, "", arm={"swiglu": "fused"})]
-    assert verdict(one) == "The arm torch served 1,000 tokens/s, and the other arm was not timed."
-    assert verdict([kernel("swiglu", "fused", None, {"T": 1})]) == (
-        "No speed was measured (interpreted: not measured)."
+    interpreted = [served("engine", None, "")]
+    assert verdict(interpreted) == "0 of 1 arm timed (swiglu interpreted on a CPU: not measured)."
+    one = [served("engine", 1000.0, ""), served("engine", None, "", arm={"swiglu": "fused"})]
+    assert verdict(one) == (
+        "1 of 2 arms timed (swiglu interpreted on a CPU: not measured); not judged: one process an arm; 1,000 tokens/s."
     )
+    assert verdict([kernel("swiglu", "fused", None, {"T": 1})]) == ("0 of 1 variant timed (interpreted: not measured).")
     assert verdict([]) == "Nothing was measured."
-    assert not verdict_of([], 1, True).good
+    assert not judge([]).good
 
 
-def test_medians_nearer_than_their_spreads_are_said_to_overlap() -> None:
-    arms = [served(EngineRow, 1000.0, ""), served(EngineRow, 1050.0, "", arm={"swiglu": "fused"})]
-    assert "1.05 times the first arm's (torch) (nearer than their spreads)" in verdict(arms)
-
-
-def test_kernels_alone_by_op() -> None:
+def test_of_kernels_alone_no_variant_is_called_the_fastest_without_a_test() -> None:
     times = [("torch", 3.0, 1), ("fused", 2.0, 1), ("torch", 3.0, 2), ("fused", 4.5, 2), ("torch", 9.0, 4)]
     rows: list[Row] = [kernel("swiglu", name, us, {"T": size}) for name, us, size in (*times, ("fused", 3.0, 4))]
-    assert verdict(rows).startswith("For swiglu, fused was the fastest at 2 of 3 points, up to 3 times as fast as")
+    assert verdict(rows) == (
+        "2 of 2 variants timed; for swiglu, not judged: one process an arm; the slowest variant's time is 1.5 to 3 "
+        "times the fastest's at a point, 2 to 9 us."
+    )
+    assert verdict(rows[:1]) == "1 of 1 variant timed; for swiglu, not judged: one process an arm; 3 us."
 
 
-def test_the_fastest_variant_is_told_by_points_beside_the_first() -> None:
-    times = {"torch": (3.0, 4.0, 5.0, 9.0, 9.0), "fused": (6.0, 2.0, 1.0, 8.0, 9.1), "tiled": (9.0, 9.0, 9.0, 2.0, 9.2)}
-    rows: list[Row] = [
-        kernel("swiglu", name, us, {"T": 2**power}) for name, some in times.items() for power, us in enumerate(some)
-    ]
-    assert verdict(rows).startswith(
-        "For swiglu, torch was the fastest at 2 of 5 points, up to 2 times as fast as the next (T=1, T=16), "
-        "fused at 2, up to 5 times as fast as torch (T=2 to T=4), tiled at 1, up to 4.5 times as fast as torch (T=8). "
+def test_a_busy_machine_is_said_beside_the_verdict() -> None:
+    host = {"cpus": 2}
+    rows = [served("engine", 1000.0, "", load_before=1.5, load_after=7.94)]
+    assert "The machine was busy: 7.9 processes ran or waited on its 2 cores (before and after" in verdict(
+        rows, host=host
     )
-    alone = [row for row in rows if isinstance(row, KernelRow) and row.variant == "torch"]
-    assert verdict([*alone]) == (
-        "Swiglu.torch was timed, beside no other variant of the same op; swiglu.torch took 3 us (T=1) to 9 us (T=8)."
-    )
+    assert "busy" not in verdict([rows[0].model_copy(update={"load_after": 2.1})], host=host)
+    assert "busy" not in verdict(rows)  # nobody knows how many cores there were
+
+
+def test_outside_variants_that_were_never_checked_are_named() -> None:
+    text = verdict([served("engine", 1000.0, "")], unchecked=["swiglu.mine"])
+    assert text.endswith(" Never put through `tk check`: swiglu.mine.")
 
 
 def waiting(gap: float, ttft: float) -> dict[str, dict[str, float]]:
     return {"gap_s": {**QUANTILES, "p99": gap}, "ttft_s": {**QUANTILES, "p50": ttft}}
 
 
-def test_what_users_wait_for_is_told_where_it_differs_more_than_the_throughput() -> None:
-    chunks = {
-        16: (1000.0, waiting(0.004, 0.012)),
-        64: (1100.0, waiting(0.008, 0.01)),
-        256: (900.0, waiting(0.04, 0.008)),
-    }
-    rows: list[Row] = [
-        served(EngineRow, speed, "", settings={"max_chunk_tokens": size}, **waits)
-        for size, (speed, waits) in chunks.items()
-    ]
-    assert verdict(rows).startswith(
-        "The arm max_chunk_tokens 64 was the fastest: 1,100 tokens/s, 1.1 times the first arm's (max_chunk_tokens 16) "
-        "(nearer than their spreads); the gap (p99) differs more: with max_chunk_tokens 256 it is 10 times that with "
-        "max_chunk_tokens 16. One process each: no test"
-    )
-
-
 def test_of_five_processes_the_largest_real_difference_in_waiting_is_told(tmp_path: Path) -> None:
     rows = repeated({"torch": 1000.0, "fused": 1000.0}, {"fused": waiting(0.04, 0.0009)})
     sentence = report_of(read_run(record(tmp_path / "run", rows))).verdict.sentence
-    assert sentence.startswith("No arm's tokens per second differ from those of torch by more than noise (a change of ")
+    assert "no arm's tokens per second differ from those of torch by more than noise (a change of " in sentence
     assert "; of what users wait for, the gap (p99) differs most: that of fused is 10 times that of torch (" in sentence
 
 
@@ -236,26 +216,19 @@ def test_of_five_processes_the_variants_that_are_really_faster_are_told_by_point
     ]
     found = report_of(read_run(record(tmp_path / "run", rows))).verdict
     assert found.sentence == (
-        "For swiglu, of 3 points, torch is beaten by fused at 2, up to 2.5 times as fast (T=1 to T=2)."
+        "2 of 2 variants timed; for swiglu, of 3 points, torch is beaten by fused at 2, up to 2.5 times as fast "
+        "(T=1 to T=2)."
     )
     assert found.notes == ("Of 3 kernel times beside the first variant's, 2 better, 1 worse.",)
 
 
-def test_what_is_the_same_is_not_told_as_so_many_times() -> None:
-    rows: list[Row] = [served(EngineRow, 1000.0, "", arm={"swiglu": name}) for name in ("torch", "fused")]
-    assert "1,000 tokens/s, about the next one's (fused)" in verdict(rows)
-    kernels: list[Row] = [kernel("swiglu", name, 3.0, {"T": 1}) for name in ("torch", "fused")]
-    assert "torch was the fastest at 1 of 1 points, about as fast as the next" in verdict(kernels)
-    (speedup,) = [row for row in everything() if row.stage == "speedup"]
-    peers = [served(EngineRow, 1000.0, "chat"), speedup.model_copy(update={"speedup": 1.001})]
-    assert "1,000 tokens/s, about the tokens per second of transformers padded" in verdict(peers)
-
-
-def repeated(speeds: dict[str, float], waits: Mapping[str, dict[str, dict[str, float]]] | None = None) -> list[Row]:
-    """Five processes of each arm, each a little off."""
+def repeated(
+    speeds: dict[str, float], waits: Mapping[str, dict[str, dict[str, float]]] | None = None, count: int = 5
+) -> list[Row]:
+    """So many processes of each arm, each a little off."""
     return [
         served(
-            EngineRow,
+            "engine",
             speed * (1 + 0.01 * (index % 3)),
             "",
             arm={"swiglu": name},
@@ -263,14 +236,16 @@ def repeated(speeds: dict[str, float], waits: Mapping[str, dict[str, dict[str, f
             task=f"{name}{index}",
             **(waits or {}).get(name, {}),
         )
-        for index in range(5)
+        for index in range(count)
         for name, speed in speeds.items()
     ]
 
 
 def test_with_five_processes_a_test_says_what_is_noise(tmp_path: Path) -> None:
     faster = report_of(read_run(record(tmp_path / "a", repeated({"torch": 1000.0, "fused": 1500.0}))))
-    assert faster.verdict.sentence.startswith("The arm fused serves 1.5 times the tokens per second of torch (")
+    assert faster.verdict.sentence.startswith(
+        "2 of 2 arms timed; the arm fused serves 1.5 times the tokens per second of torch ("
+    )
     assert faster.verdict.notes == ()
     throughput = next(one for one in faster.pictures if one.name == "throughput")
     assert throughput.records[0][-1] == pytest.approx((1000, 1010, 1020, 1000, 1010))  # of each process one
@@ -280,7 +255,7 @@ def test_with_five_processes_a_test_says_what_is_noise(tmp_path: Path) -> None:
     assert any(not isinstance(line, str) and line[-1].tone == "better" for line in section.tables[0].lines)
     same = report_of(read_run(record(tmp_path / "b", repeated({"torch": 1000.0, "fused": 1000.0}))))
     assert same.verdict.sentence.startswith(
-        "No arm's tokens per second differ from those of torch by more than noise (a change of "
+        "2 of 2 arms timed; no arm's tokens per second differ from those of torch by more than noise (a change of "
     )
     slower = report_of(read_run(record(tmp_path / "c", repeated({"torch": 1000.0, "fused": 500.0}))))
-    assert slower.verdict.sentence == "No arm is faster than torch, and 1 of 1 others are slower."
+    assert slower.verdict.sentence == "2 of 2 arms timed; no arm is faster than torch, and 1 of 1 others are slower."

@@ -6,7 +6,7 @@ import pytest
 
 from experiments.reporting.points import engine_points
 from experiments.reporting.replicates import merged, processes
-from experiments.runs.rows import ROW, CheckRow, EngineRow, KernelRow, ParityRow, Row
+from experiments.runs.rows import COLUMNS, ROW, Row
 from tests.experiments.runs.folders import kernel_row
 
 COMMON: dict[str, Any] = {"run_id": "a", "arm": {"swiglu": "torch"}, "dtype": "float32", "device": "cpu"}
@@ -19,7 +19,7 @@ def timed(median: float, replicate: int, **more: Any) -> Row:
 def test_the_figure_is_the_median_over_processes_and_its_spread_lies_between_them() -> None:
     rows = [timed(2.0, 0), timed(4.0, 1), timed(3.0, 2), timed(9.0, 0, variant="fused")]
     first, second = merged(rows)
-    assert isinstance(first, KernelRow)
+    assert first.stage == "kernels"
     assert (first.median_us, first.iqr_us, first.samples_us) == (3.0, 1.0, [2.0, 4.0, 3.0])
     assert second == rows[-1]  # of one process: as it was, with its samples' own spread
     assert processes(rows) == 3
@@ -38,21 +38,21 @@ def test_other_shapes_dtypes_and_arms_stay_apart() -> None:
 
 
 def test_checks_are_never_merged() -> None:
-    check = CheckRow(**COMMON, status="ok", point="p", seed=0, max_error_ratio=0.1, rms_error_ratio=0.1)
+    check = Row(stage="check", **COMMON, status="ok", point="p", seed=0, max_error_ratio=0.1, rms_error_ratio=0.1)
     assert merged([check, check.model_copy(update={"seed": 1})]) == [check, check.model_copy(update={"seed": 1})]
 
 
-def served(tokens_per_s: float, replicate: int) -> EngineRow:
-    figures: dict[str, Any] = dict.fromkeys(EngineRow.required["ok"])
+def served(tokens_per_s: float, replicate: int) -> Row:
+    figures: dict[str, Any] = dict.fromkeys(COLUMNS["engine"]["ok"])
     figures |= {"workload": "", "tokens_per_s": tokens_per_s, "tokens_per_s_iqr": 1.0, "seconds": [9.0, 1.0, 0.5]}
     figures |= {"output_tokens": 60}
     figures |= {"ttft_s": {"p50": tokens_per_s}, "requests": 1, "speed_reason": None}
-    return EngineRow(**COMMON, **figures, status="ok", replicate=replicate)
+    return Row(stage="engine", **COMMON, **figures, status="ok", replicate=replicate)
 
 
 def test_an_arm_that_several_processes_served() -> None:
     (row,) = merged([served(10, 0), served(30, 1), served(20, 2)])
-    assert isinstance(row, EngineRow)
+    assert row.stage == "engine"
     assert (row.tokens_per_s, row.tokens_per_s_iqr, row.seconds) == (20, 10, [6, 2, 3])
     (point,) = engine_points([row], "tokens_per_s")
     assert (point.median, point.low, point.high) == (20, 15, 25)  # of the processes, not of all their rounds
@@ -64,17 +64,17 @@ def test_requests_that_failed_in_one_process_are_not_forgotten() -> None:
     bad = served(30, 1).model_copy(update={"requests_failed": 1, "requests_error": "too long"})
     for rows in ([served(10, 0), bad], [served(10, 0).model_copy(update={"tokens_per_s": None}), bad]):
         (row,) = merged(rows)
-        assert isinstance(row, EngineRow)
+        assert row.stage == "engine"
         assert row.unserved == "1 of 1 requests failed: too long"
 
 
 def test_of_several_comparisons_the_worst_is_shown() -> None:
-    def parity(equal: int, drift: float, replicate: int) -> ParityRow:
-        return ParityRow(
+    def parity(equal: int, drift: float, replicate: int) -> Row:
+        return Row(stage="parity",
             **COMMON, status="ok", workload="", first_arm={}, tokens_equal=equal == 4, requests_equal=equal, requests=4,
             first_divergence=None, logprob_drift=drift, replicate=replicate,
         )  # fmt: skip
 
     (row,) = merged([parity(4, 0.1, 0), parity(3, 0.0, 1), parity(3, 0.2, 2), parity(4, 0.9, 3)])
-    assert isinstance(row, ParityRow)
+    assert row.stage == "parity"
     assert (row.requests_equal, row.logprob_drift) == (3, pytest.approx(0.2))

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from experiments.runs.reading import SCHEMA
+from experiments.runs.rows import VERSION
 
 RESOLVED: Mapping[str, Any] = {"name": "test", "kernels": {"swiglu": ["torch", "fused"]}, "dtype": "float32"}
 ENVIRONMENT: Mapping[str, Any] = {
@@ -30,7 +31,8 @@ def kernel_row(median_us: float, variant: str = "torch", replicate: int = 0, **m
         "run_id": "0123abcd", "stage": "kernels", "task": f"kernels swiglu {variant} {replicate}",
         "replicate": replicate, "task_rows": 1, "arm": {"swiglu": variant}, "settings": {}, "op": "swiglu",
         "variant": variant, "axes": {"T": 2, "I": 8}, "serves": None, "dtype": "float32", "device": "cpu",
-        "status": "ok", "reason": None, "not_finite": None, "yardstick_us": None, "point": "decode",
+        "status": "ok", "reason": None, "not_finite": None, "host_peak_bytes": None,
+        "device_peak_bytes": None, "load_before": None, "load_after": None, "yardstick_us": None, "point": "decode",
         "median_us": median_us, **UNTIMED, **more,
     }  # fmt: skip
 
@@ -50,9 +52,9 @@ def write_run(
     (folder / "environment.json").write_text(json.dumps(environment))
     (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     about = {
-        "schema": SCHEMA, "run_id": "0123abcd", "name": "test", "created": "2026-01-02T03:04:05+00:00",
-        "finished": "2026-01-02T03:05:05+00:00", "resolved_sha256": hashlib.sha256(text).hexdigest(), "tasks": 1,
-        "executor": "local",
+        "schema": SCHEMA, "rows_version": VERSION, "run_id": "0123abcd", "name": "test",
+        "created": "2026-01-02T03:04:05+00:00", "finished": "2026-01-02T03:05:05+00:00",
+        "resolved_sha256": hashlib.sha256(text).hexdigest(), "tasks": 1,        "executor": "local",
     }  # fmt: skip
     (folder / "run.json").write_text(json.dumps({**about, **meta}))
     return folder

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from experiments.cli import app
 from experiments.runs.folder import new_run_id
-from experiments.runs.rows import CheckRow
+from experiments.runs.rows import Row
 from tests.experiments.runs.folders import ENVIRONMENT, kernel_row, write_run
 from tests.experiments.runs.test_verdicts import changed, failed, timed
 
@@ -185,8 +185,10 @@ def test_a_figure_that_came_out_infinite_leaves_its_column_one_of_numbers(tmp_pa
         "device": "cpu", "point": "decode", "seed": 0, "rms_error_ratio": None,
     }  # fmt: skip
     rows = [
-        CheckRow(**common, status="ok", max_error_ratio=0.5),
-        CheckRow(**common, status="wrong", max_error_ratio=float("inf"), reason="max error", replay="tk check"),
+        Row(stage="check", **common, status="ok", max_error_ratio=0.5),
+        Row(
+            stage="check", **common, status="wrong", max_error_ratio=float("inf"), reason="max error", replay="tk check"
+        ),
     ]
     file = tmp_path / "results.jsonl"
     file.write_text("".join(row.as_json() + "\n" for row in rows))

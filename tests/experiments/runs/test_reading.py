@@ -120,7 +120,7 @@ def test_damage_that_no_kill_leaves_is_refused_with_its_line(tmp_path: Path) -> 
     file.write_bytes(first[:50] + b"\n" + second)
     assert "results.jsonl: line 1 is no row: Invalid JSON" in refusal(folder)
     file.write_bytes(first + second.replace(b'"decode"', b'{"a": 1}'))
-    assert "line 2 is no row: kernels.point: Input should be a valid string" in refusal(folder)
+    assert "line 2 is no row: point: Input should be a valid string" in refusal(folder)
     file.write_bytes(first + first)
     assert "task 'kernels swiglu torch 0' has 2 rows, and says that it wrote 1" in refusal(folder)
 

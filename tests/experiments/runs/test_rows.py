@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from experiments.runs.rows import ROW, CheckRow, EngineRow, KernelRow, ParityRow, StepRow
+from experiments.runs.rows import ROW, Row
 
 COMMON: dict[str, Any] = {
     "run_id": "a", "arm": {"swiglu": "fused"}, "op": "swiglu", "variant": "fused", "dtype": "float32", "device": "cpu",
@@ -23,10 +23,10 @@ UNTIMED: dict[str, Any] = {**TIMED, **dict.fromkeys(("median_us", "iqr_us", "min
 
 def test_a_row_is_read_back_as_it_was_written() -> None:
     rows = [
-        KernelRow(**COMMON, status="ok", **TIMED),
-        KernelRow(**COMMON, status="ok", **{**UNTIMED, "speed_reason": "interpreted"}),
-        KernelRow(**COMMON, status="failed", reason="out of memory"),
-        CheckRow(
+        Row(stage="kernels", **COMMON, status="ok", **TIMED),
+        Row(stage="kernels", **COMMON, status="ok", **{**UNTIMED, "speed_reason": "interpreted"}),
+        Row(stage="kernels", **COMMON, status="failed", reason="out of memory"),
+        Row(stage="check",
             **COMMON, status="wrong", reason="max error", seed=0, max_error_ratio=float("inf"), rms_error_ratio=None,
             replay="tk check",
         ),
@@ -37,12 +37,12 @@ def test_a_row_is_read_back_as_it_was_written() -> None:
 
 def test_what_is_no_finite_number_is_null_and_told_in_words() -> None:
     figures = {"seed": 0, "max_error_ratio": math.inf, "rms_error_ratio": 0.5, "replay": "tk check"}
-    check = CheckRow(**COMMON, status="wrong", reason="max error", **figures)
+    check = Row(stage="check", **COMMON, status="wrong", reason="max error", **figures)
     line = json.loads(check.as_json(), parse_constant=pytest.fail)
     assert (line["max_error_ratio"], line["not_finite"]) == (None, "max_error_ratio is infinite")
     assert ROW.validate_json(check.as_json()) == ROW.validate_python(line) == check
     common = {key: COMMON[key] for key in ("run_id", "arm", "dtype", "device")}
-    parity = ParityRow(
+    parity = Row(stage="parity",
         **common, status="wrong", reason="not finite", workload="", first_arm={}, tokens_equal=False, requests_equal=0,
         requests=1, first_divergence={"request": 0, "place": 2, "margin": -math.inf}, logprob_drift=math.nan,
     )  # fmt: skip
@@ -50,23 +50,23 @@ def test_what_is_no_finite_number_is_null_and_told_in_words() -> None:
     assert line["first_divergence"] == {"request": 0, "place": 2, "margin": None}
     assert line["not_finite"] == "first_divergence.margin is minus infinity; logprob_drift is not a number"
     again = ROW.validate_json(parity.as_json())
-    assert isinstance(again, ParityRow)
+    assert again.stage == "parity"
     assert again.logprob_drift is not None
     assert math.isnan(again.logprob_drift)
     assert again.first_divergence == parity.first_divergence
     for wrong in ("speed is infinite", "median_us", "samples_us.1 is infinite", "median_us is infinite"):
-        row = json.loads(KernelRow(**COMMON, status="ok", **TIMED).as_json())
+        row = json.loads(Row(stage="kernels", **COMMON, status="ok", **TIMED).as_json())
         with pytest.raises(ValidationError, match="not_finite tells of no figure|Extra inputs"):
             ROW.validate_python({**row, "not_finite": wrong})
 
 
 def test_no_sample_is_infinite() -> None:
     with pytest.raises(ValidationError, match="finite number"):
-        KernelRow(**COMMON, status="ok", **{**TIMED, "samples_us": [1.9, math.inf]})
+        Row(stage="kernels", **COMMON, status="ok", **{**TIMED, "samples_us": [1.9, math.inf]})
 
 
 def test_a_figure_that_the_status_does_not_allow_is_absent_and_not_null() -> None:
-    row = json.loads(KernelRow(**COMMON, status="failed", reason="out of memory").as_json())
+    row = json.loads(Row(stage="kernels", **COMMON, status="failed", reason="out of memory").as_json())
     assert "median_us" not in row
     assert row["axes"] is None
 
@@ -89,21 +89,21 @@ def test_no_figure_without_the_status_for_it(
     status: str, reason: str | None, figures: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValidationError, match=message):
-        KernelRow(**COMMON, status=status, reason=reason, **figures)  # type: ignore[arg-type]
+        Row(stage="kernels", **COMMON, status=status, reason=reason, **figures)  # type: ignore[arg-type]
 
 
 def test_an_arm_that_is_wrong_has_no_speed() -> None:
     common = {key: value for key, value in COMMON.items() if key != "point"}
-    EngineRow(**common, status="wrong", reason="its kernel is wrong", workload="")
+    Row(stage="engine", **common, status="wrong", reason="its kernel is wrong", workload="")
     with pytest.raises(ValidationError, match="tokens_per_s"):
-        EngineRow(**common, status="wrong", reason="its kernel is wrong", workload="", tokens_per_s=100.0)
+        Row(stage="engine", **common, status="wrong", reason="its kernel is wrong", workload="", tokens_per_s=100.0)
 
 
 def test_a_range_of_a_step_has_its_times_or_why_it_has_none() -> None:
     common = {key: COMMON[key] for key in ("run_id", "arm", "dtype", "device")}
     times = {"calls": 8, "total_us": 5.0, "self_us": 4.0, "steps": 2, "step_us": 50.0, "share": 0.1}
     names = {"workload": "w", "range": "swiglu.fused", "category": "op", "clock": "host"}
-    row = StepRow(**common, status="ok", op="swiglu", variant="fused", **names, **times, speed_reason=None)
+    row = Row(stage="step", **common, status="ok", op="swiglu", variant="fused", **names, **times, speed_reason=None)
     assert ROW.validate_json(row.as_json()) == row
     with pytest.raises(ValidationError, match="total_us is either given or null with its speed_reason"):
-        StepRow(**common, status="ok", **names, **times, speed_reason="interpreted")
+        Row(stage="step", **common, status="ok", **names, **times, speed_reason="interpreted")

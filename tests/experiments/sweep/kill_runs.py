@@ -27,6 +27,7 @@ MARK = "TKERNELS_TEST_RUN"
 
 _TIMES = ("us", "s", "tokens/s")
 _RATIOS_OF_TIMES = frozenset({"roofline_fraction", "roofline_reason", "speedup", "speedup_iqr", "speedups", "share"})
+_OF_THE_MACHINE = {"host_peak_bytes", "device_peak_bytes", "load_before", "load_after"}
 
 
 def marked(mark: str) -> dict[str, str]:
@@ -58,7 +59,7 @@ def untimed_columns() -> frozenset[str]:
     about = columns()
     parts = [about["every row"], *about["stages"].values()]
     timed = {name for part in parts for name, one in part.items() if one["unit"] in _TIMES}
-    return frozenset(name for part in parts for name in part) - timed - _RATIOS_OF_TIMES - {"run_id"}
+    return frozenset(name for part in parts for name in part) - timed - _RATIOS_OF_TIMES - _OF_THE_MACHINE - {"run_id"}
 
 
 def facts_of(folder: Path) -> Counter[str]:

@@ -10,7 +10,6 @@ from experiments.document import read_document
 from experiments.planning.plan import make_sweep
 from experiments.planning.points import points_of
 from experiments.runs.folder import RunFolder
-from experiments.runs.rows import CheckRow, EngineRow, KernelRow, ParityRow
 from experiments.sweep.listing import all_peer_tasks, check_tasks, engine_tasks, expected_tasks, replicate_key
 from tests.experiments.conftest import Write
 from tests.experiments.test_baselines import SMALL, SYNTHETIC, rows_of
@@ -23,13 +22,13 @@ def test_a_sweep_over_dtypes_is_one_run_whose_rows_are_told_apart(run: Run, chec
         model={"path": str(checkpoint)}, dtype=["float32", "bfloat16"], scheduler=SMALL, repeats=1, device="cpu",
         workload={**SYNTHETIC, "num_requests": [1, 2], "input_len": 4, "output_len": 3}, replicates=2,
     )  # fmt: skip
-    engines = rows_of(folder, EngineRow)
+    engines = rows_of(folder, "engine")
     assert [(row.settings, row.replicate) for row in engines] == [
         ({"dtype": dtype, "workload.num_requests": number}, replicate)
         for replicate, order in ((0, 1), (1, -1))
         for dtype, number in [(d, n) for d in ("float32", "bfloat16") for n in (1, 2)][::order]
     ]
-    for kind in (CheckRow, KernelRow):
+    for kind in ("check", "kernels"):
         rows = rows_of(folder, kind)
         assert {(row.settings["dtype"], row.dtype) for row in rows if row.dtype != "float64"} == {
             ("float32", "float32"), ("bfloat16", "bfloat16"),
@@ -37,7 +36,7 @@ def test_a_sweep_over_dtypes_is_one_run_whose_rows_are_told_apart(run: Run, chec
         about = Counter((row.task, row.point, row.replicate) for row in rows)
         assert set(about.values()) == {1}
     # of one model, what another dtype says is beside the first one's
-    assert [row.settings for row in rows_of(folder, ParityRow)] == [
+    assert [row.settings for row in rows_of(folder, "parity")] == [
         {"dtype": "bfloat16", "workload.num_requests": number} for number in (1, 2)
     ]
 

@@ -10,7 +10,6 @@ from experiments.cli import app
 from experiments.document import read_document
 from experiments.planning.plan import make_sweep
 from experiments.runner import run_experiment
-from experiments.runs.rows import CheckRow
 from experiments.sweep.local import Local
 from experiments.sweep.on_ray import OnRay
 from experiments.sweep.tasks import Executor
@@ -35,7 +34,7 @@ def test_on_ray_a_run_has_the_rows_that_it_has_here(write: Write, tmp_path: Path
         assert folder.meta["executor"] == executor.name
         assert folder.meta["finished"]
         found[executor.name] = facts_of(folder.path)
-        dead, alive = [row for row in folder.rows if isinstance(row, CheckRow) and row.variant == "doubled"]
+        dead, alive = [row for row in folder.rows if row.stage == "check" and row.variant == "doubled"]
         assert alive.status == "ok"
         assert str(dead.reason).startswith("its process left with exit status 3; last printed: on my way")
     assert found["local"].total() == 7

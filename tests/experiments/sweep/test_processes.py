@@ -17,7 +17,7 @@ from rich.console import Console
 from experiments.document import read_document
 from experiments.planning.plan import make_sweep
 from experiments.runner import run_experiment
-from experiments.runs.rows import ROW, CheckRow, KernelRow
+from experiments.runs.rows import ROW
 from experiments.sweep.local import Local
 from experiments.sweep.tasks import Ended, Task, Tell
 from tests.experiments.conftest import Write
@@ -65,7 +65,7 @@ def test_whatever_ends_a_task_is_its_row_and_the_others_go_on(tmp_path: Path, ru
     done = subprocess.run(command(file, out), capture_output=True, text=True, check=False, env=marked(run_id))
     assert done.returncode == 1, done.stderr
     rows = [ROW.validate_json(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    checks = {row.variant: row for row in rows if isinstance(row, CheckRow)}
+    checks = {row.variant: row for row in rows if row.stage == "check"}
     assert set(checks) == set(kernels["swiglu"])
     reasons = {name: str(checks[name].reason) for name in DEATHS if checks[name].status == "failed"}
     assert set(reasons) == set(DEATHS) - {"orphans"}
@@ -81,7 +81,7 @@ def test_whatever_ends_a_task_is_its_row_and_the_others_go_on(tmp_path: Path, ru
         assert reasons[name].endswith("(at: I=8,T=2)")
         assert (checks[name].point, checks[name].task_rows) == ("I=8,T=2", 1)
     assert checks["doubled"].status == checks["torch"].status == "ok"
-    timed = {row.variant: row.status for row in rows if isinstance(row, KernelRow)}
+    timed = {row.variant: row.status for row in rows if row.stage == "kernels"}
     assert timed == {"doubled": "ok", "torch": "ok", "orphans": "ok"}
 
 

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 
 from experiments.reporting.pictures import PAPER, SOFT, Picture, legend, log_ticks, look
 from experiments.reporting.table_style import Column, Line, PlainTable, cells, status_cell
-from experiments.runs.rows import QuantizationRow
+from experiments.runs.rows import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def name_of(row: QuantizationRow) -> str:
+def name_of(row: Row) -> str:
     """ "gptq 4 bits g32"."""
     if row.bits is None:
         return str(row.method)
@@ -19,7 +19,7 @@ def name_of(row: QuantizationRow) -> str:
     return f"{row.method} {row.bits} bits{group}"
 
 
-def quantization_table(rows: Sequence[QuantizationRow]) -> PlainTable:
+def quantization_table(rows: Sequence[Row]) -> PlainTable:
     """A line for each model."""
     right = ("perplexity", "KL", "top-1", "disk", "memory", "tokens/s", "x dense")
     columns = (Column("model", whole=True), *(Column(name, right=True) for name in right))
@@ -48,7 +48,7 @@ def quantization_table(rows: Sequence[QuantizationRow]) -> PlainTable:
     return PlainTable("Quantization", columns, tuple(lines), caption)
 
 
-def quantization_picture(rows: Sequence[QuantizationRow], device: str) -> Picture | None:
+def quantization_picture(rows: Sequence[Row], device: str) -> Picture | None:
     """Perplexity over the weights' size in memory, a line for each method; None where no quantized model was judged."""
     judged = [row for row in rows if row.status == "ok" and row.perplexity is not None]
     methods = list(dict.fromkeys(str(row.method) for row in judged if row.bits is not None))
@@ -66,7 +66,7 @@ def quantization_picture(rows: Sequence[QuantizationRow], device: str) -> Pictur
     return Picture("quantization", "Perplexity by size", caption, columns, records, draw)
 
 
-def _draw(figure: "Figure", judged: Sequence[QuantizationRow], methods: Sequence[str]) -> None:
+def _draw(figure: "Figure", judged: Sequence[Row], methods: Sequence[str]) -> None:
     axes = figure.subplots()
     for index, method in enumerate(methods):
         line = sorted((row for row in judged if row.method == method), key=lambda row: row.memory_bytes or 0)

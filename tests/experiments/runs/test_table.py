@@ -5,25 +5,27 @@ from typing import Any
 
 import pytest
 
-from experiments.runs.figures import figures_of
-from experiments.runs.rows import EngineRow, KernelRow, PeerRow, QuantizationRow
+from experiments.runs.rows import COLUMNS, Row
+from experiments.runs.table import times_of
 from tests.experiments.runs.folders import kernel_row
 
 PERCENTILES = {"p50": 0.2, "p90": 0.3, "p99": 0.4}
 
 
-def engine_row(variant: str, rate: float, **more: Any) -> EngineRow:
-    figures = dict.fromkeys(EngineRow.required["ok"])
+def engine_row(variant: str, rate: float, **more: Any) -> Row:
+    figures = dict.fromkeys(COLUMNS["engine"]["ok"])
     figures |= {"workload": "chat", "tokens_per_s": rate, "ttft_s": PERCENTILES, "tpot_s": PERCENTILES}
     figures["gap_s"] = PERCENTILES
     arm = {"swiglu": variant, "rms_norm": "torch"}
-    return EngineRow(run_id="a", arm=arm, dtype="float32", device="cpu", status="ok", **{**figures, **more})
+    return Row(stage="engine", run_id="a", arm=arm, dtype="float32", device="cpu", status="ok", **{**figures, **more})
 
 
-def peer_row(rate: float, **more: Any) -> PeerRow:
-    figures = dict.fromkeys(PeerRow.required["ok"])
+def peer_row(rate: float, **more: Any) -> Row:
+    figures = dict.fromkeys(COLUMNS["peers"]["ok"])
     figures |= {"workload": "chat", "peer": "transformers", "tokens_per_s": rate, **more}
-    return PeerRow(run_id="a", arm={"swiglu": "torch"}, dtype="float32", device="cpu", status="ok", **figures)
+    return Row(
+        stage="peers", run_id="a", arm={"swiglu": "torch"}, dtype="float32", device="cpu", status="ok", **figures
+    )
 
 
 def test_a_rate_and_a_time_beside_the_yardstick_say_the_same_of_a_slow_machine() -> None:
@@ -33,7 +35,7 @@ def test_a_rate_and_a_time_beside_the_yardstick_say_the_same_of_a_slow_machine()
             "torch", 50.0, replicate=1, yardstick_us=100.0, ttft_s={"p50": 0.4}, tpot_s={"p50": 0.4}, gap_s={"p99": 0.8}
         ),
     ]
-    figures = figures_of(rows)
+    figures = times_of(rows)
     assert [figure.name for figure in figures.values()] == ["tokens_per_s", "ttft_s.p50", "tpot_s.p50", "gap_s.p99"]
     for figure in figures.values():
         assert figure.has_yardstick
@@ -42,7 +44,7 @@ def test_a_rate_and_a_time_beside_the_yardstick_say_the_same_of_a_slow_machine()
 
 
 def test_a_yardstick_that_one_process_lacks_is_none() -> None:
-    (figure, *_) = figures_of(
+    (figure, *_) = times_of(
         [engine_row("torch", 1.0, yardstick_us=5.0), engine_row("torch", 1.0, replicate=1)]
     ).values()
     assert not figure.has_yardstick
@@ -56,32 +58,38 @@ def test_arms_are_called_by_what_differs_and_stand_beside_peers() -> None:
         engine_row("fused", 1.0, settings={"block_size": 32, "workload.num_requests": 8}),
         peer_row(2.0, settings={"workload.num_requests": 8}),
     ]
-    rates = [figure for figure in figures_of(rows).values() if figure.name == "tokens_per_s"]
+    rates = [figure for figure in times_of(rows).values() if figure.name == "tokens_per_s"]
     assert [figure.title for figure in rates] == [
         "torch, block_size=16", "fused, block_size=32", "fused, block_size=32", "peer transformers",
     ]  # fmt: skip
     few, many = "engine, chat, float32, workload.num_requests=4", "engine, chat, float32, workload.num_requests=8"
     assert [figure.place for figure in rates] == [few, few, many, many]
     assert rates[0].arm == "rms_norm=torch, swiglu=torch, block_size=16"
-    (alone, *_) = figures_of(rows[:1]).values()
+    (alone, *_) = times_of(rows[:1]).values()
     assert alone.title == "block_size=16"
-    (nothing, *_) = figures_of([engine_row("torch", 1.0)]).values()
+    (nothing, *_) = times_of([engine_row("torch", 1.0)]).values()
     assert nothing.title == "the only arm"
 
 
 def test_only_what_was_timed_is_a_figure() -> None:
-    untimed = KernelRow.model_validate({**kernel_row(1.0), "median_us": None, "speed_reason": "interpreted"})
-    failed = EngineRow(run_id="a", arm={}, dtype="float32", device="cpu", status="failed", reason="no", workload="")
-    assert figures_of([untimed, failed]) == {}
+    untimed = Row.model_validate(
+        {"stage": "kernels", **kernel_row(1.0), "median_us": None, "speed_reason": "interpreted"}
+    )
+    failed = Row(
+        stage="engine", run_id="a", arm={}, dtype="float32", device="cpu", status="failed", reason="no", workload=""
+    )
+    assert times_of([untimed, failed]) == {}
 
 
 def test_quantized_models_are_told_apart_by_method_and_bits() -> None:
     common = {"run_id": "a", "arm": {}, "dtype": "float32", "device": "cpu", "status": "ok"}
-    figures = {**dict.fromkeys(QuantizationRow.required["ok"]), "tokens_per_s": 3.0}
+    figures = {**dict.fromkeys(COLUMNS["quantization"]["ok"]), "tokens_per_s": 3.0}
     rows = [
-        QuantizationRow.model_validate({**common, **figures, "method": method, "bits": bits, "group_size": bits and 32})
+        Row.model_validate(
+            {"stage": "quantization", **common, **figures, "method": method, "bits": bits, "group_size": bits and 32}
+        )
         for method, bits in (("dense", None), ("gptq", 4), ("gptq", 8))
     ]
-    assert [figure.arm for figure in figures_of(rows).values()] == [
+    assert [figure.arm for figure in times_of(rows).values()] == [
         "dense", "gptq, 4 bits, group 32", "gptq, 8 bits, group 32",
     ]  # fmt: skip

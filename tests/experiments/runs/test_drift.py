@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.runs.comparison import LEVEL, between_runs, paired
-from experiments.runs.following import slope_of
+from experiments.runs.drift import slope_of
 
 GROUPS = 4
 
@@ -43,7 +43,7 @@ def test_one_disturbed_process_does_not_decide() -> None:
 
 def test_what_follows_exactly_leaves_nothing() -> None:
     slope = slope_of([([0.0, 2.0, 4.0, 8.0, 6.0], [0.0, 1.0, 2.0, 4.0, 3.0])])
-    assert slope.taken_off([2.0, 4.0], [1.0, 2.0]) == pytest.approx([0.0, 0.0], abs=1e-3)
+    assert slope.take_off([2.0, 4.0], [1.0, 2.0]) == pytest.approx([0.0, 0.0], abs=1e-3)
 
 
 def test_what_is_not_known_of_the_slope_counts_where_the_yardstick_moved() -> None:
@@ -61,10 +61,10 @@ def test_a_machine_that_is_another_one_between_two_steady_runs_proves_nothing() 
             level + 0.01 * generator.standard_normal((2, 10)) for level in ([[0], [0.1]], [[0], [0.24]])
         )
         slope = slope_of(list(zip(figures.tolist(), yardsticks.tolist(), strict=True)))
-        first, second = (slope.taken_off(*one) for one in zip(figures.tolist(), yardsticks.tolist(), strict=True))
-        found += between_runs(first, second, 0.0, slope.between_runs(*yardsticks.tolist())).p < LEVEL / 4
+        first, second = (slope.take_off(*one) for one in zip(figures.tolist(), yardsticks.tolist(), strict=True))
+        found += between_runs(first, second, 0.0, slope.variance_between_runs(*yardsticks.tolist())).p < LEVEL / 4
     assert found == 0
     steady = slope_of([(figures[0].tolist(), yardsticks[0].tolist())])
     near = [*yardsticks[0].tolist()], [*yardsticks[0].tolist()]
-    assert steady.between_runs(*near) == 0.0
-    assert steady.between_runs(near[0], [one + 0.1 for one in near[1]]) > 0.09**2
+    assert steady.variance_between_runs(*near) == 0.0
+    assert steady.variance_between_runs(near[0], [one + 0.1 for one in near[1]]) > 0.09**2

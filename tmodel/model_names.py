@@ -1,0 +1,136 @@
+"""What a model's name means: a directory, a trained preset, a model of the Hugging Face hub, or random weights.
+
+`find_model` takes the names that LLM and the command line take. An experiment's YAML says which of these it means, and
+calls the other functions. None of them loads, makes or fetches weights: that is `ModelPlan.directory`'s.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from tmodel.config import ModelConfig
+from tmodel.json_files import ConfigError
+from tmodel.loading import config_of, load_config
+from tmodel.presets import PRESETS, preset_path
+from tmodel.random_weights import RANDOM_PRESETS, num_parameters, random_config
+
+RANDOM = "random:"
+"""Before the name of a published shape, it asks for random weights of that shape."""
+
+_CONFIG_FILES = ("*.json",)
+_DATA_FILES = ("*.json", "*.safetensors", "tokenizer.model")
+"""All that is ever fetched of a hub model: no pickles, no code."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A model whose configuration is known, and whose weights need not be there yet.
+
+    name            what it is called
+    directory       the directory of its weights, which makes a preset or fetches a hub model's on its first call
+    weights         that directory, where they are there already
+    random_weights  how many weights a preset has that was never trained; 0 of every other model
+    """
+
+    name: str
+    config: ModelConfig
+    directory: Callable[[], Path]
+    weights: Path | None = None
+    random_weights: int = 0
+
+
+def find_model(model: str | Path) -> ModelPlan:
+    """The model called `model`: a directory, else a trained preset, else a hub id; or `random:` and a preset.
+
+    Args:
+        model: A name, or a Path, which is a directory alone.
+
+    Raises:
+        ValueError: `model` is neither a str nor a Path.
+        ConfigError: There is no such model, and the message says where it was looked for in which order, or its
+            configuration cannot be served.
+    """
+    if not isinstance(model, str | Path):
+        raise ValueError(f"model must be a name or a path, got {model!r}")
+    directory = Path(model)
+    if directory.is_dir() or isinstance(model, Path):
+        return directory_model(directory)
+    if model.startswith(RANDOM):
+        return random_model(model.removeprefix(RANDOM))
+    if model in PRESETS:
+        return preset_model(model)
+    if directory.exists():
+        raise ConfigError(f"model {model!r} is a file, not a directory with config.json and safetensors")
+    names = [*PRESETS, *(RANDOM + preset for preset in RANDOM_PRESETS)]
+    looked = f"model {model!r}: there is no directory {directory.absolute()}, no trained preset of that name"
+    if not _HUB_ID.fullmatch(model):
+        meant = f"; did you mean {RANDOM + model!r}?" if model in RANDOM_PRESETS else _hint(model, names)
+        raise ConfigError(f"{looked}, and it is no hub id, owner/name; presets are {', '.join(names)}{meant}")
+    try:
+        return hub_model(model)
+    except HubError as error:
+        raise ConfigError(f"{looked}, and {error}") from error.__cause__
+
+
+def directory_model(directory: Path) -> ModelPlan:
+    """The model in `directory`. ConfigError where that is no directory, or its model cannot be served."""
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is not a directory")
+    return ModelPlan(directory.name, load_config(directory), lambda: directory, directory)
+
+
+def preset_model(preset: str) -> ModelPlan:
+    """A preset of presets.json, trained or of random weights. ConfigError where there is none of that name."""
+    if preset in RANDOM_PRESETS:
+        return random_model(preset)
+    if preset not in PRESETS:
+        known = [*PRESETS, *RANDOM_PRESETS]
+        raise ConfigError(f"unknown preset {preset!r}: there is {', '.join(known)}{_hint(preset, known)}")
+    return ModelPlan(preset, config_of(PRESETS[preset].config), lambda: preset_path(preset))
+
+
+def random_model(preset: str) -> ModelPlan:
+    """Random weights of a published shape. ConfigError where there is none of that name."""
+    if preset not in RANDOM_PRESETS:
+        known = [RANDOM + name for name in RANDOM_PRESETS]
+        name = RANDOM + preset
+        raise ConfigError(f"unknown model {name!r}: there is {', '.join(known)}{_hint(name, known)}")
+    shape = RANDOM_PRESETS[preset]
+    return ModelPlan(preset, random_config(shape), lambda: preset_path(preset), random_weights=num_parameters(shape))
+
+
+def hub_model(hub_id: str) -> ModelPlan:
+    """A model of the Hugging Face hub, or of its local cache. HubError where neither has it."""
+    return ModelPlan(hub_id, load_config(_fetch(hub_id, _CONFIG_FILES)), lambda: _fetch(hub_id, _DATA_FILES))
+
+
+class HubError(ConfigError):
+    """A model cannot be fetched from the Hugging Face hub, and is not in its local cache."""
+
+
+def _fetch(hub_id: str, patterns: tuple[str, ...]) -> Path:
+    # Late: few models come from the hub.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
+    except LocalEntryNotFoundError as error:
+        reason = " ".join(str(error).split())
+        raise HubError(
+            f"{hub_id!r} is not in the Hugging Face hub's local cache, nor to be fetched: {reason}"
+        ) from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise HubError(f"{hub_id!r} cannot be fetched from the Hugging Face hub: {error}") from error
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    """The one of the names `known` that may have been meant, "" where none is close."""
+    close = get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
