@@ -190,6 +190,10 @@ def run(
     from experiments.sweep.executors import make_executor
 
     chosen = _refusing(make_executor, executor)
+    # Torch takes longer to load than anyone waits in silence, after an installation ten times as long as later.
+    typer.echo(
+        f"{file}: no fault in the file; loading torch, then the model: a preset is trained on first use", err=True
+    )
     from experiments.commands.run import Request
     from experiments.commands.run import run as run_command
 
