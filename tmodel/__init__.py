@@ -1,11 +1,20 @@
 """tmodel: a Hugging Face directory becomes a model over packed tokens, computed by the kernels it is given."""
 
 import tkernels as _tkernels  # noqa: F401  before transformers: it decides whether Triton interprets
-from tmodel.architectures import Architecture, Model, known_architectures
-from tmodel.batch import Batch
+from tmodel.architectures import ArchitectureError, Architectures, architectures_with, known_architectures
+from tmodel.batch import Batch, KVCache
 from tmodel.cache_kinds import CacheKind, Pages, UnitPart
-from tmodel.config import ConfigError, ModelConfig
-from tmodel.kv_cache import CachePages, CacheTensors, KVCache, allocate_kv_cache, bytes_per_state, kv_bytes_per_block
+from tmodel.config import Architecture, Limits, Model, ModelConfig
+from tmodel.json_files import ConfigError
+from tmodel.kernel_axes import kernel_axes
+from tmodel.kv_cache import (
+    CachePages,
+    CacheTensors,
+    allocate_kv_cache,
+    bytes_per_state,
+    kv_bytes_per_block,
+    state_interval,
+)
 from tmodel.loading import load_config, load_model
 from tmodel.model_names import ModelPlan, find_model
 from tmodel.presets import PRESETS, make_model, make_random_model, preset_path
@@ -17,12 +26,15 @@ __all__ = [
     "PRESETS",
     "RANDOM_PRESETS",
     "Architecture",
+    "ArchitectureError",
+    "Architectures",
     "Batch",
     "CacheKind",
     "CachePages",
     "CacheTensors",
     "ConfigError",
     "KVCache",
+    "Limits",
     "Model",
     "ModelConfig",
     "ModelPlan",
@@ -33,8 +45,10 @@ __all__ = [
     "UnitPart",
     "WeightError",
     "allocate_kv_cache",
+    "architectures_with",
     "bytes_per_state",
     "find_model",
+    "kernel_axes",
     "known_architectures",
     "kv_bytes_per_block",
     "load_config",
@@ -42,4 +56,5 @@ __all__ = [
     "make_model",
     "make_random_model",
     "preset_path",
+    "state_interval",
 ]

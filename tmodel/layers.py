@@ -100,9 +100,11 @@ class PagedAttention:
         "max_context_len",
         "num_decodes",
         "num_prefills",
+        "positions",
         "prefill_context_lens",
         "prefill_tables",
         "scale",
+        "slots",
     )
 
     def __init__(self, kernels: KernelSet, batch: Batch, scale: float) -> None:
@@ -110,6 +112,7 @@ class PagedAttention:
         self.kernels = kernels
         self.scale = scale
         self.max_context_len = batch.max_context_len
+        self.positions, self.slots = batch.positions, batch.slots
         self.num_decodes = split
         self.num_prefills = batch.num_prefills
         self.decode_tables, self.context_lens = batch.block_tables[:split], batch.context_lens[:split]

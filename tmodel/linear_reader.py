@@ -11,7 +11,7 @@ from tkernels.quantized.slicing import concatenated, why_apart
 from tkernels.quantized.weight import QuantizedWeight
 from tkernels.ranges import Range
 from tmodel.layers import GateUp, JoinedLinear, Linear, SplitGateUp
-from tmodel.quantization import LinearShape, Quantization
+from tmodel.quantization import LinearShape, Quantization, fuses_swiglu
 from tmodel.weights import Checkpoint, WeightError
 
 
@@ -52,7 +52,7 @@ class LinearReader:
 
     def gate_up(self, shape: LinearShape) -> GateUp | SplitGateUp:
         """The gate and the up projection of `shape` and the SwiGLU over them: x [T, H] -> [T, I]."""
-        if self.quantization is None or self.quantization.is_dense(shape):
+        if fuses_swiglu(shape, self.quantization):
             return GateUp(self.kernels.gate_up_swiglu, self._dense_weight(shape, 0, len(shape.names)))
         return SplitGateUp(self.linear(shape), self.kernels.swiglu)
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-import torch
-
-from tmodel.config import ConfigError, ModelConfig
-from tmodel.loading import load_config
-from tmodel.presets import PRESETS, Recipe, preset_path
-from tmodel.random_weights import RANDOM_PRESETS, config_of, num_parameters
+from tmodel.config import ModelConfig
+from tmodel.json_files import ConfigError
+from tmodel.loading import config_of, load_config
+from tmodel.presets import PRESETS, preset_path
+from tmodel.random_weights import RANDOM_PRESETS, num_parameters, random_config
 
 RANDOM = "random:"
 """Before the name of a published shape, it asks for random weights of that shape."""
@@ -93,7 +92,7 @@ def preset_model(preset: str) -> ModelPlan:
     if preset not in PRESETS:
         known = [*PRESETS, *RANDOM_PRESETS]
         raise ConfigError(f"unknown preset {preset!r}: there is {', '.join(known)}{_hint(preset, known)}")
-    return ModelPlan(preset, _recipe_config(PRESETS[preset]), lambda: preset_path(preset))
+    return ModelPlan(preset, config_of(PRESETS[preset].config), lambda: preset_path(preset))
 
 
 def random_model(preset: str) -> ModelPlan:
@@ -103,7 +102,7 @@ def random_model(preset: str) -> ModelPlan:
         name = RANDOM + preset
         raise ConfigError(f"unknown model {name!r}: there is {', '.join(known)}{_hint(name, known)}")
     shape = RANDOM_PRESETS[preset]
-    return ModelPlan(preset, config_of(shape), lambda: preset_path(preset), random_weights=num_parameters(shape))
+    return ModelPlan(preset, random_config(shape), lambda: preset_path(preset), random_weights=num_parameters(shape))
 
 
 def hub_model(hub_id: str) -> ModelPlan:
@@ -135,26 +134,3 @@ def _hint(name: str, known: Sequence[str]) -> str:
     """The one of the names `known` that may have been meant, "" where none is close."""
     close = get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _recipe_config(recipe: Recipe) -> ModelConfig:
-    """What the config.json of a preset will say, before the preset has been trained."""
-    return ModelConfig(
-        architecture="Qwen3ForCausalLM",
-        vocab_size=recipe.vocab_size,
-        hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.intermediate_size,
-        num_layers=recipe.num_layers,
-        num_heads=recipe.num_heads,
-        num_kv_heads=recipe.num_kv_heads,
-        head_dim=recipe.head_dim,
-        rotary_dim=recipe.head_dim,
-        rope_theta=10000.0,
-        norm_eps=1e-6,
-        max_position_embeddings=recipe.max_position_embeddings,
-        attention_bias=False,
-        tie_word_embeddings=True,
-        windows=(None,) * recipe.num_layers,
-        eos_token_ids=(),
-        dtype=torch.float32,
-    )

@@ -6,16 +6,37 @@ from dataclasses import dataclass
 
 from tkernels.contract import Value
 from tkernels.variant import AxisRanges
-from tmodel.config import ConfigError
 from tmodel.formats.base import QuantizationFormat, Scheme
+from tmodel.json_files import ConfigError
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The norm or the linear layer whose output channels are, but for products, a linear layer's inputs.
+
+    Nothing else reads them, so what its rows are divided by and the inputs multiplied by changes nothing.
+
+    Attributes:
+        name: what its tensors' names begin with: "model.layers.0.mlp.up_proj".
+        rows: the rows of its weight and bias that make the inputs, run by run in the inputs' order; several inputs may
+            be made of one row. Empty: row i makes input i.
+    """
+
+    name: str
+    rows: tuple[range, ...] = ()
 
 
 @dataclass(frozen=True)
 class LinearShape:
     """Linear layers of the same input, computed as one: query, key and value; gate and up; most stand alone.
 
-    names: as the checkpoint's tensors begin ("model.layers.0.mlp.down_proj"). outputs: of each. bias: all have one, or
-    none. gated: they are the gate and the up projection of a SwiGLU.
+    Attributes:
+        names: as the checkpoint's tensors begin ("model.layers.0.mlp.down_proj").
+        outputs: of each.
+        inputs: of all.
+        bias: all have one, or none.
+        gated: they are the gate and the up projection of a SwiGLU.
+        fed_by: what makes the inputs, where they may be scaled in it; AWQ asks.
     """
 
     names: tuple[str, ...]
@@ -23,6 +44,16 @@ class LinearShape:
     inputs: int
     bias: bool = False
     gated: bool = False
+    fed_by: Feed | None = None
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of its dense weights [N, K] and biases [N]."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, outputs in zip(self.names, self.outputs, strict=True):
+            shapes[f"{name}.weight"] = (outputs, self.inputs)
+            if self.bias:
+                shapes[f"{name}.bias"] = (outputs,)
+        return shapes
 
     def title(self, start: int, stop: int) -> str:
         """The parts `start` to `stop` by the last word of their names: "q_proj+k_proj+v_proj"."""
@@ -48,18 +79,13 @@ class Quantization:
                 if self.format.scheme(name) is not None:
                     self.format.check(name, outputs, shape.inputs)
 
-    def _schemes(self, shape: LinearShape) -> list[Scheme | None]:
+    def schemes(self, shape: LinearShape) -> list[Scheme | None]:
+        """How each part of it is stored; None is dense."""
         return [self.format.scheme(name) for name in shape.names]
 
     def is_dense(self, shape: LinearShape) -> bool:
         """Whether no part of it is quantized."""
-        return not any(self._schemes(shape))
-
-    @property
-    def gate_ups(self) -> tuple[bool, bool]:
-        """(some layer's gate and up are dense both, some other's are not)."""
-        dense = {self.is_dense(shape) for shape in self.linears if shape.gated}
-        return True in dense, False in dense
+        return not any(self.schemes(shape))
 
     @property
     def zeros_bytes(self) -> int:
@@ -67,7 +93,7 @@ class Quantization:
         return sum(
             2 * outputs * scheme.groups(shape.inputs)
             for shape in self.linears
-            for scheme, outputs in zip(self._schemes(shape), shape.outputs, strict=True)
+            for scheme, outputs in zip(self.schemes(shape), shape.outputs, strict=True)
             if scheme is not None and scheme.coding == "uniform"
         )
 
@@ -76,12 +102,17 @@ class Quantization:
         outputs: dict[tuple[Scheme, int, bool], tuple[int, int]] = {}
         for shape in self.linears:
             # Parts that agree are one weight, so any outputs from one part's to all parts' may come.
-            for scheme, part in zip(self._schemes(shape), shape.outputs, strict=True):
+            for scheme, part in zip(self.schemes(shape), shape.outputs, strict=True):
                 if scheme is not None:
                     key = scheme, shape.inputs, shape.bias
                     low, high = outputs.get(key, (part, part))
                     outputs[key] = min(low, part), max(high, sum(shape.outputs))
         return tuple(_axes(scheme, inputs, bias, tokens, span) for (scheme, inputs, bias), span in outputs.items())
+
+
+def fuses_swiglu(shape: LinearShape, quantization: Quantization | None) -> bool:
+    """Whether the SwiGLU over `shape` is computed by its matmul's kernel: where its weights are dense, without bias."""
+    return shape.gated and not shape.bias and (quantization is None or quantization.is_dense(shape))
 
 
 def _axes(scheme: Scheme, inputs: int, bias: bool, tokens: tuple[int, int], outputs: tuple[int, int]) -> AxisRanges:

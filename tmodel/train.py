@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tkernels.cores import usable_cores
 from tmodel.corpus import Corpus
 from tmodel.training_state import load_state, save_state
+from tmodel.transformers_models import new_transformers_model
 
 END_OF_TEXT = "<|endoftext|>"
 _BIGRAM_DISCOUNT = 0.75  # the customary constant of absolute discounting; 0.5 to 0.9 change the loss by less than 0.01
@@ -37,23 +38,24 @@ class TrainingError(RuntimeError):
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides how a preset is made. `version` goes up when the training code changes what comes out."""
+    """All that decides how a preset is made. `version` goes up when the training code changes what comes out.
+
+    `config` is the config.json that it will have, as far as the sizes are given.
+    """
 
     version: int
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position_embeddings: int
+    config: Mapping[str, Any]
     corpus_bytes: int
     sequence_len: int
     batch_size: int
     num_steps: int
     matrix_learning_rate: float
     vector_learning_rate: float
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that there are."""
+        return int(self.config["vocab_size"])
 
 
 @dataclass(frozen=True)
@@ -109,24 +111,8 @@ def bigram_loss(training: torch.Tensor, held_out: torch.Tensor, vocab_size: int)
 
 
 def new_model(recipe: Recipe, end_token_id: int) -> Any:
-    """A `Qwen3ForCausalLM` of the recipe's shape; its weights come from torch's current random state."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=recipe.vocab_size,
-            hidden_size=recipe.hidden_size,
-            intermediate_size=recipe.intermediate_size,
-            num_hidden_layers=recipe.num_layers,
-            num_attention_heads=recipe.num_heads,
-            num_key_value_heads=recipe.num_kv_heads,
-            head_dim=recipe.head_dim,
-            max_position_embeddings=recipe.max_position_embeddings,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=end_token_id,
-        )
-    )
+    """transformers' model of the recipe's shape; its weights come from torch's current random state."""
+    return new_transformers_model(recipe.config, bos_token_id=None, eos_token_id=end_token_id)
 
 
 def train(model: Any, tokens: torch.Tensor, recipe: Recipe, seed: int, state: Path | None = None) -> None:

@@ -19,10 +19,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 
 import tkernels
+from experiments.commands.requests import ConvertRequest
 from experiments.document import ExperimentError
-from tmodel import ConfigError, ModelConfig, WeightError, load_config, load_model
-from tmodel.config import read_json
+from tmodel import ConfigError, Limits, ModelConfig, WeightError, kernel_axes, load_config, load_model
 from tmodel.formats import SqueezeLLM, parse_format
+from tmodel.json_files import read_json
 
 SHARD_BYTES = 2**30
 _PICKLES = (".pt", ".pth", ".bin")
@@ -33,8 +34,9 @@ _SUPPORTED = f"dense ones of {', '.join(str(dtype).removeprefix('torch.') for dt
 _EXPECTED = "expected what torch.save writes of tensors since version 1.6"
 
 
-def run(source: Path, out: Path) -> int:
+def run(request: ConvertRequest) -> int:
     """Writes `out`, which must not exist yet (or be empty): whole, checked, or not at all."""
+    source, out = request.source, request.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty directory; a model is written to a new one")
     file = _pickle_in(source)
@@ -196,7 +198,8 @@ def _refuse_missing(config: ModelConfig, file: Path, tensors: Mapping[str, torch
 
 def _check(folder: Path, config: ModelConfig) -> None:
     """Loads the model on the host as a server would, in the memory that one takes: what it refuses is found now."""
-    axes = config.kernel_axes(max_num_tokens=1, max_num_seqs=1, max_model_len=1, block_size=16, num_blocks=1)
+    limits = Limits(max_num_tokens=1, max_num_seqs=1, max_model_len=1, block_size=16, num_blocks=1)
+    axes = kernel_axes(config, limits)
     kernels = tkernels.select({}, device="cpu", dtype=config.dtype, axes=axes)
     load_model(folder, config, kernels, device="cpu", dtype=config.dtype)
 

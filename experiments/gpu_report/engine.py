@@ -8,11 +8,9 @@ import torch
 
 from tkernels import Registry, Tuning, select
 from tkernels.timing import Launch, time_call
-from tmodel import allocate_kv_cache
-from tmodel.architectures import Model, find_architecture
-from tmodel.batch import Batch
-from tmodel.config import ModelConfig, parse_config
-from tmodel.kv_cache import KVCache
+from tmodel import Batch, KVCache, Limits, Model, ModelConfig, allocate_kv_cache, kernel_axes
+from tmodel.loading import config_of
+from tmodel.transformers_models import new_transformers_model
 from tmodel.weights import Checkpoint
 
 _PAGE = 16
@@ -64,25 +62,23 @@ def models(
     works: Sequence[Work],
 ) -> tuple[Any, Model]:
     """transformers' model, and ours on its weights."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     torch.manual_seed(0)
-    settings = Qwen3Config(**shape, dtype=str(dtype).removeprefix("torch."), attn_implementation="sdpa")
+    name = str(dtype).removeprefix("torch.")
     with device:
-        theirs = Qwen3ForCausalLM(settings).to(dtype).eval()
-    architecture = find_architecture("Qwen3ForCausalLM")
-    config = architecture.resolve(parse_config(settings.to_dict()), ())
+        theirs = new_transformers_model(shape, dtype=name, attn_implementation="sdpa").to(dtype).eval()
+    config = config_of({**shape, "dtype": name})
     longest, most = max(work.tokens for work in works), max(work.sequences for work in works)
-    axes = config.kernel_axes(
+    limits = Limits(
         max_num_tokens=max(work.sequences * work.tokens for work in works),
         max_num_seqs=most,
         max_model_len=longest,
         block_size=_PAGE,
         num_blocks=max(_blocks(work) for work in works),
     )
+    axes = kernel_axes(config, limits)
     kernels = select({}, device=device, dtype=dtype, axes=axes, tuning=tuning, ops=ops)
     weights = RandomWeights(theirs.state_dict(), device, dtype)
-    return theirs, architecture.build(config, cast(Checkpoint, weights), kernels)
+    return theirs, config.architecture.build(config, cast(Checkpoint, weights), kernels)
 
 
 def _blocks(work: Work) -> int:

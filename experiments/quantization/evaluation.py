@@ -14,7 +14,17 @@ import torch
 import torch.nn.functional as F
 
 import tkernels
-from tmodel import Batch, KVCache, Model, ModelConfig, allocate_kv_cache, load_config, load_model
+from tmodel import (
+    Batch,
+    KVCache,
+    Limits,
+    Model,
+    ModelConfig,
+    allocate_kv_cache,
+    kernel_axes,
+    load_config,
+    load_model,
+)
 
 _BLOCK_SIZE = 16
 _TOKENS_AT_ONCE = 2048
@@ -51,13 +61,14 @@ class WindowReader:
         self.at_once = max(1, _TOKENS_AT_ONCE // window)
         self._pages = -(-window // _BLOCK_SIZE)
         num_blocks = self.at_once * self._pages
-        axes = self.config.kernel_axes(
+        limits = Limits(
             max_num_tokens=self.at_once * window,
             max_num_seqs=self.at_once,
             max_model_len=window,
             block_size=_BLOCK_SIZE,
             num_blocks=num_blocks,
         )
+        axes = kernel_axes(self.config, limits)
         kernels = tkernels.select({}, device=device, dtype=dtype, axes=axes, ops=ops)
         self.model: Model = load_model(directory, self.config, kernels, device=device, dtype=dtype)
         self._cache: KVCache = allocate_kv_cache(self.config, num_blocks, _BLOCK_SIZE, device=device, dtype=dtype)

@@ -1,92 +1,120 @@
-"""Models by name, as far as the time of a step depends on them."""
+"""Models by name, as far as the time of a step depends on them; all of it follows from their configurations."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from experiments.document import ExperimentError, nearest
+
+if TYPE_CHECKING:  # it loads torch
+    from tmodel import ModelConfig
 
 ELEMENT_BYTES = 2  # bfloat16: weights, keys, values and products
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A dense decoder with a gated MLP and grouped-query attention."""
+    """What a step's time and a pool's size depend on.
+
+    Attributes:
+        name: as it was asked for.
+        num_layers: decoder layers.
+        query_width: of all query heads of a layer, Hq D.
+        layer_weights: elements of all layers' matrices.
+        head_weights: elements of the last projection.
+        weight_bytes: of all weights in memory.
+        kv_bytes_per_token: of what a token leaves in the cache, all layers together.
+    """
 
     name: str
-    hidden_size: int
-    intermediate_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    tied: bool  # the input embedding is also the last projection
-
-    @property
-    def layer_weights(self) -> int:
-        """The matrices of all layers, elements: QKV, output, gate and up, down. Norms are left out."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
-
-    @property
-    def head_weights(self) -> int:
-        """The last projection, elements."""
-        return self.hidden_size * self.vocab_size
-
-    @property
-    def weight_bytes(self) -> int:
-        """What the weights take in memory."""
-        embeddings = self.head_weights * (1 if self.tied else 2)
-        return ELEMENT_BYTES * (self.layer_weights + embeddings)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return ELEMENT_BYTES * 2 * self.num_layers * self.num_kv_heads * self.head_dim
+    query_width: int
+    layer_weights: int
+    head_weights: int
+    weight_bytes: int
+    kv_bytes_per_token: int
 
 
-def _qwen3(name: str, hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> ModelShape:
-    return ModelShape(name, hidden, intermediate, layers, heads, 8, 128, 151936, tied)
+_QWEN3: Mapping[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+}
 
 
-_ALL = (
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    return {**_QWEN3, **sizes, "num_attention_heads": heads, "tie_word_embeddings": tied}
+
+
+_PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     # config.json of Qwen/<name> on the Hugging Face hub
-    _qwen3("Qwen3-0.6B", 1024, 3072, 28, 16, tied=True),
-    _qwen3("Qwen3-1.7B", 2048, 6144, 28, 16, tied=True),
-    _qwen3("Qwen3-4B", 2560, 9728, 36, 32, tied=True),
-    _qwen3("Qwen3-8B", 4096, 12288, 36, 32, tied=False),
-    _qwen3("Qwen3-14B", 5120, 17408, 40, 40, tied=False),
-    _qwen3("Qwen3-32B", 5120, 25600, 64, 64, tied=False),
-    # config.json of meta-llama/Llama-3.1-8B
-    ModelShape("Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128, 128256, tied=False),
-)
-SHAPES: Mapping[str, ModelShape] = {shape.name: shape for shape in _ALL}
+    "Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
+    "Qwen3-8B": _qwen3(4096, 12288, 36, 32, tied=False),
+    "Qwen3-14B": _qwen3(5120, 17408, 40, 40, tied=False),
+    "Qwen3-32B": _qwen3(5120, 25600, 64, 64, tied=False),
+}
+"""Beside the presets."""
+
+
+def _llama_3_1_8b() -> ModelShape:
+    """config.json of meta-llama/Llama-3.1-8B, whose architecture cannot be served yet."""
+    layers, hidden, width, heads, kv_heads, dim, vocab = 32, 4096, 14336, 32, 8, 128, 128256
+    weights = layers * (hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * width)
+    head, norms = hidden * vocab, (2 * layers + 1) * hidden
+    kept = ELEMENT_BYTES * (weights + 2 * head + norms)
+    kv = ELEMENT_BYTES * 2 * layers * kv_heads * dim
+    return ModelShape("Llama-3.1-8B", layers, heads * dim, weights, head, kept, kv)
+
+
+def shape_of(config: ModelConfig, name: str) -> ModelShape:
+    """The shape of the model that `config` describes."""
+    import torch
+
+    from tmodel import kv_bytes_per_block
+
+    tensors = config.tensors()
+    layers = config.architecture.layers
+    # A head that is tied is the embedding; one that is not has its size.
+    vocabularies = [shape for tensor, shape in tensors.items() if not tensor.startswith(layers) and len(shape) == 2]
+    return ModelShape(
+        name=name,
+        num_layers=config.num_layers,
+        query_width=config.num_heads * config.head_dim,
+        layer_weights=sum(
+            math.prod(shape) for tensor, shape in tensors.items() if tensor.startswith(layers) and len(shape) > 1
+        ),
+        head_weights=max(math.prod(shape) for shape in vocabularies if shape[0] == config.vocab_size),
+        weight_bytes=ELEMENT_BYTES * sum(map(math.prod, tensors.values())),
+        kv_bytes_per_token=kv_bytes_per_block(config, 1, torch.bfloat16),
+    )
 
 
 def find_shape(name: str) -> ModelShape:
-    """The model called `name`, or that of a Hugging Face directory; ExperimentError names the alternatives."""
-    if name in SHAPES:
-        return SHAPES[name]
+    """The shape of a preset, of a model published as `name`, or of a Hugging Face directory.
+
+    Raises:
+        ExperimentError: there is none; it lists the alternatives.
+    """
+    from tmodel import PRESETS, RANDOM_PRESETS, load_config  # loads torch
+    from tmodel.loading import config_of
+
+    published = {**{preset: recipe.config for preset, recipe in PRESETS.items()}, **RANDOM_PRESETS, **_PUBLISHED}
+    if name in published:
+        return shape_of(config_of(published[name]), name)
+    llama = _llama_3_1_8b()
+    if name == llama.name:
+        return llama
     directory = Path(name)
     if not directory.is_dir():
+        known = [*published, llama.name]
         raise ExperimentError(
-            [f"--model {name}: there is {', '.join(SHAPES)}, and directories with a config.json{nearest(name, SHAPES)}"]
+            [f"--model {name}: there is {', '.join(known)}, and directories with a config.json{nearest(name, known)}"]
         )
-    from tmodel.config import parse_config, read_json  # loads torch
-
-    config = parse_config(read_json(directory / "config.json"))
-    kv_heads = config.num_key_value_heads or config.num_attention_heads
-    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
-    return ModelShape(
-        directory.resolve().name,
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        kv_heads,
-        head_dim,
-        config.vocab_size,
-        config.tie_word_embeddings,
-    )
+    return shape_of(load_config(directory), directory.resolve().name)

@@ -51,7 +51,7 @@ class StepTime:
     """The seconds of a step of `model` on `gpu`, with blocks of `page_size` tokens."""
 
     def __init__(self, gpu: Gpu, model: ModelShape, page_size: int) -> None:
-        heads = model.num_layers * model.num_heads * model.head_dim
+        heads = model.num_layers * model.query_width
         self._token_seconds = 2 * model.layer_weights / gpu.flops_per_s
         self._sample_seconds = 2 * model.head_weights / gpu.flops_per_s
         self._pair_seconds = 4 * heads / gpu.flops_per_s

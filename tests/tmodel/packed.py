@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import tkernels
-from tmodel import Batch, Model, ModelConfig, allocate_kv_cache, load_config, load_model
+from tmodel import Batch, Limits, Model, ModelConfig, allocate_kv_cache, kernel_axes, load_config, load_model
 
 BLOCK_SIZE = 16  # the least that every variant of paged_prefill takes
 Step = Sequence[tuple[int, int]]
@@ -21,9 +21,10 @@ def load(
 ) -> Model:
     """The model in `directory` on the CPU, with the default kernels or `choices`."""
     config = load_config(directory)
-    axes = config.kernel_axes(
+    limits = Limits(
         max_num_tokens=2048, max_num_seqs=64, max_model_len=max_model_len, block_size=BLOCK_SIZE, num_blocks=256
     )
+    axes = kernel_axes(config, limits)
     kernels = tkernels.select(choices or {}, device="cpu", dtype=dtype, axes=axes)
     return load_model(directory, config, kernels, device="cpu", dtype=dtype)
 

@@ -9,23 +9,32 @@ import pytest
 import torch
 
 from tests.tmodel.conftest import WriteCheckpoint
-from tmodel import ConfigError, load_config
+from tmodel import ConfigError, ModelConfig, load_config
+from tmodel.architectures.qwen3 import Qwen3Config
+
+
+def qwen3_fields(config: ModelConfig) -> Qwen3Config:
+    assert isinstance(config.fields, Qwen3Config)
+    return config.fields
 
 
 def test_fields_are_read(write_checkpoint: WriteCheckpoint) -> None:
     config = load_config(write_checkpoint(rms_norm_eps=1e-5, attention_bias=True, torch_dtype="bfloat16"))
-    assert (config.architecture, config.vocab_size, config.hidden_size) == ("Qwen3ForCausalLM", 40, 16)
+    fields = qwen3_fields(config)
+    assert (config.architecture.name, config.vocab_size, fields.hidden_size) == ("Qwen3ForCausalLM", 40, 16)
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 16)
-    assert (config.rotary_dim, config.norm_eps, config.max_position_embeddings) == (16, 1e-5, 64)
-    assert (config.attention_bias, config.tie_word_embeddings, config.windows) == (True, False, (None, None))
+    assert (fields.rms_norm_eps, config.max_position_embeddings) == (1e-5, 64)
+    assert (fields.attention_bias, fields.tie_word_embeddings, config.windows) == (True, False, (None, None))
     assert (config.eos_token_ids, config.dtype) == ((1,), torch.bfloat16)
 
 
 def test_absent_fields_mean_what_transformers_defaults_to(write_checkpoint: WriteCheckpoint) -> None:
     absent = dict.fromkeys(("rope_theta", "torch_dtype", "num_key_value_heads", "eos_token_id", "head_dim"), ...)
-    config = load_config(write_checkpoint({}, **absent))
-    assert (config.rope_theta, config.dtype, config.num_kv_heads) == (10000.0, torch.float32, 4)
-    assert (config.eos_token_ids, config.head_dim, config.norm_eps) == ((), 128, 1e-6)
+    config = load_config(write_checkpoint({}, **absent, num_attention_heads=64))
+    fields = qwen3_fields(config)
+    assert (fields.resolved_rope_theta(), config.dtype, config.num_kv_heads) == (10000.0, torch.float32, 32)
+    assert (config.eos_token_ids, config.head_dim, fields.rms_norm_eps) == ((), 128, 1e-6)
+    assert load_config(write_checkpoint({}, num_key_value_heads=None)).num_kv_heads == 4
 
 
 @pytest.mark.parametrize(
@@ -39,7 +48,7 @@ def test_absent_fields_mean_what_transformers_defaults_to(write_checkpoint: Writ
     ],
 )
 def test_every_spelling_of_the_rotary_base(write_checkpoint: WriteCheckpoint, spelling: dict[str, Any]) -> None:
-    assert load_config(write_checkpoint(**spelling)).rope_theta == 5e5
+    assert qwen3_fields(load_config(write_checkpoint(**spelling))).resolved_rope_theta() == 5e5
 
 
 @pytest.mark.parametrize(

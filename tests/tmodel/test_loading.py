@@ -16,15 +16,17 @@ from tkernels.selection import unsupported_in
 from tmodel import (
     Batch,
     ConfigError,
+    Limits,
     WeightError,
     allocate_kv_cache,
+    kernel_axes,
     known_architectures,
     kv_bytes_per_block,
     load_config,
     load_model,
 )
 
-LIMITS = {"max_num_tokens": 64, "max_num_seqs": 4, "max_model_len": 60, "block_size": 8, "num_blocks": 32}
+LIMITS = Limits(max_num_tokens=64, max_num_seqs=4, max_model_len=60, block_size=8, num_blocks=32)
 
 
 def logits(directory: Path) -> torch.Tensor:
@@ -135,7 +137,7 @@ def test_the_cache_has_the_size_that_was_announced(write_checkpoint: WriteCheckp
 
 def test_kernels_are_asked_for_every_axis_that_their_support_depends_on(write_checkpoint: WriteCheckpoint) -> None:
     windowed = write_checkpoint({}, sliding_window=7, layer_types=["sliding_attention", "full_attention"])
-    axes = load_config(windowed).kernel_axes(**LIMITS)
+    axes = kernel_axes(load_config(windowed), LIMITS)
     assert axes["paged_decode"]["window"] == (0, 7)
     for op, ranges in axes.items():
         contract = tkernels.OPS[op].contract
@@ -152,9 +154,9 @@ def test_an_unsupported_shape_is_refused_before_weights_are_read(write_checkpoin
 
 
 NEW_ARCHITECTURE = """
-from tmodel.architectures import Architecture
-from tmodel.architectures.qwen3 import Qwen3, resolve
-ARCHITECTURE = Architecture(name="Qwen4ForCausalLM", resolve=resolve, build=Qwen3)
+from tmodel.architectures.qwen3 import Qwen3Config, decoder
+from tmodel.decoders.pre_norm import pre_norm_architecture
+ARCHITECTURE = pre_norm_architecture("Qwen4ForCausalLM", Qwen3Config, decoder)
 """
 
 

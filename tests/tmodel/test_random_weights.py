@@ -7,10 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 import tkernels
-from tmodel import RANDOM_PRESETS, load_config, load_model, make_random_model, preset_path
-from tmodel.random_weights import config_of, num_parameters
+from tmodel import RANDOM_PRESETS, Limits, kernel_axes, load_config, load_model, make_random_model, preset_path
+from tmodel.architectures.qwen3 import Qwen3Config
+from tmodel.random_weights import num_parameters, random_config
 
 SMALL = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "rope_theta": 1e6,
 }  # fmt: skip
@@ -19,9 +21,11 @@ SMALL = {
 @pytest.mark.parametrize(("name", "parameters"), [("Qwen3-0.6B", 596_049_920), ("Qwen3-4B", 4_022_468_096)])
 def test_the_sizes_are_the_published_ones(name: str, parameters: int) -> None:
     assert num_parameters(RANDOM_PRESETS[name]) == parameters
-    config = config_of(RANDOM_PRESETS[name])
-    assert (config.head_dim, config.num_kv_heads, config.vocab_size, config.rope_theta) == (128, 8, 151936, 1e6)
-    assert config.tie_word_embeddings
+    config = random_config(RANDOM_PRESETS[name])
+    assert isinstance(config.fields, Qwen3Config)
+    assert (config.head_dim, config.num_kv_heads, config.vocab_size) == (128, 8, 151936)
+    assert config.fields.resolved_rope_theta() == 1e6
+    assert config.fields.tie_word_embeddings
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -36,10 +40,9 @@ def test_what_is_written_loads_here_and_in_transformers(
     make_random_model("small", tmp_path / "two", seed=3)
     make_random_model("small", tmp_path / "other", seed=4)
     config = load_config(tmp_path / "one")
-    assert config == config_of(shape)
+    assert config == random_config(shape)
     assert config.dtype == torch.bfloat16
-    limits = {"max_num_tokens": 8, "max_num_seqs": 2, "max_model_len": 16, "block_size": 16, "num_blocks": 2}
-    axes = config.kernel_axes(**limits)
+    axes = kernel_axes(config, Limits(max_num_tokens=8, max_num_seqs=2, max_model_len=16, block_size=16, num_blocks=2))
     kernels = tkernels.select({}, device=torch.device("cpu"), dtype=torch.float32, axes=axes)
     load_model(tmp_path / "one", config, kernels, device="cpu", dtype=torch.float32)  # every tensor is asked for
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "one", dtype=torch.float32)

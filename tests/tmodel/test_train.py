@@ -24,14 +24,18 @@ from tmodel.training_state import load_state, save_state
 
 SMALL = Recipe(
     version=0,
-    vocab_size=280,
-    hidden_size=64,
-    intermediate_size=128,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=32,
-    max_position_embeddings=64,
+    config={
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 280,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+    },
     corpus_bytes=300_000,
     sequence_len=64,
     batch_size=8,
@@ -64,7 +68,7 @@ def test_a_trained_model_is_complete_reproducible_and_better_than_a_bigram(
 
     config = load_config(tmp_path / "first")
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (1, 2, 1, 32)
-    assert config.tie_word_embeddings
+    assert config.fields.tie_word_embeddings
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "first")
     assert config.eos_token_ids == (tokenizer.eos_token_id,)
     text = "def f(x):\n    return {'ключ': x}\t# \U0001f40d\n"
@@ -185,4 +189,4 @@ def test_two_processes_that_ask_at_once_train_once(tmp_path: Path) -> None:
     assert path == same_path
     assert path.parent == tmp_path / "tkernels"
     assert first != second
-    assert load_config(path).hidden_size == SMALL.hidden_size
+    assert load_config(path).vocab_size == SMALL.vocab_size

@@ -53,9 +53,8 @@ def random_qwen3(kind: str) -> tuple[tmodel.ModelConfig, tmodel.Model]:
         config = tmodel.load_config(folder)
         dtype = torch.float64 if kind == "float64" else torch.float32
         if kind == "float64":
-            axes = config.kernel_axes(
-                max_num_tokens=128, max_num_seqs=16, max_model_len=128, block_size=16, num_blocks=16
-            )
+            limits = tmodel.Limits(max_num_tokens=128, max_num_seqs=16, max_model_len=128, block_size=16, num_blocks=16)
+            axes = tmodel.kernel_axes(config, limits)
             kernels = tkernels.select({}, device="cpu", dtype=dtype, axes=axes)
         else:
             kernels = rowwise_kernels()

@@ -12,7 +12,7 @@ from tests.tmodel.conftest import write_checkpoint as write_checkpoint  # the fi
 from tests.tmodel.formats.by_hand import Kind
 from tests.tmodel.formats.models import write_models
 from tkernels import select
-from tmodel import kv_bytes_per_block, load_config, load_model
+from tmodel import Limits, kernel_axes, kv_bytes_per_block, load_config, load_model
 from tsched.execution.placement import fit_options
 from tsched.options import EngineOptions
 
@@ -102,11 +102,11 @@ def test_a_quantized_models_words_do_not_grow_with_the_dtype(tmp_path: Path, mon
         options = EngineOptions(max_num_seqs=10**8)
         blocks = fit_options(options, config, quantized, device=GPU, dtype=dtype).num_blocks
         left[dtype] = blocks * kv_bytes_per_block(config, 16, dtype)
+    limits = Limits(max_num_tokens=8, max_num_seqs=2, max_model_len=32, block_size=16, num_blocks=8)
     weights = load_model(
         quantized,
         config,
-        select({}, device="cpu", dtype=torch.float32, axes=config.kernel_axes(
-            max_num_tokens=8, max_num_seqs=2, max_model_len=32, block_size=16, num_blocks=8)),
+        select({}, device="cpu", dtype=torch.float32, axes=kernel_axes(config, limits)),
         device="cpu",
         dtype=torch.float32,
     ).weight_bytes  # fmt: skip

@@ -27,10 +27,8 @@ def make_llm(directory: Path, **changes: Any) -> LLM:
 
 
 def torch_kernels(directory: Path) -> dict[str, str]:
-    axes = tmodel.load_config(directory).kernel_axes(
-        max_num_tokens=1, max_num_seqs=1, max_model_len=1, block_size=1, num_blocks=1
-    )
-    return dict.fromkeys(axes, "torch")
+    limits = tmodel.Limits(max_num_tokens=1, max_num_seqs=1, max_model_len=1, block_size=1, num_blocks=1)
+    return dict.fromkeys(tmodel.kernel_axes(tmodel.load_config(directory), limits), "torch")
 
 
 @pytest.fixture(scope="module")

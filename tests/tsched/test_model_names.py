@@ -17,6 +17,7 @@ from tmodel import RANDOM_PRESETS, ConfigError, find_model, load_config
 from tsched import LLM, SamplingParams
 
 SMALL = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "rope_theta": 1e6,
 }  # fmt: skip
@@ -74,7 +75,7 @@ def test_llm_refuses_before_a_preset_is_trained(options: dict[str, Any], message
 
 def test_llm_serves_a_trained_preset_by_its_name(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tmodel.model_names, "preset_path", {"tiny": directory}.__getitem__)
-    monkeypatch.setattr(tmodel.model_names, "_recipe_config", lambda recipe: load_config(directory))
+    monkeypatch.setattr(tmodel.model_names, "config_of", lambda config: load_config(directory))
     (output,) = LLM("tiny", device="cpu", kv_cache_bytes=10**6).generate([[1, 2, 3]], GREEDY)
     (expected,) = LLM(directory, device="cpu", kv_cache_bytes=10**6).generate([[1, 2, 3]], GREEDY)
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids

@@ -1,78 +1,76 @@
-"""The architectures that can be served, one file each: a module here with an `ARCHITECTURE` is all it takes."""
+"""The architectures that can be served, one file each: a module here with an `ARCHITECTURE` is all it takes.
+
+Those of outside folders join for one model or experiment: `architectures_from` in a YAML and of LLM,
+`--architectures-from` on the command line.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from functools import cache
-from types import MappingProxyType
-from typing import Protocol
+from pathlib import Path
+from types import MappingProxyType, ModuleType
 
-import torch
+from tkernels.registry import import_outside
+from tmodel.config import Architecture
+from tmodel.json_files import ConfigError
 
-from tkernels import KernelSet, PrepareReport
-from tmodel.batch import Batch
-from tmodel.config import ConfigError, HuggingFaceConfig, ModelConfig
-from tmodel.kv_cache import KVCache
-from tmodel.quantization import LinearShape
-from tmodel.weights import Checkpoint
+Architectures = Mapping[str, Architecture]
+"""By name; read-only."""
 
 
-class Model(Protocol):
-    """What every architecture builds: packed tokens in, logits out."""
-
-    config: ModelConfig
-    prepare_report: PrepareReport
-    """What it cost to prepare the quantized weights; all 0 where there are none."""
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of all weights as they are kept, a tied head's none."""
-        ...
-
-    def __call__(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
-        """Logits [n, vocab] at `batch.logit_indices`, float32 or float64.
-
-        This step's keys and values are written to `kv_cache`.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """`name` is the one in config.json's `architectures`.
-
-    `resolve` turns the file's fields into a ModelConfig with the end-token ids given, or raises ConfigError;
-    `build` takes the weights out of the checkpoint; `linears` lists the layers that may be quantized, none where the
-    architecture serves dense models alone.
-    """
-
-    name: str
-    resolve: Callable[[HuggingFaceConfig, tuple[int, ...]], ModelConfig]
-    build: Callable[[ModelConfig, Checkpoint, KernelSet], Model]
-    linears: Callable[[ModelConfig], Sequence[LinearShape]] = field(default=lambda config: ())
+class ArchitectureError(ValueError):
+    """An architecture's file is broken, or declares one that is there already; the message names the file."""
 
 
 @cache
-def known_architectures() -> Mapping[str, Architecture]:
+def known_architectures() -> Architectures:
     """Every architecture of this folder, by name."""
     found: dict[str, Architecture] = {}
     for module_info in pkgutil.iter_modules(__path__):
-        architecture: Architecture = importlib.import_module(f"{__name__}.{module_info.name}").ARCHITECTURE
-        if architecture.name in found:
-            raise ValueError(f"{module_info.name}.py declares {architecture.name}, which another file declares too")
-        found[architecture.name] = architecture
+        module = importlib.import_module(f"{__name__}.{module_info.name}")
+        _join(found, module, Path(str(module.__file__)))
     return MappingProxyType(found)
 
 
-def find_architecture(name: object) -> Architecture:
-    """The architecture `name`; ConfigError lists those that there are."""
-    known = known_architectures()
-    if isinstance(name, str) and name in known:
-        return known[name]
-    close = difflib.get_close_matches(str(name), known, n=1)
+def architectures_with(folders: Sequence[Path | str]) -> Architectures:
+    """Those of this folder and of outside ones, every file of which declares an `ARCHITECTURE`.
+
+    Files and folders whose name begins with an underscore or a dot are left alone.
+
+    Raises:
+        ArchitectureError: no such folder, a file that cannot be imported or declares no Architecture, or one whose name
+            is taken.
+    """
+    found = dict(known_architectures())
+    for folder in (Path(folder).resolve() for folder in folders):
+        if not folder.is_dir():
+            raise ArchitectureError(f"architectures_from: {folder} is not a folder")
+        files = [file for file in sorted(folder.glob("*.py")) if not file.name.startswith(("_", "."))]
+        if not files:
+            raise ArchitectureError(f"architectures_from: {folder} holds no architecture, a file <name>.py")
+        for file in files:
+            _join(found, import_outside(file, ArchitectureError), file)
+    return MappingProxyType(found)
+
+
+def _join(found: dict[str, Architecture], module: ModuleType, file: Path) -> None:
+    """Adds what `module` declares, unless it is there: a file that is named twice is one."""
+    declared = getattr(module, "ARCHITECTURE", None)
+    if not isinstance(declared, Architecture):
+        raise ArchitectureError(f"{file}: must define ARCHITECTURE, a tmodel.Architecture")
+    if declared.name in found:
+        raise ArchitectureError(f"{file}: declares {declared.name}, which another file declares too")
+    found[declared.name] = declared
+
+
+def find_architecture(name: object, architectures: Architectures) -> Architecture:
+    """The architecture `name`; ConfigError lists those that there are, with the nearest."""
+    if isinstance(name, str) and name in architectures:
+        return architectures[name]
+    close = difflib.get_close_matches(str(name), architectures, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    raise ConfigError(f"unknown architecture {name!r}; known are: {', '.join(sorted(known))}{hint}")
+    raise ConfigError(f"unknown architecture {name!r}; known are: {', '.join(sorted(architectures))}{hint}")

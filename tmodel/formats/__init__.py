@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from tmodel.config import ConfigError, read_json
 from tmodel.formats.awq import AWQ
 from tmodel.formats.base import FormatWarning, QuantizationFormat, Scheme, parsed
 from tmodel.formats.compressed_tensors import CompressedTensors
 from tmodel.formats.gptq import GPTQ
 from tmodel.formats.squeezellm import SqueezeLLM
+from tmodel.json_files import ConfigError, read_json
 
 __all__ = [
     "AWQ",

@@ -17,7 +17,6 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationInfo,
 from tkernels.quantized.codes import pack, unpack
 from tkernels.quantized.slicing import zeros_of
 from tkernels.quantized.weight import QuantizedWeight, unpack_codes
-from tmodel.config import ConfigError
 from tmodel.formats.base import (
     Scheme,
     check_bits,
@@ -30,6 +29,7 @@ from tmodel.formats.base import (
     require,
     unless_symmetric,
 )
+from tmodel.json_files import ConfigError
 from tmodel.weights import Checkpoint
 
 _COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from tkernels.quantized.codes import BITS, codes_per_row, pack_codes
 from tkernels.quantized.weight import Coding, QuantizedWeight
-from tmodel.config import ConfigError
+from tmodel.json_files import ConfigError
 from tmodel.weights import Checkpoint
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)

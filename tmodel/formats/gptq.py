@@ -22,7 +22,6 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from tkernels.quantized.slicing import zeros_of
 from tkernels.quantized.weight import QuantizedWeight, unpack_codes
-from tmodel.config import ConfigError
 from tmodel.formats.base import (
     FormatWarning,
     Scheme,
@@ -41,6 +40,7 @@ from tmodel.formats.base import (
     unless_symmetric,
 )
 from tmodel.formats.bitstream import num_words, pack_stream, unpack_stream
+from tmodel.json_files import ConfigError
 from tmodel.weights import Checkpoint, WeightError
 
 _OVERRIDES = ("bits", "group_size", "desc_act", "sym", "pack_dtype")

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tkernels.quantized.weight import QuantizedWeight, dequantize
-from tmodel.config import ModelConfig
 from tmodel.formats import AWQ
-from tmodel.quantizers.calibration import Inputs, forward, see_inputs
-from tmodel.quantizers.decoder import GROUPS
+from tmodel.quantization import Feed
+from tmodel.quantizers.calibration import Inputs, collect_inputs, forward
+from tmodel.quantizers.layers import linear_names
 from tmodel.quantizers.method import Layer, Method, QuantizedLayer
 from tmodel.quantizers.rtn import rounded
 
@@ -87,65 +87,59 @@ def clipped(weight: torch.Tensor, second_moment: torch.Tensor, bits: int, group_
     return groups.clamp(-best, best).flatten(1)
 
 
-_QKV, _OUTPUT, _GATE_UP, _DOWN = range(len(GROUPS))
-
-
 def quantize(layer: Layer, bits: int, group_size: int) -> QuantizedLayer:
     """The layer with scales folded into norms and linears, so that its file is like any other. Inputs and the next
     layer's are the dense model's.
     """
-    assert layer.hidden is not None
-    seen = see_inputs(layer.decoder, layer.weights, layer.index, layer.hidden)
+    layers, hidden = layer.in_use()
+    seen = collect_inputs(layers, layer.weights, layer.index, hidden)
     weights, changed, scales = folded(layer, seen, bits, group_size)
     linears: dict[str, QuantizedWeight] = {}
-    for group, names in enumerate(GROUPS):
-        moment = seen[group].second_moment / torch.outer(scales[group], scales[group])
-        for name in names:
+    for place, group in enumerate(layer.groups):
+        moment = seen[place].second_moment / torch.outer(scales[place], scales[place])
+        for name in group.names:
             weight = clipped(weights[f"{name}.weight"], moment, bits, group_size)
             linears[name] = rounded(weight, bits, group_size)
-    return QuantizedLayer(linears, changed, forward(layer.decoder, layer.weights, layer.index, layer.hidden))
+    return QuantizedLayer(linears, changed, forward(layers, layer.weights, layer.index, hidden))
 
 
 def folded(
     layer: Layer, seen: Mapping[int, Inputs], bits: int, group_size: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[torch.Tensor]]:
-    """The layer's weights, which compute what they did, with the scales in them; those that stay dense and changed; and
-    each group's scales [K].
+    """The layer with each group's inputs scaled, and what feeds them scaled back; it computes what it did.
 
     A linear's rows may be scaled freely: each is rounded by its own steps. So what is searched for on the weights as
-    they were holds for them as they become.
+    they were holds for them as they become. A group that nothing feeds, or a feed through something else than products,
+    keeps scales of 1.
+
+    Returns:
+        (all of the layer's weights; those that stay dense and changed; each group's scales [K]).
     """
-    config = layer.decoder.config
     weights = dict(layer.weights)
     changed: dict[str, torch.Tensor] = {}
-    used = [torch.ones_like(seen[group].mean_abs) for group in range(len(GROUPS))]
-
-    def found(group: int, magnitude: torch.Tensor) -> torch.Tensor:
-        matrices = [layer.weights[f"{name}.weight"] for name in GROUPS[group]]
-        return search(matrices, seen[group], magnitude, bits, group_size)
-
-    def scale_inputs(group: int, scales: torch.Tensor) -> None:
-        used[group] = scales
-        for name in GROUPS[group]:
+    used = [torch.ones_like(seen[place].mean_abs) for place in range(len(layer.groups))]
+    linears = set(linear_names(layer.groups))
+    for place, group in enumerate(layer.groups):
+        feed = group.fed_by
+        if feed is None:
+            continue
+        rows = input_rows(feed, group.inputs)
+        matrices = [layer.weights[f"{name}.weight"] for name in group.names]
+        scales = search(matrices, seen[place], shared(seen[place].mean_abs, rows), bits, group_size)  # [K]
+        made_by = weights[f"{feed.name}.weight"]
+        by_row = torch.ones(made_by.shape[0], dtype=scales.dtype).index_copy(0, rows, scales)  # of the feed's rows
+        if feed.name in linears:
+            weights[f"{feed.name}.weight"] = made_by / by_row.float()[:, None]
+        else:
+            kept, by_row = shrunk(made_by, by_row, layer.dtype)
+            weights[f"{feed.name}.weight"], scales = kept, by_row[rows]
+            changed[f"{feed.name}.weight"] = kept.to(layer.dtype)
+        if (bias := weights.get(f"{feed.name}.bias")) is not None:
+            weights[f"{feed.name}.bias"] = bias / by_row.float()
+            changed[f"{feed.name}.bias"] = weights[f"{feed.name}.bias"].to(layer.dtype)
+        used[place] = scales
+        for name in group.names:
             weights[f"{name}.weight"] = weights[f"{name}.weight"] * scales.float()
-
-    for group, norm in ((_QKV, "input_layernorm.weight"), (_GATE_UP, "post_attention_layernorm.weight")):
-        kept, scales = shrunk(weights[norm], found(group, seen[group].mean_abs), layer.dtype)
-        weights[norm] = kept
-        changed[norm] = kept.to(layer.dtype)
-        scale_inputs(group, scales)
-    for group, before in ((_OUTPUT, "self_attn.v_proj"), (_DOWN, "mlp.up_proj")):
-        magnitude = seen[group].mean_abs
-        if group == _OUTPUT:
-            magnitude = by_kv_head(magnitude, config)
-        scales = found(group, magnitude)  # [K]
-        rows = of_kv_heads(scales, config) if group == _OUTPUT else scales  # [outputs of `before`]
-        weights[f"{before}.weight"] = weights[f"{before}.weight"] / rows.float()[:, None]
-        bias = weights.get(f"{before}.bias")
-        if bias is not None:
-            weights[f"{before}.bias"] = bias / rows.float()
-            changed[f"{before}.bias"] = weights[f"{before}.bias"].to(layer.dtype)
-        scale_inputs(group, scales)
     return weights, changed, used
 
 
@@ -155,15 +149,17 @@ def shrunk(norm: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> tupl
     return kept.float(), torch.where(kept == 0, scales, norm.double() / kept)
 
 
-def by_kv_head(magnitude: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """[Hq D] with the mean over the query heads that read one value head in each one's place: they share its scale."""
-    heads = magnitude.view(config.num_kv_heads, -1, config.head_dim)  # [Hkv, Hq / Hkv, D]
-    return heads.mean(1, keepdim=True).expand_as(heads).flatten()
+def input_rows(feed: Feed, inputs: int) -> torch.Tensor:
+    """[K] int64: the row of the feed that makes each of `inputs`."""
+    runs = feed.rows or (range(inputs),)
+    return torch.tensor([row for run in runs for row in run])
 
 
-def of_kv_heads(scales: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """[Hq D], the same for the query heads of one value head -> [Hkv D]."""
-    return scales.view(config.num_kv_heads, -1, config.head_dim)[:, 0].flatten()
+def shared(magnitude: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """[K] with its mean over the inputs that one row makes in each one's place: they share its scale."""
+    num_rows = int(rows.max()) + 1
+    totals = torch.zeros(num_rows, dtype=magnitude.dtype).index_add(0, rows, magnitude)
+    return (totals / torch.bincount(rows, minlength=num_rows).clamp(min=1))[rows]
 
 
 def _format(bits: int, group_size: int) -> AWQ:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from tmodel.quantizers.decoder import GROUPS, LINEARS, Decoder, Weights
+from tmodel.quantizers.layers import TransformersLayers, Weights, layer_groups, linear_names
 
 MAX_TOKENS = 65_536
 """Of the calibration text, those that are used: as many as 128 windows of 512 (Lin et al., 2024, section 5.1)."""
@@ -44,50 +44,55 @@ def choose_windows(tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return tokens[starts[:, None] + torch.arange(num_tokens + 1)]
 
 
-def forward(decoder: Decoder, weights: Weights, index: int, hidden: torch.Tensor) -> torch.Tensor:
+def forward(layers: TransformersLayers, weights: Weights, index: int, hidden: torch.Tensor) -> torch.Tensor:
     """hidden [n, S, H] through layer `index`."""
     with torch.no_grad():
-        return torch.cat([decoder(weights, index, part) for part in hidden.split(_WINDOWS_AT_ONCE)])
+        return torch.cat([layers(weights, index, part) for part in hidden.split(_WINDOWS_AT_ONCE)])
 
 
-def see_inputs(
-    decoder: Decoder, weights: Weights, index: int, hidden: torch.Tensor, groups: Sequence[int] = range(len(GROUPS))
+def collect_inputs(
+    layers: TransformersLayers,
+    weights: Weights,
+    index: int,
+    hidden: torch.Tensor,
+    groups: Sequence[int] | None = None,
 ) -> dict[int, Inputs]:
-    """What the linears of each of `groups` multiply when hidden [n, S, H] goes through layer `index`."""
+    """What the linears of each of `groups` multiply when hidden [n, S, H] goes through layer `index`; None is all."""
     moments: dict[int, torch.Tensor] = {}
     sums: dict[int, torch.Tensor] = {}
 
     def observe(group: int, x: torch.Tensor) -> None:
-        if group in groups:
+        if groups is None or group in groups:
             product, total = (x.t() @ x).double(), x.abs().double().sum(0)
             moments[group] = moments[group] + product if group in moments else product
             sums[group] = sums[group] + total if group in sums else total
 
     with torch.no_grad():
         for part in hidden.split(_WINDOWS_AT_ONCE):
-            decoder(weights, index, part, observe)
+            layers(weights, index, part, observe)
     num_tokens = hidden.shape[0] * hidden.shape[1]
-    return {group: Inputs(moments[group], sums[group] / num_tokens) for group in groups}
+    return {group: Inputs(moments[group], sums[group] / num_tokens) for group in sorted(moments)}
 
 
-def head_gradient(
-    final_norm: torch.Tensor, head: torch.Tensor, eps: float, hidden: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
-    """The gradient [n, S, H] of each window's summed loss in nats by the last layer's output, hidden [n, S, H].
+def head_gradient(layers: TransformersLayers, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The gradient [n, S, H] of each window's summed loss in nats by the last layer's output.
 
-    final_norm: [H]. head: [vocab, H]. targets: [n, S], the token after each.
+    Args:
+        layers: the model.
+        hidden: [n, S, H], that output.
+        targets: [n, S], the token after each.
     """
     gradients = []
     for part, wanted in zip(hidden.split(_WINDOWS_AT_ONCE), targets.split(_WINDOWS_AT_ONCE), strict=True):
         leaf = part.detach().requires_grad_()
-        logits = F.rms_norm(leaf, (leaf.shape[-1],), final_norm, eps) @ head.t()  # [part, S, vocab]
+        logits = layers.logits(leaf)  # [part, S, vocab]
         loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
         gradients += torch.autograd.grad(loss, leaf)
     return torch.cat(gradients)
 
 
 def sensitivities(
-    decoder: Decoder, weights: Weights, index: int, hidden: torch.Tensor, gradient: torch.Tensor
+    layers: TransformersLayers, weights: Weights, index: int, hidden: torch.Tensor, gradient: torch.Tensor
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """How much the loss minds each weight of layer `index`, and the gradient that the layer before it gets.
 
@@ -95,17 +100,25 @@ def sensitivities(
     Kim et al., 2024, "SqueezeLLM", section 4.1 and equation 3. The layer is computed again with its graph, one window
     at a time, so that no other layer's is kept.
 
-    hidden: [n, S, H], the layer's input. gradient: [n, S, H], of each window's loss by its output.
-    Returns: {name of LINEARS: [N, K] float64}, [n, S, H].
+    Args:
+        layers: the model.
+        weights: of the layer.
+        index: which layer it is.
+        hidden: [n, S, H], its input.
+        gradient: [n, S, H], of each window's loss by its output.
+
+    Returns:
+        ({name of a linear: [N, K] float64}, [n, S, H]).
     """
-    leaves = {f"{name}.weight": weights[f"{name}.weight"].detach().requires_grad_() for name in LINEARS}
-    squares = {name: torch.zeros_like(weights[f"{name}.weight"], dtype=torch.float64) for name in LINEARS}
+    linears = linear_names(layer_groups(layers.config, index))
+    leaves = {f"{name}.weight": weights[f"{name}.weight"].detach().requires_grad_() for name in linears}
+    squares = {name: torch.zeros_like(weights[f"{name}.weight"], dtype=torch.float64) for name in linears}
     before = torch.empty_like(gradient)
     for window in range(hidden.shape[0]):
         x = hidden[window : window + 1].detach().requires_grad_()
-        out = decoder({**weights, **leaves}, index, x)
+        out = layers({**weights, **leaves}, index, x)
         found = torch.autograd.grad(out, [x, *leaves.values()], gradient[window : window + 1])
         before[window] = found[0][0]
-        for name, one in zip(LINEARS, found[1:], strict=True):
+        for name, one in zip(linears, found[1:], strict=True):
             squares[name] += one.double().square()
     return {name: total / hidden.shape[0] for name, total in squares.items()}, before

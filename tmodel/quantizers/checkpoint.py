@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from tmodel.config import ConfigError, ModelConfig, read_json
+from tmodel.config import ModelConfig
 from tmodel.formats.base import QuantizationFormat
+from tmodel.json_files import ConfigError, read_json
 from tmodel.loading import load_config
+from tmodel.quantization import LinearShape
 from tmodel.quantizers.calibration import choose_windows, forward, head_gradient
-from tmodel.quantizers.decoder import LINEARS, Decoder, decoder_for, layer_shapes, linear_shapes
+from tmodel.quantizers.layers import TransformersLayers, layer_groups, layer_tensors, linear_names, outer_tensors
 from tmodel.quantizers.method import Layer, Method, QuantizedLayer
 from tmodel.quantizers.unfinished import QuantizerError, Unfinished, open_unfinished
 from tmodel.weights import Checkpoint
@@ -93,15 +95,23 @@ def check_settings(config: ModelConfig, method: Method, bits: int, group_size: i
         raise QuantizerError(f"{method.name} writes {there_is} bits, not {bits}")
     if not method.grouped and group_size != -1:
         raise QuantizerError(f"{method.name} has no groups: group size must be -1, got {group_size}")
+    if not _layers_linears(config):
+        raise QuantizerError(f"{config.architecture.name} names no linear layers that could be quantized")
     try:
         made = method.format(bits, group_size)
-        for name, (outputs, inputs) in linear_shapes(config).items():
-            made.check(f"model.layers.0.{name}", outputs, inputs)
+        for shape in _layers_linears(config):
+            for name, outputs in zip(shape.names, shape.outputs, strict=True):
+                made.check(name, outputs, shape.inputs)
     except ValidationError as error:
         why = "; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())
         raise QuantizerError(f"{method.name} with {bits} bits, group size {group_size}: {why}") from None
     except ConfigError as error:
         raise QuantizerError(f"{method.name} with {bits} bits, group size {group_size}: {error}") from None
+
+
+def _layers_linears(config: ModelConfig) -> list[LinearShape]:
+    """Those that are quantized: all but the head."""
+    return [shape for shape in config.linears() if shape.names[0].startswith(f"{config.architecture.layers}.")]
 
 
 def windows_for(config: ModelConfig, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -110,7 +120,7 @@ def windows_for(config: ModelConfig, tokens: torch.Tensor, num_tokens: int) -> t
     """
     if not 1 <= num_tokens <= config.max_position_embeddings:
         raise QuantizerError(f"windows of {num_tokens} tokens; the model was made for {config.max_position_embeddings}")
-    least = max(num_tokens + 1, *(inputs for _, inputs in linear_shapes(config).values()))
+    least = max(num_tokens + 1, *(shape.inputs for shape in _layers_linears(config)))
     if len(tokens) < least:
         raise QuantizerError(f"{len(tokens)} tokens of calibration text are too few; it takes {least} or more")
     return choose_windows(tokens, num_tokens)
@@ -123,51 +133,60 @@ def quantize_checkpoint(job: Job, out: Path, progress: Progress) -> None:
     """
     config, method = job.config, job.method
     _check_weights(job)
-    num_tokens = 1 if job.windows is None else job.windows.shape[1] - 1
-    decoder = decoder_for(config, num_tokens)
     with (
-        open_unfinished(out, config.num_layers, job.options()) as unfinished,
         Checkpoint(job.source, device="cpu", dtype=torch.float32) as dense,
         Checkpoint(job.source, device="cpu", dtype=config.dtype) as stored,
     ):
-        order = range(config.num_layers)
-        if method.walk == "backward":
-            _walk_forward(job, decoder, dense, unfinished, progress)
-            order = range(config.num_layers - 1, -1, -1)
-        elif method.walk == "forward" and not unfinished.is_done(0) and not unfinished.has("carry", 0):
-            unfinished.save("carry", 0, _embedded(job, dense))
-        for index in order:
-            if not unfinished.is_done(index):
-                _quantize_layer(job, decoder, dense, unfinished, index, order.step)
-            progress(f"layer {index}")
-        unfinished.save_shard(config.num_layers, _rest(config, stored))
-        for name in _COPIED:
-            if (job.source / name).exists():
-                shutil.copyfile(job.source / name, unfinished.checkpoint / name)
-        raw = read_json(job.source / "config.json")
-        unfinished.finish(out, {**raw, "quantization_config": job.format.config()})
+        layers = None if method.walk == "none" else _layers_of(job, dense)
+        with open_unfinished(out, config.num_layers, job.options()) as unfinished:
+            order = range(config.num_layers)
+            if method.walk == "backward":
+                assert layers is not None, "its walk is not none"
+                _walk_forward(job, layers, dense, unfinished, progress)
+                order = range(config.num_layers - 1, -1, -1)
+            elif layers is not None and not unfinished.is_done(0) and not unfinished.has("carry", 0):
+                unfinished.save("carry", 0, _embed_windows(job, layers))
+            for index in order:
+                if not unfinished.is_done(index):
+                    _quantize_layer(job, layers, dense, unfinished, index, order.step)
+                progress(f"layer {index}")
+            rest = {name: stored.tensor(name, shape) for name, shape in outer_tensors(config).items()}
+            unfinished.save_shard(config.num_layers, rest)
+            for name in _COPIED:
+                if (job.source / name).exists():
+                    shutil.copyfile(job.source / name, unfinished.checkpoint / name)
+            raw = read_json(job.source / "config.json")
+            unfinished.finish(out, {**raw, "quantization_config": job.format.config()})
 
 
 def _check_weights(job: Job) -> None:
     """All are read once before the hours that a walk may take: no run leaves layers that can never be finished."""
-    layers = {
-        f"model.layers.{index}.{name}": shape
-        for index in range(job.config.num_layers)
-        for name, shape in layer_shapes(job.config).items()
-    }
     with Checkpoint(job.source, device="cpu", dtype=torch.float32) as dense:
-        for name, shape in (layers | _rest_shapes(job.config)).items():
+        for name, shape in job.config.tensors().items():
             dense.require_finite(name, dense.tensor(name, shape))
 
 
+def _layers_of(job: Job, dense: Checkpoint) -> TransformersLayers:
+    """What computes the model's layers; it holds the tensors that no layer has."""
+    assert job.windows is not None, f"{job.method.name} needs calibration windows"
+    outer = {name: dense.tensor(name, shape) for name, shape in outer_tensors(job.config).items()}
+    return TransformersLayers(job.config, read_json(job.source / "config.json"), job.windows.shape[1] - 1, outer)
+
+
 def _quantize_layer(
-    job: Job, decoder: Decoder, dense: Checkpoint, unfinished: Unfinished, index: int, step: int
+    job: Job, layers: TransformersLayers | None, dense: Checkpoint, unfinished: Unfinished, index: int, step: int
 ) -> None:
-    weights = _layer_weights(job.config, dense, index)
     walk, last = job.method.walk, index + step in (-1, job.config.num_layers)
     carried = None if walk == "none" else unfinished.load("carry", index)
-    hidden = unfinished.load("hidden", index) if walk == "backward" else carried
-    layer = Layer(index, weights, decoder, job.config.dtype, hidden, gradient=carried if walk == "backward" else None)
+    layer = Layer(
+        index,
+        layer_groups(job.config, index),
+        _layer_weights(job.config, dense, index),
+        job.config.dtype,
+        layers,
+        hidden=unfinished.load("hidden", index) if walk == "backward" else carried,
+        gradient=carried if walk == "backward" else None,
+    )
     done = job.method.quantize(layer, job.bits, job.group_size)
     if done.carry is not None and not last:
         unfinished.save("carry", index + step, done.carry)
@@ -178,19 +197,22 @@ def _quantize_layer(
 
 def _tensors(job: Job, layer: Layer, done: QuantizedLayer) -> dict[str, torch.Tensor]:
     """The layer's tensors by their names in the checkpoint."""
-    prefix = f"model.layers.{layer.index}"
+    prefix = job.config.layer_prefix(layer.index)
     tensors: dict[str, torch.Tensor] = {}
-    for name in LINEARS:
-        encoded = job.format.encode(f"{prefix}.{name}", done.linears[name])
-        tensors |= {f"{prefix}.{name}.{part}": tensor for part, tensor in encoded.items()}
-    matrices = {f"{name}.weight" for name in LINEARS}
+    linears = linear_names(layer.groups)
+    for name in linears:
+        encoded = job.format.encode(f"{prefix}{name}", done.linears[name])
+        tensors |= {f"{prefix}{name}.{part}": tensor for part, tensor in encoded.items()}
+    matrices = {f"{name}.weight" for name in linears}
     for name, tensor in layer.weights.items():
         if name not in matrices:
-            tensors[f"{prefix}.{name}"] = done.changed.get(name, tensor).to(job.config.dtype)
+            tensors[f"{prefix}{name}"] = done.changed.get(name, tensor).to(job.config.dtype)
     return tensors
 
 
-def _walk_forward(job: Job, decoder: Decoder, dense: Checkpoint, unfinished: Unfinished, progress: Progress) -> None:
+def _walk_forward(
+    job: Job, layers: TransformersLayers, dense: Checkpoint, unfinished: Unfinished, progress: Progress
+) -> None:
     """Leave each layer's input in the dense model, and the last one's gradient, for the walk back."""
     config = job.config
     last = config.num_layers - 1
@@ -198,41 +220,21 @@ def _walk_forward(job: Job, decoder: Decoder, dense: Checkpoint, unfinished: Unf
         for index in range(config.num_layers):
             progress(f"layer {index}, forward")
         return
-    hidden = _embedded(job, dense)
+    hidden = _embed_windows(job, layers)
     for index in range(config.num_layers):
         unfinished.save("hidden", index, hidden)
-        hidden = forward(decoder, _layer_weights(config, dense, index), index, hidden)
+        hidden = forward(layers, _layer_weights(config, dense, index), index, hidden)
         progress(f"layer {index}, forward")
-    assert job.windows is not None
-    final_norm = dense.tensor("model.norm.weight", (config.hidden_size,))
-    gradient = head_gradient(final_norm, _head(config, dense), config.norm_eps, hidden, job.windows[:, 1:])
-    unfinished.save("carry", last, gradient)
+    assert job.windows is not None, "a walk has windows"
+    unfinished.save("carry", last, head_gradient(layers, hidden, job.windows[:, 1:]))
 
 
-def _embedded(job: Job, dense: Checkpoint) -> torch.Tensor:
-    """[n, S, H]"""
-    assert job.windows is not None, f"{job.method.name} needs calibration windows"
-    embedding = dense.tensor("model.embed_tokens.weight", (job.config.vocab_size, job.config.hidden_size))
-    return embedding[job.windows[:, :-1]]
-
-
-def _head(config: ModelConfig, dense: Checkpoint) -> torch.Tensor:
-    name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    return dense.tensor(name, (config.vocab_size, config.hidden_size))
+def _embed_windows(job: Job, layers: TransformersLayers) -> torch.Tensor:
+    """[n, S, H], the first layer's input."""
+    assert job.windows is not None, "a walk has windows"
+    return layers.embed(job.windows[:, :-1])
 
 
 def _layer_weights(config: ModelConfig, dense: Checkpoint, index: int) -> dict[str, torch.Tensor]:
-    return {name: dense.tensor(f"model.layers.{index}.{name}", shape) for name, shape in layer_shapes(config).items()}
-
-
-def _rest(config: ModelConfig, stored: Checkpoint) -> dict[str, torch.Tensor]:
-    """What no layer holds."""
-    return {name: stored.tensor(name, shape) for name, shape in _rest_shapes(config).items()}
-
-
-def _rest_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    vocab_shape = (config.vocab_size, config.hidden_size)
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": vocab_shape, "model.norm.weight": (config.hidden_size,)
-    }  # fmt: skip
-    return shapes if config.tie_word_embeddings else {**shapes, "lm_head.weight": vocab_shape}
+    prefix = config.layer_prefix(index)
+    return {name: dense.tensor(f"{prefix}{name}", shape) for name, shape in layer_tensors(config, index).items()}

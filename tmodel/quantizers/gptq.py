@@ -10,8 +10,7 @@ import torch
 
 from tkernels.quantized.weight import QuantizedWeight, dequantize
 from tmodel.formats import GPTQ
-from tmodel.quantizers.calibration import forward, see_inputs
-from tmodel.quantizers.decoder import GROUPS
+from tmodel.quantizers.calibration import collect_inputs, forward
 from tmodel.quantizers.method import Layer, Method, QuantizedLayer
 from tmodel.quantizers.rtn import codes_for, fit, packed
 
@@ -107,15 +106,15 @@ def quantize(layer: Layer, bits: int, group_size: int) -> QuantizedLayer:
     """The layer, one group of linears after another, each on what the ones before it, quantized, give it. The next
     layer sees what comes out of this one quantized. Files of format v1 hold no zero-point of 0, so there is none.
     """
-    assert layer.hidden is not None
+    layers, hidden = layer.in_use()
     weights = dict(layer.weights)
     linears: dict[str, QuantizedWeight] = {}
-    for group, names in enumerate(GROUPS):
-        moment = see_inputs(layer.decoder, weights, layer.index, layer.hidden, [group])[group].second_moment
-        for name in names:
+    for place, group in enumerate(layer.groups):
+        moment = collect_inputs(layers, weights, layer.index, hidden, [place])[place].second_moment
+        for name in group.names:
             linears[name] = gptq(weights[f"{name}.weight"], moment, bits, group_size, lowest_zero=1)
             weights[f"{name}.weight"] = dequantize(linears[name], torch.float32)
-    return QuantizedLayer(linears, carry=forward(layer.decoder, weights, layer.index, layer.hidden))
+    return QuantizedLayer(linears, carry=forward(layers, weights, layer.index, hidden))
 
 
 def _format(bits: int, group_size: int) -> GPTQ:

@@ -7,7 +7,7 @@ import torch
 from tkernels.quantized.rounding import grid, nonzero
 from tkernels.quantized.weight import QuantizedWeight, from_codes
 from tmodel.formats import GPTQ
-from tmodel.quantizers.decoder import LINEARS
+from tmodel.quantizers.layers import linear_names
 from tmodel.quantizers.method import Layer, Method, QuantizedLayer
 
 SCALE_DTYPE = torch.float16
@@ -64,7 +64,10 @@ def packed(
 def quantize(layer: Layer, bits: int, group_size: int) -> QuantizedLayer:
     """The layer, each linear alone. Files of format v1 hold no zero-point of 0, so there is none."""
     return QuantizedLayer(
-        {name: rounded(layer.weights[f"{name}.weight"], bits, group_size, lowest_zero=1) for name in LINEARS}
+        {
+            name: rounded(layer.weights[f"{name}.weight"], bits, group_size, lowest_zero=1)
+            for name in linear_names(layer.groups)
+        }
     )
 
 

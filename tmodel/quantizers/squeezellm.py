@@ -12,7 +12,6 @@ from tkernels.quantized.outliers import Outliers, outliers_from
 from tkernels.quantized.weight import QuantizedWeight, from_codes
 from tmodel.formats import SqueezeLLM
 from tmodel.quantizers.calibration import sensitivities
-from tmodel.quantizers.decoder import LINEARS
 from tmodel.quantizers.kmeans import kmeans, nearest_centre
 from tmodel.quantizers.method import Layer, Method, QuantizedLayer
 
@@ -53,10 +52,10 @@ def most(scores: torch.Tensor, share: float) -> torch.Tensor:
 
 def quantize(layer: Layer, bits: int, group_size: int) -> QuantizedLayer:
     """The layer by its sensitivities in the dense model; the layer before gets the dense model's gradient."""
-    assert layer.hidden is not None
-    assert layer.gradient is not None
-    minded, before = sensitivities(layer.decoder, layer.weights, layer.index, layer.hidden, layer.gradient)
-    linears = {name: squeezellm(layer.weights[f"{name}.weight"], minded[name], bits) for name in LINEARS}
+    layers, hidden = layer.in_use()
+    assert layer.gradient is not None, "a backward walk brings each layer's gradient"
+    minded, before = sensitivities(layers, layer.weights, layer.index, hidden, layer.gradient)
+    linears = {name: squeezellm(layer.weights[f"{name}.weight"], minded[name], bits) for name in minded}
     return QuantizedLayer(linears, carry=before)
 
 

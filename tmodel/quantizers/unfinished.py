@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tmodel.config import read_json
+from tmodel.json_files import read_json
 
 
 class QuantizerError(ValueError):

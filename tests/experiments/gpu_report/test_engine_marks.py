@@ -21,6 +21,7 @@ from tkernels.device import TARGETS
 from tmodel import RANDOM_PRESETS
 
 SMALL = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip

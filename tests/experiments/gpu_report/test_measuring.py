@@ -68,6 +68,7 @@ def test_stress_finds_other_bits_and_counters_that_were_left(tmp_path: Path) -> 
 
 
 TINY = {
+    "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.4,
     "tie_word_embeddings": True,

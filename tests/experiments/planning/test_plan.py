@@ -18,7 +18,7 @@ from tests.tkernels.outside import write_variant
 from tests.tmodel.formats.by_hand import Kind
 from tests.tmodel.formats.models import write_models
 from tkernels.verification.check import count_programs
-from tmodel import load_config
+from tmodel import Limits, kernel_axes, load_config
 from tmodel.presets import PRESETS
 from tmodel.train import new_model
 
@@ -129,9 +129,9 @@ def test_weights_cut_short_are_found_by_the_plan(plan: MakePlan, checkpoint: Pat
 
 def test_the_preset_is_known_before_it_is_trained(tmp_path: Path) -> None:
     new_model(PRESETS["tiny"], 0).save_pretrained(tmp_path)
-    limits = {"max_num_tokens": 64, "max_num_seqs": 4, "max_model_len": 128, "block_size": 16, "num_blocks": 32}
+    limits = Limits(max_num_tokens=64, max_num_seqs=4, max_model_len=128, block_size=16, num_blocks=32)
     planned, trained = plan_model(ModelSource(preset="tiny"), tmp_path).config, load_config(tmp_path)
-    assert planned.kernel_axes(**limits) == trained.kernel_axes(**limits)
+    assert kernel_axes(planned, limits) == kernel_axes(trained, limits)
     assert planned.vocab_size == trained.vocab_size
     assert planned.max_position_embeddings == trained.max_position_embeddings
 

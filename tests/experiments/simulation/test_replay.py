@@ -11,7 +11,7 @@ import pytest
 from experiments.simulation.hardware import Gpu
 from experiments.simulation.metrics import Metrics
 from experiments.simulation.replay import Replay
-from experiments.simulation.shapes import SHAPES
+from experiments.simulation.shapes import find_shape
 from experiments.simulation.step_time import StepTime, Work
 from experiments.simulation.traces import PRIVATE_TOKENS, Request, open_trace
 from tsched.scheduling.policies import ORDERS, PREFIX_CACHES
@@ -20,7 +20,7 @@ from tsched.scheduling.sequence import Ints
 
 DATA = Path(__file__).parent / "data"
 GPU = Gpu("some", 80 * 10**9, memory_bytes_per_s=3e12, flops_per_s=9e14, host_bytes_per_s=6e10)
-MODEL = SHAPES["Qwen3-4B"]
+MODEL = find_shape("Qwen3-4B")
 
 
 def private(id: int, arrival: float, input_len: int, output_len: int) -> Request:

@@ -8,33 +8,26 @@ import pytest
 
 from experiments.document import ExperimentError
 from experiments.simulation.hardware import Gpu, find_gpu
-from experiments.simulation.shapes import SHAPES, ModelShape, find_shape
+from experiments.simulation.shapes import find_shape, shape_of
 from experiments.simulation.step_time import StepTime, Work
-from tmodel import RANDOM_PRESETS as REPORTED
+from tmodel.loading import config_of
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.scheduler import Scheduler
 
 GPU = Gpu("slow", 10**9, memory_bytes_per_s=1e9, flops_per_s=1e12, host_bytes_per_s=1e8)
-MODEL = ModelShape("small", 8, 16, 2, num_heads=4, num_kv_heads=2, head_dim=2, vocab_size=100, tied=True)
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2, "vocab_size": 100, "tie_word_embeddings": True,
+}  # fmt: skip
+MODEL = shape_of(config_of(CONFIG), "small")
 LAUNCHES = 2 * 10 * 1.3e-6
 
 
 def test_qwen3_4b_weighs_what_is_published() -> None:
-    shape = SHAPES["Qwen3-4B"]
+    shape = find_shape("Qwen3-4B")
     assert shape.kv_bytes_per_token == 147_456
     assert shape.weight_bytes / 1e9 == pytest.approx(8.04, abs=0.005)
-    assert SHAPES["Llama-3.1-8B"].weight_bytes / 2 / 1e9 == pytest.approx(8.03, abs=0.005)
-
-
-@pytest.mark.parametrize("name", sorted(REPORTED))
-def test_shapes_are_those_that_the_gpu_report_builds(name: str) -> None:
-    ours, theirs = SHAPES[name], REPORTED[name]
-    assert (ours.hidden_size, ours.intermediate_size, ours.num_layers, ours.num_heads) == (
-        theirs["hidden_size"], theirs["intermediate_size"], theirs["num_hidden_layers"], theirs["num_attention_heads"],
-    )  # fmt: skip
-    assert (ours.num_kv_heads, ours.head_dim, ours.vocab_size, ours.tied) == (
-        theirs["num_key_value_heads"], theirs["head_dim"], theirs["vocab_size"], theirs["tie_word_embeddings"],
-    )  # fmt: skip
+    assert find_shape("Llama-3.1-8B").weight_bytes / 2 / 1e9 == pytest.approx(8.03, abs=0.005)
 
 
 def test_a_decode_step_waits_for_memory() -> None:
@@ -79,11 +72,16 @@ def test_work_of_a_plan_counts_each_pair_of_a_token_and_a_key() -> None:
 
 def test_a_directory_gives_its_shape(tmp_path: Path) -> None:
     config = {
-        "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "architectures": ["Qwen3ForCausalLM"], "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert find_shape(str(tmp_path)) == ModelShape(tmp_path.name, 32, 48, 2, 4, 2, 16, 300, False)
+    shape = find_shape(str(tmp_path))
+    assert (shape.name, shape.num_layers, shape.query_width, shape.kv_bytes_per_token) == (tmp_path.name, 2, 64, 256)
+    weights = 2 * (32 * (2 * 64 + 2 * 32) + 3 * 32 * 48)
+    norms = 2 * (2 * 32 + 2 * 16) + 32
+    assert (shape.layer_weights, shape.head_weights) == (weights, 9600)
+    assert shape.weight_bytes == 2 * (weights + 2 * 9600 + norms)
 
 
 def test_unknown_names_list_the_known() -> None:

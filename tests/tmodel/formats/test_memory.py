@@ -28,7 +28,8 @@ def kib(name):
 
 def load(directory, variant):
     config = tmodel.load_config(directory)
-    axes = config.kernel_axes(max_num_tokens=64, max_num_seqs=4, max_model_len=64, block_size=16, num_blocks=16)
+    limits = tmodel.Limits(max_num_tokens=64, max_num_seqs=4, max_model_len=64, block_size=16, num_blocks=16)
+    axes = tmodel.kernel_axes(config, limits)
     kernels = tkernels.select({"dequant_gemm": variant}, device="cpu", dtype=torch.float16, axes=axes)
     return tmodel.load_model(directory, config, kernels, device="cpu", dtype=torch.float16)
 

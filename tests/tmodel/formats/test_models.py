@@ -14,8 +14,8 @@ from tests.tmodel.formats.by_hand import KINDS, Kind, settings
 from tests.tmodel.formats.models import write_models
 from tests.tmodel.packed import load
 from tkernels.quantized.weight import QuantizedWeight
-from tmodel import load_config
-from tmodel.architectures.qwen3 import Qwen3
+from tmodel import Limits, kernel_axes, load_config
+from tmodel.decoders.pre_norm import PreNormModel
 from tmodel.layers import JoinedLinear, Linear
 from tsched import LLM, SamplingParams
 
@@ -33,9 +33,9 @@ def tokens(llm: LLM, count: int = 8) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def network(directory: Path, **choices: str) -> Qwen3:
+def network(directory: Path, **choices: str) -> PreNormModel:
     model = load(directory, torch.float32, choices)
-    assert isinstance(model, Qwen3)
+    assert isinstance(model, PreNormModel)
     return model
 
 
@@ -64,7 +64,7 @@ def test_so_does_a_triton_kernel(kind: Kind, tmp_path: Path) -> None:
     quantized, dense = write_models(tmp_path, kind, **narrow, head_dim=32)
     llm = served(quantized, kernels={"dequant_gemm": "auto"})
     assert llm.arm["dequant_gemm"] == "auto"
-    assert network(quantized, dequant_gemm="auto").layers[0].down.weight.order == "interleaved"  # type: ignore[union-attr]
+    assert network(quantized, dequant_gemm="auto").layers[0].mlp.down.weight.order == "interleaved"  # type: ignore[union-attr]
     prompts, params = [[5, 6, 7], [8]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     mine, expected = (
         [output.outputs[0].token_ids for output in one.generate(prompts, params)] for one in (llm, served(dense))
@@ -108,17 +108,17 @@ def test_mixed_models_fuse_what_agrees(name: str, tmp_path: Path) -> None:
     llm = served(quantized)
     assert tokens(llm) == tokens(served(dense))
     layer = network(quantized).layers[0]
-    qkv = layer.qkv.parts if isinstance(layer.qkv, JoinedLinear) else (layer.qkv,)
+    qkv = layer.attention.qkv.parts if isinstance(layer.attention.qkv, JoinedLinear) else (layer.attention.qkv,)
     bits = [part.weight.bits if isinstance(part.weight, QuantizedWeight) else None for part in qkv]
-    gate_up = getattr(layer.gate_up, "projections", layer.gate_up)
+    gate_up = getattr(layer.mlp.gate_up, "projections", layer.mlp.gate_up)
     assert (bits, len(getattr(gate_up, "parts", (gate_up,)))) == PARTS[name]
-    used = set(load_config(quantized).kernel_axes(**LIMITS))
+    used = set(kernel_axes(load_config(quantized), LIMITS))
     assert ("dequant_gemm" in used) == (name != "all dense")
     assert ("gate_up_swiglu" in used) == (name in ("first layer dense", "all dense"))
     assert set(llm.kernels) == used
 
 
-LIMITS = {"max_num_tokens": 64, "max_num_seqs": 4, "max_model_len": 60, "block_size": 16, "num_blocks": 32}
+LIMITS = Limits(max_num_tokens=64, max_num_seqs=4, max_model_len=60, block_size=16, num_blocks=32)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -131,7 +131,7 @@ def test_heads_are_tied_and_layers_biased_as_in_a_dense_model(tied: bool, bias: 
     quantized, dense = write_models(tmp_path, kind, quantization, tie_word_embeddings=tied, attention_bias=bias)
     llm = served(quantized)
     model = network(quantized)
-    assert isinstance(model.layers[0].qkv, JoinedLinear)
+    assert isinstance(model.layers[0].attention.qkv, JoinedLinear)
     assert isinstance(model.head, Linear)
     assert isinstance(model.head.weight, torch.Tensor)
     assert (model.head.weight is model.embedding) == tied
@@ -167,12 +167,12 @@ def test_a_variant_that_cannot_read_the_model_is_refused_before_its_weights_are(
 def test_kernels_are_chosen_for_every_kind_of_weight_that_may_come(tmp_path: Path) -> None:
     quantization = {**settings(Kind("gptq", 4, 32)), "dynamic": {r".*down_proj": {"bits": 2, "group_size": 128}}}
     quantized, _ = write_models(tmp_path, MIXED["all dense"], quantization)
-    axes = load_config(quantized).kernel_axes(**LIMITS)["dequant_gemm"]
+    axes = kernel_axes(load_config(quantized), LIMITS)["dequant_gemm"]
     kinds = {(way["bits"], way["group_size"], way["K"]) for way in axes}
     assert kinds == {(4, 32, 128), (2, 128, 256)}
     with_act_order = {**quantization, "dynamic": {r".*down_proj": {"desc_act": True}}}
     quantized, _ = write_models(tmp_path, MIXED["all dense"], with_act_order)
-    axes = load_config(quantized).kernel_axes(**LIMITS)["dequant_gemm"]
+    axes = kernel_axes(load_config(quantized), LIMITS)["dequant_gemm"]
     assert {(way["K"], way["permuted"]) for way in axes} == {(128, False), (256, (False, True))}
 
 
@@ -182,7 +182,7 @@ def test_what_preparing_cost_and_what_is_kept_is_said(tmp_path: Path) -> None:
     kept = sum(
         part.weight.nbytes
         for layer in network(quantized, dequant_gemm="auto").layers
-        for part in (layer.qkv, layer.output, layer.gate_up.projections, layer.down)  # type: ignore[union-attr]
+        for part in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up.projections, layer.mlp.down)  # type: ignore[union-attr]
     )
     assert llm.prepare_report.bytes_after == kept == llm.prepare_report.bytes_before
     assert llm.prepare_report.seconds > 0

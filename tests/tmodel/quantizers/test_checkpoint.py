@@ -13,15 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.tmodel.quantizers.test_layers import layers_of
 from tests.tmodel.test_parity import random_model
 from tkernels.quantized.weight import dequantize
 from tmodel import load_config
 from tmodel.formats import FORMATS, parse_format
 from tmodel.quantizers import METHODS
 from tmodel.quantizers.awq import folded
-from tmodel.quantizers.calibration import choose_windows, forward, see_inputs
+from tmodel.quantizers.calibration import choose_windows, collect_inputs, forward
 from tmodel.quantizers.checkpoint import Job, plan_job, quantize_checkpoint, windows_for
-from tmodel.quantizers.decoder import GROUPS, LINEARS, decoder_for, layer_shapes, linear_shapes
+from tmodel.quantizers.layers import layer_groups, layer_tensors, linear_names
 from tmodel.quantizers.method import Layer
 from tmodel.quantizers.rtn import rounded
 from tmodel.quantizers.unfinished import QuantizerError
@@ -78,7 +79,7 @@ def test_a_checkpoint_holds_the_model_in_its_format(
     assert type(found) is FORMATS[raw["quantization_config"]["quant_method"]]
     original = json.loads((dense / "config.json").read_text())
     assert raw == {**original, "quantization_config": raw["quantization_config"]}
-    config, decoder = asked.config, decoder_for(asked.config, WINDOW)
+    config, (layers, _) = asked.config, layers_of(dense, torch.float32, WINDOW)
     with (
         Checkpoint(out, device="cpu", dtype=torch.float32) as mine,
         Checkpoint(dense, device="cpu", dtype=torch.float32) as theirs,
@@ -87,19 +88,21 @@ def test_a_checkpoint_holds_the_model_in_its_format(
             prefix = f"model.layers.{index}"
             weights: dict[str, torch.Tensor] = {}
             originals: dict[str, torch.Tensor] = {}
-            for name, (outputs, inputs) in linear_shapes(config).items():
+            groups = layer_groups(config, index)
+            sizes = [(n, k, shape.inputs) for shape in groups for n, k in zip(shape.names, shape.outputs, strict=True)]
+            for name, outputs, inputs in sizes:
                 made = dequantize(found.read(mine, f"{prefix}.{name}", outputs, inputs), torch.float32)
                 weight = theirs.tensor(f"{prefix}.{name}.weight", (outputs, inputs))
                 if method == "rtn":
                     plain = dequantize(rounded(weight, bits, group_size, lowest_zero=1), torch.float32)
                     assert torch.equal(made, plain)
                 weights[f"{name}.weight"], originals[f"{name}.weight"] = made, weight
-            for name, shape in layer_shapes(config).items():
-                if name.removesuffix(".weight") not in LINEARS:
+            for name, shape in layer_tensors(config, index).items():
+                if name.removesuffix(".weight") not in linear_names(groups):
                     weights[name], originals[name] = (one.tensor(f"{prefix}.{name}", shape) for one in (mine, theirs))
                     assert torch.equal(weights[name], originals[name]) or (method == "awq" and "layernorm" in name)
             hidden = torch.randn((4, WINDOW, 64), generator=torch.Generator().manual_seed(index))
-            made, right = (forward(decoder, one, index, hidden) - hidden for one in (weights, originals))
+            made, right = (forward(layers, one, index, hidden) - hidden for one in (weights, originals))
             assert (made - right).norm() < {2: 1.2, 3: 0.6, 4: 0.3, 8: 0.03}[
                 bits
             ] * right.norm()  # a wrong order gives 1.4
@@ -236,17 +239,15 @@ def test_too_little_calibration_text_is_refused(dense: Path) -> None:
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
 def test_awq_folds_scales_that_change_nothing_before_rounding(heads: tuple[int, int], tmp_path: Path) -> None:
     directory = random_model(tmp_path, heads=heads, attention_bias=True, **SHAPE)
-    config = load_config(directory)
-    decoder = decoder_for(config, WINDOW)
-    with Checkpoint(directory, device="cpu", dtype=torch.float32) as checkpoint:
-        weights = {n: checkpoint.tensor(f"model.layers.0.{n}", shape) for n, shape in layer_shapes(config).items()}
+    layers, (weights, _) = layers_of(directory, torch.float32, WINDOW)
+    groups = layer_groups(layers.config, 0)
     hidden = torch.randn((4, WINDOW, 64), generator=torch.Generator().manual_seed(0))
     for dtype in (torch.float32, torch.bfloat16):
-        layer = Layer(0, weights, decoder, dtype, hidden)
-        seen = see_inputs(decoder, weights, 0, hidden)
+        layer = Layer(0, groups, weights, dtype, layers, hidden)
+        seen = collect_inputs(layers, weights, 0, hidden)
         made, changed, scales = folded(layer, seen, 4, 32)
         torch.testing.assert_close(
-            forward(decoder, made, 0, hidden), forward(decoder, weights, 0, hidden), rtol=1e-4, atol=1e-4
+            forward(layers, made, 0, hidden), forward(layers, weights, 0, hidden), rtol=1e-4, atol=1e-4
         )
         assert any(not torch.equal(one, torch.ones_like(one)) for one in scales)
         assert {name: tensor.dtype for name, tensor in changed.items()} == dict.fromkeys(
@@ -254,6 +255,5 @@ def test_awq_folds_scales_that_change_nothing_before_rounding(heads: tuple[int, 
         )
         for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             assert torch.equal(made[name], changed[name].float())  # what was folded is what is kept
-        for group, names in enumerate(GROUPS[:1]):
-            ratio = made[f"{names[0]}.weight"] / weights[f"{names[0]}.weight"]
-            torch.testing.assert_close(ratio, scales[group].float().expand_as(ratio))
+        ratio = made["self_attn.q_proj.weight"] / weights["self_attn.q_proj.weight"]
+        torch.testing.assert_close(ratio, scales[0].float().expand_as(ratio))

@@ -1,0 +1,104 @@
+"""Causal attention over a paged cache, queries and keys turned by their positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tmodel.layers import JoinedLinear, Linear, PagedAttention
+from tmodel.linear_reader import LinearReader
+from tmodel.quantization import Feed, LinearShape
+from tmodel.rotary import Rope
+from tmodel.weights import Checkpoint
+
+
+@dataclass(frozen=True)
+class GroupedQueryAttention:
+    """Attention in which Hq query heads share Hkv key-value heads of D dims.
+
+    Source: Ainslie et al., GQA, 2023; with as many key-value heads as query heads it is multi-head attention.
+
+    Attributes:
+        hidden_size: H, of the input and the output.
+        num_heads: Hq.
+        num_kv_heads: Hkv, a divisor of Hq.
+        head_dim: D.
+        rope: how queries and keys are turned.
+        window: the keys that a query sees, itself included; None is all before it.
+        qkv_bias: whether the query, key and value projections have a bias.
+        output_bias: whether the output projection has one.
+        head_norm_eps: of an RMS norm of each query and each key head, ahead of the turn; None is no norm.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    window: int | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    head_norm_eps: float | None = None
+
+    def norms(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of the heads' norms; `name` is the attention's own."""
+        if self.head_norm_eps is None:
+            return {}
+        return {f"{name}.{norm}.weight": (self.head_dim,) for norm in ("q_norm", "k_norm")}
+
+    def linears(self, name: str, fed_by: Feed) -> tuple[LinearShape, LinearShape]:
+        """The joint query, key and value projection, whose inputs `fed_by` makes, and the output projection."""
+        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shared = self.num_heads // self.num_kv_heads  # query heads that read one value head
+        starts = [head // shared * self.head_dim for head in range(self.num_heads)]
+        values = Feed(f"{name}.v_proj", tuple(range(start, start + self.head_dim) for start in starts))
+        qkv = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+        outputs = (q_width, kv_width, kv_width)
+        return (
+            LinearShape(qkv, outputs, self.hidden_size, self.qkv_bias, fed_by=fed_by),
+            LinearShape((f"{name}.o_proj",), (self.hidden_size,), q_width, self.output_bias, fed_by=values),
+        )
+
+    def build(self, name: str, fed_by: Feed, checkpoint: Checkpoint, reader: LinearReader) -> AttentionLayer:
+        """The layer with its weights out of the checkpoint."""
+        qkv, output = self.linears(name, fed_by)
+        norms = [checkpoint.tensor(tensor, shape) for tensor, shape in self.norms(name).items()]
+        q_norm, k_norm = norms or (None, None)
+        return AttentionLayer(self, reader.linear(qkv), q_norm, k_norm, reader.linear(output))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """A layer's attention with its weights."""
+
+    shape: GroupedQueryAttention
+    qkv: Linear | JoinedLinear  # H -> (Hq + 2 Hkv) D
+    q_norm: torch.Tensor | None  # [D]
+    k_norm: torch.Tensor | None  # [D]
+    output: Linear | JoinedLinear  # Hq D -> H
+
+    def mix(
+        self, hidden: torch.Tensor, step: PagedAttention, rotation: tuple[torch.Tensor, torch.Tensor],
+        k_cache: torch.Tensor, v_cache: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """What the heads take from the tokens before, ahead of the output projection; writes the caches.
+
+        Args:
+            hidden: [T, H].
+            step: the step's attention.
+            rotation: cos and sin, [L, R/2] each.
+            k_cache: [P, S, Hkv, D], this layer's keys.
+            v_cache: [P, S, Hkv, D], its values.
+
+        Returns:
+            [T, Hq D], the heads side by side.
+        """
+        shape, cos_sin = self.shape, rotation
+        heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        q, k, v = self.qkv(hidden).view(-1, sum(heads), shape.head_dim).split(heads, dim=1)  # views [T, heads, D]
+        step.kernels.qk_norm_rope_scatter(
+            q, k, v, *cos_sin, step.positions, k_cache, v_cache, step.slots,
+            q_weight=self.q_norm, k_weight=self.k_norm, eps=shape.head_norm_eps or 0.0,
+        )  # fmt: skip
+        return step(q, k_cache, v_cache, shape.window).flatten(1)

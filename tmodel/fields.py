@@ -1,0 +1,112 @@
+"""The fields of config.json that architectures share, as the file has them: typed, in the old and the new spelling.
+
+An architecture's own file declares the rest in a subclass, with the defaults of its transformers config: a field that
+is absent means something else in another architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+
+from tmodel.json_files import ConfigError
+
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+LayerType = Literal["full_attention", "sliding_attention"]
+
+
+class HuggingFaceConfig(BaseModel):
+    """The fields of every architecture's config.json. Those that do not decide what is computed are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
+
+    vocab_size: PositiveInt
+    tie_word_embeddings: bool = False
+    eos_token_id: int | list[int] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    quantization_config: dict[str, Any] | None = None
+
+    def resolved_dtype(self) -> torch.dtype:
+        """The dtype that the checkpoint was saved for; float32 where none is named."""
+        name = (self.dtype or self.torch_dtype or "float32").removeprefix("torch.")
+        if name not in _DTYPES:
+            raise ConfigError(f"dtype is {name!r}; supported are {', '.join(_DTYPES)}")
+        return _DTYPES[name]
+
+
+class RopeParameters(BaseModel):
+    """The `rope_parameters` (or, before transformers 5, `rope_scaling`) mapping; scaled kinds carry more keys."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: PositiveFloat | None = None
+    partial_rotary_factor: float | None = Field(default=None, gt=0, le=1)
+
+    @property
+    def kind(self) -> str:
+        """What is done to the angles; `default` is nothing. A key that is not known (a factor, a mapping per kind of
+        layer) would change them too, so with one the kind is no longer `default`."""
+        unknown = ", ".join(sorted(self.model_extra or {}))
+        kind = self.rope_type or self.type or "default"
+        return f"{kind} with {unknown}" if kind == "default" and unknown else kind
+
+
+class RotaryConfig(HuggingFaceConfig):
+    """The fields of an architecture with rotary positions."""
+
+    default_rope_theta: ClassVar[float] = 10000.0
+
+    rope_theta: PositiveFloat | None = None
+    rope_scaling: RopeParameters | None = None
+    rope_parameters: RopeParameters | None = None
+    partial_rotary_factor: float | None = Field(default=None, gt=0, le=1)
+
+    def resolved_rope_theta(self) -> float:
+        """The rotary base, from `rope_parameters` (transformers 5) or the top level (before).
+
+        Raises:
+            ConfigError: the angles are scaled, which no part here computes.
+        """
+        kind = (self.rope_scaling or self.rope_parameters or RopeParameters()).kind
+        if kind != "default":
+            raise ConfigError(f"rope scaling of type {kind!r} is not supported; only 'default' (none) is")
+        in_parameters = self.rope_parameters.rope_theta if self.rope_parameters else None
+        return in_parameters or self.rope_theta or self.default_rope_theta
+
+    @property
+    def rotary_factor(self) -> float | None:
+        """The share of a head's dims that is rotated, where the file names one."""
+        in_parameters = self.rope_parameters.partial_rotary_factor if self.rope_parameters else None
+        return in_parameters or self.partial_rotary_factor
+
+
+def windows_of(layer_types: Sequence[LayerType], window: int | None, num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer from its type: the keys that a query sees, itself included; None is all of them.
+
+    Raises:
+        ConfigError: there are more or fewer types than layers, or a layer slides and `window` is None.
+    """
+    if len(layer_types) != num_layers:
+        raise ConfigError(f"layer_types has {len(layer_types)} entries for num_hidden_layers={num_layers}")
+    if "sliding_attention" in layer_types and window is None:
+        raise ConfigError("layer_types names sliding_attention, but sliding_window is not given")
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+Fields = TypeVar("Fields", bound=HuggingFaceConfig)
+
+
+def parse_fields(kind: type[Fields], raw: Mapping[str, Any]) -> Fields:
+    """`raw`, a config.json, with its types and ranges checked; ConfigError lists every field that is wrong."""
+    try:
+        return kind.model_validate(dict(raw))
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(wrong) from error

@@ -1,0 +1,146 @@
+"""Which ops a model and its engine call, and at which sizes: what `tkernels.select` is asked for.
+
+`kernel_axes` is the whole; the rest are the parts that an architecture's own `axes` are put together from. These are
+the widest ops: what a composed fusion is made of follows from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tkernels.contract import Value
+from tkernels.variant import AxisRanges
+from tmodel.config import Axes, Limits, ModelConfig
+from tmodel.quantization import LinearShape, Quantization, fuses_swiglu
+
+Range = Value | tuple[int, int]
+
+
+def kernel_axes(config: ModelConfig, limits: Limits) -> Axes:
+    """Every op that the model calls, and those that an engine calls for any model, with all their axes."""
+    return {**config.architecture.axes(config, limits), **_engine_axes(config, limits)}
+
+
+def _engine_axes(config: ModelConfig, limits: Limits) -> Axes:
+    """What builds a step's inputs and moves the cache's pages."""
+    copies: list[AxisRanges] = [
+        {
+            "pairs": (0, limits.num_blocks),
+            "C": part.per_layer * len(kind.layers),
+            "P": limits.num_blocks,
+            "S": part.shape[0],
+            "Hkv": part.shape[1],
+            "D": part.shape[2],
+        }
+        for kind in config.cache_kinds
+        if kind.state_interval is None
+        for part in kind.parts(limits.block_size, config.dtype)
+    ]
+    return {
+        **({"copy_pages": copies[0] if len(copies) == 1 else tuple(copies)} if copies else {}),
+        "step_inputs": {
+            "R": limits.max_num_seqs,
+            "B": (0, limits.max_num_seqs),
+            "T": (0, limits.max_num_tokens),
+            "N": (1, _table_width(limits)),
+            "page_size": limits.block_size,
+        },
+    }
+
+
+def attention_axes(config: ModelConfig, limits: Limits) -> Axes:
+    """Paged attention in the heads and windows of `config`."""
+    windows = [window or 0 for window in config.windows]
+    attention: AxisRanges = {
+        "Hq": config.num_heads,
+        "Hkv": config.num_kv_heads,
+        "D": config.head_dim,
+        "B": (1, limits.max_num_seqs),
+        "Dv": config.head_dim,
+        "P": limits.num_blocks,
+        "S": limits.block_size,
+        "N": (1, _table_width(limits)),
+        "window": (min(windows), max(windows)),
+        "k_scale": False,
+        "v_scale": False,
+        "return_lse": False,
+    }
+    return {
+        "paged_decode": attention,
+        "paged_prefill": {**attention, "T": (1, limits.max_num_tokens), "causal": True},
+    }
+
+
+def rotary_axes(config: ModelConfig, limits: Limits, rotary_dim: int, *, head_norms: bool) -> Axes:
+    """Rotation of queries and keys and the write of keys and values, with a norm on each head before where there is
+    one.
+    """
+    return {
+        "qk_norm_rope_scatter": {
+            "Hq": config.num_heads,
+            "Hkv": config.num_kv_heads,
+            "D": config.head_dim,
+            "T": (1, limits.max_num_tokens),
+            "Dv": config.head_dim,
+            "R": rotary_dim,
+            "L": config.max_position_embeddings,
+            "P": limits.num_blocks,
+            "S": limits.block_size,
+            "q_weight": head_norms,
+            "k_weight": head_norms,
+            "interleaved": False,
+            "k_scale": False,
+            "v_scale": False,
+        }
+    }
+
+
+def rms_norm_axes(width: int, limits: Limits) -> Axes:
+    """RMS norms of vectors of `width`, alone and with the residual's addition."""
+    norm: AxisRanges = {"T": (1, limits.max_num_tokens), "H": width}
+    return {"rms_norm": norm, "add_rms_norm": norm}
+
+
+def linear_axes(linears: Sequence[LinearShape], quantization: Quantization | None, limits: Limits) -> Axes:
+    """What the linear layers `linears` and their SwiGLUs call, as LinearReader makes them."""
+    tokens = (1, limits.max_num_tokens)
+    fused = [shape for shape in linears if fuses_swiglu(shape, quantization)]
+    split = [shape for shape in linears if shape.gated and shape not in fused]
+    apart = [shape for shape in linears if shape not in fused]
+    dense = [(shape, sizes) for shape in apart if (sizes := _dense_outputs(shape, quantization))]
+    axes: Axes = {}
+    if dense:
+        axes["matmul"] = {
+            "M": tokens,
+            "N": _span(size for _, sizes in dense for size in sizes),
+            "K": _span(shape.inputs for shape, _ in dense),
+            "bias": _span(shape.bias for shape, _ in dense),
+        }
+    if fused:
+        widths = _span(shape.outputs[0] for shape in fused)
+        axes["gate_up_swiglu"] = {"T": tokens, "H": _span(shape.inputs for shape in fused), "I": widths}
+    if split:
+        axes["swiglu"] = {"T": tokens, "I": _span(shape.outputs[0] for shape in split)}
+    if quantization is not None and (ways := quantization.kernel_axes(tokens)):
+        axes["dequant_gemm"] = ways
+    return axes
+
+
+def _dense_outputs(shape: LinearShape, quantization: Quantization | None) -> tuple[int, ...]:
+    """The least and the most outputs of one dense matmul of `shape`; none where all of it is quantized."""
+    schemes = [None] if quantization is None else quantization.schemes(shape)
+    if not any(schemes):
+        return (sum(shape.outputs),)
+    parts = [outputs for outputs, scheme in zip(shape.outputs, schemes, strict=True) if scheme is None]
+    return (min(parts), sum(parts)) if parts else ()
+
+
+def _span(values: Iterable[int]) -> Range:
+    """The one value, or (least, greatest)."""
+    found = sorted(set(values))
+    return found[0] if len(found) == 1 else (found[0], found[-1])
+
+
+def _table_width(limits: Limits) -> int:
+    """Blocks of the longest sequence."""
+    return -(-limits.max_model_len // limits.block_size)
