@@ -42,7 +42,7 @@ def _no_workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[st
     return {}
 
 
-def _unprepared(weight: Any) -> Any:
+def _keep_weight(weight: Any) -> Any:
     return weight
 
 
@@ -80,7 +80,7 @@ class Variant:
     workspace: Callable[[Axes, Config, DeviceFacts], Mapping[str, Buffer]] = _no_workspace
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     key: tuple[str, ...] = ()
-    prepare: Callable[[Any], Any] = _unprepared
+    prepare: Callable[[Any], Any] = _keep_weight
     # Filled in when the file joins a registry:
     name: str = ""
     file: Path = field(default_factory=Path)
