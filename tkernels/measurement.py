@@ -50,9 +50,12 @@ class Method:
 class Measurement:
     """What is known of one variant at one point; the status says whether there is a time, the reason why not.
 
-    config_source: how the config was found; None for a variant that has none. prepare_us, prepared_bytes: making the
-    variant's own weight, once, at load; None where it takes the weight as it is. limit: the share of the roofline.
-    status "void" is a time that the hardware does not allow: it is not reported.
+    Attributes:
+        status: "void" is a time that the hardware does not allow: it is not reported.
+        config_source: how the config was found; None for a variant that has none.
+        prepare_us, prepared_bytes: making the variant's own weight, once, at load; None where it takes the weight as it
+            is.
+        limit: the share of the roofline.
     """
 
     op: str
@@ -158,9 +161,11 @@ def cut_axes(contract: Contract, axes: Axes, size: int, *, only_batch: bool = Fa
 class Prepared:
     """A call with its weight as the variant wants it.
 
-    case: with that weight, or, where another project's object stands for it, with the contract's own. arguments: what
-    is timed. variant: what is checked, as it is timed: with such an object in the place of the case's weight.
-    microseconds, made_bytes: of making the weight; None where it is taken as it is.
+    Attributes:
+        case: with that weight, or, where another project's object stands for it, with the contract's own.
+        arguments: what is timed.
+        variant: what is checked, as it is timed: with such an object in the place of the case's weight.
+        microseconds, made_bytes: of making the weight; None where it is taken as it is.
     """
 
     case: Case
@@ -215,8 +220,10 @@ def measure(
     """Checks a variant at a point, times it where it was right, and says what the figures are worth.
 
     Args:
-        point: what people call it. axes: all of the contract's axes.
-        pins: config values to hold. slack: see `check_case`.
+        point: what people call it.
+        axes: all of the contract's axes.
+        pins: config values to hold.
+        slack: see `check_case`.
 
     Nothing is raised for what a variant does wrong: the status and the reason say it.
     """

@@ -310,8 +310,10 @@ def search(
     interrupted search goes on where it was.
 
     Args:
-        point: the shape bucket. launch: builds a config's launch on tensors of its own.
-        path: the lockfile. tried: told each new timing.
+        point: the shape bucket.
+        launch: builds a config's launch on tensors of its own.
+        path: the lockfile.
+        tried: told each new timing.
 
     Raises:
         TuningError: no config could be timed, with every reason.

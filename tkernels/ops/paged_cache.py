@@ -170,7 +170,9 @@ def padded_attention(
     """Dense attention, as fast as torch does it, of M queries per sequence over L gathered keys.
 
     Args:
-        q: [B, M, Hq, D]. k: [B, L, Hkv, D]. v: [B, L, Hkv, Dv].
+        q: [B, M, Hq, D].
+        k: [B, L, Hkv, D].
+        v: [B, L, Hkv, Dv].
         visible: [B, M, L] bool, no row all false; None is causal from the first key on.
 
     Returns:

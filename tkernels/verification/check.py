@@ -163,7 +163,8 @@ def _left_behind(
 
     Args:
         before: `outside_views` of the arguments that the call got.
-        arguments: what these were copies of. after: they themselves, after the call.
+        arguments: what these were copies of.
+        after: they themselves, after the call.
     """
     if left := variant.zeroed.not_zero():
         variant.zeroed.clear()
