@@ -5,10 +5,12 @@ from typing import Annotated
 
 import typer
 
+from experiments.engine_flags import Given, takes_engine_options
 from experiments.exits import end as _end
 from experiments.exits import end_with_torch as _exit
 from experiments.exits import refusing as _refusing
 from experiments.recorded_cli import Json, compare, repeat, runs
+from tsched.options import SCHEDULER_OPTIONS
 
 app = typer.Typer(
     name="tk",
@@ -19,6 +21,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+A_MODEL = "a Hugging Face directory, the preset tiny, a hub id, or random weights as in random:Qwen3-0.6B"
+ModelName = Annotated[str, typer.Option(metavar="MODEL", help=f"{A_MODEL[0].upper()}{A_MODEL[1:]}.")]
 VariantsFrom = Annotated[
     list[Path] | None,
     typer.Option("--variants-from", metavar="DIR", help="A folder of more variants, <op>/<variant>.py. Repeatable."),
@@ -243,15 +247,24 @@ for _command in (runs, compare, repeat):
 
 
 @app.command()
+@takes_engine_options(
+    [name for name in SCHEDULER_OPTIONS if name not in ("block_size", "prefix_cache", "overlap", "cuda_graphs")],
+    aliases={"max_num_batched_tokens": "--budget", "kv_cache_bytes": "--kv-bytes", "swap_bytes": "--host-bytes"},
+    usual={"max_model_len": "the trace's longest", "swap_bytes": "as much as the pool"},
+)
 def simulate(
     trace: Annotated[
         str,
         typer.Option(
             metavar="FILE|synthetic:N[:P]",
-            help="Azure .csv, Mooncake .jsonl, or N generated requests, of priorities 0 to P - 1.",
+            help="Azure .csv, Mooncake .jsonl, or N generated requests, of priorities 0 to P - 1. Priorities are a "
+            ".jsonl line's key 'priority', 0 without one, or synthetic:N:P's, the lower number first; an Azure trace "
+            "has none.",
         ),
     ],
-    policy: Annotated[str, typer.Option(metavar="NAME,...", help="Prefix caches, side by side.")] = "none,hash,radix",
+    prefix_cache: Annotated[
+        str, typer.Option("--policy", metavar="NAME,...", help="Prefix caches, side by side.")
+    ] = ",".join(SCHEDULER_OPTIONS["prefix_cache"].choices),
     gpu: Annotated[str, typer.Option(help="Whose roofline gives the time of a step.")] = "H100",
     model: Annotated[str, typer.Option(metavar="NAME|DIR", help="A model's shape, or a Hugging Face directory's.")] = (
         "Llama-3.1-8B"
@@ -259,49 +272,43 @@ def simulate(
     pool_blocks: Annotated[
         str | None, typer.Option(metavar="N,...|unbounded", help="Pool sizes; what the GPU holds by default.")
     ] = None,
-    kv_bytes: Annotated[str | None, typer.Option(metavar="40GB", help="The pool in bytes instead.")] = None,
-    page_size: Annotated[
+    block_size: Annotated[
         str | None,
-        typer.Option(metavar="N,...|contiguous", help="Tokens a block; the trace's own (16, 512) by default."),
-    ] = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, max=65536, help="Sequences running at once.")] = 256,
-    budget: Annotated[int, typer.Option(min=1, help="Tokens a step.")] = 2048,
-    max_chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Of one prompt a step.")] = None,
-    decode_share: Annotated[
-        float, typer.Option(min=0, max=0.999, help="Of the budget, kept from prompts while sequences decode.")
-    ] = 0.0,
-    max_model_len: Annotated[
-        int | None, typer.Option(min=2, help="Tokens a sequence; the trace's longest by default.")
-    ] = None,
-    order: Annotated[
-        str,
         typer.Option(
-            help="Who is admitted first: fcfs, or priority, the lower number first. Priorities are a .jsonl line's key "
-            "'priority', 0 without one, or synthetic:N:P's; an Azure trace has none."
+            "--page-size",
+            metavar="N,...|contiguous",
+            help="Tokens a block; the trace's own (16, 512) by default.",
         ),
-    ] = "fcfs",
-    preemption: Annotated[str, typer.Option(help="What becomes of a sequence that gives way.")] = "recompute",
-    host_bytes: Annotated[
-        str | None, typer.Option(metavar="64GB", help="Host memory for swapping; as much as the pool by default.")
     ] = None,
     rate: Annotated[float | None, typer.Option(min=1e-6, help="Requests a second, in the mean.")] = None,
     speedup: Annotated[float | None, typer.Option(min=1e-6, help="Arrivals this many times as dense.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the trace's first requests.")] = None,
     as_json: Json = False,
+    *,
+    engine: Given,
 ) -> None:
     """Drive the real scheduler and prefix caches with a trace and a roofline: no model, no GPU."""
     from experiments.commands.simulate import Request, run
 
     asked = Request(
-        trace, policy, gpu, model, pool_blocks, kv_bytes, page_size, max_num_seqs, budget, max_chunk_tokens,
-        decode_share, max_model_len, order, preemption, host_bytes, rate, speedup, limit,
-    )  # fmt: skip
+        trace=trace,
+        prefix_caches=prefix_cache,
+        gpu=gpu,
+        model=model,
+        pool_blocks=pool_blocks,
+        block_sizes=block_size,
+        rate=rate,
+        speedup=speedup,
+        limit=limit,
+        engine=engine,
+    )
     _exit(run, asked, as_json)
 
 
 @app.command()
+@takes_engine_options(["dtype", "device", *SCHEDULER_OPTIONS])
 def generate(
-    model: Annotated[str, typer.Option(metavar="DIR|PRESET", help="A Hugging Face directory, or a preset: tiny.")],
+    model: ModelName,
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
     kernels: Annotated[
         list[str] | None, typer.Option(metavar="op=variant", help="A variant for an op. Repeatable.")
@@ -317,12 +324,12 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends the output. Repeatable.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the random numbers.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")] = False,
-    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, float16 or bfloat16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; CUDA by default where there is one.")] = None,
     variants_from: VariantsFrom = None,
+    *,
+    engine: Given,
 ) -> None:
     """Continue a prompt with a model and the kernels of your choice."""
-    from experiments.commands.generate import run
+    from experiments.commands.generate import Request, run
 
     sampling = {
         "max_tokens": max_tokens,
@@ -337,14 +344,14 @@ def generate(
         "seed": seed,
         "ignore_eos": ignore_eos,
     }
-    _exit(run, model, prompt, kernels or [], variants_from or [], dtype, device, sampling)
+    _exit(run, Request(model, prompt, kernels or [], variants_from or [], sampling, engine))
 
 
 @app.command("make-model")
 def make_model(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it; new or empty.")],
     preset: Annotated[
-        str, typer.Option(help="tiny, which is trained, or random weights of Qwen3-0.6B's or Qwen3-4B's shape.")
+        str, typer.Option(help="One that is trained, or random weights of a published shape, as in Qwen3-0.6B.")
     ] = "tiny",
     seed: Annotated[int, typer.Option(min=0, help="Of the weights and of the order of the text.")] = 0,
 ) -> None:
@@ -356,7 +363,7 @@ def make_model(
 
 @app.command()
 def quantize(
-    source: Annotated[str, typer.Argument(metavar="IN", help="A dense Hugging Face directory, or a preset: tiny.")],
+    source: Annotated[str, typer.Argument(metavar="IN", help=f"Dense: {A_MODEL}.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Where to write it; new or empty.")],
     method: Annotated[str, typer.Option(metavar="rtn|gptq|awq|squeezellm", help="How codes are chosen.")],
     bits: Annotated[int, typer.Option(help="Of a code: 2, 3, 4 or 8; awq: 4; squeezellm: 3 or 4.")],
@@ -378,10 +385,10 @@ def quantize(
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[str, typer.Option(metavar="DIR|PRESET", help="A Hugging Face directory, or a preset: tiny.")],
+    model: ModelName,
     text: Annotated[Path, typer.Option(metavar="FILE", help="What it has to predict.")],
     reference: Annotated[
-        str | None, typer.Option(metavar="DIR|PRESET", help="A dense model, to compare distributions with.")
+        str | None, typer.Option(metavar="MODEL", help="A dense model, to compare distributions with.")
     ] = None,
     window: Annotated[
         int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens read at once: 2048, or the model's length.")

@@ -16,10 +16,18 @@ from rich.text import Text
 from experiments.commands.registry import matching, open_registry
 from experiments.document import ExperimentError, nearest
 from experiments.reporting.tables import add_row, new_table, status_text
+from experiments.runs.checked import record_checked
 from tkernels import Config, ContractError
 from tkernels.contract import Contract, Int, Value
 from tkernels.variant import Variant
-from tkernels.verification.check import CheckResult, check_case, count_wide_cases, drawn_results, wide_results
+from tkernels.verification.check import (
+    CheckResult,
+    check_case,
+    count_wide_cases,
+    drawn_results,
+    outside_folder,
+    wide_results,
+)
 
 _EXAMPLES = 20
 
@@ -99,6 +107,8 @@ def _summaries(variants: Sequence[Variant], request: Request, held: Mapping[str,
             except ContractError as error:  # no case of this variant can be drawn here
                 problem = str(error)
             summaries.append(summarize(variant, drawn, wide, problem))
+            if summaries[-1]["status"] == "ok" and not held and config is None and outside_folder(variant) is not None:
+                record_checked(variant)
     return summaries
 
 

@@ -33,6 +33,9 @@ def run(variants_from: Sequence[Path], as_json: bool) -> int:
     for op in ops.values():
         draws = Draws(op.contract)
         rows += [describe(variant, device, draws) for variant in op.variants.values()]
+    rows += [_unavailable(file, reason) for file, reason in ops.broken.items()]
+    order = [*ops, *ops.unavailable]
+    rows.sort(key=lambda row: order.index(row["op"]))
     if as_json:
         json.dump(rows, sys.stdout, indent=1)
         print()
@@ -95,10 +98,18 @@ def describe(variant: Variant, device: torch.device, draws: Draws) -> dict[str, 
     }
 
 
+def _unavailable(file: Path, reason: str) -> dict[str, Any]:
+    """The row of an outside file that is broken: what is not known of it is null."""
+    row: dict[str, Any] = {"op": file.parent.name, "variant": file.stem, "kind": "unavailable", "supported": False}
+    row |= {"reason": reason, "deterministic": None, "batch_invariant": None, "tuned_on": None}
+    return {**row, "wins": "", "file": str(file)}
+
+
 def _print(rows: Sequence[dict[str, Any]], device: torch.device) -> None:
     console = Console()
     where = device_facts(device).name if device.type == "cuda" else "CPU, Triton interpreted"
-    title = f"{len({row['op'] for row in rows})} ops, {len(rows)} variants ({where})"
+    there = [row for row in rows if row["kind"] != "unavailable"]
+    title = f"{len({row['op'] for row in there})} ops, {len(there)} variants ({where})"
     table = new_table(title, ["variant", "kind", "here", "det.", "inv.", "when it should win"])
     for column in table.columns[:-1]:
         column.no_wrap = True
@@ -109,7 +120,9 @@ def _print(rows: Sequence[dict[str, Any]], device: torch.device) -> None:
         here = Text("yes", "green") if row["supported"] else Text("no", "yellow")
         if row["supported"] and row["reason"]:
             here = Text("partly", "green")
-        flags = ["yes" if row[key] else "no" for key in ("deterministic", "batch_invariant")]
+        flags = [
+            "-" if row[key] is None else "yes" if row[key] else "no" for key in ("deterministic", "batch_invariant")
+        ]
         add_row(table, f"  {row['variant']}", row["kind"], here, *flags, row["wins"])
         last = row["op"]
     table.caption = (

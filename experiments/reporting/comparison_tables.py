@@ -5,13 +5,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from experiments.reporting.table_style import Cell, Column, Line, PlainTable, add_row, cells, new_table, plain
+from experiments.reporting.table_style import Cell, Column, Line, PlainTable, cells, plain
 from experiments.runs.comparison import LEVEL, MIN_REPLICATES, POWER
 from experiments.runs.verdicts import Comparison, Verdict
 
 _OUTCOMES = ("better", "worse", "within noise", "cannot tell")
-_WIDTHS = {"first": 8, "second": 8, "change": 7, "interval": 15, "sees": 6, "verdict": 12}
-
 _SHOWN = 12
 """Lines of each kind of difference; --json has them all."""
 
@@ -21,20 +19,7 @@ def print_comparison(console: Console, found: Comparison) -> None:
     console.print(Text.assemble("\n", (sentence(found), "bold")), soft_wrap=True)
     for line in found.cut_off:
         console.print(Text(f"{line}.", "yellow"), soft_wrap=True)
-    places = _places(found)
-    for number, (place, verdicts) in enumerate(places.items()):
-        arms, legend = _arms(verdicts, console.width - sum(_WIDTHS.values()) - 2 * (1 + len(_WIDTHS)))
-        table = new_table("\n".join(["", place, *legend]), ["arm", *_WIDTHS], list(_WIDTHS)[:-1])
-        table.expand = True
-        table.columns[0].ratio = 1
-        for column, width in zip(table.columns[1:], _WIDTHS.values(), strict=True):
-            column.width = width
-        for arm, verdict in zip(arms, verdicts, strict=True):
-            add_row(table, *(one.as_rich() for one in cells(arm, *_cells(verdict))))
-        if number == len(places) - 1:
-            table.caption = _caption(found)
-            table.caption_justify = "left"
-        console.print(table)
+    console.print(verdict_table(found).as_rich())
     for reason in dict.fromkeys(verdict.reason for verdict in found.verdicts if verdict.reason is not None):
         console.print(Text(f"Cannot tell: {reason}.", "yellow"))
     print_lines(
@@ -57,21 +42,10 @@ def _places(found: Comparison) -> dict[str, list[Verdict]]:
     return places
 
 
-def _arms(verdicts: Sequence[Verdict], room: int) -> tuple[list[str], list[str]]:
-    """What the arms are called in a column of so many characters, and what those names mean where they are numbers: a
-    word that is longer would be cut up.
-    """
-    names = [verdict.arm for verdict in verdicts]
-    if all(len(word) <= room for name in names for word in name.split()):
-        return names, []
-    numbers = [f"({number})" for number in range(1, 1 + len(names))]
-    return numbers, [f"  {number} {name}" for number, name in zip(numbers, names, strict=True)]
-
-
 def verdict_table(found: Comparison) -> PlainTable:
     """A line for each figure, under its place."""
     figures = ("first", "second", "change", "interval", "sees")
-    columns = (Column("arm"), *(Column(name, right=True) for name in figures), Column("verdict"))
+    columns = (Column("arm"), *(Column(name, right=True) for name in figures), Column("verdict", whole=True))
     lines: list[Line] = []
     for place, verdicts in _places(found).items():
         lines += [place, *(cells(verdict.arm, *_cells(verdict)) for verdict in verdicts)]

@@ -16,9 +16,11 @@ from experiments.reporting.pictures import NEEDS_PLOT, Picture, for_file, for_pa
 from experiments.reporting.report import Report
 from experiments.reporting.table_style import Cell, Column, PlainTable
 from experiments.runs.rows import in_words, is_odd
+from experiments.runs.table import as_csv
 
 REPORT = "report.html"
 FIGURES = "figures"
+TABLE = "table.csv"
 MOST_LINES = 400
 """Of a table on the page: nobody reads more, and a browser takes seconds to lay them out. All are in results.jsonl."""
 
@@ -27,7 +29,8 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_report(report: Report, folder: Path) -> Path:
-    """Writes report.html, and figures/ with an SVG and a CSV of each picture; other files there are left alone.
+    """Writes report.html, table.csv with every figure that was measured, and figures/ with an SVG and a CSV of each
+    picture; other files there are left alone.
 
     Without matplotlib (the extra `plot`) there are no SVGs, and the report says what it lacks.
     """
@@ -38,6 +41,7 @@ def write_report(report: Report, folder: Path) -> Path:
         _write(figures / f"{picture.name}.csv", picture.as_csv())
         if picture.name in svgs:
             _write(figures / f"{picture.name}.svg", for_file(svgs[picture.name]))
+    _write(folder / TABLE, as_csv(report.table))
     _write(folder / REPORT, as_html(report, svgs))
     return folder / REPORT
 
@@ -74,6 +78,7 @@ def as_html(report: Report, svgs: Mapping[str, str]) -> str:
         lstrip_blocks=True,
     )  # fmt: skip
     templates.filters["code"] = _code
+    templates.filters["breakable"] = _breakable
     # Markup: what this module made itself, of the theme and of matplotlib's output, whose texts are escaped there.
     css = templates.get_template("report.css").render(light=Markup(variables(1)), dark=Markup(variables(2)))
     sections = tuple(
@@ -96,6 +101,11 @@ def _code(text: str) -> Markup:
         return Markup(escape(text))
     marked = (f"<code>{escape(part)}</code>" if number % 2 else escape(part) for number, part in enumerate(parts))
     return Markup("".join(marked))
+
+
+def _breakable(text: str) -> Markup:
+    """A name that a narrow column may break after a dot or an underscore."""
+    return Markup(re.sub(r"([._])(?=\w)", r"\1<wbr>", escape(text)))
 
 
 def _classes(column: Column, cell: Cell) -> str:
@@ -210,6 +220,7 @@ def as_json(report: Report) -> str:
         "texts": [{"prompt": prompt, "text": text} for prompt, text in report.texts],
         "commands": [{"what": what, "command": command} for what, command in report.commands],
         "environment": dict(report.environment),
+        "table": [_in_json(vars(one)) for one in report.table],
         "source": report.source,
         "repairs": list(report.repairs),
     }  # fmt: skip

@@ -25,6 +25,7 @@ from experiments.reporting.verdict import Verdict, verdict_of
 from experiments.runs.comparison import MIN_REPLICATES
 from experiments.runs.reading import SOURCE, RecordedRun
 from experiments.runs.rows import Row, Stage
+from experiments.runs.table import Entry, long_table
 from experiments.runs.verdicts import Comparison, compare_arms
 
 
@@ -42,7 +43,8 @@ class Section:
 @dataclass(frozen=True)
 class Report:
     """facts: what every figure depends on. texts: prompts, each with what the first arm made of it. commands: how to
-    do it again, each with what it does. repairs: what of the folder was half written.
+    do it again, each with what it does. repairs: what of the folder was half written. table: every figure of every
+    process.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Report:
     environment: tuple[tuple[str, str], ...]
     source: str
     repairs: tuple[str, ...]
+    table: tuple[Entry, ...]
 
     @property
     def pictures(self) -> list[Picture]:
@@ -95,6 +98,7 @@ def report_of(run: RecordedRun) -> Report:
         environment=_flat(run.environment),
         source=source,
         repairs=run.repairs,
+        table=tuple(long_table(run.rows)),
     )
 
 

@@ -1,5 +1,6 @@
 """How tables for people look: what a table is, whoever shows it, and how a console does."""
 
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ _STYLES = {
 _CONSOLE = 80  # columns that a table is made for
 
 _HEADING = 16  # columns that a heading may take, however short what is below it
+_NARROWEST = 8  # columns that names are left, however many figures there are
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,10 @@ class Cell:
     text: str
     tone: str = ""
 
-    def as_rich(self) -> Text:
-        return Text(self.text, _STYLES.get(self.tone, ""))
+    def as_rich(self, width: int) -> Text:
+        """For a console's column of so many characters."""
+        text = self.text if len(self.text) <= width else break_name(self.text, width)
+        return Text(text, _STYLES.get(self.tone, ""))
 
 
 Line = tuple[Cell, ...] | str
@@ -57,43 +61,56 @@ class PlainTable:
 
     def as_rich(self) -> Table:
         """For a console: without the wide columns; under a heading, lines are indented. A heading is broken to the
-        width of what is below it: a console's table has no cell over several columns. Where figures leave no room for a
-        name, a number stands for it, which the caption explains.
+        width of what is below it, for a console's table has no cell over several columns; so are names that figures
+        leave no room for.
         """
         shown = [index for index, column in enumerate(self.columns) if not column.wide]
         columns = [self.columns[index] for index in shown]
         table = new_table(self.title, [one.name for one in columns], [one.name for one in columns if one.right])
+        table.caption, table.caption_justify = escape(self.caption), "left"
+        headed = any(isinstance(line, str) for line in self.lines)
+        lines = [[line[index] for index in shown] for line in self.lines if not isinstance(line, str)]
+        widths = _widths([max([len(c.name), *(len(line[i].text) for line in lines)]) for i, c in enumerate(columns)],
+                         [one.right or one.whole for one in columns], _CONSOLE - 2 * headed)  # fmt: skip
         for one, column in zip(columns, table.columns, strict=True):
             column.no_wrap = column.no_wrap or one.whole
-        headed = False
-        names, legend = self._names(shown)
-        room = max([_HEADING, *(2 + len(name) for name in names.values())])
+        under = False
         for line in self.lines:
             if isinstance(line, str):
-                headed = True
-                add_row(table, Text("\n".join(textwrap.wrap(line, room)), "bold"))
+                under = True
+                add_row(table, Text("\n".join(textwrap.wrap(line, max(_HEADING, 2 + widths[0]))), "bold"))
                 continue
-            cells = [line[index].as_rich() for index in shown]
-            cells[0].plain = names[line[0].text]
-            add_row(table, Text("  ") + cells[0] if headed else cells[0], *cells[1:])
-        table.title = escape(self.title) or None
-        table.caption = escape(" ".join(filter(None, [legend, self.caption])))
-        table.caption_justify = "left"
+            cells = [line[index].as_rich(width) for index, width in zip(shown, widths, strict=True)]
+            if under:
+                cells[0].plain = textwrap.indent(cells[0].plain, "  ")
+            add_row(table, *cells)
         return table
 
-    def _names(self, shown: Sequence[int]) -> tuple[dict[str, str], str]:
-        """First cell -> what a console shows for it, and what that means where they are numbers."""
-        lines = [line for line in self.lines if not isinstance(line, str)]
-        names = list(dict.fromkeys(line[0].text for line in lines))
-        figures = [index for index in shown if index]
-        widths = [max(len(self.columns[at].name), *(len(line[at].text) for line in lines), 0) for at in figures]
-        indented = 2 * any(isinstance(line, str) for line in self.lines)
-        room = _CONSOLE - sum(width + 2 for width in widths) - indented
-        longest = max((len(word) for name in names for word in name.split()), default=0)
-        if longest <= max(room, 0) or not all(self.columns[at].right for at in figures):
-            return {name: name for name in names}, ""
-        numbers = {name: f"({number})" for number, name in enumerate(names, 1)}
-        return numbers, f"{', '.join(f'{number} {name}' for name, number in numbers.items())}."
+
+def _widths(wanted: Sequence[int], fixed: Sequence[bool], room: int) -> list[int]:
+    """Of a table's columns, with two characters between them: what they want where there is room, and else of the
+    columns that are not fixed the widest are made narrower, alike.
+    """
+    free = room - sum(width + 2 for width, whole in zip(wanted, fixed, strict=True) if whole)
+    flexible = sorted((width, index) for index, width in enumerate(wanted) if not fixed[index])
+    widths = list(wanted)
+    for place, (width, index) in enumerate(flexible):
+        share = free // (len(flexible) - place) - 2
+        widths[index] = max(min(width, share), min(width, _NARROWEST))
+        free -= widths[index] + 2
+    return widths
+
+
+def break_name(text: str, width: int) -> str:
+    """The text in lines of at most `width` characters, broken after a space, a dot or an underscore; a part that has
+    none and is longer stays whole.
+    """
+    lines = [""]
+    for part in re.findall(r"[^\s._]*[\s._]|[^\s._]+", text):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def cells(*values: str | Cell) -> tuple[Cell, ...]:

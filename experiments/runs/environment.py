@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from experiments.planning.plan import Plan, Sweep
+from experiments.runs.checked import unchecked_variants
 from experiments.runs.imports import imported_names
 from experiments.runs.provenance import (
     file_hashes,
@@ -76,6 +77,7 @@ def environment_of(sweep: Sweep, run_id: str, overrides: list[str]) -> dict[str,
         "model": model_hashes(sweep.plans),
         "files": file_hashes(plan),
         "sources": source_hashes(sweep.plans),
+        "unchecked": unchecked_variants(sweep.plans),
         "imports": import_hashes(sweep.plans),
         "lockfiles": lockfile_hashes(sweep.plans, facts),
         "kernels": {name: code for each in sweep.plans for name, code in kernel_hashes(each).items()},

@@ -9,6 +9,7 @@ columns.json        every column of results.jsonl: its type, unit and meaning
 tuned.json          the tuned configs that were used, how each was found, and at the end the lockfiles' entries for them
 results.jsonl       a row per fact, all of a task in one write
 samples/            <hash of a task's key>.json: raw figures that are too big for rows
+table.csv           every figure of every process as one long table: place, arm, figure, value, unit, replicate
 report.html         what all this says, and figures/, its pictures as SVG and CSV: made when the run has ended
 """
 

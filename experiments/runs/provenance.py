@@ -53,9 +53,14 @@ def imports_of(plans: Iterable[Plan]) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
+def foreign_variants(plans: Iterable[Plan]) -> dict[str, Variant]:
+    """Those of `variants_of` that are not built in: peers' and outside ones."""
+    return {name: variant for name, variant in variants_of(plans).items() if outside_folder(variant) is not None}
+
+
 def foreign_files(plans: Iterable[Plan]) -> list[Path]:
-    """Where the variants that are used and not built in, peers' and outside ones, are defined."""
-    return [variant.file for variant in variants_of(plans).values() if outside_folder(variant) is not None]
+    """Where the foreign variants are defined."""
+    return [variant.file for variant in foreign_variants(plans).values()]
 
 
 def import_hashes(plans: Iterable[Plan]) -> dict[str, str]:

@@ -100,7 +100,7 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
         raise ExperimentError([problem, *cut_off(first, second)])
     pairs = {key: (mine[key], theirs[key]) for key in both}
     enough = {key: pair for key, pair in pairs.items() if min(len(one.values) for one in pair) >= MIN_REPLICATES}
-    series = {key: _series(*pair) for key, pair in enough.items()}
+    series = {key: series_of_runs(*pair) for key, pair in enough.items()}
     drift = drift_of([values for one in series.values() for values in one.values])
     differences = {
         key: between_runs(one.values[0], one.values[1], drift, one.correction) for key, one in series.items()
@@ -195,7 +195,7 @@ class _Series:
     correction: float = 0.0
 
 
-def _series(first: Figure, second: Figure) -> _Series:
+def series_of_runs(first: Figure, second: Figure) -> _Series:
     """One of each run."""
     order = [sorted(one.values) for one in (first, second)]
     values = [[one.values[r] for r in replicates] for one, replicates in zip((first, second), order, strict=True)]

@@ -125,7 +125,7 @@ FEW = "workload={kind: synthetic, num_requests: 2, input_len: 6, output_len: 2}"
 SMALL = "S: 8, Hq: 2, Hkv: 1, D: 16, Dv: 16"
 REDUCED: dict[Callable[[Rows], None], list[str]] = {
     decode_by_context: [f"shapes.paged_decode=[{{B: [1, 2], N: [4, 8], {SMALL}}}]"],
-    page_size: ["scheduler.block_size=[8, 64]", "scheduler.kv_cache_bytes=1048576", FEW, "repeats=1"],
+    page_size: ["scheduler.block_size=[8, 64]", "scheduler.kv_cache_bytes=1048576", FEW, "replicates=1"],
     split_count: [f"shapes.paged_decode=[{{B: 1, N: [2, 8], {SMALL}}}]"],
     fused_norm_rope_write: [FEW, "repeats=1"],
     w4_by_tokens: ["shapes.dequant_gemm.0.N=16", "shapes.dequant_gemm.0.K=64"],
@@ -135,10 +135,10 @@ REDUCED: dict[Callable[[Rows], None], list[str]] = {
     ],
     prefix_cache_on_a_trace: [
         "workload.block_tokens=4", "workload.num_requests=12", "scheduler.kv_cache_bytes=[32768, 1048576]",
-        "scheduler.block_size=8", "scheduler.max_num_seqs=2", "repeats=1",
+        "scheduler.block_size=8", "scheduler.max_num_seqs=2", "replicates=1",
     ],
     chunk_size: [
-        "scheduler.max_chunk_tokens=[8, 32]", "scheduler.max_num_batched_tokens=64", "repeats=1",
+        "scheduler.max_chunk_tokens=[8, 32]", "scheduler.max_num_batched_tokens=64", "replicates=1",
         "workload={kind: synthetic, num_requests: 2, input_len: 4, output_len: 12, "
         "late: {num_requests: 1, input_len: 64, output_len: 2, every: 4}}",
     ],

@@ -55,6 +55,10 @@ def test_a_kernel_only_run_fills_its_folder(run: Run, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert {row.run_id for row in folder.rows} == {folder.run_id}
     assert {row.dtype for row in folder.rows} == {"bfloat16"}
+    assert all(1e7 < row.host_peak_bytes < 1e11 for row in folder.rows if row.host_peak_bytes is not None)
+    assert None not in {row.host_peak_bytes for row in folder.rows}
+    assert {row.device_peak_bytes is None for row in folder.rows} == {not torch.cuda.is_available()}
+    assert all(0 <= (load or 0.0) < 1e6 for row in folder.rows for load in (row.load_before, row.load_after))
     torch_row, fused_row = rows_of(folder, "kernels")
     assert torch_row.bytes_moved == fused_row.bytes_moved == 3 * 3 * 33 * 2
     assert torch_row.axes["activation"] == "bfloat16"
@@ -74,6 +78,7 @@ def test_the_environment_says_what_the_figures_depend_on(run: Run) -> None:
     assert environment["run_id"] == folder.run_id
     assert environment["versions"]["torch"] == torch.__version__
     assert environment["seeds"] == {"inputs": 7}
+    assert environment["unchecked"] == []
     assert {row.seed for row in rows_of(folder, "check")} == {7}
     assert set(environment["kernels"]) == {"swiglu.torch", "swiglu.fused"}
     assert environment["kernels"]["swiglu.torch"] is None

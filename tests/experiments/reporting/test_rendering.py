@@ -1,5 +1,6 @@
 """A report as HTML, Markdown and JSON, and the folder that it is written into."""
 
+import csv
 import io
 import json
 import math
@@ -224,14 +225,40 @@ def test_a_long_table_says_what_it_leaves_out() -> None:
     assert shortened(short) is short
 
 
-def test_a_name_that_figures_leave_no_room_for_is_a_number_that_the_caption_explains() -> None:
-    figures = [Column(f"figure {index}", right=True) for index in range(7)]
-    names = ("max_chunk_tokens 32", "[bold]max_chunk_tokens 512")
+def test_a_name_that_figures_leave_no_room_for_is_broken_at_a_dot_or_an_underscore() -> None:
+    figures = [Column(f"figure {index}", right=True) for index in range(6)]
+    names = ("max_chunk_tokens 32", "[bold]paged_decode.torch")
     lines = tuple(cells(name, *("12,345" for _ in figures)) for name in names)
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(PlainTable("Where", (Column("arm"), *figures), lines, "Shares.").as_rich())
-    text = " ".join(console.export_text().split())
-    assert "(1) 12,345" in text
-    assert text.endswith("(1) max_chunk_tokens 32, (2) [bold]max_chunk_tokens 512. Shares.")
+    shown = [line.split()[:2] for line in console.export_text(clear=False).splitlines()]
+    broken = ["max_chunk_tokens", "32", "[bold]paged_", "decode.torch"]
+    assert [one[0] for one in shown if one][-5:] == [*broken, "Shares."]
+    assert ["[bold]paged_", "12,345"] in shown
     console.print(PlainTable("Where", (Column("arm"), *figures[:3]), tuple(line[:4] for line in lines)).as_rich())
-    assert "(1)" not in console.export_text()
+    assert "max_chunk_tokens 32" in console.export_text()
+
+
+def test_a_long_name_may_be_broken_on_the_page(tmp_path: Path) -> None:
+    rows = [check("qk_norm_rope_scatter", "head_tile[num_warps=4]", point="B=1, T=4, lengths=full, values=ordinary")]
+    html = as_html(report_of(read_run(record(tmp_path / "mine", rows))), {})
+    assert "head_<wbr>tile[num_<wbr>warps=4]" in html
+
+
+def test_every_figure_is_in_one_long_table_beside_the_report(tmp_path: Path) -> None:
+    folder = record(tmp_path / "mine", everything())
+    report = report_of(read_run(folder))
+    write_report(report, folder)
+    with (folder / "table.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    (one,) = [line for line in lines if line["arm"] == "fused" and (line["figure"], line["place"]) == (
+        "median_us", "swiglu, T=64,I=8, float32")]  # fmt: skip
+    assert one == {
+        "stage": "kernels", "place": "swiglu, T=64,I=8, float32", "arm": "fused", "figure": "median_us",
+        "value": "65.5", "unit": "us", "replicate": "0",
+    }  # fmt: skip
+    assert {"tokens_per_s", "ttft_s.p50", "max_error_ratio", "self_us", "perplexity", "logprob_drift", "speedup"} <= {
+        line["figure"] for line in lines
+    }
+    table = json.loads(as_json(report))["table"]
+    assert [str(entry["figure"]) for entry in table] == [line["figure"] for line in lines]

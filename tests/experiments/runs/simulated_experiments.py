@@ -1,0 +1,128 @@
+"""Simulates experiments on the drift that a machine was recorded with, and counts what the judge says of them.
+
+    python -m tests.experiments.runs.simulated_experiments --count 10000
+
+The record is of real processes: `--record FILE` runs the experiment of `tests.experiments.runs.false_alarms`, whose
+variants are all of one speed, and keeps each process's time and yardstick, in order. A simulated experiment takes
+stretches of it from random places, one for each of four ops: of arms, processes that took turns; of runs, one stretch
+after the other. It is a false alarm where any of its figures is named; with one op's times raised by 15%, the change is
+found where that figure is named, and named slower. Exit status 1 where more than 1% are false alarms, or fewer than
+97% of changes are found.
+"""
+
+import argparse
+import csv
+import math
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.runs.comparison import Effect, between_runs, judge
+from experiments.runs.drift import drift_of
+from experiments.runs.table import Figure
+from experiments.runs.verdicts import judge_pairs, series_of_runs
+from tests.experiments.runs.false_alarms import SLOWER, recorded, write_experiment
+
+RECORD = Path(__file__).parent / "data" / "drift.csv"
+OPS, MOST_ALARMS, LEAST_FOUND = 4, 0.01, 0.97
+Process = tuple[float, float]
+"""Logarithms of a process's time and of its yardstick's."""
+
+
+def record(file: Path, replicates: int) -> None:
+    """Runs the experiment of equal variants, and writes a line for each process: op, time, yardstick, both in us."""
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = recorded(write_experiment(Path(scratch), replicates), Path(scratch) / "run").rows
+    with file.open("w", newline="") as opened:
+        writer = csv.writer(opened, lineterminator="\n")
+        writer.writerow(("op", "median_us", "yardstick_us"))
+        for row in rows:
+            if row.stage == "kernels" and row.median_us and row.yardstick_us:
+                writer.writerow((row.op, f"{row.median_us:.6g}", f"{row.yardstick_us:.6g}"))
+
+
+def read_record(file: Path) -> list[list[Process]]:
+    """Of each op its processes in the order in which they ran."""
+    ops: dict[str, list[Process]] = {}
+    with file.open(newline="") as opened:
+        for line in csv.DictReader(opened):
+            times = math.log(float(line["median_us"])), math.log(float(line["yardstick_us"]))
+            ops.setdefault(line["op"], []).append(times)
+    return list(ops.values())
+
+
+def stretch(draw: random.Random, record: Sequence[Sequence[Process]], length: int) -> Sequence[Process]:
+    """So many processes of one op that followed each other."""
+    processes = draw.choice(record)
+    start = draw.randrange(len(processes) - length + 1)
+    return processes[start : start + length]
+
+
+def figure(processes: Sequence[Process], slower: float) -> Figure:
+    one = Figure("median_us", "us", "lower", "", "", "")
+    one.values = {index: time + math.log1p(slower) for index, (time, _) in enumerate(processes)}
+    one.yardsticks = {index: yardstick for index, (_, yardstick) in enumerate(processes)}
+    return one
+
+
+def simulate_arms(
+    draw: random.Random, record: Sequence[Sequence[Process]], processes: int, slower: float
+) -> list[Effect]:
+    """Two arms of one run, at each of OPS ops, of which the first op's second arm is slower: every second replicate the
+    arms' order is reversed, as a run does it.
+    """
+    pairs = {}
+    for op in range(OPS):
+        mine = stretch(draw, record, 2 * processes)
+        turns = [mine[2 * index : 2 * index + 2][:: -1 if index % 2 else 1] for index in range(processes)]
+        first, second = zip(*turns, strict=True)
+        pairs[op] = figure(first, 0.0), figure(second, slower if op == 0 else 0.0)
+    found = judge_pairs(pairs)[0]
+    return [found[op].effect for op in range(OPS)]
+
+
+def simulate_runs(
+    draw: random.Random, record: Sequence[Sequence[Process]], processes: int, slower: float
+) -> list[Effect]:
+    """Two runs, the second after the first, each with an arm at each of OPS ops, of which the first is slower then."""
+    series = {}
+    for op in range(OPS):
+        mine = stretch(draw, record, 4 * processes)[::2]  # the processes between were the other arm's
+        series[op] = series_of_runs(figure(mine[:processes], 0.0), figure(mine[processes:], slower if op == 0 else 0.0))
+    drift = drift_of([values for one in series.values() for values in one.values])
+    differences = {op: between_runs(one.values[0], one.values[1], drift, one.correction) for op, one in series.items()}
+    effects = judge(differences, dict.fromkeys(differences, "lower"))
+    return [effects[op] for op in range(OPS)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=10_000, help="experiments of each kind")
+    parser.add_argument("--processes", type=int, default=10, help="of each arm, 5 at least")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--file", type=Path, default=RECORD, help="the record")
+    parser.add_argument("--record", type=int, metavar="REPLICATES", help="makes the record first")
+    asked = parser.parse_args()
+    if asked.record:
+        record(asked.file, asked.record)
+    processes = read_record(asked.file)
+    print(f"{sum(map(len, processes))} recorded processes of {len(processes)} ops, seed {asked.seed}")
+    missed = False
+    for what, simulate in (("arms of one run", simulate_arms), ("two runs", simulate_runs)):
+        draw = random.Random(asked.seed)
+        alarms = found = 0
+        for _ in range(asked.count):
+            equal = simulate(draw, processes, asked.processes, 0.0)
+            alarms += any(one.outcome != "within noise" for one in equal)
+            found += simulate(draw, processes, asked.processes, SLOWER)[0].outcome == "worse"
+        missed |= alarms > MOST_ALARMS * asked.count or found < LEAST_FOUND * asked.count
+        print(f"{what}: {asked.count} experiments of {OPS} figures, {asked.processes} processes each", flush=True)
+        print(f"  false alarms: {alarms} ({alarms / asked.count:.2%})", flush=True)
+        print(f"  changes by {SLOWER:.0%} found: {found} ({found / asked.count:.2%})", flush=True)
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
