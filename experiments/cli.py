@@ -23,6 +23,10 @@ app = typer.Typer(
 
 A_MODEL = "a Hugging Face directory, the preset tiny, a hub id, or random weights as in random:Qwen3-0.6B"
 ModelName = Annotated[str, typer.Option(metavar="MODEL", help=f"{A_MODEL[0].upper()}{A_MODEL[1:]}.")]
+ArchitecturesFrom = Annotated[
+    list[Path] | None,
+    typer.Option("--architectures-from", metavar="DIR", help="A folder of more architectures, <name>.py. Repeatable."),
+]
 VariantsFrom = Annotated[
     list[Path] | None,
     typer.Option("--variants-from", metavar="DIR", help="A folder of more variants, <op>/<variant>.py. Repeatable."),
@@ -283,6 +287,7 @@ def simulate(
     rate: Annotated[float | None, typer.Option(min=1e-6, help="Requests a second, in the mean.")] = None,
     speedup: Annotated[float | None, typer.Option(min=1e-6, help="Arrivals this many times as dense.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the trace's first requests.")] = None,
+    architectures_from: ArchitecturesFrom = None,
     as_json: Json = False,
     *,
     engine: Given,
@@ -301,6 +306,7 @@ def simulate(
         speedup=speedup,
         limit=limit,
         engine=engine,
+        architectures_from=architectures_from or [],
     )
     _exit(run, asked, as_json)
 
@@ -325,6 +331,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Of the random numbers.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")] = False,
     variants_from: VariantsFrom = None,
+    architectures_from: ArchitecturesFrom = None,
     *,
     engine: Given,
 ) -> None:
@@ -344,7 +351,7 @@ def generate(
         "seed": seed,
         "ignore_eos": ignore_eos,
     }
-    _exit(run, Request(model, prompt, kernels or [], variants_from or [], sampling, engine))
+    _exit(run, Request(model, prompt, kernels or [], variants_from or [], architectures_from or [], sampling, engine))
 
 
 @app.command("make-model")
@@ -376,11 +383,12 @@ def quantize(
     window: Annotated[
         int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens of it read at once: 512, or the model's length.")
     ] = None,
+    architectures_from: ArchitecturesFrom = None,
 ) -> None:
     """Write a quantized checkpoint of a dense one: GPTQ's format (rtn, gptq), AWQ's or SqueezeLLM's."""
     from experiments.commands.quantize import Request, run
 
-    _exit(run, Request(source, out, method, bits, group_size, calibration, window))
+    _exit(run, Request(source, out, method, bits, group_size, calibration, window, architectures_from or []))
 
 
 @app.command("eval")
@@ -393,23 +401,25 @@ def evaluate(
     window: Annotated[
         int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens read at once: 2048, or the model's length.")
     ] = None,
+    architectures_from: ArchitecturesFrom = None,
     as_json: Json = False,
 ) -> None:
     """Perplexity on a text, and, against a dense model, KL divergence and how often the likeliest token agrees."""
     from experiments.commands.eval import Request, run
 
-    _exit(run, Request(model, text, reference, window), as_json)
+    _exit(run, Request(model, text, reference, window, architectures_from or []), as_json)
 
 
 @app.command()
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="config.json, quant_config.json and one pickle.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Where to write it; new or empty.")],
+    architectures_from: ArchitecturesFrom = None,
 ) -> None:
     """Turn an original SqueezeLLM checkpoint, a Python pickle of tensors, into safetensors that can be served."""
     from experiments.commands.convert import run
 
-    _exit(run, source, out)
+    _exit(run, source, out, architectures_from or [])
 
 
 def main() -> None:

@@ -78,8 +78,7 @@ def _checked_kernels(value: Any) -> Any:
 
 def _checked_folders(value: Any) -> tuple[str, ...] | None:
     """The folders' names; `tmodel.architectures_with` looks into them."""
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    if not is_list or not all(isinstance(one, str | PurePath) for one in value):
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str | PurePath) for one in value):
         return None
     return tuple(map(str, value))
 
@@ -244,15 +243,6 @@ class EngineOptions:
             words="None or a mapping of ops to variants",
         ),
     ] = None
-    architectures_from: Annotated[
-        "Sequence[str | PurePath]",
-        Option(
-            "folders of more architectures, <name>.py each, that the model may be of",
-            section="experiment",
-            check=_checked_folders,
-            words="a list of folders",
-        ),
-    ] = ()
     dtype: Annotated[
         "torch.dtype | str",
         Option(
@@ -355,6 +345,15 @@ class EngineOptions:
             words="a mode's name or a tkernels.Tuning",
         ),
     ] = "nearest"
+    architectures_from: Annotated[
+        "Sequence[str | PurePath]",
+        Option(
+            "folders of more architectures, <name>.py each, that the model may be of",
+            section="experiment",
+            check=_checked_folders,
+            words="a list of folders",
+        ),
+    ] = ()
     ops: Annotated[
         "Registry | None",
         Option(

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 import tkernels
 from experiments.document import ExperimentError
+from experiments.planning.models import open_architectures
 from tmodel import ConfigError, Limits, ModelConfig, WeightError, kernel_axes, load_config, load_model
 from tmodel.formats import SqueezeLLM, parse_format
 from tmodel.json_files import read_json
@@ -33,10 +34,11 @@ _SUPPORTED = f"dense ones of {', '.join(str(dtype).removeprefix('torch.') for dt
 _EXPECTED = "expected what torch.save writes of tensors since version 1.6"
 
 
-def run(source: Path, out: Path) -> int:
+def run(source: Path, out: Path, architectures_from: Sequence[Path] = ()) -> int:
     """Writes `out`, which must not exist yet (or be empty): whole, checked, or not at all."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty directory; a model is written to a new one")
+    architectures = open_architectures(architectures_from)
     file = _pickle_in(source)
     settings = _settings(source)
     tensors = _loaded(file, settings)
@@ -48,7 +50,7 @@ def run(source: Path, out: Path) -> int:
     try:
         with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
             _write_configs(source, unfinished, settings)
-            config = load_config(unfinished)
+            config = load_config(unfinished, architectures)
             _refuse_missing(config, file, tensors)
             writing = bar.add_task("writing", total=sum(tensor.nbytes for tensor in tensors.values()))
             _write(tensors, unfinished, lambda count: bar.advance(writing, count))

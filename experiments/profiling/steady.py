@@ -60,6 +60,7 @@ def open_steady(
         dtype=plan.dtype,
         device=plan.device,
         ops=plan.ops,
+        architectures_from=plan.architecture_folders,
         tuning=Tuning(plan.experiment.tuning) if tuning is None else tuning,
         ranges=ranges,
         **{**arm.scheduler, **options},

@@ -35,6 +35,7 @@ def run(context: Context) -> None:
             dtype=plan.dtype,
             device=plan.device,
             ops=plan.ops,
+            architectures_from=plan.architecture_folders,
             tuning=context.tuning,
             **arm.scheduler,
         )
