@@ -57,7 +57,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "peers": "peers.transformers_generate peers.without_kv_cache",
         "profiling": "profiling",
         "gpu_report": "runner tuning_session gpu_report",
-        "commands": "commands recorded_cli cli",
+        "commands": "commands cli",
     },
 }
 """Package -> its rooms, from the lowest to the highest -> what is in each: modules and sub-packages, named from the
