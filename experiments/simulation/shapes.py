@@ -97,7 +97,7 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
 
 
 def find_shape(name: str, architectures_from: Sequence[Path] = ()) -> ModelShape:
-    """The shape of a preset, of a model published as `name`, or of a Hugging Face directory.
+    """The shape of the Hugging Face directory `name`, else of a preset or a model published under that name.
 
     Args:
         name: as it was asked for.
@@ -110,6 +110,13 @@ def find_shape(name: str, architectures_from: Sequence[Path] = ()) -> ModelShape
     from tmodel.loading import config_of
     from tmodel.model_names import RANDOM
 
+    directory = Path(name)
+    try:
+        architectures = architectures_with(architectures_from)
+        if directory.is_dir():
+            return shape_of(load_config(directory, architectures), directory.resolve().name)
+    except ValueError as error:
+        raise ExperimentError([f"--model: {error}"]) from None
     published = {**{preset: recipe.config for preset, recipe in PRESETS.items()}, **RANDOM_PRESETS, **_PUBLISHED}
     preset = name.removeprefix(RANDOM) if name.removeprefix(RANDOM) in RANDOM_PRESETS else name
     if preset in published:
@@ -117,14 +124,7 @@ def find_shape(name: str, architectures_from: Sequence[Path] = ()) -> ModelShape
     llama = _llama_3_1_8b()
     if name == llama.name:
         return llama
-    directory = Path(name)
-    if not directory.is_dir():
-        known = [*published, llama.name]
-        raise ExperimentError(
-            [f"--model {name}: there is {', '.join(known)}, and directories with a config.json{nearest(name, known)}"]
-        )
-    try:
-        config = load_config(directory, architectures_with(architectures_from))
-    except ValueError as error:
-        raise ExperimentError([f"--model: {error}"]) from None
-    return shape_of(config, directory.resolve().name)
+    known = [*published, llama.name]
+    raise ExperimentError(
+        [f"--model {name}: there is {', '.join(known)}, and directories with a config.json{nearest(name, known)}"]
+    )
