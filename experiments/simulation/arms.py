@@ -61,7 +61,7 @@ class Setup:
         return self.options.max_model_len
 
 
-def arms_of(policies: Sequence[str], pools: Sequence[int | str | None], pages: Sequence[int | str]) -> list[Arm]:
+def combine_arms(policies: Sequence[str], pools: Sequence[int | str | None], pages: Sequence[int | str]) -> list[Arm]:
     """Every combination, the policies side by side."""
     return [Arm(policy, pool, page) for page, pool, policy in itertools.product(pages, pools, policies)]
 
@@ -76,14 +76,14 @@ def memory_left(setup: Setup) -> int:
     return left
 
 
-def page_size_of(arm: Arm, setup: Setup) -> int:
+def find_page_size(arm: Arm, setup: Setup) -> int:
     """Tokens of a block."""
     return setup.max_model_len if isinstance(arm.page_size, str) else arm.page_size
 
 
 def fit_arm(arm: Arm, setup: Setup) -> ResolvedOptions:
     """The sizes of the arm's scheduler; ExperimentError where the bytes hold no block, or too few states."""
-    page_size, model = page_size_of(arm, setup), setup.model
+    page_size, model = find_page_size(arm, setup), setup.model
     options = replace(setup.options, prefix_cache=arm.policy)
     sizes = model.unit_sizes(page_size)
     if isinstance(arm.pool_blocks, int) or arm.pool_blocks == UNBOUNDED:
@@ -92,18 +92,18 @@ def fit_arm(arm: Arm, setup: Setup) -> ResolvedOptions:
         units = CacheUnits(num_blocks, num_states)
     else:
         given = options.kv_cache_bytes
-        units = _units_in("", memory_left(setup) if given is None else given, page_size, setup)
+        units = _fit_units("", memory_left(setup) if given is None else given, page_size, setup)
     host = CacheUnits(0, 0)
     if options.preemption == "swap":
         as_much = setup.swaps_as_much
-        host = units if as_much else _units_in("--swap-bytes: ", options.swap_bytes, page_size, setup)
+        host = units if as_much else _fit_units("--swap-bytes: ", options.swap_bytes, page_size, setup)
     return ResolvedOptions(
         options, setup.max_model_len, units.num_blocks, host.num_blocks, units.num_states, host.num_states,
         sizes.state_interval,
     )  # fmt: skip
 
 
-def _units_in(option: str, size: int, page_size: int, setup: Setup) -> CacheUnits:
+def _fit_units(option: str, size: int, page_size: int, setup: Setup) -> CacheUnits:
     """What `size` bytes hold, shared out by a sequence of the expected length where layers keep states."""
     sizes = setup.model.unit_sizes(page_size)
     expected = setup.options.expected_len or -(-setup.max_model_len // 2)
@@ -121,7 +121,7 @@ def make_scheduler(arm: Arm, setup: Setup) -> Scheduler:
     """ExperimentError where the settings do not go together."""
     fitted = fit_arm(arm, setup)
     try:
-        return Scheduler(**{**fitted.scheduler_arguments, "block_size": page_size_of(arm, setup)})
+        return Scheduler(**{**fitted.scheduler_arguments, "block_size": find_page_size(arm, setup)})
     except ValueError as error:
         raise ExperimentError([str(error)]) from None
     except MemoryError:
