@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from tmodel.formats.awq import AWQ
-from tmodel.formats.base import FormatWarning, QuantizationFormat, Scheme, parsed
+from tmodel.formats.base import FormatWarning, QuantizationFormat, Scheme, parse_settings
 from tmodel.formats.compressed_tensors import CompressedTensors
 from tmodel.formats.gptq import GPTQ
 from tmodel.formats.squeezellm import SqueezeLLM
@@ -46,7 +46,7 @@ def parse_format(raw: Mapping[str, Any]) -> QuantizationFormat:
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(f"unknown quant_method {method!r}; supported are {', '.join(FORMATS)}{hint}")
     try:
-        found: Any = parsed(FORMATS[method], raw)
+        found: Any = parse_settings(FORMATS[method], raw)
     except ConfigError as error:
         raise ConfigError(f"quant_method {method}: {error}") from error.__cause__
     return found
