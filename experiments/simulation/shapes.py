@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.document import ExperimentError, nearest
+from experiments.document import ExperimentError
+from tsched.torch_free import suggest_name
 
 if TYPE_CHECKING:  # it loads torch
     from tmodel import ModelConfig
@@ -114,7 +115,6 @@ def find_shape(name: str) -> ModelShape:
     directory = Path(name)
     if not directory.is_dir():
         known = [*published, llama.name]
-        raise ExperimentError(
-            [f"--model {name}: there is {', '.join(known)}, and directories with a config.json{nearest(name, known)}"]
-        )
+        there_is = f"there is {', '.join(known)}, and directories with a config.json"
+        raise ExperimentError([f"--model {name}: {there_is}{suggest_name(name, known)}"])
     return shape_of(load_config(directory), directory.resolve().name)
