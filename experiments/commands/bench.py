@@ -18,7 +18,7 @@ from experiments.reporting.tables import add_row, microseconds, new_table
 from tkernels import ContractError
 from tkernels.contract import Contract, Value
 from tkernels.device import device_facts
-from tkernels.measurement import INTERPRETED, Measurement, Method, benchmark_points, completed, measure
+from tkernels.measurement import INTERPRETED, Measurement, Method, benchmark_points, complete_axes, measure
 from tkernels.timing import Cache, Launch
 from tkernels.tuning import IN_WORDS
 from tsched.torch_free import suggest_name
@@ -68,11 +68,11 @@ def _points(contract: Contract, request: BenchRequest, device: torch.device) -> 
     # What is left open is a realistic point's, the first that fits: its dtypes and head sizes, not a test's.
     for base in contract.benchmarks.values():
         try:
-            return {request.axes: completed(contract, {**base, **held})}
+            return {request.axes: complete_axes(contract, {**base, **held})}
         except ContractError:
             continue
     try:
-        return {request.axes: completed(contract, held)}
+        return {request.axes: complete_axes(contract, held)}
     except ContractError as error:
         raise ExperimentError([f"--axes: {error}"]) from None
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,6 +48,11 @@ class Plan:
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    def engine_options(self, arm: Arm) -> dict[str, Any]:
+        """The options of LLM that `arm` has; how configs are tuned is its runner's to say."""
+        own = {"kernels": arm.choices, "dtype": self.dtype, "device": self.device, "ops": self.ops}
+        return {**own, **arm.scheduler}
 
     @cached_property
     def ranges(self) -> OpAxes:
