@@ -78,7 +78,7 @@ class LinearReader:
     def _quantized(self, quantization: Quantization, shape: LinearShape, index: int) -> QuantizedWeight | None:
         """One part as the checkpoint has it, in the model's dtype; None where it is dense."""
         name, outputs = shape.names[index], shape.outputs[index]
-        if quantization.format.scheme(name) is None:
+        if quantization.scheme(name) is None:
             return None
         checkpoint = self.checkpoint
         if f"{name}.weight" in checkpoint:

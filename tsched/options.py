@@ -10,8 +10,9 @@ Nothing here loads torch.
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
+from pathlib import PurePath
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, ForwardRef, Literal, get_args
 
@@ -73,6 +74,13 @@ def _checked_device(value: Any) -> str | None:
 def _checked_kernels(value: Any) -> Any:
     """`tkernels.select` checks what is in it."""
     return value if isinstance(value, Mapping) else None
+
+
+def _checked_folders(value: Any) -> tuple[str, ...] | None:
+    """The folders' names; `tmodel.architectures_with` looks into them."""
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str | PurePath) for one in value):
+        return None
+    return tuple(map(str, value))
 
 
 def _checked_tuning(value: Any) -> Any:
@@ -336,6 +344,15 @@ class EngineOptions:
             words="a mode's name or a tkernels.Tuning",
         ),
     ] = "nearest"
+    architectures_from: Annotated[
+        "Sequence[str | PurePath]",
+        Option(
+            "folders of more architectures, <name>.py each, that the model may be of",
+            section="experiment",
+            check=_checked_folders,
+            words="a list of folders",
+        ),
+    ] = ()
     ops: Annotated[
         "Registry | None",
         Option(

@@ -28,13 +28,14 @@ def run(request: QuantizeRequest) -> int:
         raise FileExistsError(
             f"{request.out} exists and is not an empty directory; a checkpoint is written to a new one"
         )
-    source = named_model(request.source, "IN").directory()
+    model = named_model(request.source, "IN", request.architectures_from)
+    source = model.directory()
     method = METHODS[request.method]
     group_size = request.group_size
     if group_size is None:
         group_size = DEFAULT_GROUP_SIZE if method.grouped else -1
     try:
-        job = _with_windows(plan_job(source, method, request.bits, group_size), request)
+        job = _with_windows(plan_job(source, method, request.bits, group_size, model.architectures), request)
         console = Console(stderr=True)
         columns = (TextColumn("quantizing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, TextColumn("{task.fields[done]}", style="dim"), console=console) as progress:

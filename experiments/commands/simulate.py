@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -45,6 +46,7 @@ class Request:
     speedup: float | None
     limit: int | None
     engine: Given
+    architectures_from: Sequence[Path] = ()
 
 
 def run(request: Request, as_json: bool) -> int:
@@ -76,7 +78,7 @@ def run(request: Request, as_json: bool) -> int:
 
 
 def _resolve(request: Request) -> tuple[Setup, list[Arm]]:
-    gpu, model = find_gpu(request.gpu), find_shape(request.model)
+    gpu, model = find_gpu(request.gpu), find_shape(request.model, request.architectures_from)
     options = engine_options(request.engine)
     policies = _names("--policy", request.prefix_caches, OPTIONS["prefix_cache"].choices)
     if "swap_bytes" in request.engine and options.preemption != "swap":

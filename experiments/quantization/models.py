@@ -107,12 +107,13 @@ def texts_of(quantization: Quantization, folder: Path, directory: Path) -> Texts
 
 
 def checkpoint_of(
-    one: QuantizedModel, source: Path, texts: Texts, cache: Path, progress: Callable[[str], None]
+    one: QuantizedModel, model: tmodel.ModelPlan, texts: Texts, cache: Path, progress: Callable[[str], None]
 ) -> Path:
     """The folder of `one` in `cache`, made where it is not there. Its name has a hash of all that decides what is in
     it: the dense model's files, the settings, the calibration windows, and the code of quantizers and formats.
     """
-    job = plan_job(source, METHODS[one.method], one.bits, one.group_size)
+    source = model.directory()
+    job = plan_job(source, METHODS[one.method], one.bits, one.group_size, model.architectures)
     if job.method.walk != "none":
         window = texts.windows.shape[1] - 1
         job = replace(job, windows=windows_for(job.config, texts.calibration, window))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,21 +97,31 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
     )
 
 
-def find_shape(name: str) -> ModelShape:
+def find_shape(name: str, architectures_from: Sequence[Path] = ()) -> ModelShape:
     """The shape of the Hugging Face directory `name`, else of a preset or a model published under that name.
 
+    Args:
+        name: as it was asked for.
+        architectures_from: folders of more architectures that a directory may be of.
+
     Raises:
-        ExperimentError: there is none; it lists the alternatives.
+        ExperimentError: there is none, or it cannot be served; it lists the alternatives.
     """
-    from tmodel import PRESETS, RANDOM_PRESETS, load_config  # loads torch
+    from tmodel import PRESETS, RANDOM_PRESETS, architectures_with, load_config  # loads torch
     from tmodel.loading import config_of
+    from tmodel.model_names import RANDOM
 
     directory = Path(name)
-    if directory.is_dir():
-        return shape_of(load_config(directory), directory.resolve().name)
+    try:
+        architectures = architectures_with(architectures_from)
+        if directory.is_dir():
+            return shape_of(load_config(directory, architectures), directory.resolve().name)
+    except ValueError as error:
+        raise ExperimentError([f"--model: {error}"]) from None
     published = {**{preset: recipe.config for preset, recipe in PRESETS.items()}, **RANDOM_PRESETS, **_PUBLISHED}
-    if name in published:
-        return shape_of(config_of(published[name]), name)
+    preset = name.removeprefix(RANDOM) if name.removeprefix(RANDOM) in RANDOM_PRESETS else name
+    if preset in published:
+        return shape_of(config_of(published[preset]), preset)
     llama = _llama_3_1_8b()
     if name == llama.name:
         return llama
