@@ -39,7 +39,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "package": "__init__",
     },
     "tsched": {
-        "requests": "requests",
+        "requests": "torch_free requests",
         "sequences": "scheduling.block_pool scheduling.sequence scheduling.state_slots scheduling.step_plan "
         "scheduling.refusal scheduling.token_budget scheduling.waiting_queue scheduling.sibling_groups",
         "policies": "scheduling.policies",

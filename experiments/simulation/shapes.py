@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.document import ExperimentError, nearest
+from experiments.document import ExperimentError
 from tsched.resolved_options import UnitSizes
+from tsched.torch_free import suggest_name
 
 if TYPE_CHECKING:  # it loads torch
     from tmodel import ModelConfig
@@ -140,6 +141,5 @@ def find_shape(name: str, architectures_from: Sequence[Path] = ()) -> ModelShape
     if name == llama.name:
         return llama
     known = [*published, llama.name]
-    raise ExperimentError(
-        [f"--model {name}: there is {', '.join(known)}, and directories with a config.json{nearest(name, known)}"]
-    )
+    there_is = f"there is {', '.join(known)}, and directories with a config.json"
+    raise ExperimentError([f"--model {name}: {there_is}{suggest_name(name, known)}"])
