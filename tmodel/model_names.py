@@ -7,11 +7,11 @@ calls the other functions. None of them loads, makes or fetches weights: that is
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
+from tkernels.names import suggest_name
 from tmodel.architectures import Architectures
 from tmodel.config import ModelConfig
 from tmodel.json_files import ConfigError
@@ -77,7 +77,7 @@ def find_model(model: str | Path, architectures: Architectures | None = None) ->
     names = [*PRESETS, *(RANDOM + preset for preset in RANDOM_PRESETS)]
     looked = f"model {model!r}: there is no directory {directory.absolute()}, no trained preset of that name"
     if not _HUB_ID.fullmatch(model):
-        meant = f"; did you mean {RANDOM + model!r}?" if model in RANDOM_PRESETS else _hint(model, names)
+        meant = f"; did you mean {RANDOM + model!r}?" if model in RANDOM_PRESETS else suggest_name(model, names)
         raise ConfigError(f"{looked}, and it is no hub id, owner/name; presets are {', '.join(names)}{meant}")
     try:
         return hub_model(model, architectures)
@@ -98,7 +98,7 @@ def preset_model(preset: str) -> ModelPlan:
         return random_model(preset)
     if preset not in PRESETS:
         known = [*PRESETS, *RANDOM_PRESETS]
-        raise ConfigError(f"unknown preset {preset!r}: there is {', '.join(known)}{_hint(preset, known)}")
+        raise ConfigError(f"unknown preset {preset!r}: there is {', '.join(known)}{suggest_name(preset, known)}")
     return ModelPlan(preset, config_of(PRESETS[preset].config), lambda: preset_path(preset))
 
 
@@ -107,7 +107,7 @@ def random_model(preset: str) -> ModelPlan:
     if preset not in RANDOM_PRESETS:
         known = [RANDOM + name for name in RANDOM_PRESETS]
         name = RANDOM + preset
-        raise ConfigError(f"unknown model {name!r}: there is {', '.join(known)}{_hint(name, known)}")
+        raise ConfigError(f"unknown model {name!r}: there is {', '.join(known)}{suggest_name(name, known)}")
     shape = RANDOM_PRESETS[preset]
     return ModelPlan(preset, random_config(shape), lambda: preset_path(preset), random_weights=num_parameters(shape))
 
@@ -136,9 +136,3 @@ def _fetch(hub_id: str, patterns: tuple[str, ...]) -> Path:
         ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise HubError(f"{hub_id!r} cannot be fetched from the Hugging Face hub: {error}") from error
-
-
-def _hint(name: str, known: Sequence[str]) -> str:
-    """The one of the names `known` that may have been meant, "" where none is close."""
-    close = get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""

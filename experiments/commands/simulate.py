@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.commands.requests import SimulateRequest
-from experiments.document import ExperimentError, nearest
+from experiments.document import ExperimentError
 from experiments.engine_flags import engine_options
 from experiments.reporting.tables import add_row, new_table
 from experiments.simulation.arms import CONTIGUOUS, UNBOUNDED, Arm, Setup, combine_arms, make_scheduler, simulate
@@ -22,6 +22,7 @@ from experiments.simulation.metrics import sparkline
 from experiments.simulation.shapes import find_shape
 from experiments.simulation.traces import Trace, bound_hit_rate, limit_requests, measure_extent, open_trace, speed_up
 from tsched.options import OPTIONS
+from tsched.torch_free import suggest_name
 
 Row = Mapping[str, Any]
 
@@ -114,7 +115,7 @@ def _names(option: str, text: str, known: Sequence[str]) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in known:
-            raise ExperimentError([f"{option} {name}: there is {', '.join(sorted(known))}{nearest(name, known)}"])
+            raise ExperimentError([f"{option} {name}: there is {', '.join(sorted(known))}{suggest_name(name, known)}"])
     return names
 
 
@@ -128,7 +129,7 @@ def _sizes(option: str, text: str, words: Mapping[str, str]) -> list[int | str]:
             sizes.append(int(part))
         else:
             allowed = f"whole numbers from 1, or {', '.join(words)}, separated by commas"
-            raise ExperimentError([f"{option} {part}: there is {allowed}{nearest(part, words)}"])
+            raise ExperimentError([f"{option} {part}: there is {allowed}{suggest_name(part, words)}"])
     return list(dict.fromkeys(sizes))
 
 

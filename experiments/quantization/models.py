@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import tmodel
-from experiments.document import Document, ExperimentError, PathParts, nearest
+from experiments.document import Document, ExperimentError, PathParts
 from experiments.quantization.evaluation import windows_of
 from experiments.quantization.texts import read_text, tokens_of
 from experiments.schema import Experiment, Quantization
@@ -19,6 +19,7 @@ from tmodel.quantizers import METHODS
 from tmodel.quantizers.calibration import MAX_TOKENS
 from tmodel.quantizers.checkpoint import check_settings, plan_job, quantize_checkpoint, windows_for
 from tmodel.quantizers.unfinished import QuantizerError
+from tsched.torch_free import suggest_name
 
 _CORPUS_BYTES = 8_000_000
 """The presets are trained on as much, in the same order: what is held out here was held out there."""
@@ -62,7 +63,7 @@ def quantization_problems(
     problems = []
     for method in quantization.methods:
         if method not in METHODS:
-            message = f"unknown method {method!r}: there is {', '.join(METHODS)}{nearest(method, METHODS)}"
+            message = f"unknown method {method!r}: there is {', '.join(METHODS)}{suggest_name(method, METHODS)}"
             problems.append(document.problem(("quantization", "methods", method), message))
     if config is None:
         return problems

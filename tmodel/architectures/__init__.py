@@ -6,7 +6,6 @@ Those of outside folders join for one model or experiment: `architectures_from` 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from functools import cache
 from pathlib import Path, PurePath
 from types import MappingProxyType, ModuleType
 
+from tkernels.names import suggest_name
 from tkernels.registry import import_outside
 from tmodel.config import Architecture
 from tmodel.json_files import ConfigError
@@ -77,6 +77,5 @@ def find_architecture(name: object, architectures: Architectures) -> Architectur
     """The architecture `name`; ConfigError lists those that there are, with the nearest."""
     if isinstance(name, str) and name in architectures:
         return architectures[name]
-    close = difflib.get_close_matches(str(name), architectures, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    hint = suggest_name(name, architectures)
     raise ConfigError(f"unknown architecture {name!r}; known are: {', '.join(sorted(architectures))}{hint}")
