@@ -1,6 +1,7 @@
 """`tk simulate`, as a user meets it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from experiments.cli import app
-from experiments.simulation.traces import open_trace, prefix_bound
+from experiments.simulation.shapes import find_shape
+from experiments.simulation.traces import bound_hit_rate, open_trace
 from tsched.scheduling.policies import PREFIX_CACHES
 
 DATA = Path(__file__).parent / "data"
@@ -55,7 +57,7 @@ def test_one_request_at_a_time_finds_all_that_the_trace_has_to_give() -> None:
     """With a pool that evicts nothing, hash and radix reach the trace's own bound; requests that run side by side miss
     what the other is still computing.
     """
-    bound = prefix_bound(open_trace(str(MOONCAKE)), 512)
+    bound = bound_hit_rate(open_trace(str(MOONCAKE)), 512)
     assert 0.3 < bound < 0.7
     one = rows_of("--trace", MOONCAKE, "--pool-blocks", "unbounded", "--max-num-seqs", 1)
     assert {row["prefix_cache"]: row["hit_rate"] for row in one} == {"none": 0.0, "hash": bound, "radix": bound}
@@ -68,7 +70,7 @@ def test_the_traces_own_bound_is_shown_where_the_pool_is_unbounded() -> None:
     words = ("--trace", MOONCAKE, "--policy", "hash")
     shown = tk(*words, "--pool-blocks", "unbounded")
     assert "hits, at most" in shown.stdout
-    assert f"{prefix_bound(open_trace(str(MOONCAKE)), 512):.1%}" in shown.stdout
+    assert f"{bound_hit_rate(open_trace(str(MOONCAKE)), 512):.1%}" in shown.stdout
     assert "hits, at most" not in tk(*words, "--pool-blocks", 400).stdout
     bounded, unbounded = rows_of(*words, "--pool-blocks", "400,unbounded")
     assert bounded["hit_rate_bound"] is None
@@ -169,3 +171,19 @@ def test_a_wrong_option_is_refused_with_what_there_is(arguments: list[str], mess
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stdout == ""
+
+
+def test_states_take_memory_and_bound_the_hits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model some of whose layers keep states: a hit ends where one is kept, and blocks have what states leave."""
+    words = ("--trace", MOONCAKE, "--kv-cache-bytes", 40 * 10**9, "--max-num-seqs", 4)
+    pages = {row["prefix_cache"]: row for row in rows_of(*words)}
+    shape = find_shape("Qwen3-8B")
+    hybrid = replace(shape, kv_bytes_per_token=shape.kv_bytes_per_token // 4, state_bytes=60 * 10**6, state_interval=4)
+    monkeypatch.setattr("experiments.commands.simulate.find_shape", lambda *arguments: hybrid)
+    mixed = {row["prefix_cache"]: row for row in rows_of(*words)}
+    for policy, row in mixed.items():
+        assert row["finished"] == 36
+        assert 40e9 * 0.99 < row["pool_bytes"] + row["states"] * row["state_bytes"] <= 40e9
+        assert row["hit_rate"] <= pages[policy]["hit_rate"]
+        assert pages[policy]["states"] == 0
+    assert 0 < mixed["hash"]["hit_rate"] == mixed["radix"]["hit_rate"]
