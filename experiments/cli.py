@@ -190,10 +190,10 @@ def run(
     """Run an experiment: check, time, serve and compare every arm, each in processes of its own."""
     from experiments.planning.layout import refuse_unsound
 
-    _refusing(refuse_unsound, file, overrides or [])
+    serves = _refusing(refuse_unsound, file, overrides or [])
     from experiments.sweep.executors import make_executor
 
-    chosen = _refusing(make_executor, executor)
+    chosen = _refusing(make_executor, executor, serves)
     from experiments.commands.run import Request
     from experiments.commands.run import run as run_command
 

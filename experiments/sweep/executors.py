@@ -8,8 +8,10 @@ from experiments.sweep.tasks import Executor
 NAMES = ("local", "ray")
 
 
-def make_executor(name: str) -> Executor:
+def make_executor(name: str, serves: bool) -> Executor:
     """The executor of that name; a local one has begun to start.
+
+    serves: whether its run has tasks with a model.
 
     Raises ExperimentError for another name, or where Ray is wanted and not installed.
     """
@@ -18,5 +20,5 @@ def make_executor(name: str) -> Executor:
     if name != "local":
         raise ExperimentError([f"--executor: unknown {name!r}: there is {', '.join(NAMES)}{nearest(name, NAMES)}"])
     local = Local()
-    local.begin()
+    local.begin(serves)
     return local
