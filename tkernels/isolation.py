@@ -163,7 +163,7 @@ def start_server(
             knows no GPU, has decided how Triton runs.
     """
     # A session of its own: Ctrl-C is for the one that starts it. -P: the files beside this one are no modules.
-    command = (sys.executable, "-P", __file__, str(os.getpid()), *imports)
+    command = (sys.executable, "-P", __file__, str(os.getpid()), json.dumps(sys.path), *imports)
     variables, pipe = {**os.environ, **(environment or {})}, subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True, env=variables)
 
@@ -490,5 +490,5 @@ def _die_with(starter: int, number: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    serve(int(sys.argv[1]), sys.argv[2:])
+    sys.path[:] = json.loads(sys.argv[2])  # what its starter finds, it finds
+    serve(int(sys.argv[1]), sys.argv[3:])

@@ -287,8 +287,13 @@ def _check_declaration(variant: Variant) -> None:
         raise ContractError(f"{where}: key names no axis of {contract.name}: {sorted(unknown)}")
     if not variant.wins:
         raise VariantError(f"{where}: wins must say when this algorithm should be the fastest")
-    if variant.launch is None:
-        return
+    if variant.launch is not None:
+        _check_launcher(variant)
+
+
+def _check_launcher(variant: Variant) -> None:
+    """The rules of a variant that launches kernels: its configs, and what they may depend on."""
+    where, contract = variant.file, variant.contract
     if not variant.configs:
         raise VariantError(f"{where}: configs must not be empty: they are what tuning tries, the default at least")
     if "" not in variant.default:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.commands.registry import open_registry
+from experiments.commands.requests import OpsRequest
 from experiments.reporting.table_style import add_row, new_table
 from tkernels.contract import Axes, Contract
 from tkernels.device import device_facts
@@ -25,10 +26,10 @@ _MOST_DRAWS = 1000
 _BOUND = 4
 
 
-def run(variants_from: Sequence[Path], as_json: bool) -> int:
+def run(request: OpsRequest) -> int:
     """Prints the registry; always 0."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    ops = open_registry(variants_from)
+    ops = open_registry(request.variants_from)
     rows = []
     for op in ops.values():
         draws = Draws(op.contract)
@@ -36,7 +37,7 @@ def run(variants_from: Sequence[Path], as_json: bool) -> int:
     rows += [_unavailable(file, reason) for file, reason in ops.broken.items()]
     order = [*ops, *ops.unavailable]
     rows.sort(key=lambda row: order.index(row["op"]))
-    if as_json:
+    if request.as_json:
         json.dump(rows, sys.stdout, indent=1)
         print()
         return 0

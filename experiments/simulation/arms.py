@@ -16,7 +16,8 @@ from experiments.simulation.replay import Replay
 from experiments.simulation.shapes import ModelShape
 from experiments.simulation.step_time import StepTime
 from experiments.simulation.traces import Extent, Trace
-from tsched.options import GPU_FRACTION, EngineOptions, ResolvedOptions
+from tsched.options import GPU_FRACTION, EngineOptions
+from tsched.resolved_options import ResolvedOptions
 from tsched.scheduling.scheduler import Scheduler
 
 CONTIGUOUS = "contiguous"

@@ -92,6 +92,9 @@ class QuantizedWeight:
             object.__setattr__(self, "inputs", places)
         if self.permutation is None and self.inputs != places:
             raise ValueError(f"QuantizedWeight: {self.inputs} inputs without a permutation, but {places} codes")
+        self._check_shapes(places, outputs)
+
+    def _check_shapes(self, places: int, outputs: int) -> None:
         groups = places // self.group_size
         shapes = {
             "high": ("[Kp/32, N]", [places // 32, outputs]),

@@ -120,33 +120,15 @@ def check_case(
     if reason := variant.unsupported_reason(axes, device, facts):
         return result("unsupported", reason)
     mine = clone_inputs(arguments)
-    written = (*contract.writes, *contract.consumes)
-    before = outside_views(mine, written)
+    before = outside_views(mine, (*contract.writes, *contract.consumes))
     try:
-        if variant.launch is not None:
-            assert config is not None
-            outputs = contract.allocate_outputs(axes, mine, device)
-            for tensor in outputs.values():
-                if tensor is not None:
-                    tensor.fill_(poison(tensor.dtype))
-            Kernel(variant, NEAREST, {}, door or default_door()).launch_into(outputs, mine, axes, device, facts, config)
-            if left := variant.zeroed.not_zero():
-                variant.zeroed.clear()
-                return result("wrong", f"the launch did not leave its zeroed workspace at zero: {', '.join(left)}")
-        else:
-            results = unpack(Kernel(variant, NEAREST, {}, door or default_door())(**mine))
-            outputs = dict(zip(wanted_outputs(contract, mine), results, strict=True))
+        outputs = _run_poisoned(Kernel(variant, NEAREST, {}, door or default_door()), mine, axes, device, config)
     except Exception as error:
         return result("failed", f"{type(error).__name__}: {error}")
-    after = outside_views(mine, written)
-    if changed := [address for address, whole in before.items() if not torch.equal(whole, after[address])]:
-        where = _changed_where(arguments, mine, written, changed)
-        return result("wrong", f"memory outside what the op writes was changed: {where}")
     got = {name: tensor for name, tensor in outputs.items() if tensor is not None}
     got |= {name: mine[name] for name in contract.writes}
-    for name, output in contract.outputs.items():
-        if name in got and (expected := [d.size(axes) for d in output.shape]) != list(got[name].shape):
-            return result("wrong", f"output {name!r} has shape {list(got[name].shape)}, not {expected}")
+    if reason := _left_behind(variant, before, arguments, mine) or _misshapen_output(contract, axes, got):
+        return result("wrong", reason)
     verdicts, reason = _judge_all(variant, contract, arguments, axes, got, slack)
     if reason or not all(v.ok for v in verdicts.values()):
         return result("wrong", reason, verdicts)
@@ -156,6 +138,50 @@ def check_case(
         except Exception as error:
             return result("failed", f"offsets, on strides faked to 2**30: {type(error).__name__}: {error}", verdicts)
     return result("ok", "", verdicts)
+
+
+def _run_poisoned(
+    kernel: Kernel, arguments: dict[str, Any], axes: Axes, device: torch.device, config: Config | None
+) -> dict[str, torch.Tensor | None]:
+    """Every output by name, of a call on these arguments. A launcher's outputs begin as poison."""
+    contract = kernel.variant.contract
+    if kernel.variant.launch is None:
+        return dict(zip(wanted_outputs(contract, arguments), unpack(kernel(**arguments)), strict=True))
+    assert config is not None
+    outputs = contract.allocate_outputs(axes, arguments, device)
+    for tensor in outputs.values():
+        if tensor is not None:
+            tensor.fill_(poison(tensor.dtype))
+    kernel.launch_into(outputs, arguments, axes, device, device_facts(device), config)
+    return outputs
+
+
+def _left_behind(
+    variant: Variant, before: Mapping[int, torch.Tensor], arguments: Mapping[str, Any], after: Mapping[str, Any]
+) -> str:
+    """What a call changed that it must leave: zeroed workspace, memory outside what the op writes; "" for nothing.
+
+    Args:
+        before: `outside_views` of the arguments that the call got.
+        arguments: what these were copies of. after: they themselves, after the call.
+    """
+    if left := variant.zeroed.not_zero():
+        variant.zeroed.clear()
+        return f"the launch did not leave its zeroed workspace at zero: {', '.join(left)}"
+    written = (*variant.contract.writes, *variant.contract.consumes)
+    outside = outside_views(dict(after), written)
+    if changed := [address for address, whole in before.items() if not torch.equal(whole, outside[address])]:
+        where = _changed_where(arguments, after, written, changed)
+        return f"memory outside what the op writes was changed: {where}"
+    return ""
+
+
+def _misshapen_output(contract: Contract, axes: Axes, got: Mapping[str, torch.Tensor]) -> str:
+    """Which output has another shape than the contract says; "" for none."""
+    for name, output in contract.outputs.items():
+        if name in got and (expected := [dim.size(axes) for dim in output.shape]) != list(got[name].shape):
+            return f"output {name!r} has shape {list(got[name].shape)}, not {expected}"
+    return ""
 
 
 def _device(case: Case) -> torch.device:

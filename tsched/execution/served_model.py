@@ -17,12 +17,13 @@ from tsched.execution.engine import Engine, Request
 from tsched.execution.engine_stats import EngineStats
 from tsched.execution.placement import check_random_weights, find_device, find_dtype, fit_options
 from tsched.execution.sampler import TokenLogprobs
-from tsched.options import OPTIONS, EngineOptions, ResolvedOptions, read_options
+from tsched.options import OPTIONS, EngineOptions, read_options
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError
 from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tsched.requests.prompts import Salt, check_priority, check_salt, check_stop_ids, check_token_ids, parse_prompt
 from tsched.requests.sampling_params import SamplingParams
+from tsched.resolved_options import ResolvedOptions
 from tsched.scheduling.scheduler import Scheduler
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -137,12 +138,14 @@ class ServedModel:
 
     def _make_engine(self, scheduler: Scheduler, options: EngineOptions) -> Engine:
         """Load the weights and allocate the caches."""
-        pool, host = scheduler.pool, scheduler.host_pool
+        pool, host, states = scheduler.pool, scheduler.host_pool, scheduler.states
+        host_states = None if states is None else states.host_pool
         network = tmodel.load_model(self.directory, self.config, self.kernels, device=self.device, dtype=self.dtype)
         self.weight_bytes, self.prepare_report = network.weight_bytes, network.prepare_report
         kv_cache = tmodel.allocate_kv_cache(
-            self.config, pool.num_blocks, pool.block_size, device=self.device, dtype=self.dtype
-        )
+            self.config, pool.num_blocks, pool.block_size, 0 if states is None else states.pool.num_blocks,
+            device=self.device, dtype=self.dtype,
+        )  # fmt: skip
         return Engine(
             network,
             kv_cache,
@@ -151,7 +154,12 @@ class ServedModel:
             seed=options.seed,
             eos_token_ids=self.config.eos_token_ids,
             step_inputs=self.kernels.step_inputs,
-            pages=tmodel.CachePages(kv_cache.blocks, self.kernels.copy_pages, 0 if host is None else host.num_blocks),
+            pages=tmodel.CachePages(
+                kv_cache.blocks,
+                self.kernels.copy_pages if kv_cache.blocks else None,
+                0 if host is None else host.num_blocks,
+            ),
+            states=tmodel.CachePages(kv_cache.states, None, 0 if host_states is None else host_states.num_blocks),
             overlap=options.overlap,
             cuda_graphs=options.cuda_graphs,
             ranges=self.kernels.ranges,

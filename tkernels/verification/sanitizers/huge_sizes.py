@@ -74,23 +74,26 @@ def huge_sizes(contract: Contract, arguments: Mapping[str, Any], axes: Axes) -> 
     for axis in contract.axes:
         if not isinstance(axis, Int) or axis.name in of_weights or not (axis.batch or axis.name in in_outputs):
             continue
-        rows = []
-        for shape, tensor in places:
-            times = [dim.times / dim.over for dim in shape if dim.name == axis.name]
-            others = [dim.size(axes) for dim in shape if dim.name != axis.name]
-            if not times:
-                continue
-            if tensor is not None and not tensor.is_floating_point():
-                if shape[0].text != axis.name or len(times) > 1:
-                    break
-                continue
-            rows.append(int(np.prod(others, dtype=np.int64) * times[0]))
-        else:
-            rows = [row for row in rows if row >= _LEAST_ROW]
-            if rows:
-                size = _ELEMENTS // min(rows) + 2
-                if size <= axis.high:
-                    yield axis.name, size
+        if rows := [row for row in _row_sizes(axis.name, places, axes) if row >= _LEAST_ROW]:
+            size = _ELEMENTS // min(rows) + 2
+            if size <= axis.high:
+                yield axis.name, size
+
+
+def _row_sizes(axis: str, places: Sequence[tuple[tuple[Dim, ...], torch.Tensor | None]], axes: Axes) -> list[int]:
+    """The elements of each float tensor for one step of an axis; none where an integer tensor keeps it from growing."""
+    rows = []
+    for shape, tensor in places:
+        times = [dim.times / dim.over for dim in shape if dim.name == axis]
+        others = [dim.size(axes) for dim in shape if dim.name != axis]
+        if not times:
+            continue
+        if tensor is not None and not tensor.is_floating_point():
+            if shape[0].text != axis or len(times) > 1:
+                return []
+            continue
+        rows.append(int(np.prod(others, dtype=np.int64) * times[0]))
+    return rows
 
 
 def _huge(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
