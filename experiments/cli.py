@@ -26,6 +26,10 @@ app = typer.Typer(
 
 RequestT = TypeVar("RequestT")
 
+ArchitecturesFrom = Annotated[
+    list[Path] | None,
+    typer.Option("--architectures-from", metavar="DIR", help="A folder of more architectures, <name>.py. Repeatable."),
+]
 VariantsFrom = Annotated[
     list[Path] | None,
     typer.Option("--variants-from", metavar="DIR", help="A folder of more variants, <op>/<variant>.py. Repeatable."),
@@ -163,6 +167,7 @@ def simulate(
     rate: Annotated[float | None, typer.Option(min=1e-6, help="Requests a second, in the mean.")] = None,
     speedup: Annotated[float | None, typer.Option(min=1e-6, help="Arrivals this many times as dense.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the trace's first requests.")] = None,
+    architectures_from: ArchitecturesFrom = None,
     as_json: Json = False,
     *,
     engine: Given,
@@ -181,6 +186,7 @@ def simulate(
         speedup=speedup,
         limit=limit,
         engine=engine,
+        architectures_from=architectures_from or [],
     )
     _exit(run, asked, as_json)
 
@@ -205,6 +211,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Of the random numbers.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")] = False,
     variants_from: VariantsFrom = None,
+    architectures_from: ArchitecturesFrom = None,
     *,
     engine: Given,
 ) -> None:
@@ -224,7 +231,7 @@ def generate(
         "seed": seed,
         "ignore_eos": ignore_eos,
     }
-    _exit(run, Request(model, prompt, kernels or [], variants_from or [], sampling, engine))
+    _exit(run, Request(model, prompt, kernels or [], variants_from or [], architectures_from or [], sampling, engine))
 
 
 @app.command("eval")
@@ -237,12 +244,13 @@ def evaluate(
     window: Annotated[
         int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens read at once: 2048, or the model's length.")
     ] = None,
+    architectures_from: ArchitecturesFrom = None,
     as_json: Json = False,
 ) -> None:
     """Perplexity on a text, and, against a dense model, KL divergence and how often the likeliest token agrees."""
     from experiments.commands.eval import Request, run
 
-    _exit(run, Request(model, text, reference, window), as_json)
+    _exit(run, Request(model, text, reference, window, architectures_from or []), as_json)
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "package": "__init__",
     },
     "tsched": {
-        "requests": "requests",
+        "requests": "torch_free requests",
         "scheduling": "scheduling",
         "options": "options resolved_options",
         "execution": "execution",

@@ -12,15 +12,16 @@ from rich.text import Text
 from experiments.commands.check import parse_axes
 from experiments.commands.registry import matching, open_registry
 from experiments.commands.requests import BenchRequest
-from experiments.document import ExperimentError, nearest
+from experiments.document import ExperimentError
 from experiments.peers import slack_of, with_peers
 from experiments.reporting.tables import add_row, microseconds, new_table
 from tkernels import ContractError
 from tkernels.contract import Contract, Value
 from tkernels.device import device_facts
-from tkernels.measurement import INTERPRETED, Measurement, Method, benchmark_points, completed, measure
+from tkernels.measurement import INTERPRETED, Measurement, Method, benchmark_points, complete_axes, measure
 from tkernels.timing import Cache, Launch
 from tkernels.tuning import IN_WORDS
+from tsched.torch_free import suggest_name
 
 
 def run(request: BenchRequest) -> int:
@@ -56,7 +57,7 @@ def _method(request: BenchRequest) -> Method:
     caches: dict[str, Cache] = {"cold": "cold", "warm": "warm"}
     for option, value, known in (("--launch", request.launch, launches), ("--l2", request.l2, caches)):
         if value not in known:
-            raise ExperimentError([f"{option} {value}: there is {', '.join(known)}{nearest(value, known)}"])
+            raise ExperimentError([f"{option} {value}: there is {', '.join(known)}{suggest_name(value, known)}"])
     return Method(launches[request.launch], caches[request.l2], request.samples)
 
 
@@ -67,11 +68,11 @@ def _points(contract: Contract, request: BenchRequest, device: torch.device) -> 
     # What is left open is a realistic point's, the first that fits: its dtypes and head sizes, not a test's.
     for base in contract.benchmarks.values():
         try:
-            return {request.axes: completed(contract, {**base, **held})}
+            return {request.axes: complete_axes(contract, {**base, **held})}
         except ContractError:
             continue
     try:
-        return {request.axes: completed(contract, held)}
+        return {request.axes: complete_axes(contract, held)}
     except ContractError as error:
         raise ExperimentError([f"--axes: {error}"]) from None
 

@@ -1,6 +1,7 @@
 """`tk eval`: how well a model predicts a text, and how far it is from a dense one."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from experiments.planning.models import named_model
 from experiments.quantization.evaluation import Evaluation, WindowReader, evaluate, windows_of
 from experiments.quantization.texts import read_text, tokens_of
 from experiments.reporting.tables import add_row, new_table
+from tmodel import ModelPlan
 
 DEFAULT_WINDOW = 2048
 """Tokens a window, or as many as the model was made for: what published perplexities are measured with."""
@@ -27,13 +29,16 @@ class Request:
     text: Path
     reference: str | None = None
     window: int | None = None
+    architectures_from: Sequence[Path] = ()
 
 
 def run(request: Request, as_json: bool) -> int:
     """Prints a table, or one JSON object."""
     text = read_text(request.text, "--text")
-    plan = named_model(request.model, "--model")
-    reference = named_model(request.reference, "--reference") if request.reference is not None else None
+    plan = named_model(request.model, "--model", request.architectures_from)
+    reference = None
+    if request.reference is not None:
+        reference = named_model(request.reference, "--reference", request.architectures_from)
     longest = plan.config.max_position_embeddings
     window = min(DEFAULT_WINDOW, longest) if request.window is None else request.window
     if window > longest:
@@ -50,18 +55,18 @@ def run(request: Request, as_json: bool) -> int:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     length = windows.shape[1] - 1
 
-    def reader(directory: Path, dtype: torch.dtype) -> WindowReader:
-        return WindowReader(directory, length, device=device, dtype=dtype, ops=tkernels.OPS)
+    def reader(model: ModelPlan, dtype: torch.dtype) -> WindowReader:
+        return WindowReader(
+            model.directory(), length, device=device, dtype=dtype, ops=tkernels.OPS, architectures=model.architectures
+        )
 
     console = Console(stderr=True)
     columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TextColumn("windows"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("reading", total=len(windows))
         dtype = plan.config.dtype
-        judge = None if reference is None else reader(reference.directory(), dtype)
-        found = evaluate(
-            reader(plan.directory(), dtype), windows, judge, advance=lambda count: progress.advance(task, count)
-        )
+        judge = None if reference is None else reader(reference, dtype)
+        found = evaluate(reader(plan, dtype), windows, judge, advance=lambda count: progress.advance(task, count))
     if as_json:
         print(json.dumps({"model": request.model, "reference": request.reference, "perplexity": found.perplexity,
                           **asdict(found)}))  # fmt: skip

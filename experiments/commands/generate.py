@@ -11,6 +11,7 @@ import yaml
 from experiments.commands.registry import open_registry
 from experiments.document import ExperimentError
 from experiments.engine_flags import Given
+from experiments.planning.models import open_architectures
 from tsched import LLM, SamplingParams
 
 
@@ -22,6 +23,7 @@ class Request:
     prompt: str
     kernels: Sequence[str]
     variants_from: Sequence[Path]
+    architectures_from: Sequence[Path]
     sampling: Mapping[str, Any]
     engine: Given
 
@@ -29,9 +31,16 @@ class Request:
 def run(request: Request) -> int:
     """Prints the continuation on stdout."""
     ops = open_registry(request.variants_from)
+    open_architectures(request.architectures_from)  # what is wrong with a folder names the flag
     try:
         params = SamplingParams(**request.sampling)
-        llm = LLM(request.model, kernels=parse_kernels(request.kernels), ops=ops, **request.engine)
+        llm = LLM(
+            request.model,
+            kernels=parse_kernels(request.kernels),
+            ops=ops,
+            architectures_from=request.architectures_from,
+            **request.engine,
+        )
     except ValueError as error:  # what LLM refuses: names it does not know, weights that do not fit
         raise ExperimentError([str(error)]) from None
     if llm.prepare_report.bytes_after:

@@ -18,6 +18,10 @@ VariantsFrom = Annotated[
     list[Path],
     Option("--variants-from", metavar="DIR", help="A folder of more variants, <op>/<variant>.py. Repeatable."),
 ]
+ArchitecturesFrom = Annotated[
+    list[Path],
+    Option("--architectures-from", metavar="DIR", help="A folder of more architectures, <name>.py. Repeatable."),
+]
 Overrides = Annotated[
     list[str],
     Option("--set", metavar="key=value", help="Override a key, as in scheduler.block_size=32. Repeatable."),
@@ -216,6 +220,7 @@ class QuantizeRequest:
     window: Annotated[
         int | None, Option(min=1, metavar="TOKENS", help="Tokens of it read at once: 512, or the model's length.")
     ] = None
+    architectures_from: ArchitecturesFrom = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -224,3 +229,4 @@ class ConvertRequest:
 
     source: Annotated[Path, Argument(metavar="IN", help="config.json, quant_config.json and one pickle.")]
     out: Annotated[Path, Argument(metavar="OUT", help="Where to write it; new or empty.")]
+    architectures_from: ArchitecturesFrom = field(default_factory=list)

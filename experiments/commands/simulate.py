@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,15 +13,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from experiments.document import ExperimentError, nearest
+from experiments.document import ExperimentError
 from experiments.engine_flags import Given, engine_options
 from experiments.reporting.tables import add_row, new_table
-from experiments.simulation.arms import CONTIGUOUS, UNBOUNDED, Arm, Setup, arms_of, make_scheduler, simulate
+from experiments.simulation.arms import CONTIGUOUS, UNBOUNDED, Arm, Setup, combine_arms, make_scheduler, simulate
 from experiments.simulation.hardware import find_gpu
 from experiments.simulation.metrics import sparkline
 from experiments.simulation.shapes import find_shape
-from experiments.simulation.traces import Trace, extent_of, limited, open_trace, prefix_bound, sped_up
+from experiments.simulation.traces import Trace, bound_hit_rate, limit_requests, measure_extent, open_trace, speed_up
 from tsched.options import OPTIONS
+from tsched.torch_free import suggest_name
 
 Row = Mapping[str, Any]
 
@@ -44,6 +46,7 @@ class Request:
     speedup: float | None
     limit: int | None
     engine: Given
+    architectures_from: Sequence[Path] = ()
 
 
 def run(request: Request, as_json: bool) -> int:
@@ -75,24 +78,24 @@ def run(request: Request, as_json: bool) -> int:
 
 
 def _resolve(request: Request) -> tuple[Setup, list[Arm]]:
-    gpu, model = find_gpu(request.gpu), find_shape(request.model)
+    gpu, model = find_gpu(request.gpu), find_shape(request.model, request.architectures_from)
     options = engine_options(request.engine)
     policies = _names("--policy", request.prefix_caches, OPTIONS["prefix_cache"].choices)
     if "swap_bytes" in request.engine and options.preemption != "swap":
         raise ExperimentError(["--swap-bytes hold what --preemption swap moves: give both"])
-    trace = limited(open_trace(request.trace), request.limit)
+    trace = limit_requests(open_trace(request.trace), request.limit)
     pools = _pools(request)
     pages: list[int | str] = [trace.page_size]
     if request.block_sizes is not None:
         pages = _sizes("--page-size", request.block_sizes, {CONTIGUOUS: CONTIGUOUS})
-    trace, factor, longest = _in_time(request, trace)
+    trace, factor, longest = _set_rate(request, trace)
     max_model_len = options.max_model_len or longest
     sizes = [page if isinstance(page, int) else max_model_len for page in pages]
     # The blocks of all prompts are kept to count them, as an unbounded pool keeps them; no smaller run needs so much.
-    bounds = {size: prefix_bound(trace, size) for size in sizes} if UNBOUNDED in pools else {}
+    bounds = {size: bound_hit_rate(trace, size) for size in sizes} if UNBOUNDED in pools else {}
     setup = Setup(
         trace=trace,
-        extent=extent_of(trace, sizes),
+        extent=measure_extent(trace, sizes),
         gpu=gpu,
         model=model,
         options=replace(options, max_model_len=max_model_len),
@@ -100,7 +103,7 @@ def _resolve(request: Request) -> tuple[Setup, list[Arm]]:
         times_factor=factor,
         hit_bounds=bounds,
     )
-    return setup, arms_of(policies, pools, pages)
+    return setup, combine_arms(policies, pools, pages)
 
 
 def _pools(request: Request) -> list[int | str | None]:
@@ -112,9 +115,9 @@ def _pools(request: Request) -> list[int | str | None]:
     return [*_sizes("--pool-blocks", request.pool_blocks, {UNBOUNDED: UNBOUNDED})]
 
 
-def _in_time(request: Request, trace: Trace) -> tuple[Trace, float, int]:
+def _set_rate(request: Request, trace: Trace) -> tuple[Trace, float, int]:
     """The trace at the rate that is asked for, how much denser that is, and the most tokens of a request."""
-    extent = extent_of(trace, [])
+    extent = measure_extent(trace, [])
     if request.rate is not None and request.speedup is not None:
         raise ExperimentError(["--rate and --speedup both say how fast requests come: give one"])
     for option, value in (("--rate", request.rate), ("--speedup", request.speedup)):
@@ -125,14 +128,14 @@ def _in_time(request: Request, trace: Trace) -> tuple[Trace, float, int]:
         if extent.last_arrival <= 0:
             raise ExperimentError([f"--rate {request.rate:g}: all requests of {trace.name} come at once"])
         factor = request.rate * extent.last_arrival / extent.num_requests
-    return (sped_up(trace, factor) if factor != 1.0 else trace), factor, extent.longest
+    return (speed_up(trace, factor) if factor != 1.0 else trace), factor, extent.longest
 
 
 def _names(option: str, text: str, known: Sequence[str]) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in known:
-            raise ExperimentError([f"{option} {name}: there is {', '.join(sorted(known))}{nearest(name, known)}"])
+            raise ExperimentError([f"{option} {name}: there is {', '.join(sorted(known))}{suggest_name(name, known)}"])
     return names
 
 
@@ -146,7 +149,7 @@ def _sizes(option: str, text: str, words: Mapping[str, str]) -> list[int | str]:
             sizes.append(int(part))
         else:
             allowed = f"whole numbers from 1, or {', '.join(words)}, separated by commas"
-            raise ExperimentError([f"{option} {part}: there is {allowed}{nearest(part, words)}"])
+            raise ExperimentError([f"{option} {part}: there is {allowed}{suggest_name(part, words)}"])
     return list(dict.fromkeys(sizes))
 
 

@@ -61,7 +61,7 @@ class Setup:
         return self.options.max_model_len
 
 
-def arms_of(policies: Sequence[str], pools: Sequence[int | str | None], pages: Sequence[int | str]) -> list[Arm]:
+def combine_arms(policies: Sequence[str], pools: Sequence[int | str | None], pages: Sequence[int | str]) -> list[Arm]:
     """Every combination, the policies side by side."""
     return [Arm(policy, pool, page) for page, pool, policy in itertools.product(pages, pools, policies)]
 
@@ -76,33 +76,33 @@ def memory_left(setup: Setup) -> int:
     return left
 
 
-def page_size_of(arm: Arm, setup: Setup) -> int:
+def find_page_size(arm: Arm, setup: Setup) -> int:
     """Tokens of a block."""
     return setup.max_model_len if isinstance(arm.page_size, str) else arm.page_size
 
 
-def num_blocks_of(arm: Arm, setup: Setup) -> int:
+def count_blocks(arm: Arm, setup: Setup) -> int:
     """The arm's blocks; ExperimentError where the bytes hold none."""
-    page_size, given = page_size_of(arm, setup), setup.options.kv_cache_bytes
+    page_size, given = find_page_size(arm, setup), setup.options.kv_cache_bytes
     if isinstance(arm.pool_blocks, int):
         return arm.pool_blocks
     if arm.pool_blocks == UNBOUNDED:
         return setup.extent.num_blocks[page_size]
-    return _blocks_in("", memory_left(setup) if given is None else given, page_size, setup)
+    return _fit_blocks("", memory_left(setup) if given is None else given, page_size, setup)
 
 
-def num_host_blocks_of(arm: Arm, setup: Setup) -> int:
+def count_host_blocks(arm: Arm, setup: Setup) -> int:
     """Blocks that the host keeps for sequences that gave way; none where they are computed again. ExperimentError where
     the host's bytes hold none, so that nothing could be swapped.
     """
     if setup.options.preemption != "swap":
         return 0
     if setup.swaps_as_much:
-        return num_blocks_of(arm, setup)
-    return _blocks_in("--swap-bytes: ", setup.options.swap_bytes, page_size_of(arm, setup), setup)
+        return count_blocks(arm, setup)
+    return _fit_blocks("--swap-bytes: ", setup.options.swap_bytes, find_page_size(arm, setup), setup)
 
 
-def _blocks_in(option: str, size: int, page_size: int, setup: Setup) -> int:
+def _fit_blocks(option: str, size: int, page_size: int, setup: Setup) -> int:
     block_bytes = setup.model.kv_bytes_per_token * page_size
     if size < block_bytes:
         raise ExperimentError([f"{option}{size} hold no block of {page_size} tokens, which takes {block_bytes} bytes"])
@@ -111,11 +111,11 @@ def _blocks_in(option: str, size: int, page_size: int, setup: Setup) -> int:
 
 def make_scheduler(arm: Arm, setup: Setup) -> Scheduler:
     """ExperimentError where the settings do not go together."""
-    num_blocks, num_host_blocks = num_blocks_of(arm, setup), num_host_blocks_of(arm, setup)
+    num_blocks, num_host_blocks = count_blocks(arm, setup), count_host_blocks(arm, setup)
     options = replace(setup.options, prefix_cache=arm.policy)
     fitted = ResolvedOptions(options, setup.max_model_len, num_blocks, num_host_blocks)
     try:
-        return Scheduler(**{**fitted.scheduler_arguments, "block_size": page_size_of(arm, setup)})
+        return Scheduler(**{**fitted.scheduler_arguments, "block_size": find_page_size(arm, setup)})
     except ValueError as error:
         raise ExperimentError([str(error)]) from None
     except MemoryError:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.document import ExperimentError, nearest
+from experiments.document import ExperimentError
+from tsched.torch_free import suggest_name
 
 if TYPE_CHECKING:  # it loads torch
     from tmodel import ModelConfig
@@ -96,25 +97,34 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
     )
 
 
-def find_shape(name: str) -> ModelShape:
-    """The shape of a preset, of a model published as `name`, or of a Hugging Face directory.
+def find_shape(name: str, architectures_from: Sequence[Path] = ()) -> ModelShape:
+    """The shape of the Hugging Face directory `name`, else of a preset or a model published under that name.
+
+    Args:
+        name: as it was asked for.
+        architectures_from: folders of more architectures that a directory may be of.
 
     Raises:
-        ExperimentError: there is none; it lists the alternatives.
+        ExperimentError: there is none, or it cannot be served; it lists the alternatives.
     """
-    from tmodel import PRESETS, RANDOM_PRESETS, load_config  # loads torch
+    from tmodel import PRESETS, RANDOM_PRESETS, architectures_with, load_config  # loads torch
     from tmodel.loading import config_of
+    from tmodel.model_names import RANDOM
 
+    directory = Path(name)
+    try:
+        architectures = architectures_with(architectures_from)
+        if directory.is_dir():
+            return shape_of(load_config(directory, architectures), directory.resolve().name)
+    except ValueError as error:
+        raise ExperimentError([f"--model: {error}"]) from None
     published = {**{preset: recipe.config for preset, recipe in PRESETS.items()}, **RANDOM_PRESETS, **_PUBLISHED}
-    if name in published:
-        return shape_of(config_of(published[name]), name)
+    preset = name.removeprefix(RANDOM) if name.removeprefix(RANDOM) in RANDOM_PRESETS else name
+    if preset in published:
+        return shape_of(config_of(published[preset]), preset)
     llama = _llama_3_1_8b()
     if name == llama.name:
         return llama
-    directory = Path(name)
-    if not directory.is_dir():
-        known = [*published, llama.name]
-        raise ExperimentError(
-            [f"--model {name}: there is {', '.join(known)}, and directories with a config.json{nearest(name, known)}"]
-        )
-    return shape_of(load_config(directory), directory.resolve().name)
+    known = [*published, llama.name]
+    there_is = f"there is {', '.join(known)}, and directories with a config.json"
+    raise ExperimentError([f"--model {name}: {there_is}{suggest_name(name, known)}"])

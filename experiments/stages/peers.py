@@ -10,7 +10,7 @@ from experiments.stages.engine import counted
 from experiments.stages.serving import figures, interleaved, raw_rounds
 from experiments.workloads import Request
 from experiments.yardstick import Yardstick
-from tsched.execution.served_model import load_tokenizer
+from tsched.requests.tokenizer import load_tokenizer
 
 
 def run(context: Context) -> None:
@@ -22,7 +22,9 @@ def run(context: Context) -> None:
     try:
         make = import_module(PEERS[task.peer]).make_peer
         directory, requests = plan.model.directory(), _by_ids(context)
-        server = make(task.peer, directory, requests, plan.device, plan.dtype, task.peer_settings)
+        server = make(
+            task.peer, directory, requests, plan.device, plan.dtype, task.peer_settings, plan.architecture_folders
+        )
         repeats = plan.experiment.repeats
         yardstick = Yardstick() if plan.device.type == "cpu" else None
         rounds = interleaved([server], repeats, counted(report.say, 1 + repeats, yardstick))[0]

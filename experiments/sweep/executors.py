@@ -1,9 +1,10 @@
 """Where tasks are carried out, by name. Needs no torch."""
 
-from experiments.document import ExperimentError, nearest
+from experiments.document import ExperimentError
 from experiments.sweep.local import Local
 from experiments.sweep.on_ray import OnRay
 from experiments.sweep.tasks import Executor
+from tsched.torch_free import suggest_name
 
 NAMES = ("local", "ray")
 
@@ -18,7 +19,7 @@ def make_executor(name: str, serves: bool) -> Executor:
     if name == "ray":
         return OnRay()
     if name != "local":
-        raise ExperimentError([f"--executor: unknown {name!r}: there is {', '.join(NAMES)}{nearest(name, NAMES)}"])
+        raise ExperimentError([f"--executor: unknown {name!r}: there is {', '.join(NAMES)}{suggest_name(name, NAMES)}"])
     local = Local()
     local.begin(serves)
     return local

@@ -3,16 +3,14 @@
 `Local.begin` is for a process that has not imported torch yet: the server imports it at the same time.
 """
 
-import importlib.util
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from experiments.document import ExperimentError
 from experiments.sweep.tasks import Ended, Setup, Task, Tell
+from tsched.torch_free import load_from_file
 
 if TYPE_CHECKING:
     from tkernels.isolation import Server
@@ -70,18 +68,6 @@ def wait_for(server: "Server") -> None:
         raise ExperimentError([f"the process that tasks are forked from {error}"]) from None
 
 
-def _isolation() -> ModuleType:
-    """tkernels.isolation from its file: importing it by name imports tkernels before, and so torch."""
-    package = importlib.util.find_spec("tkernels")
-    assert package is not None and package.submodule_search_locations is not None  # noqa: PT018
-    file = Path(package.submodule_search_locations[0]) / "isolation.py"
-    spec = importlib.util.spec_from_file_location("isolation", file)
-    assert spec is not None and spec.loader is not None  # noqa: PT018
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class Local:
     """The executor of this machine. `begin` may come before a run is known."""
 
@@ -97,7 +83,7 @@ class Local:
 
         serves: whether the run has tasks with a model.
         """
-        self._begun.append(_isolation().start_server(imports=_imports(serves)))
+        self._begun.append(load_from_file("isolation").start_server(imports=_imports(serves)))
 
     def end(self) -> None:
         for process in self._begun:

@@ -15,7 +15,7 @@ from experiments.commands.tune import carry_out, plan, print_results
 from experiments.document import ExperimentError
 from experiments.tuning_session import TuningPoint, tune
 from tkernels.device import TARGETS
-from tkernels.measurement import CPU_SIZE, at_most
+from tkernels.measurement import CPU_SIZE, cut_axes
 from tkernels.tuning import Tuning, bucket, lockfile
 
 H200 = TARGETS["sm_90"]
@@ -28,7 +28,7 @@ def request(*shapes: str, op: str | None = "swiglu", variant: str | None = "fuse
 
 def small(points: list[TuningPoint]) -> list[TuningPoint]:
     """The same, at sizes that can be made here; no launch of theirs is ever run."""
-    cut = [(p, at_most(p.variant.contract, p.axes, CPU_SIZE)) for p in points]
+    cut = [(p, cut_axes(p.variant.contract, p.axes, CPU_SIZE)) for p in points]
     return [TuningPoint(p.variant, p.name, axes) for p, axes in cut if axes is not None]
 
 

@@ -13,10 +13,10 @@ import torch
 from tkernels.config import Config
 from tkernels.contract import Axes, Case, Choose, Contract, ContractError, Value, unpack
 from tkernels.device import INTERPRETER, device_facts
-from tkernels.inputs import clone_inputs, map_tensors, outside_views, poison, widened
+from tkernels.inputs import clone_inputs, map_tensors, outside_views, poison, widen_floats
 from tkernels.launch import Door, Kernel
 from tkernels.mode import MODE
-from tkernels.tuning import NEAREST
+from tkernels.tuning import NEAREST, candidates
 from tkernels.variant import Variant
 from tkernels.verification.accuracy import Verdict, judge
 from tkernels.verification.addresses import default_door
@@ -106,7 +106,7 @@ def check_case(
     offsets: whether the interpreter also runs it on strides faked past 2**31, in hundreds of GiB of address space.
     """
     contract = case.contract
-    device = _device(case)
+    device = _device_of(case)
     arguments = contract.bind_arguments((), case.inputs)
     axes, _ = contract.bind_axes(arguments)
     facts = device_facts(device)
@@ -163,7 +163,8 @@ def _left_behind(
 
     Args:
         before: `outside_views` of the arguments that the call got.
-        arguments: what these were copies of. after: they themselves, after the call.
+        arguments: what these were copies of.
+        after: they themselves, after the call.
     """
     if left := variant.zeroed.not_zero():
         variant.zeroed.clear()
@@ -184,12 +185,12 @@ def _misshapen_output(contract: Contract, axes: Axes, got: Mapping[str, torch.Te
     return ""
 
 
-def _device(case: Case) -> torch.device:
+def _device_of(case: Case) -> torch.device:
     _, device = case.contract.bind_axes(case.contract.bind_arguments((), case.inputs))
     return device
 
 
-def _results(contract: Contract, arguments: dict[str, Any], function: Any) -> dict[str, torch.Tensor]:
+def _call_definition(contract: Contract, arguments: dict[str, Any], function: Any) -> dict[str, torch.Tensor]:
     """Every output and written argument of a reference-like function, by name."""
     results = unpack(function(**arguments))
     named = dict(zip(wanted_outputs(contract, arguments), results, strict=True))
@@ -204,15 +205,15 @@ def _judge_all(
     got: Mapping[str, torch.Tensor],
     slack: float,
 ) -> tuple[dict[str, Verdict], str]:
-    original = widened(arguments)
-    oracle = _results(contract, widened(arguments), contract.reference)
+    original = widen_floats(arguments)
+    oracle = _call_definition(contract, widen_floats(arguments), contract.reference)
     if set_ones := sorted(set(contract.left_out_by_baseline).intersection(contract.set_options(axes))):
         return {}, f"nothing measures the natural error: {contract.name}'s baseline does not take {', '.join(set_ones)}"
     plain = {name: value for name, value in arguments.items() if name not in contract.left_out_by_baseline}
-    baseline = _results(contract, clone_inputs(plain), contract.baseline)
+    baseline = _call_definition(contract, clone_inputs(plain), contract.baseline)
     # The baseline measures natural error only if it is itself right. The definition, evaluated at the working dtype,
     # rounds after every operation, so no right baseline is much worse than it.
-    stepwise = _results(contract, clone_inputs(arguments), contract.reference)
+    stepwise = _call_definition(contract, clone_inputs(arguments), contract.reference)
     verdicts: dict[str, Verdict] = {}
     for name, wide in oracle.items():
         expected = wide.double()
@@ -239,7 +240,7 @@ def _changed_where(
     """The arguments whose elements differ; where none does, those in whose storages something between them does."""
     elements, beside = [], []
     for name in before:
-        old, new = _tensors(before[name]), _tensors(after[name])
+        old, new = _collect_tensors(before[name]), _collect_tensors(after[name])
         if any(tensor.untyped_storage().data_ptr() in storages for tensor in new):
             beside.append(name)
         if name not in written and not all(same_bits(*pair) for pair in zip(old, new, strict=True)):
@@ -249,7 +250,7 @@ def _changed_where(
     return f"between or beyond the elements of argument {' and '.join(map(repr, beside))}"
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _collect_tensors(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -288,11 +289,6 @@ def count_programs(variant: Variant, case: Case, config: Config) -> int:
     return total
 
 
-def configs_of(variant: Variant, arch: str) -> tuple[Config, ...]:
-    """The configs that a call of a Triton variant may run with, each once: the default, and what tuning tries."""
-    return tuple(dict.fromkeys((variant.default_config(arch), *variant.configs)))
-
-
 MAX_PROGRAMS = 8
 """Of a drawn case: the interpreter's cost follows the number of programs, a fault shows itself in the first few."""
 
@@ -322,7 +318,7 @@ def draw(
         return None
     if variant.kind != "triton":
         return case, None
-    configs = (config,) if config is not None else configs_of(variant, facts.arch)
+    configs = (config,) if config is not None else candidates(variant, facts.arch)
     chosen = configs[int(choose("config", range(len(configs))))]
     for one in dict.fromkeys((chosen, configs[0])):
         try:

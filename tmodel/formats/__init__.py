@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -10,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from tkernels.names import suggest_name
 from tmodel.formats.awq import AWQ
 from tmodel.formats.base import FormatWarning, QuantizationFormat, Scheme, parsed
 from tmodel.formats.compressed_tensors import CompressedTensors
@@ -42,8 +42,7 @@ def parse_format(raw: Mapping[str, Any]) -> QuantizationFormat:
     """The format that a `quantization_config` means; ConfigError for an unknown method, or settings it has not."""
     method = raw.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:
-        close = difflib.get_close_matches(str(method), FORMATS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = suggest_name(method, FORMATS)
         raise ConfigError(f"unknown quant_method {method!r}; supported are {', '.join(FORMATS)}{hint}")
     try:
         found: Any = parsed(FORMATS[method], raw)

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from experiments.cli import app
-from experiments.simulation.traces import open_trace, prefix_bound
+from experiments.simulation.traces import bound_hit_rate, open_trace
 from tsched.scheduling.policies import PREFIX_CACHES
 
 DATA = Path(__file__).parent / "data"
@@ -55,7 +55,7 @@ def test_one_request_at_a_time_finds_all_that_the_trace_has_to_give() -> None:
     """With a pool that evicts nothing, hash and radix reach the trace's own bound; requests that run side by side miss
     what the other is still computing.
     """
-    bound = prefix_bound(open_trace(str(MOONCAKE)), 512)
+    bound = bound_hit_rate(open_trace(str(MOONCAKE)), 512)
     assert 0.3 < bound < 0.7
     one = rows_of("--trace", MOONCAKE, "--pool-blocks", "unbounded", "--max-num-seqs", 1)
     assert {row["prefix_cache"]: row["hit_rate"] for row in one} == {"none": 0.0, "hash": bound, "radix": bound}
@@ -68,7 +68,7 @@ def test_the_traces_own_bound_is_shown_where_the_pool_is_unbounded() -> None:
     words = ("--trace", MOONCAKE, "--policy", "hash")
     shown = tk(*words, "--pool-blocks", "unbounded")
     assert "hits, at most" in shown.stdout
-    assert f"{prefix_bound(open_trace(str(MOONCAKE)), 512):.1%}" in shown.stdout
+    assert f"{bound_hit_rate(open_trace(str(MOONCAKE)), 512):.1%}" in shown.stdout
     assert "hits, at most" not in tk(*words, "--pool-blocks", 400).stdout
     bounded, unbounded = rows_of(*words, "--pool-blocks", "400,unbounded")
     assert bounded["hit_rate_bound"] is None
