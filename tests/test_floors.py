@@ -40,10 +40,14 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     "tsched": {
         "requests": "torch_free requests",
+        "sequences": "scheduling.block_pool scheduling.sequence scheduling.state_slots scheduling.step_plan "
+        "scheduling.refusal scheduling.token_budget scheduling.waiting_queue scheduling.sibling_groups",
+        "policies": "scheduling.policies",
         "scheduling": "scheduling",
         "options": "options resolved_options",
         "execution": "execution",
         "llm": "llm async_llm",
+        "package": "__init__",
     },
     "experiments": {
         "document": "document exits yardstick engine_flags",
@@ -63,7 +67,7 @@ ROOMS: dict[str, dict[str, str]] = {
 """Package -> its rooms, from the lowest to the highest -> what is in each: modules and sub-packages, named from the
 package down. A module belongs to the longest name that it is under."""
 
-ORDERED = {"tkernels", "tmodel"}
+ORDERED = {"tkernels", "tmodel", "tsched"}
 """The packages all of whose modules have a room. TO BE ALL FOUR."""
 
 KNOWN_UPWARD: dict[str, set[tuple[str, str]]] = {
