@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 ROOMS: dict[str, dict[str, str]] = {
     "tkernels": {
-        "process": "cores mode device names interpreter",
+        "process": "cores mode device names files interpreter",
         "contract": "config dims overlap inputs batching contract folders source_hash workspace variant",
         "launch": "ranges spans recording clocks timing roofline tuning launch preparation",
         "registry": "registry selection __init__",
@@ -103,8 +103,9 @@ def test_imports_run_only_downward(floor: str) -> None:
     assert not {file: names for file, names in upward.items() if names}
 
 
-def test_tkernels_needs_only_torch_triton_numpy_and_nvtx() -> None:
-    allowed = set(sys.stdlib_module_names) | {"tkernels", "torch", "triton", "numpy", "nvtx"}
+def test_tkernels_needs_only_torch_triton_numpy_nvtx_and_filelock() -> None:
+    """filelock: two processes that tune record into one lockfile."""
+    allowed = set(sys.stdlib_module_names) | {"tkernels", "torch", "triton", "numpy", "nvtx", "filelock"}
     for file in (ROOT / "tkernels").rglob("*.py"):
         assert imported(file) <= allowed, file
 
