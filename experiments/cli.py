@@ -92,6 +92,7 @@ add_command("bench", requests.BenchRequest)
 add_command("tune", requests.TuneRequest)
 add_command("gpu-report", requests.GpuReportRequest)
 add_command("results-table", requests.ResultsTableRequest)
+add_command("inspect", requests.InspectRequest)
 add_command("run", requests.RunRequest, needs_torch=False)
 add_command("profile", requests.ProfileRequest, first=_refuse_profile)
 add_command("report", requests.ReportRequest, needs_torch=False)
@@ -101,33 +102,6 @@ add_command("repeat", requests.RepeatRequest)
 add_command("make-model", requests.MakeModelRequest)
 add_command("quantize", requests.QuantizeRequest)
 add_command("convert", requests.ConvertRequest)
-
-
-@app.command()
-def inspect(
-    op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
-    variant: Annotated[str | None, typer.Option(help="Only variants of this name.")] = None,
-    arch: Annotated[str | None, typer.Option(metavar="sm_90,...", help="Only these architectures.")] = None,
-    axes: Annotated[
-        str | None, typer.Option(metavar="a=b,c=d", help="Axes to hold, over the op's last benchmark point.")
-    ] = None,
-    dump: Annotated[
-        str | None, typer.Option(metavar="ptx|sass", help="Print the kernels' code instead (amdgcn for gfx942).")
-    ] = None,
-    diff: Annotated[
-        tuple[str, str] | None,
-        typer.Option(metavar="A B", help="Rows that differ: two outputs of --json, or two variants of --op."),
-    ] = None,
-    update_expected: Annotated[
-        bool, typer.Option("--update-expected", help="Write the expected table of this Triton version.")
-    ] = False,
-    as_json: Json = False,
-    variants_from: VariantsFrom = None,
-) -> None:
-    """Compile every kernel for GPUs that are not there: registers, spills, occupancy, instructions, access widths."""
-    from experiments.commands.inspect import Request, run
-
-    _exit(run, Request(op, variant, arch, axes, dump, diff, update_expected, variants_from or []), as_json)
 
 
 @app.command()
