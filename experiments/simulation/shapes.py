@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.document import ExperimentError
+from tsched.resolved_options import UnitSizes
 from tsched.torch_free import suggest_name
 
 if TYPE_CHECKING:  # it loads torch
@@ -29,6 +30,8 @@ class ModelShape:
         head_weights: elements of the last projection.
         weight_bytes: of all weights in memory.
         kv_bytes_per_token: of what a token leaves in the cache, all layers together.
+        state_bytes: of a sequence's state, where layers keep one.
+        state_interval: blocks between two states of a sequence that are kept for later prefixes.
     """
 
     name: str
@@ -38,6 +41,16 @@ class ModelShape:
     head_weights: int
     weight_bytes: int
     kv_bytes_per_token: int
+    state_bytes: int = 0
+    state_interval: int = 1
+
+    def unit_sizes(self, page_size: int) -> UnitSizes:
+        """What a pool of blocks of `page_size` tokens, and of states, takes."""
+        return UnitSizes(
+            block_bytes=page_size * self.kv_bytes_per_token,
+            state_bytes=self.state_bytes,
+            state_interval=self.state_interval,
+        )
 
 
 _QWEN3: Mapping[str, Any] = {
@@ -78,7 +91,7 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
     """The shape of the model that `config` describes."""
     import torch
 
-    from tmodel import kv_bytes_per_block
+    from tmodel import bytes_per_state, kv_bytes_per_block, state_interval
 
     tensors = config.tensors()
     layers = config.architecture.layers
@@ -94,6 +107,8 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
         head_weights=max(math.prod(shape) for shape in vocabularies if shape[0] == config.vocab_size),
         weight_bytes=ELEMENT_BYTES * sum(map(math.prod, tensors.values())),
         kv_bytes_per_token=kv_bytes_per_block(config, 1, torch.bfloat16),
+        state_bytes=bytes_per_state(config, 1, torch.bfloat16),
+        state_interval=state_interval(config),
     )
 
 

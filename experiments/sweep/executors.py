@@ -9,8 +9,10 @@ from tsched.torch_free import suggest_name
 NAMES = ("local", "ray")
 
 
-def make_executor(name: str) -> Executor:
+def make_executor(name: str, serves: bool) -> Executor:
     """The executor of that name; a local one has begun to start.
+
+    serves: whether its run has tasks with a model.
 
     Raises ExperimentError for another name, or where Ray is wanted and not installed.
     """
@@ -19,5 +21,5 @@ def make_executor(name: str) -> Executor:
     if name != "local":
         raise ExperimentError([f"--executor: unknown {name!r}: there is {', '.join(NAMES)}{suggest_name(name, NAMES)}"])
     local = Local()
-    local.begin()
+    local.begin(serves)
     return local

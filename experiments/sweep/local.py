@@ -23,10 +23,15 @@ def start_server(setup: Setup, begun: "subprocess.Popen[bytes] | None" = None) -
     """A server for a run's tasks; of a process that was begun, where there is one."""
     from tkernels.isolation import Server
 
-    server = Server(begun=begun)
-    interpret = "1" if setup.mode == "interpret" else "0"
-    server.load("experiments.sweep.work:prepare_tasks", setup.as_json(), {"TRITON_INTERPRET": interpret})
+    environment = {"TRITON_INTERPRET": "1" if setup.mode == "interpret" else "0"}
+    server = Server(environment, _imports(setup.serves), begun)
+    server.load("experiments.sweep.work:prepare_tasks", setup.as_json(), environment)
     return server
+
+
+def _imports(serves: bool) -> tuple[str, ...]:
+    """What a run's tasks want: with a model, also most of what a small engine's start would take."""
+    return ("experiments.sweep.work", *(["transformers.models.auto.tokenization_auto"] if serves else []))
 
 
 def run_task(server: "Server", task: Task, doing: Tell, printed: Tell) -> Ended:
@@ -73,9 +78,12 @@ class Local:
         self._begun: list[subprocess.Popen[bytes]] = []
         self._setup: Setup | None = None
 
-    def begin(self) -> None:
-        """Starts a server's process for the run that `start` will tell of; without one it ends with this process."""
-        self._begun.append(load_from_file("isolation").start_server())
+    def begin(self, serves: bool) -> None:
+        """Starts a server's process for the run that `start` will tell of; without one it ends with this process.
+
+        serves: whether the run has tasks with a model.
+        """
+        self._begun.append(load_from_file("isolation").start_server(imports=_imports(serves)))
 
     def end(self) -> None:
         for process in self._begun:

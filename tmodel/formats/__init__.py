@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from tkernels.names import suggest_name
 from tmodel.formats.awq import AWQ
-from tmodel.formats.base import FormatWarning, QuantizationFormat, Scheme, parsed
+from tmodel.formats.base import FormatWarning, QuantizationFormat, Scheme, parse_settings
 from tmodel.formats.compressed_tensors import CompressedTensors
 from tmodel.formats.gptq import GPTQ
 from tmodel.formats.squeezellm import SqueezeLLM
@@ -45,7 +45,7 @@ def parse_format(raw: Mapping[str, Any]) -> QuantizationFormat:
         hint = suggest_name(method, FORMATS)
         raise ConfigError(f"unknown quant_method {method!r}; supported are {', '.join(FORMATS)}{hint}")
     try:
-        found: Any = parsed(FORMATS[method], raw)
+        found: Any = parse_settings(FORMATS[method], raw)
     except ConfigError as error:
         raise ConfigError(f"quant_method {method}: {error}") from error.__cause__
     return found
