@@ -15,7 +15,7 @@ from experiments.runs.verdicts import Comparison, compare_arms, compare_runs
 from tsched.torch_free import suggest_name
 
 
-def run(request: CompareRequest) -> int:  # noqa: C901  each way of asking in turn
+def run(request: CompareRequest) -> int:
     """Compares every further run with the first; of a single one, its arms. Returns 0 whatever the verdicts are.
 
     Raises:
