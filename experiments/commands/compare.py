@@ -1,6 +1,7 @@
 """`tk compare`: runs, or the arms of one, beside each other, with a verdict for every figure."""
 
 import json
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -14,7 +15,7 @@ from experiments.runs.verdicts import Comparison, compare_arms, compare_runs
 from tsched.torch_free import suggest_name
 
 
-def run(request: CompareRequest) -> int:
+def run(request: CompareRequest) -> int:  # noqa: C901  each way of asking in turn
     """Compares every further run with the first; of a single one, its arms. Returns 0 whatever the verdicts are.
 
     Raises:
@@ -35,14 +36,18 @@ def run(request: CompareRequest) -> int:
             refused += error.problems
     if not others:
         found.append(compare_arms(reference, request.across))
-    if found and request.as_json:
+    if request.as_json and found:
         print(json.dumps({"comparisons": [one.as_json() for one in found], "refused": refused}, indent=1))
     elif found:
-        console = Console()
-        for one in found:
-            print_comparison(console, one)
-        if others:
-            console.print(Text("The smallest effects show between arms of one run: its processes take turns.", "dim"))
+        _print(found, between_runs=bool(others))
     if refused:
         raise ExperimentError(refused)
     return 0
+
+
+def _print(found: Sequence[Comparison], *, between_runs: bool) -> None:
+    console = Console()
+    for one in found:
+        print_comparison(console, one)
+    if between_runs:
+        console.print(Text("The smallest effects show between arms of one run: its processes take turns.", "dim"))
