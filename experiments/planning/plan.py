@@ -142,7 +142,7 @@ def make_sweep(document: Document, *, full: bool | None = None, broken: Mapping[
     problems: list[str] = []
     asked = layouts[-1] if full else layouts[0]
     ops = _open_registry(asked, broken, problems)
-    architectures = _architectures(asked, problems)
+    architectures = _open_architectures(asked, problems)
     device = _find_device(asked, problems)
     is_full = len(layouts) > 1 and (device is not None and device.type == "cuda" if full is None else full)
     layout = layouts[1] if is_full else layouts[0]
@@ -225,7 +225,7 @@ def _open_registry(layout: Layout, broken: Mapping[Path, str] | None, problems: 
     return ops
 
 
-def _architectures(layout: Layout, problems: list[str]) -> Architectures:
+def _open_architectures(layout: Layout, problems: list[str]) -> Architectures:
     """The house's and the outside folders' architectures; what is wrong with a folder is a problem."""
     folders = [layout.document.folder / folder for folder in layout.experiment.architectures_from]
     try:
