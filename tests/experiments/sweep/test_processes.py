@@ -157,7 +157,7 @@ import torch
 asked = []
 for name in ("is_available", "device_count", "init", "_lazy_init", "get_device_properties", "current_device"):
     setattr(torch.cuda, name, lambda *args, name=name: asked.append(name) or False)
-import tkernels, experiments.sweep.work
+import tkernels, experiments.sweep.work, experiments.gpu_report.worker, experiments.gpu_report.precompile
 import transformers.models.auto.tokenization_auto
 from tkernels.mode import MODE
 assert MODE == "compile", MODE
