@@ -1,15 +1,14 @@
 """`tk eval`: how well a model predicts a text, and how far it is from a dense one."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import tkernels
+from experiments.commands.requests import EvalRequest
 from experiments.document import ExperimentError
 from experiments.planning.models import named_model
 from experiments.quantization.evaluation import Evaluation, WindowReader, evaluate, windows_of
@@ -21,18 +20,7 @@ DEFAULT_WINDOW = 2048
 """Tokens a window, or as many as the model was made for: what published perplexities are measured with."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """The command's options."""
-
-    model: str
-    text: Path
-    reference: str | None = None
-    window: int | None = None
-    architectures_from: Sequence[Path] = ()
-
-
-def run(request: Request, as_json: bool) -> int:
+def run(request: EvalRequest) -> int:
     """Prints a table, or one JSON object."""
     text = read_text(request.text, "--text")
     plan = named_model(request.model, "--model", request.architectures_from)
@@ -67,7 +55,7 @@ def run(request: Request, as_json: bool) -> int:
         dtype = plan.config.dtype
         judge = None if reference is None else reader(reference, dtype)
         found = evaluate(reader(plan, dtype), windows, judge, advance=lambda count: progress.advance(task, count))
-    if as_json:
+    if request.as_json:
         print(json.dumps({"model": request.model, "reference": request.reference, "perplexity": found.perplexity,
                           **asdict(found)}))  # fmt: skip
     else:
@@ -75,7 +63,7 @@ def run(request: Request, as_json: bool) -> int:
     return 0
 
 
-def _print(console: Console, request: Request, found: Evaluation) -> None:
+def _print(console: Console, request: EvalRequest, found: Evaluation) -> None:
     right = ["perplexity", "nats/token", *(["KL, nats", "top-1 agrees"] if found.kl is not None else [])]
     table = new_table(f"{request.text}", ["model", *right], right)
     cells = [f"{found.perplexity:.4f}", f"{found.nats:.5f}"]

@@ -19,7 +19,10 @@ BLOCKED = (
     ("    offs = tl.arange(0, BLOCK)\n", "    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)\n"),
     ("(tokens,)", '(tokens, triton.cdiv(width, run.config["BLOCK"]))'),
     ("BLOCK=triton.next_power_of_2(width)", 'BLOCK=run.config["BLOCK"]'),
-    ('{"": Config()}, configs=(Config(), Config(num_warps=8))', '{"": Config(BLOCK=1024)}, configs=()'),
+    (
+        '{"": Config()}, configs=(Config(), Config(num_warps=8))',
+        '{"": Config(BLOCK=1024)}, configs=(Config(BLOCK=1024),)',
+    ),
 )
 
 
