@@ -1,19 +1,18 @@
 """`tk eval`: how well a model predicts a text, and how far it is from a dense one."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import tkernels
+from experiments.commands.requests import EvalRequest
 from experiments.document import ExperimentError
 from experiments.planning.models import named_model
-from experiments.quantization.evaluation import Evaluation, WindowReader, evaluate, windows_of
-from experiments.quantization.texts import read_text, tokens_of
+from experiments.quantization.evaluation import Evaluation, WindowReader, cut_windows, evaluate
+from experiments.quantization.texts import read_text, tokenize_text
 from experiments.reporting.tables import add_row, new_table
 from tmodel import ModelPlan
 
@@ -21,18 +20,7 @@ DEFAULT_WINDOW = 2048
 """Tokens a window, or as many as the model was made for: what published perplexities are measured with."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """The command's options."""
-
-    model: str
-    text: Path
-    reference: str | None = None
-    window: int | None = None
-    architectures_from: Sequence[Path] = ()
-
-
-def run(request: Request, as_json: bool) -> int:
+def run(request: EvalRequest) -> int:
     """Prints a table, or one JSON object."""
     text = read_text(request.text, "--text")
     plan = named_model(request.model, "--model", request.architectures_from)
@@ -46,10 +34,10 @@ def run(request: Request, as_json: bool) -> int:
     if reference is not None and reference.config.vocab_size != plan.config.vocab_size:
         sizes = f"{plan.config.vocab_size} and {reference.config.vocab_size}"
         raise ExperimentError([f"--reference {request.reference}: vocabularies of {sizes} tokens do not compare"])
-    tokens = tokens_of(text, plan.directory())
-    if reference is not None and not torch.equal(tokens, tokens_of(text, reference.directory())):
+    tokens = tokenize_text(text, plan.directory())
+    if reference is not None and not torch.equal(tokens, tokenize_text(text, reference.directory())):
         raise ExperimentError([f"--reference {request.reference}: its tokenizer makes other tokens of the text"])
-    windows = windows_of(tokens, window) if len(tokens) > window else tokens[None]
+    windows = cut_windows(tokens, window) if len(tokens) > window else tokens[None]
     if windows.shape[1] < 2:
         raise ExperimentError([f"--text {request.text}: {len(tokens)} tokens; there is nothing to predict"])
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -67,7 +55,7 @@ def run(request: Request, as_json: bool) -> int:
         dtype = plan.config.dtype
         judge = None if reference is None else reader(reference, dtype)
         found = evaluate(reader(plan, dtype), windows, judge, advance=lambda count: progress.advance(task, count))
-    if as_json:
+    if request.as_json:
         print(json.dumps({"model": request.model, "reference": request.reference, "perplexity": found.perplexity,
                           **asdict(found)}))  # fmt: skip
     else:
@@ -75,7 +63,7 @@ def run(request: Request, as_json: bool) -> int:
     return 0
 
 
-def _print(console: Console, request: Request, found: Evaluation) -> None:
+def _print(console: Console, request: EvalRequest, found: Evaluation) -> None:
     right = ["perplexity", "nats/token", *(["KL, nats", "top-1 agrees"] if found.kl is not None else [])]
     table = new_table(f"{request.text}", ["model", *right], right)
     cells = [f"{found.perplexity:.4f}", f"{found.nats:.5f}"]

@@ -4,8 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -13,8 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from experiments.commands.requests import SimulateRequest
 from experiments.document import ExperimentError
-from experiments.engine_flags import Given, engine_options
+from experiments.engine_flags import engine_options
 from experiments.reporting.tables import add_row, new_table
 from experiments.simulation.arms import CONTIGUOUS, UNBOUNDED, Arm, Setup, combine_arms, make_scheduler, simulate
 from experiments.simulation.hardware import find_gpu
@@ -29,27 +29,7 @@ Row = Mapping[str, Any]
 _SPARK_WIDTH = 16
 
 
-@dataclass(frozen=True)
-class Request:
-    """What `tk simulate` was asked, as it was written. Lists are axes: every combination is one row.
-
-    engine: the engine's options, those that were given.
-    """
-
-    trace: str
-    prefix_caches: str
-    gpu: str
-    model: str
-    pool_blocks: str | None
-    block_sizes: str | None
-    rate: float | None
-    speedup: float | None
-    limit: int | None
-    engine: Given
-    architectures_from: Sequence[Path] = ()
-
-
-def run(request: Request, as_json: bool) -> int:
+def run(request: SimulateRequest) -> int:
     """Prints a row for each arm."""
     setup, arms = _resolve(request)
     for arm in arms:
@@ -69,7 +49,7 @@ def run(request: Request, as_json: bool) -> int:
                 progress.update(task, completed=done + finished)
 
             rows.append(simulate(arm, setup, on_progress))
-    if as_json:
+    if request.as_json:
         json.dump(rows, sys.stdout, indent=1)
         print()
     else:
@@ -77,17 +57,17 @@ def run(request: Request, as_json: bool) -> int:
     return 0
 
 
-def _resolve(request: Request) -> tuple[Setup, list[Arm]]:
+def _resolve(request: SimulateRequest) -> tuple[Setup, list[Arm]]:
     gpu, model = find_gpu(request.gpu), find_shape(request.model, request.architectures_from)
     options = engine_options(request.engine)
-    policies = _names("--policy", request.prefix_caches, OPTIONS["prefix_cache"].choices)
+    policies = _names("--policy", request.policy, OPTIONS["prefix_cache"].choices)
     if "swap_bytes" in request.engine and options.preemption != "swap":
         raise ExperimentError(["--swap-bytes hold what --preemption swap moves: give both"])
     trace = limit_requests(open_trace(request.trace), request.limit)
     pools = _pools(request)
     pages: list[int | str] = [trace.page_size]
-    if request.block_sizes is not None:
-        pages = _sizes("--page-size", request.block_sizes, {CONTIGUOUS: CONTIGUOUS})
+    if request.page_size is not None:
+        pages = _sizes("--page-size", request.page_size, {CONTIGUOUS: CONTIGUOUS})
     trace, factor, longest = _set_rate(request, trace)
     max_model_len = options.max_model_len or longest
     sizes = [page if isinstance(page, int) else max_model_len for page in pages]
@@ -106,7 +86,7 @@ def _resolve(request: Request) -> tuple[Setup, list[Arm]]:
     return setup, combine_arms(policies, pools, pages)
 
 
-def _pools(request: Request) -> list[int | str | None]:
+def _pools(request: SimulateRequest) -> list[int | str | None]:
     """The sizes of the pool, in blocks; None is what the memory holds."""
     if request.pool_blocks is None:
         return [None]
@@ -115,7 +95,7 @@ def _pools(request: Request) -> list[int | str | None]:
     return [*_sizes("--pool-blocks", request.pool_blocks, {UNBOUNDED: UNBOUNDED})]
 
 
-def _set_rate(request: Request, trace: Trace) -> tuple[Trace, float, int]:
+def _set_rate(request: SimulateRequest, trace: Trace) -> tuple[Trace, float, int]:
     """The trace at the rate that is asked for, how much denser that is, and the most tokens of a request."""
     extent = measure_extent(trace, [])
     if request.rate is not None and request.speedup is not None:
