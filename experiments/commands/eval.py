@@ -13,7 +13,7 @@ from experiments.document import ExperimentError
 from experiments.planning.models import named_model
 from experiments.quantization.evaluation import Evaluation, WindowReader, evaluate, windows_of
 from experiments.quantization.texts import read_text, tokens_of
-from experiments.reporting.tables import add_row, new_table
+from experiments.reporting.table_style import add_row, new_table
 
 DEFAULT_WINDOW = 2048
 """Tokens a window, or as many as the model was made for: what published perplexities are measured with."""

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.document import ExperimentError, nearest
-from experiments.reporting.tables import add_row, new_table
+from experiments.reporting.table_style import add_row, new_table
 from experiments.simulation.arms import CONTIGUOUS, UNBOUNDED, Arm, Setup, arms_of, make_scheduler, simulate
 from experiments.simulation.hardware import find_gpu
 from experiments.simulation.metrics import sparkline

@@ -2,8 +2,8 @@
 
     python -m tests.experiments.runs.simulated_experiments --count 10000
 
-The record is of real processes: `--record FILE` runs the experiment of `tests.experiments.runs.false_alarms`, whose
-variants are all of one speed, and keeps each process's time and yardstick, in order. A simulated experiment takes
+The record is of real processes that followed each other: `--record 800 --file FILE` takes the times of a few ops and of
+the yardstick in each, as a run does. A simulated experiment takes
 stretches of it from random places, one for each of four ops: of arms, processes that took turns; of runs, one stretch
 after the other. It is a false alarm where any of its figures is named; with one op's times raised by 15%, the change is
 found where that figure is named, and named slower. Exit status 1 where more than 1% are false alarms, or fewer than
@@ -12,35 +12,58 @@ found where that figure is named, and named slower. Exit status 1 where more tha
 
 import argparse
 import csv
+import functools
 import math
+import os
 import random
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from experiments.runs.comparison import Effect, between_runs, judge
 from experiments.runs.drift import drift_of
 from experiments.runs.table import Figure
 from experiments.runs.verdicts import judge_pairs, series_of_runs
-from tests.experiments.runs.false_alarms import SLOWER, recorded, write_experiment
+from tests.experiments.runs.false_alarms import SHAPES, SLOWER
 
 RECORD = Path(__file__).parent / "data" / "drift.csv"
+_SHAPES: dict[str, dict[str, Any]] = {
+    **SHAPES,
+    "rms_norm": {"T": 256, "H": 512},
+    "matmul": {"M": 32, "N": 256, "K": 256},
+}
 OPS, MOST_ALARMS, LEAST_FOUND = 4, 0.01, 0.97
 Process = tuple[float, float]
 """Logarithms of a process's time and of its yardstick's."""
 
 
-def record(file: Path, replicates: int) -> None:
-    """Runs the experiment of equal variants, and writes a line for each process: op, time, yardstick, both in us."""
-    with tempfile.TemporaryDirectory() as scratch:
-        rows = recorded(write_experiment(Path(scratch), replicates), Path(scratch) / "run").rows
+def record(file: Path, processes: int) -> None:
+    """Forks processes one after the other, and writes for each and each op: op, time, yardstick, both in us."""
+    import torch
+
+    from experiments.yardstick import Yardstick
+    from tkernels import OPS
+    from tkernels.measurement import completed
+    from tkernels.timing import time_call
+
+    torch.set_num_threads(1)
     with file.open("w", newline="") as opened:
-        writer = csv.writer(opened, lineterminator="\n")
-        writer.writerow(("op", "median_us", "yardstick_us"))
-        for row in rows:
-            if row.stage == "kernels" and row.median_us and row.yardstick_us:
-                writer.writerow((row.op, f"{row.median_us:.6g}", f"{row.yardstick_us:.6g}"))
+        csv.writer(opened, lineterminator="\n").writerow(("op", "median_us", "yardstick_us"))
+        for _ in range(processes):
+            opened.flush()
+            if (child := os.fork()) == 0:
+                for op, axes in _SHAPES.items():
+                    contract = OPS[op].contract
+                    case = contract.case(completed(contract, {**axes, "activation": "float32"}), 0, torch.device("cpu"))
+                    yardstick = Yardstick()
+                    call = functools.partial(OPS[op].variants["torch"], **case.inputs)
+                    median = time_call(call, "cpu", samples=200, between=yardstick).median_us
+                    opened.write(f"{op},{median:.6g},{yardstick.median_us:.6g}\n")
+                opened.flush()
+                os._exit(0)
+            if os.waitpid(child, 0)[1]:
+                sys.exit("a process of the record failed")
 
 
 def read_record(file: Path) -> list[list[Process]]:
@@ -103,7 +126,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=10, help="of each arm, 5 at least")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--file", type=Path, default=RECORD, help="the record")
-    parser.add_argument("--record", type=int, metavar="REPLICATES", help="makes the record first")
+    parser.add_argument("--record", type=int, metavar="PROCESSES", help="makes the record first")
     asked = parser.parse_args()
     if asked.record:
         record(asked.file, asked.record)
