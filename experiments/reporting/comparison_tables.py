@@ -89,7 +89,7 @@ def _caption(found: Comparison) -> str:
     parts = [
         "first, second: geometric means over processes"
         + ("." if found.second else "; first is of the arm that the others are beside."),
-        f"change: of the {about} over the first; interval: at the level of its verdict ({LEVEL:.0%} for a false alarm "
+        f"change: of the {about} over the first; interval: at the level of its verdict ({LEVEL:.1%} for a false alarm "
         f"in any figure, after Holm); sees: the smallest change that would have been found, in {POWER:.0%} of tries.",
     ]
     if any(verdict.beside_yardstick for verdict in found.verdicts):
