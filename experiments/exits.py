@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import typer
 
@@ -12,55 +12,53 @@ from experiments.document import ExperimentError
 Result = TypeVar("Result")
 
 
-def end_with_torch(command: Callable[..., int], *arguments: object) -> None:
-    """`end` of a command that needs torch."""
-    import tkernels  # noqa: F401  before anything that imports Triton
+def import_torch() -> None:
+    """Imports torch, and tkernels before anything that imports Triton."""
+    import tkernels  # noqa: F401
 
     # An interpreted kernel's exp overflows to infinity, as a GPU's does, and says so through numpy.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
-    end(command, *arguments)
 
 
-def end(command: Callable[..., int], *arguments: object) -> None:
-    """Runs a command and exits with its status."""
+def end(command: Callable[..., int], *arguments: object) -> NoReturn:
+    """Runs a command and exits with its status; what the user can put right is said without a traceback."""
     try:
-        status = refusing(command, *arguments)
+        status = command(*arguments)
+    except ExperimentError as error:
+        raise _refused(*error.problems) from None
     except FileExistsError as error:
-        _complain(str(error))
-        raise typer.Exit(2) from None
+        raise _refused(str(error)) from None
     except BrokenPipeError:
         raise  # the reader of our output has gone: click's to handle
     except OSError as error:
-        _complain(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error))
-        raise typer.Exit(2) from None
+        raise _refused(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)) from None
     except KeyboardInterrupt:
-        _complain("interrupted")
-        raise typer.Exit(130) from None
+        raise _refused("interrupted", status=130) from None
     except (ValueError, RuntimeError) as error:
-        if not _says_it_all(error):
+        if not _is_meant_for_users(error):
             raise
-        _complain(str(error))
-        raise typer.Exit(2) from None
+        raise _refused(str(error)) from None
     raise typer.Exit(status)
 
 
 def refusing(command: Callable[..., Result], *arguments: object) -> Result:
-    """What the command returns; exits with 2, every problem on a line of its own, where an experiment is refused."""
+    """What the command returns; exits with 2 where an experiment is refused."""
     try:
         return command(*arguments)
     except ExperimentError as error:
-        for problem in error.problems:
-            _complain(problem)
-        raise typer.Exit(2) from None
+        raise _refused(*error.problems) from None
 
 
-def _says_it_all(error: Exception) -> bool:
-    """Whether an error is one that its message explains; their classes need torch, and most commands end well."""
+def _is_meant_for_users(error: Exception) -> bool:
+    """Whether an error's message explains it; the classes need torch, and most commands end well."""
     from tkernels import SelectionError, TuningError
     from tmodel import ConfigError, TrainingError, WeightError
 
     return isinstance(error, SelectionError | TuningError | ConfigError | WeightError | TrainingError)
 
 
-def _complain(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
+def _refused(*problems: str, status: int = 2) -> typer.Exit:
+    """Says every problem on a line of its own."""
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return typer.Exit(status)

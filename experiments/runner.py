@@ -194,6 +194,7 @@ class _Run:
                 for name, file in source_files(self.sweep.plans).items()
                 if (kept := self.folder.path / "sources" / name).is_file()
             },
+            broken={str(file): reason for file, reason in plan.ops.broken.items()},
         )
 
     def _do(self, tasks: Sequence[Task]) -> None:

@@ -10,9 +10,9 @@ from experiments.schema import Batching
 from experiments.workloads import Request
 from tsched import LLM, SamplingParams
 from tsched.execution.engine import Request as EngineRequest
-from tsched.execution.served_model import Prepared
 from tsched.requests.errors import RefusedError
 from tsched.requests.outputs import RequestOutput
+from tsched.requests.prompts import Prepared
 from tsched.scheduling.sequence import Sequence
 
 

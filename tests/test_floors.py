@@ -20,7 +20,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "contract": "config dims overlap inputs batching contract folders source_hash workspace variant",
         "launch": "ranges spans recording clocks timing roofline tuning launch preparation",
         "registry": "registry selection __init__",
-        "isolation": "isolation",
+        "isolation": "isolation outside",
         "ops": "language quantized ops",
         "check": "verification verification.addresses verification.untouched verification.calls verification.accuracy "
         "verification.offsets verification.check",
@@ -41,12 +41,12 @@ ROOMS: dict[str, dict[str, str]] = {
     "tsched": {
         "requests": "requests",
         "scheduling": "scheduling",
-        "options": "options",
+        "options": "options resolved_options",
         "execution": "execution",
         "llm": "llm async_llm",
     },
     "experiments": {
-        "document": "document exits yardstick",
+        "document": "document exits yardstick engine_flags",
         "schema": "simulation peers schema workloads",
         "quantization": "quantization",
         "plan": "planning",
@@ -57,7 +57,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "peers": "peers.transformers_generate peers.without_kv_cache",
         "profiling": "profiling",
         "gpu_report": "runner tuning_session gpu_report",
-        "commands": "commands recorded_cli cli",
+        "commands": "commands cli",
     },
 }
 """Package -> its rooms, from the lowest to the highest -> what is in each: modules and sub-packages, named from the

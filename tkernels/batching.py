@@ -12,7 +12,7 @@ Inputs = Mapping[str, Any]
 """An op's arguments by name."""
 
 
-def _as_it_is(inputs: Inputs) -> dict[str, Any]:
+def _keep_inputs(inputs: Inputs) -> dict[str, Any]:
     return dict(inputs)
 
 
@@ -20,22 +20,23 @@ def _as_it_is(inputs: Inputs) -> dict[str, Any]:
 class Batching:
     """The members of an op's batch, independent of each other by definition: its rows, or its sequences.
 
-    count: inputs -> how many members there are.
-    take: (inputs, picks) -> new inputs of the batch that holds the picked members in that order. One may come twice.
-        Tensors that belong to members are copied, with the layout they had and poison wherever nobody may read; the
-        others are shared, so a test clones what the op writes.
-    part: (inputs, results, member) -> that member's share of each result, by name of the output or written argument.
-        Elements that the op leaves untouched are not part of it.
-    loosen: inputs -> the same batch behind wider tables and looser host-side bounds, where the op has any.
+    Attributes:
+        count: inputs -> how many members there are.
+        take: (inputs, picks) -> new inputs of the batch that holds the picked members in that order. One may come
+            twice. Tensors that belong to members are copied, with the layout they had and poison wherever nobody may
+            read; the others are shared, so a test clones what the op writes.
+        part: (inputs, results, member) -> that member's share of each result, by name of the output or written
+            argument. Elements that the op leaves untouched are not part of it.
+        loosen: inputs -> the same batch behind wider tables and looser host-side bounds, where the op has any.
     """
 
     count: Callable[[Inputs], int]
     take: Callable[[Inputs, Sequence[int]], dict[str, Any]]
     part: Callable[[Inputs, Mapping[str, torch.Tensor], int], dict[str, torch.Tensor]]
-    loosen: Callable[[Inputs], dict[str, Any]] = _as_it_is
+    loosen: Callable[[Inputs], dict[str, Any]] = _keep_inputs
 
 
-def like_laid_out(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def lay_out_like(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A copy of `rows` [n, ...] in fresh poisoned storage with the layout of `like` [m, ...].
 
     The order of the dims in memory, the gaps between rows, and where the first element lies within 16 stay: a launch
@@ -69,7 +70,7 @@ def row_batching(*names: str, caches: Sequence[str] = (), slots: str | None = No
         taken = dict(inputs)
         for name in names:
             rows = inputs[name]
-            taken[name] = like_laid_out(rows[torch.tensor(picks, dtype=torch.long, device=rows.device)], rows)
+            taken[name] = lay_out_like(rows[torch.tensor(picks, dtype=torch.long, device=rows.device)], rows)
         if slots is None:
             return taken
         before = inputs[slots]
@@ -77,11 +78,11 @@ def row_batching(*names: str, caches: Sequence[str] = (), slots: str | None = No
         pages = max(inputs[caches[0]].shape[0], -(-len(picks) // page_size))
         wanted = pages * page_size - 1 - torch.arange(len(picks), device=before.device)
         skipped = before[torch.tensor(picks, dtype=torch.long, device=before.device)] < 0
-        taken[slots] = like_laid_out(torch.where(skipped, -1, wanted), before)
+        taken[slots] = lay_out_like(torch.where(skipped, -1, wanted), before)
         for name in caches:
             cache = inputs[name]
             empty = torch.full_like(cache[:1], poison(cache.dtype)).expand(pages, *cache.shape[1:])
-            taken[name] = like_laid_out(empty, cache)
+            taken[name] = lay_out_like(empty, cache)
         return taken
 
     def part(inputs: Inputs, results: Mapping[str, torch.Tensor], member: int) -> dict[str, torch.Tensor]:

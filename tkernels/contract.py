@@ -129,20 +129,32 @@ class Tensor:
             axes[name] = value is not None
             if value is None:
                 return
+        self._check_form(op, name, value, device)
+        if self.fixed_dtype is None:
+            bind_axis(op, name, self.dtype, _dtype_name(value.dtype), axes)
+        elif value.dtype is not self.fixed_dtype:
+            raise ContractError(f"{op}: argument {name!r} must be {self.dtype}, got {_dtype_name(value.dtype)}")
+        self._bind_sizes(op, name, value.shape, axes)
+        if value.shape and value.shape[-1] > 1 and value.stride(-1) != 1:
+            raise ContractError(
+                f"{op}: argument {name!r} needs unit stride in its last dim, got strides {value.stride()}"
+            )
+        if self.copied_in_boxes:
+            steps = (stride * value.element_size() for stride in value.stride()[:-1])
+            axes[f"{name}_aligned"] = all(step % 16 == 0 for step in (value.data_ptr(), *steps))
+
+    def _check_form(self, op: str, name: str, value: Any, device: torch.device | None) -> None:
         if not isinstance(value, torch.Tensor):
             raise ContractError(f"{op}: argument {name!r} must be a tensor [{self.dims}], got {type(value).__name__}")
         if value.layout is not torch.strided:
             raise ContractError(f"{op}: argument {name!r} must be a strided tensor, got layout {value.layout}")
         if device is not None and value.device != device:
             raise ContractError(f"{op}: argument {name!r} is on {value.device}, the first tensor is on {device}")
-        dims, shape = self.shape, value.shape
-        if len(shape) != len(dims):
-            raise ContractError(f"{op}: argument {name!r} must have shape [{self.dims}], got {list(shape)}")
-        if self.fixed_dtype is None:
-            bind_axis(op, name, self.dtype, _dtype_name(value.dtype), axes)
-        elif value.dtype is not self.fixed_dtype:
-            raise ContractError(f"{op}: argument {name!r} must be {self.dtype}, got {_dtype_name(value.dtype)}")
-        for dim, size in zip(dims, shape, strict=True):
+        if len(value.shape) != len(self.shape):
+            raise ContractError(f"{op}: argument {name!r} must have shape [{self.dims}], got {list(value.shape)}")
+
+    def _bind_sizes(self, op: str, name: str, shape: Sequence[int], axes: dict[str, Value]) -> None:
+        for dim, size in zip(self.shape, shape, strict=True):
             if dim.name is None:
                 solved: int | None = dim.plus if size == dim.plus else None
             else:
@@ -151,13 +163,6 @@ class Tensor:
                 raise ContractError(f"{op}: argument {name!r} has shape {list(shape)}, where [{self.dims}] is needed")
             if dim.name is not None and axes.setdefault(dim.name, solved) != solved:
                 bind_axis(op, name, dim.name, solved, axes)
-        if shape and shape[-1] > 1 and value.stride(-1) != 1:
-            raise ContractError(
-                f"{op}: argument {name!r} needs unit stride in its last dim, got strides {value.stride()}"
-            )
-        if self.copied_in_boxes:
-            steps = (stride * value.element_size() for stride in value.stride()[:-1])
-            axes[f"{name}_aligned"] = all(step % 16 == 0 for step in (value.data_ptr(), *steps))
 
 
 @dataclass(frozen=True)
@@ -269,21 +274,24 @@ Choose = Callable[[str, Sequence[Value]], Value]
 class Contract:
     """Everything that holds for every variant of one op. See DESIGN: "The contract: an op".
 
-    reference: the definition, float64 in, float64 out; its signature is the op's. Returns what `pack` makes of the
-        outputs in the order of `outputs`. An output element that the op leaves untouched is NaN in the reference's
-        result.
-    baseline: torch's own best way; the variant `torch`. Same signature and results.
-    make_inputs: (axes, seed, device) -> keyword arguments, poisoned with NaN wherever nothing may be read.
-    bytes_moved: each unique byte once. flops: by the usual counting (2 for a multiply-add).
-    writes: the arguments that it writes. consumes: those whose contents are undefined afterwards, each variant's
-        scratch to use or to leave: the definition writes them or not, and nobody looks.
-    default: the variant chosen on CUDA when nothing was named.
-    benchmarks: realistic points, by name.
-    inspected: by name, what a benchmark point has to be at to be compiled beside the last of all: where a kernel is
-        other code there.
-    corners: points that no draw reaches and a kernel may be wrong at, by name; what they leave open is drawn.
-    batching: how its batch is taken apart; without one, `batch_invariant` cannot be tested.
-    work: what its time goes into: by this the inspection knows what its code must have, and a report groups it.
+    Attributes:
+        reference: the definition, float64 in, float64 out; its signature is the op's. Returns what `pack` makes of the
+            outputs in the order of `outputs`. An output element that the op leaves untouched is NaN in the reference's
+            result.
+        baseline: torch's own best way; the variant `torch`. Same signature and results.
+        make_inputs: (axes, seed, device) -> keyword arguments, poisoned with NaN wherever nothing may be read.
+        bytes_moved: each unique byte once.
+        flops: by the usual counting (2 for a multiply-add).
+        writes: the arguments that it writes.
+        consumes: those whose contents are undefined afterwards, each variant's scratch to use or to leave: the
+            definition writes them or not, and nobody looks.
+        default: the variant chosen on CUDA when nothing was named.
+        benchmarks: realistic points, by name.
+        inspected: by name, what a benchmark point has to be at to be compiled beside the last of all: where a kernel is
+            other code there.
+        corners: points that no draw reaches and a kernel may be wrong at, by name; what they leave open is drawn.
+        batching: how its batch is taken apart; without one, `batch_invariant` cannot be tested.
+        work: what its time goes into: by this the inspection knows what its code must have, and a report groups it.
     """
 
     name: str

@@ -133,7 +133,7 @@ def clone_inputs(inputs: Mapping[str, Any], device: torch.device | None = None) 
     return map_tensors(inputs, clone)
 
 
-def _changed(inputs: Mapping[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+def _map_storages(inputs: Mapping[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     """Clones of the inputs; `change` maps the elements [n] of each whole storage, floats widened, to new ones."""
     copies = clone_inputs(inputs)
     seen: set[int] = set()
@@ -149,7 +149,7 @@ def _changed(inputs: Mapping[str, Any], change: Callable[[torch.Tensor], torch.T
     return map_tensors(copies, in_place)
 
 
-def repoisoned(inputs: Mapping[str, Any], fill: Callable[[torch.dtype], float | int]) -> dict[str, Any]:
+def replace_poison(inputs: Mapping[str, Any], fill: Callable[[torch.dtype], float | int]) -> dict[str, Any]:
     """Clones of the inputs with `fill` of the dtype wherever there is `poison`: between, beyond and inside tensors."""
 
     def change(whole: torch.Tensor) -> torch.Tensor:
@@ -158,10 +158,10 @@ def repoisoned(inputs: Mapping[str, Any], fill: Callable[[torch.dtype], float | 
             return wide.masked_fill(wide.isnan(), fill(whole.dtype))
         return whole.masked_fill(whole == poison(whole.dtype), fill(whole.dtype))
 
-    return _changed(inputs, change)
+    return _map_storages(inputs, change)
 
 
-def roughened(inputs: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def roughen_floats(inputs: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Clones of the inputs whose floats have all their digits: each times its own factor from 1 to 1.25.
 
     Drawn values may lie on a grid on which fp32 sums are exact in any order; the bits of these show the order.
@@ -176,10 +176,10 @@ def roughened(inputs: Mapping[str, Any], seed: int) -> dict[str, Any]:
         # fp8 has no infinity: what its largest value became would be NaN.
         return rough.clamp(-448.0, 448.0) if whole.dtype == torch.float8_e4m3fn else rough
 
-    return _changed(inputs, change)
+    return _map_storages(inputs, change)
 
 
-def widened(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def widen_floats(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The already rounded inputs in float64: what the oracle computes on.
 
     fp8 stays fp8: nothing computes in it, so a definition converts what it reads and says how it rounds what it writes.

@@ -74,7 +74,7 @@ def _undefined(pointers: Any) -> Any:
     return triton_interpreter.TensorHandle(np.full(pointers.data.shape, value, dtype=dtype), kind)
 
 
-def install() -> None:
+def install() -> None:  # noqa: C901  the methods that replace Triton's own, a few lines each
     """Patches the interpreter of this process. Called once, when tkernels is imported in an interpreting process."""
     builder = triton_interpreter.InterpreterBuilder
     cast_impl, fp_to_fp, binary_op = builder.cast_impl, builder.create_fp_to_fp, builder.binary_op
@@ -154,7 +154,7 @@ def replaced_methods(**methods: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def watch_accesses(check: Access) -> Iterator[None]:
+def watch_accesses(check: Access) -> Iterator[None]:  # noqa: C901  the methods that it watches, a few lines each
     """Calls `check` before every load, store and atomic that the interpreter makes, and stops a loop without end."""
     builder = triton_interpreter.interpreter_builder
     load, store = builder.create_masked_load, builder.create_masked_store

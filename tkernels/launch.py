@@ -50,7 +50,7 @@ class Run:
             self.door(kernel, grid, arguments, self.config)
 
 
-def _structure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _argument_structure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """What a contract looks at in each argument, hashable; None where one is no strided tensor, number or dtype, and no
     weight that says what its `structure` is.
     """
@@ -69,7 +69,7 @@ def _structure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, .
     return tuple(parts)
 
 
-def _places(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+def _storage_places(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     """(the first tensor in the same storage, bytes from its beginning) of each tensor: which share memory follows."""
     firsts: dict[int, tuple[int, int]] = {}
     places: list[tuple[int, int]] = []
@@ -121,9 +121,9 @@ class Kernel:
         return f"{self.variant.name}[{pins}]" if pins else self.variant.name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        structure = _structure(args, kwargs)
+        structure = _argument_structure(args, kwargs)
         if structure is not None and self._writes:
-            structure = (structure, _places(args, kwargs))
+            structure = (structure, _storage_places(args, kwargs))
         checked = self._checked.get(structure) if structure is not None else None
         axes, device = checked or self._check(structure, args, kwargs)
         with self._range:

@@ -50,9 +50,12 @@ class Method:
 class Measurement:
     """What is known of one variant at one point; the status says whether there is a time, the reason why not.
 
-    config_source: how the config was found; None for a variant that has none. prepare_us, prepared_bytes: making the
-    variant's own weight, once, at load; None where it takes the weight as it is. limit: the share of the roofline.
-    status "void" is a time that the hardware does not allow: it is not reported.
+    Attributes:
+        status: "void" is a time that the hardware does not allow: it is not reported.
+        config_source: how the config was found; None for a variant that has none.
+        prepare_us, prepared_bytes: making the variant's own weight, once, at load; None where it takes the weight as it
+            is.
+        limit: the share of the roofline.
     """
 
     op: str
@@ -110,12 +113,12 @@ class Measurement:
 def benchmark_points(contract: Contract, device: torch.device) -> dict[str, dict[str, Value]]:
     """Name -> every axis of the contract's realistic points; on a CPU the first two, cut down to what it can check."""
     if device.type == "cuda":
-        return {name: completed(contract, axes) for name, axes in contract.benchmarks.items()}
+        return {name: complete_axes(contract, axes) for name, axes in contract.benchmarks.items()}
     points: dict[str, dict[str, Value]] = {}
     for name, axes in contract.benchmarks.items():
         size, point = _cpu_point(contract, axes)
         if point is not None and point not in points.values():
-            points[name if point == completed(contract, axes) else f"{name} (sizes <= {size})"] = point
+            points[name if point == complete_axes(contract, axes) else f"{name} (sizes <= {size})"] = point
         if len(points) == 2:
             break
     return points
@@ -124,14 +127,14 @@ def benchmark_points(contract: Contract, device: torch.device) -> dict[str, dict
 def _cpu_point(contract: Contract, axes: Axes) -> tuple[int, dict[str, Value] | None]:
     """(the largest size whose inputs stay within CPU_BYTES, the point cut to it; None where that breaks a rule)."""
     size = CPU_SIZE
-    while (point := at_most(contract, axes, size)) is not None:
+    while (point := cut_axes(contract, axes, size)) is not None:
         if storage_bytes(contract.case(point, 0, torch.device("meta")).inputs) <= CPU_BYTES:
             break
         size //= 2
     return size, point
 
 
-def completed(contract: Contract, axes: Axes) -> dict[str, Value]:
+def complete_axes(contract: Contract, axes: Axes) -> dict[str, Value]:
     """The point with every axis given: what is open as an op is mostly called, the first of an enum's draws."""
 
     def choose(name: str, candidates: Any) -> Value:
@@ -141,7 +144,7 @@ def completed(contract: Contract, axes: Axes) -> dict[str, Value]:
     return contract.draw_axes(choose, axes)
 
 
-def at_most(contract: Contract, axes: Axes, size: int, *, only_batch: bool = False) -> dict[str, Value] | None:
+def cut_axes(contract: Contract, axes: Axes, size: int, *, only_batch: bool = False) -> dict[str, Value] | None:
     """The point with larger sizes (or those of the batch alone) cut down to `size`; None where that breaks a rule."""
     cut = dict(axes)
     for axis in contract.axes:
@@ -149,7 +152,7 @@ def at_most(contract: Contract, axes: Axes, size: int, *, only_batch: bool = Fal
         if isinstance(axis, Int) and isinstance(value, int) and (axis.batch or not only_batch):
             cut[axis.name] = min(value, size)
     try:
-        return completed(contract, cut)
+        return complete_axes(contract, cut)
     except ValueError:
         return None
 
@@ -158,9 +161,11 @@ def at_most(contract: Contract, axes: Axes, size: int, *, only_batch: bool = Fal
 class Prepared:
     """A call with its weight as the variant wants it.
 
-    case: with that weight, or, where another project's object stands for it, with the contract's own. arguments: what
-    is timed. variant: what is checked, as it is timed: with such an object in the place of the case's weight.
-    microseconds, made_bytes: of making the weight; None where it is taken as it is.
+    Attributes:
+        case: with that weight, or, where another project's object stands for it, with the contract's own.
+        arguments: what is timed.
+        variant: what is checked, as it is timed: with such an object in the place of the case's weight.
+        microseconds, made_bytes: of making the weight; None where it is taken as it is.
     """
 
     case: Case
@@ -182,11 +187,11 @@ def prepare(variant: Variant, case: Case) -> Prepared:
     if not made:
         return Prepared(case, arguments, variant)
     ours = all(isinstance(value, type(given[name])) for name, value in made.items())
-    taken, checked = (replace(case, inputs=arguments), variant) if ours else (case, _on_own(variant, made))
+    taken, checked = (replace(case, inputs=arguments), variant) if ours else (case, _with_made_weight(variant, made))
     return Prepared(taken, arguments, checked, spent_us, storage_bytes(made))
 
 
-def _on_own(variant: Variant, made: Mapping[str, Any]) -> Variant:
+def _with_made_weight(variant: Variant, made: Mapping[str, Any]) -> Variant:
     """The variant whose function is called with what it made, whatever a check passes: a contract takes no other
     project's object.
     """
@@ -215,8 +220,10 @@ def measure(
     """Checks a variant at a point, times it where it was right, and says what the figures are worth.
 
     Args:
-        point: what people call it. axes: all of the contract's axes.
-        pins: config values to hold. slack: see `check_case`.
+        point: what people call it.
+        axes: all of the contract's axes.
+        pins: config values to hold.
+        slack: see `check_case`.
 
     Nothing is raised for what a variant does wrong: the status and the reason say it.
     """
@@ -252,7 +259,7 @@ def _check(variant: Variant, ready: Prepared, config: Config | None, slack: floa
     try:
         result = check_case(ready.variant, case, config, slack=slack)
     except torch.OutOfMemoryError:
-        smaller = at_most(case.contract, case.axes, CPU_SIZE, only_batch=True)
+        smaller = cut_axes(case.contract, case.axes, CPU_SIZE, only_batch=True)
         if smaller is None or smaller == dict(case.axes):
             raise
         where = next(value.device for value in case.inputs.values() if isinstance(value, torch.Tensor))
@@ -285,7 +292,9 @@ def _timed(
     wanted = 1
     if method.launch == "graph" and method.l2 == "cold":
         wanted = min(_MOST_SETS, max(1, -(-_BYTES_PER_SAMPLE // max(storage_bytes(prepared), 1))))
-    sets = ({name: _own(value) for name, value in clone_inputs(prepared).items()} for _ in range(wanted))
+    sets = (
+        {name: _copy_foreign_weight(value) for name, value in clone_inputs(prepared).items()} for _ in range(wanted)
+    )
     calls = [timed_call(kernel, mine) for mine in sets]
     timing = time_calls(calls, device, samples=method.samples, launch=method.launch, l2=method.l2)
     assert row.bytes_moved is not None
@@ -300,7 +309,7 @@ def _timed(
     return replace(row, status="ok", timing=timing, limit=limit)
 
 
-def _own(value: Any) -> Any:
+def _copy_foreign_weight(value: Any) -> Any:
     """A copy of what `clone_inputs` passes on: another project's weight object, which must not be warm from the set
     before.
     """

@@ -23,16 +23,23 @@ def unknown_name(kind: str, name: object, known: Mapping[str, Any] | list[str], 
 
 
 class Names(Mapping[str, T], Generic[T]):
-    """A read-only mapping whose missing key is an error worth reading."""
+    """A read-only mapping whose missing key is an error worth reading.
 
-    def __init__(self, kind: str, members: Mapping[str, T]) -> None:
+    unavailable: names that would be members, each with the reason why it is not.
+    """
+
+    def __init__(self, kind: str, members: Mapping[str, T], unavailable: Mapping[str, str] | None = None) -> None:
         self._kind = kind
         self._members = MappingProxyType(dict(members))
+        self.unavailable = MappingProxyType(dict(unavailable or {}))
 
     def __getitem__(self, name: str) -> T:
         try:
             return self._members[name]
         except (KeyError, TypeError):
+            if reason := self.unavailable.get(name):
+                known = f"there is {', '.join(sorted(self._members))}"
+                raise UnknownNameError(f"{self._kind} {name!r} is not available: {reason}; {known}") from None
             raise unknown_name(self._kind, name, self._members) from None
 
     def __contains__(self, name: object) -> bool:

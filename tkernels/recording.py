@@ -279,7 +279,7 @@ class Recording:
                 parent = -1 if entry.parent is None else at.get(id(entry.parent), -1)
                 kind = entry.range
                 spans.append(Span(kind.name, kind.category, entry.track, begin, end, parent, entry.request_ids))
-        for placed in self._placed():
+        for placed in self._place_entries():
             at[id(placed)] = len(spans)
             parent = -1 if placed.parent is None else at[id(placed.parent)]
             kind, track = placed.entry.range, Track("device", placed.stream, f"stream {placed.stream}")
@@ -287,7 +287,7 @@ class Recording:
             spans.append(Span(kind.name, kind.category, track, placed.begin_ns, placed.end_ns, parent, ids))
         return spans
 
-    def _placed(self) -> list[_Placed]:
+    def _place_entries(self) -> list[_Placed]:
         """The device's spans, in the order of beginning, each inside its parent and after the one before it."""
         found: dict[int, _Placed] = {}
         bases: dict[int, int] = {}
@@ -303,7 +303,7 @@ class Recording:
         for entry in self._entries:
             if entry.is_timed and entry.end_ns >= 0:
                 assert entry.first is not None
-                around = [one for one in _outwards(entry.parent) if id(one) in found]
+                around = [one for one in _enclosing_entries(entry.parent) if id(one) in found]
                 root = around[-1].first if around else entry.first
                 assert root is not None
                 inside = next((found[id(one)] for one in around if one.stream == entry.stream), None)
@@ -311,10 +311,10 @@ class Recording:
                 found[id(entry)] = _Placed(entry, entry.stream, begin, end, inside)
                 placed.append(found[id(entry)])
         for replay in self._replays:
-            inside = next((found[id(one)] for one in _outwards(replay.parent) if id(one) in found), None)
+            inside = next((found[id(one)] for one in _enclosing_entries(replay.parent) if id(one) in found), None)
             mine: dict[int, _Placed] = {}
             for entry, begin, end in replay.times:
-                outer = next((mine[id(one)] for one in _outwards(entry.parent) if id(one) in mine), inside)
+                outer = next((mine[id(one)] for one in _enclosing_entries(entry.parent) if id(one) in mine), inside)
                 mine[id(entry)] = _Placed(
                     entry, replay.stream, base(replay.root) + begin, base(replay.root) + end, outer
                 )
@@ -330,7 +330,7 @@ class Recording:
         return placed
 
 
-def _outwards(entry: _Entry | None) -> Iterator[_Entry]:
+def _enclosing_entries(entry: _Entry | None) -> Iterator[_Entry]:
     """The entry, and those around it."""
     while entry is not None:
         yield entry

@@ -3,13 +3,13 @@
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from types import ModuleType
-from typing import TypeVar
+from types import MappingProxyType, ModuleType
+from typing import Any, TypeVar
 
 from tkernels.contract import Contract
 from tkernels.folders import BUILT_IN, op_folders
@@ -21,13 +21,28 @@ T = TypeVar("T")
 
 
 class Registry(Names[Op]):
-    """The ops by name. Immutable: joining an outside folder returns a new one."""
+    """The ops by name. Immutable: joining an outside folder returns a new one.
 
-    def __init__(self, ops: Mapping[str, Op]) -> None:
-        super().__init__("op", ops)
+    folders: the outside folders that joined. broken: the files of them that were left out, each with its reason.
+    """
 
-    def with_variants_from(self, folder: Path | str) -> "Registry":
+    def __init__(
+        self,
+        ops: Mapping[str, Op],
+        unavailable: Mapping[str, str] | None = None,
+        folders: tuple[Path, ...] = (),
+        broken: Mapping[Path, str] | None = None,
+    ) -> None:
+        super().__init__("op", ops, unavailable)
+        self.folders = folders
+        self.broken = MappingProxyType(dict(broken or {}))
+
+    def with_variants_from(self, folder: Path | str, broken: Mapping[Path, str] | None = None) -> "Registry":
         """This registry and the variants (and ops) of an outside folder of the same shape.
+
+        Args:
+            broken: files that are not imported, each with its reason, as `tkernels.outside.broken_files` finds them:
+                what they hold is unavailable.
 
         Raises:
             VariantError: no such folder, an op folder that is neither known nor has a contract, a duplicate, a broken
@@ -36,7 +51,14 @@ class Registry(Names[Op]):
         folder = Path(folder).resolve()
         if not folder.is_dir():
             raise VariantError(f"variants_from: {folder} is not a folder")
-        return Registry(_join(dict(self), folder, package=None))
+        left_out = {**self.broken, **(broken or {})}
+        ops, unavailable = _join(dict(self), folder, None, left_out)
+        return Registry(ops, {**self.unavailable, **unavailable}, (*self.folders, folder), left_out)
+
+    def outside(self) -> dict[str, Any]:
+        """What is not built in, as JSON can hold it: another process has the same registry by `registry_of`."""
+        broken = {str(file): reason for file, reason in self.broken.items()}
+        return {"folders": [str(folder) for folder in self.folders], "broken": broken}
 
 
 def _import(file: Path, package: str | None) -> ModuleType:
@@ -85,37 +107,62 @@ def _new_op(file: Path, package: str | None) -> Op:
     return Op(contract, Names("variant", {"torch": torch_variant}))
 
 
-def _join(ops: dict[str, Op], root: Path, package: str | None) -> dict[str, Op]:
+def _join(
+    ops: dict[str, Op], root: Path, package: str | None, broken: Mapping[Path, str]
+) -> tuple[dict[str, Op], dict[str, str]]:
+    """The ops with those of `root`, and the ops of it that are unavailable."""
+    unavailable: dict[str, str] = {}
     for folder in op_folders(root):
         name = folder.op
+        files = (folder.contract,) if folder.contract is not None else () if name in ops else folder.variants
+        if files and all(file in broken for file in files):
+            unavailable[name] = broken[files[0]]
+            continue
         if folder.contract is not None:
             if name in ops:
                 raise VariantError(f"{folder.contract}: op {name!r} is already defined")
             ops[name] = _new_op(folder.contract, package)
         if name not in ops:
             raise VariantError(f"{folder.path}: {unknown_name('op', name, ops)}")
-        op = ops[name]
-        variants = dict(op.variants)
-        for file in folder.variants:
-            module = _import(file, package)
-            variant = _declared(module, "VARIANT", Variant, file)
-            if file.stem in variants:
-                raise VariantError(f"{file}: {name} already has a variant {file.stem!r}, in {variants[file.stem].file}")
-            variants[file.stem] = variant.joined(op.contract, file.stem, file, module, call_variant)
-        ops[name] = replace(op, variants=Names(f"{name} variant", variants))
+        ops[name] = _with_variants(ops[name], folder.variants, package, broken)
     for op in ops.values():
-        if op.contract.default not in op.variants:
+        if op.contract.default not in {**op.variants, **op.variants.unavailable}:
             raise VariantError(f"{op.name}: its default variant {op.contract.default!r} does not exist")
-    return {name: replace(op, variants=_with_parts(op, ops)) for name, op in ops.items()}
+    return {name: replace(op, variants=_with_parts(op, ops)) for name, op in ops.items()}, unavailable
+
+
+def _with_variants(op: Op, files: Sequence[Path], package: str | None, broken: Mapping[Path, str]) -> Op:
+    """The op with the variants of these files, less those that are broken."""
+    variants, unavailable = dict(op.variants), dict(op.variants.unavailable)
+    for file in files:
+        if file in broken:
+            unavailable[file.stem] = broken[file]
+            continue
+        module = _import(file, package)
+        variant = _declared(module, "VARIANT", Variant, file)
+        if file.stem in variants:
+            raise VariantError(f"{file}: {op.name} already has a variant {file.stem!r}, in {variants[file.stem].file}")
+        variants[file.stem] = variant.joined(op.contract, file.stem, file, module, call_variant)
+    return replace(op, variants=Names(f"{op.name} variant", variants, unavailable))
 
 
 def _with_parts(op: Op, ops: Mapping[str, Op]) -> Names[Variant]:
     """An op's variants, each fusion that has just joined with the ops that it is made of."""
     variants = {name: v.with_parts(ops) if v.parts and not v.part_ops else v for name, v in op.variants.items()}
-    return Names(f"{op.name} variant", variants)
+    return Names(f"{op.name} variant", variants, op.variants.unavailable)
+
+
+def registry_of(outside: Mapping[str, Any]) -> Registry:
+    """The registry that a `Registry.outside` tells of."""
+    broken = {Path(file): reason for file, reason in outside["broken"].items()}
+    ops = builtin_ops()
+    for folder in outside["folders"]:
+        ops = ops.with_variants_from(folder, broken)
+    return ops
 
 
 @cache
 def builtin_ops() -> Registry:
     """The ops of this package; `tkernels.OPS`."""
-    return Registry(_join({}, BUILT_IN, package="tkernels.ops"))
+    ops, _ = _join({}, BUILT_IN, "tkernels.ops", {})
+    return Registry(ops)

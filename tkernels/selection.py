@@ -101,12 +101,12 @@ def select(
         used = with_parts(axes, choices, ops, device)
         for name in choices:
             if name not in used:
-                raise SelectionError(_unused(name, choices, axes, ops, device))
+                raise SelectionError(_unused_reason(name, choices, axes, ops, device))
         made: dict[str, Kernel] = {}  # one kernel for each op, whoever calls it
 
         def make(op: Op) -> Kernel:
             if op.name not in made:
-                kernel = _choose(op, choices.get(op.name), device, dtype, used[op.name], resolved, ranges)
+                kernel = _choose_kernel(op, choices.get(op.name), device, dtype, used[op.name], resolved, ranges)
                 made[op.name] = replace(kernel, parts=tuple(make(ops[part]) for part in kernel.variant.parts))
             return made[op.name]
 
@@ -123,17 +123,17 @@ def with_parts(axes: OpAxes, choices: Choices, ops: Registry, device: torch.devi
     """
     used: dict[str, AxisRanges | Sequence[AxisRanges]] = dict(axes)
     for fusion, ranges in axes.items():
-        name, _ = _named(ops[fusion], choices.get(fusion), device)
+        name, _ = _read_choice(ops[fusion], choices.get(fusion), device)
         variant = ops[fusion].variants.get(name)
         if variant is None:  # `select` says so, with the alternatives
             continue
         for part in variant.parts:
             mine = [variant.axes_of_part(ops[part].contract, way) for way in ways(ranges)]
-            used[part] = functools.reduce(_covering, [*ways(used.get(part, ())), *mine])
+            used[part] = functools.reduce(_cover_ranges, [*ways(used.get(part, ())), *mine])
     return used
 
 
-def _covering(one: AxisRanges, other: AxisRanges) -> dict[str, Any]:
+def _cover_ranges(one: AxisRanges, other: AxisRanges) -> dict[str, Any]:
     """The smallest ranges that hold both; an axis that only one of them gives is that one's."""
     covering: dict[str, Any] = {**one, **other}
     for axis in one.keys() & other.keys():
@@ -143,13 +143,13 @@ def _covering(one: AxisRanges, other: AxisRanges) -> dict[str, Any]:
     return covering
 
 
-def _unused(name: str, choices: Choices, axes: OpAxes, ops: Registry, device: torch.device) -> str:
+def _unused_reason(name: str, choices: Choices, axes: OpAxes, ops: Registry, device: torch.device) -> str:
     """Why nothing calls an op that a choice names: a fusion was chosen in its place, or the model has no use for it."""
     for fusion in axes:
         composed = [variant for variant in ops[fusion].variants.values() if name in variant.parts]
         if composed:
-            chosen, _ = _named(ops[fusion], choices.get(fusion), device)
-            mine, _ = _named(ops[name], choices[name], device)
+            chosen, _ = _read_choice(ops[fusion], choices.get(fusion), device)
+            mine, _ = _read_choice(ops[name], choices[name], device)
             return (
                 f"kernels.{fusion}: {chosen!r} is chosen, which does not call its part {name}, for which {mine!r} is "
                 f"chosen: name one of the two, or choose {fusion}: {composed[0].name}"
@@ -158,7 +158,7 @@ def _unused(name: str, choices: Choices, axes: OpAxes, ops: Registry, device: to
     return f"kernels.{name}: this model does not use that op; it uses {used}"
 
 
-def _choose(
+def _choose_kernel(
     op: Op,
     choice: str | Mapping[str, Pins | None] | None,
     device: torch.device,
@@ -167,8 +167,8 @@ def _choose(
     tuning: Tuning,
     ranges: Ranges,
 ) -> Kernel:
-    name, pins = _named(op, choice, device)
-    variant = _variant(op, name, axes, device, dtype)
+    name, pins = _read_choice(op, choice, device)
+    variant = _find_variant(op, name, axes, device, dtype)
     pins = dict(pins)
     if pins and variant.launch is None:
         raise SelectionError(f"kernels.{op.name}: variant {name!r} has no config to pin")
@@ -184,7 +184,7 @@ def _choose(
     return Kernel(variant, tuning, pins, ranges=ranges)
 
 
-def _named(
+def _read_choice(
     op: Op, choice: str | Mapping[str, Pins | None] | None, device: torch.device
 ) -> tuple[str, Mapping[str, int]]:
     """The variant's name and pins that a choice means."""
@@ -198,7 +198,7 @@ def _named(
     return name, pins or {}
 
 
-def _variant(
+def _find_variant(
     op: Op, name: str, ranges: AxisRanges | Sequence[AxisRanges], device: torch.device, dtype: torch.dtype
 ) -> Variant:
     if name in op.variants:

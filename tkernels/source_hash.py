@@ -15,7 +15,7 @@ def is_jit(value: Any) -> bool:
     return isinstance(value, JITFunction | InterpretedFunction)
 
 
-def _referenced(tree: ast.AST, scope: dict[str, Any]) -> list[tuple[str, Any]]:
+def _find_references(tree: ast.AST, scope: dict[str, Any]) -> list[tuple[str, Any]]:
     """The names in `tree` that resolve to something in the function's globals, `module.name` included."""
     found: dict[str, Any] = {}
     for node in ast.walk(tree):
@@ -38,11 +38,11 @@ def called_functions(kernels: dict[str, Any]) -> list[Any]:
             continue
         found[id(function)] = function
         tree = ast.parse(textwrap.dedent(inspect.getsource(function.fn)))
-        waiting += [value for _, value in _referenced(tree, function.fn.__globals__) if is_jit(value)]
+        waiting += [value for _, value in _find_references(tree, function.fn.__globals__) if is_jit(value)]
     return list(found.values())
 
 
-def _parts(function: Any, seen: dict[int, str]) -> None:
+def _collect_code(function: Any, seen: dict[int, str]) -> None:
     """Adds the code of a function and of what it calls; keyed by identity, since a file's location must not count."""
     from triton.language import constexpr
 
@@ -57,10 +57,10 @@ def _parts(function: Any, seen: dict[int, str]) -> None:
         definition.body = definition.body[1:]
     values = []
     seen[id(python)] = ""
-    for name, value in _referenced(tree, python.__globals__):
+    for name, value in _find_references(tree, python.__globals__):
         if is_jit(value):
             if not value.fn.__module__.startswith("triton."):
-                _parts(value, seen)
+                _collect_code(value, seen)
         elif isinstance(value, constexpr) and name != "INTERPRETING":  # the mode is not part of what a GPU runs
             values.append(f"{name}={value.value!r}")
     seen[id(python)] = "\n".join([ast.dump(tree), *values])
@@ -70,5 +70,5 @@ def source_hash(kernels: dict[str, Any]) -> str:
     """16 hex digits that change when any of the kernels' code, or code they call, does."""
     seen: dict[int, str] = {}
     for kernel in kernels.values():
-        _parts(kernel, seen)
+        _collect_code(kernel, seen)
     return sha256("\n".join(sorted(seen.values())).encode()).hexdigest()[:16]

@@ -70,34 +70,23 @@ def breakdown(spans: Sequence[Span]) -> Breakdown:
     Of what happened while a CUDA graph was recorded only the whole is counted, under RECORD_GRAPH: it was no work for
     a step's sake. READ_EVENTS is taken out of all that it lies in.
     """
-    inside = [0] * len(spans)  # of each span, the time of those right inside it
-    read = [0] * len(spans)  # and of READ_EVENTS however deep
-    in_step, in_record = [False] * len(spans), [False] * len(spans)
-    for index, span in enumerate(spans):
-        outer = span.parent
-        in_step[index] = span.category == "step" or (outer >= 0 and in_step[outer])
-        if outer >= 0:
-            in_record[index] = in_record[outer] or spans[outer].name == RECORD_GRAPH
-            inside[outer] += span.ns
-        if span.name == READ_EVENTS:
-            for around in _around(spans, span):
-                read[around] += span.ns
+    nested = _nesting(spans)
     found: dict[tuple[str, Clock], list[int]] = {}  # calls, total, self
     categories: dict[str, Category] = {}
     steps = step_ns = busy_ns = 0
     for index, span in enumerate(spans):
-        if in_record[index] or span.name == READ_EVENTS:
+        if nested.in_record[index] or span.name == READ_EVENTS:
             continue
         on_device = span.track.clock == "device"
         sums = found.setdefault((span.name, span.track.clock), [0, 0, 0])
         categories.setdefault(span.name, span.category)
         sums[0] += 1
-        if all(spans[around].name != span.name for around in _around(spans, span)):
-            sums[1] += span.ns - read[index]
-        if on_device or in_step[index]:
-            sums[2] += span.ns - (0 if span.name == RECORD_GRAPH else inside[index])
+        if all(spans[outer].name != span.name for outer in _enclosing_spans(spans, span)):
+            sums[1] += span.ns - nested.read_ns[index]
+        if on_device or nested.in_step[index]:
+            sums[2] += span.ns - (0 if span.name == RECORD_GRAPH else nested.inside_ns[index])
         if span.category == "step":
-            steps, step_ns = steps + 1, step_ns + span.ns - read[index]
+            steps, step_ns = steps + 1, step_ns + span.ns - nested.read_ns[index]
         if on_device and span.parent < 0:
             busy_ns += span.ns
     totals = [RangeTotal(name, categories[name], clock, *sums) for (name, clock), sums in found.items()]
@@ -107,7 +96,32 @@ def breakdown(spans: Sequence[Span]) -> Breakdown:
     return Breakdown(steps, step_ns, tuple(totals))
 
 
-def _around(spans: Sequence[Span], span: Span) -> Iterator[int]:
+@dataclass(frozen=True)
+class _Nesting:
+    """Of each span: the nanoseconds of those right inside it and of READ_EVENTS however deep in it, and where it is."""
+
+    inside_ns: list[int]
+    read_ns: list[int]
+    in_step: list[bool]
+    in_record: list[bool]
+
+
+def _nesting(spans: Sequence[Span]) -> _Nesting:
+    inside_ns, read_ns = [0] * len(spans), [0] * len(spans)
+    in_step, in_record = [False] * len(spans), [False] * len(spans)
+    for index, span in enumerate(spans):
+        outer = span.parent
+        in_step[index] = span.category == "step" or (outer >= 0 and in_step[outer])
+        if outer >= 0:
+            in_record[index] = in_record[outer] or spans[outer].name == RECORD_GRAPH
+            inside_ns[outer] += span.ns
+        if span.name == READ_EVENTS:
+            for enclosing in _enclosing_spans(spans, span):
+                read_ns[enclosing] += span.ns
+    return _Nesting(inside_ns, read_ns, in_step, in_record)
+
+
+def _enclosing_spans(spans: Sequence[Span], span: Span) -> Iterator[int]:
     """Indices of the spans around one, the nearest first."""
     while span.parent >= 0:
         yield span.parent

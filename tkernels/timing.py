@@ -39,8 +39,9 @@ _UNREAD = Clocks.unknown("not read")
 class Timing:
     """Microseconds per call. Each sample is the mean of `calls_per_sample` calls; at least two samples.
 
-    first_call_us: the host's time for the very first call, waited for: compilation, plans, allocations.
-    before, after: the clocks around the samples.
+    Attributes:
+        first_call_us: the host's time for the very first call, waited for: compilation, plans, allocations.
+        before, after: the clocks around the samples.
     """
 
     samples_us: tuple[float, ...]
@@ -105,7 +106,8 @@ def time_calls(
     Args:
         calls: each runs the work once; on CUDA it only has to queue it.
         device: where the work is done; decides the timer.
-        samples: how many to take, at least 2. warmup: calls before the first sample, at least 1.
+        samples: how many to take, at least 2.
+        warmup: calls before the first sample, at least 1.
         launch: on CUDA, "eager" puts events around each call: where it is shorter than its launch, the launch is what
             is measured (behind a cold cache's flush it is hidden). "graph" replays the calls from one CUDA graph.
         l2: on CUDA, "cold" reads a large buffer before each sample, so that nothing of the call's is cached.

@@ -79,12 +79,12 @@ class Entry:
 
     @staticmethod
     def of(row: Mapping[str, Any]) -> "Entry":
-        timings = tuple((Config.of(t["config"]), _microseconds(t["us"]), t["reason"]) for t in row["timings"])
+        timings = tuple((Config.of(t["config"]), _parse_microseconds(t["us"]), t["reason"]) for t in row["timings"])
         op, variant, source, version, point = (row[n] for n in ("op", "variant", "source", "triton", "bucket"))
         return Entry(op, variant, source, version, point, Config.of(row["config"]), timings)
 
 
-def _microseconds(value: Any) -> float | None:
+def _parse_microseconds(value: Any) -> float | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise TypeError(f"us must be a number or null, got {value!r}")
     return value
@@ -141,7 +141,7 @@ def record(path: Path, device: DeviceFacts, entry: Entry) -> Entry:
         if before := entries.get(entry.key):
             tried = {config for config, _, _ in entry.timings}
             timings = (*entry.timings, *(t for t in before.timings if t[0] not in tried))
-            entry = replace(entry, config=_best(timings), timings=timings)
+            entry = replace(entry, config=_fastest_config(timings), timings=timings)
         entries[entry.key] = entry
         rows = [entries[key].as_json() for key in sorted(entries)]
         scratch = path.with_suffix(f".{os.getpid()}.tmp")
@@ -150,14 +150,14 @@ def record(path: Path, device: DeviceFacts, entry: Entry) -> Entry:
         return entry
 
 
-def _best(timings: Sequence[ConfigTiming]) -> Config:
+def _fastest_config(timings: Sequence[ConfigTiming]) -> Config:
     timed = [(us, index) for index, (_, us, _) in enumerate(timings) if us is not None]
     if not timed:
-        raise TuningError(f"no config could be timed: {_reasons(timings)}")
+        raise TuningError(f"no config could be timed: {_format_reasons(timings)}")
     return timings[min(timed)[1]][0]
 
 
-def _reasons(timings: Sequence[ConfigTiming]) -> str:
+def _format_reasons(timings: Sequence[ConfigTiming]) -> str:
     return "; ".join(f"{config.as_dict()}: {why}" for config, _, why in timings)
 
 
@@ -203,7 +203,7 @@ class Tuning:
         key = _resolved_key(variant, axes, device)
         found = self._resolved.get(key)
         if found is None:
-            found = self._look_up(variant, axes, device, launch)
+            found = self._find_config(variant, axes, device, launch)
             self._resolved[key] = found
         return found[0]
 
@@ -221,7 +221,7 @@ class Tuning:
             for (op, variant, _, _, point), (config, match) in sorted(self._resolved.items())
         }
 
-    def _look_up(
+    def _find_config(
         self, variant: Variant, axes: Axes, device: DeviceFacts, launch: Callable[[Config], Callable[[], None]] | None
     ) -> tuple[Config, Match]:
         path = lockfile(variant, device, self.folder)
@@ -310,8 +310,10 @@ def search(
     interrupted search goes on where it was.
 
     Args:
-        point: the shape bucket. launch: builds a config's launch on tensors of its own.
-        path: the lockfile. tried: told each new timing.
+        point: the shape bucket.
+        launch: builds a config's launch on tensors of its own.
+        path: the lockfile.
+        tried: told each new timing.
 
     Raises:
         TuningError: no config could be timed, with every reason.
@@ -330,7 +332,9 @@ def search(
             known = record(path, device, Entry(*key, config=config, timings=tuple(pending)))
             pending = []
     if known is None:
-        raise TuningError(f"{variant.contract.name}.{variant.name}: no config could be timed: {_reasons(pending)}")
+        raise TuningError(
+            f"{variant.contract.name}.{variant.name}: no config could be timed: {_format_reasons(pending)}"
+        )
     return known
 
 

@@ -42,7 +42,7 @@ def _no_workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[st
     return {}
 
 
-def _unprepared(weight: Any) -> Any:
+def _keep_weight(weight: Any) -> Any:
     return weight
 
 
@@ -50,21 +50,25 @@ def _unprepared(weight: Any) -> Any:
 class Variant:
     """A variant's declaration: the last object in its file, called VARIANT.
 
-    wins: when this algorithm should be the fastest, one sentence.
-    launch: `(run, *outputs, *op's parameters)`; or function: a plain callable with the op's signature (torch, peers).
-        Either may leave out options of the op (keyword-only parameters that have a default), and a launcher the outputs
-        that only such an option asks for: a call that sets one of these is refused by its name.
-    parts: for a fusion made of other ops, their names; the function gets one callable for each, then the op's
-        parameters. `select` binds the chosen ones; called straight from a registry it gets the device's defaults.
-    part_axes: part -> axis -> what it is called at: an axis of the fusion ("T", "2*I") or a value. Axes of the same
-        name need no entry.
-    configs: what tuning tries. default: the untuned choice, by architecture; "" is for every other one.
-    supports: (axes, device) -> None, or the reason why not. Called with every axis that the contract binds from a call.
-    workspace: (axes, config, device) -> named buffers.
-    limits: (low, high) of a config value that may not be every legal number; pins outside are refused.
-    key: the axes that select a tuned config; dtypes are always part of it.
-    prepare: for a weight op, the weight as this variant wants it, made once at load.
-    deterministic: the same bits on every run. batch_invariant: a row's bits do not depend on the batch around it.
+    Attributes:
+        wins: when this algorithm should be the fastest, one sentence.
+        launch: `(run, *outputs, *op's parameters)`; or function: a plain callable with the op's signature (torch,
+            peers). Either may leave out options of the op (keyword-only parameters that have a default), and a launcher
+            the outputs that only such an option asks for: a call that sets one of these is refused by its name.
+        parts: for a fusion made of other ops, their names; the function gets one callable for each, then the op's
+            parameters. `select` binds the chosen ones; called straight from a registry it gets the device's defaults.
+        part_axes: part -> axis -> what it is called at: an axis of the fusion ("T", "2*I") or a value. Axes of the same
+            name need no entry.
+        configs: what tuning tries.
+        default: the untuned choice, by architecture; "" is for every other one.
+        supports: (axes, device) -> None, or the reason why not. Called with every axis that the contract binds from a
+            call.
+        workspace: (axes, config, device) -> named buffers.
+        limits: (low, high) of a config value that may not be every legal number; pins outside are refused.
+        key: the axes that select a tuned config; dtypes are always part of it.
+        prepare: for a weight op, the weight as this variant wants it, made once at load.
+        deterministic: the same bits on every run.
+        batch_invariant: a row's bits do not depend on the batch around it.
     """
 
     wins: str
@@ -80,7 +84,7 @@ class Variant:
     workspace: Callable[[Axes, Config, DeviceFacts], Mapping[str, Buffer]] = _no_workspace
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     key: tuple[str, ...] = ()
-    prepare: Callable[[Any], Any] = _unprepared
+    prepare: Callable[[Any], Any] = _keep_weight
     # Filled in when the file joins a registry:
     name: str = ""
     file: Path = field(default_factory=Path)
@@ -170,8 +174,9 @@ class Variant:
         """Calls the launcher with the outputs and arguments that it takes.
 
         Args:
-            run: the launcher's first argument, a Run. outputs: every output of the op by name, None for those that the
-                call does not ask for. arguments: every parameter of the op by name.
+            run: the launcher's first argument, a Run.
+            outputs: every output of the op by name, None for those that the call does not ask for.
+            arguments: every parameter of the op by name.
         """
         assert self.launch is not None, "a variant without a launcher is a function"
         if self.left_out:
@@ -287,8 +292,13 @@ def _check_declaration(variant: Variant) -> None:
         raise ContractError(f"{where}: key names no axis of {contract.name}: {sorted(unknown)}")
     if not variant.wins:
         raise VariantError(f"{where}: wins must say when this algorithm should be the fastest")
-    if variant.launch is None:
-        return
+    if variant.launch is not None:
+        _check_launcher(variant)
+
+
+def _check_launcher(variant: Variant) -> None:
+    """The rules of a variant that launches kernels: its configs, and what they may depend on."""
+    where, contract = variant.file, variant.contract
     if not variant.configs:
         raise VariantError(f"{where}: configs must not be empty: they are what tuning tries, the default at least")
     if "" not in variant.default:

@@ -40,7 +40,7 @@ class ZeroedBuffers:
         """
         place = (name, device, buffer.shape, buffer.dtype)
         if device.type != "cuda":
-            return self._made((*place, 0), buffer, device)
+            return self._keep((*place, 0), buffer, device)
         capturing = torch.cuda.is_current_stream_capturing()
         if capturing and (*place, "capture") not in self._kept:
             raise RuntimeError(
@@ -48,10 +48,10 @@ class ZeroedBuffers:
             )
         if capturing:
             return self._kept[*place, "capture"]
-        self._made((*place, "capture"), buffer, device)
-        return self._made((*place, torch.cuda.current_stream(device).cuda_stream), buffer, device)
+        self._keep((*place, "capture"), buffer, device)
+        return self._keep((*place, torch.cuda.current_stream(device).cuda_stream), buffer, device)
 
-    def _made(self, key: tuple[Any, ...], buffer: Buffer, device: torch.device) -> torch.Tensor:
+    def _keep(self, key: tuple[Any, ...], buffer: Buffer, device: torch.device) -> torch.Tensor:
         found = self._kept.get(key)
         if found is None:
             found = self._kept[key] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)

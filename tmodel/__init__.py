@@ -7,7 +7,14 @@ from tmodel.cache_kinds import CacheKind, Pages, UnitPart
 from tmodel.config import Architecture, Limits, Model, ModelConfig
 from tmodel.json_files import ConfigError
 from tmodel.kernel_axes import kernel_axes
-from tmodel.kv_cache import CachePages, CacheTensors, allocate_kv_cache, bytes_per_state, kv_bytes_per_block
+from tmodel.kv_cache import (
+    CachePages,
+    CacheTensors,
+    allocate_kv_cache,
+    bytes_per_state,
+    kv_bytes_per_block,
+    state_interval,
+)
 from tmodel.loading import load_config, load_model
 from tmodel.model_names import ModelPlan, find_model
 from tmodel.presets import PRESETS, make_model, make_random_model, preset_path
@@ -49,4 +56,5 @@ __all__ = [
     "make_model",
     "make_random_model",
     "preset_path",
+    "state_interval",
 ]

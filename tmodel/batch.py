@@ -30,6 +30,9 @@ class Batch:
     num_decodes      how many of the first tokens, and of the first sequences, are decode rows
     max_context_len  upper bound of context_lens
     logit_indices    [n] int64, ascending, the tokens whose logits are wanted
+    state_slots      [2, B] int64, where layers keep states: the slots of the state that each sequence goes on from, -1
+                     where it begins and there is none, and of the one that it leaves. They may be the same; else the
+                     first stays as it is. A padding row leaves its state in the caches' last slot, which nobody reads
     """
 
     token_ids: torch.Tensor
@@ -41,6 +44,7 @@ class Batch:
     num_decodes: int
     max_context_len: int
     logit_indices: torch.Tensor
+    state_slots: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError where the shapes do not fit together.
@@ -52,6 +56,8 @@ class Batch:
             shape = tuple(getattr(self, name).shape)
             if shape != (length,):
                 raise ValueError(f"Batch.{name} has shape {shape}, expected ({length},)")
+        if self.state_slots is not None and tuple(self.state_slots.shape) != (2, num_seqs):
+            raise ValueError(f"Batch.state_slots has shape {tuple(self.state_slots.shape)}, expected (2, {num_seqs})")
         if not 0 <= self.num_decodes <= min(num_tokens, num_seqs):
             raise ValueError(
                 f"Batch.num_decodes is {self.num_decodes} with {num_tokens} tokens and {num_seqs} sequences"

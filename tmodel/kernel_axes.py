@@ -23,15 +23,21 @@ def kernel_axes(config: ModelConfig, limits: Limits) -> Axes:
 
 def _engine_axes(config: ModelConfig, limits: Limits) -> Axes:
     """What builds a step's inputs and moves the cache's pages."""
-    return {
-        "copy_pages": {
+    copies: list[AxisRanges] = [
+        {
             "pairs": (0, limits.num_blocks),
-            "C": 2 * config.num_layers,
+            "C": part.per_layer * len(kind.layers),
             "P": limits.num_blocks,
-            "S": limits.block_size,
-            "Hkv": config.num_kv_heads,
-            "D": config.head_dim,
-        },
+            "S": part.shape[0],
+            "Hkv": part.shape[1],
+            "D": part.shape[2],
+        }
+        for kind in config.cache_kinds
+        if kind.state_interval is None
+        for part in kind.parts(limits.block_size, config.dtype)
+    ]
+    return {
+        **({"copy_pages": copies[0] if len(copies) == 1 else tuple(copies)} if copies else {}),
         "step_inputs": {
             "R": limits.max_num_seqs,
             "B": (0, limits.max_num_seqs),

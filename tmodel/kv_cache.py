@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import overload
 
@@ -60,6 +61,8 @@ def allocate_kv_cache(
 ) -> CacheTensors:
     """A cache of `num_blocks` units of S = `block_size` tokens and `num_states` states, as the config's kinds ask.
 
+    There is one slot for a state more, the last: padding rows leave theirs there.
+
     Zeroed rather than left as it comes: on a CPU an untouched page costs nothing, and no stale NaN can hide in a slot.
 
     Raises:
@@ -73,7 +76,7 @@ def allocate_kv_cache(
     tensors: dict[bool, list[torch.Tensor]] = {False: [], True: []}  # by whether they hold states
     for kind in config.cache_kinds:
         is_state = kind.state_interval is not None
-        num_units = num_states if is_state else num_blocks
+        num_units = num_states + 1 if is_state else num_blocks
         for part in kind.parts(block_size, dtype):
             shape = (part.per_layer * len(kind.layers), num_units, *part.shape)
             tensor = torch.zeros(shape, device=device, dtype=part.dtype)
@@ -103,6 +106,11 @@ def bytes_per_state(config: ModelConfig, block_size: int, dtype: torch.dtype) ->
     return unit_bytes(state_kinds(config.cache_kinds), block_size, dtype)
 
 
+def state_interval(config: ModelConfig) -> int:
+    """Blocks between two states of a sequence that are kept for later prefixes: where each kind keeps one."""
+    return math.lcm(*(kind.state_interval or 1 for kind in config.cache_kinds))
+
+
 class CachePages:
     """Moves whole units of a cache, pages say: to other units of it, and to and from units in the host's memory.
 
@@ -114,7 +122,7 @@ class CachePages:
     pinned where the device is a GPU, which can then read and write it by itself.
 
     caches           the device's units, tensors of [C, P, ...] for the same P: [C, P, S, Hkv, D] of keys and values
-    copy_pages       the op, as the model's KernelSet has it
+    copy_pages       the op, as the model's KernelSet has it; None where nothing is copied on the device
     num_host_blocks  Q; without any nothing can be swapped
     staged_bytes     of the buffer in which units are gathered, at least a unit
     """
@@ -122,7 +130,7 @@ class CachePages:
     def __init__(
         self,
         caches: Sequence[torch.Tensor],
-        copy_pages: Callable[..., None],
+        copy_pages: Callable[..., None] | None,
         num_host_blocks: int = 0,
         *,
         staged_bytes: int = _STAGED_BYTES,
@@ -164,6 +172,8 @@ class CachePages:
         """Copies units of the device (pages[0]) to distinct others (pages[1]), none of which is read."""
         src, dst = self._on_device(pages).unbind()
         for cache in self._caches:
+            if self._copy_pages is None:
+                raise RuntimeError("units are to be copied on the device, and there is no op that does it")
             self._copy_pages(cache, src, dst)
 
     def _staged(

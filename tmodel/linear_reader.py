@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from tkernels import KernelSet, PrepareReport, prepared
-from tkernels.quantized.slicing import concatenated, why_apart
+from tkernels.quantized.slicing import concatenate, incompatible_reason
 from tkernels.quantized.weight import QuantizedWeight
 from tkernels.ranges import Range
 from tmodel.layers import GateUp, JoinedLinear, Linear, SplitGateUp
@@ -37,7 +37,7 @@ class LinearReader:
         held: list[QuantizedWeight] = []  # neighbours that agree, up to the one being looked at
         for index in range(len(shape.names)):
             weight = self._quantized(self.quantization, shape, index)
-            if held and (weight is None or why_apart(held[0], weight) is not None):
+            if held and (weight is None or incompatible_reason(held[0], weight) is not None):
                 parts.append(self._made(shape, start, index, held))
                 start, held = index, []
             if weight is None:
@@ -113,7 +113,7 @@ class LinearReader:
 
     def _made(self, shape: LinearShape, start: int, stop: int, weights: list[QuantizedWeight]) -> Linear:
         """Weights that agree as one layer, its weight in the layout that the kernel reads; `weights` is emptied."""
-        joined = concatenated(weights)
+        joined = concatenate(weights)
         weights.clear()
         weight, report = prepared(self.kernels.dequant_gemm.variant, joined)
         del joined

@@ -11,11 +11,11 @@ from typing import Any
 
 from tsched.execution.engine import Request
 from tsched.execution.engine_thread import EngineThread, News, Ticket
-from tsched.execution.served_model import Prepared, ServedModel, joint_error, joint_metrics
+from tsched.execution.served_model import ServedModel, joint_error, joint_metrics
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError
 from tsched.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from tsched.requests.prompts import Prompt, Salt
+from tsched.requests.prompts import Prepared, Prompt, Salt
 from tsched.requests.sampling_params import SamplingParams
 
 
@@ -30,16 +30,16 @@ class AsyncLLM(ServedModel):
             async for output in llm.add_request("a", "The capital of France is", SamplingParams(max_tokens=8)):
                 print(output.outputs[0].text, end="", flush=True)
 
-    The engine runs in one thread, from `async with` or the first request on. What it makes for a request is kept until
-    the request's consumer takes it, so a slow consumer loses nothing and holds nobody up: it gets several tokens at
-    once. What waits for it is bounded by the request's max_tokens.
+    The engine runs in one thread, from `async with` or the first request on. It keeps what it makes for a request until
+    the request's consumer takes it. A slow consumer therefore loses nothing and delays nobody: it gets several tokens
+    at once. The request's max_tokens bound what waits for it.
 
     A request ends early by `abort`, when its iterator is closed or dropped, and when the task that consumes it is
-    cancelled, whatever it awaits then. A timeout around an output cancels too: to wait for one with patience, see
-    RequestStream. Leaving `async with` aborts what is unfinished; `await drain()` before lets it finish.
+    cancelled, whatever it awaits then. A timeout around an output cancels too; RequestStream shows one that does not.
+    Leaving `async with` aborts what is unfinished; `await drain()` before lets it finish.
 
-    Where nobody closes this, the thread ends, and aborts what is unfinished, soon after the loop was closed or the last
-    reference to this and to its iterators is gone.
+    Where nobody closes this, the thread aborts what is unfinished and ends, soon after the loop was closed or the last
+    reference to this and to its iterators was dropped.
     """
 
     _session: _Session | None = None  # from the first use on
@@ -73,13 +73,25 @@ class AsyncLLM(ServedModel):
         priority: int = 0,
         cache_salt: Salt = None,
     ) -> RequestStream:
-        """Begin to serve `prompt` (a text or token ids) at once; the iterator's outputs are deltas, see RequestOutput.
+        """Begins to serve `prompt` at once.
 
-        request_id: the caller's name for it, unlike those of other unfinished requests (ValueError). params: None is
-        SamplingParams(). priority: lower goes first, with order="priority". cache_salt: only requests of one salt
-        share cached prefixes. A request that cannot be served has one output, with finish_reason "error" and the reason
-        in `error`. The iterator raises EngineError where the
-        engine fails; this method raises it where it has failed, and RuntimeError after `drain` and `close`.
+        Args:
+            request_id: The caller's name for the request, unlike those of other unfinished requests.
+            prompt: A text or token ids.
+            params: None is SamplingParams().
+            priority: Lower goes first, with order="priority".
+            cache_salt: Only requests of one salt share cached prefixes.
+
+        Returns:
+            An iterator of the request's outputs, which are deltas, see RequestOutput. A request that cannot be served
+            has one output, with finish_reason "error" and the reason in `error`. The iterator raises EngineError where
+            the engine fails.
+
+        Raises:
+            TypeError: An argument has another type.
+            ValueError: An unfinished request has this name, or the priority is too large.
+            RuntimeError: This was drained or closed, or serves another event loop.
+            EngineError: The engine has failed.
         """
         arrival = time.perf_counter()
         if not isinstance(request_id, str):
@@ -103,17 +115,21 @@ class AsyncLLM(ServedModel):
         return stream
 
     def abort(self, request_id: str) -> None:
-        """End a request wherever it is; its iterator gives what it had, with finish_reason "abort". Where no such
-        request is unfinished, nothing happens.
+        """Ends a request, wherever it is. Its iterator gives what it had, with finish_reason "abort".
+
+        Nothing happens where no unfinished request has this name.
         """
         ticket = None if self._session is None else self._session.tickets.get(request_id)
         if ticket is not None and self._session is not None:
             self._session.thread.abort(ticket)
 
     async def drain(self) -> None:
-        """Take no more requests, let the unfinished ones finish, and close. EngineError where the engine failed.
+        """Takes no more requests, lets the unfinished ones finish, and closes.
 
         Outputs that nobody has taken yet stay with their iterators.
+
+        Raises:
+            EngineError: The engine failed.
         """
         self._is_closing = True
         if self._session is not None:
@@ -123,7 +139,7 @@ class AsyncLLM(ServedModel):
                 raise _engine_error(self._session.thread.failure)
 
     async def close(self) -> None:
-        """Take no more requests, abort the unfinished ones and end the engine's thread."""
+        """Takes no more requests, aborts the unfinished ones and ends the engine's thread."""
         self._is_closing = True
         if self._session is not None:
             self._session.thread.close()
@@ -144,9 +160,10 @@ class AsyncLLM(ServedModel):
 
 
 class _Session:
-    """An event loop and the engine's thread, and who waits on the one for the other.
+    """An event loop, the engine's thread, and the streams on the loop that wait for the thread.
 
-    The thread refers to this and to the engine, so this does not keep its owner: who forgets the owner is noticed.
+    The thread refers to this and to the engine. This refers to its owner weakly, so that the thread notices when nobody
+    has the owner any more.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:
@@ -164,12 +181,12 @@ class _Session:
         )
 
     async def wait(self) -> None:
-        """Until the thread has ended."""
+        """Waits until the thread has ended."""
         await self._ended.wait()
         self.thread.join()  # its last act was to say so
 
     def forget(self, ticket: Ticket) -> None:
-        """It is over: another request may have its name."""
+        """Drops a ticket that is over: another request may have its name."""
         self.streams.pop(ticket, None)
         name = str(ticket.prepared.request_id)
         if self.tickets.get(name) is ticket:
@@ -185,7 +202,7 @@ class _Session:
         return self.loop.is_closed() or self._owner() is None
 
     def _wake(self) -> None:
-        """Wake the consumers that have something to take."""
+        """Wakes the consumers that have something to take."""
         for ticket in self.thread.changed():
             reference = self.streams.get(ticket)
             stream = None if reference is None else reference()
@@ -200,9 +217,9 @@ class _Session:
 class RequestStream:
     """The outputs of one request, as an asynchronous iterator for one consumer at a time.
 
-    Who is cancelled while it waits for an output has gone, so the request is aborted; `asyncio.wait_for(anext(stream),
-    1)` cancels at its timeout and so aborts it, as does `asyncio.timeout`. Who wants to do something else when a second
-    has brought no output waits for a task, which a timeout of `asyncio.wait` leaves alone:
+    A consumer that is cancelled while it waits for an output aborts the request. `asyncio.wait_for(anext(stream), 1)`
+    and `asyncio.timeout` cancel at their timeouts, so they abort it too. A timeout of `asyncio.wait` cancels nothing;
+    it lets a consumer do something else when a second has brought no output:
 
         following = asyncio.ensure_future(anext(stream))
         while not (await asyncio.wait({following}, timeout=1.0))[0]:
@@ -251,7 +268,7 @@ class RequestStream:
         return self._take()
 
     async def aclose(self) -> None:
-        """Abort the request, unless it has finished, and end the iteration."""
+        """Aborts the request, unless it has finished, and ends the iteration."""
         self._thread.abort(self._ticket)
         self._end()
 
@@ -261,7 +278,7 @@ class RequestStream:
             self._end()
 
     def _watch(self, task: asyncio.Task[Any] | None) -> None:
-        """Notice the end of the task that consumes: it may be cancelled while it awaits something else."""
+        """Watches for the end of the task that consumes: it may be cancelled while it awaits something else."""
         if task is not self._consumer:
             if self._consumer is not None:
                 self._consumer.remove_done_callback(self._consumer_ended)
@@ -274,7 +291,7 @@ class RequestStream:
         self._watch(None)
 
     def _take(self) -> RequestOutput:
-        """All that has come since the last time, as one output."""
+        """All that has come since the last call, as one output."""
         news, is_over = self._thread.take(self._ticket)
         ticket = self._ticket
         prepared = ticket.prepared
@@ -326,9 +343,10 @@ class RequestStream:
 
 
 def _consumer_ended(stream: weakref.ref[RequestStream], task: asyncio.Task[Any]) -> None:
-    """Abort the request of a consumer that was cancelled; one that returned may have passed the stream on.
+    """Aborts the request of a consumer that was cancelled. One that returned may have passed the stream on.
 
-    Whether it failed is not asked: to ask is to answer for the exception. What it held is dropped with it.
+    A consumer that failed is not asked for its exception: asyncio would take it as handled. The stream that it held is
+    dropped with it.
     """
     found = stream()
     if found is not None and not found._is_over and task.cancelled():
@@ -336,7 +354,7 @@ def _consumer_ended(stream: weakref.ref[RequestStream], task: asyncio.Task[Any])
 
 
 def _engine_error(cause: BaseException | None) -> EngineError:
-    """A new one for each who is told: a raised exception's traceback is its own."""
+    """A new EngineError for each consumer: a traceback belongs to one raised exception."""
     what = "its event loop was closed" if cause is None else f"{type(cause).__name__}: {cause}"
     error = EngineError(f"the engine failed and serves no more: {what}")
     error.__cause__ = cause

@@ -12,10 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tsched.execution.beam_search import BeamSearch, BeamSearchParams
 from tsched.execution.engine import Request
-from tsched.execution.served_model import Prepared, ServedModel, joint_error, joint_metrics
+from tsched.execution.served_model import ServedModel, joint_error, joint_metrics
 from tsched.requests.errors import RefusedError
 from tsched.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from tsched.requests.prompts import Prompt, Salt, one_each, split_prompts
+from tsched.requests.prompts import Prepared, Prompt, Salt, one_each, split_prompts
 from tsched.requests.sampling_params import SamplingParams
 
 _PATIENCE_S = 2.0  # work shorter than this needs no progress bar
@@ -38,13 +38,22 @@ class LLM(ServedModel):
         cache_salt: Salt | Sequence[Salt] = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Serve `prompts` (a text, a list of token ids, or a list of such) to their ends; outputs come in the
-        prompts' order.
+        """Serves `prompts` to their ends.
 
-        params: None is SamplingParams(). priority: lower goes first, with order="priority". cache_salt: only requests
-        of one salt share cached prefixes. Each is one for all, or a list of one each. progress: show a bar where the
-        work is long and stderr a terminal. A request that cannot be served has finish_reason "error" and says why in
-        `error`; the others finish.
+        Args:
+            prompts: A text, a list of token ids, or a list of such.
+            params: One for all prompts, or a list of one each; None is SamplingParams().
+            priority: The same; lower goes first, with order="priority".
+            cache_salt: The same; only requests of one salt share cached prefixes.
+            progress: Whether to show a bar where the work is long and stderr is a terminal.
+
+        Returns:
+            The outputs in the prompts' order. A request that cannot be served has finish_reason "error" and says why in
+            `error`; the others finish.
+
+        Raises:
+            TypeError: An argument has another type.
+            ValueError: A list has another length than `prompts`, or a priority is too large.
         """
         entries = split_prompts(prompts)
         each_params = one_each("params", params, len(entries), SamplingParams, default=SamplingParams())
@@ -76,10 +85,19 @@ class LLM(ServedModel):
         priority: int | Sequence[int] = 0,
         cache_salt: Salt | Sequence[Salt] = None,
     ) -> list[RequestOutput]:
-        """The best completions of each of `prompts`, `params.beam_width` of them, the best first; what that means is
-        said in tsched.execution.beam_search. `cumulative_logprob` is theirs.
+        """Finds the best completions of each of `prompts`, see tsched.execution.beam_search.
 
-        ValueError where beam_width is above max_num_seqs. Everything else is as in `generate`.
+        Args:
+            prompts: As in `generate`, like `priority` and `cache_salt`.
+            params: How many completions to find, and how.
+
+        Returns:
+            The outputs in the prompts' order, each with `params.beam_width` completions, the best first, by their
+            `cumulative_logprob`.
+
+        Raises:
+            TypeError: An argument has another type.
+            ValueError: beam_width is above max_num_seqs, or as in `generate`.
         """
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
@@ -96,7 +114,7 @@ class LLM(ServedModel):
             self._engine.overlap = overlap
 
     def _run(self, total: int, progress: bool) -> None:
-        """Step until nothing is left, with a bar once that takes long."""
+        """Steps until nothing is left, with a bar once that takes long."""
         engine = self._engine
         started = time.perf_counter()
         while engine.has_unfinished and time.perf_counter() - started < _PATIENCE_S:
@@ -132,7 +150,7 @@ class LLM(ServedModel):
         ]
 
     def _search(self, asked: list[Prepared], params: BeamSearchParams, at_once: int) -> list[RequestOutput]:
-        """Search for each of `asked`, `at_once` of them at a time, so that all their beams have rows."""
+        """Searches for each of `asked`, `at_once` of them at a time: all their beams have rows then."""
         waiting = deque(enumerate(asked))
         active: dict[int, BeamSearch] = {}
         outputs: dict[int, RequestOutput] = {}
@@ -171,7 +189,7 @@ class LLM(ServedModel):
         return search
 
     def _found(self, prepared: Prepared, search: BeamSearch) -> RequestOutput:
-        """The results of a search that is over, or why it failed."""
+        """The output of a search that is over, with its completions or the reason why it failed."""
         metrics = RequestMetrics(
             prepared.arrival_time, search.first_token_time, time.perf_counter(), search.num_preemptions
         )

@@ -2,11 +2,11 @@
 
 `LLM` and `AsyncLLM` take EngineOptions as keywords, an experiment's YAML takes those of its section `scheduler`, and
 commands take some as flags; all of them read OPTIONS. A new option is one more field of EngineOptions: its annotation
-is its type, and None is a value where it is the default. `resolve_options` says what they mean for one model.
+is its type, and None is a value where it is the default. `tsched.resolved_options` says what they mean for one
+model.
 Nothing here loads torch.
 """
 
-import inspect
 import math
 import operator
 import re
@@ -17,18 +17,18 @@ from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, ForwardRef, Literal, get_args
 
 from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
-from tsched.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     import torch
 
     from tkernels import Ranges, Registry, Tuning
-    from tkernels.selection import Choices, OpAxes
+    from tkernels.selection import Choices
     from tkernels.tuning import TuningMode
-    from tmodel import ModelConfig
 
 COUNT_END = 2**31  # the kernels count tokens, rows and pages in int32
 BYTES_END = 2**63
+GPU_FRACTION = 0.9  # the rest of a GPU's memory is for activations, logits and the allocator's slack
+CPU_CACHE_BYTES = 2**30
 DtypeName = Literal["float32", "float16", "bfloat16", "float64"]
 DTYPES: tuple[str, ...] = get_args(DtypeName)
 DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
@@ -92,6 +92,7 @@ def _checked_ranges(value: Any) -> Any:
 class Option:
     """What is known of one option.
 
+    none      what None means, where it is the default
     unit      what a number counts, "" for a share or a seed
     section   who may say it
     ge .. lt  the ends of a number's range, by pydantic's names
@@ -102,6 +103,7 @@ class Option:
     """
 
     meaning: str
+    none: str = ""
     unit: str = ""
     section: Section = "scheduler"
     ge: float | None = None
@@ -150,6 +152,11 @@ class Option:
         if self.power_of_two:
             words += " that is a power of two"
         return f"None or {words}" if self.is_optional else words
+
+    @property
+    def usual(self) -> str:
+        """What holds where the option is not given, in words."""
+        return self.none or str(self.default)
 
     def check_value(self, value: Any) -> Any:
         """`value` in the one spelling that it has from here on.
@@ -221,7 +228,8 @@ class EngineOptions:
     kernels: Annotated[
         "Choices | None",
         Option(
-            "{op: variant} or {op: {variant: {config value: number}}}; other ops get the default",
+            "{op: variant} or {op: {variant: {config value: number}}}",
+            none="every op's default",
             section="experiment",
             check=_checked_kernels,
             words="None or a mapping of ops to variants",
@@ -239,7 +247,8 @@ class EngineOptions:
     device: Annotated[
         "torch.device | str | None",
         Option(
-            "where the model runs; None is CUDA where there is one, else the CPU",
+            "where the model runs",
+            none="CUDA where there is one, else the CPU",
             section="experiment",
             check=_checked_device,
             words="None, 'cpu' or 'cuda', with a number as in 'cuda:1' or without, or such a torch.device",
@@ -250,8 +259,8 @@ class EngineOptions:
     max_model_len: Annotated[
         int | None,
         Option(
-            "most tokens of a request, prompt and output together; None is the model's max_position_embeddings, which "
-            "it may not exceed",
+            "most tokens of a request, prompt and output together",
+            none="the model's max_position_embeddings, which are the most,",
             unit="tokens",
             ge=1,
             lt=COUNT_END,
@@ -259,7 +268,7 @@ class EngineOptions:
     ] = None
     max_chunk_tokens: Annotated[
         int | None,
-        Option("most tokens of one prompt in one step; None: no bound of its own", unit="tokens", ge=1, lt=COUNT_END),
+        Option("most tokens of one prompt in one step", none="no bound of its own", unit="tokens", ge=1, lt=COUNT_END),
     ] = None
     decode_share: Annotated[
         float,
@@ -271,15 +280,25 @@ class EngineOptions:
     ] = 16
     kv_cache_bytes: Annotated[
         int | None,
-        Option("size of the KV cache in bytes; None takes kv_cache_fraction", unit="bytes", ge=1, lt=BYTES_END),
+        Option("size of the KV cache in bytes", none="what kv_cache_fraction gives", unit="bytes", ge=1, lt=BYTES_END),
     ] = None
     kv_cache_fraction: Annotated[
         float | None,
         Option(
-            "share of the device's memory for all that is on it: weights, cache, other programs; None takes 9/10 of a "
-            "GPU's, or up to 1 GiB of a CPU's for the cache alone",
+            "share of the device's memory for all that is on it: weights, cache, other programs",
+            none=f"{GPU_FRACTION} of a GPU's, or up to {CPU_CACHE_BYTES >> 30} GiB of a CPU's for the cache alone",
             gt=0,
             le=1,
+        ),
+    ] = None
+    expected_len: Annotated[
+        int | None,
+        Option(
+            "tokens of a typical request, prompt and output together, by which the cache's bytes are shared out where "
+            "some layers keep pages and others states; None is half of max_model_len",
+            unit="tokens",
+            ge=1,
+            lt=COUNT_END,
         ),
     ] = None
     swap_bytes: Annotated[
@@ -303,11 +322,11 @@ class EngineOptions:
     ] = "none"
     overlap: Annotated[
         bool | None,
-        Option("whether a step is planned while the one before runs; None: on a GPU alone. The tokens are the same"),
+        Option("whether a step is planned while the one before runs, with the same tokens", none="on a GPU alone"),
     ] = None
     cuda_graphs: Annotated[
         bool | None,
-        Option("whether decode steps are recorded and replayed; None: on a GPU alone. The tokens are the same"),
+        Option("whether decode steps are recorded and replayed, with the same tokens", none="on a GPU alone"),
     ] = None
     tuning: Annotated[
         "TuningMode | Tuning",
@@ -321,7 +340,8 @@ class EngineOptions:
     ops: Annotated[
         "Registry | None",
         Option(
-            "the registry of variants; None is tkernels.OPS",
+            "the registry of variants",
+            none="tkernels.OPS",
             section="program",
             check=_checked_ops,
             words="None or a tkernels.Registry",
@@ -330,7 +350,8 @@ class EngineOptions:
     ranges: Annotated[
         "Ranges | None",
         Option(
-            "where steps, phases, layers and kernels are named while they run; None is tkernels.NVTX",
+            "where steps, phases, layers and kernels are named while they run",
+            none="tkernels.NVTX",
             section="program",
             check=_checked_ranges,
             words="None or a tkernels.Ranges",
@@ -373,69 +394,3 @@ def read_options(given: Mapping[str, Any]) -> EngineOptions:
             hint = f"; did you mean {close[0]!r}?" if close else f"; there is {', '.join(OPTIONS)}"
             raise TypeError(f"an engine has no option {name!r}{hint}")
     return EngineOptions(**given)
-
-
-@dataclass(frozen=True)
-class ResolvedOptions:
-    """What options mean for one model: the sizes of its scheduler and cache.
-
-    num_host_blocks: blocks in host memory for preemption by swapping.
-    """
-
-    options: EngineOptions
-    max_model_len: int
-    num_blocks: int
-    num_host_blocks: int
-
-    @property
-    def scheduler_arguments(self) -> dict[str, Any]:
-        """The keyword arguments of a Scheduler, but for the model's end tokens."""
-        sizes = {name: getattr(self, name) for name in ("max_model_len", "num_blocks", "num_host_blocks")}
-        taken = [name for name in inspect.signature(Scheduler).parameters if name in OPTIONS]
-        return {name: getattr(self.options, name) for name in taken} | sizes
-
-    def kernel_axes(self, config: "ModelConfig") -> "OpAxes":
-        """The ops that the engine calls, with every axis that it calls them at, for `tkernels.select`."""
-        from tmodel import Limits, kernel_axes  # loads torch
-
-        limits = Limits(
-            max_num_tokens=self.options.max_num_batched_tokens,
-            max_num_seqs=self.options.max_num_seqs,
-            max_model_len=self.max_model_len,
-            block_size=self.options.block_size,
-            num_blocks=self.num_blocks,
-        )
-        return kernel_axes(config, limits)
-
-
-def resolve_options(
-    options: EngineOptions, *, max_position_embeddings: int, block_bytes: int, cache_bytes: int
-) -> ResolvedOptions:
-    """What `options` mean for a model.
-
-    Args:
-        options: The engine's options.
-        max_position_embeddings: Tokens that the model was made for.
-        block_bytes: Bytes of one block of the model's cache, see `tmodel.kv_bytes_per_block`.
-        cache_bytes: Bytes that there are for the cache: kv_cache_bytes or what the device has left, see
-            `tsched.execution.cache_size`. No more of them are used than max_num_seqs requests can fill.
-
-    Raises:
-        OptionError: The model is not made for max_model_len tokens, or not one block fits.
-    """
-    longest = max_position_embeddings if options.max_model_len is None else options.max_model_len
-    if longest > max_position_embeddings:
-        allowed = f"None or an integer from 1 to {max_position_embeddings}, the model's max_position_embeddings"
-        raise OptionError("max_model_len", f"max_model_len must be {allowed}, got {longest}")
-    block = f"a block of {options.block_size} tokens takes {block_bytes} bytes"
-    num_blocks = min(cache_bytes // block_bytes, -(-options.max_num_seqs * longest // options.block_size))
-    if num_blocks < 1 and options.kv_cache_bytes is not None:
-        raise OptionError("kv_cache_bytes", f"kv_cache_bytes is {cache_bytes}, {block}")
-    if num_blocks < 1:
-        raise OptionError("kv_cache_fraction", f"the memory left for the KV cache is {cache_bytes}, {block}")
-    num_host_blocks = options.swap_bytes // block_bytes if options.preemption == "swap" else 0
-    if options.preemption == "swap" and num_host_blocks < 1:
-        needed = f"one of {options.block_size} tokens takes {block_bytes} bytes"
-        message = f"preemption 'swap' needs swap_bytes for a block at least: {needed}, got {options.swap_bytes}"
-        raise OptionError("swap_bytes", message)
-    return ResolvedOptions(options, longest, num_blocks, num_host_blocks)

@@ -3,8 +3,6 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -13,31 +11,19 @@ from rich.text import Text
 
 from experiments.commands.check import parse_axes
 from experiments.commands.registry import matching, open_registry
+from experiments.commands.requests import BenchRequest
 from experiments.document import ExperimentError, nearest
 from experiments.peers import slack_of, with_peers
 from experiments.reporting.table_style import add_row, format_microseconds, new_table
 from tkernels import ContractError
 from tkernels.contract import Contract, Value
 from tkernels.device import device_facts
-from tkernels.measurement import INTERPRETED, Measurement, Method, benchmark_points, completed, measure
+from tkernels.measurement import INTERPRETED, Measurement, Method, benchmark_points, complete_axes, measure
 from tkernels.timing import Cache, Launch
 from tkernels.tuning import IN_WORDS
 
 
-@dataclass(frozen=True)
-class Request:
-    """What `tk bench` was asked. axes: held over every point, or a point of their own where they are all sizes."""
-
-    op: str | None
-    variant: str | None
-    axes: str | None
-    launch: str
-    l2: str
-    samples: int
-    variants_from: Sequence[Path]
-
-
-def run(request: Request, as_json: bool) -> int:
+def run(request: BenchRequest) -> int:
     """Prints the figures; 1 where a variant was wrong or failed."""
     ops = with_peers(open_registry(request.variants_from))
     variants = matching(ops, request.op, request.variant)
@@ -56,7 +42,7 @@ def run(request: Request, as_json: bool) -> int:
             progress.update(task, doing=f"{variant.contract.name}.{variant.name} {name}")
             rows.append(measure(variant, name, axes, device, method=method, slack=slack_of(variant)))
             progress.advance(task)
-    if as_json:
+    if request.as_json:
         facts = device_facts(device)
         json.dump([{"device": facts.name, **row.as_dict()} for row in rows], sys.stdout, indent=1)
         print()
@@ -65,7 +51,7 @@ def run(request: Request, as_json: bool) -> int:
     return 1 if any(row.status in ("wrong", "failed", "void") for row in rows) else 0
 
 
-def _method(request: Request) -> Method:
+def _method(request: BenchRequest) -> Method:
     launches: dict[str, Launch] = {"eager": "eager", "graph": "graph"}
     caches: dict[str, Cache] = {"cold": "cold", "warm": "warm"}
     for option, value, known in (("--launch", request.launch, launches), ("--l2", request.l2, caches)):
@@ -74,18 +60,18 @@ def _method(request: Request) -> Method:
     return Method(launches[request.launch], caches[request.l2], request.samples)
 
 
-def _points(contract: Contract, request: Request, device: torch.device) -> dict[str, dict[str, Value]]:
+def _points(contract: Contract, request: BenchRequest, device: torch.device) -> dict[str, dict[str, Value]]:
     if request.axes is None:
         return benchmark_points(contract, device)
     held = parse_axes(contract, request.axes)
     # What is left open is a realistic point's, the first that fits: its dtypes and head sizes, not a test's.
     for base in contract.benchmarks.values():
         try:
-            return {request.axes: completed(contract, {**base, **held})}
+            return {request.axes: complete_axes(contract, {**base, **held})}
         except ContractError:
             continue
     try:
-        return {request.axes: completed(contract, held)}
+        return {request.axes: complete_axes(contract, held)}
     except ContractError as error:
         raise ExperimentError([f"--axes: {error}"]) from None
 

@@ -4,8 +4,6 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from experiments.commands.registry import matching, open_registry
+from experiments.commands.requests import CheckRequest
 from experiments.document import ExperimentError, nearest
 from experiments.reporting.table_style import add_row, new_table, status_text
 from experiments.runs.checked import record_checked
@@ -32,26 +31,15 @@ from tkernels.verification.check import (
 _EXAMPLES = 20
 
 
-@dataclass(frozen=True)
-class Request:
-    """What `tk check` was asked: which variants, on how many draws, with which axes and config held.
-
-    sanitize: the sanitizers to put them under instead, "all" or names.
-    """
-
-    op: str | None
-    variant: str | None
-    examples: int | None
-    seed: int
-    axes: str | None
-    config: str | None
-    variants_from: Sequence[Path]
-    sanitize: str | None = None
-
-
-def run(request: Request, as_json: bool) -> int:
+def run(request: CheckRequest) -> int:
     """Checks, prints, and returns 1 where anything was wrong or failed, or nothing was checked."""
-    variants = matching(open_registry(request.variants_from), request.op, request.variant)
+    op = request.only or request.op
+    if request.mutate:
+        from experiments.commands import mutate
+
+        asked = mutate.Request(op, request.variant, request.quota, request.seed, request.variants_from)
+        return (mutate.verify if request.verify_equivalent else mutate.run)(asked, request.as_json)
+    variants = matching(open_registry(request.variants_from), op, request.variant)
     if (request.axes or request.config) and len({v.contract.name for v in variants}) != 1:
         raise ExperimentError(["--axes and --config belong to one op: name it with --op"])
     held = parse_axes(variants[0].contract, request.axes) if request.axes else {}
@@ -60,9 +48,9 @@ def run(request: Request, as_json: bool) -> int:
 
         configs = {v.name: parse_config(v, request.config) for v in variants} if request.config else {}
         draws = sanitize.Draws(request.examples, request.seed, held, configs)
-        return sanitize.run(variants, sanitize.named(request.sanitize), draws, as_json)
+        return sanitize.run(variants, sanitize.named(request.sanitize), draws, request.as_json)
     summaries = _summaries(variants, request, held)
-    if as_json:
+    if request.as_json:
         json.dump(summaries, sys.stdout, indent=1)
         print()
     else:
@@ -72,7 +60,7 @@ def run(request: Request, as_json: bool) -> int:
     return 0 if any(summary["status"] == "ok" for summary in summaries) else 1
 
 
-def _summaries(variants: Sequence[Variant], request: Request, held: Mapping[str, Value]) -> list[dict[str, Any]]:
+def _summaries(variants: Sequence[Variant], request: CheckRequest, held: Mapping[str, Value]) -> list[dict[str, Any]]:
     """Checks each variant, on one case where every axis is held."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     columns = (
@@ -114,7 +102,7 @@ def _summaries(variants: Sequence[Variant], request: Request, held: Mapping[str,
 
 def _drawn(
     variant: Variant,
-    request: Request,
+    request: CheckRequest,
     held: Mapping[str, Value],
     config: Config | None,
     device: torch.device,

@@ -1,12 +1,11 @@
 """`tk compare`: runs, or the arms of one, beside each other, with a verdict for every figure."""
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from experiments.commands.requests import CompareRequest
 from experiments.document import ExperimentError, nearest
 from experiments.reporting.comparison_tables import print_comparison
 from experiments.runs.differences import WHATS
@@ -14,28 +13,28 @@ from experiments.runs.reading import read_run
 from experiments.runs.verdicts import Comparison, compare_arms, compare_runs
 
 
-def run(folders: Sequence[Path], across: Sequence[str], as_json: bool) -> int:
+def run(request: CompareRequest) -> int:
     """Compares every further run with the first; of a single one, its arms. Returns 0 whatever the verdicts are.
 
     Raises:
         ExperimentError: a folder is no run, or may not be compared; what the others say has been printed by then.
     """
-    for what in across:
+    for what in request.across:
         if what not in WHATS:
             there_is = f"there is {', '.join(WHATS)}{nearest(what, WHATS)}"
             raise ExperimentError([f"--across {what}: unknown; {there_is}"])
-    first, *others = folders
+    first, *others = request.folders
     reference = read_run(first)
     found: list[Comparison] = []
     refused: list[str] = []
     for other in others:
         try:
-            found.append(compare_runs(reference, read_run(other), across))
+            found.append(compare_runs(reference, read_run(other), request.across))
         except ExperimentError as error:
             refused += error.problems
     if not others:
-        found.append(compare_arms(reference, across))
-    if found and as_json:
+        found.append(compare_arms(reference, request.across))
+    if found and request.as_json:
         print(json.dumps({"comparisons": [one.as_json() for one in found], "refused": refused}, indent=1))
     elif found:
         console = Console()

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 
 import tkernels
+from experiments.commands.requests import ConvertRequest
 from experiments.document import ExperimentError
 from tmodel import ConfigError, Limits, ModelConfig, WeightError, kernel_axes, load_config, load_model
 from tmodel.formats import SqueezeLLM, parse_format
@@ -33,8 +34,9 @@ _SUPPORTED = f"dense ones of {', '.join(str(dtype).removeprefix('torch.') for dt
 _EXPECTED = "expected what torch.save writes of tensors since version 1.6"
 
 
-def run(source: Path, out: Path) -> int:
+def run(request: ConvertRequest) -> int:
     """Writes `out`, which must not exist yet (or be empty): whole, checked, or not at all."""
+    source, out = request.source, request.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty directory; a model is written to a new one")
     file = _pickle_in(source)

@@ -1,7 +1,8 @@
 """`tk generate`: one prompt, continued by a model with chosen kernels."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,33 +10,33 @@ import yaml
 
 from experiments.commands.registry import open_registry
 from experiments.document import ExperimentError
-from experiments.planning.models import named_model
+from experiments.engine_flags import Given
 from tsched import LLM, SamplingParams
 
 
-def run(
-    model: str,
-    prompt: str,
-    kernels: Sequence[str],
-    variants_from: Sequence[Path],
-    dtype: str,
-    device: str | None,
-    sampling: dict[str, Any],
-) -> int:
+@dataclass(frozen=True)
+class Request:
+    """What `tk generate` was asked. kernels: as they were written. sampling: fields of SamplingParams."""
+
+    model: str
+    prompt: str
+    kernels: Sequence[str]
+    variants_from: Sequence[Path]
+    sampling: Mapping[str, Any]
+    engine: Given
+
+
+def run(request: Request) -> int:
     """Prints the continuation on stdout."""
-    ops = open_registry(variants_from)
+    ops = open_registry(request.variants_from)
     try:
-        params = SamplingParams(**sampling)
-    except ValueError as error:
-        raise ExperimentError([str(error)]) from None
-    plan = named_model(model, "--model")
-    try:
-        llm = LLM(plan.directory(), kernels=parse_kernels(kernels), dtype=dtype, device=device, ops=ops)
+        params = SamplingParams(**request.sampling)
+        llm = LLM(request.model, kernels=parse_kernels(request.kernels), ops=ops, **request.engine)
     except ValueError as error:  # what LLM refuses: names it does not know, weights that do not fit
         raise ExperimentError([str(error)]) from None
     if llm.prepare_report.bytes_after:
         print(f"[{llm.prepare_report}]", file=sys.stderr)
-    (output,) = llm.generate(prompt, params)
+    (output,) = llm.generate(request.prompt, params)
     if output.error is not None:
         raise ExperimentError([output.error])
     print(output.outputs[0].text)

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from experiments.commands.requests import GpuReportRequest
 from experiments.commands.tune import cuda_device
 from experiments.document import ExperimentError
 from experiments.gpu_report import precompile
@@ -25,13 +26,14 @@ TABLE = "report.md"
 _DRY_RUN = TARGETS["sm_90"]
 
 
-def run(out: Path, minutes: float, device: str, dry_run: bool) -> int:
+def run(request: GpuReportRequest) -> int:
     """0 where nothing is left to do, 1 where a step failed or time ran out, with the table so far in either case."""
-    if dry_run:
+    out, minutes = request.out, request.minutes
+    if request.dry_run:
         print_plan(make_steps(with_peers(OPS), _DRY_RUN, precompile.MOST_PROCESSES), Journal(out), minutes)
         return 0
     deadline = time.time() + 60 * minutes
-    where = cuda_device(device, "tk gpu-report")
+    where = cuda_device(request.device, "tk gpu-report")
     journal = open_journal(out, device_facts(where).name)
     steps = make_steps(with_peers(OPS), device_facts(where), precompile.processes())
     console = Console(stderr=True)

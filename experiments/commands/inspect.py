@@ -18,7 +18,7 @@ from experiments.commands.check import parse_axes
 from experiments.commands.registry import matching, open_registry
 from experiments.document import ExperimentError, nearest
 from experiments.reporting.table_style import add_row, new_table
-from tkernels import OPS
+from tkernels import OPS, Registry
 from tkernels.contract import Value
 from tkernels.device import TARGETS
 from tkernels.variant import Variant
@@ -51,20 +51,17 @@ def run(request: Request, as_json: bool) -> int:
     archs = _archs(request.arch)
     if request.diff is not None:
         return _diff(request, archs, as_json)
-    variants = [
-        one
-        for one in matching(open_registry(request.variants_from), request.op, request.variant)
-        if one.kind == "triton"
-    ]
+    ops = open_registry(request.variants_from)
+    variants = [one for one in matching(ops, request.op, request.variant) if one.kind == "triton"]
     if not variants:
         raise ExperimentError(["no Triton variant among those named: there is nothing to compile"])
     if request.dump is not None and as_json:
         raise ExperimentError(["--dump writes files of code: there is nothing of it that --json could print"])
     if request.dump is not None:
-        return _dump(request, variants, archs)
+        return _dump(request, ops, variants, archs)
     if request.update_expected and (request.axes or request.variants_from):
         raise ExperimentError(["--update-expected writes the built-in variants' rows at the points of every run"])
-    rows = _compiled(request, variants, archs)
+    rows = _compiled(request, ops, variants, archs)
     path = expected.table_path(triton.__version__)
     table = expected.read(path)
     worse: Mapping[str, list[str]] = {}
@@ -110,7 +107,7 @@ def _worse(rows: Sequence[CompiledKernel], table: Mapping[expected.Key, Compiled
 
 
 def _compiled(
-    request: Request, variants: Sequence[Variant], archs: Sequence[str], dump: Path | None = None
+    request: Request, ops: Registry, variants: Sequence[Variant], archs: Sequence[str], dump: Path | None = None
 ) -> list[CompiledKernel]:
     """The rows of variants on architectures, under a progress bar."""
     axes: Mapping[str, Value] = {}
@@ -140,7 +137,7 @@ def _compiled(
                 archs,
                 names,
                 axes=axes,
-                variants_from=request.variants_from,
+                ops=ops,
                 points=("engine",) if axes else _points(variants),
                 dump=dump,
                 on_row=arrived,
@@ -154,14 +151,14 @@ def _points(variants: Sequence[Variant]) -> list[str]:
     return list(dict.fromkeys((*POINTS, *own)))
 
 
-def _dump(request: Request, variants: Sequence[Variant], archs: Sequence[str]) -> int:
+def _dump(request: Request, ops: Registry, variants: Sequence[Variant], archs: Sequence[str]) -> int:
     """Prints the kernels' texts; AMD has one kind of assembler text, whichever was asked for."""
     if request.dump not in DUMPS:
         raise ExperimentError([f"--dump: {request.dump!r} is neither ptx nor sass"])
     if request.op is None:
         raise ExperimentError(["--dump prints thousands of lines a kernel: name an op with --op"])
     with tempfile.TemporaryDirectory() as folder:
-        rows = _compiled(request, variants, archs, Path(folder))
+        rows = _compiled(request, ops, variants, archs, Path(folder))
         for row in rows:
             kind = "amdgcn" if row.arch.startswith("gfx") else request.dump
             path = Path(folder) / f"{row.op}.{row.variant}.{row.point}.{row.launch}.{row.arch}.{kind}"
@@ -189,7 +186,7 @@ def _diff(request: Request, archs: Sequence[str], as_json: bool) -> int:
         pair = [matching(ops, request.op, name)[0] for name in request.diff]
         if strangers := [one.name for one in pair if one.kind != "triton"]:
             raise ExperimentError([f"--diff: {strangers[0]} is not a Triton variant"])
-        rows = _compiled(request, pair, archs)
+        rows = _compiled(request, ops, pair, archs)
         before, now = ({_anonymous(row): row for row in rows if row.variant == one.name} for one in pair)
     changes = [
         {"row": (now.get(key) or before[key]).name, "changed": expected.changed(before[key], now[key])}

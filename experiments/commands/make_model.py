@@ -1,16 +1,16 @@
 """`tk make-model`: a small real checkpoint and tokenizer, trained here."""
 
-from pathlib import Path
-
 from rich.console import Console
 
+from experiments.commands.requests import MakeModelRequest
 from experiments.document import ExperimentError, nearest
 from tmodel.presets import PRESETS, make_model, make_random_model
 from tmodel.random_weights import RANDOM_PRESETS, num_parameters
 
 
-def run(preset: str, directory: Path, seed: int) -> int:
+def run(request: MakeModelRequest) -> int:
     """Makes the preset in `directory` and says how good, or how large, it became."""
+    preset, directory, seed = request.preset, request.directory, request.seed
     console = Console(markup=False, highlight=False, soft_wrap=True)
     if preset in RANDOM_PRESETS:
         make_random_model(preset, directory, seed=seed)

@@ -16,6 +16,7 @@ from rich.text import Text
 from experiments.commands.registry import matching, open_registry
 from experiments.document import ExperimentError
 from experiments.reporting.table_style import add_row, new_table
+from tkernels import Registry
 from tkernels.verification.mutation import (
     KINDS,
     VERIFIED_CASES,
@@ -53,11 +54,11 @@ class Request:
 
 def run(request: Request, as_json: bool) -> int:
     """Tries the sampled mutants; 1 where too few were killed or tried, or a declared equivalent was killed."""
-    everything = _trials(request)
+    everything, ops = _trials(request)
     chosen = sampled(everything, request.quota, request.seed)
     ended: list[Outcome] = []
     try:
-        with _pool(request) as pool, _progress() as progress:
+        with _pool(ops) as pool, _progress() as progress:
             bar = progress.add_task("", total=len(chosen), doing="")
             for outcome in outcomes(pool, chosen, request.seed):
                 ended.append(outcome)
@@ -76,10 +77,11 @@ def run(request: Request, as_json: bool) -> int:
 
 def verify(request: Request, as_json: bool) -> int:
     """Compares the bits of every declared equivalent with its original's; 1 where any differ."""
-    declared = [trial for trial in _trials(request) if trial.equivalent is not None]
+    everything, ops = _trials(request)
+    declared = [trial for trial in everything if trial.equivalent is not None]
     parts: list[Comparison] = []
     try:
-        with _pool(request) as pool, _progress() as progress:
+        with _pool(ops) as pool, _progress() as progress:
             bar = progress.add_task("", total=pieces(declared, VERIFIED_CASES), doing=f"{VERIFIED_CASES} cases each")
             for part in compared(pool, declared, VERIFIED_CASES, request.seed):
                 parts.append(part)
@@ -102,15 +104,17 @@ def verify(request: Request, as_json: bool) -> int:
     return 1 if any(comparison.reason for comparison in whole) else 0
 
 
-def _trials(request: Request) -> list[Trial]:
-    found = list(trials(matching(open_registry(request.variants_from), request.op, request.variant)))
+def _trials(request: Request) -> tuple[list[Trial], Registry]:
+    """What there is to try, and the registry that it is of."""
+    ops = open_registry(request.variants_from)
+    found = list(trials(matching(ops, request.op, request.variant)))
     if not found:
         raise ExperimentError(["--mutate: none of these variants has a kernel"])
-    return found
+    return found, ops
 
 
-def _pool(request: Request) -> Pool:
-    return Pool(max(1, min(8, os.cpu_count() or 1)), request.variants_from)
+def _pool(ops: Registry) -> Pool:
+    return Pool(max(1, min(8, os.cpu_count() or 1)), ops)
 
 
 def _progress() -> Progress:

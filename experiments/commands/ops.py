@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.commands.registry import open_registry
+from experiments.commands.requests import OpsRequest
 from experiments.reporting.table_style import add_row, new_table
 from tkernels.contract import Axes, Contract
 from tkernels.device import device_facts
@@ -25,15 +26,18 @@ _MOST_DRAWS = 1000
 _BOUND = 4
 
 
-def run(variants_from: Sequence[Path], as_json: bool) -> int:
+def run(request: OpsRequest) -> int:
     """Prints the registry; always 0."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    ops = open_registry(variants_from)
+    ops = open_registry(request.variants_from)
     rows = []
     for op in ops.values():
         draws = Draws(op.contract)
         rows += [describe(variant, device, draws) for variant in op.variants.values()]
-    if as_json:
+    rows += [_unavailable(file, reason) for file, reason in ops.broken.items()]
+    order = [*ops, *ops.unavailable]
+    rows.sort(key=lambda row: order.index(row["op"]))
+    if request.as_json:
         json.dump(rows, sys.stdout, indent=1)
         print()
         return 0
@@ -95,10 +99,18 @@ def describe(variant: Variant, device: torch.device, draws: Draws) -> dict[str, 
     }
 
 
+def _unavailable(file: Path, reason: str) -> dict[str, Any]:
+    """The row of an outside file that is broken: what is not known of it is null."""
+    row: dict[str, Any] = {"op": file.parent.name, "variant": file.stem, "kind": "unavailable", "supported": False}
+    row |= {"reason": reason, "deterministic": None, "batch_invariant": None, "tuned_on": None}
+    return {**row, "wins": "", "file": str(file)}
+
+
 def _print(rows: Sequence[dict[str, Any]], device: torch.device) -> None:
     console = Console()
     where = device_facts(device).name if device.type == "cuda" else "CPU, Triton interpreted"
-    title = f"{len({row['op'] for row in rows})} ops, {len(rows)} variants ({where})"
+    there = [row for row in rows if row["kind"] != "unavailable"]
+    title = f"{len({row['op'] for row in there})} ops, {len(there)} variants ({where})"
     table = new_table(title, ["variant", "kind", "here", "det.", "inv.", "when it should win"])
     for column in table.columns[:-1]:
         column.no_wrap = True
@@ -109,7 +121,9 @@ def _print(rows: Sequence[dict[str, Any]], device: torch.device) -> None:
         here = Text("yes", "green") if row["supported"] else Text("no", "yellow")
         if row["supported"] and row["reason"]:
             here = Text("partly", "green")
-        flags = ["yes" if row[key] else "no" for key in ("deterministic", "batch_invariant")]
+        flags = [
+            "-" if row[key] is None else "yes" if row[key] else "no" for key in ("deterministic", "batch_invariant")
+        ]
         add_row(table, f"  {row['variant']}", row["kind"], here, *flags, row["wins"])
         last = row["op"]
     table.caption = (

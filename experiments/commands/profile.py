@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from experiments.commands.requests import ProfileRequest
 from experiments.document import ExperimentError, read_document
 from experiments.planning.plan import Plan, make_sweep
 from experiments.profiling import tools
@@ -33,18 +34,6 @@ _RECORDED = "Recording takes time of its own, most where ranges are short: compa
 
 
 @dataclass(frozen=True)
-class Request:
-    """What `tk profile` was asked. file: None with an export that is there already."""
-
-    file: Path | None
-    overrides: Sequence[str]
-    nsys_export: Path | None
-    proton: bool
-    ncu: str | None
-    out: Path | None
-
-
-@dataclass(frozen=True)
 class _Profile:
     """What ranges took. `facts`: of which run and from what source, for --json; `notes`: lines for people."""
 
@@ -55,7 +44,7 @@ class _Profile:
     notes: tuple[str, ...] = ()
 
 
-def run(request: Request, as_json: bool) -> int:
+def run(request: ProfileRequest) -> int:
     """Prints the table by range, or what a tool of another kind left; 1 where a tool failed."""
     if request.proton + (request.ncu is not None) + (request.nsys_export is not None) > 1:
         raise ExperimentError(["--nsys-export, --proton and --ncu are three different profiles: give one"])
@@ -64,16 +53,16 @@ def run(request: Request, as_json: bool) -> int:
             raise ExperimentError(
                 ["--nsys-export reads what was recorded: it takes no EXPERIMENT, no --set and no --out"]
             )
-        _show(_from_export(request.nsys_export), as_json)
+        _show(_from_export(request.nsys_export), request.as_json)
         return 0
     if request.file is None:
         raise ExperimentError(["EXPERIMENT is missing: only --nsys-export FILE does without one"])
     sweep = make_sweep(read_document(request.file, request.overrides))
     plan = sweep.plans[0]
     if request.ncu is not None:
-        return _ncu(plan, request, request.file, request.ncu, as_json)
+        return _ncu(plan, request, request.file, request.ncu, request.as_json)
     if request.proton:
-        return _proton(plan, request, as_json)
+        return _proton(plan, request, request.as_json)
     out = _folder(plan, request.out)
     process = tools.target("steps", request.file, request.overrides)
     command = tools.nsys_profile(out / "steps", process)
@@ -85,7 +74,7 @@ def run(request: Request, as_json: bool) -> int:
     else:
         profile = _record(plan, out, command, is_first=sweep.num_arms > 1)
     (out / "ranges.json").write_text(json.dumps(_as_json(profile), indent=1) + "\n", encoding="utf-8")
-    _show(profile, as_json)
+    _show(profile, request.as_json)
     return 0
 
 
@@ -155,7 +144,7 @@ def _show(profile: _Profile, as_json: bool) -> None:
         console.print(Text(note), soft_wrap=True)
 
 
-def _proton(plan: Plan, request: Request, as_json: bool) -> int:
+def _proton(plan: Plan, request: ProfileRequest, as_json: bool) -> int:
     if reason := unavailable(plan.device):
         raise ExperimentError([f"--proton: {reason}"])
     file = profile_with_proton(plan, _folder(plan, request.out), import_module("triton.profiler"))
@@ -167,7 +156,7 @@ def _proton(plan: Plan, request: Request, as_json: bool) -> int:
     return 0
 
 
-def _ncu(plan: Plan, request: Request, file: Path, name: str, as_json: bool) -> int:
+def _ncu(plan: Plan, request: ProfileRequest, file: Path, name: str, as_json: bool) -> int:
     launch = find_launch(plan, name)
     process = tools.target("launch", file, request.overrides, name)
     here = plan.device.type == "cuda" and shutil.which("ncu") is not None

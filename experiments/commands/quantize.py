@@ -1,11 +1,12 @@
 """`tk quantize`: a dense checkpoint becomes a quantized one, in a format that others read too."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from experiments.commands.requests import QuantizeRequest
 from experiments.document import ExperimentError, nearest
 from experiments.planning.models import named_model
 from experiments.quantization.texts import read_text, tokens_of
@@ -17,20 +18,7 @@ DEFAULT_WINDOW = 512
 DEFAULT_GROUP_SIZE = 128
 
 
-@dataclass(frozen=True)
-class Request:
-    """The command's options. group_size None: DEFAULT_GROUP_SIZE, or -1 for a method without groups."""
-
-    source: str
-    out: Path
-    method: str
-    bits: int
-    group_size: int | None = None
-    calibration: Path | None = None
-    window: int | None = None
-
-
-def run(request: Request) -> int:
+def run(request: QuantizeRequest) -> int:
     """Writes the checkpoint and says how much smaller it is."""
     if request.method not in METHODS:
         hint = nearest(request.method, METHODS)
@@ -61,7 +49,7 @@ def run(request: Request) -> int:
     return 0
 
 
-def _with_windows(job: Job, request: Request) -> Job:
+def _with_windows(job: Job, request: QuantizeRequest) -> Job:
     """The job with its calibration windows, where its method looks at any."""
     if job.method.walk == "none":
         return job

@@ -7,7 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from experiments.commands.run import Request, asked_about, resume_command
+from experiments.commands.requests import RepeatRequest, RunRequest
+from experiments.commands.run import reason_to_ask, resume_command
 from experiments.document import ExperimentError, read_document
 from experiments.planning.plan import Sweep, make_sweep
 from experiments.reporting.comparison_tables import print_comparison, print_lines
@@ -19,12 +20,13 @@ from experiments.runs.reading import SOURCE, RecordedRun, check_version, read_ru
 from experiments.runs.verdicts import compare_runs
 
 
-def run(folder: Path, out: Path | None) -> int:
+def run(request: RepeatRequest) -> int:
     """Runs it and returns 1 where any of the new rows is wrong or failed.
 
     Raises:
-        ExperimentError: `folder` is no run, or its experiment no longer resolves here: says what the folder still has.
+        ExperimentError: The folder is no run, or its experiment no longer resolves here; it says what is kept.
     """
+    folder = request.folder
     before = read_run(folder)
     check_version(folder, before.meta, "repeated")
     console, progress = Console(), Console(stderr=True)
@@ -36,10 +38,10 @@ def run(folder: Path, out: Path | None) -> int:
         kept = f"the sources that it was run with are in {folder / 'sources'}"
         raise ExperimentError([*error.problems, kept] if (folder / "sources").is_dir() else error.problems) from None
     try:
-        again = run_experiment(sweep, out, before.environment.get("overrides") or [], progress)
+        again = run_experiment(sweep, request.out, before.environment.get("overrides") or [], progress)
     except RunInterrupted as interrupted:
-        request = Request(interrupted.path / "resolved.yaml", yes=asked_about(sweep) is not None)
-        resume = resume_command(request, interrupted.path)
+        asked = RunRequest(interrupted.path / "resolved.yaml", yes=reason_to_ask(sweep) is not None)
+        resume = resume_command(asked, interrupted.path)
         compare = shlex.join(["tk", "compare", str(folder), str(interrupted.path)])
         progress.print(
             Text(f"interrupted; what is done is kept, and goes on with: {resume}\nthen what changed: {compare}"),

@@ -1,8 +1,8 @@
 """`tk report`: what a recorded run says, as one HTML file in its folder, or as Markdown or JSON on stdout."""
 
 import sys
-from pathlib import Path
 
+from experiments.commands.requests import ReportRequest
 from experiments.document import ExperimentError, nearest
 from experiments.reporting.rendering import as_json, as_markdown, write_report
 from experiments.reporting.report import report_of
@@ -11,16 +11,17 @@ from experiments.runs.reading import read_run
 FORMATS = ("html", "md", "json")
 
 
-def run(folder: Path, form: str) -> int:
+def run(request: ReportRequest) -> int:
     """Writes the report; of `html`, the file's path goes to stdout."""
+    form = request.form
     if form not in FORMATS:
         raise ExperimentError([f"--format: no {form!r}: there is {', '.join(FORMATS)}{nearest(form, FORMATS)}"])
-    recorded = read_run(folder)
+    recorded = read_run(request.folder)
     for repair in recorded.repairs:
         print(f"note: {repair}", file=sys.stderr)
     report = report_of(recorded)
     if form == "html":
-        print(write_report(report, folder))
+        print(write_report(report, request.folder))
     else:
         print(as_json(report) if form == "json" else as_markdown(report), end="" if form == "md" else "\n")
     return 0

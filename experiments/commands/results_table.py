@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from experiments.commands.requests import ResultsTableRequest
 from experiments.document import ExperimentError
 from experiments.gpu_report.engine_marks import engine_rows
 from experiments.gpu_report.figures import Found, rows_of
@@ -15,8 +16,9 @@ ENGINE_BEGIN = "<!-- engine marks, made by `tk results-table --update docs/speed
 END = "<!-- end of the table -->"
 
 
-def run(update: Path | None) -> int:
+def run(request: ResultsTableRequest) -> int:
     """Prints the sections, or writes each between a file's markers for it."""
+    update = request.update
     if update is None:
         print(f"{make_section(RESULTS)}\n\n{make_engine_section(RESULTS)}")
         return 0

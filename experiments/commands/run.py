@@ -1,17 +1,21 @@
-"""`tk run`: one experiment, from its YAML to a run folder, a table and a report."""
+"""`tk run`: one experiment, from its YAML to a run folder, a table and a report. Imports torch when it has to."""
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
+from experiments.commands.requests import RunRequest
 from experiments.document import ExperimentError, read_document
-from experiments.planning.plan import Sweep, make_sweep
-from experiments.sweep.local import Local
+from experiments.exits import import_torch
+from experiments.planning.layout import refuse_unsound
+from experiments.sweep.executors import make_executor
 from experiments.sweep.tasks import Executor
+
+if TYPE_CHECKING:
+    from experiments.planning.plan import Sweep
 
 MOST_ARMS = 64
 """More are asked about first: a list too many is soon written."""
@@ -20,23 +24,8 @@ MOST_CALLS = 1024
 """Variants at points of `shapes`: likewise."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is run, and where to. resume: the folder of a run that was cut off, to go on with. full: whether in its full
-    sizes; None is where the device is CUDA. yes: however many arms there are. executor: what carries the tasks out.
-    """
-
-    file: Path
-    overrides: Sequence[str] = ()
-    out: Path | None = None
-    resume: Path | None = None
-    full: bool | None = None
-    yes: bool = False
-    executor: Executor = field(default_factory=Local)
-
-
-def asked_about(sweep: Sweep) -> str | None:
-    """What is asked about before it is run: that it is so much."""
+def reason_to_ask(sweep: "Sweep") -> str | None:
+    """Why the sweep is not run without --yes: it is so much."""
     if sweep.num_arms > MOST_ARMS:
         return f"{sweep.extent}; more than {MOST_ARMS} arms are run with --yes"
     if sweep.num_shapes > MOST_CALLS:
@@ -45,33 +34,40 @@ def asked_about(sweep: Sweep) -> str | None:
     return None
 
 
-def resume_command(request: Request, path: Path) -> str:
+def resume_command(request: RunRequest, path: Path) -> str:
     """What goes on with a run that was cut off."""
     words = ["tk", "run", str(request.file), *(word for one in request.overrides for word in ("--set", one))]
     words += [] if request.full is None else ["--full" if request.full else "--no-full"]
     words += ["--yes"] if request.yes else []
-    words += ["--executor", request.executor.name] if request.executor.name != "local" else []
+    words += ["--executor", request.executor] if request.executor != "local" else []
     return shlex.join([*words, "--resume", str(path)])
 
 
-def run(request: Request) -> int:
-    """Runs the experiment, or what is left of it; returns 1 where any of its rows is wrong or failed."""
-    try:
-        return _run(request)
-    finally:
-        request.executor.end()
+def run(request: RunRequest) -> int:
+    """Runs the experiment, or what is left of it; returns 1 where any of its rows is wrong or failed.
 
-
-def _run(request: Request) -> int:
+    What is refused without torch is refused before it is imported, and the executor starts meanwhile.
+    """
     if request.out is not None and request.resume is not None:
         raise ExperimentError(["--out and --resume: a run is a new one or goes on: give one"])
-    sweep = make_sweep(read_document(request.file, request.overrides), full=request.full)
-    if not request.yes and (asked := asked_about(sweep)):
-        raise ExperimentError([f"{request.file}: {asked}"])
-    return _carry_out(request, sweep)
+    refuse_unsound(request.file, request.overrides)
+    executor = make_executor(request.executor)
+    try:
+        # Loading torch takes longer than anyone waits in silence: after an installation ten times as long as later.
+        told = f"{request.file}: no fault in the file; loading torch, then the model (a preset is trained on first use)"
+        Console(stderr=True).print(Text(told, "dim"), soft_wrap=True)
+        import_torch()
+        from experiments.planning.plan import make_sweep
+
+        sweep = make_sweep(read_document(request.file, request.overrides), full=request.full)
+        if not request.yes and (reason := reason_to_ask(sweep)):
+            raise ExperimentError([f"{request.file}: {reason}"])
+        return _carry_out(request, sweep, executor)
+    finally:
+        executor.end()
 
 
-def _carry_out(request: Request, sweep: Sweep) -> int:
+def _carry_out(request: RunRequest, sweep: "Sweep", executor: Executor) -> int:
     # Where an experiment is refused, nobody waits for these to be imported: a fifth of the time that it takes.
     from experiments.reporting.rendering import write_report
     from experiments.reporting.report import report_of
@@ -85,7 +81,7 @@ def _carry_out(request: Request, sweep: Sweep) -> int:
         progress.print(Text(f"in its {sizes} sizes; {other} for the others"), soft_wrap=True)
     try:
         folder = run_experiment(
-            sweep, request.out, request.overrides, progress, executor=request.executor, resume=request.resume
+            sweep, request.out, request.overrides, progress, executor=executor, resume=request.resume
         )
     except RunInterrupted as interrupted:
         again = resume_command(request, interrupted.path)

@@ -8,20 +8,22 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from experiments.commands.requests import RunsRequest
 from experiments.document import ExperimentError
 from experiments.reporting.table_style import add_row, new_table
 from experiments.runs.reading import RecordedRun, read_run
 
 
-def run(folder: Path, as_json: bool) -> int:
+def run(request: RunsRequest) -> int:
     """Lists them; what cannot be read is listed with its reason. ExperimentError where there is no such folder."""
+    folder = request.folder
     if not folder.is_dir():
         raise ExperimentError([f"{folder}: no such folder; `tk run` makes runs/ where it is called"])
     # What has neither is no run at all: quantized checkpoints are kept there too.
     files = [folder.glob(f"[!.]*/{name}") for name in ("run.json", "results.jsonl")]
     names = sorted({file.parent for some in files for file in some})
     listed = sorted(map(_about, names), key=lambda one: str(one.get("when") or ""))
-    if as_json:
+    if request.as_json:
         print(json.dumps({"runs": listed}, indent=1))
         return 0
     console = Console()

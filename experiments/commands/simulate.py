@@ -4,7 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -13,42 +13,37 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.document import ExperimentError, nearest
+from experiments.engine_flags import Given, engine_options
 from experiments.reporting.table_style import add_row, new_table
-from experiments.simulation.arms import CONTIGUOUS, UNBOUNDED, Arm, Setup, arms_of, make_scheduler, simulate
+from experiments.simulation.arms import CONTIGUOUS, UNBOUNDED, Arm, Setup, combine_arms, make_scheduler, simulate
 from experiments.simulation.hardware import find_gpu
 from experiments.simulation.metrics import sparkline
 from experiments.simulation.shapes import find_shape
-from experiments.simulation.traces import Trace, extent_of, limited, open_trace, prefix_bound, sped_up
-from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
+from experiments.simulation.traces import Trace, bound_hit_rate, limit_requests, measure_extent, open_trace, speed_up
+from tsched.options import OPTIONS
 
 Row = Mapping[str, Any]
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SPARK_WIDTH = 16
 
 
 @dataclass(frozen=True)
 class Request:
-    """What `tk simulate` was asked, as it was written. Lists are axes: every combination is one row."""
+    """What `tk simulate` was asked, as it was written. Lists are axes: every combination is one row.
+
+    engine: the engine's options, those that were given.
+    """
 
     trace: str
-    policy: str
+    prefix_caches: str
     gpu: str
     model: str
     pool_blocks: str | None
-    kv_bytes: str | None
-    page_size: str | None
-    max_num_seqs: int
-    budget: int
-    max_chunk_tokens: int | None
-    decode_share: float
-    max_model_len: int | None
-    order: str
-    preemption: str
-    host_bytes: str | None
+    block_sizes: str | None
     rate: float | None
     speedup: float | None
     limit: int | None
+    engine: Given
 
 
 def run(request: Request, as_json: bool) -> int:
@@ -81,50 +76,45 @@ def run(request: Request, as_json: bool) -> int:
 
 def _resolve(request: Request) -> tuple[Setup, list[Arm]]:
     gpu, model = find_gpu(request.gpu), find_shape(request.model)
-    policies = _names("--policy", request.policy, PREFIX_CACHES)
-    _names("--order", request.order, ORDERS)
-    _names("--preemption", request.preemption, PREEMPTIONS)
-    if request.host_bytes is not None and request.preemption != "swap":
-        raise ExperimentError(["--host-bytes hold what --preemption swap moves: give both"])
-    trace = limited(open_trace(request.trace), request.limit)
-    words = {UNBOUNDED: UNBOUNDED}
-    pools: list[int | str | None] = [None]
-    if request.pool_blocks is not None:
-        if request.kv_bytes is not None:
-            raise ExperimentError(["--pool-blocks and --kv-bytes both say how large the pool is: give one"])
-        pools = [*_sizes("--pool-blocks", request.pool_blocks, words)]
-    page_sizes = [trace.page_size] if request.page_size is None else request.page_size
-    pages = (
-        [*_sizes("--page-size", page_sizes, {CONTIGUOUS: CONTIGUOUS})] if isinstance(page_sizes, str) else [*page_sizes]
-    )
-    trace, factor, longest = _in_time(request, trace)
-    max_model_len = request.max_model_len or longest
+    options = engine_options(request.engine)
+    policies = _names("--policy", request.prefix_caches, OPTIONS["prefix_cache"].choices)
+    if "swap_bytes" in request.engine and options.preemption != "swap":
+        raise ExperimentError(["--swap-bytes hold what --preemption swap moves: give both"])
+    trace = limit_requests(open_trace(request.trace), request.limit)
+    pools = _pools(request)
+    pages: list[int | str] = [trace.page_size]
+    if request.block_sizes is not None:
+        pages = _sizes("--page-size", request.block_sizes, {CONTIGUOUS: CONTIGUOUS})
+    trace, factor, longest = _set_rate(request, trace)
+    max_model_len = options.max_model_len or longest
     sizes = [page if isinstance(page, int) else max_model_len for page in pages]
     # The blocks of all prompts are kept to count them, as an unbounded pool keeps them; no smaller run needs so much.
-    bounds = {size: prefix_bound(trace, size) for size in sizes} if UNBOUNDED in pools else {}
+    bounds = {size: bound_hit_rate(trace, size) for size in sizes} if UNBOUNDED in pools else {}
     setup = Setup(
         trace=trace,
-        extent=extent_of(trace, sizes),
+        extent=measure_extent(trace, sizes),
         gpu=gpu,
         model=model,
-        max_num_seqs=request.max_num_seqs,
-        max_num_batched_tokens=request.budget,
-        max_model_len=max_model_len,
-        kv_bytes=None if request.kv_bytes is None else _bytes("--kv-bytes", request.kv_bytes),
-        max_chunk_tokens=request.max_chunk_tokens,
-        decode_share=request.decode_share,
-        order=request.order,
-        preemption=request.preemption,
-        host_bytes=None if request.host_bytes is None else _bytes("--host-bytes", request.host_bytes),
+        options=replace(options, max_model_len=max_model_len),
+        swaps_as_much=options.preemption == "swap" and "swap_bytes" not in request.engine,
         times_factor=factor,
         hit_bounds=bounds,
     )
-    return setup, arms_of(policies, pools, pages)
+    return setup, combine_arms(policies, pools, pages)
 
 
-def _in_time(request: Request, trace: Trace) -> tuple[Trace, float, int]:
+def _pools(request: Request) -> list[int | str | None]:
+    """The sizes of the pool, in blocks; None is what the memory holds."""
+    if request.pool_blocks is None:
+        return [None]
+    if "kv_cache_bytes" in request.engine or "kv_cache_fraction" in request.engine:
+        raise ExperimentError(["--pool-blocks and --kv-cache-bytes both say how large the pool is: give one"])
+    return [*_sizes("--pool-blocks", request.pool_blocks, {UNBOUNDED: UNBOUNDED})]
+
+
+def _set_rate(request: Request, trace: Trace) -> tuple[Trace, float, int]:
     """The trace at the rate that is asked for, how much denser that is, and the most tokens of a request."""
-    extent = extent_of(trace, [])
+    extent = measure_extent(trace, [])
     if request.rate is not None and request.speedup is not None:
         raise ExperimentError(["--rate and --speedup both say how fast requests come: give one"])
     for option, value in (("--rate", request.rate), ("--speedup", request.speedup)):
@@ -135,10 +125,10 @@ def _in_time(request: Request, trace: Trace) -> tuple[Trace, float, int]:
         if extent.last_arrival <= 0:
             raise ExperimentError([f"--rate {request.rate:g}: all requests of {trace.name} come at once"])
         factor = request.rate * extent.last_arrival / extent.num_requests
-    return (sped_up(trace, factor) if factor != 1.0 else trace), factor, extent.longest
+    return (speed_up(trace, factor) if factor != 1.0 else trace), factor, extent.longest
 
 
-def _names(option: str, text: str, known: Mapping[str, object]) -> list[str]:
+def _names(option: str, text: str, known: Sequence[str]) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in known:
@@ -158,20 +148,6 @@ def _sizes(option: str, text: str, words: Mapping[str, str]) -> list[int | str]:
             allowed = f"whole numbers from 1, or {', '.join(words)}, separated by commas"
             raise ExperimentError([f"{option} {part}: there is {allowed}{nearest(part, words)}"])
     return list(dict.fromkeys(sizes))
-
-
-def _bytes(option: str, text: str) -> int:
-    """ "40GB", "40GiB" or "40000000000"."""
-    number = text.rstrip("KMGiB")
-    unit = text[len(number) :]
-    try:
-        value = float(number) * _UNITS[unit]
-    except (ValueError, KeyError):
-        value = 0.0
-    if not 1 <= value < 2**63:
-        units = ", ".join(filter(None, _UNITS))
-        raise ExperimentError([f"{option} {text}: must be a number of bytes from 1, with or without {units}"])
-    return int(value)
 
 
 def _print(rows: Sequence[Row], setup: Setup) -> None:

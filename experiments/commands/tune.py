@@ -1,7 +1,6 @@
 """`tk tune`: times the configs that the device's lockfile does not have, and keeps them there."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,28 +10,18 @@ from rich.text import Text
 
 from experiments.commands.check import parse_axes
 from experiments.commands.registry import matching, open_registry
+from experiments.commands.requests import TuneRequest
 from experiments.document import ExperimentError, nearest
 from experiments.reporting.table_style import add_row, format_microseconds, new_table
 from experiments.tuning_session import Tuned, TuningPoint, in_tuning_order, one_per_bucket, points_of, tune
 from tkernels import ContractError
 from tkernels.device import DeviceFacts, device_facts
-from tkernels.measurement import completed
+from tkernels.measurement import complete_axes
 from tkernels.tuning import TUNED_FOLDER, ConfigTiming, Measure, candidates, lockfile, median_us
 from tkernels.variant import Variant
 
 
-@dataclass(frozen=True)
-class Request:
-    """What `tk tune` was asked. shapes: names of realistic points, or axes "T=64,H=2560"; none: one a bucket."""
-
-    op: str | None
-    variant: str | None
-    shapes: Sequence[str]
-    device: str
-    variants_from: Sequence[Path]
-
-
-def run(request: Request) -> int:
+def run(request: TuneRequest) -> int:
     """Tunes and prints a table; 1 where a point could not be tuned."""
     points = plan(request)
     device = cuda_device(request.device, "tk tune")
@@ -58,7 +47,7 @@ def cuda_device(name: str, command: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def plan(request: Request) -> list[TuningPoint]:
+def plan(request: TuneRequest) -> list[TuningPoint]:
     """The points that were asked for; an ExperimentError names what is not one."""
     variants = matching(open_registry(request.variants_from), request.op, request.variant)
     tunable = in_tuning_order(variants)
@@ -79,7 +68,7 @@ def _shaped(shape: str, variants: Sequence[Variant], every: Sequence[TuningPoint
         raise ExperimentError([f"--shapes {shape}: no realistic point has that name{hint}; axes need an --op"])
     contract = variants[0].contract
     try:
-        axes = completed(contract, {**next(iter(contract.benchmarks.values()), {}), **parse_axes(contract, shape)})
+        axes = complete_axes(contract, {**next(iter(contract.benchmarks.values()), {}), **parse_axes(contract, shape)})
     except ContractError as error:
         raise ExperimentError([f"--shapes {shape}: {error}"]) from None
     return [TuningPoint(variant, shape, axes) for variant in variants]

@@ -8,12 +8,14 @@ import torch
 
 from tkernels import Registry, Tuning, select
 from tkernels.timing import Launch, time_call
-from tmodel import Batch, KVCache, Limits, Model, ModelConfig, allocate_kv_cache, kernel_axes
+from tmodel import Batch, KVCache, Model, ModelConfig, allocate_kv_cache
 from tmodel.loading import config_of
 from tmodel.transformers_models import new_transformers_model
 from tmodel.weights import Checkpoint
+from tsched.options import OPTIONS, EngineOptions
+from tsched.resolved_options import ResolvedOptions
 
-_PAGE = 16
+_PAGE: int = OPTIONS["block_size"].default
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,10 @@ def models(
         theirs = new_transformers_model(shape, dtype=name, attn_implementation="sdpa").to(dtype).eval()
     config = config_of({**shape, "dtype": name})
     longest, most = max(work.tokens for work in works), max(work.sequences for work in works)
-    limits = Limits(
-        max_num_tokens=max(work.sequences * work.tokens for work in works),
-        max_num_seqs=most,
-        max_model_len=longest,
-        block_size=_PAGE,
-        num_blocks=max(_blocks(work) for work in works),
-    )
-    axes = kernel_axes(config, limits)
+    tokens = max(work.sequences * work.tokens for work in works)
+    options = EngineOptions(max_num_batched_tokens=tokens, max_num_seqs=most, max_model_len=longest, block_size=_PAGE)
+    fitted = ResolvedOptions(options, longest, num_blocks=max(map(_blocks, works)), num_host_blocks=0)
+    axes = fitted.kernel_axes(config)
     kernels = select({}, device=device, dtype=dtype, axes=axes, tuning=tuning, ops=ops)
     weights = RandomWeights(theirs.state_dict(), device, dtype)
     return theirs, config.architecture.build(config, cast(Checkpoint, weights), kernels)

@@ -15,7 +15,7 @@ from tkernels.config import Config
 from tkernels.device import device_facts
 from tkernels.inputs import map_tensors
 from tkernels.launch import Kernel
-from tkernels.measurement import at_most, prepare
+from tkernels.measurement import cut_axes, prepare
 from tkernels.registry import Registry
 from tkernels.tuning import NEAREST, candidates
 from tkernels.variant import Variant
@@ -90,7 +90,7 @@ def _compile_signature(variant: Variant, place: int, device: torch.device) -> No
 def _compile_config(variant: Variant, axes: Mapping[str, Any], config: Config, device: torch.device) -> None:
     """Compiles what the launcher would launch at a small batch of the point, without running it."""
     contract, facts = variant.contract, device_facts(device)
-    small = at_most(contract, axes, _BATCH, only_batch=True) or axes
+    small = cut_axes(contract, axes, _BATCH, only_batch=True) or axes
     case = prepare(variant, contract.case(small, 0, device)).case
     arguments = contract.bind_arguments((), case.inputs)
     bound, _ = contract.bind_axes(arguments)

@@ -12,7 +12,7 @@ from experiments.peers import is_peer
 from experiments.tuning_session import TuningPoint, in_tuning_order, one_per_bucket
 from tkernels.contract import Contract, Value
 from tkernels.device import DeviceFacts
-from tkernels.measurement import benchmark_points, completed
+from tkernels.measurement import benchmark_points, complete_axes
 from tkernels.registry import Registry
 from tkernels.tuning import bucket, candidates
 from tkernels.variant import Variant
@@ -73,7 +73,7 @@ def report_points(contract: Contract) -> dict[str, dict[str, Value]]:
     for mark in MARKS:
         if mark.op == contract.name and mark.point not in points and mark.axes:
             base = next(iter(contract.benchmarks.values()), {})
-            points[mark.point] = completed(contract, {**base, **mark.axes})
+            points[mark.point] = complete_axes(contract, {**base, **mark.axes})
     return points
 
 

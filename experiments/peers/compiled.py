@@ -1,10 +1,12 @@
 """torch.compile of an op's plain definition: what a project gets that writes no kernel at all."""
 
+import inspect
 import os
 import shutil
 import sys
 import sysconfig
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -13,6 +15,14 @@ import torch
 
 from tkernels.contract import Axes
 from tkernels.device import DeviceFacts
+from tkernels.variant import Variant
+
+
+def compiled_variant(function: Callable[..., Any]) -> Variant:
+    """The variant that is torch.compile of an op's plain definition."""
+    return Variant(
+        wins="a peer", function=compiled(function), supports=supports, deterministic=True, batch_invariant=False
+    )
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,9 +32,12 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     assert isinstance(function, FunctionType)
     plain = function
+    names = tuple(inspect.signature(plain).parameters)
     kinds: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
-    def call(*arguments: Any) -> Any:
+    @wraps(plain)
+    def call(*given: Any, **named: Any) -> Any:
+        arguments = (*given, *(named[name] for name in names[len(given) :]))
         tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
         kind = tuple((one.dtype, one.is_contiguous()) for one in tensors)
         if kind not in kinds:

@@ -10,6 +10,7 @@ import torch
 
 from tkernels.contract import Axes
 from tkernels.device import DeviceFacts
+from tkernels.variant import Variant
 
 Made = TypeVar("Made")
 
@@ -31,6 +32,11 @@ def needs(package: str | None) -> Callable[[Axes, DeviceFacts], str | None]:
         return None
 
     return supports
+
+
+def elementwise_peer(package: str, function: Callable[..., Any]) -> Variant:
+    """The variant that is another project's kernel for a norm or an activation, of tensors as they are."""
+    return Variant(wins="a peer", function=function, supports=needs(package), deterministic=True, batch_invariant=False)
 
 
 @dataclass

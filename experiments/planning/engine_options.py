@@ -10,9 +10,9 @@ from experiments.planning.models import ModelPlan
 from tkernels import Registry
 from tkernels.contract import Contract, Int
 from tkernels.selection import OpAxes
-from tmodel import kv_bytes_per_block
-from tsched.execution.placement import fit_options
-from tsched.options import BYTES_END, OptionError, ResolvedOptions, read_options, resolve_options
+from tsched.execution.placement import fit_options, unit_sizes
+from tsched.options import BYTES_END, OptionError, read_options
+from tsched.resolved_options import ResolvedOptions, resolve_options
 from tsched.scheduling.scheduler import Scheduler
 
 
@@ -26,7 +26,7 @@ def kernel_ranges(model: ModelPlan, options: Mapping[str, Any], dtype: torch.dty
     resolved = resolve_options(
         given,
         max_position_embeddings=model.config.max_position_embeddings,
-        block_bytes=kv_bytes_per_block(model.config, given.block_size, dtype),
+        sizes=unit_sizes(model.config, given.block_size, dtype),
         cache_bytes=given.kv_cache_bytes or BYTES_END,
     )
     return resolved.kernel_axes(model.config)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from experiments.planning.registry_checks import part_problems, registry_problem
 from experiments.schema import Experiment
 from tkernels import Registry, SelectionError, VariantError
 from tkernels.contract import Value
+from tkernels.outside import broken_files
 from tkernels.selection import OpAxes, with_parts
 from tkernels.variant import AxisRanges
 
@@ -46,6 +48,11 @@ class Plan:
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    def engine_options(self, arm: Arm) -> dict[str, Any]:
+        """The options of LLM that `arm` has; how configs are tuned is its runner's to say."""
+        own = {"kernels": arm.choices, "dtype": self.dtype, "device": self.device, "ops": self.ops}
+        return {**own, **arm.scheduler}
 
     @cached_property
     def ranges(self) -> OpAxes:
@@ -119,10 +126,11 @@ class Sweep:
         return f"{self.num_arms:,} arm{'s' if self.num_arms > 1 else ''}, at most {tasks:,} tasks"
 
 
-def make_sweep(document: Document, *, full: bool | None = None) -> Sweep:
+def make_sweep(document: Document, *, full: bool | None = None, broken: Mapping[Path, str] | None = None) -> Sweep:
     """Resolves a document; loads and builds no weights.
 
     Args:
+        broken: the files of outside variants that are left out, each with its reason; None is to find out.
         full: whether the sizes of its section `full` are meant; None is where the device is CUDA.
 
     Raises:
@@ -131,7 +139,7 @@ def make_sweep(document: Document, *, full: bool | None = None) -> Sweep:
     layouts = lay_out(document)
     problems: list[str] = []
     asked = layouts[-1] if full else layouts[0]
-    ops = _registry(asked, problems)
+    ops = _registry(asked, broken, problems)
     device = _device(asked, problems)
     is_full = len(layouts) > 1 and (device is not None and device.type == "cuda" if full is None else full)
     layout = layouts[1] if is_full else layouts[0]
@@ -191,12 +199,16 @@ def _model(layout: Layout, part: Part, problems: list[str]) -> ModelPlan | None:
     return model
 
 
-def _registry(layout: Layout, problems: list[str]) -> Registry:
-    """The house's ops with the peers' and the outside folders' variants; what is wrong with a folder is a problem."""
+def _registry(layout: Layout, broken: Mapping[Path, str] | None, problems: list[str]) -> Registry:
+    """The house's ops with the peers' and the outside folders' variants. What is wrong with a folder is a problem; a
+    broken file is left out.
+    """
     ops = with_peers(tkernels.OPS)
-    for index, folder in enumerate(layout.experiment.variants_from):
+    folders = [layout.document.folder / folder for folder in layout.experiment.variants_from]
+    broken = broken_files(folders) if broken is None else broken
+    for index, folder in enumerate(folders):
         try:
-            ops = ops.with_variants_from(layout.document.folder / folder)
+            ops = ops.with_variants_from(folder, broken)
         except (VariantError, tkernels.ContractError) as error:
             problems.append(layout.document.problem(("variants_from", index), str(error)))
     return ops

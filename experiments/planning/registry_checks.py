@@ -23,6 +23,7 @@ def registry_problems(layout: Layout, ops: Registry) -> Iterator[str]:
 
     What a broken folder of variants keeps out of the registry is passed over.
     """
+    yield from _unavailable_problems(layout, ops)
     yield from _pin_problems(layout, ops)
     document = layout.document
     for op, shapes in layout.shapes.items():
@@ -30,6 +31,21 @@ def registry_problems(layout: Layout, ops: Registry) -> Iterator[str]:
             for axis, message in _axis_faults(ops[op].contract, shape).items():
                 inside = (axis, shape.places[axis]) if axis in shape.places else (axis,)
                 yield document.problem(("shapes", op, shape.entry, *inside), message)
+
+
+def _unavailable_problems(layout: Layout, ops: Registry) -> Iterator[str]:
+    """Ops and variants that are named, and whose files are broken."""
+    for section in (layout.experiment.kernels, layout.shapes):
+        for op in section:
+            if op in ops.unavailable:
+                place = "kernels" if section is layout.experiment.kernels else "shapes"
+                yield layout.document.problem((place, op), f"op {op!r} is not available: {ops.unavailable[op]}")
+    for op, choices in layout.experiment.kernels.items():
+        unavailable = ops[op].variants.unavailable if op in ops else {}
+        for index, choice in enumerate(choices):
+            if choice.variant in unavailable:
+                message = f"{op} variant {choice.variant!r} is not available: {unavailable[choice.variant]}"
+                yield layout.document.problem(("kernels", op, index), message)
 
 
 def _pin_problems(layout: Layout, ops: Registry) -> Iterator[str]:

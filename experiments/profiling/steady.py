@@ -56,13 +56,9 @@ def open_steady(
     served = arm.workloads[0] if workload is None else workload
     llm = TimedLLM(
         plan.model.directory(),
-        kernels=arm.choices,
-        dtype=plan.dtype,
-        device=plan.device,
-        ops=plan.ops,
         tuning=Tuning(plan.experiment.tuning) if tuning is None else tuning,
         ranges=ranges,
-        **{**arm.scheduler, **options},
+        **{**plan.engine_options(arm), **options},
     )
     return Steady(llm, arm, served, requests_of(served.workload, plan.model.config.vocab_size))
 

@@ -17,16 +17,15 @@ import tkernels
 from tmodel import (
     Batch,
     KVCache,
-    Limits,
     Model,
     ModelConfig,
     allocate_kv_cache,
-    kernel_axes,
     load_config,
     load_model,
 )
+from tsched.options import EngineOptions
+from tsched.resolved_options import ResolvedOptions
 
-_BLOCK_SIZE = 16
 _TOKENS_AT_ONCE = 2048
 
 
@@ -59,26 +58,23 @@ class WindowReader:
         self.config: ModelConfig = load_config(directory)
         self.device = device
         self.at_once = max(1, _TOKENS_AT_ONCE // window)
-        self._pages = -(-window // _BLOCK_SIZE)
-        num_blocks = self.at_once * self._pages
-        limits = Limits(
-            max_num_tokens=self.at_once * window,
-            max_num_seqs=self.at_once,
-            max_model_len=window,
-            block_size=_BLOCK_SIZE,
-            num_blocks=num_blocks,
+        options = EngineOptions(
+            max_num_seqs=self.at_once, max_num_batched_tokens=self.at_once * window, max_model_len=window
         )
-        axes = kernel_axes(self.config, limits)
+        size = self._block_size = options.block_size
+        self._pages = -(-window // size)
+        fitted = ResolvedOptions(options, window, num_blocks=self.at_once * self._pages, num_host_blocks=0)
+        axes = fitted.kernel_axes(self.config)
         kernels = tkernels.select({}, device=device, dtype=dtype, axes=axes, ops=ops)
         self.model: Model = load_model(directory, self.config, kernels, device=device, dtype=dtype)
-        self._cache: KVCache = allocate_kv_cache(self.config, num_blocks, _BLOCK_SIZE, device=device, dtype=dtype)
+        self._cache: KVCache = allocate_kv_cache(self.config, fitted.num_blocks, size, device=device, dtype=dtype)
 
     def log_probabilities(self, windows: torch.Tensor) -> torch.Tensor:
         """windows [n, S] int64, n at most `at_once` -> [n * S, vocab], of the token after each."""
         count, length = windows.shape
         tables = torch.arange(count * self._pages, dtype=torch.int32).view(count, self._pages)
         positions = torch.arange(length).repeat(count)  # [n * S]
-        first_slots = torch.arange(count).repeat_interleave(length) * self._pages * _BLOCK_SIZE
+        first_slots = torch.arange(count).repeat_interleave(length) * self._pages * self._block_size
         batch = Batch(
             token_ids=windows.flatten().to(self.device),
             positions=positions.to(self.device),

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from experiments.document import ExperimentError
-from tsched.execution.served_model import load_tokenizer
+from tsched.requests.tokenizer import load_tokenizer
 
 
 def read_text(file: Path, option: str) -> str:

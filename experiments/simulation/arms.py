@@ -6,7 +6,7 @@ import itertools
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.document import ExperimentError
@@ -16,9 +16,9 @@ from experiments.simulation.replay import Replay
 from experiments.simulation.shapes import ModelShape
 from experiments.simulation.step_time import StepTime
 from experiments.simulation.traces import Extent, Trace
+from tsched.options import GPU_FRACTION, EngineOptions
+from tsched.resolved_options import ResolvedOptions
 from tsched.scheduling.scheduler import Scheduler
-
-_MEMORY_SHARE = 0.9  # of the GPU's memory, for weights, keys and values; the rest is for activations
 
 CONTIGUOUS = "contiguous"
 UNBOUNDED = "unbounded"
@@ -37,100 +37,89 @@ class Arm:
 
 @dataclass(frozen=True)
 class Setup:
-    """What all arms share."""
+    """What all arms share.
+
+    options        the engine's, with max_model_len given; an arm has its own prefix cache, blocks and block size
+    swaps_as_much  swapped sequences have as many blocks on the host as the pool has, not swap_bytes
+    times_factor   how many times as dense as the trace's own its arrivals are
+    hit_bounds     by page size, where a pool is unbounded: what the trace itself has to give
+    """
 
     trace: Trace
     extent: Extent
     gpu: Gpu
     model: ModelShape
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    kv_bytes: int | None
-    max_chunk_tokens: int | None
-    decode_share: float
-    order: str
-    preemption: str
-    host_bytes: int | None  # for swapped blocks; None is as many blocks as the pool has
+    options: EngineOptions
+    swaps_as_much: bool
     times_factor: float
-    hit_bounds: Mapping[int, float]  # by page size, where a pool is unbounded: what the trace itself has to give
+    hit_bounds: Mapping[int, float]
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence."""
+        assert self.options.max_model_len is not None, "it has the trace's longest"
+        return self.options.max_model_len
 
 
-def arms_of(policies: Sequence[str], pools: Sequence[int | str | None], pages: Sequence[int | str]) -> list[Arm]:
+def combine_arms(policies: Sequence[str], pools: Sequence[int | str | None], pages: Sequence[int | str]) -> list[Arm]:
     """Every combination, the policies side by side."""
     return [Arm(policy, pool, page) for page, pool, policy in itertools.product(pages, pools, policies)]
 
 
-def default_kv_bytes(gpu: Gpu, model: ModelShape) -> int:
-    """What 9/10 of the GPU's memory leave beside the weights; ExperimentError where that is nothing."""
-    available = int(gpu.memory_bytes * _MEMORY_SHARE) - model.weight_bytes
-    if available <= 0:
-        raise ExperimentError(
-            [
-                f"--model {model.name}: its weights take {model.weight_bytes / 1e9:.1f} GB, "
-                f"{gpu.name} has {gpu.memory_bytes / 1e9:.0f} GB"
-            ]
-        )
-    return available
+def memory_left(setup: Setup) -> int:
+    """Bytes that kv_cache_fraction of the GPU's memory leaves beside the weights; ExperimentError for none."""
+    gpu, model, fraction = setup.gpu, setup.model, setup.options.kv_cache_fraction
+    left = int(gpu.memory_bytes * (GPU_FRACTION if fraction is None else fraction)) - model.weight_bytes
+    if left <= 0:
+        sizes = f"its weights take {model.weight_bytes / 1e9:.1f} GB, {gpu.name} has {gpu.memory_bytes / 1e9:.0f} GB"
+        raise ExperimentError([f"--model {model.name}: {sizes}"])
+    return left
 
 
-def page_size_of(arm: Arm, setup: Setup) -> int:
+def find_page_size(arm: Arm, setup: Setup) -> int:
+    """Tokens of a block."""
     return setup.max_model_len if isinstance(arm.page_size, str) else arm.page_size
 
 
-def num_blocks_of(arm: Arm, setup: Setup) -> int:
+def count_blocks(arm: Arm, setup: Setup) -> int:
     """The arm's blocks; ExperimentError where the bytes hold none."""
-    page_size = page_size_of(arm, setup)
+    page_size, given = find_page_size(arm, setup), setup.options.kv_cache_bytes
     if isinstance(arm.pool_blocks, int):
         return arm.pool_blocks
     if arm.pool_blocks == UNBOUNDED:
         return setup.extent.num_blocks[page_size]
-    available = setup.kv_bytes if setup.kv_bytes is not None else default_kv_bytes(setup.gpu, setup.model)
-    block_bytes = setup.model.kv_bytes_per_token * page_size
-    if available < block_bytes:
-        raise ExperimentError([f"{available} bytes hold no block of {page_size} tokens, which takes {block_bytes}"])
-    return available // block_bytes
+    return _fit_blocks("", memory_left(setup) if given is None else given, page_size, setup)
 
 
-def num_host_blocks_of(arm: Arm, setup: Setup) -> int:
+def count_host_blocks(arm: Arm, setup: Setup) -> int:
     """Blocks that the host keeps for sequences that gave way; none where they are computed again. ExperimentError where
     the host's bytes hold none, so that nothing could be swapped.
     """
-    if setup.preemption != "swap":
+    if setup.options.preemption != "swap":
         return 0
-    if setup.host_bytes is None:
-        return num_blocks_of(arm, setup)
-    page_size = page_size_of(arm, setup)
+    if setup.swaps_as_much:
+        return count_blocks(arm, setup)
+    return _fit_blocks("--swap-bytes: ", setup.options.swap_bytes, find_page_size(arm, setup), setup)
+
+
+def _fit_blocks(option: str, size: int, page_size: int, setup: Setup) -> int:
     block_bytes = setup.model.kv_bytes_per_token * page_size
-    if setup.host_bytes < block_bytes:
-        raise ExperimentError(
-            [f"--host-bytes: {setup.host_bytes} hold no block of {page_size} tokens, which takes {block_bytes} bytes"]
-        )
-    return setup.host_bytes // block_bytes
+    if size < block_bytes:
+        raise ExperimentError([f"{option}{size} hold no block of {page_size} tokens, which takes {block_bytes} bytes"])
+    return size // block_bytes
 
 
 def make_scheduler(arm: Arm, setup: Setup) -> Scheduler:
     """ExperimentError where the settings do not go together."""
+    num_blocks, num_host_blocks = count_blocks(arm, setup), count_host_blocks(arm, setup)
+    options = replace(setup.options, prefix_cache=arm.policy)
+    fitted = ResolvedOptions(options, setup.max_model_len, num_blocks, num_host_blocks)
     try:
-        return Scheduler(
-            num_blocks=num_blocks_of(arm, setup),
-            block_size=page_size_of(arm, setup),
-            num_host_blocks=num_host_blocks_of(arm, setup),
-            max_chunk_tokens=setup.max_chunk_tokens,
-            decode_share=setup.decode_share,
-            max_num_seqs=setup.max_num_seqs,
-            max_num_batched_tokens=setup.max_num_batched_tokens,
-            max_model_len=setup.max_model_len,
-            order=setup.order,
-            preemption=setup.preemption,
-            prefix_cache=arm.policy,
-        )
+        return Scheduler(**{**fitted.scheduler_arguments, "block_size": find_page_size(arm, setup)})
     except ValueError as error:
         raise ExperimentError([str(error)]) from None
     except MemoryError:
-        sizes = (
-            f"{setup.max_num_seqs:,} sequences of {setup.max_model_len:,} tokens, {num_blocks_of(arm, setup):,} blocks"
-        )
+        sizes = f"{options.max_num_seqs:,} sequences of {setup.max_model_len:,} tokens, {num_blocks:,} blocks"
         raise ExperimentError([f"{sizes}: the tables of these do not fit this machine's memory"]) from None
 
 
@@ -138,7 +127,7 @@ def simulate(arm: Arm, setup: Setup, on_progress: Callable[[int], None] = lambda
     """The arm's row."""
     scheduler = make_scheduler(arm, setup)
     step_time = StepTime(setup.gpu, setup.model, scheduler.pool.block_size)
-    lookahead = setup.max_num_seqs + 1 if setup.order == "fcfs" else None
+    lookahead = setup.options.max_num_seqs + 1 if setup.options.order == "fcfs" else None
     replay = Replay(scheduler, setup.trace.requests(), step_time, lookahead=lookahead)
     began, cpu_began = time.perf_counter(), time.process_time()
     metrics = replay.run(on_progress)
@@ -156,23 +145,23 @@ def _row(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics) -> dict
     """Times in seconds. hit_rate: prompt blocks found over all prompt blocks, ceil(prompt / page_size) each.
     hit_rate_bound: what no cache can exceed on this trace; where the pool is unbounded, else null.
     """
-    pool, clock = scheduler.pool, metrics.clock
+    pool, clock, options = scheduler.pool, metrics.clock, setup.options
     return {
         "trace": setup.trace.name,
         "gpu": setup.gpu.name,
         "model": setup.model.name,
         "prefix_cache": arm.policy,
-        "order": setup.order,
-        "preemption": setup.preemption,
+        "order": options.order,
+        "preemption": options.preemption,
         "page_size": pool.block_size,
         "pool_blocks": pool.num_blocks,
         "pool": str(arm.pool_blocks) if arm.pool_blocks is not None else "memory",
         "pool_bytes": pool.num_blocks * pool.block_size * setup.model.kv_bytes_per_token,
-        "max_num_seqs": setup.max_num_seqs,
-        "max_num_batched_tokens": setup.max_num_batched_tokens,
+        "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
         "max_model_len": setup.max_model_len,
-        "max_chunk_tokens": setup.max_chunk_tokens,
-        "decode_share": setup.decode_share,
+        "max_chunk_tokens": options.max_chunk_tokens,
+        "decode_share": options.decode_share,
         "host_blocks": scheduler.host_pool.num_blocks if scheduler.host_pool is not None else 0,
         "speedup": setup.times_factor,
         "requests": metrics.num_requests,

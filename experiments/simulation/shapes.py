@@ -97,7 +97,7 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
 
 
 def find_shape(name: str) -> ModelShape:
-    """The shape of a preset, of a model published as `name`, or of a Hugging Face directory.
+    """The shape of the Hugging Face directory `name`, else of a preset or a model published under that name.
 
     Raises:
         ExperimentError: there is none; it lists the alternatives.
@@ -105,16 +105,16 @@ def find_shape(name: str) -> ModelShape:
     from tmodel import PRESETS, RANDOM_PRESETS, load_config  # loads torch
     from tmodel.loading import config_of
 
+    directory = Path(name)
+    if directory.is_dir():
+        return shape_of(load_config(directory), directory.resolve().name)
     published = {**{preset: recipe.config for preset, recipe in PRESETS.items()}, **RANDOM_PRESETS, **_PUBLISHED}
     if name in published:
         return shape_of(config_of(published[name]), name)
     llama = _llama_3_1_8b()
     if name == llama.name:
         return llama
-    directory = Path(name)
-    if not directory.is_dir():
-        known = [*published, llama.name]
-        raise ExperimentError(
-            [f"--model {name}: there is {', '.join(known)}, and directories with a config.json{nearest(name, known)}"]
-        )
-    return shape_of(load_config(directory), directory.resolve().name)
+    known = [*published, llama.name]
+    raise ExperimentError(
+        [f"--model {name}: there is {', '.join(known)}, and directories with a config.json{nearest(name, known)}"]
+    )

@@ -48,12 +48,12 @@ def read_azure(path: Path) -> Iterator[Line]:
     lines = _lines(path)
     number, text = next(lines, (1, ""))
     try:
-        header = _fields(text)
+        header = _split_fields(text)
         missing = [name for name in _AZURE_COLUMNS if name not in header]
         if missing:
             raise ValueError(f"has no column {missing[0]}; an Azure trace has {', '.join(_AZURE_COLUMNS)}")
     except ValueError as error:
-        raise _wrong(path, number, str(error)) from None
+        raise _line_error(path, number, str(error)) from None
     places = [header.index(name) for name in _AZURE_COLUMNS]
     first: tuple[datetime, float] | None = None
     last = 0.0
@@ -61,11 +61,11 @@ def read_azure(path: Path) -> Iterator[Line]:
         if not text.strip():
             continue
         try:
-            row = _fields(text)
+            row = _split_fields(text)
             if len(row) != len(header):
                 raise ValueError(f"{_NOT_A_ROW}: {len(row)} fields, where the header has {len(header)}")
-            moment, fraction = _time(row[places[0]])
-            input_len, output_len = (_count(_AZURE_COLUMNS[i], row[places[i]]) for i in (1, 2))
+            moment, fraction = _parse_time(row[places[0]])
+            input_len, output_len = (_parse_count(_AZURE_COLUMNS[i], row[places[i]]) for i in (1, 2))
             _check_tokens(input_len, output_len)
             if first is None:
                 first = moment, fraction
@@ -77,7 +77,7 @@ def read_azure(path: Path) -> Iterator[Line]:
             arrival = (moment - first[0]).total_seconds() + fraction - first[1]
             _check_arrival(arrival, last)
         except ValueError as error:
-            raise _wrong(path, number, str(error)) from None
+            raise _line_error(path, number, str(error)) from None
         last = arrival
         yield Line(arrival, input_len, output_len)
 
@@ -92,20 +92,20 @@ def read_mooncake(path: Path) -> Iterator[Line]:
         if not text.strip():
             continue
         try:
-            entry = _object(text)
-            timestamp = _number(entry, "timestamp", f"milliseconds from 0 to {_MOST_TIMESTAMP:,}")
+            entry = _parse_object(text)
+            timestamp = _read_number(entry, "timestamp", f"milliseconds from 0 to {_MOST_TIMESTAMP:,}")
             if not 0 <= timestamp <= _MOST_TIMESTAMP:
-                raise ValueError(f"timestamp must be from 0 to {_MOST_TIMESTAMP:,} ms, got {_short(timestamp)}")
-            input_len, output_len = (_whole(entry, key, 1, _MOST_TOKENS) for key in _MOONCAKE_KEYS[1:3])
+                raise ValueError(f"timestamp must be from 0 to {_MOST_TIMESTAMP:,} ms, got {_shorten(timestamp)}")
+            input_len, output_len = (_read_whole_number(entry, key, 1, _MOST_TOKENS) for key in _MOONCAKE_KEYS[1:3])
             _check_tokens(input_len, output_len)
-            ids = _hash_ids(entry, input_len)
-            priority = _priority(entry) if "priority" in entry else 0
+            ids = _read_hash_ids(entry, input_len)
+            priority = _read_priority(entry) if "priority" in entry else 0
             if first is None:
                 first = timestamp
             arrival = (timestamp - first) / 1e3
             _check_arrival(arrival, last)
         except ValueError as error:
-            raise _wrong(path, number, str(error)) from None
+            raise _line_error(path, number, str(error)) from None
         last = arrival
         yield Line(arrival, input_len, output_len, ids, priority)
 
@@ -127,27 +127,27 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         while raw := file.readline(_MOST_BYTES + 1):
             number += 1
             if len(raw) > _MOST_BYTES:
-                raise _wrong(path, number, f"is longer than the {_MOST_BYTES:,} bytes that a line may have")
+                raise _line_error(path, number, f"is longer than the {_MOST_BYTES:,} bytes that a line may have")
             try:
                 yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 message = (
                     f"byte {error.start + 1} is 0x{raw[error.start]:02x}, which is not UTF-8; a trace is UTF-8 text"
                 )
-                raise _wrong(path, number, message) from None
+                raise _line_error(path, number, message) from None
 
 
 _NOT_A_ROW = "not a time and two numbers of tokens"
 
 
-def _fields(text: str) -> list[str]:
+def _split_fields(text: str) -> list[str]:
     try:
         return next(csv.reader([text.rstrip("\r\n")], strict=True), [])
     except csv.Error as error:
         raise ValueError(f"{_NOT_A_ROW}: {error}; a row has {', '.join(_AZURE_COLUMNS)}") from None
 
 
-def _time(text: str) -> tuple[datetime, float]:
+def _parse_time(text: str) -> tuple[datetime, float]:
     """The whole second, and its fraction: a datetime alone would cut off the seventh decimal."""
     match = _TIME.fullmatch(text.strip())
     try:
@@ -155,17 +155,17 @@ def _time(text: str) -> tuple[datetime, float]:
             raise ValueError
         return datetime.fromisoformat(match[1] + (match[3] or "")), float(f"0{match[2] or ''}")
     except ValueError:
-        raise ValueError(f"{_NOT_A_ROW}: TIMESTAMP is {_short(text)}; {_A_TIME}") from None
+        raise ValueError(f"{_NOT_A_ROW}: TIMESTAMP is {_shorten(text)}; {_A_TIME}") from None
 
 
-def _count(name: str, text: str) -> int:
+def _parse_count(name: str, text: str) -> int:
     digits = text.strip()
     if not re.fullmatch(r"-?\d{1,30}", digits, re.ASCII):
-        raise ValueError(f"{_NOT_A_ROW}: {name} is {_short(text)}; it is a whole number from 1 to {_MOST_TOKENS:,}")
+        raise ValueError(f"{_NOT_A_ROW}: {name} is {_shorten(text)}; it is a whole number from 1 to {_MOST_TOKENS:,}")
     return int(digits)
 
 
-def _object(text: str) -> dict[str, Any]:
+def _parse_object(text: str) -> dict[str, Any]:
     try:
         entry = json.loads(text)
     except json.JSONDecodeError as error:
@@ -175,41 +175,41 @@ def _object(text: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"is nested too deeply; {_A_MOONCAKE_LINE}") from None
     if not isinstance(entry, dict):
-        raise ValueError(f"is {_short(entry)}; {_A_MOONCAKE_LINE}")
+        raise ValueError(f"is {_shorten(entry)}; {_A_MOONCAKE_LINE}")
     for key in _MOONCAKE_KEYS:
         if key not in entry:
             raise ValueError(f"has no {key!r}; {_A_MOONCAKE_LINE}")
     return entry
 
 
-def _number(entry: dict[str, Any], key: str, allowed: str) -> float:
+def _read_number(entry: dict[str, Any], key: str, allowed: str) -> float:
     """Not asked with math.isfinite: an integer may be too large for a float."""
     value = entry[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == float("inf"):
-        raise ValueError(f"{key} must be a finite number, got {_short(value)}; it is {allowed}")
+        raise ValueError(f"{key} must be a finite number, got {_shorten(value)}; it is {allowed}")
     return value
 
 
-def _whole(entry: dict[str, Any], key: str, low: int, high: int) -> int:
+def _read_whole_number(entry: dict[str, Any], key: str, low: int, high: int) -> int:
     """A whole number; whether it is within `low` and `high` is for the caller to say."""
     allowed = f"a whole number from {low:,} to {high:,}"
-    value = _number(entry, key, allowed)
+    value = _read_number(entry, key, allowed)
     if value != int(value):
-        raise ValueError(f"{key} must be {allowed}, got {_short(value)}")
+        raise ValueError(f"{key} must be {allowed}, got {_shorten(value)}")
     return int(value)
 
 
-def _priority(entry: dict[str, Any]) -> int:
-    value = _whole(entry, "priority", -MAX_PRIORITY, MAX_PRIORITY)
+def _read_priority(entry: dict[str, Any]) -> int:
+    value = _read_whole_number(entry, "priority", -MAX_PRIORITY, MAX_PRIORITY)
     if abs(value) > MAX_PRIORITY:
-        raise ValueError(f"priority must be from {-MAX_PRIORITY:,} to {MAX_PRIORITY:,}, got {_short(value)}")
+        raise ValueError(f"priority must be from {-MAX_PRIORITY:,} to {MAX_PRIORITY:,}, got {_shorten(value)}")
     return value
 
 
-def _hash_ids(entry: dict[str, Any], input_len: int) -> list[int]:
+def _read_hash_ids(entry: dict[str, Any], input_len: int) -> list[int]:
     ids = entry["hash_ids"]
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < HASH_IDS for i in ids):
-        raise ValueError(f"hash_ids must be a list of integers from 0 to 2**32 - 1, got {_short(ids)}")
+        raise ValueError(f"hash_ids must be a list of integers from 0 to 2**32 - 1, got {_shorten(ids)}")
     wanted = -(-input_len // MOONCAKE_BLOCK)
     if len(ids) != wanted:
         raise ValueError(
@@ -219,7 +219,7 @@ def _hash_ids(entry: dict[str, Any], input_len: int) -> list[int]:
 
 
 def _check_tokens(input_len: int, output_len: int) -> None:
-    got = f"got {_short(input_len)} and {_short(output_len)}"
+    got = f"got {_shorten(input_len)} and {_shorten(output_len)}"
     if input_len < 1 or output_len < 1:
         raise ValueError(f"a request needs at least one token in and one out, {got}")
     if input_len + output_len > _MOST_TOKENS:
@@ -233,12 +233,12 @@ def _check_arrival(arrival: float, last: float) -> None:
         raise ValueError(f"arrives {arrival:,.0f} s after the first request; {_MOST_SECONDS:,} s is the most")
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """As Python writes it, cut where it is long: a message is one line."""
     if isinstance(value, int) and not -(10**30) < value < 10**30:
         return "a number of more than 30 digits"
     return reprlib.repr(value)
 
 
-def _wrong(path: Path, line: int, message: str) -> ExperimentError:
+def _line_error(path: Path, line: int, message: str) -> ExperimentError:
     return ExperimentError([f"{path}, line {line}: {message}"])

@@ -93,17 +93,17 @@ def _synthetic_number(name: str, what: str, text: str, most: int) -> int:
     return int(text)
 
 
-def limited(trace: Trace, limit: int | None) -> Trace:
+def limit_requests(trace: Trace, limit: int | None) -> Trace:
     """The first `limit` requests of `trace`."""
     return trace if limit is None else replace(trace, requests=lambda: islice(trace.requests(), limit))
 
 
-def sped_up(trace: Trace, factor: float) -> Trace:
+def speed_up(trace: Trace, factor: float) -> Trace:
     """`trace` with its arrivals `factor` times as dense."""
     return replace(trace, requests=lambda: (replace(r, arrival=r.arrival / factor) for r in trace.requests()))
 
 
-def extent_of(trace: Trace, page_sizes: Sequence[int]) -> Extent:
+def measure_extent(trace: Trace, page_sizes: Sequence[int]) -> Extent:
     """One pass over `trace`; ExperimentError where it holds no request."""
     count, arrival, longest = 0, 0.0, 0
     num_blocks = dict.fromkeys(page_sizes, 0)
@@ -119,7 +119,7 @@ def extent_of(trace: Trace, page_sizes: Sequence[int]) -> Extent:
     return Extent(count, arrival, longest, num_blocks)
 
 
-def prefix_bound(trace: Trace, page_size: int) -> float:
+def bound_hit_rate(trace: Trace, page_size: int) -> float:
     """The share of the prompts' blocks that an unbounded cache could give, each request served before the next comes.
 
     A block counts where it and all before it in its prompt were in an earlier prompt; a prompt's last block counts

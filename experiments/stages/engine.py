@@ -29,15 +29,7 @@ def run(context: Context) -> None:
     common = context.common(**served_fields(plan, arm, served))
     report.say("loading the engine")
     try:
-        llm = TimedLLM(
-            plan.model.directory(),
-            kernels=arm.choices,
-            dtype=plan.dtype,
-            device=plan.device,
-            ops=plan.ops,
-            tuning=context.tuning,
-            **arm.scheduler,
-        )
+        llm = TimedLLM(plan.model.directory(), tuning=context.tuning, **plan.engine_options(arm))
         requests = context.requests()
         report.say("answers")
         timeline, facts = _answer(llm, requests, arm.batching, served.title)

@@ -10,7 +10,7 @@ from experiments.stages.engine import counted
 from experiments.stages.serving import figures, interleaved, raw_rounds
 from experiments.workloads import Request
 from experiments.yardstick import Yardstick
-from tsched.execution.served_model import load_tokenizer
+from tsched.requests.tokenizer import load_tokenizer
 
 
 def run(context: Context) -> None:

@@ -85,11 +85,7 @@ class _Judge:
         return WindowReader(directory, window, device=plan.device, dtype=plan.dtype, ops=plan.ops)
 
     def _engine(self, directory: Path) -> TimedLLM:
-        plan = self.context.plan
-        return TimedLLM(
-            directory, kernels=self.arm.choices, dtype=plan.dtype, device=plan.device, ops=plan.ops,
-            tuning=self.context.tuning, **self.arm.scheduler,
-        )  # fmt: skip
+        return TimedLLM(directory, tuning=self.context.tuning, **self.context.plan.engine_options(self.arm))
 
     def _speed(self, one: QuantizedModel | None, directory: Path) -> dict[str, Any]:
         """The row's figures of time, in turns with the dense model."""

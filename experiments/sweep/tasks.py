@@ -60,6 +60,7 @@ class Setup:
     mode: whether Triton interprets or compiles, as in the process that planned. cache: the folder of quantized
     checkpoints. on_cuda: whether tasks use CUDA. imports: modules that most tasks will want. replicates: how many
     process images there will be. sources: the file of each variant that is used -> its SHA-256 when the run began.
+    broken: the files of outside variants that are left out, each with its reason.
     """
 
     resolved: str
@@ -72,6 +73,7 @@ class Setup:
     imports: tuple[str, ...]
     replicates: int
     sources: Mapping[str, str] = field(default_factory=dict)
+    broken: Mapping[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -79,7 +79,8 @@ def plans_of(setup: Setup) -> Planned:
     Raises ExperimentError where it no longer resolves, though no variant's file has changed.
     """
     try:
-        plans = make_sweep(parse_document(setup.resolved, "resolved.yaml", Path("/"), ())).plans
+        broken = {Path(file): reason for file, reason in setup.broken.items()}
+        plans = make_sweep(parse_document(setup.resolved, "resolved.yaml", Path("/"), ()), broken=broken).plans
     except ExperimentError:
         if changed := _changed(setup):
             return Planned((), changed)

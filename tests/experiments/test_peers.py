@@ -16,7 +16,7 @@ from experiments.peers.transformers_generate import fastest
 from experiments.stages.serving import Served
 from tkernels import OPS, UnsupportedError
 from tkernels.device import device_facts
-from tkernels.measurement import CPU_SIZE, at_most
+from tkernels.measurement import CPU_SIZE, cut_axes
 from tkernels.verification.check import check_case, chooser
 
 PAGED = {"D": 32, "Dv": 32, "Hq": 4, "Hkv": 2, "S": 8, "N": 5, "activation": "float64", "kv": "float64"}
@@ -27,7 +27,7 @@ def test_attention_on_gathered_pages_is_the_op(op: str) -> None:
     contract = OPS[op].contract
     base = next(iter(contract.benchmarks.values()))
     sizes = {"B": 3, "P": 15} | ({"T": 6} if op == "paged_prefill" else {})
-    axes = at_most(contract, {**base, **PAGED, **sizes}, CPU_SIZE)
+    axes = cut_axes(contract, {**base, **PAGED, **sizes}, CPU_SIZE)
     assert axes is not None
     inputs = contract.case(axes, 0).inputs
     got = dense_attention(SDPBackend.MATH)(dict(inputs))
@@ -41,7 +41,7 @@ def test_the_dense_weight_is_the_quantized_one() -> None:
     contract = OPS["dequant_gemm"].contract
     peer = with_peers(OPS)["dequant_gemm"].variants["cublas_16bit"]
     axes = {"M": 3, "N": 16, "K": 64, "group_size": 32, "activation": "bfloat16", "weight": "bfloat16"}
-    point = at_most(contract, {**next(iter(contract.benchmarks.values())), **axes}, CPU_SIZE)
+    point = cut_axes(contract, {**next(iter(contract.benchmarks.values())), **axes}, CPU_SIZE)
     assert point is not None
     x, weight = (contract.case(point, 0).inputs[name] for name in ("x", "weight"))
     assert peer.function is not None

@@ -10,24 +10,25 @@ from typer.testing import CliRunner
 
 from experiments.cli import app
 from experiments.commands import tune as command
-from experiments.commands.tune import Request, carry_out, plan, print_results
+from experiments.commands.requests import TuneRequest
+from experiments.commands.tune import carry_out, plan, print_results
 from experiments.document import ExperimentError
 from experiments.tuning_session import TuningPoint, tune
 from tkernels.device import TARGETS
-from tkernels.measurement import CPU_SIZE, at_most
+from tkernels.measurement import CPU_SIZE, cut_axes
 from tkernels.tuning import Tuning, bucket, lockfile
 
 H200 = TARGETS["sm_90"]
 CPU = torch.device("cpu")
 
 
-def request(*shapes: str, op: str | None = "swiglu", variant: str | None = "fused") -> Request:
-    return Request(op, variant, shapes, "cuda", [])
+def request(*shapes: str, op: str | None = "swiglu", variant: str | None = "fused") -> TuneRequest:
+    return TuneRequest(op, variant, list(shapes))
 
 
 def small(points: list[TuningPoint]) -> list[TuningPoint]:
     """The same, at sizes that can be made here; no launch of theirs is ever run."""
-    cut = [(p, at_most(p.variant.contract, p.axes, CPU_SIZE)) for p in points]
+    cut = [(p, cut_axes(p.variant.contract, p.axes, CPU_SIZE)) for p in points]
     return [TuningPoint(p.variant, p.name, axes) for p, axes in cut if axes is not None]
 
 
@@ -62,7 +63,7 @@ def test_the_plan_is_one_realistic_point_for_each_bucket_of_every_triton_variant
         (request(variant="torch"), "none of these is a Triton variant"),
     ],
 )
-def test_what_is_no_point_is_named(asked: Request, said: str) -> None:
+def test_what_is_no_point_is_named(asked: TuneRequest, said: str) -> None:
     with pytest.raises(ExperimentError) as error:
         plan(asked)
     assert said in error.value.problems[0]

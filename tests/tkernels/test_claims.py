@@ -11,13 +11,13 @@ import torch
 import tkernels
 from tests.conftest import DEVICE
 from tests.tkernels.outside import write_variant
-from tkernels.batching import like_laid_out
+from tkernels.batching import lay_out_like
 from tkernels.contract import unpack
-from tkernels.inputs import clone_inputs, widened
+from tkernels.inputs import clone_inputs, widen_floats
 from tkernels.verification.calls import first_difference, wanted_outputs
 from tkernels.verification.check import drawn_cases
 from tkernels.verification.sanitizers.base import sanitized, unfit_reason
-from tkernels.verification.sanitizers.batch import surroundings
+from tkernels.verification.sanitizers.batch import draw_surroundings
 from tkernels.verification.sanitizers.suite import SANITIZERS
 
 VARIANTS = [(op.name, variant.name) for op in tkernels.OPS.values() for variant in op.variants.values()]
@@ -61,13 +61,15 @@ def test_members_are_independent_by_definition(op: str) -> None:
 
     compared = 0
     for case, _ in drawn_cases(tkernels.OPS[op].variants["torch"], 25, seed=5):
-        inputs = widened(contract.bind_arguments((), case.inputs))
+        inputs = widen_floats(contract.bind_arguments((), case.inputs))
         count = batching.count(inputs)
         if count == 0:
             continue
         alone = batching.part(*results(batching.take(inputs, [count - 1])), 0)
         batches = [(inputs, count - 1), (batching.loosen(inputs), count - 1)]
-        batches += [(batching.take(inputs, picks), at) for _, picks, at in surroundings(count - 1, count, case.seed)]
+        batches += [
+            (batching.take(inputs, picks), at) for _, picks, at in draw_surroundings(count - 1, count, case.seed)
+        ]
         for batch, position in batches:
             part = batching.part(*results(batch), position)
             assert part.keys() == alone.keys()
@@ -80,7 +82,7 @@ def test_members_are_independent_by_definition(op: str) -> None:
 def test_surroundings_put_the_member_where_they_say() -> None:
     seen = set()
     for seed in range(40):
-        for words, picks, position in surroundings(2, 4, seed):
+        for words, picks, position in draw_surroundings(2, 4, seed):
             assert picks[position] == 2
             assert len(picks) <= 32
             seen.add(len(picks) if words.startswith("repeated") else words)
@@ -99,7 +101,7 @@ def test_surroundings_put_the_member_where_they_say() -> None:
 @pytest.mark.parametrize("count", [0, 1, 4])
 def test_rows_are_laid_out_as_they_were_and_surrounded_by_poison(like: torch.Tensor, count: int) -> None:
     rows = torch.arange(count * like[0].numel(), dtype=torch.float32).view(count, *like.shape[1:])
-    copy = like_laid_out(rows, like)
+    copy = lay_out_like(rows, like)
     assert torch.equal(copy, rows)
     assert copy.storage_offset() % 16 == like.storage_offset() % 16
     whole = torch.empty(0).set_(copy.untyped_storage())

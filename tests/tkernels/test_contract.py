@@ -1,5 +1,7 @@
 """The public entry checks structure, early, by name; constraints are evaluated; draws are constructive."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -114,6 +116,12 @@ def test_a_fixed_axis_outside_its_range_or_unknown_is_refused() -> None:
         contract.draw_axes(chooser(0), {"H": 0})
     with pytest.raises(ContractError, match=r"no axis \['Q'\]; it has T, H"):
         contract.draw_axes(chooser(0), {"Q": 1})
+
+
+@pytest.mark.parametrize("field", ["benchmarks", "corners", "inspected"])
+def test_a_named_point_with_a_strange_axis_is_refused(field: str) -> None:
+    with pytest.raises(ContractError, match=r"rms_norm: point 'large' names no axis of it: \['Q'\]"):
+        replace(OPS["rms_norm"].contract, **{field: {"large": {"T": 1, "Q": 2}}})  # type: ignore[arg-type]
 
 
 def test_constraints_are_evaluated_without_builtins() -> None:

@@ -25,7 +25,7 @@ BLOCKED = (
 
 def compiled(folder: Path, *faults: tuple[str, str], arch: str = "sm_90") -> Sequence[CompiledKernel]:
     write_variant(folder, *BLOCKED, *faults)
-    return compile_variants(arch, ["swiglu.doubled"], variants_from=[folder])
+    return compile_variants(arch, ["swiglu.doubled"], ops=OPS.with_variants_from(folder))
 
 
 def test_a_clean_variant_passes(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def gemm(folder: Path, *faults: tuple[str, str]) -> CompiledKernel:
         source = source.replace(before, after)
     (folder / "matmul").mkdir(exist_ok=True)
     (folder / "matmul" / "plain.py").write_text(source)
-    (row,) = compile_variants("sm_90", ["matmul.plain"], variants_from=[folder])
+    (row,) = compile_variants("sm_90", ["matmul.plain"], ops=OPS.with_variants_from(folder))
     return row
 
 

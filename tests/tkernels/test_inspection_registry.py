@@ -23,6 +23,7 @@ def worse(rows: list[CompiledKernel]) -> list[str]:
 # minute; all of them, at all points, are a command of their own in .ci/run: `tk inspect`.
 # The unaligned point for two architectures: NVIDIA's with the most shared memory and AMD's take different paths there.
 # Of the weights that have points of their own, two.
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
 def test_every_default_config_passes_the_gates_and_is_no_worse_than_expected(arch: str) -> None:
     points = ("engine", "fp8", "unaligned") if arch in ("sm_90", "gfx942") else ("engine", "fp8")

@@ -105,7 +105,7 @@ def variant(folder: Path) -> Variant:
 
 @pytest.fixture(scope="module")
 def pool(folder: Path) -> Iterator[Pool]:
-    with Pool(variants_from=[folder]) as started:
+    with Pool(ops=tkernels.OPS.with_variants_from(folder)) as started:
         yield started
 
 

@@ -31,28 +31,33 @@ def draw(
     return check.draw(variant, choose, seed, dict.fromkeys(roles[:1], fixed["activation"]), device)
 
 
+@pytest.mark.parametrize("count", [6, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
-@settings(
-    max_examples=20,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    phases=(Phase.explicit, Phase.generate, Phase.shrink),
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
-)
-@given(data=st.data())
-def test_variant_is_right(op: str, variant: str, dtype: str, data: st.DataObject) -> None:
-    def choose(name: str, candidates: Sequence[Value]) -> Value:
-        return data.draw(st.sampled_from(list(candidates)), label=name)
-
-    seed = data.draw(st.integers(0, 2**31 - 1), label="seed")
+def test_variant_is_right(op: str, variant: str, dtype: str, count: int) -> None:
     subject = tkernels.OPS[op].variants[variant]
-    drawn = draw(subject, choose, seed, {"activation": dtype}, DEVICE)
-    assume(drawn is not None)
-    assert drawn is not None
-    result = check_case(subject, *drawn)
-    assert result.status == "ok", f"\n{result}"
+
+    @settings(
+        max_examples=count,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=(Phase.explicit, Phase.generate, Phase.shrink),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+    )
+    @given(data=st.data())
+    def check_draw(data: st.DataObject) -> None:
+        def choose(name: str, candidates: Sequence[Value]) -> Value:
+            return data.draw(st.sampled_from(list(candidates)), label=name)
+
+        seed = data.draw(st.integers(0, 2**31 - 1), label="seed")
+        drawn = draw(subject, choose, seed, {"activation": dtype}, DEVICE)
+        assume(drawn is not None)
+        assert drawn is not None
+        result = check_case(subject, *drawn)
+        assert result.status == "ok", f"\n{result}"
+
+    check_draw()
 
 
 def test_every_ops_default_is_a_triton_variant_or_composed_of_such() -> None:

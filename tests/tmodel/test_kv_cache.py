@@ -70,11 +70,11 @@ def test_each_layer_gets_what_its_kind_keeps(write_checkpoint: WriteCheckpoint) 
     mixed = replace(config, cache_kinds=(Tally((0,)), Pages((1,), 2, 16)))
     cache = allocate_kv_cache(mixed, P, S, 4, device="cpu", dtype=torch.bfloat16)
     assert [[tuple(tensor.shape) for tensor in layer] for layer in cache] == [
-        [(4, 3, 5), (4, 7), (4, 7)],
+        [(5, 3, 5), (5, 7), (5, 7)],
         [(P, S, 2, 16)] * 2,
     ]
     assert [tensor.dtype for tensor in cache[0]] == [torch.float64, torch.bfloat16, torch.bfloat16]
-    assert bytes_per_state(mixed, S, torch.bfloat16) * 4 == sum(tensor.nbytes for tensor in cache[0])
+    assert bytes_per_state(mixed, S, torch.bfloat16) * 5 == sum(tensor.nbytes for tensor in cache[0])
     assert kv_bytes_per_block(mixed, S, torch.bfloat16) * P == sum(tensor.nbytes for tensor in cache[1])
     with pytest.raises(ValueError, match="a cache with states needs at least one, got 0"):
         allocate_kv_cache(mixed, P, S, device="cpu", dtype=torch.bfloat16)

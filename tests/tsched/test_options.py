@@ -7,6 +7,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from pydantic import ValidationError
 
 from experiments.schema import SchedulerOptions
 from tsched import LLM, AsyncLLM
-from tsched.options import OPTIONS, SCHEDULER_OPTIONS, EngineOptions, Option, OptionError, read_options, resolve_options
+from tsched.options import OPTIONS, SCHEDULER_OPTIONS, EngineOptions, Option, OptionError, read_options
+from tsched.resolved_options import CacheUnits, UnitSizes, resolve_options, split_bytes
 
 NUMBERS = {"ge": lambda end: end - 1, "gt": lambda end: end, "le": lambda end: end + 1, "lt": lambda end: end}
 ANYTHING = st.one_of(
@@ -133,7 +135,7 @@ def test_the_signature_and_its_help_are_the_records(serve: type) -> None:
     assert all(one.kind is inspect.Parameter.KEYWORD_ONLY for one in others)
     listed = inspect.getdoc(serve.__init__) or ""
     for one in OPTIONS.values():
-        assert f"    {one.name}: {one.meaning}. It is {one.allowed}" in listed.splitlines()
+        assert f"    {one.name}: {one.meaning}; {one.usual} by default. It is {one.allowed}" in listed.splitlines()
 
 
 def test_a_field_added_to_the_record_is_an_option_of_llm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +149,7 @@ def test_a_field_added_to_the_record_is_an_option_of_llm(monkeypatch: pytest.Mon
         "exec(compile(source, 'tsched/options.py', 'exec'), vars(module))\n"
         "from tsched import LLM\n"
         "print(inspect.signature(LLM).parameters['seats'])\n"
-        "print('seats: most seats. It is an integer of at least 3' in LLM.__init__.__doc__)\n"
+        "print('seats: most seats; 7 by default. It is an integer of at least 3' in LLM.__init__.__doc__)\n"
         "try: LLM('nowhere', seats=2)\n"
         "except ValueError as error: print(error)\n"
     )
@@ -184,7 +186,7 @@ def test_every_wrong_type_and_range_in_a_yaml_is_refused_at_its_key(one: Option)
 
 def test_options_are_resolved_for_a_model() -> None:
     options = EngineOptions(max_num_seqs=4, block_size=8, preemption="swap", swap_bytes=1000)
-    sizes = {"max_position_embeddings": 100, "block_bytes": 300}
+    sizes = {"max_position_embeddings": 100, "sizes": UnitSizes(block_bytes=300)}
     resolved = resolve_options(options, **sizes, cache_bytes=3000)
     assert (resolved.max_model_len, resolved.num_blocks, resolved.num_host_blocks) == (100, 10, 3)
     most = resolve_options(options, **sizes, cache_bytes=10**9)
@@ -199,4 +201,47 @@ def test_options_are_resolved_for_a_model() -> None:
     ):
         with pytest.raises(OptionError) as caught:
             resolve_options(EngineOptions(**wrong), **sizes, cache_bytes=299 if name.startswith("kv") else 3000)
+        assert caught.value.option == name
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "most", "expected"),
+    [
+        (1000, (99, 99), (8, 2)),  # a sequence takes 4 x 100 + 1 x 100 bytes
+        (1000, (4, 99), (4, 6)),
+        (1000, (4, 5), (4, 5)),
+        (1000, (99, 1), (9, 1)),
+        (99, (99, 99), (0, 0)),
+    ],
+)
+def test_bytes_are_shared_out_by_what_a_sequence_needs(
+    num_bytes: int, most: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    sizes = UnitSizes(block_bytes=100, state_bytes=100)
+    assert split_bytes(num_bytes, sizes, CacheUnits(4, 1), CacheUnits(*most)) == CacheUnits(*expected)
+
+
+def test_states_are_sized_beside_blocks() -> None:
+    options = EngineOptions(max_num_seqs=4, block_size=8, prefix_cache="hash", preemption="swap", swap_bytes=10_000)
+    hybrid = UnitSizes(block_bytes=300, state_bytes=1000, state_interval=2)
+    sizes = {"max_position_embeddings": 160, "cache_bytes": 31_000}
+    half = resolve_options(options, sizes=hybrid, **sizes)
+    # 10 blocks and 3 states a request of 80 tokens, 6,000 bytes: of 30,000, past the slot for padding, 15 states.
+    assert (half.num_blocks, half.num_states, half.state_interval) == (50, 15, 2)
+    assert (half.num_host_blocks, half.num_host_states) == (26, 2)
+    short = resolve_options(replace(options, expected_len=8), sizes=hybrid, **sizes)
+    assert (short.num_blocks, short.num_states) == (10, 27)
+    assert short.scheduler_arguments["num_states"] == 27
+    states_alone = UnitSizes(block_bytes=0, state_bytes=1000)
+    resolved = resolve_options(options, sizes=states_alone, **sizes)
+    assert (resolved.num_blocks, resolved.num_states, resolved.num_host_states) == (80 + 88, 30, 10)
+    for wrong, unit_sizes, name in (
+        ({"expected_len": 8}, UnitSizes(block_bytes=300), "expected_len"),
+        ({"expected_len": 161}, hybrid, "expected_len"),
+        ({"kv_cache_bytes": 2999}, states_alone, "kv_cache_bytes"),
+        ({"preemption": "swap", "swap_bytes": 1299}, hybrid, "swap_bytes"),
+    ):
+        given = 31_000 if name == "swap_bytes" else 2999
+        with pytest.raises(OptionError) as caught:
+            resolve_options(EngineOptions(**wrong), sizes=unit_sizes, max_position_embeddings=160, cache_bytes=given)
         assert caught.value.option == name

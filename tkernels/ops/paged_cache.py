@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tkernels.batching import Inputs, like_laid_out
+from tkernels.batching import Inputs, lay_out_like
 from tkernels.contract import Axes, Axis, Choice, Constraint, Int, dtype_axis
 from tkernels.device import DeviceFacts
 from tkernels.inputs import KINDS, Draws, dtype_of, on_grid, poison
@@ -170,7 +170,9 @@ def padded_attention(
     """Dense attention, as fast as torch does it, of M queries per sequence over L gathered keys.
 
     Args:
-        q: [B, M, Hq, D]. k: [B, L, Hkv, D]. v: [B, L, Hkv, Dv].
+        q: [B, M, Hq, D].
+        k: [B, L, Hkv, D].
+        v: [B, L, Hkv, Dv].
         visible: [B, M, L] bool, no row all false; None is causal from the first key on.
 
     Returns:
@@ -385,10 +387,10 @@ def _laid_out_tables(tables: torch.Tensor, axes: Axes, draws: Draws) -> torch.Te
     return Draws(0, tables.device).laid_out(tables, "contiguous" if axes["layout"] == "contiguous" else "padded")
 
 
-def looser(inputs: Inputs) -> dict[str, Any]:
+def loosen_bounds(inputs: Inputs) -> dict[str, Any]:
     """The same batch behind a table with undefined entries to the right, and with a bound that is as loose as it."""
     tables, page = inputs["block_tables"], inputs["k_cache"].shape[1]
     beyond = torch.full_like(tables, int(poison(tables.dtype)))
     wider = torch.cat((tables, beyond), dim=1)  # [B, 2 N]
     bound = None if inputs["max_context_len"] is None else wider.shape[1] * page
-    return {**inputs, "block_tables": like_laid_out(wider, wider), "max_context_len": bound}
+    return {**inputs, "block_tables": lay_out_like(wider, wider), "max_context_len": bound}

@@ -10,8 +10,12 @@ import torch
 class Outliers:
     """S [N, K], sparse, by outputs: S[n, cols[i]] = vals[i] for rows[n] <= i < rows[n + 1].
 
-    rows: [N + 1] int32, from 0 to nnz, never falling. cols: [nnz] int32, inputs, rising within a row. vals: [nnz]
-    floating. All contiguous. Dense-and-sparse decomposition: Kim et al., 2023, "SqueezeLLM".
+    Attributes:
+        rows: [N + 1] int32, from 0 to nnz, never falling.
+        cols: [nnz] int32, inputs, rising within a row.
+        vals: [nnz] floating.
+
+    All are contiguous. Dense-and-sparse decomposition: Kim et al., 2023, "SqueezeLLM".
 
     Raises ValueError where dtypes or shapes do not fit. The values are for `outliers_from` to get right: reading them
     at every copy would wait for the device.

@@ -12,7 +12,9 @@ from tkernels.quantized.row_codes import LARGEST, codes_and_scales
 class ScaledWeight:
     """W[n, k] = values[n, k] * scales[n], for N outputs and K inputs.
 
-    values: [N, K] int8 or float8_e4m3fn, unit stride in the last dim. scales: [N] float32.
+    Attributes:
+        values: [N, K] int8 or float8_e4m3fn, unit stride in the last dim.
+        scales: [N] float32.
 
     Raises:
         ValueError: parts whose shapes, dtypes or strides do not fit together.

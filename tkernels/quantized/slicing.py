@@ -11,7 +11,7 @@ from tkernels.quantized.outliers import Outliers, outliers_from
 from tkernels.quantized.weight import QuantizedWeight, from_codes, in_order, unpack_codes
 
 
-def why_apart(one: QuantizedWeight, other: QuantizedWeight) -> str | None:
+def incompatible_reason(one: QuantizedWeight, other: QuantizedWeight) -> str | None:
     """What keeps two weights of the same inputs from being one; None where nothing does."""
     for name in ("inputs", "bits", "group_size", "coding", "dtype", "order", "places"):
         if getattr(one, name) != getattr(other, name):
@@ -22,11 +22,15 @@ def why_apart(one: QuantizedWeight, other: QuantizedWeight) -> str | None:
     return None if torch.equal(mine, theirs) else "they are permuted each in its own way"
 
 
-def concatenated(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """One weight with the outputs of all, in order, bit for bit. ValueError where `why_apart` has a reason."""
+def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """One weight with the outputs of all, in order, bit for bit.
+
+    Raises:
+        ValueError: two of them cannot be one weight; see `incompatible_reason`.
+    """
     first = weights[0]
     for other in weights[1:]:
-        if reason := why_apart(first, other):
+        if reason := incompatible_reason(first, other):
             raise ValueError(f"quantized weights cannot be one: {reason}")
     if len(weights) == 1:
         return first

@@ -32,18 +32,20 @@ class QuantizedWeight:
 
     for the place p with permutation[p] = k; without a permutation p = k and Kp = K.
 
-    packed: [Kp / codes_per_word, N] int32, as in codes.py, in `order`; of 3-bit codes the two low bits.
-    high: [Kp / 32, N] int32, the third bits of 3-bit codes; else None.
-    scales: [G, N] floating; None for a lookup.
-    zeros: [G, N] int16; None (symmetric) stands for 2**(bits - 1) everywhere. Not packed: a GPTQ file of format v1 can
-        mean 16 at 4 bits and 256 at 8.
-    table: [2**bits, N] floating, each output's own values (SqueezeLLM: Kim et al., 2023); None for uniform codes.
-    permutation: [Kp] int32, the input that each place stands for, each input once; -1 is padding, whose code counts
-        nothing. GPTQ's activation order (Frantar et al., 2023) puts inputs of one group side by side by it.
-    outliers: weights kept beside the codes, of the scales' or table's dtype; None where there are none.
-    bits: 2, 3, 4 or 8. group_size: places that share a scale, whole words of them, a divisor of Kp; -1 means all.
-    order: of the codes in a word: "sequential", as checkpoints have them, or "interleaved", as kernels read them.
-    inputs: K; -1 means Kp.
+    Attributes:
+        packed: [Kp / codes_per_word, N] int32, as in codes.py, in `order`; of 3-bit codes the two low bits.
+        high: [Kp / 32, N] int32, the third bits of 3-bit codes; else None.
+        scales: [G, N] floating; None for a lookup.
+        zeros: [G, N] int16; None (symmetric) stands for 2**(bits - 1) everywhere. Not packed: a GPTQ file of format v1
+            can mean 16 at 4 bits and 256 at 8.
+        table: [2**bits, N] floating, each output's own values (SqueezeLLM: Kim et al., 2023); None for uniform codes.
+        permutation: [Kp] int32, the input that each place stands for, each input once; -1 is padding, whose code counts
+            nothing. GPTQ's activation order (Frantar et al., 2023) puts inputs of one group side by side by it.
+        outliers: weights kept beside the codes, of the scales' or table's dtype; None where there are none.
+        bits: 2, 3, 4 or 8.
+        group_size: places that share a scale, whole words of them, a divisor of Kp; -1 means all.
+        order: of the codes in a word: "sequential", as checkpoints have them, or "interleaved", as kernels read them.
+        inputs: K; -1 means Kp.
 
     At 4 bits and group size 128 a weight with zero-points takes 0.266 times the bytes of bf16. The two-dimensional
     parts have unit stride in the last dim.
@@ -92,6 +94,9 @@ class QuantizedWeight:
             object.__setattr__(self, "inputs", places)
         if self.permutation is None and self.inputs != places:
             raise ValueError(f"QuantizedWeight: {self.inputs} inputs without a permutation, but {places} codes")
+        self._check_shapes(places, outputs)
+
+    def _check_shapes(self, places: int, outputs: int) -> None:
         groups = places // self.group_size
         shapes = {
             "high": ("[Kp/32, N]", [places // 32, outputs]),

@@ -1,103 +1,161 @@
 """Compiles what a launcher would launch, for an architecture that is not there. No GPU, no driver.
 
 A process compiles for one target: Triton's JIT caches by device index and would hand back the first target's binary
-for the second. So `compile_variants` starts a process, which runs this module's `main` and prints JSON lines, and
-`compile_for` starts one for each architecture, as many at a time as there are cores.
+for the second. So every variant is compiled for every architecture in a process of its own, as many at a time as there
+are cores: see `tkernels.isolation`. What ends such a process, a compiler that crashes or does not end, is a row.
 """
 
-import argparse
 import os
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+from tkernels.device import TARGETS
+from tkernels.isolation import Prepare, Server, ServerError, Tell, Work
+from tkernels.registry import Registry, builtin_ops, registry_of
 from tkernels.verification.inspection.rows import CompiledKernel
-
-DESCRIPTION = "Compile a variant's kernels for an architecture that is not there; one JSON line per kernel."
 
 KERNEL_SECONDS = 300.0
 """For the kernels of one variant at one point, which take a few: a block of 65536 on one warp took over 840."""
 
 
 class CompilationError(RuntimeError):
-    """The compiling process failed as a whole; a kernel that does not compile is a row with its reason instead."""
+    """Nothing can be compiled here; a kernel that does not compile is a row with its reason instead."""
 
 
-def _nothing(row: CompiledKernel) -> None:
-    pass
+OnRow = Callable[[CompiledKernel], None]
 
 
-def compile_variants(
-    arch: str,
+def compile_for(
+    archs: Sequence[str],
     names: Sequence[str],
     axes: Mapping[str, Any] | None = None,
-    variants_from: Sequence[Path] = (),
+    ops: Registry | None = None,
     points: Sequence[str] = ("engine",),
     dump: Path | None = None,
-    on_row: Callable[[CompiledKernel], None] = _nothing,
+    on_row: OnRow = lambda row: None,
 ) -> list[CompiledKernel]:
-    """Compiles variants, given as "op.variant" (none given: every Triton variant), in a process of its own.
+    """Compiles variants, given as "op.variant" (none given: every Triton variant), for each architecture.
 
     Args:
-        axes: axes to hold, instead of a benchmark point's. points: of
-            `tkernels.verification.inspection.points.POINTS`, or a
-            contract's own.
-        dump: a folder for the texts. on_row: called with each row as it arrives.
+        axes: axes to hold, instead of a benchmark point's.
+        ops: what the variants are of; None is the built-in ones.
+        points: of `tkernels.verification.inspection.points.POINTS`, or a contract's own.
+        dump: a folder for the texts.
+        on_row: called with each row as it arrives.
+
+    Returns:
+        A row for each kernel at each point, by architecture and then variant in the order given.
 
     Raises:
-        CompilationError: the process failed; its last words are in the message.
+        CompilationError: an unknown architecture, a tool that is missing, or a process that does not start.
     """
-    command = [sys.executable, "-m", "tkernels.verification.ahead_of_time", "--arch", arch, *names]
-    command += [part for name, value in (axes or {}).items() for part in ("--axis", f"{name}={value}")]
-    command += [part for folder in variants_from for part in ("--variants-from", str(folder))]
-    command += [part for name in points for part in ("--point", name)]
-    command += ["--dump", str(dump)] if dump is not None else []
+    for arch in archs:
+        if arch not in TARGETS:
+            raise CompilationError(f"unknown architecture {arch!r}: there is {', '.join(TARGETS)}")
+    ops = ops if ops is not None else builtin_ops()
+    folder = str(dump) if dump is not None else None
+    about = {"outside": ops.outside(), "axes": dict(axes or {}), "dump": folder, "seconds": KERNEL_SECONDS}
+    asked = [(arch, name) for arch in archs for name in names or _triton_variants(ops)]
+    with _servers(min(os.cpu_count() or 1, len(asked)), about) as servers, ThreadPoolExecutor(len(servers)) as threads:
+        free: SimpleQueue[Server] = SimpleQueue()
+        for server in servers:
+            free.put(server)
+
+        def compile_one(pair: tuple[str, str]) -> list[CompiledKernel]:
+            server = free.get()
+            try:
+                return _compile(server, *pair, points, on_row)
+            finally:
+                free.put(server)
+
+        return [row for rows in threads.map(compile_one, asked) for row in rows]
+
+
+def compile_variants(arch: str, names: Sequence[str], **options: Any) -> list[CompiledKernel]:
+    """`compile_for` one architecture."""
+    return compile_for([arch], names, **options)
+
+
+@contextmanager
+def _servers(count: int, about: Mapping[str, Any]) -> Iterator[list[Server]]:
     # Always compiled: from Triton's cache, times would be of reading files and lines those of another checkout.
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1"}
-    rows = []
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process, ThreadPoolExecutor(1) as pool:  # fmt: skip
-        assert process.stdout is not None
-        assert process.stderr is not None
-        complaints = pool.submit(process.stderr.read)
-        patience = _ended_after(process)
-        for line in process.stdout:
-            patience.cancel()
-            rows.append(CompiledKernel.parse(line))
-            on_row(rows[-1])
-            patience = _ended_after(process)
-        patience.cancel()
-        said = complaints.result().strip()
-    if process.returncode == -signal.SIGKILL:
-        last = f"after {rows[-1].op}.{rows[-1].variant}" if rows else "from the first kernel on"
-        raise CompilationError(
-            f"compiling for {arch} was ended: nothing was finished in {KERNEL_SECONDS:.0f} s, {last}; "
-            "is a block of a config far too large?"
-        )
-    if process.returncode:
-        said = said.rpartition(" error: ")[2] if said.startswith("usage: ") else said[-2000:]
-        raise CompilationError(f"compiling for {arch} failed: {said}")
+    servers = [Server({"TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1"}) for _ in range(count)]
+    try:
+        for server in servers:
+            server.load("tkernels.verification.ahead_of_time:prepare_compilations", about)
+        yield servers
+    finally:
+        for server in servers:
+            server.end(patience=0.0)
+
+
+def _compile(server: Server, arch: str, name: str, points: Sequence[str], on_row: OnRow) -> list[CompiledKernel]:
+    """A variant's rows for one architecture. The points after one that ends the process are for another process."""
+    rows: list[CompiledKernel] = []
+    left = list(points)
+    while left:
+        begun: list[str] = []
+
+        def hear(message: Mapping[str, Any], begun: list[str] = begun) -> None:
+            if "refused" in message:
+                raise CompilationError(f"compiling for {arch} failed: {message['refused']}")
+            if "point" in message:
+                begun.append(message["point"])
+            else:
+                rows.append(CompiledKernel.of(message["row"]))
+                on_row(rows[-1])
+
+        try:
+            ending = server.run({"arch": arch, "name": name, "points": left}, hear)
+        except ServerError as error:
+            raise CompilationError(
+                f"compiling for {arch} failed: the process that compilers are forked from {error}"
+            ) from None
+        if ending.death is None:
+            break
+        hint = "; is a block of its config far too large?" if ending.timed_out else ""
+        at = begun[-1] if begun else left[0]
+        op, _, variant = name.partition(".")
+        died = CompiledKernel(op, variant, "", arch, {}, "failed", point=at, reason=f"{ending.death}{hint}")
+        rows.append(died)
+        on_row(died)
+        left = left[left.index(at) + 1 :]
     return rows
 
 
-def _ended_after(process: subprocess.Popen[str]) -> threading.Timer:
-    timer = threading.Timer(KERNEL_SECONDS, process.kill)
-    timer.daemon = True
-    timer.start()
-    return timer
+def _triton_variants(ops: Registry) -> list[str]:
+    return [f"{op.name}.{v.name}" for op in ops.values() for v in op.variants.values() if v.kind == "triton"]
 
 
-def compile_for(archs: Sequence[str], names: Sequence[str], **options: Any) -> list[CompiledKernel]:
-    """`compile_variants` for each architecture, as many processes at a time as there are cores; rows in their order."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        parts = pool.map(lambda arch: compile_variants(arch, names, **options), archs)
-        return [row for part in parts for row in part]
+def prepare_compilations(about: Mapping[str, Any]) -> Prepare:
+    """In a server that compiles: each task is a variant, an architecture and points."""
+    from tkernels.verification.inspection.compile import compile_point
+
+    ops = registry_of(about["outside"])
+    dump = Path(about["dump"]) if about["dump"] is not None else None
+
+    def prepare(task: Mapping[str, Any]) -> Work:
+        op, _, variant = task["name"].partition(".")
+
+        def work(tell: Tell) -> None:
+            try:
+                activate(task["arch"])
+            except RuntimeError as error:
+                tell({"refused": str(error)})
+                return
+            for point in task["points"]:
+                tell({"point": point})
+                tell.within(about["seconds"])
+                for row in compile_point(ops[op].variants[variant], task["arch"], point, about["axes"], dump=dump):
+                    tell({"row": row.as_json()})
+
+        return work
+
+    return prepare
 
 
 class _AbsentDriver:
@@ -137,51 +195,3 @@ def activate(arch: str) -> None:
             raise RuntimeError(f"{tool} is missing, and inspection needs it")
     knobs.nvidia.dump_ptxas_log = True  # registers and spills
     driver.set_active(_AbsentDriver(GPUTarget("cuda", number, 32)))
-
-
-def main() -> None:
-    """Runs in a process of its own: `TRITON_INTERPRET=0 python -m tkernels.verification.ahead_of_time --arch sm_90`."""
-    import json
-
-    from tkernels import OPS
-    from tkernels.contract import parse_axes
-    from tkernels.device import TARGETS
-    from tkernels.mode import MODE
-
-    parser = argparse.ArgumentParser(prog="python -m tkernels.verification.ahead_of_time", description=DESCRIPTION)
-    parser.add_argument("--arch", required=True)
-    parser.add_argument("--axis", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument(
-        "--point", action="append", default=[], help="engine (the default), fp8, unaligned or one of the contract's"
-    )
-    parser.add_argument("--dump", type=Path, metavar="FOLDER")
-    parser.add_argument("--variants-from", action="append", default=[], type=Path, metavar="FOLDER")
-    parser.add_argument("names", nargs="*", metavar="op.variant", help="default: every Triton variant")
-    arguments = parser.parse_args()
-    if MODE != "compile":
-        parser.error("this process interprets; start it with TRITON_INTERPRET=0")
-    if arguments.arch not in TARGETS:
-        parser.error(f"unknown architecture {arguments.arch!r}: there is {', '.join(TARGETS)}")
-    from tkernels.verification.inspection.compile import compile_point
-
-    ops = OPS
-    for folder in arguments.variants_from:
-        ops = ops.with_variants_from(folder)
-    try:
-        activate(arguments.arch)
-    except RuntimeError as error:
-        parser.error(str(error))
-    held = parse_axes(",".join(arguments.axis))
-    names = arguments.names or [
-        f"{op.name}.{v.name}" for op in ops.values() for v in op.variants.values() if v.kind == "triton"
-    ]
-    for name in names:
-        op_name, _, variant_name = name.partition(".")
-        variant = ops[op_name].variants[variant_name]
-        for point in arguments.point or ["engine"]:
-            for row in compile_point(variant, arguments.arch, point, held, dump=arguments.dump):
-                print(json.dumps(row.as_json()), flush=True)
-
-
-if __name__ == "__main__":
-    main()

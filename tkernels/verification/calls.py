@@ -25,7 +25,7 @@ def finite_poison(dtype: torch.dtype) -> float | int:
     return _FINITE.get(dtype, 1e30) if dtype.is_floating_point else 0
 
 
-def _where_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _keep_place(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
@@ -43,7 +43,7 @@ def call(
     *,
     door: Door | None = None,
     fill: Callable[[torch.dtype], float | int] = poison,
-    place: Place = _where_it_is,
+    place: Place = _keep_place,
 ) -> dict[str, torch.Tensor]:
     """Calls a variant on exactly these arguments (what it writes changes) and returns each result by name.
 

@@ -13,10 +13,10 @@ import torch
 from tkernels.config import Config
 from tkernels.contract import Axes, Case, Choose, Contract, ContractError, Value, unpack
 from tkernels.device import INTERPRETER, device_facts
-from tkernels.inputs import clone_inputs, map_tensors, outside_views, poison, widened
+from tkernels.inputs import clone_inputs, map_tensors, outside_views, poison, widen_floats
 from tkernels.launch import Door, Kernel
 from tkernels.mode import MODE
-from tkernels.tuning import NEAREST
+from tkernels.tuning import NEAREST, candidates
 from tkernels.variant import Variant
 from tkernels.verification.accuracy import Verdict, judge
 from tkernels.verification.addresses import default_door
@@ -106,7 +106,7 @@ def check_case(
     offsets: whether the interpreter also runs it on strides faked past 2**31, in hundreds of GiB of address space.
     """
     contract = case.contract
-    device = _device(case)
+    device = _device_of(case)
     arguments = contract.bind_arguments((), case.inputs)
     axes, _ = contract.bind_axes(arguments)
     facts = device_facts(device)
@@ -120,33 +120,15 @@ def check_case(
     if reason := variant.unsupported_reason(axes, device, facts):
         return result("unsupported", reason)
     mine = clone_inputs(arguments)
-    written = (*contract.writes, *contract.consumes)
-    before = outside_views(mine, written)
+    before = outside_views(mine, (*contract.writes, *contract.consumes))
     try:
-        if variant.launch is not None:
-            assert config is not None
-            outputs = contract.allocate_outputs(axes, mine, device)
-            for tensor in outputs.values():
-                if tensor is not None:
-                    tensor.fill_(poison(tensor.dtype))
-            Kernel(variant, NEAREST, {}, door or default_door()).launch_into(outputs, mine, axes, device, facts, config)
-            if left := variant.zeroed.not_zero():
-                variant.zeroed.clear()
-                return result("wrong", f"the launch did not leave its zeroed workspace at zero: {', '.join(left)}")
-        else:
-            results = unpack(Kernel(variant, NEAREST, {}, door or default_door())(**mine))
-            outputs = dict(zip(wanted_outputs(contract, mine), results, strict=True))
+        outputs = _run_poisoned(Kernel(variant, NEAREST, {}, door or default_door()), mine, axes, device, config)
     except Exception as error:
         return result("failed", f"{type(error).__name__}: {error}")
-    after = outside_views(mine, written)
-    if changed := [address for address, whole in before.items() if not torch.equal(whole, after[address])]:
-        where = _changed_where(arguments, mine, written, changed)
-        return result("wrong", f"memory outside what the op writes was changed: {where}")
     got = {name: tensor for name, tensor in outputs.items() if tensor is not None}
     got |= {name: mine[name] for name in contract.writes}
-    for name, output in contract.outputs.items():
-        if name in got and (expected := [d.size(axes) for d in output.shape]) != list(got[name].shape):
-            return result("wrong", f"output {name!r} has shape {list(got[name].shape)}, not {expected}")
+    if reason := _left_behind(variant, before, arguments, mine) or _misshapen_output(contract, axes, got):
+        return result("wrong", reason)
     verdicts, reason = _judge_all(variant, contract, arguments, axes, got, slack)
     if reason or not all(v.ok for v in verdicts.values()):
         return result("wrong", reason, verdicts)
@@ -158,12 +140,57 @@ def check_case(
     return result("ok", "", verdicts)
 
 
-def _device(case: Case) -> torch.device:
+def _run_poisoned(
+    kernel: Kernel, arguments: dict[str, Any], axes: Axes, device: torch.device, config: Config | None
+) -> dict[str, torch.Tensor | None]:
+    """Every output by name, of a call on these arguments. A launcher's outputs begin as poison."""
+    contract = kernel.variant.contract
+    if kernel.variant.launch is None:
+        return dict(zip(wanted_outputs(contract, arguments), unpack(kernel(**arguments)), strict=True))
+    assert config is not None
+    outputs = contract.allocate_outputs(axes, arguments, device)
+    for tensor in outputs.values():
+        if tensor is not None:
+            tensor.fill_(poison(tensor.dtype))
+    kernel.launch_into(outputs, arguments, axes, device, device_facts(device), config)
+    return outputs
+
+
+def _left_behind(
+    variant: Variant, before: Mapping[int, torch.Tensor], arguments: Mapping[str, Any], after: Mapping[str, Any]
+) -> str:
+    """What a call changed that it must leave: zeroed workspace, memory outside what the op writes; "" for nothing.
+
+    Args:
+        before: `outside_views` of the arguments that the call got.
+        arguments: what these were copies of.
+        after: they themselves, after the call.
+    """
+    if left := variant.zeroed.not_zero():
+        variant.zeroed.clear()
+        return f"the launch did not leave its zeroed workspace at zero: {', '.join(left)}"
+    written = (*variant.contract.writes, *variant.contract.consumes)
+    outside = outside_views(dict(after), written)
+    if changed := [address for address, whole in before.items() if not torch.equal(whole, outside[address])]:
+        where = _changed_where(arguments, after, written, changed)
+        return f"memory outside what the op writes was changed: {where}"
+    return ""
+
+
+def _misshapen_output(contract: Contract, axes: Axes, got: Mapping[str, torch.Tensor]) -> str:
+    """Which output has another shape than the contract says; "" for none."""
+    for name, output in contract.outputs.items():
+        if name in got and (expected := [dim.size(axes) for dim in output.shape]) != list(got[name].shape):
+            return f"output {name!r} has shape {list(got[name].shape)}, not {expected}"
+    return ""
+
+
+def _device_of(case: Case) -> torch.device:
     _, device = case.contract.bind_axes(case.contract.bind_arguments((), case.inputs))
     return device
 
 
-def _results(contract: Contract, arguments: dict[str, Any], function: Any) -> dict[str, torch.Tensor]:
+def _call_definition(contract: Contract, arguments: dict[str, Any], function: Any) -> dict[str, torch.Tensor]:
     """Every output and written argument of a reference-like function, by name."""
     results = unpack(function(**arguments))
     named = dict(zip(wanted_outputs(contract, arguments), results, strict=True))
@@ -178,15 +205,15 @@ def _judge_all(
     got: Mapping[str, torch.Tensor],
     slack: float,
 ) -> tuple[dict[str, Verdict], str]:
-    original = widened(arguments)
-    oracle = _results(contract, widened(arguments), contract.reference)
+    original = widen_floats(arguments)
+    oracle = _call_definition(contract, widen_floats(arguments), contract.reference)
     if set_ones := sorted(set(contract.left_out_by_baseline).intersection(contract.set_options(axes))):
         return {}, f"nothing measures the natural error: {contract.name}'s baseline does not take {', '.join(set_ones)}"
     plain = {name: value for name, value in arguments.items() if name not in contract.left_out_by_baseline}
-    baseline = _results(contract, clone_inputs(plain), contract.baseline)
+    baseline = _call_definition(contract, clone_inputs(plain), contract.baseline)
     # The baseline measures natural error only if it is itself right. The definition, evaluated at the working dtype,
     # rounds after every operation, so no right baseline is much worse than it.
-    stepwise = _results(contract, clone_inputs(arguments), contract.reference)
+    stepwise = _call_definition(contract, clone_inputs(arguments), contract.reference)
     verdicts: dict[str, Verdict] = {}
     for name, wide in oracle.items():
         expected = wide.double()
@@ -213,7 +240,7 @@ def _changed_where(
     """The arguments whose elements differ; where none does, those in whose storages something between them does."""
     elements, beside = [], []
     for name in before:
-        old, new = _tensors(before[name]), _tensors(after[name])
+        old, new = _collect_tensors(before[name]), _collect_tensors(after[name])
         if any(tensor.untyped_storage().data_ptr() in storages for tensor in new):
             beside.append(name)
         if name not in written and not all(same_bits(*pair) for pair in zip(old, new, strict=True)):
@@ -223,7 +250,7 @@ def _changed_where(
     return f"between or beyond the elements of argument {' and '.join(map(repr, beside))}"
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _collect_tensors(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -262,11 +289,6 @@ def count_programs(variant: Variant, case: Case, config: Config) -> int:
     return total
 
 
-def configs_of(variant: Variant, arch: str) -> tuple[Config, ...]:
-    """The configs that a call of a Triton variant may run with, each once: the default, and what tuning tries."""
-    return tuple(dict.fromkeys((variant.default_config(arch), *variant.configs)))
-
-
 MAX_PROGRAMS = 8
 """Of a drawn case: the interpreter's cost follows the number of programs, a fault shows itself in the first few."""
 
@@ -296,7 +318,7 @@ def draw(
         return None
     if variant.kind != "triton":
         return case, None
-    configs = (config,) if config is not None else configs_of(variant, facts.arch)
+    configs = (config,) if config is not None else candidates(variant, facts.arch)
     chosen = configs[int(choose("config", range(len(configs))))]
     for one in dict.fromkeys((chosen, configs[0])):
         try:

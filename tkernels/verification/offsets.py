@@ -29,32 +29,32 @@ FAKED_STRIDE = 2**30
 """Below 2**31, or Triton would pass the stride itself as int64 and hide the fault."""
 
 
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+def _faked_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """FAKED_STRIDE for every dim but the last."""
     return (*[FAKED_STRIDE] * (tensor.dim() - 1), 1) if tensor.dim() > 1 else tensor.stride()
 
 
-def _faked(tensor: torch.Tensor) -> torch.Tensor:
+def _fake_strides(tensor: torch.Tensor) -> torch.Tensor:
     """A meta tensor of the same shape on faked strides; an integer tensor with its contents there."""
     if tensor.is_floating_point():
-        return torch.empty_strided(tensor.shape, _strides(tensor), dtype=tensor.dtype, device="meta")
+        return torch.empty_strided(tensor.shape, _faked_strides(tensor), dtype=tensor.dtype, device="meta")
     if tensor.dim() < 2 or tensor.numel() == 0:
         return tensor
     # A dim of one or two keeps its stride: index 1 overflows nothing, and what a kernel computes for its other, masked,
     # rows reaches no memory.
-    pairs = zip(tensor.shape, tensor.stride(), _strides(tensor), strict=True)
+    pairs = zip(tensor.shape, tensor.stride(), _faked_strides(tensor), strict=True)
     strides = [faked if n > 2 else real for n, real, faked in pairs]
     elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
     return lazy_zeros(elements, tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
 
 
-def _faked_part_by_part(value: Any) -> Any:
+def _fake_parts(value: Any) -> Any:
     """A tensor, or a weight whose tensors are faked one by one: one whose span its class bounds stays as it is.
 
     A QuantizedWeight refuses a packed part of 2**31 words, so no kernel can meet such a stride.
     """
     if isinstance(value, torch.Tensor):
-        return _faked(value)
+        return _fake_strides(value)
     count = 0
 
     def number(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,14 +67,14 @@ def _faked_part_by_part(value: Any) -> Any:
         seen = itertools.count()
 
         def one(tensor: torch.Tensor, wanted: int = wanted, seen: Iterator[int] = seen) -> torch.Tensor:
-            return _faked(tensor) if next(seen) == wanted else tensor
+            return _fake_strides(tensor) if next(seen) == wanted else tensor
 
         with suppress(ValueError):
             value = value.map_tensors(one)
     return value
 
 
-def _anything(addresses: np.ndarray, mask: np.ndarray, width: int, access: str) -> None:
+def _allow_access(addresses: np.ndarray, mask: np.ndarray, width: int, access: str) -> None:
     """Only loops without end are stopped."""
 
 
@@ -86,16 +86,16 @@ def check_offsets(variant: Variant, case: Case, config: Config) -> None:
     contract = case.contract
     real = contract.bind_arguments((), case.inputs)
     axes, device = contract.bind_axes(real)
-    arguments = {n: _faked_part_by_part(v) if _has_tensors(v) else v for n, v in real.items()}
-    outputs = map_tensors(contract.allocate_outputs(axes, real, device), _faked)
+    arguments = {n: _fake_parts(v) if _has_tensors(v) else v for n, v in real.items()}
+    outputs = map_tensors(contract.allocate_outputs(axes, real, device), _fake_strides)
 
     def faking_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
-        with floats_untouched(_anything), overflow_checks():
+        with floats_untouched(_allow_access), overflow_checks():
             jit_door(kernel, grid, map_tensors(arguments, real_pointer), config)
 
     def launch(run: Run, *args: Any, **kwargs: Any) -> None:
         assert variant.launch is not None
-        faked = {name: _faked(t) if t.is_floating_point() else t for name, t in run.workspace.items()}
+        faked = {name: _fake_strides(t) if t.is_floating_point() else t for name, t in run.workspace.items()}
         variant.launch(replace(run, workspace=faked), *args, **kwargs)
 
     kernel = Kernel(replace(variant, launch=launch), NEAREST, {}, faking_door)

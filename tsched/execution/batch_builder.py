@@ -24,6 +24,7 @@ class Arranged:
     sampled                     [m] int64, ascending, the places whose last token's logits are wanted
     sampled_rows, sampled_epochs, lengths   [m] int64, of these
     order                       [m] int64, where each of them is among the plan's sampled; None: in the same order
+    state_slots                 [2, n] int64, where layers keep states: the slots read and written
     """
 
     rows: Ints
@@ -36,6 +37,7 @@ class Arranged:
     sampled_epochs: Ints
     lengths: Ints
     order: Ints | None
+    state_slots: Ints | None = None
 
     @property
     def all_decode(self) -> bool:
@@ -67,10 +69,11 @@ class BatchBuilder:
             return None
         num_decodes = plan.num_decodes
         rows, entries = self._in_order(plan)
+        state_slots = None if plan.states is None else plan.states.slots.astype(np.int64)
         if entries is None:
             arranged = Arranged(
                 rows, plan.starts, plan.counts, plan.ends, num_decodes, plan.sampled, plan.sampled_rows,
-                plan.sampled_epochs, plan.lengths, None,
+                plan.sampled_epochs, plan.lengths, None, state_slots,
             )  # fmt: skip
         else:
             place_of = np.full(rows.size, -1, dtype=np.int64)
@@ -81,6 +84,7 @@ class BatchBuilder:
             arranged = Arranged(
                 rows, plan.starts[entries], plan.counts[entries], plan.ends[entries], num_decodes, sampled,
                 plan.sampled_rows[order], plan.sampled_epochs[order], plan.lengths[order], order,
+                None if state_slots is None else state_slots[:, entries],
             )  # fmt: skip
         self._state.update_tables(rows)
         just_kept = arranged.all_decode and self._state.has_kept(arranged.sampled_rows, arranged.starts)
@@ -107,8 +111,9 @@ class BatchBuilder:
         if self._on_device:
             tokens = np.concatenate((-1 - rows[:num_decodes], prefill_tokens))
             return self._state.mixed_batch(
-                tokens=tokens, starts=starts, ends=ends, logits=logits, num_decodes=num_decodes
-            )
+                tokens=tokens, starts=starts, ends=ends, logits=logits, num_decodes=num_decodes,
+                state_slots=step.state_slots,
+            )  # fmt: skip
         return self._host_batch(step, owners, positions, prefill_tokens, cu_seqlens, logits)
 
     def _host_batch(
@@ -132,6 +137,7 @@ class BatchBuilder:
             num_decodes=num_decodes,
             max_context_len=max_context_len,
             logit_indices=torch.from_numpy(logits),
+            state_slots=None if step.state_slots is None else torch.from_numpy(step.state_slots),
         )
 
     def _in_order(self, plan: StepPlan) -> tuple[Ints, Ints | None]:

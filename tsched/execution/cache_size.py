@@ -9,10 +9,7 @@ import torch
 
 import tmodel
 from tmodel.weights import Checkpoint
-from tsched.options import EngineOptions
-
-_CPU_DEFAULT_BYTES = 2**30
-GPU_FRACTION = 0.9  # the rest is for activations, logits and the allocator's slack
+from tsched.options import CPU_CACHE_BYTES, GPU_FRACTION, EngineOptions
 
 
 def cache_bytes(
@@ -34,7 +31,7 @@ def cache_bytes(
     fraction = options.kv_cache_fraction
     if fraction is None:
         if device.type == "cpu":
-            return _CPU_DEFAULT_BYTES
+            return CPU_CACHE_BYTES
         fraction = GPU_FRACTION
     total, taken = device_memory(device)
     return max(0, int(total * fraction) - taken - (0 if weights is None else weight_bytes(weights, config, dtype)))

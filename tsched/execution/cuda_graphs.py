@@ -77,6 +77,7 @@ class DecodeGraphs:
 
     model      maps (Batch, caches) to logits [n, V] for the batch's logit_indices
     max_rows   decode rows in a step
+    num_states the scheduler's; the caches have one slot more, for padding
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class DecodeGraphs:
         *,
         max_rows: int,
         max_model_len: int,
+        num_states: int = 0,
         ranges: Ranges = NVTX,
     ) -> None:
         self._model = model
@@ -100,7 +102,9 @@ class DecodeGraphs:
         self._replays: dict[tuple[int, int], Replay] = {}
         # All graphs leave their logits in one place: each its own would take gigabytes for a large vocabulary.
         self._logits: torch.Tensor | None = None
-        self._inputs = torch.zeros((2, max_rows), dtype=torch.int64, device=state.device)  # tokens, starts
+        self._num_states = num_states
+        num_inputs = 4 if num_states else 2  # tokens, starts; and the slots of states that are read and written
+        self._inputs = torch.zeros((num_inputs, max_rows), dtype=torch.int64, device=state.device)
 
     @property
     def recorded(self) -> list[tuple[int, int]]:
@@ -111,15 +115,18 @@ class DecodeGraphs:
         """Drop all graphs; those that are wanted again are recorded again."""
         self._replays.clear()
 
-    def run(self, rows: Ints, starts: Ints) -> torch.Tensor:
+    def run(self, rows: Ints, starts: Ints, state_slots: Ints | None = None) -> torch.Tensor:
         """Logits [n, V] of the step in which the state's first n places decode `rows` [n] at `starts` [n]; valid until
-        the next run.
+        the next run. state_slots: [2, n], where layers keep states.
         """
         bucket = self.buckets[bisect_left(self.buckets, rows.size)]
         bound = self.bounds[bisect_left(self.bounds, int(starts.max()) + 1)]
-        padded = np.zeros((2, bucket), dtype=np.int64)
+        padded = np.zeros((self._inputs.shape[0], bucket), dtype=np.int64)
         padded[1, rows.size :] = -1
         padded[0, : rows.size], padded[1, : rows.size] = -1 - rows, starts
+        if state_slots is not None:
+            padded[2, rows.size :], padded[3, rows.size :] = -1, self._num_states
+            padded[2:, : rows.size] = state_slots
         self._inputs[:, :bucket].copy_(to_device(padded, self._state.device))
         if (bucket, bound) not in self._replays:
             with self._recording:
@@ -127,8 +134,9 @@ class DecodeGraphs:
         return self._replays[bucket, bound]()[: rows.size]
 
     def _step(self, bucket: int, bound: int) -> torch.Tensor:
-        tokens, starts = self._inputs[:, :bucket]
-        logits = self._model(self._state.decode_batch(tokens, starts, bound), self._kv_cache)
+        tokens, starts = self._inputs[:2, :bucket]
+        state_slots = self._inputs[2:, :bucket] if self._num_states else None
+        logits = self._model(self._state.decode_batch(tokens, starts, bound, state_slots), self._kv_cache)
         if self._logits is None:  # before any graph is captured: a recorder runs the step first
             self._logits = logits.new_empty((self._inputs.shape[1], logits.shape[1]))
         return self._logits[:bucket].copy_(logits)

@@ -140,7 +140,13 @@ class DeviceState:
             raise RuntimeError(f"the last tokens are on {self.device}")
         return self._host_tokens[rows]
 
-    def decode_batch(self, tokens: torch.Tensor, starts: torch.Tensor, max_context_len: int) -> Batch:
+    def decode_batch(
+        self,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        max_context_len: int,
+        state_slots: torch.Tensor | None = None,
+    ) -> Batch:
         """The batch in which place i decodes at place `starts[i]` of its sequence the newest token of row r, where
         `tokens[i]` is -1 - r; both [B] int64. A start of -1 is padding: slot -1, context 0.
 
@@ -148,26 +154,39 @@ class DeviceState:
         """
         num = tokens.shape[0]
         return self._batch(
-            tokens, starts, self._decode_counts[: num + 1], self._no_prefills, self._places[:num], num, max_context_len
-        )
+            tokens, starts, self._decode_counts[: num + 1], self._no_prefills, self._places[:num], num, max_context_len,
+            state_slots,
+        )  # fmt: skip
 
-    def mixed_batch(self, *, tokens: Ints, starts: Ints, ends: Ints, logits: Ints, num_decodes: int) -> Batch:
+    def mixed_batch(
+        self,
+        *,
+        tokens: Ints,
+        starts: Ints,
+        ends: Ints,
+        logits: Ints,
+        num_decodes: int,
+        state_slots: Ints | None = None,
+    ) -> Batch:
         """Any batch, made on the device of what is sent in one copy, because a copy's cost is its launch.
 
-        tokens: [T], as in `decode_batch`, or token ids; starts, ends: [B]; logits: [m]; all int64.
+        tokens: [T], as in `decode_batch`, or token ids; starts, ends: [B]; logits: [m]; state_slots: [2, B]; all int64.
         """
         cu_counts = np.zeros(starts.size + 1, dtype=np.int64)
         np.cumsum(ends - starts, out=cu_counts[1:])
-        parts = (tokens, starts, logits, cu_counts)
+        parts = [tokens, starts, logits, cu_counts]
+        if state_slots is not None:
+            parts.append(state_slots.reshape(-1))
         sent = to_device(np.concatenate(parts), self.device).split([part.size for part in parts])
         counts = sent[3].int()
         # The decode rows have a token each.
         prefills = counts[num_decodes:] - num_decodes if num_decodes < starts.size else self._no_prefills
-        return self._batch(sent[0], sent[1], counts, prefills, sent[2], num_decodes, int(ends.max()))
+        slots = None if state_slots is None else sent[4].view(2, -1)  # [2 B] -> [2, B]
+        return self._batch(sent[0], sent[1], counts, prefills, sent[2], num_decodes, int(ends.max()), slots)
 
     def _batch(
         self, tokens: torch.Tensor, starts: torch.Tensor, cu_counts: torch.Tensor, cu_seqlens_q: torch.Tensor,
-        logit_indices: torch.Tensor, num_decodes: int, max_context_len: int,
+        logit_indices: torch.Tensor, num_decodes: int, max_context_len: int, state_slots: torch.Tensor | None,
     ) -> Batch:  # fmt: skip
         num_pages = -(-max_context_len // self._block_size)
         tables = self.block_tables[: starts.shape[0], :num_pages]
@@ -184,6 +203,7 @@ class DeviceState:
             num_decodes=num_decodes,
             max_context_len=max_context_len,
             logit_indices=logit_indices,
+            state_slots=state_slots,
         )
 
     def _write_tokens(self, rows: Ints, tokens: Ints) -> None:

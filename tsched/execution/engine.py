@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tkernels.ops.step_inputs.contract import baseline
 from tkernels.ranges import NVTX, Ranges
 from tmodel.batch import Batch
-from tmodel.kv_cache import KVCache
+from tmodel.kv_cache import CacheTensors, KVCache
 from tsched.execution.batch_builder import Arranged, BatchBuilder
 from tsched.execution.cuda_graphs import CudaRecorder, DecodeGraphs, EagerRecorder
 from tsched.execution.device_state import DeviceState, StepInputs
@@ -93,6 +93,7 @@ class Engine:
     kv_cache  per layer (k_cache, v_cache), with the scheduler's blocks and block size
     seed      of the requests that bring none
     pages     copies pages for forks and swaps, where the scheduler makes some
+    states    the same of states, for swaps
     step_inputs  the op that makes a step's inputs on the device
     overlap   whether the host is one step behind the device, with the same tokens; None: where that is a GPU. May be
               changed between steps: after the next one that is off, no step is under way
@@ -111,6 +112,7 @@ class Engine:
         seed: int = 0,
         eos_token_ids: tuple[int, ...] = (),
         pages: PageMover | None = None,
+        states: PageMover | None = None,
         step_inputs: StepInputs = baseline,
         overlap: bool | None = None,
         cuda_graphs: bool | None = None,
@@ -123,6 +125,7 @@ class Engine:
         self._model = model
         self._kv_cache = kv_cache
         self._pages = pages
+        self._states = states
         self._state = DeviceState(scheduler.table, device, step_inputs)
         self._builder = BatchBuilder(scheduler.table, self._state)
         self._sampler = Sampler(scheduler.table, seed=seed, eos_token_ids=eos_token_ids)
@@ -133,8 +136,9 @@ class Engine:
             recorder = CudaRecorder(device, ranges) if is_gpu else EagerRecorder()
             rows, longest = scheduler.table.num_rows, scheduler.max_model_len
             self._graphs = DecodeGraphs(
-                model, kv_cache, self._state, recorder, max_rows=rows, max_model_len=longest, ranges=ranges
-            )
+                model, kv_cache, self._state, recorder, max_rows=rows, max_model_len=longest,
+                num_states=scheduler.states.pool.num_blocks if scheduler.states is not None else 0, ranges=ranges,
+            )  # fmt: skip
         self._requests: dict[int, Request] = {}
         self._num_watched = 0  # unfinished requests whose tokens are looked at as they come
         self._num_unbegun = 0  # and those without a token yet
@@ -240,7 +244,9 @@ class Engine:
             self._graphs.forget()
 
     def stats(self) -> EngineStats:
-        kv_bytes = sum(tensor.nbytes for layer in self._kv_cache for tensor in layer)
+        cache = self._kv_cache
+        of_blocks = cache.blocks if isinstance(cache, CacheTensors) else [one for layer in cache for one in layer]
+        kv_bytes = sum(tensor.nbytes for tensor in of_blocks)
         return EngineStats.of(self.scheduler, self._peak, kv_bytes)
 
     def reset_peak(self) -> None:
@@ -286,7 +292,7 @@ class Engine:
     def _forward(self, step: Arranged) -> torch.Tensor:
         """Logits [m, V] of the step's sampled rows."""
         if self._graphs is not None and step.all_decode:
-            return self._graphs.run(step.rows, step.starts)
+            return self._graphs.run(step.rows, step.starts, step.state_slots)
         return self._model(self._builder.build(step), self._kv_cache)
 
     def _request_ids(self, plan: StepPlan) -> list[int]:
@@ -295,18 +301,17 @@ class Engine:
         return [sequence.id for sequence in sequences if sequence is not None]
 
     def _move_pages(self, plan: StepPlan) -> None:
-        """Copy pages as the plan asks, before its forward and in this order."""
-        if not (plan.swap_outs.size or plan.swap_ins.size or plan.copies.size):
+        """Copy pages and states as the plan asks, before its forward and in this order."""
+        if not (plan.swap_outs.size or plan.swap_ins.size or plan.copies.size):  # no state moves without pages
             return
         if self._pages is None:
             raise RuntimeError("the plan copies pages, and the engine was made without a way to")
-        for pairs, move in (
-            (plan.swap_outs, self._pages.swap_out),
-            (plan.swap_ins, self._pages.swap_in),
-            (plan.copies, self._pages.copy),
-        ):
-            if pairs.size:
-                move(pairs)
+        _carry_out(self._pages.swap_out, plan.swap_outs)
+        _carry_out(self._pages.swap_in, plan.swap_ins)
+        _carry_out(self._pages.copy, plan.copies)
+        if plan.states is not None and self._states is not None:
+            _carry_out(self._states.swap_out, plan.states.swap_outs)
+            _carry_out(self._states.swap_in, plan.states.swap_ins)
 
     def _settle(self, launched: _Launched) -> list[Request]:
         """Wait for a step's tokens and hand them to the scheduler; returns the requests that finished."""
@@ -408,3 +413,8 @@ class Engine:
             if request.detokenizer.is_stopped and request.error is None:
                 # The last token may have allowed "length" too; the text decides.
                 request.sequence.finish_reason = "stop"
+
+
+def _carry_out(move: Callable[[BlockIds], None], pairs: BlockIds) -> None:
+    if pairs.size:
+        move(pairs)

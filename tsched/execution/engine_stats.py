@@ -52,11 +52,15 @@ class EngineStats:
     last_page_waste: float  # of the slots lent at the peak, the fraction past their sequences' ends
     prefix_cache: CacheStats
     saved_bytes: int  # of keys and values that were found in the prefix cache
+    num_states: int  # slots for states of sequences; 0 where no layer keeps states
+    num_used_states: int  # of these, in use
+    num_kept_states: int  # and those that are kept for later prefixes alone
 
     @classmethod
     def of(cls, scheduler: Scheduler, peak: PeakUse, kv_bytes: int) -> Self:
-        """Of an engine whose KV cache takes `kv_bytes` in all."""
+        """Of an engine whose blocks take `kv_bytes` in all."""
         counters, pool, found = scheduler.counters, scheduler.pool, scheduler.cache_stats()
+        states = None if scheduler.states is None else scheduler.states.pool
         return cls(
             num_steps=counters.num_steps,
             num_prefill_tokens=counters.num_prefill_tokens,
@@ -78,4 +82,7 @@ class EngineStats:
             last_page_waste=peak.last_page_waste,
             prefix_cache=found,
             saved_bytes=found.bytes_saved(kv_bytes // (pool.num_blocks * pool.block_size)),
+            num_states=0 if states is None else states.num_blocks,
+            num_used_states=0 if states is None else states.num_referenced,
+            num_kept_states=0 if states is None else states.num_cached,
         )

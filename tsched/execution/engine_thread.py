@@ -1,4 +1,4 @@
-"""The one thread that an online engine runs in, and what it leaves for each request's consumer."""
+"""The thread in which an online engine runs, and the tokens that it leaves for each request's consumer."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from queue import Empty, SimpleQueue
 
 from tsched.execution.engine import Engine, Request
 from tsched.execution.sampler import TokenLogprobs
-from tsched.execution.served_model import Prepared
 from tsched.requests.errors import RefusedError
+from tsched.requests.prompts import Prepared
 
-_IDLE_S = 1.0  # seconds after which an idle thread looks whether anybody is left who could ask for something
+_IDLE_S = 1.0  # seconds after which an idle thread checks whether anybody can still submit requests
 
 
 @dataclass(eq=False, slots=True)
 class News:
-    """What one sample of a request has got since its consumer last looked."""
+    """The tokens of one sample of a request since its consumer last took them."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -26,11 +26,13 @@ class News:
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A request on its way through the engine. `news`, `refusal`, `failure` and `is_over` are read and written under
-    the thread's lock; the rest is the engine thread's.
+    """A request on its way through the engine.
+
+    `news`, `refusal`, `failure` and `is_over` are read and written under the thread's lock. The engine's thread alone
+    uses the rest.
 
     refusal   why the engine never took it
-    failure   what the engine raised while it had it
+    failure   what the engine raised while it served it
     is_over   no more news will come
     """
 
@@ -47,13 +49,13 @@ class Ticket:
 class EngineThread:
     """Runs `engine` until it is told to stop, or until a step raises.
 
-    start         queues what a caller asked for, one request for each sample; it may raise RefusedError
-    on_news       is called on the thread, after steps that brought something and when the thread ends; where it raises
-                  RuntimeError, nobody is left to listen
-    is_abandoned  whether nobody is left who could ask or listen: all is aborted then, and the thread ends, within a
-                  second
+    start         queues a prepared request, one engine request for each sample; it may raise RefusedError
+    on_news       is called on the thread, after steps that brought tokens and when the thread ends; it raises
+                  RuntimeError where nobody listens any more
+    is_abandoned  whether nobody can submit requests or take tokens any more: the thread then aborts everything and
+                  ends, within a second
 
-    What a step costs here grows with the samples that run and that ended, not with those that wait.
+    The cost of a step here grows with the samples that run and that ended, not with those that wait.
     """
 
     def __init__(
@@ -74,17 +76,17 @@ class EngineThread:
         self._ended: list[Request] = []  # since the last report
         self._lock = threading.Lock()
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        # Under the lock: submitted and not over, in the order of arrival; and those whose consumers are to be told.
+        # Under the lock: submitted and not over, in the order of arrival; and those with news for their consumers.
         self._active: dict[Ticket, None] = {}
         self._changed: dict[Ticket, None] = {}
-        self._is_told = False  # on_news was called since the last changed()
+        self._is_notified = False  # on_news was called since the last changed()
         self._stops_when_idle = False
         self._must_stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, ticket: Ticket) -> None:
-        """Begin a request; RuntimeError where the thread has ended."""
+        """Begins a request; RuntimeError where the thread has ended."""
         with self._lock:  # under it the thread takes its leave of all tickets
             if self.has_ended:
                 raise RuntimeError("the engine's thread has ended")
@@ -92,15 +94,15 @@ class EngineThread:
             self._commands.put(lambda: self._begin(ticket))
 
     def abort(self, ticket: Ticket) -> None:
-        """End a request, wherever it is; safe at any moment, from any thread, and where it is over already."""
+        """Ends a request, wherever it is. Any thread may call this at any moment, also when the request is over."""
         self._commands.put(lambda: self._abort(ticket))
 
     def drain(self) -> None:
-        """End the thread once everything submitted is over."""
+        """Ends the thread once everything submitted is over."""
         self._commands.put(self._stop_when_idle)
 
     def close(self) -> None:
-        """Abort everything and end the thread."""
+        """Aborts everything and ends the thread."""
         self._commands.put(self._must_stop.set)
 
     def join(self) -> None:
@@ -109,7 +111,7 @@ class EngineThread:
     def changed(self) -> list[Ticket]:
         """The tickets with news since the last call."""
         with self._lock:
-            tickets, self._changed, self._is_told = list(self._changed), {}, False
+            tickets, self._changed, self._is_notified = list(self._changed), {}, False
         return tickets
 
     def take(self, ticket: Ticket) -> tuple[list[News], bool]:
@@ -157,7 +159,7 @@ class EngineThread:
         self._report()
 
     def _wait(self) -> None:
-        """For the next command, which is carried out, or for some time."""
+        """Waits for the next command and carries it out; returns without one after some time."""
         try:
             command = self._commands.get(timeout=_IDLE_S)
         except Empty:
@@ -186,7 +188,7 @@ class EngineThread:
         self._stops_when_idle = True
 
     def _report(self) -> None:
-        """Hand over what the last step and the last commands brought, and say so unless that has been said."""
+        """Hands over what the last step and the last commands brought, and calls `on_news` unless that is pending."""
         scheduler = self._engine.scheduler
         running = [scheduler.table.sequences[row] for row in scheduler.running.tolist()]
         with self._lock:
@@ -196,16 +198,16 @@ class EngineThread:
             for request in self._ended:
                 self._report_one(*self._samples.pop(request.sequence.id))
             self._ended.clear()
-            must_tell = bool(self._changed) and not self._is_told
-            self._is_told |= must_tell
-        if must_tell:
+            must_notify = bool(self._changed) and not self._is_notified
+            self._is_notified |= must_notify
+        if must_notify:
             try:
                 self._on_news()
             except RuntimeError:
                 self._must_stop.set()
 
     def _report_one(self, ticket: Ticket, sample: int) -> None:
-        """Add to the ticket's news what the sample has got and, where it has ended, that."""
+        """Adds the sample's new tokens to the ticket's news and, where it has ended, its end."""
         table, request, news = self._engine.scheduler.table, ticket.requests[sample], ticket.news[sample]
         sequence, have, is_over = request.sequence, ticket.num_reported[sample], request.finish_time is not None
         first = sequence.prompt_len + have

@@ -8,7 +8,8 @@ import torch
 
 import tmodel
 from tsched.execution.cache_size import cache_bytes, device_memory
-from tsched.options import EngineOptions, ResolvedOptions, resolve_options
+from tsched.options import EngineOptions
+from tsched.resolved_options import ResolvedOptions, UnitSizes, resolve_options
 
 
 def find_device(name: torch.device | str | None) -> torch.device:
@@ -50,8 +51,17 @@ def fit_options(
     return resolve_options(
         options,
         max_position_embeddings=config.max_position_embeddings,
-        block_bytes=tmodel.kv_bytes_per_block(config, options.block_size, dtype),
+        sizes=unit_sizes(config, options.block_size, dtype),
         cache_bytes=cache_bytes(options, config, weights, device=device, dtype=dtype),
+    )
+
+
+def unit_sizes(config: tmodel.ModelConfig, block_size: int, dtype: torch.dtype) -> UnitSizes:
+    """What the caches of a model take, by what its layers keep."""
+    return UnitSizes(
+        block_bytes=tmodel.kv_bytes_per_block(config, block_size, dtype),
+        state_bytes=tmodel.bytes_per_state(config, block_size, dtype),
+        state_interval=tmodel.state_interval(config),
     )
 
 

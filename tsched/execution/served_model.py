@@ -1,11 +1,10 @@
-"""A Hugging Face directory made ready to serve: the one place where LLM and AsyncLLM get their engine."""
+"""A model made ready to serve: the one place where LLM and AsyncLLM get their engine."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -17,30 +16,23 @@ from tsched.execution.engine import Engine, Request
 from tsched.execution.engine_stats import EngineStats
 from tsched.execution.placement import check_random_weights, find_device, find_dtype, fit_options
 from tsched.execution.sampler import TokenLogprobs
-from tsched.options import OPTIONS, EngineOptions, ResolvedOptions, read_options
+from tsched.options import OPTIONS, EngineOptions, read_options
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError
 from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from tsched.requests.prompts import Salt, check_priority, check_salt, check_stop_ids, check_token_ids, parse_prompt
+from tsched.requests.prompts import (
+    Prepared,
+    Salt,
+    check_priority,
+    check_salt,
+    check_stop_ids,
+    check_token_ids,
+    parse_prompt,
+)
 from tsched.requests.sampling_params import SamplingParams
+from tsched.requests.tokenizer import TOKENIZER_FILES, load_tokenizer
+from tsched.resolved_options import ResolvedOptions
 from tsched.scheduling.scheduler import Scheduler
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What a caller asked for, in the form that the engine takes. `refusal` says why it takes it not."""
-
-    request_id: Any
-    text: str | None
-    token_ids: list[int]
-    params: SamplingParams
-    arrival_time: float
-    priority: int = 0
-    cache_salt: bytes = b""
-    refusal: str | None = None
-
 
 SelfT = TypeVar("SelfT")
 ParametersT = ParamSpec("ParametersT")
@@ -70,7 +62,9 @@ def takes_options(
             for one in OPTIONS.values()
         ]
         signature = inspect.Signature([*own, *keywords], return_annotation=None)
-        lines = [f"    {one.name}: {one.meaning}. It is {one.allowed}" for one in OPTIONS.values()]
+        lines = [
+            f"    {one.name}: {one.meaning}; {one.usual} by default. It is {one.allowed}" for one in OPTIONS.values()
+        ]
         vars(__init__).update(__signature__=signature)
         __init__.__doc__ = "\n".join((f"{inspect.getdoc(make)}\n\nOptions:", *lines))
         return __init__  # type: ignore[return-value]  # what it takes is known at run time alone
@@ -134,13 +128,15 @@ class ServedModel:
         return fitted, kernels
 
     def _make_engine(self, scheduler: Scheduler, options: EngineOptions) -> Engine:
-        """Load the weights and allocate the caches."""
-        pool, host = scheduler.pool, scheduler.host_pool
+        """Loads the weights and allocates the caches."""
+        pool, host, states = scheduler.pool, scheduler.host_pool, scheduler.states
+        host_states = None if states is None else states.host_pool
         network = tmodel.load_model(self.directory, self.config, self.kernels, device=self.device, dtype=self.dtype)
         self.weight_bytes, self.prepare_report = network.weight_bytes, network.prepare_report
         kv_cache = tmodel.allocate_kv_cache(
-            self.config, pool.num_blocks, pool.block_size, device=self.device, dtype=self.dtype
-        )
+            self.config, pool.num_blocks, pool.block_size, 0 if states is None else states.pool.num_blocks,
+            device=self.device, dtype=self.dtype,
+        )  # fmt: skip
         return Engine(
             network,
             kv_cache,
@@ -149,7 +145,12 @@ class ServedModel:
             seed=options.seed,
             eos_token_ids=self.config.eos_token_ids,
             step_inputs=self.kernels.step_inputs,
-            pages=tmodel.CachePages(kv_cache.blocks, self.kernels.copy_pages, 0 if host is None else host.num_blocks),
+            pages=tmodel.CachePages(
+                kv_cache.blocks,
+                self.kernels.copy_pages if kv_cache.blocks else None,
+                0 if host is None else host.num_blocks,
+            ),
+            states=tmodel.CachePages(kv_cache.states, None, 0 if host_states is None else host_states.num_blocks),
             overlap=options.overlap,
             cuda_graphs=options.cuda_graphs,
             ranges=self.kernels.ranges,
@@ -161,15 +162,15 @@ class ServedModel:
         return self.kernels.arm
 
     def stats(self) -> EngineStats:
-        """Steps, tokens, preemptions, prefix cache hits and the pool's use since the LLM was made."""
+        """Counts of steps, tokens, preemptions and prefix cache hits, and the pool's use, since this was made."""
         return self._engine.stats()
 
     def forget_graphs(self) -> None:
-        """Record decode steps anew when they are next wanted, see Engine.forget_graphs."""
+        """Has decode steps recorded anew when they are next wanted, see Engine.forget_graphs."""
         self._engine.forget_graphs()
 
     def reset_peak(self) -> None:
-        """The pool's peak in `stats` is of what comes from now on."""
+        """Starts the pool's peak in `stats` anew."""
         self._engine.reset_peak()
 
     def _prepare(
@@ -182,7 +183,12 @@ class ServedModel:
         priority: int = 0,
         cache_salt: Salt = None,
     ) -> Prepared:
-        """Read and check a prompt; what is wrong with it is told in `refusal`, not raised."""
+        """Reads and checks a prompt. What is wrong with the prompt stands in `refusal` and is not raised.
+
+        Raises:
+            TypeError: The priority or the salt has another type.
+            ValueError: The priority is too large.
+        """
         text: str | None = None
         token_ids: list[int] = []
         refusal = None
@@ -198,7 +204,11 @@ class ServedModel:
         return Prepared(request_id, text, token_ids, params, arrival, check_priority(priority), salt, refusal)
 
     def _start(self, prepared: Prepared) -> list[Request]:
-        """Queue what was prepared: a request for each of its n samples. RefusedError where it could never finish."""
+        """Queues a request for each of the n samples of `prepared`.
+
+        Raises:
+            RefusedError: It could never run to its end.
+        """
         if prepared.refusal is not None:
             raise RefusedError(prepared.refusal)
         params = prepared.params
@@ -219,7 +229,7 @@ class ServedModel:
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
             raise RefusedError(
-                f"the prompt is text, and {self.directory} has no tokenizer ({', '.join(_TOKENIZER_FILES)}): "
+                f"the prompt is text, and {self.directory} has no tokenizer ({', '.join(TOKENIZER_FILES)}): "
                 "pass token ids"
             )
         try:
@@ -236,13 +246,13 @@ class ServedModel:
         return text
 
     def _refused(self, prepared: Prepared, reason: str, now: float) -> RequestOutput:
-        """The output of a request that was never served."""
+        """The output of a request that was never served, for `reason`; `now` is on time.perf_counter's clock."""
         outputs = [CompletionOutput(i, [], "", "error") for i in range(prepared.params.n)]
         metrics = RequestMetrics(prepared.arrival_time, None, now)
         return RequestOutput(prepared.request_id, prepared.text, prepared.token_ids, outputs, metrics, error=reason)
 
     def _completion(self, index: int, request: Request) -> CompletionOutput:
-        """The whole of a request that has finished."""
+        """The whole completion of a request that has finished."""
         sequence = request.sequence
         token_ids = sequence.output_token_ids
         wants_logprobs = sequence.params.logprobs is not None
@@ -256,7 +266,7 @@ class ServedModel:
         )
 
     def _logprobs(self, place: TokenLogprobs) -> dict[int, Logprob]:
-        """By token id; the chosen token is the first, also where it is among the most likely."""
+        """The log-probabilities of one place by token id, the chosen token's first."""
         found: dict[int, Logprob] = {}
         for token_id, logprob, rank in zip(place.token_ids, place.logprobs, place.ranks, strict=True):
             if token_id not in found:
@@ -266,7 +276,7 @@ class ServedModel:
 
 
 def joint_metrics(requests: Sequence[Request]) -> RequestMetrics:
-    """Of the samples [n >= 1] of one request: from the first's first token to the last's last."""
+    """The metrics of the samples [n >= 1] of one request: from their first token to the last one's end."""
     begun = [request.first_token_time for request in requests if request.first_token_time is not None]
     ended = [request.finish_time for request in requests if request.finish_time is not None]
     return RequestMetrics(
@@ -278,22 +288,8 @@ def joint_metrics(requests: Sequence[Request]) -> RequestMetrics:
 
 
 def joint_error(requests: Sequence[Request]) -> str | None:
-    """Why samples failed; with several, each with its index."""
+    """Why samples of one request failed; where it has several, with their indices. None where none did."""
     errors = [(index, request.error) for index, request in enumerate(requests) if request.error is not None]
     if len(requests) == 1:
         return errors[0][1] if errors else None
     return "; ".join(f"completion {index}: {error}" for index, error in errors) or None
-
-
-def load_tokenizer(directory: Path) -> Any:
-    """The directory's tokenizer, or None where it has none."""
-    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
-        return None
-    # Late: importing transformers takes seconds, and a directory without a tokenizer does not need it.
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # tokenizers raises bare Exceptions too
-        reason = f"{type(error).__name__}: {error}"
-        raise tmodel.ConfigError(f"{directory}: its tokenizer cannot be loaded: {reason}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +18,24 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 Salt = str | bytes | None
 """What keeps one tenant's cached prefixes from another's; None is the empty one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request as the engine takes it. Where the engine cannot take it, `refusal` says why.
+
+    arrival_time: seconds on time.perf_counter's clock.
+    """
+
+    request_id: Any
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+    arrival_time: float
+    priority: int = 0
+    cache_salt: bytes = b""
+    refusal: str | None = None
+
 
 ValueT = TypeVar("ValueT")
 

@@ -15,7 +15,8 @@ import torch
 import yaml
 
 from experiments.commands import profile
-from experiments.commands.profile import Request, run
+from experiments.commands.profile import run
+from experiments.commands.requests import ProfileRequest
 from experiments.document import ExperimentError
 from experiments.planning.plan import Plan, Sweep
 from experiments.profiling import tools
@@ -37,13 +38,13 @@ OPS = {
 }  # fmt: skip
 
 
-def asked(file: Path | None = None, *overrides: str, **changes: Any) -> Request:
-    return replace(Request(file, overrides, None, False, None, None), **changes)
+def asked(file: Path | None = None, *overrides: str, **changes: Any) -> ProfileRequest:
+    return replace(ProfileRequest(file, list(overrides)), **changes)
 
 
-def refusal(request: Request) -> str:
+def refusal(request: ProfileRequest) -> str:
     with pytest.raises(ExperimentError) as caught:
-        run(request, False)
+        run(request)
     return " ".join(caught.value.problems)
 
 
@@ -52,7 +53,7 @@ def test_the_quickstart_gives_a_trace_of_its_phases_layers_and_ops(
     swiglu: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = (f"model={{path: {checkpoint}}}", f"kernels.swiglu={swiglu}", "workload.max_tokens=4")
-    assert run(asked(QUICKSTART, *overrides, out=tmp_path / "out"), True) == 0
+    assert run(asked(QUICKSTART, *overrides, out=tmp_path / "out", as_json=True)) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["arm"]["swiglu"] == swiglu
     assert told["interpreted"] == (["swiglu"] if swiglu == "fused" else [])
@@ -80,7 +81,7 @@ def test_without_nsys_the_command_is_printed_and_the_trace_named(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = (f"model={{path: {checkpoint}}}", "workload.max_tokens=2")
-    assert run(asked(QUICKSTART, *overrides, out=tmp_path), False) == 0
+    assert run(asked(QUICKSTART, *overrides, out=tmp_path)) == 0
     out = capsys.readouterr().out
     for line in ("Phases", "paged_decode.torch", "ui.perfetto.dev", "The first arm", "nsys profile --capture-range="):
         assert line in out
@@ -89,11 +90,11 @@ def test_without_nsys_the_command_is_printed_and_the_trace_named(
 
 def test_an_export_needs_no_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = two_steps(tmp_path / "report.sqlite")
-    assert run(asked(nsys_export=file), False) == 0
+    assert run(asked(nsys_export=file)) == 0
     out = capsys.readouterr().out
     assert "report.sqlite: 2 steps of 75.0 us" in out
     assert "paged_decode.one_pass" in out
-    assert run(asked(nsys_export=file), True) == 0
+    assert run(asked(nsys_export=file, as_json=True)) == 0
     assert json.loads(capsys.readouterr().out)["step_us"] == 150
     assert "takes no EXPERIMENT, no --set" in refusal(asked(QUICKSTART, nsys_export=file))
     assert "EXPERIMENT is missing" in refusal(asked())
@@ -137,7 +138,7 @@ def test_with_nsys_it_is_run_exported_and_read(
     )  # fmt: skip
     monkeypatch.setenv("PATH", f"{tools_folder}{os.pathsep}{os.environ['PATH']}")
     file = tmp_path / "experiment.yaml"  # as `plan` wrote it
-    assert run(asked(file, "seed=3", out=tmp_path / "out"), True) == 0
+    assert run(asked(file, "seed=3", out=tmp_path / "out", as_json=True)) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["source"] == "nsys"
     assert told["steps"] == 2
@@ -153,7 +154,7 @@ def test_with_nsys_it_is_run_exported_and_read(
     assert exported == tools.nsys_export(tmp_path / "out" / "steps")[1:]
 
     fake_tool(tools_folder, "nsys", "sys.exit(7)")
-    assert run(asked(file, out=tmp_path / "again"), False) == 1
+    assert run(asked(file, out=tmp_path / "again")) == 1
     assert "nsys ended with exit status 7" in capsys.readouterr().err
 
 
@@ -161,7 +162,7 @@ def test_ncu_is_given_the_kernels_of_one_call(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = (f"model={{path: {checkpoint}}}",)
-    assert run(asked(QUICKSTART, *overrides, ncu="paged_decode.split_kv", out=tmp_path), True) == 0
+    assert run(asked(QUICKSTART, *overrides, ncu="paged_decode.split_kv", out=tmp_path, as_json=True)) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["kernels"] == ["paged_decode_split_kv_part", "paged_decode_split_kv_reduce"]
     command = shlex.split(told["command"])
@@ -174,7 +175,7 @@ def test_ncu_is_given_the_kernels_of_one_call(
     ]  # fmt: skip
     assert not list(tmp_path.iterdir())  # nothing was run
 
-    assert run(asked(QUICKSTART, *overrides, ncu="paged_decode.one_pass[BLOCK_N=32]"), False) == 0
+    assert run(asked(QUICKSTART, *overrides, ncu="paged_decode.one_pass[BLOCK_N=32]")) == 0
     out = capsys.readouterr().out
     assert "one call launches paged_decode_one_pass\n" in out
     assert "--launch-count=1 " in out

@@ -35,7 +35,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = load_file(directory / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     for norm, linears in READ_BY.items():
-        salient = torch.randperm(SMALL.hidden_size, generator=generator)[:4]
+        salient = torch.randperm(SMALL.config["hidden_size"], generator=generator)[:4]
         weights[f"model.layers.0.{norm}.weight"][salient] *= 8
         for name in linears:
             weights[f"model.layers.0.{name}.weight"][:, salient] /= 8

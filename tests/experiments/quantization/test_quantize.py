@@ -92,7 +92,7 @@ def test_what_cannot_be_quantized_is_refused_before_anything_is_written(
             ("--method", "gptq", "--bits", 4, "--group-size", 32, "--calibration", tmp_path / "none"),
             "none: no such file",
         ),
-        (tmp_path / "nowhere", ("--method", "rtn", "--bits", 4), "is not a directory"),
+        (tmp_path / "nowhere", ("--method", "rtn", "--bits", 4), "there is no directory"),
     ):
         done = tk("quantize", source, out, *options)
         assert done.exit_code == 2, done.output

@@ -13,7 +13,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from experiments.cli import app
-from experiments.simulation.traces import open_trace, prefix_bound
+from experiments.simulation.traces import bound_hit_rate, open_trace
 
 TRACES = ("azure_llm_2023_code.csv", "azure_llm_2023_conv.csv", "mooncake_conversation.jsonl")
 
@@ -27,7 +27,7 @@ def rows_of(*arguments: Any) -> list[dict[str, Any]]:
 
 def main(directory: Path) -> None:
     mooncake = directory / TRACES[2]
-    bound = prefix_bound(open_trace(str(mooncake)), 512)
+    bound = bound_hit_rate(open_trace(str(mooncake)), 512)
     print(f"{mooncake.name}: {bound:.5f} of the prompts' blocks were there before, in whole blocks of 512 tokens")
     for row in rows_of("--trace", mooncake, "--pool-blocks", "unbounded", "--max-num-seqs", 1):
         print(f"  one at a time, {row['prefix_cache']}: {row['hit_rate']:.5f}")

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from experiments.cli import app
-from experiments.simulation.traces import open_trace, prefix_bound
+from experiments.simulation.traces import bound_hit_rate, open_trace
 from tsched.scheduling.policies import PREFIX_CACHES
 
 DATA = Path(__file__).parent / "data"
@@ -55,7 +55,7 @@ def test_one_request_at_a_time_finds_all_that_the_trace_has_to_give() -> None:
     """With a pool that evicts nothing, hash and radix reach the trace's own bound; requests that run side by side miss
     what the other is still computing.
     """
-    bound = prefix_bound(open_trace(str(MOONCAKE)), 512)
+    bound = bound_hit_rate(open_trace(str(MOONCAKE)), 512)
     assert 0.3 < bound < 0.7
     one = rows_of("--trace", MOONCAKE, "--pool-blocks", "unbounded", "--max-num-seqs", 1)
     assert {row["prefix_cache"]: row["hit_rate"] for row in one} == {"none": 0.0, "hash": bound, "radix": bound}
@@ -68,7 +68,7 @@ def test_the_traces_own_bound_is_shown_where_the_pool_is_unbounded() -> None:
     words = ("--trace", MOONCAKE, "--policy", "hash")
     shown = tk(*words, "--pool-blocks", "unbounded")
     assert "hits, at most" in shown.stdout
-    assert f"{prefix_bound(open_trace(str(MOONCAKE)), 512):.1%}" in shown.stdout
+    assert f"{bound_hit_rate(open_trace(str(MOONCAKE)), 512):.1%}" in shown.stdout
     assert "hits, at most" not in tk(*words, "--pool-blocks", 400).stdout
     bounded, unbounded = rows_of(*words, "--pool-blocks", "400,unbounded")
     assert bounded["hit_rate_bound"] is None
@@ -146,8 +146,8 @@ def test_rate_and_speedup_say_the_same() -> None:
         (["--policy", "radiks"], "--policy radiks: there is "),
         (["--gpu", "H10"], "did you mean 'H100'"),
         (["--model", "Qwen3-4"], "did you mean 'Qwen3-4B'"),
-        (["--order", "lifo"], "--order lifo: there is "),
-        (["--preemption", "drop"], "--preemption drop: there is "),
+        (["--order", "lifo"], "order must be one of 'fcfs', 'priority', got 'lifo'"),
+        (["--preemption", "drop"], "preemption must be one of 'recompute', 'swap', got 'drop'"),
         (["--pool-blocks", "10,x"], "--pool-blocks x: there is whole numbers from 1, or unbounded"),
         (["--pool-blocks", "unbound"], "did you mean 'unbounded'"),
         (["--page-size", "0"], "--page-size 0: there is whole numbers from 1, or contiguous"),
@@ -160,7 +160,7 @@ def test_rate_and_speedup_say_the_same() -> None:
         (["--model", "Qwen3-32B", "--gpu", "A100-40GB"], "its weights take 65.5 GB, A100-40GB has 40 GB"),
         (["--trace", "no.csv"], "no such file"),
         (["--host-bytes", "1GB"], "give both"),
-        (["--host-bytes", "1", "--preemption", "swap"], "--host-bytes: 1 hold no block of 16 tokens, which takes"),
+        (["--host-bytes", "1", "--preemption", "swap"], "--swap-bytes: 1 hold no block of 16 tokens, which takes"),
         (["--pool-blocks", "9" * 5000], "there is whole numbers from 1"),
     ],
 )

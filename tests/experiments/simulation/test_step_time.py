@@ -90,3 +90,11 @@ def test_unknown_names_list_the_known() -> None:
     with pytest.raises(ExperimentError, match="did you mean 'Qwen3-4B'"):
         find_shape("Qwen3-4")
     assert find_gpu("H200").memory_bytes_per_s == 4.8e12
+
+
+def test_a_directory_beats_a_preset_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny", "Qwen3-4B", "Llama-3.1-8B"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 64}))
+        assert find_shape(name).kv_bytes_per_token == MODEL.kv_bytes_per_token

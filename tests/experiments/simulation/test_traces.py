@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from experiments.cli import app
 from experiments.document import ExperimentError
-from experiments.simulation.traces import Trace, extent_of, limited, open_trace, prefix_bound, sped_up
+from experiments.simulation.traces import Trace, bound_hit_rate, limit_requests, measure_extent, open_trace, speed_up
 
 DATA = Path(__file__).parent / "data"
 AZURE, MOONCAKE = str(DATA / "azure.csv"), str(DATA / "mooncake.jsonl")
@@ -63,14 +63,14 @@ def test_the_bound_counts_full_blocks_whose_prefix_was_there(tmp_path: Path) -> 
         '{"timestamp": 9, "input_length": 1024, "output_length": 1, "hash_ids": [0, 1]}',  # 1 of 2: the last token runs
         '{"timestamp": 9, "input_length": 1500, "output_length": 1, "hash_ids": [7, 1, 2]}',  # 0 of 3: another prefix
     )
-    assert prefix_bound(trace, 512) == 3 / 11
+    assert bound_hit_rate(trace, 512) == 3 / 11
 
 
 def test_an_extent_is_what_the_requests_add_up_to() -> None:
     trace = open_trace(AZURE)
     requests = list(trace.requests())
     totals = np.array([r.input_len + r.output_len for r in requests])
-    extent = extent_of(trace, [16, 512])
+    extent = measure_extent(trace, [16, 512])
     assert extent.num_requests == 30 == len({r.id for r in requests})
     assert extent.last_arrival == requests[-1].arrival > 0
     assert extent.longest == totals.max()
@@ -79,7 +79,7 @@ def test_an_extent_is_what_the_requests_add_up_to() -> None:
 
 def test_limit_and_speed() -> None:
     trace = open_trace(AZURE)
-    plain, fast = list(limited(trace, 7).requests()), list(sped_up(limited(trace, 7), 4.0).requests())
+    plain, fast = list(limit_requests(trace, 7).requests()), list(speed_up(limit_requests(trace, 7), 4.0).requests())
     assert len(plain) == len(fast) == 7
     assert [r.arrival / 4 for r in plain] == [r.arrival for r in fast]
     assert [r.output_len for r in plain] == [r.output_len for r in fast]
@@ -91,7 +91,7 @@ def test_synthetic_requests_are_the_same_each_time_and_some_share_a_beginning() 
     assert first[:100] == list(open_trace("synthetic:100").requests())
     assert all(a.arrival <= b.arrival for a, b in pairwise(first))
     assert all(r.prompt().size == r.input_len >= 1 and r.output_len >= 1 for r in first[:200])
-    assert 0.2 < prefix_bound(open_trace("synthetic:2000"), 16) < 0.6
+    assert 0.2 < bound_hit_rate(open_trace("synthetic:2000"), 16) < 0.6
 
 
 GOOD = '{"timestamp": 5, "input_length": 3, "output_length": 1, "hash_ids": [0]}'
@@ -121,7 +121,7 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 def test_a_damaged_trace_names_its_line(tmp_path: Path, name: str, lines: list[str], message: str) -> None:
     trace = written(tmp_path, name, *lines)
     with pytest.raises(ExperimentError, match=message.replace("[", r"\[")):
-        extent_of(trace, [16])
+        measure_extent(trace, [16])
 
 
 ROW = "2023-11-16 18:17:03.9799600,5,3"

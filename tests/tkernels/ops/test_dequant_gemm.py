@@ -8,7 +8,7 @@ import torch
 from tkernels import OPS, Config, ContractError, UnsupportedError, prepared, select
 from tkernels.device import INTERPRETER, TARGETS
 from tkernels.launch import Kernel
-from tkernels.ops.dequant_gemm.auto import by_tokens, chosen
+from tkernels.ops.dequant_gemm.auto import ALGORITHMS, by_tokens
 from tkernels.quantized.codes import BITS, interleaving, unpack
 from tkernels.quantized.outliers import Outliers, outliers_from
 from tkernels.quantized.rounding import quantize
@@ -235,13 +235,15 @@ def test_a_variant_is_selected_before_there_is_a_weight_to_prepare() -> None:
 
 def test_auto_runs_what_its_number_of_tokens_asks_for_or_what_was_tuned() -> None:
     axes = {"N": 64, "K": 64, "group_size": 64}
-    by_default = {m: chosen({**axes, "M": m}, AUTO.default_config("sm_90"), INTERPRETER).name for m in (1, 2, 64, 65)}
+    by_default = {
+        m: ALGORITHMS.chosen({**axes, "M": m}, AUTO.default_config("sm_90"), INTERPRETER).name for m in (1, 2, 64, 65)
+    }
     assert by_default == {1: "gemv", 2: "split_k", 64: "split_k", 65: "tiled"}
     assert by_tokens(4096) == "dequantize_then_matmul"
-    names = [chosen({**axes, "M": 1}, config, INTERPRETER).name for config in AUTO.configs]
+    names = [ALGORITHMS.chosen({**axes, "M": 1}, config, INTERPRETER).name for config in AUTO.configs]
     assert names == ["gemv", "split_k", "tiled", "dequantize_then_matmul"]
     # gemv takes one token: tuned so for a bucket, it would still give way.
-    assert chosen({**axes, "M": 3}, AUTO.configs[0], INTERPRETER).name == "split_k"
+    assert ALGORITHMS.chosen({**axes, "M": 3}, AUTO.configs[0], INTERPRETER).name == "split_k"
 
 
 def test_auto_gives_the_bits_of_the_algorithm_that_it_runs() -> None:
@@ -323,7 +325,7 @@ WEIGHTS: list[dict[str, int | str | bool]] = [
 def test_auto_takes_every_weight_at_every_number_of_tokens(kind: dict[str, int | str | bool]) -> None:
     for tokens, uniform in ((1, "gemv"), (17, "split_k"), (65, "tiled"), (600, "dequantize_then_matmul")):
         axes = axes_of(**{"M": tokens, "N": 40, "K": 96, "group_size": 32, **kind})
-        runs = chosen(axes, AUTO.default_config("sm_90"), INTERPRETER).name
+        runs = ALGORITHMS.chosen(axes, AUTO.default_config("sm_90"), INTERPRETER).name
         is_lookup = kind.get("coding") == "lookup"
         if uniform == "dequantize_then_matmul" and kind.get("sparse") and not is_lookup:
             assert runs == "tiled"  # outliers are added to rounded weights there, which is exact of a table's alone

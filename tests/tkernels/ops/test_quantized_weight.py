@@ -21,7 +21,7 @@ from tkernels.quantized.codes import (
 )
 from tkernels.quantized.outliers import Outliers, outliers_from
 from tkernels.quantized.rounding import quantize
-from tkernels.quantized.slicing import concatenated, slice_inputs, slice_outputs, why_apart
+from tkernels.quantized.slicing import concatenate, incompatible_reason, slice_inputs, slice_outputs
 from tkernels.quantized.weight import (
     QuantizedWeight,
     dequantize,
@@ -266,7 +266,7 @@ def test_what_the_ranks_compute_adds_up_to_the_whole(kind: dict[str, int | str |
     columns = [slice_outputs(weight, start, stop) for start, stop in pairwise(edges)]
     beside = [CONTRACT.reference(x, part.to("cpu", torch.float64)) for part in columns]
     torch.testing.assert_close(torch.cat(beside, 1), whole, rtol=1e-12, atol=1e-12)
-    assert torch.equal(dequantize(concatenated(columns)), dequantize(weight))
+    assert torch.equal(dequantize(concatenate(columns)), dequantize(weight))
 
 
 def test_a_slice_at_groups_ends_stays_as_plain_as_its_weight() -> None:
@@ -284,15 +284,15 @@ def test_a_slice_at_groups_ends_stays_as_plain_as_its_weight() -> None:
 
 def test_weights_are_put_together_where_they_agree_and_not_otherwise() -> None:
     one, other = drawn(0, symmetric=True), drawn(1)
-    both = concatenated([one, other])
+    both = concatenate([one, other])
     assert both.shape == (32, 64)
     assert torch.equal(dequantize(both), torch.cat((dequantize(one), dequantize(other))))
-    assert concatenated([one]) is one
+    assert concatenate([one]) is one
     sparse = drawn(2, sparse=True)
-    three = concatenated([one, sparse, other])
+    three = concatenate([one, sparse, other])
     assert torch.equal(dequantize(three), torch.cat([dequantize(part) for part in (one, sparse, other)]))
     permuted = drawn(0, permuted=True)
-    assert torch.equal(dequantize(concatenated([permuted, permuted]))[16:], dequantize(permuted))
+    assert torch.equal(dequantize(concatenate([permuted, permuted]))[16:], dequantize(permuted))
     for different, reason in (
         (drawn(bits=2), "bits 4 and 2"),
         (drawn(group_size=64), "group_size 32 and 64"),
@@ -303,8 +303,8 @@ def test_weights_are_put_together_where_they_agree_and_not_otherwise() -> None:
         (permuted, "only one is permuted"),
     ):
         with pytest.raises(ValueError, match=reason):
-            concatenated([other, different])
-    assert why_apart(permuted, drawn(1, permuted=True)) == "they are permuted each in its own way"
+            concatenate([other, different])
+    assert incompatible_reason(permuted, drawn(1, permuted=True)) == "they are permuted each in its own way"
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -8,7 +8,7 @@ import torch
 from tkernels import OPS, Config, ContractError, Kernel, prepared
 from tkernels.device import INTERPRETER, TARGETS
 from tkernels.ops.scaled_matmul._code_sums import unsupported_sums
-from tkernels.ops.scaled_matmul.auto import by_tokens, chosen
+from tkernels.ops.scaled_matmul.auto import ALGORITHMS, by_tokens
 from tkernels.ops.scaled_matmul.contract import MOST_INPUTS
 from tkernels.ops.scaled_matmul.split_k import split_inputs
 from tkernels.quantized.scaled_weight import dequantize, quantize_rows
@@ -158,9 +158,9 @@ def test_auto_goes_by_the_number_of_tokens_and_a_tuned_choice_stands_above_it() 
     axes = {"N": 256, "K": 256, "codes": "int8", "out": "bfloat16"}
     default, tuned = VARIANTS["auto"].default[""], Config(ALGORITHM=3)
     assert [by_tokens(tokens) for tokens in (1, 64, 65)] == ["split_k", "split_k", "tiled"]
-    assert chosen({**axes, "M": 4}, default, INTERPRETER).name == "split_k"
-    assert chosen({**axes, "M": 4}, tuned, INTERPRETER).name == "tiled"
-    assert chosen({**axes, "M": 200}, Config(ALGORITHM=2), INTERPRETER).name == "tiled"
+    assert ALGORITHMS.chosen({**axes, "M": 4}, default, INTERPRETER).name == "split_k"
+    assert ALGORITHMS.chosen({**axes, "M": 4}, tuned, INTERPRETER).name == "tiled"
+    assert ALGORITHMS.chosen({**axes, "M": 200}, Config(ALGORITHM=2), INTERPRETER).name == "tiled"
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, FP8])

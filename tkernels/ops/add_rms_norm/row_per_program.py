@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Config, DeviceFacts, Run, Variant
+from tkernels.ops.arguments import pointers
+from tkernels.ops.rows import ROW_CONFIGS, launch_rows, too_wide
 
-CONFIGS = tuple(Config(num_warps=warps) for warps in (1, 2, 4, 8, 16))
 WIDEST = 32768
 
 
@@ -53,35 +54,18 @@ def launch(
     weight: torch.Tensor,
     eps: float,
 ) -> None:
-    tokens, hidden = x.shape
-    run.launch(
-        add_rms_norm_row_per_program,
-        (tokens,),
-        out_ptr=out,
-        new_residual_ptr=new_residual,
-        x_ptr=x,
-        residual_ptr=residual,
-        weight_ptr=weight,
-        stride_out_t=out.stride(0),
-        stride_new_residual_t=new_residual.stride(0),
-        stride_x_t=x.stride(0),
-        stride_residual_t=residual.stride(0),
-        hidden=hidden,
-        eps=eps,
-        BLOCK_H=triton.next_power_of_2(hidden),
-    )
+    arguments = pointers("out[t] new_residual[t] x[t] residual[t] weight", out, new_residual, x, residual, weight)
+    launch_rows(run, add_rms_norm_row_per_program, arguments, x.shape, eps)
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    if int(axes["H"]) > WIDEST:
-        return f"rows wider than {WIDEST} leave a program's registers; this is H = {axes['H']}"
-    return None
+    return too_wide(axes, "H", WIDEST, "leave a program's registers")
 
 
 VARIANT = Variant(
     wins="rows up to 32k wide: every element is read and written once",
     launch=launch,
-    configs=CONFIGS,
+    configs=ROW_CONFIGS,
     supports=supports,
     # 8 warps keep a thread at 16 elements of each operand for widths of 2k to 4k: two 16-byte loads of each in flight,
     # and at 211 registers for 32k.

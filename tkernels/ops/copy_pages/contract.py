@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tkernels.batching import Batching, Inputs, like_laid_out
+from tkernels.batching import Batching, Inputs, lay_out_like
 from tkernels.contract import Axes, Case, Choice, Contract, Int, Tensor, dtype_axis
 from tkernels.inputs import KINDS, Draws, dtype_of, poison, poisoned_views
 from tkernels.ops.paged_cache import as_bits
@@ -123,9 +123,9 @@ def _take(inputs: Inputs, picks: Sequence[int]) -> dict[str, Any]:
     rows = torch.cat((as_bits(by_page), as_bits(fresh))).view(caches.dtype)
     own = torch.arange(len(picks) - 1, -1, -1, device=src.device, dtype=torch.int32) + caches.shape[1]
     return {
-        "caches": like_laid_out(rows, by_page).transpose(0, 1),
-        "src": like_laid_out(src[chosen], src),
-        "dst": like_laid_out(torch.where(dst[chosen] < 0, -1, own), dst),
+        "caches": lay_out_like(rows, by_page).transpose(0, 1),
+        "src": lay_out_like(src[chosen], src),
+        "dst": lay_out_like(torch.where(dst[chosen] < 0, -1, own), dst),
     }
 
 

@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
+from tkernels.ops.arguments import pointers
 from tkernels.ops.dequant_gemm._argument import needs_interleaved
 from tkernels.ops.dequant_gemm._outlier_sums import OUTLIERS_AT_A_TIME, outlier_sums_of_one, outliers_arguments
 from tkernels.ops.dequant_gemm._unpack import group_tile, groups_arguments, inputs_at, word_tile, words_arguments
-from tkernels.ops.split_sums import summed_by_the_last, words_per_split
+from tkernels.ops.split_sums import partial_arguments, partial_buffers, summed_by_the_last, words_per_split
 from tkernels.quantized.codes import codes_per_word
 from tkernels.quantized.weight import QuantizedWeight, interleaved
 
@@ -33,7 +34,7 @@ def dequant_gemm_gemv_difference(packed, high, zero, exponent, FIELD: tl.constex
 
     The code stays where it is in the word and becomes mantissa bits of a number whose bit there counts 1, of which that
     number and the zero-point are subtracted: three operations at the full rate, where a conversion from an integer runs
-    at a quarter of it (see unpack.py). high: third bits, at bit FIELD of each half.
+    at a quarter of it (see _unpack.py). high: third bits, at bit FIELD of each half.
     """
     WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
     HALF: tl.constexpr = 16 // WIDTH  # fields in half a word
@@ -185,21 +186,14 @@ def word_rows(config: Config, bits: int) -> int:
 
 def split_words(outputs: int, places: int, bits: int, config: Config, device: DeviceFacts) -> int:
     """Word rows for one program: enough programs for PROGRAMS_PER_SM on every multiprocessor."""
-    programs = device.multiprocessors * config["PROGRAMS_PER_SM"]
-    words, tiles = places // codes_per_word(bits), triton.cdiv(outputs, config["BLOCK_N"])
-    return words_per_split(words, word_rows(config, bits), tiles, programs, MAX_SPLITS)
+    words = places // codes_per_word(bits)
+    return words_per_split(words, word_rows(config, bits), outputs, config, device, MAX_SPLITS)
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
     outputs, places, bits = int(axes["N"]), int(axes["K"]) + int(axes["padding"]), int(axes["bits"])
     splits = triton.cdiv(places // codes_per_word(bits), split_words(outputs, places, bits, config, device))
-    if splits == 1:
-        return {}
-    tiles = triton.cdiv(outputs, config["BLOCK_N"])
-    return {
-        "partial": Buffer((splits, outputs), torch.float32),
-        "arrived": Buffer((tiles,), torch.int32, zeroed=True),
-    }
+    return partial_buffers(splits, (outputs,), triton.cdiv(outputs, config["BLOCK_N"]))
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
@@ -218,15 +212,11 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
     run.launch(
         dequant_gemm_gemv,
         (x.shape[0] * triton.cdiv(outputs, block_n), splits),
-        out_ptr=out,
-        partial_ptr=run.workspace.get("partial"),
-        arrived_ptr=run.workspace.get("arrived"),
-        x_ptr=x,
+        **partial_arguments(run),
+        **pointers("out x bias permutation", out, x, bias, weight.permutation),
         **words_arguments(weight),
         **groups_arguments(weight, block_w),
-        permutation_ptr=weight.permutation,
         **outliers_arguments(weight),
-        bias_ptr=bias,
         outputs=outputs,
         words=words,
         words_of_split=words_of_split,

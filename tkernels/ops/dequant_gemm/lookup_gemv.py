@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
+from tkernels.ops.arguments import pointers
 from tkernels.ops.dequant_gemm._argument import needs_interleaved
 from tkernels.ops.dequant_gemm._outlier_sums import OUTLIERS_AT_A_TIME, outlier_sums_of_one, outliers_arguments
 from tkernels.ops.dequant_gemm._unpack import (
@@ -23,7 +24,7 @@ from tkernels.ops.dequant_gemm._unpack import (
     word_tile,
     words_arguments,
 )
-from tkernels.ops.split_sums import summed_by_the_last, words_per_split
+from tkernels.ops.split_sums import partial_arguments, partial_buffers, summed_by_the_last, words_per_split
 from tkernels.quantized.codes import codes_per_word
 from tkernels.quantized.weight import QuantizedWeight, interleaved
 
@@ -97,20 +98,14 @@ def dequant_gemm_lookup_gemv(
 
 def split_words(outputs: int, places: int, bits: int, config: Config, device: DeviceFacts) -> int:
     """Word rows for one program: enough programs for PROGRAMS_PER_SM on every multiprocessor."""
-    programs = device.multiprocessors * config["PROGRAMS_PER_SM"]
-    fields, tiles = codes_per_word(bits), triton.cdiv(outputs, config["BLOCK_N"])
-    return words_per_split(places // fields, config["BLOCK_K"] // fields, tiles, programs, MAX_SPLITS)
+    fields = codes_per_word(bits)
+    return words_per_split(places // fields, config["BLOCK_K"] // fields, outputs, config, device, MAX_SPLITS)
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
     outputs, places, bits = int(axes["N"]), int(axes["K"]) + int(axes["padding"]), int(axes["bits"])
     splits = triton.cdiv(places // codes_per_word(bits), split_words(outputs, places, bits, config, device))
-    if splits == 1:
-        return {}
-    return {
-        "partial": Buffer((splits, outputs), torch.float32),
-        "arrived": Buffer((triton.cdiv(outputs, config["BLOCK_N"]),), torch.int32, zeroed=True),
-    }
+    return partial_buffers(splits, (outputs,), triton.cdiv(outputs, config["BLOCK_N"]))
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
@@ -129,15 +124,11 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
     run.launch(
         dequant_gemm_lookup_gemv,
         (x.shape[0] * triton.cdiv(outputs, block_n), splits),
-        out_ptr=out,
-        partial_ptr=run.workspace.get("partial"),
-        arrived_ptr=run.workspace.get("arrived"),
-        x_ptr=x,
+        **partial_arguments(run),
+        **pointers("out x bias permutation", out, x, bias, weight.permutation),
         **words_arguments(weight),
         **table_arguments(weight),
-        permutation_ptr=weight.permutation,
         **outliers_arguments(weight),
-        bias_ptr=bias,
         outputs=outputs,
         words=words,
         words_of_split=words_of_split,

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
 from tkernels.language import dot
+from tkernels.ops.arguments import pointers
 from tkernels.ops.dequant_gemm._argument import needs_interleaved
 from tkernels.ops.dequant_gemm._outlier_sums import OUTLIERS_AT_A_TIME, outlier_sums, outliers_arguments
 from tkernels.ops.dequant_gemm._unpack import (
@@ -26,21 +27,20 @@ from tkernels.ops.dequant_gemm._unpack import (
     word_tile,
     words_arguments,
 )
-from tkernels.ops.split_sums import summed_by_the_last, words_per_split
+from tkernels.ops.products import tile_grid, tile_sizes
+from tkernels.ops.split_sums import (
+    partial_arguments,
+    partial_buffers_of_rows,
+    row_configs,
+    summed_by_the_last,
+    too_many_rows,
+    words_per_split,
+)
 from tkernels.quantized.codes import codes_per_word
 from tkernels.quantized.weight import QuantizedWeight, interleaved
 
-# BLOCK_TOKENS, not BLOCK_M: the product is transposed, and its rows are outputs.
-CONFIGS = tuple(
-    Config(
-        BLOCK_TOKENS=tokens,
-        BLOCK_N=columns,
-        BLOCK_K=depth,
-        PROGRAMS_PER_SM=programs,
-        num_warps=warps,
-        num_stages=stages,
-    )
-    for tokens, columns, depth, warps, stages in (
+CONFIGS = row_configs(
+    (
         (16, 64, 128, 4, 3),
         (16, 64, 128, 4, 4),
         (16, 128, 128, 8, 3),
@@ -48,9 +48,7 @@ CONFIGS = tuple(
         (32, 64, 128, 4, 4),
         (32, 128, 128, 8, 3),
     )
-    for programs in (2, 4)
 )
-MAX_ROWS = 64
 MAX_SPLITS = 32
 
 
@@ -136,7 +134,7 @@ def dequant_gemm_split_k(
         )
     mask = mask_m[:, None] & mask_n[None, :]
     if partial_ptr is not None:
-        partial_ptrs = partial_ptr + rows[:, None] * outputs + offs_n[None, :]  # splits * M * N: see `supports`
+        partial_ptrs = partial_ptr + rows[:, None] * outputs + offs_n[None, :]  # splits * M * N: see `too_many_rows`
         count_ptr = arrived_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         is_last, sums = summed_by_the_last(sums, partial_ptrs, mask, count_ptr, split, splits, tokens * outputs)
         mask = mask & is_last
@@ -148,53 +146,36 @@ def dequant_gemm_split_k(
 
 def split_words(outputs: int, places: int, bits: int, config: Config, device: DeviceFacts) -> int:
     """Word rows for one program: enough programs for PROGRAMS_PER_SM on every multiprocessor."""
-    programs = device.multiprocessors * config["PROGRAMS_PER_SM"]
-    fields, tiles = codes_per_word(bits), triton.cdiv(outputs, config["BLOCK_N"])
-    return words_per_split(places // fields, config["BLOCK_K"] // fields, tiles, programs, MAX_SPLITS)
+    fields = codes_per_word(bits)
+    return words_per_split(places // fields, config["BLOCK_K"] // fields, outputs, config, device, MAX_SPLITS)
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
     tokens, outputs, bits = int(axes["M"]), int(axes["N"]), int(axes["bits"])
     places = int(axes["K"]) + int(axes["padding"])
     splits = triton.cdiv(places // codes_per_word(bits), split_words(outputs, places, bits, config, device))
-    if splits == 1:
-        return {}
-    # The counts for the most rows there may be: one buffer serves every batch.
-    tiles = triton.cdiv(MAX_ROWS, config["BLOCK_TOKENS"]) * triton.cdiv(outputs, config["BLOCK_N"])
-    return {
-        "partial": Buffer((splits, tokens, outputs), torch.float32),
-        "arrived": Buffer((tiles,), torch.int32, zeroed=True),
-    }
+    return partial_buffers_of_rows(splits, tokens, outputs, config)
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    # Also what keeps the workspace's offsets in 32 bits: splits * N is at most the programs times BLOCK_N.
-    if int(axes["M"]) > MAX_ROWS:
-        return f"it keeps a partial sum for every row and split, and takes {MAX_ROWS} rows, not M = {axes['M']}"
-    return needs_interleaved(axes)
+    return too_many_rows(axes) or needs_interleaved(axes)
 
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
     outputs, fields = weight.shape[0], codes_per_word(weight.bits)
-    block_m, block_n, block_k = (run.config[name] for name in ("BLOCK_TOKENS", "BLOCK_N", "BLOCK_K"))
+    block_m, block_n, block_k = tile_sizes(run.config, "BLOCK_TOKENS")
     words = weight.places // fields
     words_of_split = split_words(outputs, weight.places, weight.bits, run.config, run.device)
     splits = triton.cdiv(words, words_of_split)
     run.launch(
         dequant_gemm_split_k,
-        (triton.cdiv(x.shape[0], block_m), triton.cdiv(outputs, block_n), splits),
-        out_ptr=out,
-        partial_ptr=run.workspace.get("partial"),
-        arrived_ptr=run.workspace.get("arrived"),
-        x_ptr=x,
+        (*tile_grid(x.shape[0], outputs, block_m, block_n), splits),
+        **partial_arguments(run),
+        **pointers("out[m] x[m] bias permutation", out, x, bias, weight.permutation),
         **words_arguments(weight),
         **groups_arguments(weight, block_k // fields),
         **table_arguments(weight),
-        permutation_ptr=weight.permutation,
         **outliers_arguments(weight),
-        bias_ptr=bias,
-        stride_out_m=out.stride(0),
-        stride_x_m=x.stride(0),
         tokens=x.shape[0],
         outputs=outputs,
         words=words,

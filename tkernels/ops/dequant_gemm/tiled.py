@@ -14,6 +14,7 @@ import triton.language as tl
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
 from tkernels.inputs import dtype_of
 from tkernels.language import dot
+from tkernels.ops.arguments import pointers
 from tkernels.ops.dequant_gemm._argument import needs_interleaved
 from tkernels.ops.dequant_gemm._outlier_sums import OUTLIERS_AT_A_TIME, outlier_sums, outliers_arguments
 from tkernels.ops.dequant_gemm._unpack import (
@@ -28,15 +29,15 @@ from tkernels.ops.dequant_gemm._unpack import (
     word_tile,
     words_arguments,
 )
+from tkernels.ops.products import tile_configs, tile_grid, tile_sizes
 from tkernels.quantized.codes import codes_per_word
 from tkernels.quantized.weight import QuantizedWeight, interleaved
 
 GATHERED_AT_A_TIME = 1024
 """Places of a row for one program, where a permutation makes it gather them."""
 
-CONFIGS = tuple(
-    Config(BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=depth, num_warps=warps, num_stages=stages)
-    for rows, columns, depth, warps, stages in (
+CONFIGS = tile_configs(
+    (
         (16, 32, 128, 4, 4),
         (16, 64, 64, 4, 4),
         (16, 64, 128, 4, 4),
@@ -158,11 +159,7 @@ def inputs_by_place(run: Run, x: torch.Tensor, weight: QuantizedWeight) -> torch
     run.launch(
         dequant_gemm_tiled_by_place,
         (x.shape[0], triton.cdiv(weight.places, GATHERED_AT_A_TIME)),
-        by_place_ptr=by_place,
-        x_ptr=x,
-        permutation_ptr=weight.permutation,
-        stride_by_place_m=by_place.stride(0),
-        stride_x_m=x.stride(0),
+        **pointers("by_place[m] x[m] permutation", by_place, x, weight.permutation),
         places=weight.places,
         BLOCK_K=GATHERED_AT_A_TIME,
     )
@@ -171,7 +168,7 @@ def inputs_by_place(run: Run, x: torch.Tensor, weight: QuantizedWeight) -> torch
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
     outputs, _ = weight.shape
-    block_m, block_n, block_k = (run.config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+    block_m, block_n, block_k = tile_sizes(run.config)
     if x.dtype == torch.float32:
         # It has no matrix unit that multiplies it exactly: a larger product, unrolled in registers, spills (1.6 kB for
         # 64 x 64 x 64 on sm_80 to sm_90).
@@ -179,19 +176,12 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
     by_place = inputs_by_place(run, x, weight)
     run.launch(
         dequant_gemm_tiled,
-        # Tokens on the faster axis: the programs that run together share their tile of the weight in the L2 cache.
-        (triton.cdiv(x.shape[0], block_m), triton.cdiv(outputs, block_n)),
-        out_ptr=out,
-        x_ptr=by_place,
-        inputs_ptr=x,
+        tile_grid(x.shape[0], outputs, block_m, block_n),
+        **pointers("out[m] x[m] inputs[m] bias", out, by_place, x, bias),
         **words_arguments(weight),
         **groups_arguments(weight, block_k // codes_per_word(weight.bits)),
         **table_arguments(weight),
         **outliers_arguments(weight),
-        bias_ptr=bias,
-        stride_out_m=out.stride(0),
-        stride_x_m=by_place.stride(0),
-        stride_inputs_m=x.stride(0),
         tokens=x.shape[0],
         outputs=outputs,
         places=weight.places,

@@ -13,10 +13,11 @@ import triton.language as tl
 
 from tkernels import Config, Run, Variant
 from tkernels.language import dot
+from tkernels.ops.arguments import pointers
+from tkernels.ops.products import persistent_grid, tile_configs, tile_sizes
 
-CONFIGS = tuple(
-    Config(BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=depth, GROUP_M=8, num_warps=warps, num_stages=stages)
-    for rows, columns, depth, warps, stages in (
+CONFIGS = tile_configs(
+    (
         (16, 32, 128, 4, 4),
         (16, 64, 128, 4, 3),
         (32, 64, 64, 4, 4),
@@ -30,7 +31,8 @@ CONFIGS = tuple(
         (128, 64, 64, 8, 3),
         (128, 64, 64, 8, 4),
         (128, 128, 64, 8, 3),
-    )
+    ),
+    GROUP_M=8,
 )
 
 
@@ -80,17 +82,11 @@ def gate_up_swiglu_paired_tiles(
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     tokens, width = out.shape
-    block_m, block_n = run.config["BLOCK_M"], run.config["BLOCK_N"]
-    tiles = triton.cdiv(tokens, block_m) * triton.cdiv(width, block_n)
+    block_m, block_n, block_k = tile_sizes(run.config)
     run.launch(
         gate_up_swiglu_paired_tiles,
-        (min(tiles, run.device.multiprocessors),),
-        out_ptr=out,
-        x_ptr=x,
-        weight_ptr=weight,
-        stride_out_t=out.stride(0),
-        stride_x_t=x.stride(0),
-        stride_weight_n=weight.stride(0),
+        persistent_grid(run, tokens, width, block_m, block_n),
+        **pointers("out[t] x[t] weight[n]", out, x, weight),
         tokens=tokens,
         width=width,
         inputs=x.shape[1],
@@ -98,7 +94,7 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         # fp32 is multiplied outside the matrix units, from registers, which hold no more.
-        BLOCK_K=min(run.config["BLOCK_K"], 32) if x.element_size() == 4 else run.config["BLOCK_K"],
+        BLOCK_K=min(block_k, 32) if x.element_size() == 4 else block_k,
     )
 
 

@@ -11,10 +11,11 @@ import triton.language as tl
 
 from tkernels import Config, Run, Variant
 from tkernels.language import dot
+from tkernels.ops.arguments import pointers
+from tkernels.ops.products import persistent_grid, tile_configs, tile_sizes
 
-CONFIGS = tuple(
-    Config(BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=depth, GROUP_M=8, num_warps=warps, num_stages=stages)
-    for rows, columns, depth, warps, stages in (
+CONFIGS = tile_configs(
+    (
         (16, 64, 128, 4, 4),
         (16, 128, 128, 4, 4),
         (32, 64, 128, 4, 4),
@@ -24,7 +25,8 @@ CONFIGS = tuple(
         (128, 128, 64, 8, 3),
         (128, 128, 64, 8, 4),
         (128, 256, 64, 8, 3),
-    )
+    ),
+    GROUP_M=8,
 )
 
 
@@ -76,32 +78,22 @@ def matmul_persistent(
         tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
 
 
-def tile_columns(config: Config, itemsize: int) -> int:
-    """BLOCK_N. fp32 products run on FMA units, from registers: 64 x 128 tiles spilled 72 bytes on sm_90."""
-    return config["BLOCK_N"] if itemsize < 4 else min(config["BLOCK_N"], 64)
-
-
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     (tokens, inputs), outputs = x.shape, weight.shape[0]
-    block_m, block_n = run.config["BLOCK_M"], tile_columns(run.config, x.element_size())
-    tiles = triton.cdiv(tokens, block_m) * triton.cdiv(outputs, block_n)
+    block_m, block_n, block_k = tile_sizes(run.config)
+    if x.element_size() == 4:
+        block_n = min(block_n, 64)  # fp32 products run on FMA units, from registers: 64 x 128 spilled 72 bytes on sm_90
     run.launch(
         matmul_persistent,
-        (min(tiles, run.device.multiprocessors),),
-        out_ptr=out,
-        x_ptr=x,
-        weight_ptr=weight,
-        bias_ptr=bias,
-        stride_out_m=out.stride(0),
-        stride_x_m=x.stride(0),
-        stride_weight_n=weight.stride(0),
+        persistent_grid(run, tokens, outputs, block_m, block_n),
+        **pointers("out[m] x[m] weight[n] bias", out, x, weight, bias),
         tokens=tokens,
         outputs=outputs,
         inputs=inputs,
         GROUP_M=run.config["GROUP_M"],
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=run.config["BLOCK_K"],
+        BLOCK_K=block_k,
     )
 
 

@@ -11,11 +11,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tkernels import Axes, Config, DeviceFacts, Run, Variant
 from tkernels.language import dot
+from tkernels.ops.arguments import pointers
 from tkernels.ops.matmul.persistent import matmul_persistent_tile
+from tkernels.ops.products import persistent_grid, tile_configs, tile_sizes
 
-CONFIGS = tuple(
-    Config(BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=depth, GROUP_M=8, num_warps=warps, num_stages=stages)
-    for rows, columns, depth, warps, stages in (
+CONFIGS = tile_configs(
+    (
         (64, 64, 64, 4, 4),
         (64, 64, 128, 4, 4),
         (64, 128, 64, 4, 4),
@@ -24,7 +25,8 @@ CONFIGS = tuple(
         (128, 128, 64, 8, 3),
         (128, 128, 64, 8, 4),
         (128, 256, 64, 8, 3),
-    )
+    ),
+    GROUP_M=8,
 )
 
 
@@ -64,16 +66,13 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, b
     (tokens, inputs), outputs = x.shape, weight.shape[0]
     if tokens == 0:
         return  # a descriptor has no empty shapes
-    block_m, block_n, block_k = (run.config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
-    tiles = triton.cdiv(tokens, block_m) * triton.cdiv(outputs, block_n)
+    block_m, block_n, block_k = tile_sizes(run.config)
     run.launch(
         matmul_tensor_descriptor,
-        (min(tiles, run.device.multiprocessors),),
-        out_ptr=out,
+        persistent_grid(run, tokens, outputs, block_m, block_n),
+        **pointers("out[m] bias", out, bias),
         x_boxes=TensorDescriptor.from_tensor(x, [block_m, block_k]),
         weight_boxes=TensorDescriptor.from_tensor(weight, [block_n, block_k]),
-        bias_ptr=bias,
-        stride_out_m=out.stride(0),
         tokens=tokens,
         outputs=outputs,
         inputs=inputs,

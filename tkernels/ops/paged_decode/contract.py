@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tkernels.batching import Batching, Inputs, like_laid_out
+from tkernels.batching import Batching, Inputs, lay_out_like
 from tkernels.contract import Axes, Case, Contract, Int, Output, Scalar, Tensor
 from tkernels.inputs import Draws
 from tkernels.ops.paged_cache import (
@@ -18,7 +18,7 @@ from tkernels.ops.paged_cache import (
     SIZE_AXES,
     drawn_context_lens,
     gather_context,
-    looser,
+    loosen_bounds,
     padded_attention,
     paged_inputs,
     select_pages,
@@ -206,7 +206,7 @@ def count_sequences(inputs: Inputs) -> int:
 def take_sequences(inputs: Inputs, picks: Sequence[int]) -> dict[str, Any]:
     """The batch of the picked sequences. One that comes twice shares its pages with itself."""
     rows = torch.tensor(picks, dtype=torch.long, device=inputs["q"].device)
-    taken = {name: like_laid_out(inputs[name][rows], inputs[name]) for name in ("q", "block_tables", "context_lens")}
+    taken = {name: lay_out_like(inputs[name][rows], inputs[name]) for name in ("q", "block_tables", "context_lens")}
     return {**inputs, **taken}
 
 
@@ -244,6 +244,6 @@ CONTRACT = Contract(
         for sequences, context in ((1, 1024), (1, 65536), (32, 4096), (64, 1024), (64, 8192))
     }
     | {"B=64,context=8192,kv=fp8": _benchmark(64, 8192, "float8_e4m3fn")},
-    batching=Batching(count_sequences, take_sequences, part_of_sequence, looser),
+    batching=Batching(count_sequences, take_sequences, part_of_sequence, loosen_bounds),
     work="decode",
 )

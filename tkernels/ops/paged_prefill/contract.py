@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tkernels.batching import Batching, Inputs, like_laid_out
+from tkernels.batching import Batching, Inputs, lay_out_like
 from tkernels.contract import Axes, Case, Choice, Contract, Int, Output, Scalar, Tensor
 from tkernels.inputs import Draws, poison
 from tkernels.ops.paged_cache import (
@@ -18,7 +18,7 @@ from tkernels.ops.paged_cache import (
     SIZE_AXES,
     drawn_context_lens,
     gather_context,
-    looser,
+    loosen_bounds,
     padded_attention,
     paged_inputs,
     select_pages,
@@ -230,9 +230,9 @@ def take_sequences(inputs: Inputs, picks: Sequence[int]) -> dict[str, Any]:
     rows = torch.tensor([row for span in (*spans, range(starts[-1], q.shape[0])) for row in span], dtype=torch.long)
     picked = torch.tensor(picks, dtype=torch.long, device=q.device)
     begins = torch.tensor([0, *(len(span) for span in spans)]).cumsum(0).to(torch.int32).to(q.device)
-    taken = {name: like_laid_out(inputs[name][picked], inputs[name]) for name in ("block_tables", "context_lens")}
-    cu_seqlens_q = like_laid_out(begins, inputs["cu_seqlens_q"])
-    return {**inputs, **taken, "q": like_laid_out(q[rows.to(q.device)], q), "cu_seqlens_q": cu_seqlens_q}
+    taken = {name: lay_out_like(inputs[name][picked], inputs[name]) for name in ("block_tables", "context_lens")}
+    cu_seqlens_q = lay_out_like(begins, inputs["cu_seqlens_q"])
+    return {**inputs, **taken, "q": lay_out_like(q[rows.to(q.device)], q), "cu_seqlens_q": cu_seqlens_q}
 
 
 def part_of_sequence(inputs: Inputs, results: Mapping[str, torch.Tensor], member: int) -> dict[str, torch.Tensor]:
@@ -283,6 +283,6 @@ CONTRACT = Contract(
             (1, 16384, 16384),
         )
     },
-    batching=Batching(count_sequences, take_sequences, part_of_sequence, looser),
+    batching=Batching(count_sequences, take_sequences, part_of_sequence, loosen_bounds),
     work="prefill",
 )

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
+from tkernels.ops.rotary_heads import rotary_arguments
 
 CONFIGS = tuple(
     Config(BLOCK_HEADS=heads, num_warps=warps) for heads, warps in ((1, 1), (2, 1), (8, 4), (16, 4), (16, 8), (32, 8))
@@ -104,7 +105,7 @@ def qk_norm_rope_head_tile(
     stride_cos_l,
     stride_sin_l,
     q_heads,
-    k_heads,
+    kv_heads,
     q_tiles,
     eps,
     HEAD_DIM: tl.constexpr,
@@ -143,7 +144,7 @@ def qk_norm_rope_head_tile(
             cos_ptr,
             sin_ptr,
             stride_k_h,
-            k_heads,
+            kv_heads,
             (tile - q_tiles) * BLOCK_HEADS,
             eps,
             HEAD_DIM,
@@ -167,36 +168,10 @@ def launch(
     eps: float,
     interleaved: bool,
 ) -> None:
-    tokens, q_heads, head_dim = q.shape
-    k_heads, half, block_heads = k.shape[1], cos.shape[1], run.config["BLOCK_HEADS"]
-    q_tiles = triton.cdiv(q_heads, block_heads)
-    run.launch(
-        qk_norm_rope_head_tile,
-        (tokens, q_tiles + triton.cdiv(k_heads, block_heads)),
-        q_ptr=q,
-        k_ptr=k,
-        cos_ptr=cos,
-        sin_ptr=sin,
-        positions_ptr=positions,
-        q_weight_ptr=q_weight,
-        k_weight_ptr=k_weight,
-        stride_q_t=q.stride(0),
-        stride_q_h=q.stride(1),
-        stride_k_t=k.stride(0),
-        stride_k_h=k.stride(1),
-        stride_cos_l=cos.stride(0),
-        stride_sin_l=sin.stride(0),
-        q_heads=q_heads,
-        k_heads=k_heads,
-        q_tiles=q_tiles,
-        eps=eps,
-        HEAD_DIM=head_dim,
-        HALF=half,
-        INTERLEAVED=interleaved,
-        BLOCK_HEADS=block_heads,
-        BLOCK_HALF=triton.next_power_of_2(half),
-        BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
+    grid, arguments = rotary_arguments(
+        q, k, cos, sin, positions, q_weight, k_weight, eps, interleaved, run.config["BLOCK_HEADS"]
     )
+    run.launch(qk_norm_rope_head_tile, grid, **arguments)
 
 
 VARIANT = Variant(

@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
+from tkernels.ops.arguments import pointers
 from tkernels.ops.paged_cache import unsupported_kv
 from tkernels.ops.qk_norm_rope.head_tile import qk_norm_rope_head_tile_load
+from tkernels.ops.rotary_heads import rotary_arguments
 
 CONFIGS = tuple(
     Config(BLOCK_HEADS=heads, num_warps=warps)
@@ -251,53 +253,18 @@ def launch(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
-    tokens, q_heads, head_dim = q.shape
-    kv_heads, half = k.shape[1], cos.shape[1]
     # Twice the heads over an 8-bit cache: 16 values a thread, which is what a 16-byte store of it takes.
     block_heads = run.config["BLOCK_HEADS"] * (2 if k_cache.element_size() == 1 else 1)
-    q_tiles = triton.cdiv(q_heads, block_heads)
+    grid, arguments = rotary_arguments(q, k, cos, sin, positions, q_weight, k_weight, eps, interleaved, block_heads)
     run.launch(
         qk_norm_rope_scatter_head_tile,
-        (tokens, q_tiles + triton.cdiv(kv_heads, block_heads)),
-        q_ptr=q,
-        k_ptr=k,
-        v_ptr=v,
-        cos_ptr=cos,
-        sin_ptr=sin,
-        positions_ptr=positions,
-        k_cache_ptr=k_cache,
-        v_cache_ptr=v_cache,
-        slots_ptr=slots,
-        q_weight_ptr=q_weight,
-        k_weight_ptr=k_weight,
-        k_scale_ptr=k_scale,
-        v_scale_ptr=v_scale,
-        stride_q_t=q.stride(0),
-        stride_q_h=q.stride(1),
-        stride_k_t=k.stride(0),
-        stride_k_h=k.stride(1),
-        stride_v_t=v.stride(0),
-        stride_v_h=v.stride(1),
-        stride_cos_l=cos.stride(0),
-        stride_sin_l=sin.stride(0),
-        stride_k_cache_p=k_cache.stride(0),
-        stride_k_cache_s=k_cache.stride(1),
-        stride_k_cache_h=k_cache.stride(2),
-        stride_v_cache_p=v_cache.stride(0),
-        stride_v_cache_s=v_cache.stride(1),
-        stride_v_cache_h=v_cache.stride(2),
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        q_tiles=q_tiles,
-        eps=eps,
+        grid,
+        **arguments,
+        **pointers(
+            "v[th] k_cache[psh] v_cache[psh] slots k_scale v_scale", v, k_cache, v_cache, slots, k_scale, v_scale
+        ),
         PAGE_SIZE=k_cache.shape[1],
-        HEAD_DIM=head_dim,
         HEAD_DIM_V=v.shape[2],
-        HALF=half,
-        INTERLEAVED=interleaved,
-        BLOCK_HEADS=block_heads,
-        BLOCK_HALF=triton.next_power_of_2(half),
-        BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
         BLOCK_V=triton.next_power_of_2(v.shape[2]),
     )
 

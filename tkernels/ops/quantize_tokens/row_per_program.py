@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Config, DeviceFacts, Run, Variant
+from tkernels.ops.arguments import pointers
+from tkernels.ops.rows import ROW_CONFIGS, too_wide
 from tkernels.quantized.row_codes import codes_of, reciprocal_of, scale_of, unsupported_codes
 
-CONFIGS = tuple(Config(num_warps=warps) for warps in (1, 2, 4, 8, 16))
 WIDEST = 32768
 
 
@@ -33,11 +34,7 @@ def launch(run: Run, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, dtyp
     run.launch(
         quantize_tokens_row_per_program,
         (tokens,),
-        q_ptr=q,
-        scale_ptr=scale,
-        x_ptr=x,
-        stride_q_m=q.stride(0),
-        stride_x_m=x.stride(0),
+        **pointers("q[m] scale x[m]", q, scale, x),
         inputs=inputs,
         reciprocal=reciprocal_of(dtype),
         BLOCK_K=triton.next_power_of_2(inputs),
@@ -45,15 +42,14 @@ def launch(run: Run, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, dtyp
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    if int(axes["K"]) > WIDEST:
-        return f"rows wider than {WIDEST} leave a program's registers; this is K = {axes['K']}: two_pass"
-    return unsupported_codes(axes, device)
+    wide = too_wide(axes, "K", WIDEST, "leave a program's registers", "two_pass")
+    return wide or unsupported_codes(axes, device)
 
 
 VARIANT = Variant(
     wins="rows up to 32k wide",
     launch=launch,
-    configs=CONFIGS,
+    configs=ROW_CONFIGS,
     supports=supports,
     # 8 warps keep a thread at 16 elements for widths of 2k to 4k, two 16-byte loads of bf16 in flight and one 16-byte
     # store of codes; 32k are 150 registers a thread, and none spill. gfx942's warps have 64 threads: 4 for the same.

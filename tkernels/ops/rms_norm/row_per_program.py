@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Config, DeviceFacts, Run, Variant
+from tkernels.ops.arguments import pointers
+from tkernels.ops.rows import ROW_CONFIGS, launch_rows, too_wide
 
-CONFIGS = tuple(Config(num_warps=warps) for warps in (1, 2, 4, 8, 16))
 WIDEST = 16384
 
 
@@ -28,31 +29,17 @@ def rms_norm_row_per_program(out_ptr, x_ptr, weight_ptr, stride_x_t, stride_out_
 
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    tokens, hidden = x.shape
-    run.launch(
-        rms_norm_row_per_program,
-        (tokens,),
-        out_ptr=out,
-        x_ptr=x,
-        weight_ptr=weight,
-        stride_x_t=x.stride(0),
-        stride_out_t=out.stride(0),
-        hidden=hidden,
-        eps=eps,
-        BLOCK_H=triton.next_power_of_2(hidden),
-    )
+    launch_rows(run, rms_norm_row_per_program, pointers("out[t] x[t] weight", out, x, weight), x.shape, eps)
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    if int(axes["H"]) > WIDEST:
-        return f"rows wider than {WIDEST} leave a program's registers; this is H = {axes['H']}: two_pass"
-    return None
+    return too_wide(axes, "H", WIDEST, "leave a program's registers", "two_pass")
 
 
 VARIANT = Variant(
     wins="rows up to 16k wide, and enough of them to fill the device",
     launch=launch,
-    configs=CONFIGS,
+    configs=ROW_CONFIGS,
     supports=supports,
     # 8 warps keep a thread at 16 elements for widths of 2k to 4k, two 16-byte loads in flight, and at 128 registers for
     # 16k (4 warps: 211).

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Config, DeviceFacts, Run, Variant
+from tkernels.ops.arguments import pointers
+from tkernels.ops.rows import TILE_DEFAULTS, launch_tiles_of_rows, too_wide
 
 CONFIGS = tuple(
     Config(BLOCK_ELEMENTS=elements, num_warps=warps)
@@ -42,29 +44,11 @@ def rms_norm_rows_per_program(
 
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    tokens, hidden = x.shape
-    block_h = triton.next_power_of_2(hidden)
-    block_t = max(1, run.config["BLOCK_ELEMENTS"] // block_h)
-    run.launch(
-        rms_norm_rows_per_program,
-        (triton.cdiv(tokens, block_t),),
-        out_ptr=out,
-        x_ptr=x,
-        weight_ptr=weight,
-        stride_x_t=x.stride(0),
-        stride_out_t=out.stride(0),
-        tokens=tokens,
-        hidden=hidden,
-        eps=eps,
-        BLOCK_T=block_t,
-        BLOCK_H=block_h,
-    )
+    launch_tiles_of_rows(run, rms_norm_rows_per_program, pointers("out[t] x[t] weight", out, x, weight), x.shape, eps)
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    if int(axes["H"]) > WIDEST:
-        return f"rows wider than {WIDEST} fill a program each; this is H = {axes['H']}: row_per_program"
-    return None
+    return too_wide(axes, "H", WIDEST, "fill a program each", "row_per_program")
 
 
 VARIANT = Variant(
@@ -72,13 +56,7 @@ VARIANT = Variant(
     launch=launch,
     configs=CONFIGS,
     supports=supports,
-    # 4096 elements over 4 warps: four 16-byte loads a thread in flight; 32 rows of 128, 2 of 2048. Interpreted, tiles
-    # hold a few rows, so that there are several and the last is not full.
-    default={
-        "": Config(BLOCK_ELEMENTS=4096),
-        "gfx942": Config(BLOCK_ELEMENTS=4096, num_warps=2),  # of 64 threads: 4 would read the weight 8 bytes at a time
-        "interpreter": Config(BLOCK_ELEMENTS=256),
-    },
+    default=TILE_DEFAULTS,
     key=("H",),
     deterministic=True,
     batch_invariant=True,

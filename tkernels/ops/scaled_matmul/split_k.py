@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
+from tkernels.ops.arguments import pointers
+from tkernels.ops.products import tile_grid, tile_sizes
 from tkernels.ops.scaled_matmul._code_sums import (
     rescaled,
     sums_are_short,
@@ -18,19 +20,17 @@ from tkernels.ops.scaled_matmul._code_sums import (
     with_products,
     zero_sums,
 )
-from tkernels.ops.split_sums import summed_by_the_last, words_per_split
+from tkernels.ops.split_sums import (
+    partial_arguments,
+    partial_buffers_of_rows,
+    row_configs,
+    summed_by_the_last,
+    too_many_rows,
+    words_per_split,
+)
 
-# BLOCK_TOKENS, not BLOCK_M: the product is transposed, and its rows are outputs.
-CONFIGS = tuple(
-    Config(
-        BLOCK_TOKENS=tokens,
-        BLOCK_N=columns,
-        BLOCK_K=depth,
-        PROGRAMS_PER_SM=programs,
-        num_warps=warps,
-        num_stages=stages,
-    )
-    for tokens, columns, depth, warps, stages in (
+CONFIGS = row_configs(
+    (
         (16, 64, 128, 4, 3),
         (16, 64, 128, 4, 4),
         (16, 64, 256, 4, 3),
@@ -38,9 +38,7 @@ CONFIGS = tuple(
         (32, 64, 256, 4, 3),
         (64, 64, 128, 4, 4),
     )
-    for programs in (2, 4)
 )
-MAX_ROWS = 64
 MAX_SPLITS = 32
 
 
@@ -88,7 +86,7 @@ def scaled_matmul_split_k(
     sums = tl.trans(sums)
     mask = mask_m[:, None] & mask_n[None, :]
     if partial_ptr is not None:
-        partial_ptrs = partial_ptr + rows[:, None] * outputs + offs_n[None, :]  # splits * M * N: see `supports`
+        partial_ptrs = partial_ptr + rows[:, None] * outputs + offs_n[None, :]  # splits * M * N: see `too_many_rows`
         count_ptr = arrived_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         is_last, sums = summed_by_the_last(sums, partial_ptrs, mask, count_ptr, split, splits, tokens * outputs)
         mask = mask & is_last
@@ -99,31 +97,18 @@ def scaled_matmul_split_k(
 
 def split_inputs(outputs: int, inputs: int, config: Config, device: DeviceFacts) -> int:
     """Inputs for one program: enough programs for PROGRAMS_PER_SM on every multiprocessor."""
-    programs = device.multiprocessors * config["PROGRAMS_PER_SM"]
-    tiles = triton.cdiv(outputs, config["BLOCK_N"])
-    return words_per_split(inputs, config["BLOCK_K"], tiles, programs, MAX_SPLITS)
+    return words_per_split(inputs, config["BLOCK_K"], outputs, config, device, MAX_SPLITS)
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
     tokens, outputs, inputs = int(axes["M"]), int(axes["N"]), int(axes["K"])
     splits = triton.cdiv(inputs, split_inputs(outputs, inputs, config, device))
-    if splits == 1:
-        return {}
-    # The counts for the most rows there may be: one buffer serves every batch.
-    tiles = triton.cdiv(MAX_ROWS, config["BLOCK_TOKENS"]) * triton.cdiv(outputs, config["BLOCK_N"])
-    return {
-        "partial": Buffer((splits, tokens, outputs), torch.int32 if axes["codes"] == "int8" else torch.float32),
-        "arrived": Buffer((tiles,), torch.int32, zeroed=True),
-    }
+    dtype = torch.int32 if axes["codes"] == "int8" else torch.float32
+    return partial_buffers_of_rows(splits, tokens, outputs, config, dtype)
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    if reason := unsupported_sums(axes, device):
-        return reason
-    # Also what keeps the workspace's offsets in 32 bits: splits * N is at most the programs times BLOCK_N.
-    if int(axes["M"]) > MAX_ROWS:
-        return f"it keeps a partial sum for every row and split, and takes {MAX_ROWS} rows, not M = {axes['M']}"
-    return None
+    return unsupported_sums(axes, device) or too_many_rows(axes)
 
 
 def launch(
@@ -137,23 +122,14 @@ def launch(
     out_dtype: torch.dtype,
 ) -> None:
     (tokens, inputs), outputs = q.shape, weight.shape[0]
-    block_m, block_n, block_k = (run.config[name] for name in ("BLOCK_TOKENS", "BLOCK_N", "BLOCK_K"))
+    block_m, block_n, block_k = tile_sizes(run.config, "BLOCK_TOKENS")
     inputs_of_split = split_inputs(outputs, inputs, run.config, run.device)
     splits = triton.cdiv(inputs, inputs_of_split)
     run.launch(
         scaled_matmul_split_k,
-        (triton.cdiv(tokens, block_m), triton.cdiv(outputs, block_n), splits),
-        out_ptr=out,
-        partial_ptr=run.workspace.get("partial"),
-        arrived_ptr=run.workspace.get("arrived"),
-        q_ptr=q,
-        scale_ptr=scale,
-        weight_ptr=weight,
-        weight_scale_ptr=weight_scale,
-        bias_ptr=bias,
-        stride_out_m=out.stride(0),
-        stride_q_m=q.stride(0),
-        stride_weight_n=weight.stride(0),
+        (*tile_grid(tokens, outputs, block_m, block_n), splits),
+        **partial_arguments(run),
+        **pointers("out[m] q[m] scale weight[n] weight_scale bias", out, q, scale, weight, weight_scale, bias),
         tokens=tokens,
         outputs=outputs,
         inputs=inputs,

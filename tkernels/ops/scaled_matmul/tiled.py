@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
+from tkernels.ops.arguments import pointers
+from tkernels.ops.products import tile_configs, tile_grid, tile_sizes
 from tkernels.ops.scaled_matmul._code_sums import (
     rescaled,
     sums_are_short,
@@ -17,9 +19,8 @@ from tkernels.ops.scaled_matmul._code_sums import (
     zero_sums,
 )
 
-CONFIGS = tuple(
-    Config(BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=depth, num_warps=warps, num_stages=stages)
-    for rows, columns, depth, warps, stages in (
+CONFIGS = tile_configs(
+    (
         (16, 64, 128, 4, 4),
         (32, 64, 128, 4, 4),
         (64, 64, 128, 4, 3),
@@ -83,20 +84,11 @@ def launch(
     out_dtype: torch.dtype,
 ) -> None:
     (tokens, inputs), outputs = q.shape, weight.shape[0]
-    block_m, block_n, block_k = (run.config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+    block_m, block_n, block_k = tile_sizes(run.config)
     run.launch(
         scaled_matmul_tiled,
-        # Tokens on the faster axis: the programs that run together share their tile of the weight in the L2 cache.
-        (triton.cdiv(tokens, block_m), triton.cdiv(outputs, block_n)),
-        out_ptr=out,
-        q_ptr=q,
-        scale_ptr=scale,
-        weight_ptr=weight,
-        weight_scale_ptr=weight_scale,
-        bias_ptr=bias,
-        stride_out_m=out.stride(0),
-        stride_q_m=q.stride(0),
-        stride_weight_n=weight.stride(0),
+        tile_grid(tokens, outputs, block_m, block_n),
+        **pointers("out[m] q[m] scale weight[n] weight_scale bias", out, q, scale, weight, weight_scale, bias),
         tokens=tokens,
         outputs=outputs,
         inputs=inputs,

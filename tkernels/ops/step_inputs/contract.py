@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tkernels.batching import Batching, Inputs, like_laid_out
+from tkernels.batching import Batching, Inputs, lay_out_like
 from tkernels.contract import Axes, Case, Choice, Contract, Int, Output, Scalar, Tensor
 from tkernels.inputs import LAYOUTS, Draws, poison
 
@@ -155,11 +155,11 @@ def _take(inputs: Inputs, picks: Sequence[int]) -> dict[str, Any]:
     cu_counts, tokens = inputs["cu_counts"], inputs["tokens"]
     chosen = torch.tensor(picks, dtype=torch.long, device=tokens.device)
     for name in ("block_tables", "starts"):
-        taken[name] = like_laid_out(inputs[name][chosen], inputs[name])
+        taken[name] = lay_out_like(inputs[name][chosen], inputs[name])
     begun = torch.cat((torch.zeros_like(cu_counts[:1]), cu_counts.diff()[chosen].cumsum(0)))
-    taken["cu_counts"] = like_laid_out(begun.int(), cu_counts)
+    taken["cu_counts"] = lay_out_like(begun.int(), cu_counts)
     parts = [tokens[int(cu_counts[b]) : int(cu_counts[b + 1])] for b in picks]
-    taken["tokens"] = like_laid_out(torch.cat([tokens[:0], *parts]), tokens)
+    taken["tokens"] = lay_out_like(torch.cat([tokens[:0], *parts]), tokens)
     return taken
 
 

@@ -1,18 +1,16 @@
 """Runs mutants through worker processes and says how each of them fared."""
 
-import contextlib
 import json
-import os
-import subprocess
-import sys
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from tkernels.isolation import Server, ServerError
+from tkernels.registry import Registry, builtin_ops
 from tkernels.variant import Variant
 from tkernels.verification.mutation.faults import Mutant
 
@@ -25,6 +23,8 @@ MORE_DRAWS = 240
 ANOTHER_SEED = 1_000_000
 COMPILED_DRAWS = 16
 PROGRAMS = 8
+WALL_SECONDS = 1200.0
+"""Of one task."""
 CASE_SECONDS = 20.0
 """Of processor time, for a case that takes an honest kernel well under one."""
 
@@ -56,49 +56,15 @@ class Fate:
         return self.verdict in ("value", "crash")
 
 
-class _Worker:
-    """One worker process, started when it is first asked."""
-
-    def __init__(self, interpret: bool, folders: Sequence[Path]) -> None:
-        self.command = [sys.executable, "-m", "tkernels.verification.mutation.worker", *map(str, folders)]
-        self.environment = {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0", "OMP_NUM_THREADS": "1"}
-        self._process: subprocess.Popen[str] | None = None
-
-    def ask(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        if self._process is None:
-            self._process = subprocess.Popen(
-                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self.environment
-            )
-            self._answer()
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the missing answer will say so
-            print(json.dumps(task), file=self._process.stdin, flush=True)
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise MutationError(f"a mutation worker ended with status {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
-
-
 class Pool:
     """A number of workers. A context manager: the processes end with it."""
 
-    def __init__(self, workers: int = 1, variants_from: Sequence[Path] = ()) -> None:
+    def __init__(self, workers: int = 1, ops: Registry | None = None) -> None:
+        """ops: what the mutants' variants are of; None is the built-in ones."""
         self.workers = workers
-        self.folders = variants_from
+        self._outside = (ops or builtin_ops()).outside()
         self._local = threading.local()
-        self._all: list[_Worker] = []
+        self._servers: list[Server] = []
         self._fair: dict[str, bool] = {}
 
     def __enter__(self) -> "Pool":
@@ -107,22 +73,39 @@ class Pool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for worker in self._all:
-            worker.close()
+        for server in self._servers:
+            server.end(patience=0.0)
 
-    def _worker(self, interpret: bool) -> _Worker:
-        """This thread's own."""
+    def _server(self, interpret: bool) -> Server:
+        """This thread's own, started when it is first asked."""
         name = "interpreting" if interpret else "compiling"
-        worker: _Worker | None = getattr(self._local, name, None)
-        if worker is None:
-            worker = _Worker(interpret, self.folders)
-            setattr(self._local, name, worker)
-            self._all.append(worker)
-        return worker
+        server: Server | None = getattr(self._local, name, None)
+        if server is None:
+            server = Server({"TRITON_INTERPRET": "1" if interpret else "0", "OMP_NUM_THREADS": "1"})
+            server.load("tkernels.verification.mutation.worker:prepare_mutants", self._outside)
+            setattr(self._local, name, server)
+            self._servers.append(server)
+        return server
 
     def ask(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """One task for this thread's worker: see `tkernels.verification.mutation.worker`."""
-        return self._worker(interpret=task["do"] != "compile").ask(task)
+        """The answer of this thread's server to one task: see `tkernels.verification.mutation.worker`.
+
+        Raises MutationError where it has none, which no mutant can bring about.
+        """
+        answer: dict[str, Any] = {}
+        try:
+            ending = self._server(interpret=task["do"] != "compile").run(task, answer.update, WALL_SECONDS)
+        except ServerError as error:
+            raise MutationError(f"a mutation worker {error}") from None
+        if "broken" in answer:
+            raise MutationError(f"a mutation worker cannot {task['do'].replace('_', ' ')}: {answer['broken']}")
+        if "verdict" in answer or "cases" in answer:
+            return answer
+        if ending.timed_out or ending.signal == signal.SIGPROF:
+            reason = "time-out: a case took too much time"
+        else:
+            reason = f"signal {signal.Signals(ending.signal).name}" if ending.signal else "the process ended"
+        return {**answer, "verdict": "crash", "reason": reason}
 
     def map(self, function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
         """The results in order; as many at a time as there are workers, each thread asking its own."""

@@ -1,30 +1,24 @@
-"""The process in which mutants live and die: it imports torch and Triton once, then forks for each mutant.
+"""What a server does with mutants: it keeps what the mutants of a variant share, and each lives and dies in a child.
 
-Importing costs seconds and a fork milliseconds, so a mutant that ends its process, by a bad address or a loop without
-end, takes nothing with it. The worker reads one JSON task a line from stdin and answers each with one JSON line. An
-interpreting worker checks mutants; a compiling one says whether the compiler takes them, and makes other code of them.
+An interpreting server checks mutants; a compiling one says whether the compiler takes them, and makes other code of
+them. A child answers in parts, each a mapping, of which later ones add to or replace the earlier.
 """
 
-import contextlib
 import gc
-import json
-import os
 import resource
-import select
 import signal
-import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from tkernels import OPS
+from tkernels import isolation
 from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.device import INTERPRETER
-from tkernels.mode import MODE
-from tkernels.registry import Registry
+from tkernels.isolation import Prepare
+from tkernels.registry import Registry, registry_of
 from tkernels.variant import Variant
 from tkernels.verification.check import check_case, drawn_cases, wide_cases
 from tkernels.verification.mutation.bits import Original, difference, originals
@@ -32,7 +26,6 @@ from tkernels.verification.mutation.targets import plant
 from tkernels.verification.mutation.ttir import CodeReader
 from tkernels.verification.offsets import check_offsets
 
-WALL_SECONDS = 1200
 WARM_CASES = 6
 MAX_BYTES = 24 * 2**30
 """Of address space: a mutant that allocates without end must not take the machine's memory. Faked strides need hundreds
@@ -208,71 +201,28 @@ def _plant(task: Mapping[str, Any], variant: Variant) -> None:
 _TASKS = {"draw": _draw, "check": _check, "original": _original, "same_bits": _same_bits, "compile": _compile}
 
 
-def _in_a_fork(work: Work) -> Answer:
-    """The answer of `work` in a process of its own, which may die of whatever it likes."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        _live(work, writing)
-    os.close(writing)
-    text = b""
-    with os.fdopen(reading, "rb", buffering=0) as pipe:
-        while select.select([pipe], [], [], WALL_SECONDS)[0]:
-            part = pipe.read(65536)
-            if not part:
-                break
-            text += part
-        else:
-            os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    answer: Answer = {}
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            answer |= json.loads(line)
-    if "verdict" in answer or "cases" in answer:
-        return answer
-    number = max(0, -os.waitstatus_to_exitcode(status))
-    reason = f"signal {signal.Signals(number).name}" if number else "the process ended"
-    if number in (signal.SIGPROF, signal.SIGKILL):
-        reason = "time-out: a case took too much time"
-    return {**answer, "verdict": "crash", "reason": reason}
+def prepare_mutants(outside: Mapping[str, Any]) -> Prepare:
+    """In a server: `outside` is a registry's; a task is what `tkernels.verification.mutation.pool.task` makes."""
+    cases = Cases(registry_of(outside))
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, of kernels that are wrong on purpose
+
+    def prepare(task: Mapping[str, Any]) -> isolation.Work:
+        try:
+            work = _TASKS[task["do"]](task, cases)
+        except Exception as error:  # which no mutant can have done
+            complaint = {"broken": f"{type(error).__name__}: {error}"}
+            return lambda tell: tell(complaint)
+        return lambda tell: _answer(work, tell)
+
+    return prepare
 
 
-def _live(work: Work, writing: int) -> NoReturn:
-    """The child's life: its answer, line by line, then its end, past everything that would clean up for the parent."""
-
-    def tell(part: Answer) -> None:
-        os.write(writing, (json.dumps(part) + "\n").encode())
-
+def _answer(work: Work, tell: Tell) -> None:
+    """In a mutant's own process: what it does, or what it raises."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, _LIMITED)
     try:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, _LIMITED)
         answer = work(tell)
     except BaseException as error:
         answer = {"verdict": "crash", "reason": f"{type(error).__name__}: {error}"}
-    with contextlib.suppress(BaseException):
-        tell(answer)
-    os._exit(0)
-
-
-def _tasks() -> Iterator[dict[str, Any]]:
-    for line in sys.stdin:
-        yield json.loads(line)
-
-
-def main() -> None:
-    """`python -m tkernels.verification.mutation.worker [FOLDER ...]`: the folders hold more variants."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a kernel prints is no answer
-    registry = OPS
-    for folder in sys.argv[1:]:
-        registry = registry.with_variants_from(folder)
-    cases = Cases(registry)
-    warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, of kernels that are wrong on purpose
-    print(json.dumps({"mode": MODE}), file=answers, flush=True)
-    for task in _tasks():
-        print(json.dumps(_in_a_fork(_TASKS[task["do"]](task, cases))), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    tell(answer)

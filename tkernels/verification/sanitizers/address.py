@@ -6,7 +6,7 @@ from tkernels.inputs import clone_inputs
 from tkernels.variant import Variant
 from tkernels.verification.addresses import sanitizing_door
 from tkernels.verification.calls import call
-from tkernels.verification.sanitizers.base import Sanitizer, launches
+from tkernels.verification.sanitizers.base import Sanitizer, without_launches
 
 
 def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
@@ -15,5 +15,8 @@ def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
 
 
 SANITIZER = Sanitizer(
-    "address", "an access outside every tensor of the launch; int32 arithmetic that overflows", _run, unfit=launches
+    "address",
+    "an access outside every tensor of the launch; int32 arithmetic that overflows",
+    _run,
+    unfit=without_launches,
 )

@@ -9,16 +9,17 @@ from tkernels.config import Config
 from tkernels.contract import Axes, Case, Choose, Value
 from tkernels.device import INTERPRETER
 from tkernels.mode import MODE
+from tkernels.tuning import candidates
 from tkernels.variant import Variant
-from tkernels.verification.check import chooser, configs_of, draw, outside_folder, replay_command
+from tkernels.verification.check import chooser, draw, outside_folder, replay_command
 
 
-def anything(variant: Variant) -> str | None:
+def never_unfit(variant: Variant) -> str | None:
     """A sanitizer that any variant can be put under."""
     return None
 
 
-def launches(variant: Variant) -> str | None:
+def without_launches(variant: Variant) -> str | None:
     """A sanitizer that watches launches, which only Triton variants make."""
     if variant.launch is not None:
         return None
@@ -29,18 +30,20 @@ def launches(variant: Variant) -> str | None:
 class Sanitizer:
     """A way to look at a variant that its results alone do not give.
 
-    finds: what it would find, in a few words.
-    run: (variant, case, config) -> what is wrong, or None. An exception is a finding too.
-    unfit: variant -> why it cannot be put under this sanitizer, or None.
-    draws: how many cases a run over the registry takes; with `each_config`, for each config of the variant.
-    max_programs: of a drawn case. fixed: axes that every other draw holds, where the op has them.
-    interpreted: it watches the interpreter; otherwise it also runs where kernels are compiled.
+    Attributes:
+        finds: what it would find, in a few words.
+        run: (variant, case, config) -> what is wrong, or None. An exception is a finding too.
+        unfit: variant -> why it cannot be put under this sanitizer, or None.
+        draws: how many cases a run over the registry takes; with `each_config`, for each config of the variant.
+        max_programs: of a drawn case.
+        fixed: axes that every other draw holds, where the op has them.
+        interpreted: it watches the interpreter; otherwise it also runs where kernels are compiled.
     """
 
     name: str
     finds: str
     run: Callable[[Variant, Case, Config | None], str | None]
-    unfit: Callable[[Variant], str | None] = anything
+    unfit: Callable[[Variant], str | None] = never_unfit
     draws: int = 6
     max_programs: int = 16
     each_config: bool = False
@@ -99,7 +102,7 @@ def _configs(sanitizer: Sanitizer, variant: Variant, config: Config | None) -> t
     """The configs that are each to have draws of their own."""
     if not sanitizer.each_config or variant.launch is None:
         return ()
-    return (config,) if config is not None else configs_of(variant, INTERPRETER.arch)
+    return (config,) if config is not None else candidates(variant, INTERPRETER.arch)
 
 
 _TRIES = 100

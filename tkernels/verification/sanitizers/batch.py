@@ -16,7 +16,7 @@ from tkernels.batching import Batching
 from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.device import device_facts
-from tkernels.inputs import clone_inputs, roughened
+from tkernels.inputs import clone_inputs, roughen_floats
 from tkernels.interpreter import exact_products
 from tkernels.mode import MODE
 from tkernels.tuning import bucket
@@ -36,7 +36,7 @@ def _unfit(variant: Variant) -> str | None:
     return None if variant.contract.batching else "its contract has no batching"
 
 
-def surroundings(member: int, count: int, seed: int) -> Iterator[tuple[str, list[int], int]]:
+def draw_surroundings(member: int, count: int, seed: int) -> Iterator[tuple[str, list[int], int]]:
     """(in words, picks, position): batches that hold a member at a position, among others or repeated."""
     generator = np.random.default_rng(seed)
     if count > 1:
@@ -52,7 +52,7 @@ def surroundings(member: int, count: int, seed: int) -> Iterator[tuple[str, list
 def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
     contract, batching = variant.contract, variant.contract.batching
     assert batching is not None
-    inputs = contract.bind_arguments((), roughened(case.inputs, case.seed))
+    inputs = contract.bind_arguments((), roughen_floats(case.inputs, case.seed))
     count = batching.count(inputs)
     if count == 0:
         return None
@@ -65,7 +65,7 @@ def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
         ("alone behind looser bounds", batching.loosen(alone), 0),
         ("in the drawn batch behind looser bounds", batching.loosen(inputs), member),
     ]
-    for words, picks, position in surroundings(member, count, case.seed):
+    for words, picks, position in draw_surroundings(member, count, case.seed):
         batches.append((words, *_affordable(variant, batching, inputs, picks, position, case, config)))
     for words, batch, position in batches:
         axes, device = contract.bind_axes(batch)

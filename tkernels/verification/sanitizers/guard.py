@@ -5,10 +5,7 @@ in between that could be wrong. Each call runs in a forked child, so that a cras
 """
 
 import ctypes
-import faulthandler
 import mmap
-import os
-import select
 import signal
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -19,6 +16,7 @@ from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.device import device_facts
 from tkernels.inputs import map_tensors
+from tkernels.isolation import Tell, run_forked
 from tkernels.launch import jit_door
 from tkernels.variant import Variant
 from tkernels.verification.calls import Place, call
@@ -93,30 +91,21 @@ def guarded_inputs(inputs: Mapping[str, Any], edge: Edge, align: int = 1) -> dic
 
 def crash_of(function: Callable[[], None], seconds: float = SECONDS) -> str | None:
     """Runs a function in a forked child; says how it ended where it did not return. Its exceptions are crashes too."""
-    receiving, sending = os.pipe()
-    child = os.fork()
-    if child == 0:
+
+    def work(tell: Tell) -> None:
+        torch.set_num_threads(1)  # the threads of the parent's pool are not in this process
         try:
-            os.close(receiving)
-            faulthandler.disable()  # a SIGSEGV here is an answer: no stack on the terminal
-            torch.set_num_threads(1)  # the threads of the parent's pool are not in this process
             function()
-        except BaseException as error:
-            os.write(sending, f"{type(error).__name__}: {error}".encode()[:4000])
-        finally:
-            os._exit(0)
-    os.close(sending)
-    with os.fdopen(receiving, "rb", buffering=0) as pipe:
-        ended = select.select([pipe], [], [], seconds)[0]
-        if not ended:
-            os.kill(child, signal.SIGKILL)
-        message = pipe.read() if ended else b""
-    _, status = os.waitpid(child, 0)
-    if not ended:
+        except Exception as error:
+            tell(f"{type(error).__name__}: {error}"[:4000])
+
+    raised: list[str] = []
+    ending = run_forked(work, raised.append, seconds)
+    if ending.timed_out:
         return f"did not end within {seconds:g} s"
-    if os.WIFSIGNALED(status):
-        return f"died of {signal.Signals(os.WTERMSIG(status)).name}"
-    return message.decode(errors="replace") or None
+    if ending.signal:
+        return f"died of {signal.Signals(ending.signal).name}"
+    return raised[0] if raised else ending.death
 
 
 def _run(variant: Variant, case: Case, config: Config | None) -> str | None:

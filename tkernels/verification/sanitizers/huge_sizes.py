@@ -74,54 +74,57 @@ def huge_sizes(contract: Contract, arguments: Mapping[str, Any], axes: Axes) -> 
     for axis in contract.axes:
         if not isinstance(axis, Int) or axis.name in of_weights or not (axis.batch or axis.name in in_outputs):
             continue
-        rows = []
-        for shape, tensor in places:
-            times = [dim.times / dim.over for dim in shape if dim.name == axis.name]
-            others = [dim.size(axes) for dim in shape if dim.name != axis.name]
-            if not times:
-                continue
-            if tensor is not None and not tensor.is_floating_point():
-                if shape[0].text != axis.name or len(times) > 1:
-                    break
-                continue
-            rows.append(int(np.prod(others, dtype=np.int64) * times[0]))
-        else:
-            rows = [row for row in rows if row >= _LEAST_ROW]
-            if rows:
-                size = _ELEMENTS // min(rows) + 2
-                if size <= axis.high:
-                    yield axis.name, size
+        if rows := [row for row in _row_sizes(axis.name, places, axes) if row >= _LEAST_ROW]:
+            size = _ELEMENTS // min(rows) + 2
+            if size <= axis.high:
+                yield axis.name, size
 
 
-def _huge(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _row_sizes(axis: str, places: Sequence[tuple[tuple[Dim, ...], torch.Tensor | None]], axes: Axes) -> list[int]:
+    """The elements of each float tensor for one step of an axis; none where an integer tensor keeps it from growing."""
+    rows = []
+    for shape, tensor in places:
+        times = [dim.times / dim.over for dim in shape if dim.name == axis]
+        others = [dim.size(axes) for dim in shape if dim.name != axis]
+        if not times:
+            continue
+        if tensor is not None and not tensor.is_floating_point():
+            if shape[0].text != axis or len(times) > 1:
+                return []
+            continue
+        rows.append(int(np.prod(others, dtype=np.int64) * times[0]))
+    return rows
+
+
+def _allocate_huge(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Floats without memory, integers of lazily backed zeros."""
     if dtype.is_floating_point:
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
     return lazy_zeros(max(1, math.prod(shape)), dtype)[: math.prod(shape)].view(tuple(shape))
 
 
-def _grown(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def _grow_tensor(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """A tensor of another size; integers [n, ...] have their contents first."""
     if not tensor.is_floating_point():
         if list(tensor.shape) == list(shape):
             return tensor
-        whole = _huge(shape, tensor.dtype)
+        whole = _allocate_huge(shape, tensor.dtype)
         whole[: tensor.shape[0]] = tensor
         return whole
     rows = zip(shape[1:], tensor.stride()[1:], strict=True)
     if list(tensor.shape[1:]) == list(shape[1:]) and all(tensor.stride(0) >= n * step for n, step in rows):
         return torch.empty_strided(tuple(shape), tensor.stride(), dtype=tensor.dtype, device="meta")
-    return _huge(shape, tensor.dtype)
+    return _allocate_huge(shape, tensor.dtype)
 
 
-def _grown_arguments(contract: Contract, arguments: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
+def _grow_arguments(contract: Contract, arguments: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
     grown = {}
     for name, rule in contract.arguments.items():
         value = arguments[name]
         if isinstance(rule, Tensor) and value is not None:
-            value = _grown(value, [dim.size(axes) for dim in rule.shape])
+            value = _grow_tensor(value, [dim.size(axes) for dim in rule.shape])
         elif hasattr(value, "map_tensors"):
-            value = value.map_tensors(lambda part: _grown(part, part.shape))
+            value = value.map_tensors(lambda part: _grow_tensor(part, part.shape))
         grown[name] = value
     return grown
 
@@ -167,12 +170,13 @@ def check_sizes(variant: Variant, case: Case, config: Config) -> dict[str, int]:
             continue
         if variant.unsupported_reason(axes, device, _DEVICE):
             continue
-        arguments = _grown_arguments(contract, real, axes)
+        arguments = _grow_arguments(contract, real, axes)
         outputs = map_tensors(
-            contract.allocate_outputs(axes, arguments, torch.device("meta")), lambda one: _huge(one.shape, one.dtype)
+            contract.allocate_outputs(axes, arguments, torch.device("meta")),
+            lambda one: _allocate_huge(one.shape, one.dtype),
         )
         buffers = variant.workspace(axes, config, _DEVICE).items()
-        workspace = {key: _huge(buffer.shape, buffer.dtype) for key, buffer in buffers}
+        workspace = {key: _allocate_huge(buffer.shape, buffer.dtype) for key, buffer in buffers}
         try:
             variant.run_launcher(Run(_DEVICE, config, workspace, _ends_door), outputs, arguments)
         except Exception as error:

@@ -16,7 +16,7 @@ from triton.runtime import interpreter as triton_interpreter
 
 from tkernels.config import Config
 from tkernels.contract import Case
-from tkernels.inputs import clone_inputs, roughened
+from tkernels.inputs import clone_inputs, roughen_floats
 from tkernels.interpreter import replaced_methods
 from tkernels.launch import Door
 from tkernels.mode import MODE
@@ -138,7 +138,7 @@ def permuting_door(order: str) -> Door:
 
 
 def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
-    inputs = roughened(case.inputs, case.seed)
+    inputs = roughen_floats(case.inputs, case.seed)
     first = call(variant, clone_inputs(inputs), config)
     if variant.deterministic and (why := first_difference(first, call(variant, clone_inputs(inputs), config))):
         return f"a rerun differs: {why}"

@@ -4,7 +4,7 @@ from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.variant import Variant
 from tkernels.verification.offsets import check_offsets
-from tkernels.verification.sanitizers.base import Sanitizer, launches
+from tkernels.verification.sanitizers.base import Sanitizer, without_launches
 from tkernels.verification.sanitizers.huge_sizes import check_sizes
 
 
@@ -19,7 +19,7 @@ SANITIZER = Sanitizer(
     "overflow",
     "offsets that overflow int32 in large tensors, by strides faked to 2**30 and by sizes of 2**31 elements",
     _run,
-    unfit=launches,
+    unfit=without_launches,
     draws=12,
     max_programs=64,  # sizes of 3 and more in every dim: index 2 is the first past 2**31
 )

@@ -9,7 +9,7 @@ import torch
 
 from tkernels.config import Config
 from tkernels.contract import Case
-from tkernels.inputs import clone_inputs, poison, repoisoned
+from tkernels.inputs import clone_inputs, poison, replace_poison
 from tkernels.variant import Variant
 from tkernels.verification.calls import bits, call, finite_poison
 from tkernels.verification.sanitizers.base import Sanitizer
@@ -17,7 +17,7 @@ from tkernels.verification.sanitizers.base import Sanitizer
 
 def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
     one = call(variant, clone_inputs(case.inputs), config, fill=poison)
-    two = call(variant, repoisoned(case.inputs, finite_poison), config, fill=finite_poison)
+    two = call(variant, replace_poison(case.inputs, finite_poison), config, fill=finite_poison)
     for name, result in one.items():
         # An element that the op leaves untouched holds its poison in both.
         value = finite_poison(result.dtype)

@@ -18,12 +18,12 @@ from tkernels.contract import Axes, Case, unpack
 from tkernels.device import INTERPRETER, DeviceFacts
 from tkernels.inputs import clone_inputs
 from tkernels.launch import Kernel
-from tkernels.tuning import Tuning, lockfile, read_lockfile
+from tkernels.tuning import Tuning, candidates, lockfile, read_lockfile
 from tkernels.variant import Variant
 from tkernels.verification.addresses import default_door
 from tkernels.verification.calls import call, first_difference, wanted_outputs
-from tkernels.verification.check import check_case, configs_of
-from tkernels.verification.sanitizers.base import Sanitizer, launches
+from tkernels.verification.check import check_case
+from tkernels.verification.sanitizers.base import Sanitizer, without_launches
 
 RUNS = 3
 """Launches of each config while it is measured; a launch that undoes itself would pass with two."""
@@ -51,7 +51,7 @@ def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
     alone = check_case(variant, case, config)
     if alone.status != "ok":
         return f"alone, the config is {alone.status}: {alone.reason or 'beyond the error rule'}"
-    configs = configs_of(variant, INTERPRETER.arch)
+    configs = candidates(variant, INTERPRETER.arch)
     if config not in configs[:SEARCHES]:
         return None
     others = [other for other in configs if other != config]
@@ -95,7 +95,7 @@ SANITIZER = Sanitizer(
     "tuning",
     "a config that is wrong alone; tensors that a search leaves changed; a config too large that ends it",
     _run,
-    unfit=launches,
+    unfit=without_launches,
     draws=1,
     each_config=True,
 )

@@ -2,8 +2,7 @@
 
 import torch
 
-from experiments.peers.installed import needs
-from tkernels import Variant
+from experiments.peers.installed import elementwise_peer
 
 
 def add_rms_norm(
@@ -16,6 +15,4 @@ def add_rms_norm(
     return out, new_residual
 
 
-VARIANT = Variant(
-    wins="a peer", function=add_rms_norm, supports=needs("liger_kernel"), deterministic=True, batch_invariant=False
-)
+VARIANT = elementwise_peer("liger_kernel", add_rms_norm)

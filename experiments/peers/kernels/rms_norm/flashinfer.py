@@ -2,8 +2,7 @@
 
 import torch
 
-from experiments.peers.installed import needs
-from tkernels import Variant
+from experiments.peers.installed import elementwise_peer
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -14,6 +13,4 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
-VARIANT = Variant(
-    wins="a peer", function=rms_norm, supports=needs("flashinfer"), deterministic=True, batch_invariant=False
-)
+VARIANT = elementwise_peer("flashinfer", rms_norm)

@@ -2,8 +2,7 @@
 
 import torch
 
-from experiments.peers.installed import needs
-from tkernels import Variant
+from experiments.peers.installed import elementwise_peer
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -14,6 +13,4 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-VARIANT = Variant(
-    wins="a peer", function=swiglu, supports=needs("flashinfer"), deterministic=True, batch_invariant=False
-)
+VARIANT = elementwise_peer("flashinfer", swiglu)

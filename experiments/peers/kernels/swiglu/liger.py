@@ -2,8 +2,7 @@
 
 import torch
 
-from experiments.peers.installed import MadeOnce, needs
-from tkernels import Variant
+from experiments.peers.installed import MadeOnce, elementwise_peer
 
 _halves: MadeOnce[tuple[torch.Tensor, torch.Tensor]] = MadeOnce()
 
@@ -20,6 +19,4 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-VARIANT = Variant(
-    wins="a peer", function=swiglu, supports=needs("liger_kernel"), deterministic=True, batch_invariant=False
-)
+VARIANT = elementwise_peer("liger_kernel", swiglu)

@@ -1,0 +1,226 @@
+"""What each command of `tk` is asked: a frozen record whose fields are its options, with their help. Needs no torch.
+
+The command line is made of these records, and the module of each command takes its own. The docstring is the help.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+A_MODEL = "a Hugging Face directory, the preset tiny, a hub id, or random weights as in random:Qwen3-0.6B"
+ModelName = Annotated[str, Option(metavar="MODEL", help=f"{A_MODEL[0].upper()}{A_MODEL[1:]}.")]
+Op = Annotated[str | None, Option(help="Only this op.")]
+VariantName = Annotated[str | None, Option(help="Only variants of this name.")]
+Json = Annotated[bool, Option("--json", help="Machine-readable output on stdout.")]
+VariantsFrom = Annotated[
+    list[Path],
+    Option("--variants-from", metavar="DIR", help="A folder of more variants, <op>/<variant>.py. Repeatable."),
+]
+Overrides = Annotated[
+    list[str],
+    Option("--set", metavar="key=value", help="Override a key, as in scheduler.block_size=32. Repeatable."),
+]
+
+
+@dataclass(frozen=True)
+class OpsRequest:
+    """List every op and variant: what runs here, and when it should win."""
+
+    as_json: Json = False
+    variants_from: VariantsFrom = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class CheckRequest:
+    """Check variants against the float64 oracle, put them under the sanitizers, or plant faults in them."""
+
+    only: Annotated[str | None, Argument(metavar="[OP]", help="Only this op; --op says the same.")] = None
+    op: Op = None
+    variant: VariantName = None
+    examples: Annotated[
+        int | None, Option(min=1, help="Cases to draw for each variant: 20, or each sanitizer's own number.")
+    ] = None
+    seed: Annotated[int, Option(min=0, help="Of the first case; the next has the next seed.")] = 0
+    axes: Annotated[
+        str | None, Option(metavar="a=b,c=d", help="Axes to hold; all of an op's axes replay one case.")
+    ] = None
+    config: Annotated[str | None, Option(metavar="k=v,...", help="Config values to hold.")] = None
+    sanitize: Annotated[
+        str | None, Option(metavar="all|NAME,...", help="Look for what results do not show, instead.")
+    ] = None
+    mutate: Annotated[bool, Option("--mutate", help="Plant faults in kernels: is each one noticed?")] = False
+    quota: Annotated[int, Option(min=1, help="With --mutate: mutants of each op and kind of fault.")] = 10
+    verify_equivalent: Annotated[
+        bool, Option("--verify-equivalent", help="With --mutate: compare the bits of declared equivalents.")
+    ] = False
+    as_json: Json = False
+    variants_from: VariantsFrom = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """Time variants and peers where they are right, beside each other and the roofline."""
+
+    op: Op = None
+    variant: Annotated[str | None, Option(help="Only variants (and peers) of this name.")] = None
+    axes: Annotated[
+        str | None, Option(metavar="a=b,c=d", help="One point, over the op's own; without it, each of those.")
+    ] = None
+    launch: Annotated[str, Option(metavar="eager|graph", help="On CUDA: launched each time, or replayed.")] = "eager"
+    l2: Annotated[str, Option("--l2", metavar="cold|warm", help="On CUDA: the L2 cache before a sample.")] = "cold"
+    samples: Annotated[int, Option(min=2, help="Of each variant at each point.")] = 20
+    as_json: Json = False
+    variants_from: VariantsFrom = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TuneRequest:
+    """Time the configs that the device's lockfile does not have yet, and keep them there."""
+
+    op: Op = None
+    variant: VariantName = None
+    shapes: Annotated[
+        list[str],
+        Option(metavar="POINT|a=b,c=d", help="A realistic point's name, or axes. Repeatable; all by default."),
+    ] = field(default_factory=list)
+    device: Annotated[str, Option(help="cuda, or cuda:1.")] = "cuda"
+    variants_from: VariantsFrom = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class GpuReportRequest:
+    """Measure all that needs a GPU, the most valuable first: checks, tuning, timings beside peers, the engine."""
+
+    out: Annotated[Path, Option(metavar="DIR", help="The report's folder; one that was begun goes on.")]
+    minutes: Annotated[float, Option(min=0.1, help="The time that it may take.")] = 9.0
+    device: Annotated[str, Option(help="cuda, or cuda:1.")] = "cuda"
+    dry_run: Annotated[bool, Option("--dry-run", help="List the steps; needs no GPU.")] = False
+
+
+@dataclass(frozen=True)
+class ResultsTableRequest:
+    """The performance table, made of experiments/results/."""
+
+    update: Annotated[Path | None, Option(metavar="FILE", help="Write it between the file's markers.")] = None
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """Run an experiment: check, time, serve and compare every arm, each in processes of its own."""
+
+    file: Annotated[Path, Argument(help="The experiment's YAML.", metavar="FILE")]
+    overrides: Overrides = field(default_factory=list)
+    out: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR", help="The run folder, new or empty, or one that was cut off; runs/<name>-... by default."
+        ),
+    ] = None
+    resume: Annotated[
+        Path | None, Option(metavar="RUN", help="Go on with this run, which was cut off: what it has is kept.")
+    ] = None
+    full: Annotated[
+        bool | None,
+        Option("--full/--no-full", help="The sizes of its section `full`, or not; by default where it is CUDA."),
+    ] = None
+    yes: Annotated[bool, Option("--yes", help="However many arms there are.")] = False
+    executor: Annotated[
+        str, Option(metavar="local|ray", help="Tasks here, one after the other, or over a Ray cluster.")
+    ] = "local"
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """Where the first arm's steps spend their time, by phase, layer and op: by Nsight Systems, or recorded here."""
+
+    file: Annotated[Path | None, Argument(help="The experiment's YAML.", metavar="[EXPERIMENT]")] = None
+    overrides: Overrides = field(default_factory=list)
+    nsys_export: Annotated[
+        Path | None, Option(metavar="FILE", help="Read this instead: nsys export's .sqlite, or nsys stats' .csv.")
+    ] = None
+    proton: Annotated[bool, Option("--proton", help="With Triton's own profiler, on a GPU.")] = False
+    ncu: Annotated[str | None, Option(metavar="OP.VARIANT", help="One launch of a kernel under Nsight Compute.")] = None
+    out: Annotated[
+        Path | None, Option(metavar="DIR", help="A folder, new or empty; profiles/<name>-... by default.")
+    ] = None
+    as_json: Json = False
+
+
+@dataclass(frozen=True)
+class ReportRequest:
+    """What a run found: the verdict, tables and pictures, in one HTML file that needs no network."""
+
+    folder: Annotated[Path, Argument(metavar="RUN", help="The run's folder.")]
+    form: Annotated[
+        str, Option("--format", metavar="html|md|json", help="A file in the folder, or text on stdout.")
+    ] = "html"
+
+
+@dataclass(frozen=True)
+class RunsRequest:
+    """List the runs in a folder: when, where, of which code, and whether they ended."""
+
+    folder: Annotated[Path, Argument(metavar="[FOLDER]", help="Where the runs are.")] = Path("runs")
+    as_json: Json = False
+
+
+@dataclass(frozen=True)
+class CompareRequest:
+    """Say of every figure whether it is better, worse or within noise: runs beside the first, or one run's arms."""
+
+    folders: Annotated[list[Path], Argument(metavar="RUN...", help="Run folders; of a single one, its arms.")]
+    across: Annotated[
+        list[str],
+        Option(metavar="WHAT", help="Allow another device, dtype, model, threads or workload. Repeatable."),
+    ] = field(default_factory=list)
+    as_json: Json = False
+
+
+@dataclass(frozen=True)
+class RepeatRequest:
+    """Run a run's resolved experiment again, and say what changed: verdicts, rows, circumstances."""
+
+    folder: Annotated[Path, Argument(metavar="RUN", help="The folder of a run.")]
+    out: Annotated[
+        Path | None, Option(metavar="DIR", help="The new run's folder, new or empty; runs/<name>-... by default.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class MakeModelRequest:
+    """Train a small real model on Python's own sources (about a minute), or write random weights of a large one."""
+
+    directory: Annotated[Path, Argument(metavar="DIR", help="Where to write it; new or empty.")]
+    preset: Annotated[
+        str, Option(help="One that is trained, or random weights of a published shape, as in Qwen3-0.6B.")
+    ] = "tiny"
+    seed: Annotated[int, Option(min=0, help="Of the weights and of the order of the text.")] = 0
+
+
+@dataclass(frozen=True)
+class QuantizeRequest:
+    """Write a quantized checkpoint of a dense one: GPTQ's format (rtn, gptq), AWQ's or SqueezeLLM's."""
+
+    source: Annotated[str, Argument(metavar="IN", help=f"Dense: {A_MODEL}.")]
+    out: Annotated[Path, Argument(metavar="OUT", help="Where to write it; new or empty.")]
+    method: Annotated[str, Option(metavar="rtn|gptq|awq|squeezellm", help="How codes are chosen.")]
+    bits: Annotated[int, Option(help="Of a code: 2, 3, 4 or 8; awq: 4; squeezellm: 3 or 4.")]
+    group_size: Annotated[
+        int | None, Option(help="Inputs that share a scale; -1 is all. 128, or -1 for squeezellm.")
+    ] = None
+    calibration: Annotated[
+        Path | None, Option(metavar="TEXT", help="A file of text like what the model will read; not for rtn.")
+    ] = None
+    window: Annotated[
+        int | None, Option(min=1, metavar="TOKENS", help="Tokens of it read at once: 512, or the model's length.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class ConvertRequest:
+    """Turn an original SqueezeLLM checkpoint, a Python pickle of tensors, into safetensors that can be served."""
+
+    source: Annotated[Path, Argument(metavar="IN", help="config.json, quant_config.json and one pickle.")]
+    out: Annotated[Path, Argument(metavar="OUT", help="Where to write it; new or empty.")]

@@ -1,0 +1,102 @@
+"""Engine options as flags of a command: tsched.options says which there are and what they mean."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, get_args
+
+import typer
+
+from experiments.document import ExperimentError
+from experiments.exits import refusing
+from tsched.options import OPTIONS, EngineOptions, Option, OptionError, read_options
+
+Given = Mapping[str, Any]
+"""Engine options by name, those that a command line gave."""
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def takes_engine_options(
+    names: Iterable[str], aliases: Mapping[str, str] = {}, usual: Mapping[str, str] = {}
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a typer command a flag for each of the engine options `names`.
+
+    The command's parameter `engine` gets the values of those that were given, by the names of their options.
+
+    Args:
+        names: The options.
+        aliases: Option -> another flag that says the same.
+        usual: Option -> what the command takes where it is not given, in words, if that is not the engine's default.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [one for one in inspect.signature(command).parameters.values() if one.name != "engine"]
+        flags = {name: _make_flag(OPTIONS[name], aliases.get(name), usual.get(name)) for name in names}
+        others = {name: _make_alias(name, flags[name], alias) for name, alias in aliases.items()}
+
+        def run(**arguments: Any) -> None:
+            given = {}
+            for name in flags:
+                value, other = arguments.pop(name), arguments.pop(f"other_{name}", None)
+                if value is not None or other is not None:
+                    given[name] = refusing(_parse, OPTIONS[name], other if value is None else value)
+            command(**arguments, engine=given)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        vars(run).update(__signature__=inspect.Signature([*own, *flags.values(), *others.values()]))
+        return run
+
+    return decorate
+
+
+def engine_options(given: Given) -> EngineOptions:
+    """The record of the options that a command was given; ExperimentError names one that is wrong."""
+    try:
+        return read_options(given)
+    except OptionError as error:
+        raise ExperimentError([str(error)]) from None
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """ "40GB", "40GiB" or "40000000000"; ExperimentError, which names the option, where that is no size."""
+    number = text.rstrip("KMGiB")
+    try:
+        value = float(number) * _UNITS[text[len(number) :]]
+    except (ValueError, KeyError):
+        value = 0.0
+    if not 1 <= value < 2**63:
+        units = ", ".join(filter(None, _UNITS))
+        raise ExperimentError([f"{name} must be a number of bytes from 1, with or without {units}, got {text!r}"])
+    return int(value)
+
+
+def _parse(option: Option, value: Any) -> Any:
+    """A flag's value as the option has it; a word that is none is left for the record to refuse."""
+    if option.unit == "bytes":
+        return parse_bytes(option.name, value)
+    return {"true": True, "false": False}.get(value, value) if option.kind is bool else value
+
+
+def _make_flag(option: Option, alias: str | None, usual: str | None) -> inspect.Parameter:
+    """The parameter from which typer makes the option's flag; None where it is not given."""
+    is_text = option.kind in (bool, str, object) or option.unit == "bytes"
+    metavar = "true|false" if option.kind is bool else "40GB" if option.unit == "bytes" else "|".join(option.choices)
+    also = f" {alias} says the same." if alias else ""
+    info = typer.Option(
+        "--" + option.name.replace("_", "-"),
+        help=f"{option.meaning[0].upper()}{option.meaning[1:]}; {usual or option.usual} by default.{also}",
+        metavar=metavar or None,
+        show_default=False,
+        rich_help_panel="Engine",
+    )
+    kind: Any = str if is_text else option.kind
+    return inspect.Parameter(
+        option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
+    )
+
+
+def _make_alias(name: str, flag: inspect.Parameter, alias: str) -> inspect.Parameter:
+    """A flag beside `flag` that its help alone names: two names in one column leave a terminal no room."""
+    kind, _ = get_args(flag.annotation)
+    info = typer.Option(alias, hidden=True)
+    return flag.replace(name=f"other_{name}", annotation=Annotated[kind, info])

@@ -1,0 +1,50 @@
+"""A broken file of outside variants refuses what names it, and nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from experiments.cli import app
+from experiments.document import ExperimentError, read_document
+from experiments.planning.plan import make_sweep
+from tests.experiments.conftest import Write
+from tests.tkernels.outside import write_variant
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """A folder of a sound file and one that exits."""
+    write_variant(tmp_path / "mine")
+    return write_variant(tmp_path / "mine", ("VARIANT =", "import os; os._exit(3)\nVARIANT ="), name="exits")
+
+
+def test_an_experiment_is_refused_for_a_broken_file_that_it_names_and_no_other(write: Write, two: Path) -> None:
+    shapes = {"swiglu": [{"T": 2, "I": 8}]}
+    sound = make_sweep(read_document(write(kernels={"swiglu": ["doubled"]}, variants_from=[str(two)], shapes=shapes)))
+    assert [pick.variant for pick in sound.plans[0].picks["swiglu"]] == ["doubled"]
+    assert [file.name for file in sound.plans[0].ops.broken] == ["exits.py"]
+    file = write(kernels={"swiglu": ["doubled", "exits"]}, variants_from=[str(two)], shapes=shapes)
+    with pytest.raises(ExperimentError) as refused:
+        make_sweep(read_document(file))
+    (problem,) = refused.value.problems
+    assert problem.startswith("kernels.swiglu[1] (experiment.yaml, line ")
+    assert "swiglu variant 'exits' is not available: " in problem
+    assert "cannot be imported: its process left with exit status 3" in problem
+
+
+def test_commands_go_on_without_it_unless_they_are_asked_for_it(two: Path) -> None:
+    listed = CliRunner().invoke(app, ["ops", "--json", "--variants-from", str(two)])
+    assert listed.exit_code == 0
+    rows = {row["variant"]: row for row in json.loads(listed.stdout) if row["op"] == "swiglu"}
+    assert rows["doubled"]["supported"]
+    assert (rows["exits"]["kind"], rows["exits"]["supported"]) == ("unavailable", False)
+    assert "exit status 3" in rows["exits"]["reason"]
+    shown = CliRunner().invoke(app, ["ops", "--variants-from", str(two)])
+    assert "swiglu.exits: " in shown.stdout
+    one = ["check", "--op", "swiglu", "--variant", "doubled", "--examples", "1", "--variants-from", str(two)]
+    assert CliRunner().invoke(app, one).exit_code == 0
+    refused = CliRunner().invoke(app, ["check", "--op", "swiglu", "--variants-from", str(two)])
+    assert refused.exit_code == 2
+    assert f"error: --variants-from: {two / 'swiglu' / 'exits.py'}: cannot be imported: " in refused.stderr

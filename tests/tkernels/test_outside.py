@@ -1,0 +1,79 @@
+"""An outside file that is broken, exits, crashes or hangs harms itself alone, and is known by its reason."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tkernels.outside import write_variant
+from tkernels import OPS, UnknownNameError, outside
+from tkernels.registry import registry_of
+
+FAULTS = {
+    "raises": "raise ValueError('mine')",
+    "exits": "raise SystemExit(3)",
+    "leaves": "import os; os._exit(0)",
+    "crashes": "import ctypes; ctypes.string_at(0)",
+    "hangs": "import time; time.sleep(60)",
+    "forks": "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)\nraise ValueError('forked')",
+}
+REASONS = {
+    "raises": "cannot be imported: ValueError: mine",
+    "exits": "cannot be imported: SystemExit: 3",
+    "leaves": "cannot be imported: its process left with exit status 0 before its end",
+    "crashes": "cannot be imported: killed by SIGSEGV; last printed: Fatal Python error: Segmentation fault",
+    "hangs": "cannot be imported: timeout: it took longer than 3 s",
+    "forks": "cannot be imported: ValueError: forked",
+    "empty": "must define VARIANT, a tkernels.Variant",
+    "torch": "swiglu already has a variant 'torch'",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_variant(tmp_path_factory.mktemp("outside").resolve())
+    for name, code in FAULTS.items():
+        write_variant(folder, ("VARIANT =", f"{code}\nVARIANT ="), name=name)
+    (folder / "swiglu" / "empty.py").write_text("")
+    write_variant(folder, name="torch")
+    write_variant(folder, op="no_such_op", name="lost")
+    broken_op = folder / "half_made"
+    broken_op.mkdir()
+    (broken_op / "contract.py").write_text("raise ValueError('half')")
+    (broken_op / "fast.py").write_text("raise AssertionError('its contract is imported first')")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def broken(folder: Path) -> dict[Path, str]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(outside, "IMPORT_SECONDS", 3.0)
+        return outside.broken_files([folder])
+
+
+def test_each_broken_file_has_its_reason_and_a_sound_one_none(folder: Path, broken: dict[Path, str]) -> None:
+    found = {file.stem: reason for file, reason in broken.items() if file.parent.name == "swiglu"}
+    assert set(found) == set(REASONS)
+    for name, reason in REASONS.items():
+        assert found[name].startswith(f"{folder / 'swiglu' / name}.py: {reason}"), name
+    assert "unknown op 'no_such_op'" in broken[folder / "no_such_op" / "lost.py"]
+    contract = folder / "half_made" / "contract.py"
+    assert broken[contract].endswith("cannot be imported: ValueError: half")
+    assert broken[folder / "half_made" / "fast.py"] == broken[contract]
+    assert len(broken) == len(REASONS) + 3
+    assert outside.broken_files([]) == {}
+
+
+def test_the_others_join_and_a_broken_name_says_why(folder: Path, broken: dict[Path, str]) -> None:
+    ops = OPS.with_variants_from(folder, broken)
+    assert set(ops["swiglu"].variants) == {*OPS["swiglu"].variants, "doubled"}
+    assert set(ops["swiglu"].variants.unavailable) == set(REASONS)
+    with pytest.raises(UnknownNameError, match=r"swiglu variant 'exits' is not available: .*SystemExit: 3; there is "):
+        ops["swiglu"].variants["exits"]
+    with pytest.raises(UnknownNameError, match=r"op 'half_made' is not available: .*ValueError: half; there is "):
+        ops["half_made"]
+    again = registry_of(json.loads(json.dumps(ops.outside())))
+    assert {name: list(op.variants) for name, op in again.items()} == {
+        name: list(op.variants) for name, op in ops.items()
+    }
+    assert again.broken == ops.broken

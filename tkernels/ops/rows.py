@@ -1,0 +1,51 @@
+"""What the launches of norms share: rows that a program keeps in its registers, one of them or a tile of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import triton
+
+from tkernels.config import Config
+from tkernels.contract import Axes
+from tkernels.launch import Run
+
+ROW_CONFIGS = tuple(Config(num_warps=warps) for warps in (1, 2, 4, 8, 16))
+"""Configs of a program for each row, whose tile is the row."""
+
+TILE_DEFAULTS = {
+    # 4096 elements over 4 warps: four 16-byte loads of each operand a thread in flight; 32 rows of 128, 2 of 2048.
+    "": Config(BLOCK_ELEMENTS=4096),
+    "gfx942": Config(BLOCK_ELEMENTS=4096, num_warps=2),  # of 64 threads: 4 would read the weight 8 bytes at a time
+    "interpreter": Config(BLOCK_ELEMENTS=256),  # a few rows, so that there are several tiles and the last is not full
+}
+"""The untuned configs of a program for a tile of rows."""
+
+
+def too_wide(axes: Axes, axis: str, widest: int, what: str, instead: str | None = None) -> str | None:
+    """Why a variant that keeps whole rows does not take such wide ones, or None where it does.
+
+    Args:
+        axis: the width of a row.
+        widest: elements of a row.
+        what: wider rows do.
+        instead: the variant that takes them.
+    """
+    if int(axes[axis]) <= widest:
+        return None
+    reason = f"rows wider than {widest} {what}; this is {axis} = {axes[axis]}"
+    return f"{reason}: {instead}" if instead else reason
+
+
+def launch_rows(run: Run, kernel: Any, arguments: Mapping[str, Any], shape: Sequence[int], eps: float) -> None:
+    """Launches a program for each row of a tensor [T, H]. arguments: pointers and strides, `shape`: T and H."""
+    tokens, hidden = shape
+    run.launch(kernel, (tokens,), **arguments, hidden=hidden, eps=eps, BLOCK_H=triton.next_power_of_2(hidden))
+
+
+def launch_tiles_of_rows(run: Run, kernel: Any, arguments: Mapping[str, Any], shape: Sequence[int], eps: float) -> None:
+    """Launches a program for each tile of BLOCK_ELEMENTS of a tensor [T, H], of one row at least."""
+    tokens, hidden = shape
+    block_h = triton.next_power_of_2(hidden)
+    block_t = max(1, run.config["BLOCK_ELEMENTS"] // block_h)
+    sizes = {"tokens": tokens, "hidden": hidden, "eps": eps, "BLOCK_T": block_t, "BLOCK_H": block_h}
+    run.launch(kernel, (triton.cdiv(tokens, block_t),), **arguments, **sizes)

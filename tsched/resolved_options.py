@@ -1,0 +1,167 @@
+"""What an engine's options mean for one model: the sizes of its scheduler and its caches. Loads no torch."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from tsched.options import BYTES_END, OPTIONS, EngineOptions, OptionError
+from tsched.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from tkernels.selection import OpAxes
+    from tmodel import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitSizes:
+    """What a model's caches take.
+
+    block_bytes     of a block of tokens; 0 where all layers keep states
+    state_bytes     of a sequence's state; 0 where no layer keeps one
+    state_interval  blocks between two states of a sequence that are kept for later prefixes
+    """
+
+    block_bytes: int
+    state_bytes: int = 0
+    state_interval: int = 1
+
+
+@dataclass(frozen=True)
+class CacheUnits:
+    num_blocks: int
+    num_states: int
+
+
+def split_bytes(num_bytes: int, sizes: UnitSizes, each: CacheUnits, most: CacheUnits) -> CacheUnits:
+    """The blocks and states that `num_bytes` hold where sequences need `each` of them, `most` at most.
+
+    As many sequences find their blocks as find their states. What `most` leaves of the bytes of the one goes to the
+    other. Blocks that take no bytes are as many as `most` says.
+    """
+    if sizes.state_bytes == 0:
+        return CacheUnits(min(num_bytes // sizes.block_bytes, most.num_blocks), 0)
+    sequence_bytes = each.num_blocks * sizes.block_bytes + each.num_states * sizes.state_bytes
+    num_states = min(num_bytes * each.num_states // sequence_bytes, most.num_states)
+    if sizes.block_bytes == 0:
+        return CacheUnits(most.num_blocks, num_states)
+    num_blocks = min((num_bytes - num_states * sizes.state_bytes) // sizes.block_bytes, most.num_blocks)
+    left = num_bytes - num_blocks * sizes.block_bytes
+    return CacheUnits(num_blocks, min(left // sizes.state_bytes, most.num_states))
+
+
+@dataclass(frozen=True)
+class ResolvedOptions:
+    """What options mean for one model: the sizes of its scheduler and cache.
+
+    num_host_blocks, num_host_states: in host memory for preemption by swapping.
+    num_states: slots for states of sequences, 0 where no layer keeps one; kept every `state_interval` blocks.
+    """
+
+    options: EngineOptions
+    max_model_len: int
+    num_blocks: int
+    num_host_blocks: int
+    num_states: int = 0
+    num_host_states: int = 0
+    state_interval: int = 1
+
+    @property
+    def scheduler_arguments(self) -> dict[str, Any]:
+        """The keyword arguments of a Scheduler, but for the model's end tokens."""
+        sizes = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "options"}
+        taken = [name for name in inspect.signature(Scheduler).parameters if name in OPTIONS]
+        return {name: getattr(self.options, name) for name in taken} | sizes
+
+    def kernel_axes(self, config: ModelConfig) -> OpAxes:
+        """The ops that the engine calls, with every axis that it calls them at, for `tkernels.select`."""
+        from tmodel import Limits, kernel_axes  # loads torch
+
+        limits = Limits(
+            max_num_tokens=self.options.max_num_batched_tokens,
+            max_num_seqs=self.options.max_num_seqs,
+            max_model_len=self.max_model_len,
+            block_size=self.options.block_size,
+            num_blocks=self.num_blocks,
+        )
+        return kernel_axes(config, limits)
+
+
+def resolve_options(
+    options: EngineOptions, *, max_position_embeddings: int, sizes: UnitSizes, cache_bytes: int
+) -> ResolvedOptions:
+    """What `options` mean for a model.
+
+    Args:
+        options: The engine's options.
+        max_position_embeddings: Tokens that the model was made for.
+        sizes: Bytes of the units of the model's cache, see `tmodel.kv_bytes_per_block` and `tmodel.bytes_per_state`.
+        cache_bytes: Bytes that there are for the cache: kv_cache_bytes or what the device has left, see
+            `tsched.execution.cache_size`. No more of them are used than max_num_seqs requests can fill.
+
+    Raises:
+        OptionError: The model is not made for max_model_len tokens, or not one block or too few states fit.
+    """
+    longest = max_position_embeddings if options.max_model_len is None else options.max_model_len
+    if longest > max_position_embeddings:
+        allowed = f"None or an integer from 1 to {max_position_embeddings}, the model's max_position_embeddings"
+        raise OptionError("max_model_len", f"max_model_len must be {allowed}, got {longest}")
+    if options.expected_len is not None and (sizes.state_bytes == 0 or options.expected_len > longest):
+        why = f"at most {longest}, max_model_len" if sizes.state_bytes else "None: no layer of the model keeps states"
+        raise OptionError("expected_len", f"expected_len must be {why}; got {options.expected_len}")
+    units = _fit_cache(options, sizes, cache_bytes, longest)
+    host = _fit_host(options, sizes, longest)
+    return ResolvedOptions(
+        options, longest, units.num_blocks, host.num_blocks, units.num_states, host.num_states, sizes.state_interval
+    )
+
+
+def _fit_cache(options: EngineOptions, sizes: UnitSizes, cache_bytes: int, longest: int) -> CacheUnits:
+    """The device's blocks and states for requests of up to `longest` tokens."""
+    most_blocks = -(-options.max_num_seqs * longest // options.block_size)
+    # A row writes one state and has the last one that it passed; one more is kept for later prefixes.
+    states_each = 2 if options.prefix_cache == "none" else 3
+    most_states = 2 * options.max_num_seqs + most_blocks // sizes.state_interval
+    if sizes.block_bytes == 0:  # so that no kept state goes for want of a block that takes no bytes
+        most_blocks += most_states * sizes.state_interval
+    # Padding's state takes a slot of its own.
+    units = split_bytes(
+        max(0, cache_bytes - sizes.state_bytes), sizes, CacheUnits(_expected_blocks(options, longest), states_each),
+        CacheUnits(most_blocks, most_states),
+    )  # fmt: skip
+    given = "kv_cache_bytes is" if options.kv_cache_bytes is not None else "the memory left for the KV cache is"
+    option = "kv_cache_fraction" if options.kv_cache_bytes is None else "kv_cache_bytes"
+    if sizes.state_bytes and units.num_states < 2:
+        message = (
+            f"{given} {cache_bytes}, three states take {3 * sizes.state_bytes} bytes, and there are blocks beside them"
+        )
+        raise OptionError(option, message)
+    if units.num_blocks < 1:
+        block = f"a block of {options.block_size} tokens takes {sizes.block_bytes} bytes"
+        raise OptionError(option, f"{given} {cache_bytes}, {block}")
+    return units
+
+
+def _fit_host(options: EngineOptions, sizes: UnitSizes, longest: int) -> CacheUnits:
+    """The host's blocks and states for requests that give way; none where they are computed again."""
+    if options.preemption != "swap":
+        return CacheUnits(0, 0)
+    most_blocks = BYTES_END
+    if sizes.block_bytes == 0:
+        most_blocks = options.swap_bytes // sizes.state_bytes * -(-longest // options.block_size)
+    most = CacheUnits(most_blocks, BYTES_END)
+    host = split_bytes(options.swap_bytes, sizes, CacheUnits(_expected_blocks(options, longest), 1), most)
+    if host.num_blocks < 1 or (sizes.state_bytes and host.num_states < 1):
+        needed = f"one of {options.block_size} tokens takes {sizes.block_bytes} bytes"
+        if sizes.state_bytes:
+            needed += f", a request's state {sizes.state_bytes}"
+        message = f"preemption 'swap' needs swap_bytes for a block at least: {needed}, got {options.swap_bytes}"
+        raise OptionError("swap_bytes", message)
+    return host
+
+
+def _expected_blocks(options: EngineOptions, longest: int) -> int:
+    """Blocks of a request of the expected length."""
+    expected = -(-longest // 2) if options.expected_len is None else options.expected_len
+    return -(-expected // options.block_size)
