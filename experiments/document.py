@@ -1,7 +1,6 @@
 """An experiment's YAML as plain data that remembers where each part came from, and `--set` overrides on top of it."""
 
 import copy
-import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,12 +38,6 @@ def dotted(parts: Iterable[str | int]) -> str:
 def entries(value: Any) -> list[Any]:
     """The entries of a section that may be one thing without brackets, or nothing."""
     return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def nearest(name: object, known: Iterable[str]) -> str:
-    """ "; did you mean ...?" for the closest of the known names, "" where none is close."""
-    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def in_order(problems: Iterable[str]) -> list[str]:

@@ -1,13 +1,13 @@
 """Engine options as flags of a command: tsched.options says which there are and what they mean."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args
 
 import typer
 
 from experiments.document import ExperimentError
-from experiments.exits import refusing
 from tsched.options import OPTIONS, EngineOptions, Option, OptionError, read_options
 
 Given = Mapping[str, Any]
@@ -16,37 +16,33 @@ Given = Mapping[str, Any]
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def takes_engine_options(
-    names: Iterable[str], aliases: Mapping[str, str] = {}, usual: Mapping[str, str] = {}
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a typer command a flag for each of the engine options `names`.
+@dataclass(frozen=True)
+class EngineFlags:
+    """Marks the field of a command's record that holds engine options: the command has a flag for each of `names`.
 
-    The command's parameter `engine` gets the values of those that were given, by the names of their options.
-
-    Args:
-        names: The options.
-        aliases: Option -> another flag that says the same.
-        usual: Option -> what the command takes where it is not given, in words, if that is not the engine's default.
+    Attributes:
+        names: the options.
+        aliases: option -> another flag that says the same.
+        usual: option -> what the command takes where it is not given, in words, if that is not the engine's default.
     """
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [one for one in inspect.signature(command).parameters.values() if one.name != "engine"]
-        flags = {name: _make_flag(OPTIONS[name], aliases.get(name), usual.get(name)) for name in names}
-        others = {name: _make_alias(name, flags[name], alias) for name, alias in aliases.items()}
+    names: Sequence[str]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    usual: Mapping[str, str] = field(default_factory=dict)
 
-        def run(**arguments: Any) -> None:
-            given = {}
-            for name in flags:
-                value, other = arguments.pop(name), arguments.pop(f"other_{name}", None)
-                if value is not None or other is not None:
-                    given[name] = refusing(_parse, OPTIONS[name], other if value is None else value)
-            command(**arguments, engine=given)
+    def parameters(self) -> list[inspect.Parameter]:
+        """The parameters of a function from which typer makes the flags."""
+        flags = {name: _make_flag(OPTIONS[name], self.aliases.get(name), self.usual.get(name)) for name in self.names}
+        return [*flags.values(), *(_make_alias(name, flags[name], alias) for name, alias in self.aliases.items())]
 
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
-        vars(run).update(__signature__=inspect.Signature([*own, *flags.values(), *others.values()]))
-        return run
-
-    return decorate
+    def take(self, arguments: dict[str, Any]) -> Given:
+        """Takes the flags' values out of a call's `arguments`; ExperimentError where one is no number of bytes."""
+        given = {}
+        for name in self.names:
+            value, other = arguments.pop(name), arguments.pop(f"other_{name}", None)
+            if value is not None or other is not None:
+                given[name] = _parse(OPTIONS[name], other if value is None else value)
+        return given
 
 
 def engine_options(given: Given) -> EngineOptions:

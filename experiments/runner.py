@@ -185,8 +185,7 @@ class _Run:
             tuning_folder=str(self.tuning.folder.resolve()),
             cache=str((self.folder.path.parent / CACHE).resolve()),
             on_cuda=plan.device.type == "cuda",
-            # Most of what a small engine's start would take.
-            imports=("transformers.models.auto.tokenization_auto",) if serves else (),
+            serves=serves,
             replicates=experiment.replicates,
             # Of what the folder keeps: rows are of that code, or there are none.
             sources={

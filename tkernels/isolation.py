@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -89,10 +89,13 @@ class Server:
     """
 
     def __init__(
-        self, environment: Mapping[str, str] | None = None, begun: "subprocess.Popen[bytes] | None" = None
+        self,
+        environment: Mapping[str, str] | None = None,
+        imports: Sequence[str] = (),
+        begun: "subprocess.Popen[bytes] | None" = None,
     ) -> None:
-        """Starts it, with variables beside this process's own; or takes what `start_server` began."""
-        self._process = begun if begun is not None else start_server(environment)
+        """Starts it as `start_server` does; or takes what that began."""
+        self._process = begun if begun is not None else start_server(environment, imports)
         self._is_ready = False
 
     @property
@@ -149,11 +152,19 @@ class Server:
         self._answers.close()
 
 
-def start_server(environment: Mapping[str, str] | None = None, file: str = __file__) -> "subprocess.Popen[bytes]":
-    """Starts the process of a server, which imports torch and then waits to be told what its tasks are."""
+def start_server(
+    environment: Mapping[str, str] | None = None, imports: Sequence[str] = ()
+) -> "subprocess.Popen[bytes]":
+    """Starts the process of a server, which imports torch and then waits to be told what its tasks are.
+
+    Args:
+        environment: variables beside this process's own.
+        imports: modules that the tasks will want. They are imported at once where the environment, or a torch that
+            knows no GPU, has decided how Triton runs.
+    """
     # A session of its own: Ctrl-C is for the one that starts it. -P: the files beside this one are no modules.
-    command, variables = (sys.executable, "-P", file, str(os.getpid())), {**os.environ, **(environment or {})}
-    pipe = subprocess.PIPE
+    command = (sys.executable, "-P", __file__, str(os.getpid()), json.dumps(sys.path), *imports)
+    variables, pipe = {**os.environ, **(environment or {})}, subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True, env=variables)
 
 
@@ -379,7 +390,12 @@ def _watch(child: _Child, on_message: OnMessage, orders: _Lines | None) -> None:
                 child.kill()
 
 
-def serve(starter: int) -> None:
+def _import(*modules: str) -> Any:
+    """Imports them in order, tkernels before anything that imports Triton; returns the last."""
+    return [importlib.import_module(module) for module in modules][-1]
+
+
+def serve(starter: int, imports: Sequence[str]) -> None:
     """The life of a server: its orders come on stdin, a line each, until that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches a whole terminal; the starter decides what it means
     _die_with(starter, signal.SIGTERM)  # what it imports takes seconds, in which it reads no stdin
@@ -387,8 +403,10 @@ def serve(starter: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     answers, orders = os.dup(1), _Lines(0)
     os.dup2(2, 1)  # whatever a library prints is no answer
-    import torch  # noqa: F401  most of the time that it takes to be ready, and the same for every task
+    import torch  # half of the time that it takes to be ready
 
+    if "TRITON_INTERPRET" in os.environ or (torch.version.cuda is None and torch.version.hip is None):
+        _import("tkernels", *imports)
     prepare: Prepare | None = None
     with contextlib.suppress(BrokenPipeError):  # the starter is gone, and nobody is left to be told
         for line in orders:
@@ -399,10 +417,8 @@ def serve(starter: int) -> None:
                 continue
             name, about, environment = order
             os.environ.update(environment)
-            import tkernels  # noqa: F401  before anything that imports Triton
-
             module, _, function = name.partition(":")
-            prepare = getattr(importlib.import_module(module), function)(about)
+            prepare = getattr(_import("tkernels", *imports, module), function)(about)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # stdin tells now, and there may be a child to end first
             write_whole(answers, b"ready\n")
 
@@ -437,14 +453,21 @@ def _raising(error: Exception) -> Work:
 def _end_with_all_it_started(child: _Child) -> None:
     """Ends a server's child, and then the server's other children, which are what it started, until there are none."""
     child.kill()
-    spared: set[int] = set()
-    while left := [pid for pid in _children() if pid not in spared]:
-        for pid in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            except OSError:  # of another user
-                spared.add(pid)
+    with contextlib.suppress(ChildProcessError):  # there is none left
+        while True:
+            ended, _ = os.waitpid(-1, os.WNOHANG)
+            if not ended and not any(_end(pid) for pid in _children()):
+                return
+
+
+def _end(pid: int) -> bool:
+    """Whether it could be killed; it has ended when this returns."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except OSError:  # of another user
+        return False
+    os.waitpid(pid, 0)
+    return True
 
 
 def _children() -> list[int]:
@@ -467,5 +490,5 @@ def _die_with(starter: int, number: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    serve(int(sys.argv[1]))
+    sys.path[:] = json.loads(sys.argv[2])  # what its starter finds, it finds
+    serve(int(sys.argv[1]), sys.argv[3:])

@@ -1,6 +1,6 @@
 """Names, and an error worth reading for one that is not known."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -15,11 +15,16 @@ class UnknownNameError(KeyError, ValueError):
         return str(self.args[0])
 
 
+def suggest_name(name: object, known: Iterable[str]) -> str:
+    """The end of an error for an unknown name: "; did you mean ...?" with the nearest, "" where none is close."""
+    near = get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 def unknown_name(kind: str, name: object, known: Mapping[str, Any] | list[str], notes: str = "") -> UnknownNameError:
     """The error for an unknown name, with the alternatives and the nearest match."""
-    near = get_close_matches(str(name), list(known), n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return UnknownNameError(f"unknown {kind} {name!r}: there is {', '.join(sorted(known))}{hint}{notes}")
+    there_is = f"there is {', '.join(sorted(known))}{suggest_name(name, known)}"
+    return UnknownNameError(f"unknown {kind} {name!r}: {there_is}{notes}")
 
 
 class Names(Mapping[str, T], Generic[T]):

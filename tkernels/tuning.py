@@ -4,25 +4,24 @@ A lockfile `tkernels/tuned/<device>.json` (an outside variant's: beside its file
 of the kernel's code, Triton version and shape bucket, with the timing of every config that was tried.
 """
 
-import fcntl
 import json
-import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import triton
+from filelock import FileLock
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from tkernels.config import Config
 from tkernels.contract import Axes, Int
 from tkernels.device import INTERPRETER, DeviceFacts
+from tkernels.files import write_text
 from tkernels.timing import time_call
 from tkernels.variant import Variant
 
@@ -123,20 +122,13 @@ def read_lockfile(path: Path) -> dict[tuple[str, ...], Entry]:
         raise TuningError(f"{path}: not a lockfile: {type(error).__name__}: {error}") from error
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def record(path: Path, device: DeviceFacts, entry: Entry) -> Entry:
     """Adds an entry, keeping the timings of configs it did not try again; returns it as it now stands.
 
     Atomic, and safe against other processes.
     """
-    with _locked(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
         entries = read_lockfile(path)
         if before := entries.get(entry.key):
             tried = {config for config, _, _ in entry.timings}
@@ -144,9 +136,7 @@ def record(path: Path, device: DeviceFacts, entry: Entry) -> Entry:
             entry = replace(entry, config=_fastest_config(timings), timings=timings)
         entries[entry.key] = entry
         rows = [entries[key].as_json() for key in sorted(entries)]
-        scratch = path.with_suffix(f".{os.getpid()}.tmp")
-        scratch.write_text(json.dumps({"device": device.name, "arch": device.arch, "entries": rows}, indent=1) + "\n")
-        scratch.replace(path)
+        write_text(path, json.dumps({"device": device.name, "arch": device.arch, "entries": rows}, indent=1) + "\n")
         return entry
 
 

@@ -34,8 +34,9 @@ class CacheKind(Protocol):
 
     @property
     def state_interval(self) -> int | None:
-        """None: a unit holds a block of tokens. Else a unit is a sequence's state, and of that a copy is kept for later
-        prefixes every so many blocks and at the last whole block of each prompt.
+        """None: a unit holds a block of tokens. Else a unit is a sequence's state, which is kept for later prefixes
+        every so many blocks and at the last whole block of each prompt. Chunks of prompts end there, so that a short
+        interval makes many steps of a long prompt.
         """
 
     def parts(self, block_size: int, dtype: torch.dtype) -> tuple[UnitPart, ...]:

@@ -38,7 +38,7 @@ class LinearReader:
         for index in range(len(shape.names)):
             weight = self._quantized(self.quantization, shape, index)
             if held and (weight is None or incompatible_reason(held[0], weight) is not None):
-                parts.append(self._made(shape, start, index, held))
+                parts.append(self._prepared_layer(shape, start, index, held))
                 start, held = index, []
             if weight is None:
                 parts.append(self._dense(shape, index, index + 1))
@@ -47,7 +47,7 @@ class LinearReader:
                 held.append(weight)
             weight = None  # or it would outlive the weight that it becomes a part of
         if held:
-            parts.append(self._made(shape, start, len(shape.names), held))
+            parts.append(self._prepared_layer(shape, start, len(shape.names), held))
         return parts[0] if len(parts) == 1 else JoinedLinear(tuple(parts))
 
     def gate_up(self, shape: LinearShape) -> GateUp | SplitGateUp:
@@ -78,7 +78,7 @@ class LinearReader:
     def _quantized(self, quantization: Quantization, shape: LinearShape, index: int) -> QuantizedWeight | None:
         """One part as the checkpoint has it, in the model's dtype; None where it is dense."""
         name, outputs = shape.names[index], shape.outputs[index]
-        if quantization.format.scheme(name) is None:
+        if quantization.scheme(name) is None:
             return None
         checkpoint = self.checkpoint
         if f"{name}.weight" in checkpoint:
@@ -111,7 +111,7 @@ class LinearReader:
             raise WeightError(f"{checkpoint.directory}: layer {layer!r} has {rule}; float32 holds them")
         return cast
 
-    def _made(self, shape: LinearShape, start: int, stop: int, weights: list[QuantizedWeight]) -> Linear:
+    def _prepared_layer(self, shape: LinearShape, start: int, stop: int, weights: list[QuantizedWeight]) -> Linear:
         """Weights that agree as one layer, its weight in the layout that the kernel reads; `weights` is emptied."""
         joined = concatenate(weights)
         weights.clear()

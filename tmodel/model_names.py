@@ -7,11 +7,12 @@ calls the other functions. None of them loads, makes or fetches weights: that is
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
+from tkernels.names import suggest_name
+from tmodel.architectures import Architectures
 from tmodel.config import ModelConfig
 from tmodel.json_files import ConfigError
 from tmodel.loading import config_of, load_config
@@ -44,12 +45,18 @@ class ModelPlan:
     weights: Path | None = None
     random_weights: int = 0
 
+    @property
+    def architectures(self) -> Architectures:
+        """The one that the directory needs, for whoever reads its configuration again."""
+        return {self.config.architecture.name: self.config.architecture}
 
-def find_model(model: str | Path) -> ModelPlan:
+
+def find_model(model: str | Path, architectures: Architectures | None = None) -> ModelPlan:
     """The model called `model`: a directory, else a trained preset, else a hub id; or `random:` and a preset.
 
     Args:
         model: A name, or a Path, which is a directory alone.
+        architectures: Those that it may be of; None is those of the house.
 
     Raises:
         ValueError: `model` is neither a str nor a Path.
@@ -60,7 +67,7 @@ def find_model(model: str | Path) -> ModelPlan:
         raise ValueError(f"model must be a name or a path, got {model!r}")
     directory = Path(model)
     if directory.is_dir() or isinstance(model, Path):
-        return directory_model(directory)
+        return directory_model(directory, architectures)
     if model.startswith(RANDOM):
         return random_model(model.removeprefix(RANDOM))
     if model in PRESETS:
@@ -70,19 +77,19 @@ def find_model(model: str | Path) -> ModelPlan:
     names = [*PRESETS, *(RANDOM + preset for preset in RANDOM_PRESETS)]
     looked = f"model {model!r}: there is no directory {directory.absolute()}, no trained preset of that name"
     if not _HUB_ID.fullmatch(model):
-        meant = f"; did you mean {RANDOM + model!r}?" if model in RANDOM_PRESETS else _hint(model, names)
+        meant = f"; did you mean {RANDOM + model!r}?" if model in RANDOM_PRESETS else suggest_name(model, names)
         raise ConfigError(f"{looked}, and it is no hub id, owner/name; presets are {', '.join(names)}{meant}")
     try:
-        return hub_model(model)
+        return hub_model(model, architectures)
     except HubError as error:
         raise ConfigError(f"{looked}, and {error}") from error.__cause__
 
 
-def directory_model(directory: Path) -> ModelPlan:
+def directory_model(directory: Path, architectures: Architectures | None = None) -> ModelPlan:
     """The model in `directory`. ConfigError where that is no directory, or its model cannot be served."""
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory")
-    return ModelPlan(directory.name, load_config(directory), lambda: directory, directory)
+    return ModelPlan(directory.name, load_config(directory, architectures), lambda: directory, directory)
 
 
 def preset_model(preset: str) -> ModelPlan:
@@ -91,7 +98,7 @@ def preset_model(preset: str) -> ModelPlan:
         return random_model(preset)
     if preset not in PRESETS:
         known = [*PRESETS, *RANDOM_PRESETS]
-        raise ConfigError(f"unknown preset {preset!r}: there is {', '.join(known)}{_hint(preset, known)}")
+        raise ConfigError(f"unknown preset {preset!r}: there is {', '.join(known)}{suggest_name(preset, known)}")
     return ModelPlan(preset, config_of(PRESETS[preset].config), lambda: preset_path(preset))
 
 
@@ -100,14 +107,15 @@ def random_model(preset: str) -> ModelPlan:
     if preset not in RANDOM_PRESETS:
         known = [RANDOM + name for name in RANDOM_PRESETS]
         name = RANDOM + preset
-        raise ConfigError(f"unknown model {name!r}: there is {', '.join(known)}{_hint(name, known)}")
+        raise ConfigError(f"unknown model {name!r}: there is {', '.join(known)}{suggest_name(name, known)}")
     shape = RANDOM_PRESETS[preset]
     return ModelPlan(preset, random_config(shape), lambda: preset_path(preset), random_weights=num_parameters(shape))
 
 
-def hub_model(hub_id: str) -> ModelPlan:
+def hub_model(hub_id: str, architectures: Architectures | None = None) -> ModelPlan:
     """A model of the Hugging Face hub, or of its local cache. HubError where neither has it."""
-    return ModelPlan(hub_id, load_config(_fetch(hub_id, _CONFIG_FILES)), lambda: _fetch(hub_id, _DATA_FILES))
+    config = load_config(_fetch(hub_id, _CONFIG_FILES), architectures)
+    return ModelPlan(hub_id, config, lambda: _fetch(hub_id, _DATA_FILES))
 
 
 class HubError(ConfigError):
@@ -128,9 +136,3 @@ def _fetch(hub_id: str, patterns: tuple[str, ...]) -> Path:
         ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise HubError(f"{hub_id!r} cannot be fetched from the Hugging Face hub: {error}") from error
-
-
-def _hint(name: str, known: Sequence[str]) -> str:
-    """The one of the names `known` that may have been meant, "" where none is close."""
-    close = get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from tmodel.corpus import standard_library_corpus
 from tmodel.random_weights import PRESET_TABLE, RANDOM_PRESETS, VERSION, write_random
@@ -56,8 +57,7 @@ def preset_path(preset: str) -> Path:
     directory = cache_folder() / f"{preset}-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
     if not directory.exists():
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with (directory.parent / f"{directory.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with FileLock(directory.parent / f"{directory.name}.lock"):
             if not directory.exists():
                 make(directory)
     return directory

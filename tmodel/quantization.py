@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from tkernels.contract import Value
 from tkernels.variant import AxisRanges
@@ -79,9 +80,17 @@ class Quantization:
                 if self.format.scheme(name) is not None:
                     self.format.check(name, outputs, shape.inputs)
 
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(name for shape in self.linears for name in shape.names)
+
+    def scheme(self, name: str) -> Scheme | None:
+        """How layer `name` is stored; None is dense, as every layer is that the architecture does not list."""
+        return self.format.scheme(name) if name in self._names else None
+
     def schemes(self, shape: LinearShape) -> list[Scheme | None]:
         """How each part of it is stored; None is dense."""
-        return [self.format.scheme(name) for name in shape.names]
+        return [self.scheme(name) for name in shape.names]
 
     def is_dense(self, shape: LinearShape) -> bool:
         """Whether no part of it is quantized."""

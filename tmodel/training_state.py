@@ -5,13 +5,14 @@ No pickle is written: an optimizer's state is its tensors, by the number of the 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+from tkernels.files import replacing
 
 _STEP, _ORDER, _TRAINING = "step", "order", "training"
 
@@ -30,12 +31,8 @@ def save_state(
     for number, optimizer in enumerate(optimizers):
         for parameter, values in optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{number}.{parameter}.{name}": value for name, value in values.items()}
-    unfinished = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
-        save_file(tensors, unfinished, {_STEP: str(step), _TRAINING: training})
-        os.replace(unfinished, file)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replacing(file) as partial:
+        save_file(tensors, partial, {_STEP: str(step), _TRAINING: training})
 
 
 def load_state(

@@ -10,13 +10,14 @@ Nothing here loads torch.
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
-from difflib import get_close_matches
+from pathlib import PurePath
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, ForwardRef, Literal, get_args
 
 from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
+from tsched.torch_free import suggest_name
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +74,13 @@ def _checked_device(value: Any) -> str | None:
 def _checked_kernels(value: Any) -> Any:
     """`tkernels.select` checks what is in it."""
     return value if isinstance(value, Mapping) else None
+
+
+def _checked_folders(value: Any) -> tuple[str, ...] | None:
+    """The folders' names; `tmodel.architectures_with` looks into them."""
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str | PurePath) for one in value):
+        return None
+    return tuple(map(str, value))
 
 
 def _checked_tuning(value: Any) -> Any:
@@ -168,8 +176,7 @@ class Option:
             return None
         checked = self.check(value) if self.check is not None else self._check_plain(value)
         if checked is None:
-            close = get_close_matches(value, self.choices, n=1) if isinstance(value, str) else []
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = suggest_name(value, self.choices) if isinstance(value, str) else ""
             raise OptionError(self.name, f"{self.name} must be {self.allowed}, got {value!r}{hint}")
         return checked
 
@@ -337,6 +344,15 @@ class EngineOptions:
             words="a mode's name or a tkernels.Tuning",
         ),
     ] = "nearest"
+    architectures_from: Annotated[
+        "Sequence[str | PurePath]",
+        Option(
+            "folders of more architectures, <name>.py each, that the model may be of",
+            section="experiment",
+            check=_checked_folders,
+            words="a list of folders",
+        ),
+    ] = ()
     ops: Annotated[
         "Registry | None",
         Option(
@@ -390,7 +406,6 @@ def read_options(given: Mapping[str, Any]) -> EngineOptions:
     """
     for name in given:
         if name not in OPTIONS:
-            close = get_close_matches(name, OPTIONS, n=1, cutoff=0.5)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; there is {', '.join(OPTIONS)}"
-            raise TypeError(f"an engine has no option {name!r}{hint}")
+            hint = suggest_name(name, OPTIONS)
+            raise TypeError(f"an engine has no option {name!r}: there is {', '.join(OPTIONS)}{hint}")
     return EngineOptions(**given)

@@ -12,7 +12,7 @@ from rich.text import Text
 from experiments.commands.check import parse_axes
 from experiments.commands.registry import matching, open_registry
 from experiments.commands.requests import BenchRequest
-from experiments.document import ExperimentError, nearest
+from experiments.document import ExperimentError
 from experiments.peers import slack_of, with_peers
 from experiments.reporting.table_style import add_row, format_microseconds, new_table
 from tkernels import ContractError
@@ -21,6 +21,7 @@ from tkernels.device import device_facts
 from tkernels.measurement import INTERPRETED, Measurement, Method, benchmark_points, complete_axes, measure
 from tkernels.timing import Cache, Launch
 from tkernels.tuning import IN_WORDS
+from tsched.torch_free import suggest_name
 
 
 def run(request: BenchRequest) -> int:
@@ -56,7 +57,7 @@ def _method(request: BenchRequest) -> Method:
     caches: dict[str, Cache] = {"cold": "cold", "warm": "warm"}
     for option, value, known in (("--launch", request.launch, launches), ("--l2", request.l2, caches)):
         if value not in known:
-            raise ExperimentError([f"{option} {value}: there is {', '.join(known)}{nearest(value, known)}"])
+            raise ExperimentError([f"{option} {value}: there is {', '.join(known)}{suggest_name(value, known)}"])
     return Method(launches[request.launch], caches[request.l2], request.samples)
 
 

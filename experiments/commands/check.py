@@ -13,7 +13,7 @@ from rich.text import Text
 
 from experiments.commands.registry import matching, open_registry
 from experiments.commands.requests import CheckRequest
-from experiments.document import ExperimentError, nearest
+from experiments.document import ExperimentError
 from experiments.reporting.table_style import add_row, new_table, status_text
 from experiments.runs.checked import record_checked
 from tkernels import Config, ContractError
@@ -27,6 +27,7 @@ from tkernels.verification.check import (
     outside_folder,
     wide_results,
 )
+from tsched.torch_free import suggest_name
 
 _EXAMPLES = 20
 
@@ -120,7 +121,7 @@ def parse_axes(contract: Contract, text: str) -> dict[str, Value]:
     for name, value in _pairs("--axes", text):
         if name not in contract.axis_by_name:
             known = contract.axis_by_name
-            message = f"{contract.name} has no axis {name!r}: there is {', '.join(known)}{nearest(name, known)}"
+            message = f"{contract.name} has no axis {name!r}: there is {', '.join(known)}{suggest_name(name, known)}"
             raise ExperimentError([f"--axes: {message}"])
         axis = contract.axis_by_name[name]
         if isinstance(axis, Int):

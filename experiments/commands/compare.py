@@ -6,11 +6,12 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.commands.requests import CompareRequest
-from experiments.document import ExperimentError, nearest
+from experiments.document import ExperimentError
 from experiments.reporting.comparison_tables import print_comparison
 from experiments.runs.differences import WHATS
 from experiments.runs.reading import read_run
 from experiments.runs.verdicts import Comparison, compare_arms, compare_runs
+from tsched.torch_free import suggest_name
 
 
 def run(request: CompareRequest) -> int:
@@ -21,7 +22,7 @@ def run(request: CompareRequest) -> int:
     """
     for what in request.across:
         if what not in WHATS:
-            there_is = f"there is {', '.join(WHATS)}{nearest(what, WHATS)}"
+            there_is = f"there is {', '.join(WHATS)}{suggest_name(what, WHATS)}"
             raise ExperimentError([f"--across {what}: unknown; {there_is}"])
     first, *others = request.folders
     reference = read_run(first)

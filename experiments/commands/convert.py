@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 import tkernels
 from experiments.commands.requests import ConvertRequest
 from experiments.document import ExperimentError
+from experiments.planning.models import open_architectures
 from tmodel import ConfigError, Limits, ModelConfig, WeightError, kernel_axes, load_config, load_model
 from tmodel.formats import SqueezeLLM, parse_format
 from tmodel.json_files import read_json
@@ -39,6 +40,7 @@ def run(request: ConvertRequest) -> int:
     source, out = request.source, request.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty directory; a model is written to a new one")
+    architectures = open_architectures(request.architectures_from)
     file = _pickle_in(source)
     settings = _settings(source)
     tensors = _loaded(file, settings)
@@ -50,7 +52,7 @@ def run(request: ConvertRequest) -> int:
     try:
         with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
             _write_configs(source, unfinished, settings)
-            config = load_config(unfinished)
+            config = load_config(unfinished, architectures)
             _refuse_missing(config, file, tensors)
             writing = bar.add_task("writing", total=sum(tensor.nbytes for tensor in tensors.values()))
             _write(tensors, unfinished, lambda count: bar.advance(writing, count))

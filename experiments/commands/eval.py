@@ -1,39 +1,32 @@
 """`tk eval`: how well a model predicts a text, and how far it is from a dense one."""
 
 import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import tkernels
+from experiments.commands.requests import EvalRequest
 from experiments.document import ExperimentError
 from experiments.planning.models import named_model
 from experiments.quantization.evaluation import Evaluation, WindowReader, evaluate, windows_of
 from experiments.quantization.texts import read_text, tokens_of
 from experiments.reporting.table_style import add_row, new_table
+from tmodel import ModelPlan
 
 DEFAULT_WINDOW = 2048
 """Tokens a window, or as many as the model was made for: what published perplexities are measured with."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """The command's options."""
-
-    model: str
-    text: Path
-    reference: str | None = None
-    window: int | None = None
-
-
-def run(request: Request, as_json: bool) -> int:
+def run(request: EvalRequest) -> int:
     """Prints a table, or one JSON object."""
     text = read_text(request.text, "--text")
-    plan = named_model(request.model, "--model")
-    reference = named_model(request.reference, "--reference") if request.reference is not None else None
+    plan = named_model(request.model, "--model", request.architectures_from)
+    reference = None
+    if request.reference is not None:
+        reference = named_model(request.reference, "--reference", request.architectures_from)
     longest = plan.config.max_position_embeddings
     window = min(DEFAULT_WINDOW, longest) if request.window is None else request.window
     if window > longest:
@@ -50,19 +43,19 @@ def run(request: Request, as_json: bool) -> int:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     length = windows.shape[1] - 1
 
-    def reader(directory: Path, dtype: torch.dtype) -> WindowReader:
-        return WindowReader(directory, length, device=device, dtype=dtype, ops=tkernels.OPS)
+    def reader(model: ModelPlan, dtype: torch.dtype) -> WindowReader:
+        return WindowReader(
+            model.directory(), length, device=device, dtype=dtype, ops=tkernels.OPS, architectures=model.architectures
+        )
 
     console = Console(stderr=True)
     columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TextColumn("windows"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("reading", total=len(windows))
         dtype = plan.config.dtype
-        judge = None if reference is None else reader(reference.directory(), dtype)
-        found = evaluate(
-            reader(plan.directory(), dtype), windows, judge, advance=lambda count: progress.advance(task, count)
-        )
-    if as_json:
+        judge = None if reference is None else reader(reference, dtype)
+        found = evaluate(reader(plan, dtype), windows, judge, advance=lambda count: progress.advance(task, count))
+    if request.as_json:
         print(json.dumps({"model": request.model, "reference": request.reference, "perplexity": found.perplexity,
                           **asdict(found)}))  # fmt: skip
     else:
@@ -70,7 +63,7 @@ def run(request: Request, as_json: bool) -> int:
     return 0
 
 
-def _print(console: Console, request: Request, found: Evaluation) -> None:
+def _print(console: Console, request: EvalRequest, found: Evaluation) -> None:
     right = ["perplexity", "nats/token", *(["KL, nats", "top-1 agrees"] if found.kl is not None else [])]
     table = new_table(f"{request.text}", ["model", *right], right)
     cells = [f"{found.perplexity:.4f}", f"{found.nats:.5f}"]

@@ -1,37 +1,33 @@
 """`tk generate`: one prompt, continued by a model with chosen kernels."""
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import yaml
 
 from experiments.commands.registry import open_registry
+from experiments.commands.requests import GenerateRequest
 from experiments.document import ExperimentError
-from experiments.engine_flags import Given
+from experiments.planning.models import open_architectures
 from tsched import LLM, SamplingParams
 
 
-@dataclass(frozen=True)
-class Request:
-    """What `tk generate` was asked. kernels: as they were written. sampling: fields of SamplingParams."""
-
-    model: str
-    prompt: str
-    kernels: Sequence[str]
-    variants_from: Sequence[Path]
-    sampling: Mapping[str, Any]
-    engine: Given
-
-
-def run(request: Request) -> int:
+def run(request: GenerateRequest) -> int:
     """Prints the continuation on stdout."""
     ops = open_registry(request.variants_from)
+    open_architectures(request.architectures_from)  # what is wrong with a folder names the flag
     try:
-        params = SamplingParams(**request.sampling)
-        llm = LLM(request.model, kernels=parse_kernels(request.kernels), ops=ops, **request.engine)
+        names = [one.name for one in fields(SamplingParams) if hasattr(request, one.name)]
+        params = SamplingParams(**{name: getattr(request, name) for name in names})
+        llm = LLM(
+            request.model,
+            kernels=parse_kernels(request.kernels),
+            ops=ops,
+            architectures_from=request.architectures_from,
+            **request.engine,
+        )
     except ValueError as error:  # what LLM refuses: names it does not know, weights that do not fit
         raise ExperimentError([str(error)]) from None
     if llm.prepare_report.bytes_after:

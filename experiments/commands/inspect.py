@@ -16,7 +16,7 @@ from rich.text import Text
 
 from experiments.commands.check import parse_axes
 from experiments.commands.registry import matching, open_registry
-from experiments.document import ExperimentError, nearest
+from experiments.document import ExperimentError
 from experiments.reporting.table_style import add_row, new_table
 from tkernels import OPS, Registry
 from tkernels.contract import Value
@@ -26,6 +26,7 @@ from tkernels.verification.ahead_of_time import CompilationError, compile_for
 from tkernels.verification.inspection import expected, gates
 from tkernels.verification.inspection.points import POINTS
 from tkernels.verification.inspection.rows import CompiledKernel
+from tsched.torch_free import suggest_name
 
 DUMPS = ("ptx", "sass")
 _NUMBER = re.compile(r"; this is \w+$")  # of the architecture, which the line names
@@ -86,7 +87,7 @@ def _archs(name: str | None) -> list[str]:
     names = [one.strip() for one in name.split(",")]
     for one in names:
         if one not in TARGETS:
-            raise ExperimentError([f"--arch: no {one!r}: there is {', '.join(TARGETS)}{nearest(one, TARGETS)}"])
+            raise ExperimentError([f"--arch: no {one!r}: there is {', '.join(TARGETS)}{suggest_name(one, TARGETS)}"])
     return names
 
 

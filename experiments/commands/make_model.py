@@ -3,9 +3,10 @@
 from rich.console import Console
 
 from experiments.commands.requests import MakeModelRequest
-from experiments.document import ExperimentError, nearest
+from experiments.document import ExperimentError
 from tmodel.presets import PRESETS, make_model, make_random_model
 from tmodel.random_weights import RANDOM_PRESETS, num_parameters
+from tsched.torch_free import suggest_name
 
 
 def run(request: MakeModelRequest) -> int:
@@ -20,7 +21,7 @@ def run(request: MakeModelRequest) -> int:
         return 0
     known = [*PRESETS, *RANDOM_PRESETS]
     if preset not in PRESETS:
-        raise ExperimentError([f"unknown preset {preset!r}: there is {', '.join(known)}{nearest(preset, known)}"])
+        raise ExperimentError([f"unknown preset {preset!r}: there is {', '.join(known)}{suggest_name(preset, known)}"])
     report = make_model(preset, directory, seed=seed)
     console.print(
         f"{directory}: {report.held_out_loss:.3f} nats a token on {report.held_out_tokens:,} held-out tokens "

@@ -48,8 +48,8 @@ def run(request: OpsRequest) -> int:
 class Draws:
     """The axes of a contract's first draws, as a variant's `supports` gets them, for all its variants.
 
-    Binding needs inputs, and to make them for every draw took half a second. So the first few are bound; where that
-    tells no axis that was not drawn, a draw says it all.
+    Binding a draw needs inputs, which take time even without data. So the first few are bound; where that tells no axis
+    that was not drawn, a draw says it all.
     """
 
     def __init__(self, contract: Contract) -> None:
@@ -60,7 +60,7 @@ class Draws:
 
     def _bound(self, seed: int) -> Axes:
         drawn = self._contract.draw_axes(chooser(seed))
-        case = self._contract.case(drawn, seed)  # on the CPU: only shapes and dtypes matter
+        case = self._contract.case(drawn, seed, "meta")  # only shapes and dtypes matter
         axes, _ = self._contract.bind_axes(self._contract.bind_arguments((), case.inputs))
         return axes
 

@@ -7,12 +7,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments.commands.requests import QuantizeRequest
-from experiments.document import ExperimentError, nearest
+from experiments.document import ExperimentError
 from experiments.planning.models import named_model
 from experiments.quantization.texts import read_text, tokens_of
 from tmodel.quantizers import METHODS
 from tmodel.quantizers.checkpoint import Job, plan_job, quantize_checkpoint, windows_for
 from tmodel.quantizers.unfinished import QuantizerError
+from tsched.torch_free import suggest_name
 
 DEFAULT_WINDOW = 512
 DEFAULT_GROUP_SIZE = 128
@@ -21,19 +22,20 @@ DEFAULT_GROUP_SIZE = 128
 def run(request: QuantizeRequest) -> int:
     """Writes the checkpoint and says how much smaller it is."""
     if request.method not in METHODS:
-        hint = nearest(request.method, METHODS)
+        hint = suggest_name(request.method, METHODS)
         raise ExperimentError([f"--method: unknown method {request.method!r}: there is {', '.join(METHODS)}{hint}"])
     if request.out.exists() and (not request.out.is_dir() or any(request.out.iterdir())):
         raise FileExistsError(
             f"{request.out} exists and is not an empty directory; a checkpoint is written to a new one"
         )
-    source = named_model(request.source, "IN").directory()
+    model = named_model(request.source, "IN", request.architectures_from)
+    source = model.directory()
     method = METHODS[request.method]
     group_size = request.group_size
     if group_size is None:
         group_size = DEFAULT_GROUP_SIZE if method.grouped else -1
     try:
-        job = _with_windows(plan_job(source, method, request.bits, group_size), request)
+        job = _with_windows(plan_job(source, method, request.bits, group_size, model.architectures), request)
         console = Console(stderr=True)
         columns = (TextColumn("quantizing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, TextColumn("{task.fields[done]}", style="dim"), console=console) as progress:

@@ -3,10 +3,11 @@
 import sys
 
 from experiments.commands.requests import ReportRequest
-from experiments.document import ExperimentError, nearest
+from experiments.document import ExperimentError
 from experiments.reporting.rendering import as_json, as_markdown, write_report
 from experiments.reporting.report import report_of
 from experiments.runs.reading import read_run
+from tsched.torch_free import suggest_name
 
 FORMATS = ("html", "md", "json")
 
@@ -15,7 +16,7 @@ def run(request: ReportRequest) -> int:
     """Writes the report; of `html`, the file's path goes to stdout."""
     form = request.form
     if form not in FORMATS:
-        raise ExperimentError([f"--format: no {form!r}: there is {', '.join(FORMATS)}{nearest(form, FORMATS)}"])
+        raise ExperimentError([f"--format: no {form!r}: there is {', '.join(FORMATS)}{suggest_name(form, FORMATS)}"])
     recorded = read_run(request.folder)
     for repair in recorded.repairs:
         print(f"note: {repair}", file=sys.stderr)

@@ -9,6 +9,9 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from experiments.engine_flags import EngineFlags, Given
+from tsched.options import SCHEDULER_OPTIONS
+
 A_MODEL = "a Hugging Face directory, the preset tiny, a hub id, or random weights as in random:Qwen3-0.6B"
 ModelName = Annotated[str, Option(metavar="MODEL", help=f"{A_MODEL[0].upper()}{A_MODEL[1:]}.")]
 Op = Annotated[str | None, Option(help="Only this op.")]
@@ -17,6 +20,10 @@ Json = Annotated[bool, Option("--json", help="Machine-readable output on stdout.
 VariantsFrom = Annotated[
     list[Path],
     Option("--variants-from", metavar="DIR", help="A folder of more variants, <op>/<variant>.py. Repeatable."),
+]
+ArchitecturesFrom = Annotated[
+    list[Path],
+    Option("--architectures-from", metavar="DIR", help="A folder of more architectures, <name>.py. Repeatable."),
 ]
 Overrides = Annotated[
     list[str],
@@ -200,6 +207,93 @@ class MakeModelRequest:
 
 
 @dataclass(frozen=True)
+class SimulateRequest:
+    """Drive the real scheduler and prefix caches with a trace and a roofline: no model, no GPU."""
+
+    trace: Annotated[
+        str,
+        Option(
+            metavar="FILE|synthetic:N[:P]",
+            help="Azure .csv, Mooncake .jsonl, or N generated requests, of priorities 0 to P - 1. Priorities are a "
+            ".jsonl line's key 'priority', 0 without one, or synthetic:N:P's, the lower number first; an Azure trace "
+            "has none.",
+        ),
+    ]
+    policy: Annotated[str, Option(metavar="NAME,...", help="Prefix caches, side by side.")] = ",".join(
+        SCHEDULER_OPTIONS["prefix_cache"].choices
+    )
+    gpu: Annotated[str, Option(help="Whose roofline gives the time of a step.")] = "H100"
+    model: Annotated[str, Option(metavar="NAME|DIR", help="A Hugging Face directory, or a published model's name.")] = (
+        "Llama-3.1-8B"
+    )
+    pool_blocks: Annotated[
+        str | None, Option(metavar="N,...|unbounded", help="Pool sizes; what the GPU holds by default.")
+    ] = None
+    page_size: Annotated[
+        str | None, Option(metavar="N,...|contiguous", help="Tokens a block; the trace's own (16, 512) by default.")
+    ] = None
+    rate: Annotated[float | None, Option(min=1e-6, help="Requests a second, in the mean.")] = None
+    speedup: Annotated[float | None, Option(min=1e-6, help="Arrivals this many times as dense.")] = None
+    limit: Annotated[int | None, Option(min=1, help="Only the trace's first requests.")] = None
+    architectures_from: ArchitecturesFrom = field(default_factory=list)
+    as_json: Json = False
+    engine: Annotated[
+        Given,
+        EngineFlags(
+            # There is no device, and block sizes and prefix caches are lists.
+            [one for one in SCHEDULER_OPTIONS if one not in ("block_size", "prefix_cache", "overlap", "cuda_graphs")],
+            aliases={
+                "max_num_batched_tokens": "--budget",
+                "kv_cache_bytes": "--kv-bytes",
+                "swap_bytes": "--host-bytes",
+            },
+            usual={"max_model_len": "the trace's longest", "swap_bytes": "as much as the pool"},
+        ),
+    ] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """Continue a prompt with a model and the kernels of your choice."""
+
+    model: ModelName
+    prompt: Annotated[str, Option(help="The text to continue.")]
+    kernels: Annotated[list[str], Option(metavar="op=variant", help="A variant for an op. Repeatable.")] = field(
+        default_factory=list
+    )
+    max_tokens: Annotated[int, Option(help="Output tokens at most.")] = 64
+    temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0
+    top_k: Annotated[int, Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0
+    top_p: Annotated[float, Option(help="Keep the fewest tokens of this much probability.")] = 1.0
+    min_p: Annotated[float, Option(help="Keep tokens this likely relative to the likeliest.")] = 0.0
+    repetition_penalty: Annotated[float, Option(help="Above 1 avoids tokens already there.")] = 1.0
+    presence_penalty: Annotated[float, Option(help="Above 0 avoids tokens of the output.")] = 0.0
+    frequency_penalty: Annotated[float, Option(help="The same, for each occurrence.")] = 0.0
+    stop: Annotated[list[str], Option(help="A text that ends the output. Repeatable.")] = field(default_factory=list)
+    seed: Annotated[int | None, Option(help="Of the random numbers.")] = None
+    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Go on past the end-of-sequence token.")] = False
+    variants_from: VariantsFrom = field(default_factory=list)
+    architectures_from: ArchitecturesFrom = field(default_factory=list)
+    engine: Annotated[Given, EngineFlags(["dtype", "device", *SCHEDULER_OPTIONS])] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EvalRequest:
+    """Perplexity on a text, and, against a dense model, KL divergence and how often the likeliest token agrees."""
+
+    model: ModelName
+    text: Annotated[Path, Option(metavar="FILE", help="What it has to predict.")]
+    reference: Annotated[str | None, Option(metavar="MODEL", help="A dense model, to compare distributions with.")] = (
+        None
+    )
+    window: Annotated[
+        int | None, Option(min=1, metavar="TOKENS", help="Tokens read at once: 2048, or the model's length.")
+    ] = None
+    architectures_from: ArchitecturesFrom = field(default_factory=list)
+    as_json: Json = False
+
+
+@dataclass(frozen=True)
 class QuantizeRequest:
     """Write a quantized checkpoint of a dense one: GPTQ's format (rtn, gptq), AWQ's or SqueezeLLM's."""
 
@@ -216,6 +310,7 @@ class QuantizeRequest:
     window: Annotated[
         int | None, Option(min=1, metavar="TOKENS", help="Tokens of it read at once: 512, or the model's length.")
     ] = None
+    architectures_from: ArchitecturesFrom = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -224,3 +319,4 @@ class ConvertRequest:
 
     source: Annotated[Path, Argument(metavar="IN", help="config.json, quant_config.json and one pickle.")]
     out: Annotated[Path, Argument(metavar="OUT", help="Where to write it; new or empty.")]
+    architectures_from: ArchitecturesFrom = field(default_factory=list)

@@ -50,8 +50,8 @@ def run(request: RunRequest) -> int:
     """
     if request.out is not None and request.resume is not None:
         raise ExperimentError(["--out and --resume: a run is a new one or goes on: give one"])
-    refuse_unsound(request.file, request.overrides)
-    executor = make_executor(request.executor)
+    serves = refuse_unsound(request.file, request.overrides)
+    executor = make_executor(request.executor, serves)
     try:
         # Loading torch takes longer than anyone waits in silence: after an installation ten times as long as later.
         told = f"{request.file}: no fault in the file; loading torch, then the model (a preset is trained on first use)"

@@ -4,7 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -12,8 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from experiments.document import ExperimentError, nearest
-from experiments.engine_flags import Given, engine_options
+from experiments.commands.requests import SimulateRequest
+from experiments.document import ExperimentError
+from experiments.engine_flags import engine_options
 from experiments.reporting.table_style import add_row, new_table
 from experiments.simulation.arms import CONTIGUOUS, UNBOUNDED, Arm, Setup, combine_arms, make_scheduler, simulate
 from experiments.simulation.hardware import find_gpu
@@ -21,32 +22,14 @@ from experiments.simulation.metrics import sparkline
 from experiments.simulation.shapes import find_shape
 from experiments.simulation.traces import Trace, bound_hit_rate, limit_requests, measure_extent, open_trace, speed_up
 from tsched.options import OPTIONS
+from tsched.torch_free import suggest_name
 
 Row = Mapping[str, Any]
 
 _SPARK_WIDTH = 16
 
 
-@dataclass(frozen=True)
-class Request:
-    """What `tk simulate` was asked, as it was written. Lists are axes: every combination is one row.
-
-    engine: the engine's options, those that were given.
-    """
-
-    trace: str
-    prefix_caches: str
-    gpu: str
-    model: str
-    pool_blocks: str | None
-    block_sizes: str | None
-    rate: float | None
-    speedup: float | None
-    limit: int | None
-    engine: Given
-
-
-def run(request: Request, as_json: bool) -> int:
+def run(request: SimulateRequest) -> int:
     """Prints a row for each arm."""
     setup, arms = _resolve(request)
     for arm in arms:
@@ -66,7 +49,7 @@ def run(request: Request, as_json: bool) -> int:
                 progress.update(task, completed=done + finished)
 
             rows.append(simulate(arm, setup, on_progress))
-    if as_json:
+    if request.as_json:
         json.dump(rows, sys.stdout, indent=1)
         print()
     else:
@@ -74,17 +57,17 @@ def run(request: Request, as_json: bool) -> int:
     return 0
 
 
-def _resolve(request: Request) -> tuple[Setup, list[Arm]]:
-    gpu, model = find_gpu(request.gpu), find_shape(request.model)
+def _resolve(request: SimulateRequest) -> tuple[Setup, list[Arm]]:
+    gpu, model = find_gpu(request.gpu), find_shape(request.model, request.architectures_from)
     options = engine_options(request.engine)
-    policies = _names("--policy", request.prefix_caches, OPTIONS["prefix_cache"].choices)
+    policies = _names("--policy", request.policy, OPTIONS["prefix_cache"].choices)
     if "swap_bytes" in request.engine and options.preemption != "swap":
         raise ExperimentError(["--swap-bytes hold what --preemption swap moves: give both"])
     trace = limit_requests(open_trace(request.trace), request.limit)
     pools = _pools(request)
     pages: list[int | str] = [trace.page_size]
-    if request.block_sizes is not None:
-        pages = _sizes("--page-size", request.block_sizes, {CONTIGUOUS: CONTIGUOUS})
+    if request.page_size is not None:
+        pages = _sizes("--page-size", request.page_size, {CONTIGUOUS: CONTIGUOUS})
     trace, factor, longest = _set_rate(request, trace)
     max_model_len = options.max_model_len or longest
     sizes = [page if isinstance(page, int) else max_model_len for page in pages]
@@ -103,7 +86,7 @@ def _resolve(request: Request) -> tuple[Setup, list[Arm]]:
     return setup, combine_arms(policies, pools, pages)
 
 
-def _pools(request: Request) -> list[int | str | None]:
+def _pools(request: SimulateRequest) -> list[int | str | None]:
     """The sizes of the pool, in blocks; None is what the memory holds."""
     if request.pool_blocks is None:
         return [None]
@@ -112,7 +95,7 @@ def _pools(request: Request) -> list[int | str | None]:
     return [*_sizes("--pool-blocks", request.pool_blocks, {UNBOUNDED: UNBOUNDED})]
 
 
-def _set_rate(request: Request, trace: Trace) -> tuple[Trace, float, int]:
+def _set_rate(request: SimulateRequest, trace: Trace) -> tuple[Trace, float, int]:
     """The trace at the rate that is asked for, how much denser that is, and the most tokens of a request."""
     extent = measure_extent(trace, [])
     if request.rate is not None and request.speedup is not None:
@@ -132,7 +115,7 @@ def _names(option: str, text: str, known: Sequence[str]) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in known:
-            raise ExperimentError([f"{option} {name}: there is {', '.join(sorted(known))}{nearest(name, known)}"])
+            raise ExperimentError([f"{option} {name}: there is {', '.join(sorted(known))}{suggest_name(name, known)}"])
     return names
 
 
@@ -146,7 +129,7 @@ def _sizes(option: str, text: str, words: Mapping[str, str]) -> list[int | str]:
             sizes.append(int(part))
         else:
             allowed = f"whole numbers from 1, or {', '.join(words)}, separated by commas"
-            raise ExperimentError([f"{option} {part}: there is {allowed}{nearest(part, words)}"])
+            raise ExperimentError([f"{option} {part}: there is {allowed}{suggest_name(part, words)}"])
     return list(dict.fromkeys(sizes))
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from experiments.commands.check import parse_axes
 from experiments.commands.registry import matching, open_registry
 from experiments.commands.requests import TuneRequest
-from experiments.document import ExperimentError, nearest
+from experiments.document import ExperimentError
 from experiments.reporting.table_style import add_row, format_microseconds, new_table
 from experiments.tuning_session import Tuned, TuningPoint, in_tuning_order, one_per_bucket, points_of, tune
 from tkernels import ContractError
@@ -19,6 +19,7 @@ from tkernels.device import DeviceFacts, device_facts
 from tkernels.measurement import complete_axes
 from tkernels.tuning import TUNED_FOLDER, ConfigTiming, Measure, candidates, lockfile, median_us
 from tkernels.variant import Variant
+from tsched.torch_free import suggest_name
 
 
 def run(request: TuneRequest) -> int:
@@ -64,7 +65,7 @@ def _shaped(shape: str, variants: Sequence[Variant], every: Sequence[TuningPoint
         return named
     if len({variant.contract.name for variant in variants}) != 1:
         known = sorted({point.name for point in every})
-        hint = nearest(shape, known)
+        hint = suggest_name(shape, known)
         raise ExperimentError([f"--shapes {shape}: no realistic point has that name{hint}; axes need an --op"])
     contract = variants[0].contract
     try:

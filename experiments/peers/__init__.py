@@ -15,8 +15,8 @@ PEERS: Mapping[str, str] = {
     "transformers_batched": "experiments.peers.transformers_generate",
     "without_kv_cache": "experiments.peers.without_kv_cache",
 }
-"""name -> the module whose `make_peer(name, directory, requests, device, dtype, settings)` gives a server with its
-`settings`: the best ones where None are given.
+"""name -> the module whose `make_peer(name, directory, requests, device, dtype, settings, architectures_from)` gives a
+server with its `settings`: the best ones where None are given.
 """
 
 KERNELS = Path(__file__).resolve().parent / "kernels"

@@ -76,8 +76,10 @@ def make_peer(
     device: torch.device,
     dtype: torch.dtype,
     settings: Mapping[str, str] | None = None,
+    architectures_from: Sequence[Path] = (),
 ) -> TransformersPeer:
-    """The peer of that name with `settings`; None are those that serve `requests` (token ids) fastest.
+    """The peer of that name with `settings`; None are those that serve `requests` (token ids) fastest. It has the
+    architectures that transformers has.
 
     Raises PeerUnsupportedError where the workload is not greedy with exact lengths, which is all that is compared.
     """

@@ -56,6 +56,7 @@ def make_peer(
     device: torch.device,
     dtype: torch.dtype,
     settings: Mapping[str, str] | None = None,
+    architectures_from: Sequence[Path] = (),
 ) -> RecomputingPeer:
     """The peer for `requests` (token ids) with the default kernels; it has no settings to choose from.
 
@@ -64,6 +65,12 @@ def make_peer(
     check_comparable(requests)
     longest = max(len(request.prompt) + int(request.params.max_tokens or 0) for request in requests)
     llm = LLM(
-        directory, device=device, dtype=dtype, max_num_seqs=len(requests), max_model_len=longest, prefix_cache="none"
+        directory,
+        device=device,
+        dtype=dtype,
+        max_num_seqs=len(requests),
+        max_model_len=longest,
+        prefix_cache="none",
+        architectures_from=architectures_from,
     )
     return RecomputingPeer(llm, tuple(requests))

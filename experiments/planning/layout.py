@@ -72,9 +72,13 @@ def lay_out(document: Document) -> list[Layout]:
     return [layout for layout in layouts if layout is not None]
 
 
-def refuse_unsound(file: Path, overrides: Sequence[str]) -> None:
-    """Raises ExperimentError with all faults of round one: before torch is imported, where a command calls it first."""
-    lay_out(read_document(file, overrides))
+def refuse_unsound(file: Path, overrides: Sequence[str]) -> bool:
+    """Raises ExperimentError with all faults of round one: before torch is imported, where a command calls it first.
+
+    Returns whether a model is served or quantized.
+    """
+    experiments = [layout.experiment for layout in lay_out(read_document(file, overrides))]
+    return any(one.workload or one.quantization for one in experiments)
 
 
 def _lay_out_one(document: Document, problems: list[str]) -> Layout | None:

@@ -1,16 +1,18 @@
 """Which model an experiment or a command means."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from experiments.document import ExperimentError
 from experiments.schema import ModelSource
+from tmodel import ArchitectureError, Architectures, architectures_with
 from tmodel.model_names import ModelPlan, directory_model, find_model, hub_model, preset_model
 from tmodel.weights import Checkpoint
 
 
-def plan_model(source: ModelSource, folder: Path) -> ModelPlan:
+def plan_model(source: ModelSource, folder: Path, architectures: Architectures | None = None) -> ModelPlan:
     """The model, with its configuration read; relative paths start from `folder`.
 
     Raises ValueError for an unknown preset, a directory that is none, or a configuration that cannot be served.
@@ -18,15 +20,24 @@ def plan_model(source: ModelSource, folder: Path) -> ModelPlan:
     if source.preset is not None:
         return preset_model(source.preset)
     if source.path is not None:
-        return directory_model(folder / source.path)
+        return directory_model(folder / source.path, architectures)
     assert source.hub is not None
-    return hub_model(source.hub)
+    return hub_model(source.hub, architectures)
 
 
-def named_model(text: str, option: str) -> ModelPlan:
-    """What a command line means by a model, see `find_model`. ExperimentError names `option`."""
+def open_architectures(folders: Sequence[Path]) -> Architectures:
+    """Those of the house and of each folder; ExperimentError says which file is wrong and why."""
     try:
-        return find_model(text)
+        return architectures_with(folders)
+    except ArchitectureError as error:
+        raise ExperimentError([f"--architectures-from: {error}"]) from None
+
+
+def named_model(text: str, option: str, architectures_from: Sequence[Path] = ()) -> ModelPlan:
+    """What a command line means by a model, see `find_model`. ExperimentError names `option`."""
+    architectures = open_architectures(architectures_from)
+    try:
+        return find_model(text, architectures)
     except ValueError as error:
         raise ExperimentError([f"{option}: {error}"]) from None
 

@@ -22,6 +22,7 @@ from tkernels.contract import Value
 from tkernels.outside import broken_files
 from tkernels.selection import OpAxes, with_parts
 from tkernels.variant import AxisRanges
+from tmodel import ArchitectureError, Architectures, architectures_with, known_architectures
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Plan:
     folder: Path
     ops: Registry
     variant_folders: tuple[Path, ...]
+    architecture_folders: tuple[Path, ...]
     arms: tuple[Arm, ...]
     shapes: Mapping[str, Sequence[Mapping[str, Value]]]
     model: ModelPlan | None
@@ -52,7 +54,7 @@ class Plan:
     def engine_options(self, arm: Arm) -> dict[str, Any]:
         """The options of LLM that `arm` has; how configs are tuned is its runner's to say."""
         own = {"kernels": arm.choices, "dtype": self.dtype, "device": self.device, "ops": self.ops}
-        return {**own, **arm.scheduler}
+        return {**own, "architectures_from": self.architecture_folders, **arm.scheduler}
 
     @cached_property
     def ranges(self) -> OpAxes:
@@ -140,19 +142,27 @@ def make_sweep(document: Document, *, full: bool | None = None, broken: Mapping[
     problems: list[str] = []
     asked = layouts[-1] if full else layouts[0]
     ops = _registry(asked, broken, problems)
+    architectures = _architectures(asked, problems)
     device = _device(asked, problems)
     is_full = len(layouts) > 1 and (device is not None and device.type == "cuda" if full is None else full)
     layout = layouts[1] if is_full else layouts[0]
     problems += [problem for one in layouts for problem in registry_problems(one, ops)]
-    plans = [_plan(layout, part, ops, device, problems) for part in layout.parts]
+    plans = [_plan(layout, part, ops, architectures, device, problems) for part in layout.parts]
     if problems:
         raise ExperimentError(in_order(problems))
     return Sweep(layout.document, tuple(plan for plan in plans if plan is not None), is_full)
 
 
-def _plan(layout: Layout, part: Part, ops: Registry, device: torch.device | None, problems: list[str]) -> Plan | None:
+def _plan(
+    layout: Layout,
+    part: Part,
+    ops: Registry,
+    architectures: Architectures,
+    device: torch.device | None,
+    problems: list[str],
+) -> Plan | None:
     """The part's plan; None, and what is wrong, where there can be none."""
-    model = _model(layout, part, problems)
+    model = _model(layout, part, architectures, problems)
     dtype = getattr(torch, part.dtype) if part.dtype else model.config.dtype if model is not None else None
     if dtype is None and part.model is None:
         dtype = torch.float32
@@ -173,6 +183,7 @@ def _plan(layout: Layout, part: Part, ops: Registry, device: torch.device | None
         folder=folder,
         ops=ops,
         variant_folders=tuple((folder / one).resolve() for one in layout.experiment.variants_from),
+        architecture_folders=tuple((folder / one).resolve() for one in layout.experiment.architectures_from),
         arms=part.arms,
         shapes={op: [shape.values for shape in shapes] for op, shapes in layout.shapes.items()},
         model=model,
@@ -182,12 +193,12 @@ def _plan(layout: Layout, part: Part, ops: Registry, device: torch.device | None
     )
 
 
-def _model(layout: Layout, part: Part, problems: list[str]) -> ModelPlan | None:
+def _model(layout: Layout, part: Part, architectures: Architectures, problems: list[str]) -> ModelPlan | None:
     """The part's model, with its configuration read; None where there is none, or it cannot be read."""
     if part.model is None:
         return None
     try:
-        model = plan_model(part.model, layout.document.folder)
+        model = plan_model(part.model, layout.document.folder, architectures)
     except ValueError as error:
         problems.append(layout.document.problem(part.model_place, str(error)))
         return None
@@ -212,6 +223,16 @@ def _registry(layout: Layout, broken: Mapping[Path, str] | None, problems: list[
         except (VariantError, tkernels.ContractError) as error:
             problems.append(layout.document.problem(("variants_from", index), str(error)))
     return ops
+
+
+def _architectures(layout: Layout, problems: list[str]) -> Architectures:
+    """The house's and the outside folders' architectures; what is wrong with a folder is a problem."""
+    folders = [layout.document.folder / folder for folder in layout.experiment.architectures_from]
+    try:
+        return architectures_with(folders)
+    except ArchitectureError as error:
+        problems.append(layout.document.problem(("architectures_from",), str(error)))
+        return known_architectures()
 
 
 def _device(layout: Layout, problems: list[str]) -> torch.device | None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from experiments.document import Document, nearest
+from experiments.document import Document
 from experiments.planning.engine_options import engine_problems, kernel_ranges
 from experiments.planning.layout import Layout, Part, Shape
 from experiments.planning.models import ModelPlan
@@ -16,6 +16,7 @@ from tkernels import ContractError, Registry
 from tkernels.contract import Contract
 from tkernels.selection import with_parts
 from tsched.execution.placement import check_random_weights
+from tsched.torch_free import suggest_name
 
 
 def registry_problems(layout: Layout, ops: Registry) -> Iterator[str]:
@@ -60,7 +61,7 @@ def _pin_problems(layout: Layout, ops: Registry) -> Iterator[str]:
                 continue
             known = variant.default_config("").as_dict()
             for pin in (one for one in choice.pins if one not in known):
-                message = f"unknown config value {pin!r}: there is {', '.join(known)}{nearest(pin, known)}"
+                message = f"unknown config value {pin!r}: there is {', '.join(known)}{suggest_name(pin, known)}"
                 yield document.problem((*path, choice.variant, pin), message)
 
 
@@ -70,7 +71,7 @@ def _axis_faults(contract: Contract, shape: Shape) -> dict[str, str]:
     faults = {}
     for axis, value in shape.values.items():
         if axis not in known:
-            faults[axis] = f"unknown axis {axis!r}: there is {', '.join(known)}{nearest(axis, known)}"
+            faults[axis] = f"unknown axis {axis!r}: there is {', '.join(known)}{suggest_name(axis, known)}"
         elif not known[axis].allows(value):
             faults[axis] = f"{axis} = {value}, but {known[axis].rule}"
     return faults

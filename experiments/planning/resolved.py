@@ -47,6 +47,7 @@ def resolved(sweep: Sweep) -> dict[str, Any]:
         if experiment.quantization is not None and (file := getattr(experiment.quantization, name)) is not None:
             data["quantization"][name] = str((document.folder / file).resolve())
     data["variants_from"] = [str(folder) for folder in plan.variant_folders]
+    data["architectures_from"] = [str(folder) for folder in plan.architecture_folders]
     data["zip"], data["exclude"] = written.get("zip"), _rules(document)
     del data["full"]
     return {key: data[key] for key in type(experiment).model_fields if data.get(key) not in (None, {}, [])}

@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.document import Document, entries, nearest
+from experiments.document import Document, entries
 from experiments.planning.arms import Pick
 from experiments.planning.axes import Axis, Branch, Combination, Grid, Groups
 from experiments.planning.model_names import whole_source
 from experiments.schema import VariantChoice
 from experiments.schema.experiment import written_choices
+from tsched.torch_free import suggest_name
 
 _NAMED = "workload"
 """The axis of workloads' names: a rule may name them, but they vary with nothing."""
@@ -63,7 +64,7 @@ def _find_grid(paths: Sequence[str], grids: Sequence[Grid], known: Sequence[str]
         return "is of arms and shapes, or of several ops' shapes: shapes vary, and are left out, op by op"
     for path in paths:
         if path not in known:
-            return f"{path!r} is no axis here: there is {', '.join(known) or 'none'}{nearest(path, known)}"
+            return f"{path!r} is no axis here: there is {', '.join(known) or 'none'}{suggest_name(path, known)}"
     return next(grid for grid in grids if grid.section == _section(paths[0]))
 
 
@@ -168,7 +169,7 @@ def _value_problems(document: Document, grid: Grid, index: int, rule: Mapping[st
         there = list(dict.fromkeys(str(label) for axis in axes for label in _labels(axis, path)))
         for one in entries(value):
             if not any(matching_indices(axis, path, one, document.folder) for axis in axes):
-                message = f"no {grid.noun} has {one!r} there: there is {', '.join(there)}{nearest(one, there)}"
+                message = f"no {grid.noun} has {one!r} there: there is {', '.join(there)}{suggest_name(one, there)}"
                 yield document.problem(("exclude", index, path), message)
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from experiments.document import ExperimentError, nearest
+from experiments.document import ExperimentError
 from experiments.planning.plan import Plan
 from experiments.planning.points import Point, points_of
 from tkernels import Config, Kernel, Tuning
 from tkernels.device import device_facts
 from tkernels.measurement import prepare
+from tsched.torch_free import suggest_name
 
 _NAME = re.compile(r"(?P<op>\w+)\.(?P<variant>\w+)(?:\[(?P<pins>[^\]]*)\])?")
 
@@ -41,7 +42,7 @@ def find_launch(plan: Plan, name: str) -> Launch:
         raise ExperimentError([f"--ncu {name}: this experiment does not call {op!r}; it calls {', '.join(points)}"])
     variants = plan.ops[op].variants
     if match["variant"] not in variants:
-        there_is = f"there is {', '.join(variants)}{nearest(match['variant'], variants)}"
+        there_is = f"there is {', '.join(variants)}{suggest_name(match['variant'], variants)}"
         raise ExperimentError([f"--ncu {name}: unknown {op} variant {match['variant']!r}: {there_is}"])
     variant = variants[match["variant"]]
     if variant.launch is None:

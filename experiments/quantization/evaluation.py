@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 import tkernels
 from tmodel import (
+    Architectures,
     Batch,
     KVCache,
     Model,
@@ -53,9 +54,16 @@ class WindowReader:
     """A model, made ready to read windows of `window` tokens, `at_once` of them a step."""
 
     def __init__(
-        self, directory: Path, window: int, *, device: torch.device, dtype: torch.dtype, ops: tkernels.Registry
+        self,
+        directory: Path,
+        window: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        ops: tkernels.Registry,
+        architectures: Architectures | None = None,
     ) -> None:
-        self.config: ModelConfig = load_config(directory)
+        self.config: ModelConfig = load_config(directory, architectures)
         self.device = device
         self.at_once = max(1, _TOKENS_AT_ONCE // window)
         options = EngineOptions(

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import tmodel
-from experiments.document import Document, ExperimentError, PathParts, nearest
+from experiments.document import Document, ExperimentError, PathParts
 from experiments.quantization.evaluation import windows_of
 from experiments.quantization.texts import read_text, tokens_of
 from experiments.schema import Experiment, Quantization
@@ -19,6 +19,7 @@ from tmodel.quantizers import METHODS
 from tmodel.quantizers.calibration import MAX_TOKENS
 from tmodel.quantizers.checkpoint import check_settings, plan_job, quantize_checkpoint, windows_for
 from tmodel.quantizers.unfinished import QuantizerError
+from tsched.torch_free import suggest_name
 
 _CORPUS_BYTES = 8_000_000
 """The presets are trained on as much, in the same order: what is held out here was held out there."""
@@ -62,7 +63,7 @@ def quantization_problems(
     problems = []
     for method in quantization.methods:
         if method not in METHODS:
-            message = f"unknown method {method!r}: there is {', '.join(METHODS)}{nearest(method, METHODS)}"
+            message = f"unknown method {method!r}: there is {', '.join(METHODS)}{suggest_name(method, METHODS)}"
             problems.append(document.problem(("quantization", "methods", method), message))
     if config is None:
         return problems
@@ -106,12 +107,13 @@ def texts_of(quantization: Quantization, folder: Path, directory: Path) -> Texts
 
 
 def checkpoint_of(
-    one: QuantizedModel, source: Path, texts: Texts, cache: Path, progress: Callable[[str], None]
+    one: QuantizedModel, model: tmodel.ModelPlan, texts: Texts, cache: Path, progress: Callable[[str], None]
 ) -> Path:
     """The folder of `one` in `cache`, made where it is not there. Its name has a hash of all that decides what is in
     it: the dense model's files, the settings, the calibration windows, and the code of quantizers and formats.
     """
-    job = plan_job(source, METHODS[one.method], one.bits, one.group_size)
+    source = model.directory()
+    job = plan_job(source, METHODS[one.method], one.bits, one.group_size, model.architectures)
     if job.method.walk != "none":
         window = texts.windows.shape[1] - 1
         job = replace(job, windows=windows_for(job.config, texts.calibration, window))

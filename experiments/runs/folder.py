@@ -33,7 +33,8 @@ from experiments.runs.columns import columns
 from experiments.runs.provenance import source_files
 from experiments.runs.reading import SCHEMA, SOURCE, check_version, read_meta, read_object, read_run
 from experiments.runs.rows import VERSION, Row
-from experiments.runs.rows_file import RowsFile, naming
+from experiments.runs.rows_file import RowsFile
+from tkernels.files import PARTIAL, write_text
 
 
 class RunFolder:
@@ -91,7 +92,7 @@ class RunFolder:
             raise ValueError(f"task {task!r} is recorded already")  # nobody could read the folder again
         if samples is not None:
             (self.path / "samples").mkdir(exist_ok=True)
-            _write(self.samples_file(task), json.dumps({"task": task, **samples}, separators=(",", ":")))
+            write_text(self.samples_file(task), json.dumps({"task": task, **samples}, separators=(",", ":")))
         whole = [row.model_copy(update={"task_rows": len(rows)}) for row in rows]
         self._file.append(whole)
         self.rows += whole
@@ -108,7 +109,7 @@ class RunFolder:
         """Notes tuned configs that a task used."""
         if new := {key: value for key, value in used.items() if self._used.get(key) != value}:
             self._used |= new
-            _write(self.path / "tuned.json", json.dumps({"mode": mode, "used": self._used}, indent=2) + "\n")
+            write_text(self.path / "tuned.json", json.dumps({"mode": mode, "used": self._used}, indent=2) + "\n")
 
     @property
     def used(self) -> Mapping[str, Any]:
@@ -121,13 +122,13 @@ class RunFolder:
         """
         if self._used:
             about = {"mode": mode, "used": self._used, "entries": entries}
-            _write(self.path / "tuned.json", json.dumps(about, indent=2) + "\n")
+            write_text(self.path / "tuned.json", json.dumps(about, indent=2) + "\n")
         environment = json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
         environment["tuning"] = {**environment.get("tuning", {}), "mode": mode, "used": self._used}
         environment["device"]["clocks_after"] = clocks
-        _write(self.path / "environment.json", json.dumps(environment, indent=2, default=str) + "\n")
+        write_text(self.path / "environment.json", json.dumps(environment, indent=2, default=str) + "\n")
         self.meta |= {"finished": _now(), "tasks": len(self._of_task)}
-        _write(self.path / "run.json", json.dumps(self.meta, indent=2) + "\n")
+        write_text(self.path / "run.json", json.dumps(self.meta, indent=2) + "\n")
 
     def close(self) -> None:
         self._file.close()
@@ -195,6 +196,8 @@ def open_again(sweep: Sweep, path: Path, environment: Mapping[str, Any], executo
         # Before anything is read: another process may just be writing the end of it.
         file = RowsFile(path / "results.jsonl")
         failed.callback(file.close)
+        for left in path.rglob(f"*{PARTIAL}"):
+            left.unlink()
         run = read_run(path)
         its_own = ("lockfiles",) if sweep.experiment.tuning == "search" else ()
         differences = _text_differences(path, resolved_text(sweep)) + _changes(run.environment, environment, its_own)
@@ -206,7 +209,7 @@ def open_again(sweep: Sweep, path: Path, environment: Mapping[str, Any], executo
         notes = [*run.repairs, *_other_code(run.environment["git"], environment["git"])]
         if meta["finished"] is None:
             # Before the rows are mended: a kill between the two must not leave a run that has ended without them.
-            _write(path / "run.json", json.dumps(meta, indent=2) + "\n")
+            write_text(path / "run.json", json.dumps(meta, indent=2) + "\n")
         if run.repairs:
             file.rewrite(run.rows)
         folder = RunFolder(path, meta, run.rows, notes, file)
@@ -253,17 +256,6 @@ def _changes(then: Mapping[str, Any], now: Mapping[str, Any], its_own: Sequence[
             if before.get(name) != after.get(name) and not name.startswith("clocks"):
                 found.append(f"{part}: {name} was {before.get(name)!r} and is {after.get(name)!r}")
     return found
-
-
-def _write(path: Path, text: str) -> None:
-    """The whole file or, where the process is killed, the one before."""
-    partial = path.with_name(path.name + ".partial")
-    with naming(path):
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
 
 
 def _now() -> str:

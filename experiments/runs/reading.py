@@ -11,9 +11,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from experiments.document import ExperimentError, nearest
+from experiments.document import ExperimentError
 from experiments.runs.rows import ROW, VERSION, Row
 from experiments.runs.version_1 import from_version_1
+from tsched.torch_free import suggest_name
 
 SCHEMA = 1
 """Of the folder: which files there are, and what they hold. A reader refuses a newer one."""
@@ -139,7 +140,7 @@ def check_version(path: Path, meta: Mapping[str, Any], what: str) -> None:
 
 def _neighbour(path: Path) -> str:
     beside = path.parent if path.parent.is_dir() else None
-    return nearest(path.name, [folder.name for folder in beside.iterdir() if folder.is_dir()]) if beside else ""
+    return suggest_name(path.name, [folder.name for folder in beside.iterdir() if folder.is_dir()]) if beside else ""
 
 
 def _read(file: Path) -> bytes:

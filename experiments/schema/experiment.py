@@ -115,6 +115,7 @@ class Experiment(Strict):
     dtype: Swept[DtypeName] | None = None
     device: Device | None = None
     variants_from: list[Folder] = []
+    architectures_from: list[Folder] = []
     kernels: Mapping[str, Choices] = {}
     shapes: Mapping[str, list[Mapping[str, Swept[int | bool | str]]]] = {}
     tuning: Literal["nearest", "frozen", "search"] = "nearest"

@@ -6,9 +6,10 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from experiments.document import Document, PathParts, nearest
+from experiments.document import Document, PathParts
 from experiments.schema.names import unknown_name
 from experiments.schema.workload import A_LENGTH, A_PRIORITY, WORKLOAD_KINDS
+from tsched.torch_free import suggest_name
 
 A_MODEL = "a model is exactly one of {preset: NAME}, {path: DIRECTORY} and {hub: ORG/NAME}"
 _WORDING: Mapping[str, str] = {
@@ -50,7 +51,7 @@ def explain(
     match error["type"]:
         case "extra_forbidden":
             known = _keys_beside(model, error["loc"])
-            return document.problem(path, f"unknown key: there is {', '.join(known)}{nearest(path[-1], known)}")
+            return document.problem(path, f"unknown key: there is {', '.join(known)}{suggest_name(path[-1], known)}")
         case "missing":
             return document.problem(path, "is required")
         case "union_tag_invalid":

@@ -1,9 +1,7 @@
 """The names that an experiment may use, told from folders and tables alone: nothing here imports torch."""
 
-import importlib.util
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,10 +10,11 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, ValidationInfo
 
-from experiments.document import entries, nearest
+from experiments.document import entries
 from experiments.peers import KERNELS as PEER_KERNELS
 from experiments.peers import PEERS
 from tsched.options import DEVICE
+from tsched.torch_free import folder_of, load_from_file, suggest_name
 
 
 @dataclass(frozen=True)
@@ -43,26 +42,12 @@ def known_names(folder: Path, variants_from: Any) -> KnownNames:
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
     """The message for an unknown name, with the alternatives and the nearest."""
     known = list(known)
-    return f"unknown {kind} {name!r}: there is {', '.join(known)}{nearest(name, known)}"
-
-
-def _folder_of(package: str) -> Path:
-    """Where a package lies, without importing it."""
-    spec = importlib.util.find_spec(package)
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
+    return f"unknown {kind} {name!r}: there is {', '.join(known)}{suggest_name(name, known)}"
 
 
 def variant_names(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
     """op -> its variants, of the house, the peers and outside `folders`, as the registry finds them."""
-    file = _folder_of("tkernels") / "folders.py"
-    # By its path: the package imports torch.
-    spec = importlib.util.spec_from_file_location("tkernels_folders", file)
-    assert spec is not None
-    assert spec.loader is not None
-    listing = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(listing)
+    listing = load_from_file("folders")
     names: dict[str, list[str]] = listing.variant_names([listing.BUILT_IN, PEER_KERNELS, *folders])
     return names
 
@@ -70,7 +55,7 @@ def variant_names(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
 @cache
 def preset_names() -> tuple[str, ...]:
     """The models that tmodel can make, as its own table has them."""
-    table = json.loads((_folder_of("tmodel") / "presets.json").read_text(encoding="utf-8"))
+    table = json.loads((folder_of("tmodel") / "presets.json").read_text(encoding="utf-8"))
     return tuple(name for presets in table.values() for name in presets)
 
 

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
-from experiments.document import nearest
 from experiments.schema.values import Count, Strict
 from tsched.requests.prompts import MAX_PRIORITY
 from tsched.requests.sampling_params import SamplingParams
+from tsched.torch_free import suggest_name
 
 A_LENGTH = "a length is a number of tokens, or {uniform: [LOW, HIGH]}"
 A_PRIORITY = f"a priority is a whole number to +-{MAX_PRIORITY}, a list of one each, or {{uniform: [LOW, HIGH]}}"
@@ -108,7 +108,7 @@ class _Workload(Strict):
         for key in value:
             if key not in SAMPLING_KEYS:
                 raise ValueError(
-                    f"unknown key {key!r}: there is {', '.join(SAMPLING_KEYS)}{nearest(key, SAMPLING_KEYS)}"
+                    f"unknown key {key!r}: there is {', '.join(SAMPLING_KEYS)}{suggest_name(key, SAMPLING_KEYS)}"
                 )
         SamplingParams(**{"temperature": 0.0, "max_tokens": None, **value})
         return value

@@ -16,8 +16,8 @@ from experiments.simulation.replay import Replay
 from experiments.simulation.shapes import ModelShape
 from experiments.simulation.step_time import StepTime
 from experiments.simulation.traces import Extent, Trace
-from tsched.options import GPU_FRACTION, EngineOptions
-from tsched.resolved_options import ResolvedOptions
+from tsched.options import BYTES_END, GPU_FRACTION, EngineOptions
+from tsched.resolved_options import CacheUnits, ResolvedOptions, split_bytes
 from tsched.scheduling.scheduler import Scheduler
 
 CONTIGUOUS = "contiguous"
@@ -81,45 +81,52 @@ def find_page_size(arm: Arm, setup: Setup) -> int:
     return setup.max_model_len if isinstance(arm.page_size, str) else arm.page_size
 
 
-def count_blocks(arm: Arm, setup: Setup) -> int:
-    """The arm's blocks; ExperimentError where the bytes hold none."""
-    page_size, given = find_page_size(arm, setup), setup.options.kv_cache_bytes
-    if isinstance(arm.pool_blocks, int):
-        return arm.pool_blocks
-    if arm.pool_blocks == UNBOUNDED:
-        return setup.extent.num_blocks[page_size]
-    return _fit_blocks("", memory_left(setup) if given is None else given, page_size, setup)
+def fit_arm(arm: Arm, setup: Setup) -> ResolvedOptions:
+    """The sizes of the arm's scheduler; ExperimentError where the bytes hold no block, or too few states."""
+    page_size, model = find_page_size(arm, setup), setup.model
+    options = replace(setup.options, prefix_cache=arm.policy)
+    sizes = model.unit_sizes(page_size)
+    if isinstance(arm.pool_blocks, int) or arm.pool_blocks == UNBOUNDED:
+        num_blocks = setup.extent.num_blocks[page_size] if isinstance(arm.pool_blocks, str) else arm.pool_blocks
+        num_states = 2 * options.max_num_seqs + num_blocks // sizes.state_interval if sizes.state_bytes else 0
+        units = CacheUnits(num_blocks, num_states)
+    else:
+        given = options.kv_cache_bytes
+        units = _fit_units("", memory_left(setup) if given is None else given, page_size, setup)
+    host = CacheUnits(0, 0)
+    if options.preemption == "swap":
+        as_much = setup.swaps_as_much
+        host = units if as_much else _fit_units("--swap-bytes: ", options.swap_bytes, page_size, setup)
+    return ResolvedOptions(
+        options, setup.max_model_len, units.num_blocks, host.num_blocks, units.num_states, host.num_states,
+        sizes.state_interval,
+    )  # fmt: skip
 
 
-def count_host_blocks(arm: Arm, setup: Setup) -> int:
-    """Blocks that the host keeps for sequences that gave way; none where they are computed again. ExperimentError where
-    the host's bytes hold none, so that nothing could be swapped.
-    """
-    if setup.options.preemption != "swap":
-        return 0
-    if setup.swaps_as_much:
-        return count_blocks(arm, setup)
-    return _fit_blocks("--swap-bytes: ", setup.options.swap_bytes, find_page_size(arm, setup), setup)
-
-
-def _fit_blocks(option: str, size: int, page_size: int, setup: Setup) -> int:
-    block_bytes = setup.model.kv_bytes_per_token * page_size
-    if size < block_bytes:
-        raise ExperimentError([f"{option}{size} hold no block of {page_size} tokens, which takes {block_bytes} bytes"])
-    return size // block_bytes
+def _fit_units(option: str, size: int, page_size: int, setup: Setup) -> CacheUnits:
+    """What `size` bytes hold, shared out by a sequence of the expected length where layers keep states."""
+    sizes = setup.model.unit_sizes(page_size)
+    expected = setup.options.expected_len or -(-setup.max_model_len // 2)
+    most_blocks = BYTES_END if sizes.block_bytes else -(-setup.options.max_num_seqs * setup.max_model_len // page_size)
+    units = split_bytes(size, sizes, CacheUnits(-(-expected // page_size), 3), CacheUnits(most_blocks, BYTES_END))
+    if units.num_blocks < 1:
+        taken = f"hold no block of {page_size} tokens, which takes {sizes.block_bytes} bytes"
+        raise ExperimentError([f"{option}{size} {taken}"])
+    if sizes.state_bytes and units.num_states < 2:
+        raise ExperimentError([f"{option}{size} hold no two states of {sizes.state_bytes} bytes beside the blocks"])
+    return units
 
 
 def make_scheduler(arm: Arm, setup: Setup) -> Scheduler:
     """ExperimentError where the settings do not go together."""
-    num_blocks, num_host_blocks = count_blocks(arm, setup), count_host_blocks(arm, setup)
-    options = replace(setup.options, prefix_cache=arm.policy)
-    fitted = ResolvedOptions(options, setup.max_model_len, num_blocks, num_host_blocks)
+    fitted = fit_arm(arm, setup)
     try:
         return Scheduler(**{**fitted.scheduler_arguments, "block_size": find_page_size(arm, setup)})
     except ValueError as error:
         raise ExperimentError([str(error)]) from None
     except MemoryError:
-        sizes = f"{options.max_num_seqs:,} sequences of {setup.max_model_len:,} tokens, {num_blocks:,} blocks"
+        options, longest = fitted.options, setup.max_model_len
+        sizes = f"{options.max_num_seqs:,} sequences of {longest:,} tokens, {fitted.num_blocks:,} blocks"
         raise ExperimentError([f"{sizes}: the tables of these do not fit this machine's memory"]) from None
 
 
@@ -157,6 +164,8 @@ def _row(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics) -> dict
         "pool_blocks": pool.num_blocks,
         "pool": str(arm.pool_blocks) if arm.pool_blocks is not None else "memory",
         "pool_bytes": pool.num_blocks * pool.block_size * setup.model.kv_bytes_per_token,
+        "states": 0 if scheduler.states is None else scheduler.states.pool.num_blocks,
+        "state_bytes": setup.model.state_bytes,
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "max_model_len": setup.max_model_len,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from experiments.document import ExperimentError, nearest
+from experiments.document import ExperimentError
+from tsched.torch_free import suggest_name
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def find_gpu(name: str) -> Gpu:
     """The GPU called `name`; ExperimentError names the alternatives."""
     card = _CARDS.get(name)
     if card is None:
-        raise ExperimentError([f"--gpu {name}: there is {', '.join(_CARDS)}{nearest(name, _CARDS)}"])
+        raise ExperimentError([f"--gpu {name}: there is {', '.join(_CARDS)}{suggest_name(name, _CARDS)}"])
     from tkernels.roofline import PEAKS  # loads torch, once, before a simulation begins
 
     peaks = PEAKS[card.product]

@@ -114,7 +114,8 @@ class Replay:
         seconds = self._step_time.step(work)
         swapped, copied = plan.swap_outs.shape[1] + plan.swap_ins.shape[1], plan.copies.shape[1]
         if swapped or copied:
-            seconds += self._step_time.copies(swapped, copied)
+            states = 0 if plan.states is None else plan.states.swap_outs.shape[1] + plan.states.swap_ins.shape[1]
+            seconds += self._step_time.copies(swapped, copied, states)
         metrics.clock += seconds
         metrics.busy_seconds += seconds
         used, running = scheduler.pool.num_referenced, scheduler.num_running

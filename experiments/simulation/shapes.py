@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.document import ExperimentError, nearest
+from experiments.document import ExperimentError
+from tsched.resolved_options import UnitSizes
+from tsched.torch_free import suggest_name
 
 if TYPE_CHECKING:  # it loads torch
     from tmodel import ModelConfig
@@ -28,6 +30,8 @@ class ModelShape:
         head_weights: elements of the last projection.
         weight_bytes: of all weights in memory.
         kv_bytes_per_token: of what a token leaves in the cache, all layers together.
+        state_bytes: of a sequence's state, where layers keep one.
+        state_interval: blocks between two states of a sequence that are kept for later prefixes.
     """
 
     name: str
@@ -37,6 +41,16 @@ class ModelShape:
     head_weights: int
     weight_bytes: int
     kv_bytes_per_token: int
+    state_bytes: int = 0
+    state_interval: int = 1
+
+    def unit_sizes(self, page_size: int) -> UnitSizes:
+        """What a pool of blocks of `page_size` tokens, and of states, takes."""
+        return UnitSizes(
+            block_bytes=page_size * self.kv_bytes_per_token,
+            state_bytes=self.state_bytes,
+            state_interval=self.state_interval,
+        )
 
 
 _QWEN3: Mapping[str, Any] = {
@@ -77,7 +91,7 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
     """The shape of the model that `config` describes."""
     import torch
 
-    from tmodel import kv_bytes_per_block
+    from tmodel import bytes_per_state, kv_bytes_per_block, state_interval
 
     tensors = config.tensors()
     layers = config.architecture.layers
@@ -93,28 +107,39 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
         head_weights=max(math.prod(shape) for shape in vocabularies if shape[0] == config.vocab_size),
         weight_bytes=ELEMENT_BYTES * sum(map(math.prod, tensors.values())),
         kv_bytes_per_token=kv_bytes_per_block(config, 1, torch.bfloat16),
+        state_bytes=bytes_per_state(config, 1, torch.bfloat16),
+        state_interval=state_interval(config),
     )
 
 
-def find_shape(name: str) -> ModelShape:
+def find_shape(name: str, architectures_from: Sequence[Path] = ()) -> ModelShape:
     """The shape of the Hugging Face directory `name`, else of a preset or a model published under that name.
 
+    Args:
+        name: as it was asked for.
+        architectures_from: folders of more architectures that a directory may be of.
+
     Raises:
-        ExperimentError: there is none; it lists the alternatives.
+        ExperimentError: there is none, or it cannot be served; it lists the alternatives.
     """
-    from tmodel import PRESETS, RANDOM_PRESETS, load_config  # loads torch
+    from tmodel import PRESETS, RANDOM_PRESETS, architectures_with, load_config  # loads torch
     from tmodel.loading import config_of
+    from tmodel.model_names import RANDOM
 
     directory = Path(name)
-    if directory.is_dir():
-        return shape_of(load_config(directory), directory.resolve().name)
+    try:
+        architectures = architectures_with(architectures_from)
+        if directory.is_dir():
+            return shape_of(load_config(directory, architectures), directory.resolve().name)
+    except ValueError as error:
+        raise ExperimentError([f"--model: {error}"]) from None
     published = {**{preset: recipe.config for preset, recipe in PRESETS.items()}, **RANDOM_PRESETS, **_PUBLISHED}
-    if name in published:
-        return shape_of(config_of(published[name]), name)
+    preset = name.removeprefix(RANDOM) if name.removeprefix(RANDOM) in RANDOM_PRESETS else name
+    if preset in published:
+        return shape_of(config_of(published[preset]), preset)
     llama = _llama_3_1_8b()
     if name == llama.name:
         return llama
     known = [*published, llama.name]
-    raise ExperimentError(
-        [f"--model {name}: there is {', '.join(known)}, and directories with a config.json{nearest(name, known)}"]
-    )
+    there_is = f"there is {', '.join(known)}, and directories with a config.json"
+    raise ExperimentError([f"--model {name}: {there_is}{suggest_name(name, known)}"])

@@ -30,21 +30,23 @@ _LAUNCH_SECONDS = 1.3e-6
 @dataclass(frozen=True, slots=True)
 class Work:
     """What a step does: tokens; rows that sample; pairs of a token and a key it sees; tokens of context, summed over
-    the rows."""
+    the rows; states of sequences that are read and written."""
 
     num_tokens: int
     num_sampled: int
     num_pairs: int
     num_context: int
+    num_states: int = 0
 
     @classmethod
     def of(cls, plan: StepPlan) -> Work:
         context = int(plan.ends.sum())
+        num_states = 0 if plan.states is None else plan.rows.size
         if plan.num_tokens == plan.rows.size:
-            return cls(plan.num_tokens, plan.sampled.size, context, context)
+            return cls(plan.num_tokens, plan.sampled.size, context, context, num_states)
         # A row's token i of `counts` sees starts + i + 1 keys.
         pairs = int(np.dot(plan.counts, plan.starts + plan.ends + 1)) // 2
-        return cls(plan.num_tokens, plan.sampled.size, pairs, context)
+        return cls(plan.num_tokens, plan.sampled.size, pairs, context, num_states)
 
 
 class StepTime:
@@ -61,6 +63,8 @@ class StepTime:
         self._launch_seconds = _KERNELS_PER_LAYER * _LAUNCH_SECONDS * model.num_layers
         self._swap_seconds = page_size * model.kv_bytes_per_token / gpu.host_bytes_per_s
         self._copy_seconds = 2 * page_size * self._kv_seconds
+        self._state_seconds = 2 * model.state_bytes / gpu.memory_bytes_per_s
+        self._state_swap_seconds = model.state_bytes / gpu.host_bytes_per_s
 
     def step(self, work: Work) -> float:
         """Seconds of a step that does `work`."""
@@ -70,6 +74,7 @@ class StepTime:
             + work.num_pairs * self._pair_seconds
         )
         memory = self._weight_seconds + (work.num_context + work.num_tokens) * self._kv_seconds
+        memory += work.num_states * self._state_seconds
         if work.num_sampled:
             memory += self._head_seconds
         return max(compute, memory) + self._launch_seconds
@@ -84,6 +89,7 @@ class StepTime:
         seconds: NDArray[np.float64] = np.maximum(compute, memory) + self._launch_seconds
         return seconds
 
-    def copies(self, num_swapped: int, num_copied: int) -> float:
-        """Seconds for blocks that cross to or from the host, and for blocks copied on the device."""
-        return num_swapped * self._swap_seconds + num_copied * self._copy_seconds
+    def copies(self, num_swapped: int, num_copied: int, num_states: int = 0) -> float:
+        """Seconds for blocks and states that cross to or from the host, and for blocks copied on the device."""
+        swapped = num_swapped * self._swap_seconds + num_states * self._state_swap_seconds
+        return swapped + num_copied * self._copy_seconds

@@ -22,7 +22,9 @@ def run(context: Context) -> None:
     try:
         make = import_module(PEERS[task.peer]).make_peer
         directory, requests = plan.model.directory(), _by_ids(context)
-        server = make(task.peer, directory, requests, plan.device, plan.dtype, task.peer_settings)
+        server = make(
+            task.peer, directory, requests, plan.device, plan.dtype, task.peer_settings, plan.architecture_folders
+        )
         repeats = plan.experiment.repeats
         yardstick = Yardstick() if plan.device.type == "cpu" else None
         rounds = interleaved([server], repeats, counted(report.say, 1 + repeats, yardstick))[0]

@@ -35,7 +35,7 @@ def run(context: Context) -> None:
         source = plan.model.directory()
         report.say("texts")
         texts = texts_of(quantization, plan.folder, source)
-        directory = source if one is None else checkpoint_of(one, source, texts, context.cache, report.say)
+        directory = source if one is None else checkpoint_of(one, plan.model, texts, context.cache, report.say)
         report.say("reading")
         context.record(_Judge(context, source, texts).row(one, directory, common))
     except Exception as error:
@@ -82,7 +82,15 @@ class _Judge:
     def _reader(self, directory: Path) -> WindowReader:
         plan = self.context.plan
         window = self.texts.windows.shape[1] - 1
-        return WindowReader(directory, window, device=plan.device, dtype=plan.dtype, ops=plan.ops)
+        assert plan.model is not None
+        return WindowReader(
+            directory,
+            window,
+            device=plan.device,
+            dtype=plan.dtype,
+            ops=plan.ops,
+            architectures=plan.model.architectures,
+        )
 
     def _engine(self, directory: Path) -> TimedLLM:
         return TimedLLM(directory, tuning=self.context.tuning, **self.context.plan.engine_options(self.arm))

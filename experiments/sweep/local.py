@@ -3,16 +3,14 @@
 `Local.begin` is for a process that has not imported torch yet: the server imports it at the same time.
 """
 
-import importlib.util
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from experiments.document import ExperimentError
 from experiments.sweep.tasks import Ended, Setup, Task, Tell
+from tsched.torch_free import load_from_file
 
 if TYPE_CHECKING:
     from tkernels.isolation import Server
@@ -25,10 +23,15 @@ def start_server(setup: Setup, begun: "subprocess.Popen[bytes] | None" = None) -
     """A server for a run's tasks; of a process that was begun, where there is one."""
     from tkernels.isolation import Server
 
-    server = Server(begun=begun)
-    interpret = "1" if setup.mode == "interpret" else "0"
-    server.load("experiments.sweep.work:prepare_tasks", setup.as_json(), {"TRITON_INTERPRET": interpret})
+    environment = {"TRITON_INTERPRET": "1" if setup.mode == "interpret" else "0"}
+    server = Server(environment, _imports(setup.serves), begun)
+    server.load("experiments.sweep.work:prepare_tasks", setup.as_json(), environment)
     return server
+
+
+def _imports(serves: bool) -> tuple[str, ...]:
+    """What a run's tasks want: with a model, also most of what a small engine's start would take."""
+    return ("experiments.sweep.work", *(["transformers.models.auto.tokenization_auto"] if serves else []))
 
 
 def run_task(server: "Server", task: Task, doing: Tell, printed: Tell) -> Ended:
@@ -65,18 +68,6 @@ def wait_for(server: "Server") -> None:
         raise ExperimentError([f"the process that tasks are forked from {error}"]) from None
 
 
-def _isolation() -> ModuleType:
-    """tkernels.isolation from its file: importing it by name imports tkernels before, and so torch."""
-    package = importlib.util.find_spec("tkernels")
-    assert package is not None and package.submodule_search_locations is not None  # noqa: PT018
-    file = Path(package.submodule_search_locations[0]) / "isolation.py"
-    spec = importlib.util.spec_from_file_location("isolation", file)
-    assert spec is not None and spec.loader is not None  # noqa: PT018
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class Local:
     """The executor of this machine. `begin` may come before a run is known."""
 
@@ -87,9 +78,12 @@ class Local:
         self._begun: list[subprocess.Popen[bytes]] = []
         self._setup: Setup | None = None
 
-    def begin(self) -> None:
-        """Starts a server's process for the run that `start` will tell of; without one it ends with this process."""
-        self._begun.append(_isolation().start_server())
+    def begin(self, serves: bool) -> None:
+        """Starts a server's process for the run that `start` will tell of; without one it ends with this process.
+
+        serves: whether the run has tasks with a model.
+        """
+        self._begun.append(load_from_file("isolation").start_server(imports=_imports(serves)))
 
     def end(self) -> None:
         for process in self._begun:

@@ -58,8 +58,8 @@ class Setup:
     """What every task of a run shares. resolved: the text of its resolved.yaml, whose paths are absolute.
 
     mode: whether Triton interprets or compiles, as in the process that planned. cache: the folder of quantized
-    checkpoints. on_cuda: whether tasks use CUDA. imports: modules that most tasks will want. replicates: how many
-    process images there will be. sources: the file of each variant that is used -> its SHA-256 when the run began.
+    checkpoints. on_cuda: whether tasks use CUDA. serves: whether some have a model. replicates: how many process images
+    there will be. sources: the file of each variant that is used -> its SHA-256 when the run began.
     broken: the files of outside variants that are left out, each with its reason.
     """
 
@@ -70,7 +70,7 @@ class Setup:
     tuning_folder: str
     cache: str
     on_cuda: bool
-    imports: tuple[str, ...]
+    serves: bool
     replicates: int
     sources: Mapping[str, str] = field(default_factory=dict)
     broken: Mapping[str, str] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Setup:
 
     @staticmethod
     def of(data: Mapping[str, Any]) -> "Setup":
-        return Setup(**{**data, "imports": tuple(data["imports"])})
+        return Setup(**data)
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """Carrying a task out, in whatever process it was given to."""
 
-import importlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -59,12 +58,10 @@ class Planned:
 
 
 def prepare_tasks(about: Mapping[str, Any]) -> Prepare:
-    """In a server: imports and plans what every task of a run needs. For a GPU each child plans for itself."""
+    """In a server: plans what every task of a run needs. For a GPU each child plans for itself."""
     # An interpreted kernel's exp overflows to infinity, as a GPU's does, and says so through numpy.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
     setup = Setup.of(about)
-    for module in setup.imports:
-        importlib.import_module(module)
     planned = None if setup.on_cuda else plans_of(setup)
 
     def prepare(task: Mapping[str, Any]) -> Work:

@@ -53,6 +53,7 @@ def test_as_typed_it_measures_and_compares_with_the_run_before(tmp_path: Path) -
     assert "(NOW)" in second.stdout
 
 
+@pytest.mark.slow
 def test_the_heaviest_benchmarks_as_typed_stay_under_four_gigabytes() -> None:
     """What a benchmark takes follows its inputs' bytes: of the three ops that have most, the largest point is run."""
     by_bytes = sorted(subjects(), key=lambda one: input_bytes(*one.values), reverse=True)

@@ -19,11 +19,13 @@ def compiled() -> list[CompiledKernel]:
     return compile_variants("sm_90", TRITON)
 
 
+@pytest.mark.slow
 def test_every_variant_compiles_for_sm_90(compiled: list[CompiledKernel]) -> None:
     assert [f"{row.kernel}: {row.reason}" for row in compiled if row.status != "ok"] == []
     assert {f"{row.op}.{row.variant}" for row in compiled} == set(TRITON)
 
 
+@pytest.mark.slow
 def test_no_two_variants_compile_to_the_same_code(compiled: list[CompiledKernel]) -> None:
     owners: dict[str, set[str]] = {}
     for row in compiled:
@@ -33,6 +35,7 @@ def test_no_two_variants_compile_to_the_same_code(compiled: list[CompiledKernel]
     assert not [names for names in owners.values() if len(names) > 1]
 
 
+@pytest.mark.slow
 def test_split_kv_is_two_kernels_and_the_last_arriver_one(compiled: list[CompiledKernel]) -> None:
     assert [row.kernel for row in compiled if row.variant == "split_kv"] == [
         "paged_decode_split_kv_part", "paged_decode_split_kv_reduce"
@@ -40,6 +43,7 @@ def test_split_kv_is_two_kernels_and_the_last_arriver_one(compiled: list[Compile
     assert [row.kernel for row in compiled if row.variant == "last_arriver"] == ["paged_decode_last_arriver"]
 
 
+@pytest.mark.slow
 def test_the_same_code_under_another_name_is_seen_and_another_target_gives_other_code(tmp_path: Path) -> None:
     write_variant(tmp_path)
     write_variant(tmp_path, ("swiglu_doubled", "swiglu_again"), name="again")

@@ -19,7 +19,10 @@ BLOCKED = (
     ("    offs = tl.arange(0, BLOCK)\n", "    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)\n"),
     ("(tokens,)", '(tokens, triton.cdiv(width, run.config["BLOCK"]))'),
     ("BLOCK=triton.next_power_of_2(width)", 'BLOCK=run.config["BLOCK"]'),
-    ('{"": Config()}, configs=(Config(), Config(num_warps=8))', '{"": Config(BLOCK=1024)}, configs=()'),
+    (
+        '{"": Config()}, configs=(Config(), Config(num_warps=8))',
+        '{"": Config(BLOCK=1024)}, configs=(Config(BLOCK=1024),)',
+    ),
 )
 
 
@@ -42,6 +45,7 @@ def test_a_spill_from_a_block_too_large_in_a_default_config_is_red(tmp_path: Pat
     assert gates.failing([row])[0].startswith("swiglu.doubled engine sm_90 (swiglu_doubled): ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "gfx942"])
 def test_a_narrowed_load_is_red_with_its_source_line(tmp_path: Path, arch: str) -> None:
     (row,) = compiled(tmp_path, ("+ width + offs", "+ width - 1 + offs"), arch=arch)
@@ -99,6 +103,7 @@ def gemm(folder: Path, *faults: tuple[str, str]) -> CompiledKernel:
     return row
 
 
+@pytest.mark.slow
 def test_a_lost_wgmma_is_red(tmp_path: Path) -> None:
     clean = gemm(tmp_path)
     assert gates.failures(clean) == []

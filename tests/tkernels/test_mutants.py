@@ -33,6 +33,7 @@ def of(op: str, *kinds: str) -> list[Trial]:
     return [trial for trial in EVERYTHING if trial.op == op and trial.mutant.kind in kinds]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.contract.name}-{v.name}")
 def test_the_original_survives(variant: tkernels.Variant, pool: Pool) -> None:
     """Under a mutant's own limits, or what is said to have killed a mutant may have been they."""
@@ -45,11 +46,13 @@ def test_dropping_any_mask_is_caught(op: str, pool: Pool) -> None:
     assert not alive(pool, [trial for trial in of(op, "mask_dropped") if "mask=" in trial.mutant.before])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_any_swapped_stride_is_caught(op: str, pool: Pool) -> None:
     assert not alive(pool, of(op, "stride_swapped"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_any_comparison_or_bound_off_by_one_is_caught(op: str, pool: Pool) -> None:
     added = " + 1"  # to an address or an index: hundreds, and none of them subtle
@@ -57,6 +60,7 @@ def test_any_comparison_or_bound_off_by_one_is_caught(op: str, pool: Pool) -> No
     assert not alive(pool, chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_any_lost_scale_or_zero_point_is_caught(op: str, pool: Pool) -> None:
     assert not alive(pool, of(op, "scale_dropped", "zero_point_dropped"))

@@ -1,18 +1,21 @@
-"""The model against transformers' Qwen3ForCausalLM on random weights: every row of logits, however it was scheduled."""
+"""Every architecture against transformers' on random weights: every row of logits, however it was scheduled."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import tkernels
 from tests.tmodel.packed import Driver, Step, in_chunks, in_one_go, load, token_by_token
-from tmodel import Model
+from tmodel import Model, known_architectures, load_config
+from tmodel.transformers_models import new_transformers_model
 
 LENGTHS = (37, 5, 61, 1, 24)
 SCHEDULES: dict[str, Callable[[Sequence[int]], list[Step]]] = {
@@ -20,35 +23,49 @@ SCHEDULES: dict[str, Callable[[Sequence[int]], list[Step]]] = {
     "in chunks": lambda lengths: in_chunks(lengths, 7),
     "token by token": lambda lengths: token_by_token(lengths, 4),
 }
-SHAPES: dict[str, dict[str, Any]] = {
-    "4 query heads per KV head, tied": {"heads": (4, 1), "tie_word_embeddings": True},
-    "2 per KV head, biased": {"heads": (4, 2), "attention_bias": True},
-    "1 per KV head, head_dim 80": {"heads": (3, 3), "head_dim": 80},
-    "windows": {"heads": (6, 2), "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
-    "sharded": {"heads": (8, 2), "num_hidden_layers": 3, "rope_theta": 1e6},
-}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model of an architecture: its fields of config.json, and what they cover."""
+
+    architecture: str
+    covers: str
+    fields: Mapping[str, Any]
+
+
+QWEN3 = "Qwen3ForCausalLM"
+SHAPES = (
+    Shape(QWEN3, "4 query heads per KV head, tied", {"heads": (4, 1), "tie_word_embeddings": True}),
+    Shape(QWEN3, "2 per KV head, biased", {"heads": (4, 2), "attention_bias": True}),
+    Shape(QWEN3, "1 per KV head, head_dim 80", {"heads": (3, 3), "head_dim": 80}),
+    Shape(QWEN3, "windows", {"heads": (6, 2), "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    Shape(QWEN3, "sharded", {"heads": (8, 2), "num_hidden_layers": 3, "rope_theta": 1e6}),
+)
+"""Of every architecture of the house, shapes that between them cover what its fields can say."""
+
+WINDOWS = next(shape.fields for shape in SHAPES if shape.covers == "windows")
 
 
 def random_model(
     directory: Path,
     dtype: torch.dtype = torch.float32,
+    architecture: str = QWEN3,
     *,
     heads: tuple[int, int] = (4, 2),
     rope_theta: float = 10000.0,
-    **shape: Any,
+    **fields: Any,
 ) -> Path:
     """A transformers checkpoint whose logits spread over several units and whose attention is far from even."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     small = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 2, "head_dim": 16}
-    config = Qwen3Config(
-        num_attention_heads=heads[0],
-        num_key_value_heads=heads[1],
-        max_position_embeddings=128,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
-        **{**small, **shape},
-    )
-    model = Qwen3ForCausalLM(config)
+    heads_and_rope = {
+        "architectures": [architecture],
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "max_position_embeddings": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
+    }
+    model = new_transformers_model({**heads_and_rope, **small, **fields})
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -59,7 +76,7 @@ def random_model(
                 parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
             else:
                 parameter.copy_(0.3 * noise)
-    shards = {"max_shard_size": "60KB"} if config.num_hidden_layers == 3 else {}
+    shards = {"max_shard_size": "60KB"} if model.config.num_hidden_layers == 3 else {}
     model.to(dtype).save_pretrained(directory, **shards)
     return directory
 
@@ -71,9 +88,9 @@ def random_sequences(lengths: Sequence[int], vocab_size: int = 97, seed: int = 0
 
 def transformers_logits(directory: Path, sequences: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """[rows, vocab] over all sequences, each alone."""
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     with torch.inference_mode():
         return torch.cat([model(input_ids=tokens[None]).logits[0] for tokens in sequences])
 
@@ -97,11 +114,29 @@ def assert_parity(logits: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(logits.topk(5).indices.sort().values[clear], best[:, :5].sort().values[clear])
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_float32_logits_are_those_of_transformers(tmp_path: Path, shape: str) -> None:
+def test_every_architecture_has_shapes() -> None:
+    assert {shape.architecture for shape in SHAPES} == set(known_architectures())
+
+
+@pytest.mark.parametrize("architecture", known_architectures())
+def test_an_absent_field_means_what_it_means_to_transformers(architecture: str) -> None:
+    import transformers
+
+    theirs = getattr(transformers, architecture).config_class.__dataclass_fields__
+    ours = known_architectures()[architecture].fields.model_fields
+    optional = {name: field.default for name, field in ours.items() if not field.is_required() and name in theirs}
+    assert len(optional) >= 5
+    assert optional == {name: theirs[name].default for name in optional}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.architecture}-{shape.covers}")
+def test_float32_logits_are_those_of_transformers(tmp_path: Path, shape: Shape) -> None:
     """5 shapes x 3 schedules x 128 rows with the `torch` kernels."""
-    directory = random_model(tmp_path, **SHAPES[shape])
-    assert (directory / "model.safetensors.index.json").exists() == (shape == "sharded")
+    directory = random_model(tmp_path, architecture=shape.architecture, **shape.fields)
+    assert (directory / "model.safetensors.index.json").exists() == (shape.covers == "sharded")
+    files = [load_file(file) for file in directory.glob("*.safetensors")]
+    saved = {name: tuple(tensor.shape) for file in files for name, tensor in file.items()}
+    assert dict(load_config(directory).tensors()) == saved
     sequences = random_sequences(LENGTHS)
     expected = transformers_logits(directory, sequences, torch.float32)
     assert len(expected) * len(SHAPES) * len(SCHEDULES) >= 1000
@@ -141,7 +176,7 @@ def test_triton_kernels_give_the_logits_of_transformers(tmp_path: Path, choices:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_padding_changes_nothing(tmp_path: Path, schedule: str) -> None:
-    directory = random_model(tmp_path, **SHAPES["windows"])
+    directory = random_model(tmp_path, **WINDOWS)
     sequences = random_sequences((9, 17))
     model = load(directory, torch.float32)
     expected = packed_logits(model, sequences, torch.float32, schedule)

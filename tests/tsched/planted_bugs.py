@@ -40,7 +40,7 @@ class PlantedBug:
 BUGS = (
     PlantedBug("one block too few", BlockPool, "blocks_for",
                "-(-num_tokens // self.block_size)", "-(-(num_tokens - 1) // self.block_size)"),
-    PlantedBug("the first in the order gives way", Planner, "_advance_running",
+    PlantedBug("the first in the order gives way", Planner, "_make_room",
                "self._preempt(int(rows[-1]))", "self._preempt(int(rows[0]))"),
     PlantedBug("a stale epoch is not noticed", Scheduler, "commit",
                "live = table.epoch[rows] == plan.sampled_epochs", "live = table.epoch[rows] >= 0"),

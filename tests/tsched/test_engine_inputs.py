@@ -81,14 +81,25 @@ def check(scheduler: Scheduler, step: Arranged, batch: Batch) -> None:
     assert {batch.block_tables.dtype, batch.context_lens.dtype, batch.cu_seqlens_q.dtype} == {torch.int32}
 
 
+def check_states(plan: StepPlan, step: Arranged, batch: Batch) -> None:
+    """Each row reads and writes the slots that the plan says, wherever it stands in the batch."""
+    if plan.states is None:
+        assert batch.state_slots is None
+        return
+    assert batch.state_slots is not None
+    assert batch.state_slots.dtype == torch.int64
+    by_row = dict(zip(plan.rows.tolist(), plan.states.slots.T.tolist(), strict=True))
+    assert batch.state_slots.T.tolist() == [by_row[row] for row in step.rows.tolist()]
+
+
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("num_blocks", [16, 60])
+@pytest.mark.parametrize(("num_blocks", "num_states"), [(16, 0), (60, 0), (16, 9)])
 def test_inputs_are_the_tables_through_arrivals_aborts_and_preemptions(
-    on_device: bool, lag: int, num_blocks: int
+    on_device: bool, lag: int, num_blocks: int, num_states: int
 ) -> None:
     rng = np.random.default_rng(num_blocks)
-    scheduler = make_scheduler(num_blocks=num_blocks)
+    scheduler = make_scheduler(num_blocks=num_blocks, num_states=num_states)
     state = DeviceState(scheduler.table, CPU)
     builder = BatchBuilder(scheduler.table, state, on_device=on_device)
     under_way: list[tuple[StepPlan, np.ndarray]] = []
@@ -106,6 +117,7 @@ def test_inputs_are_the_tables_through_arrivals_aborts_and_preemptions(
         if step is not None:
             num_orders += step.order is not None
             batch = builder.build(step)
+            check_states(plan, step, batch)
             # The oracle reads all tokens from the table, those too that the host does not know yet.
             for earlier, values in under_way:
                 live = scheduler.table.epoch[earlier.sampled_rows] == earlier.sampled_epochs

@@ -182,8 +182,8 @@ FAULTS = (
         "a hit is not clamped to a kept state", KVMemory, "_match",
         "held = self.cache.match(sequence, self._usable)\n    if held.size and self.states is not None:\n"
         "        sequence.state = self.states.share_at(held[-1])",
-        "held = self.cache.match(sequence)\n    if self.states.usable(held):\n"
-        "        sequence.state = self.states.share_at(held[self.states.usable(held) - 1])")),
+        "held = self.cache.match(sequence)\n    if self.states.count_usable(held):\n"
+        "        sequence.state = self.states.share_at(held[self.states.count_usable(held) - 1])")),
     (check_newcomers_start_from_nothing, PlantedBug(
         "a state is read from a slot that another has left", StateSlots, "advance",
         "return np.stack((read, written))", "return np.stack((np.where(read < 0, written, read), written))")),
@@ -205,8 +205,8 @@ FAULTS = (
         "a sequence is swapped in without its state", KVMemory, "_restore",
         "self._plan_copies().state_swap_ins.append(pair)", "pass")),
     (check_swapped_states_come_back, PlantedBug(
-        "a sequence is swapped out with the state of another place", KVMemory, "held_by",
-        "Holding(blocks, *self.states.latest(row, most))",
+        "a sequence is swapped out with the state of another place", KVMemory, "find_holding",
+        "Holding(blocks, *self.states.find_latest(row, most))",
         "Holding(blocks, most, int(self.states._read[row]))")),
 )  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -10,8 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from tkernels.names import suggest_name
 from tmodel.formats.awq import AWQ
-from tmodel.formats.base import FormatWarning, QuantizationFormat, Scheme, parsed
+from tmodel.formats.base import FormatWarning, QuantizationFormat, Scheme, parse_settings
 from tmodel.formats.compressed_tensors import CompressedTensors
 from tmodel.formats.gptq import GPTQ
 from tmodel.formats.squeezellm import SqueezeLLM
@@ -42,11 +42,10 @@ def parse_format(raw: Mapping[str, Any]) -> QuantizationFormat:
     """The format that a `quantization_config` means; ConfigError for an unknown method, or settings it has not."""
     method = raw.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:
-        close = difflib.get_close_matches(str(method), FORMATS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = suggest_name(method, FORMATS)
         raise ConfigError(f"unknown quant_method {method!r}; supported are {', '.join(FORMATS)}{hint}")
     try:
-        found: Any = parsed(FORMATS[method], raw)
+        found: Any = parse_settings(FORMATS[method], raw)
     except ConfigError as error:
         raise ConfigError(f"quant_method {method}: {error}") from error.__cause__
     return found

@@ -96,15 +96,15 @@ class QuantizationFormat(Protocol):
         ...
 
 
-def parsed(kind: type[Parsed], raw: Mapping[str, Any]) -> Parsed:
+def parse_settings(kind: type[Parsed], raw: Mapping[str, Any]) -> Parsed:
     """`raw` as a format's settings; ConfigError lists every field that is wrong."""
     try:
         return kind.model_validate(dict(raw))
     except ValidationError as error:
-        raise ConfigError("; ".join(map(_told, error.errors()))) from error
+        raise ConfigError("; ".join(map(_describe_error, error.errors()))) from error
 
 
-def _told(error: ErrorDetails) -> str:
+def _describe_error(error: ErrorDetails) -> str:
     """One of pydantic's errors with the field first and, where it is not said already, what was given."""
     field = "".join(f"{part}: " for part in (".".join(map(str, error["loc"])),) if part)
     if error["type"] == "value_error":

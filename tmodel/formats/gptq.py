@@ -32,7 +32,7 @@ from tmodel.formats.base import (
     dense_layer,
     group_of_each_input,
     packed_by_parts,
-    parsed,
+    parse_settings,
     places_by_group,
     read_values,
     read_words,
@@ -111,7 +111,7 @@ class GPTQ(BaseModel):
         if unknown:
             raise ConfigError(f"unknown {unknown}; supported are {', '.join(_OVERRIDES)}")
         mine = self.model_dump(exclude={"dynamic"})
-        return parsed(GPTQ, {**mine, **{key: overrides[key] for key in _OVERRIDES if key in overrides}})
+        return parse_settings(GPTQ, {**mine, **{key: overrides[key] for key in _OVERRIDES if key in overrides}})
 
     def settings(self, layer: str) -> GPTQ | None:
         """Those of one layer, overrides applied; None where it is dense."""

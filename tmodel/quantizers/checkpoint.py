@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from tmodel.architectures import Architectures
 from tmodel.config import ModelConfig
 from tmodel.formats.base import QuantizationFormat
 from tmodel.json_files import ConfigError, read_json
@@ -70,18 +71,29 @@ class Job:
         }
 
 
-def plan_job(source: Path, method: Method, bits: int, group_size: int) -> Job:
+def plan_job(
+    source: Path, method: Method, bits: int, group_size: int, architectures: Architectures | None = None
+) -> Job:
     """The job without its windows. Reads configurations alone.
 
-    Raises QuantizerError, or ConfigError, where the model is quantized already or cannot be served, the method has no
-    such bits, or a linear's size goes with neither the bits nor the group size.
+    Args:
+        source: the dense model's directory.
+        method: how codes are chosen.
+        bits: of a code.
+        group_size: inputs that share a scale; -1 is all.
+        architectures: those that the model may be of; None is those of the house.
+
+    Raises:
+        QuantizerError: the model is quantized already, the method has no such bits, or a linear's size goes with
+            neither the bits nor the group size.
+        ConfigError: the model cannot be served.
     """
     raw = read_json(source / "config.json")
     found = ["config.json has a quantization_config"] if raw.get("quantization_config") is not None else []
     found += [f"it has a {name}" for name in _CONFIGS_OF_OTHERS if (source / name).exists()]
     if found:
         raise QuantizerError(f"{source} is quantized already: {found[0]}; a dense model is needed")
-    config = load_config(source)
+    config = load_config(source, architectures)
     check_settings(config, method, bits, group_size)
     return Job(source, config, method, bits, group_size)
 

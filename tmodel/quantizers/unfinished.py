@@ -10,9 +10,7 @@ A layer is done when its shard is there: shards are renamed into place after eve
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 
+from tkernels.files import PARTIAL, replacing, write_text
 from tmodel.json_files import read_json
 
 
@@ -95,21 +95,24 @@ def open_unfinished(out: Path, num_layers: int, options: Mapping[str, Any]) -> I
         raise FileExistsError(f"{out} exists and is not an empty directory; a checkpoint is written to a new one")
     folder = out.parent / f".{out.name}.unfinished"
     folder.mkdir(parents=True, exist_ok=True)
-    with (out.parent / f".{out.name}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise QuantizerError(f"{out}: another process is writing it") from None
-        try:
-            file = folder / "options.json"
-            if file.exists():
-                _refuse_change(folder, read_json(file), options)
-            else:
-                _write_json(file, options)
-            (folder / "checkpoint").mkdir(exist_ok=True)
-            yield Unfinished(folder, num_layers)
-        finally:
-            Path(lock.name).unlink(missing_ok=True)
+    lock = FileLock(out.parent / f".{out.name}.lock", blocking=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise QuantizerError(f"{out}: another process is writing it") from None
+    try:
+        for left in folder.rglob(f"*{PARTIAL}"):
+            left.unlink()
+        file = folder / "options.json"
+        if file.exists():
+            _refuse_change(folder, read_json(file), options)
+        else:
+            _write_json(file, options)
+        (folder / "checkpoint").mkdir(exist_ok=True)
+        yield Unfinished(folder, num_layers)
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
 
 
 def _refuse_change(folder: Path, begun: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
@@ -122,13 +125,9 @@ def _refuse_change(folder: Path, begun: Mapping[str, Any], asked: Mapping[str, A
 
 
 def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Whole or not at all."""
-    part = path.with_suffix(".part")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, metadata={"format": "pt"})
-    os.replace(part, path)
+    with replacing(path) as partial:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata={"format": "pt"})
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    write_text(path, json.dumps(content, indent=2) + "\n")

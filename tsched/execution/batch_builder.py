@@ -56,7 +56,7 @@ class BatchBuilder:
         self._tokens = table.tokens.reshape(-1)  # a flat view: one index array is cheaper than two
         self._tokens_stride = table.tokens.shape[1]
         self._decoding: Ints = np.empty(0, dtype=np.int64)  # the rows at the first places, as of the last step
-        self._planned: Ints = self._decoding  # the last plan's rows, and what `_in_order` said of them
+        self._planned: Ints = self._decoding  # the last plan's rows, and what `_batch_order` said of them
         self._ordered: tuple[Ints, Ints | None] = (self._decoding, None)
         self._entry_of = np.zeros(table.num_rows, dtype=np.int64)
 
@@ -68,7 +68,7 @@ class BatchBuilder:
         if plan.is_empty:
             return None
         num_decodes = plan.num_decodes
-        rows, entries = self._in_order(plan)
+        rows, entries = self._batch_order(plan)
         state_slots = None if plan.states is None else plan.states.slots.astype(np.int64)
         if entries is None:
             arranged = Arranged(
@@ -140,7 +140,7 @@ class BatchBuilder:
             state_slots=None if step.state_slots is None else torch.from_numpy(step.state_slots),
         )
 
-    def _in_order(self, plan: StepPlan) -> tuple[Ints, Ints | None]:
+    def _batch_order(self, plan: StepPlan) -> tuple[Ints, Ints | None]:
         """The plan's rows [n] in the order of the batch, and the entry of the plan that each is; None for the plan's
         own order.
 

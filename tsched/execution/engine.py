@@ -194,17 +194,17 @@ class Engine:
                 raise RefusedError("stop strings are looked for in text, and there is no tokenizer to make it")
         sequences = self.scheduler.add_group(request_ids, prompt, params, priority=priority, cache_salt=cache_salt)
         arrival = time.perf_counter() if arrival_time is None else arrival_time
-        return [self._take_in(Request(s, arrival, d)) for s, d in zip(sequences, detokenizers, strict=True)]
+        return [self._enlist(Request(s, arrival, d)) for s, d in zip(sequences, detokenizers, strict=True)]
 
     def fork(self, request_id: int, new_id: int, params: SamplingParams, *, num_tokens: int) -> Request:
         """Queue a request that goes on from the first `num_tokens` tokens of an unfinished one, see Scheduler.fork. It
         finds no stop strings.
         """
-        return self._take_in(
+        return self._enlist(
             Request(self.scheduler.fork(request_id, new_id, params, num_tokens=num_tokens), time.perf_counter())
         )
 
-    def _take_in(self, request: Request) -> Request:
+    def _enlist(self, request: Request) -> Request:
         self._requests[request.sequence.id] = request
         self._num_watched += request.is_watched
         self._num_unbegun += 1
@@ -341,7 +341,7 @@ class Engine:
         for entry, request in watched.items():
             if request.is_watched:
                 length = int(step.lengths[entry]) + 1
-                self._look_at(request, int(tokens[entry]), length, outcome.logprobs.get(entry), finished)
+                self._check_token(request, int(tokens[entry]), length, outcome.logprobs.get(entry), finished)
         for entry, request in broken.items():
             self._break_off(request, int(tokens[entry]), outcome.faults.get(entry), finished)
         for request in finished:
@@ -361,7 +361,7 @@ class Engine:
                 requests[entry] = self._requests[sequence.id]
         return requests
 
-    def _look_at(
+    def _check_token(
         self, request: Request, token: int, length: int, logprobs: TokenLogprobs | None, finished: list[Request]
     ) -> None:
         """Keep a new token's log-probabilities, and end its request where its text now has a stop string, or where one
@@ -373,7 +373,7 @@ class Engine:
         may_stop = length - sequence.prompt_len > sequence.params.min_tokens
         reason = None
         if may_stop and sequence.params.criteria and sequence.finish_reason is None:
-            known = sequence.shown(self.scheduler.table.tokens[sequence.row, :length])
+            known = sequence.freeze_tokens(self.scheduler.table.tokens[sequence.row, :length])
             try:
                 stops = is_met(sequence.params.criteria, known[: sequence.prompt_len], known[sequence.prompt_len :])
                 reason = "stop" if stops else None

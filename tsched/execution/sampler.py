@@ -174,7 +174,7 @@ class Sampler:
         faults: dict[int, str] = {}
         for i, sequence in enumerate(sequences):
             if sequence.params.processors and bool(scores[i].max().isfinite()):  # else it is not their fault
-                known = sequence.shown(self._table.tokens[sequence.row, : lengths[i]])
+                known = sequence.freeze_tokens(self._table.tokens[sequence.row, : lengths[i]])
                 prompt, output = known[: sequence.prompt_len], known[sequence.prompt_len :]
                 try:
                     # A copy: beside the row itself lie those of others, and a view can be made to reach them.

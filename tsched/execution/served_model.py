@@ -95,7 +95,7 @@ class ServedModel:
             TypeError: There is no such option.
             ValueError: Any other argument is wrong. All of these are raised before any weight is loaded.
         """
-        plan = tmodel.find_model(model)
+        plan = tmodel.find_model(model, tmodel.architectures_with(options.architectures_from))
         self.config = plan.config
         self.device = find_device(options.device)
         self.dtype = find_dtype(options.dtype, self.config.dtype)

@@ -60,7 +60,7 @@ class BlockPool:
         """[n] int32, the references to each of `blocks` [n], which may name a block twice."""
         return self._refs.take(blocks)
 
-    def before_shared(self, blocks: BlockIds) -> BlockIds:
+    def prefix_before_shared(self, blocks: BlockIds) -> BlockIds:
         """The first of `blocks` [n], up to one that has several references."""
         is_shared = self._refs.take(blocks) > 1
         return blocks[: is_shared.argmax()] if np.count_nonzero(is_shared) else blocks

@@ -31,7 +31,7 @@ def count_quiet_steps(last: StepPlan, table: SequenceTable, num_available: int, 
     room = table.capacity[rows] - last.ends
 
     def wanted(steps: int) -> int:
-        return int(_blocks_in(room, steps, table.block_size).sum())
+        return int(_count_blocks(room, steps, table.block_size).sum())
 
     if wanted(count) > num_available:
         count = bisect_right(range(1, count + 1), num_available, key=wanted)
@@ -47,7 +47,7 @@ def skip_steps(
     """
     rows, size = last.rows, table.block_size
     room = table.capacity[rows] - last.ends
-    taken = _blocks_in(room, count, size)  # [n]
+    taken = _count_blocks(room, count, size)  # [n]
     by_step = np.zeros(count, dtype=np.int64)
     grown = NO_ROWS
     if taken.any():
@@ -83,7 +83,7 @@ def skip_steps(
     return plan, by_step
 
 
-def _blocks_in(room: Ints, steps: int, block_size: int) -> Ints:
+def _count_blocks(room: Ints, steps: int, block_size: int) -> Ints:
     """[n] the blocks that rows with `room` [n] >= 0 free slots take in that many steps."""
     taken: Ints = np.maximum(0, -((room - steps) // block_size))
     return taken

@@ -48,7 +48,7 @@ class KVMemory:
         self.states = states
         self._holders: dict[int, Sequence] = {}  # waiting sequences with device blocks, by id
         self._copies = NO_COPIES
-        self._usable = None if states is None else states.usable
+        self._usable = None if states is None else states.count_usable
 
     def enter(self, sequence: Sequence, spare: int) -> BlockIds | None:
         """Give a waiting `sequence` what it needs to run.
@@ -118,11 +118,11 @@ class KVMemory:
         self.cache.release(sequence, block, 0)
         return own
 
-    def held_by(self, row: int, blocks: BlockIds, most: int) -> Holding:
+    def find_holding(self, row: int, blocks: BlockIds, most: int) -> Holding:
         """What is there of the first tokens of a running row with these `blocks`, `most` of them at most."""
         if self.states is None:
             return Holding(blocks, most)
-        return Holding(blocks, *self.states.latest(row, most))
+        return Holding(blocks, *self.states.find_latest(row, most))
 
     def share_row(self, child: Sequence, row: int, blocks: BlockIds, most: int) -> None:
         """The waiting `child` holds what is there of the first tokens of a running row with these `blocks`, `most` of

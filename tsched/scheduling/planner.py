@@ -158,7 +158,7 @@ class Planner:
             computed = table.computed[rows]
             wanted = length - computed
             if self._states is not None and self._budget.chunked:
-                wanted = self._states.cut(rows, computed, wanted)
+                wanted = self._states.cut_at_checkpoints(rows, computed, wanted)
             counts, left, room = self._budget.share(wanted)
             # Blocks for all known tokens were allocated at admission, so a row grows by one block at most.
             growing = rows[computed + counts > table.capacity[rows]]
@@ -166,14 +166,8 @@ class Planner:
             needed = growing.size + len(writers)
             if needed <= cache.num_available:
                 break
-            if self._memory.give_up() is not None:
-                self._counters.num_given_up += 1
-            elif rows.size < 2:
-                raise RuntimeError("a sequence that runs alone found no block: the pool's accounts are wrong")
-            elif not counts[:-1].any():  # the others end with the plan under way, and this one needs not give way
+            if not self._make_room(rows, counts):
                 return np.zeros_like(counts), 0, 0, NO_ROWS
-            else:
-                self._preempt(int(rows[-1]))
         if growing.size:
             table.extend_each(growing, cache.allocate(growing.size))
         for row, place in writers:
@@ -182,6 +176,20 @@ class Planner:
             still = set(rows[counts == 0].tolist())
             self._forked = [(row, epoch) for row, epoch in self._forked if row in still and table.epoch[row] == epoch]
         return counts, left, room, growing
+
+    def _make_room(self, rows: Ints, counts: Ints) -> bool:
+        """Take blocks back from who waits or, where nobody has any, from the last of the running `rows` [n], which were
+        to advance by `counts` [n]. False where it need not give way: the others end with the plan under way.
+        """
+        if self._memory.give_up() is not None:
+            self._counters.num_given_up += 1
+        elif rows.size < 2:
+            raise RuntimeError("a sequence that runs alone found no block: the pool's accounts are wrong")
+        elif not counts[:-1].any():
+            return False
+        else:
+            self._preempt(int(rows[-1]))
+        return True
 
     def _writers_to_shared(self, rows: Ints, counts: Ints) -> list[tuple[int, int]]:
         """(row, place in its list of blocks) of the forked rows that must copy the block to which they write next.
@@ -217,7 +225,7 @@ class Planner:
         sequence, blocks = self.leave(row)
         sequence.num_preemptions += 1
         sequence.num_computed = 0
-        held = memory.held_by(row, blocks, num_computed)
+        held = memory.find_holding(row, blocks, num_computed)
         if self._preemption.moves_to_host(held):
             memory.swap_out(sequence, held)
         memory.release(row, sequence, blocks, num_committed)
@@ -250,7 +258,7 @@ class Planner:
             if states is not None:
                 states.place(rows[-1], sequence)
                 if budget.chunked:
-                    wanted = int(states.cut(rows[-1], sequence.num_computed, wanted))
+                    wanted = int(states.cut_at_checkpoints(rows[-1], sequence.num_computed, wanted))
             counts.append(1 if wanted == 1 else min(wanted, budget.chunk, room))
             left -= counts[-1]
             room = min(left, room if wanted == 1 else room - counts[-1])
@@ -307,8 +315,8 @@ class Planner:
         copies = self._memory.take_copies()
         swap_outs = swap_ins = on_device = NO_PAIRS
         if copies is not NO_COPIES:
-            swap_outs, swap_ins = _joined(copies.swap_outs), _joined(copies.swap_ins)
-            on_device = _joined(copies.on_device)
+            swap_outs, swap_ins = _join_pairs(copies.swap_outs), _join_pairs(copies.swap_ins)
+            on_device = _join_pairs(copies.on_device)
             counters.num_swapped_out += swap_outs.shape[1]
             counters.num_swapped_in += swap_ins.shape[1]
             counters.num_copied += on_device.shape[1]
@@ -328,8 +336,8 @@ class Planner:
             swap_outs=swap_outs,
             swap_ins=swap_ins,
             copies=on_device,
-            placed=_taken(self._placed),
-            rewritten=_taken(self._rewritten),
+            placed=_drain_rows(self._placed),
+            rewritten=_drain_rows(self._rewritten),
             grown=grown,
             states=None if self._states is None else _advance(self._states, rows, starts, copies),
         )
@@ -400,15 +408,15 @@ class Planner:
 def _advance(states: StateSlots, rows: Ints, starts: Ints, copies: Copies) -> StateStep:
     """What the plan in which `rows` [n] advance from `starts` [n] on does to their states."""
     slots = states.advance(rows, starts)
-    return StateStep(slots, _joined(copies.state_swap_outs), _joined(copies.state_swap_ins))
+    return StateStep(slots, _join_pairs(copies.state_swap_outs), _join_pairs(copies.state_swap_ins))
 
 
-def _joined(pairs: list[BlockIds]) -> BlockIds:
+def _join_pairs(pairs: list[BlockIds]) -> BlockIds:
     """[2, n] all of the pairs."""
     return np.concatenate(pairs, axis=1) if pairs else NO_PAIRS
 
 
-def _taken(rows: list[int]) -> Ints:
+def _drain_rows(rows: list[int]) -> Ints:
     """The distinct `rows` as an array; the list is empty then."""
     if not rows:
         return NO_ROWS

@@ -13,7 +13,7 @@ from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.block_pool import BlockPool
 
 
-def longest_form(prompt_len: int, params: SamplingParams, pool: BlockPool, max_model_len: int) -> int:
+def find_max_length(prompt_len: int, params: SamplingParams, pool: BlockPool, max_model_len: int) -> int:
     """The tokens, prompt and output together, at which a request ends at the latest.
 
     Without a max_tokens it may run to what max_model_len and the whole pool allow. RefusedError where it could never

@@ -26,7 +26,7 @@ from tsched.scheduling.kv_memory import NO_COPIES, KVMemory
 from tsched.scheduling.planner import Counters, Planner, UnderWay
 from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES, find_policy
 from tsched.scheduling.policies.base import CacheStats
-from tsched.scheduling.refusal import as_token_ids, longest_form
+from tsched.scheduling.refusal import as_token_ids, find_max_length
 from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
 from tsched.scheduling.sibling_groups import SiblingGroups
 from tsched.scheduling.state_slots import StateSlots
@@ -177,7 +177,7 @@ class Scheduler:
             raise ValueError(f"a group is distinct ids and as many parameters, got {sequence_ids} and {len(params)}")
         self._require_new(sequence_ids)
         priority, tokens = check_priority(priority), as_token_ids(prompt)
-        lengths = [longest_form(tokens.size, one, self.pool, self.max_model_len) for one in params]
+        lengths = [find_max_length(tokens.size, one, self.pool, self.max_model_len) for one in params]
         group = [
             Sequence.create(i, tokens, one, length, priority=priority, cache_salt=cache_salt)
             for i, one, length in zip(sequence_ids, params, lengths, strict=True)
@@ -210,7 +210,7 @@ class Scheduler:
         if not 1 <= count <= tokens.size:
             raise ValueError(f"sequence {sequence_id} has {tokens.size} tokens, a fork of {count} was asked for")
         prompt_len = min(parent.prompt_len, count)
-        max_length = longest_form(prompt_len, params, self.pool, self.max_model_len)
+        max_length = find_max_length(prompt_len, params, self.pool, self.max_model_len)
         if count >= max_length:
             raise RefusedError(f"a fork of {count} tokens has reached its end already: {max_length} tokens at most")
         child = Sequence.create(
@@ -243,7 +243,7 @@ class Scheduler:
         last = (int(self.table.known[row]) if row >= 0 else sequence.tokens.size) - 1
         if last < sequence.prompt_len:
             raise ValueError(f"sequence {sequence_id} has no output token yet")
-        sequence.num_shown = min(sequence.num_shown, last)
+        sequence.num_frozen = min(sequence.num_frozen, last)
         if last < sequence.tokens.size:  # what the prefix cache has seen of it
             sequence.tokens[last] = token
             self._cache.truncate(sequence, last)
@@ -297,9 +297,9 @@ class Scheduler:
         if under_way.copies is not NO_COPIES:
             self._memory.free_restored(under_way.copies)
         if under_way.prefills:
-            self._take_in(under_way.prefills)
+            self._commit_prefills(under_way.prefills)
         ended = lengths >= table.max_length[rows]
-        stopped = self._stopped(rows, tokens, lengths)
+        stopped = self._find_stopped(rows, tokens, lengths)
         if stopped is not None:
             ended |= stopped
         if np.count_nonzero(ended) == 0:
@@ -348,7 +348,7 @@ class Scheduler:
             return None
         if sequence.row >= 0:
             return self._finish_row(sequence.row, reason)
-        if not self._groups.leaves(sequence):
+        if not self._groups.remove(sequence):
             self._waiting.remove(sequence)
             self._memory.drop(sequence)
         return self._mark_finished(sequence, reason)
@@ -388,7 +388,7 @@ class Scheduler:
         else:
             self._memory.share_waiting(child, parent, most)
 
-    def _take_in(self, prefills: list[tuple[int, int, int]]) -> None:
+    def _commit_prefills(self, prefills: list[tuple[int, int, int]]) -> None:
         """(row, epoch, end): the row's first `end` tokens are computed now, if the row is still the same one's."""
         table, block_size = self.table, self.pool.block_size
         for row, epoch, end in prefills:
@@ -409,7 +409,7 @@ class Scheduler:
                     self._waiting.add(follower)
                     self.counters.num_forks += 1
 
-    def _stopped(self, rows: Ints, tokens: Ints, lengths: Ints) -> NDArray[np.bool_] | None:
+    def _find_stopped(self, rows: Ints, tokens: Ints, lengths: Ints) -> NDArray[np.bool_] | None:
         """[m] bool, which of `rows` were ended by their new token; None where none was."""
         table = self.table
         stopped: NDArray[np.bool_] | None = None

@@ -50,7 +50,7 @@ class Sequence:
     state: int = NO_STATE
     host_state: int = NO_STATE
     branch_place: int = NO_STATE  # siblings go on from the first so many tokens, while they follow it
-    num_shown: int = 0  # tokens that `shown` has given out
+    num_frozen: int = 0  # tokens that `freeze_tokens` has given out
     _room: Ints = field(default_factory=lambda: _NO_ROOM)  # [max_length] int64: `tokens` and room for more
     prefix: object = None  # what the prefix cache has prepared of its tokens; nobody else's business
 
@@ -89,7 +89,7 @@ class Sequence:
         """Among the waiting, lower goes first: swapped ones, then by key, which forks share with their parent."""
         return self.host_blocks.size == 0, self.key, self.serial
 
-    def take_back(self, tokens: Ints) -> None:
+    def update_tokens(self, tokens: Ints) -> None:
         """`tokens` [n] are its tokens now, the first of which are those that it has: the others alone are copied."""
         have = self.tokens.size
         room = self._room
@@ -99,14 +99,14 @@ class Sequence:
         room[have : tokens.size] = tokens[have:]
         self.tokens = room[: tokens.size]
 
-    def shown(self, tokens: Ints) -> Ints:
+    def freeze_tokens(self, tokens: Ints) -> Ints:
         """`tokens` [n], the first n known of it, read-only and in its own memory, where nobody else's come to lie: for
         those who may keep them. Of many calls each copies only what is new.
         """
-        have = self.num_shown
+        have = self.num_frozen
         if tokens.size > have:
             self._room[have : tokens.size] = tokens[have:]
-            self.num_shown = tokens.size
+            self.num_frozen = tokens.size
         own = self._room[: tokens.size]
         own.flags.writeable = False
         return own
@@ -243,7 +243,7 @@ class SequenceTable:
         sequence = self.sequences[row]
         if sequence is None:
             raise RuntimeError(f"row {row} of the sequence table is empty")
-        sequence.take_back(self.tokens[row, : self.known[row]])
+        sequence.update_tokens(self.tokens[row, : self.known[row]])
         sequence.row = -1
         self.sequences[row] = None
         self.epoch[row] += 1

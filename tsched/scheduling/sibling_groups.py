@@ -24,7 +24,7 @@ class SiblingGroups:
             self._followers[leader.id] = followers
             self._leader.update((follower.id, leader.id) for follower in followers)
 
-    def leaves(self, sequence: Sequence) -> bool:
+    def remove(self, sequence: Sequence) -> bool:
         """Whether `sequence` followed, which it does no more."""
         leader = self._leader.pop(sequence.id, None)
         if leader is None:

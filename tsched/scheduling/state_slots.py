@@ -63,7 +63,7 @@ class StateSlots:
 
     # For newcomers
 
-    def usable(self, blocks: BlockIds) -> int:
+    def count_usable(self, blocks: BlockIds) -> int:
         """How many of `blocks` [n], which follow each other from the first, end where a state is kept."""
         ends = np.flatnonzero(self._slot_at[blocks] != NO_STATE)
         return int(ends[-1]) + 1 if ends.size else 0
@@ -71,7 +71,7 @@ class StateSlots:
     def share_at(self, block: np.int32) -> int:
         """The state kept as of the end of `block`, with one more reference, the caller's."""
         slot = int(self._slot_at[block])
-        self.pool.share(_only(slot))
+        self.pool.share(_as_slots(slot))
         return slot
 
     def has_room_for(self, state: int) -> bool:
@@ -97,7 +97,7 @@ class StateSlots:
 
     # For running rows
 
-    def cut(self, rows: Ints | int, places: Ints | int, counts: Ints | int) -> Ints:
+    def cut_at_checkpoints(self, rows: Ints | int, places: Ints | int, counts: Ints | int) -> Ints:
         """`counts` [n] tokens from `places` [n] on, at most up to the next place where a checkpoint is taken."""
         ends = (np.asarray(places) // self._span + 1) * self._span
         for other in (self._last_block[rows], self._branch[rows]):
@@ -119,7 +119,7 @@ class StateSlots:
         self._read[rows] = written
         return np.stack((read, written))
 
-    def latest(self, row: int, most: int) -> tuple[int, int]:
+    def find_latest(self, row: int, most: int) -> tuple[int, int]:
         """(place, slot) of the row's last state as of a place of `most` at most; (0, NO_STATE) where there is none.
 
         It stays the row's: the caller takes no reference.
@@ -132,11 +132,11 @@ class StateSlots:
         return 0, NO_STATE
 
     def fork(self, row: int, most: int) -> tuple[int, int]:
-        """What `latest` says, with a reference for a child; the row writes to another slot from now on."""
-        place, slot = self.latest(row, most)
+        """What `find_latest` says, with a reference for a child; the row writes to another slot from now on."""
+        place, slot = self.find_latest(row, most)
         if slot == self._written[row] and slot != NO_STATE:
             if self.pool.num_free + self.pool.num_cached == 0:
-                place, slot = self.latest(row, min(most, place - 1))
+                place, slot = self.find_latest(row, min(most, place - 1))
             else:
                 self._written[row] = self._take()
         if slot != NO_STATE:
@@ -152,9 +152,9 @@ class StateSlots:
         if slot == NO_STATE or place % size:
             return
         block = blocks[place // size - 1]
-        is_new = self._slot_at[block] == NO_STATE and not self.pool.is_kept(_only(slot))[0]
-        if is_new and self._blocks.is_kept(_only(int(block)))[0]:
-            self.pool.keep(_only(slot))
+        is_new = self._slot_at[block] == NO_STATE and not self.pool.is_kept(_as_slots(slot))[0]
+        if is_new and self._blocks.is_kept(_as_slots(int(block)))[0]:
+            self.pool.keep(_as_slots(slot))
             self._slot_at[block], self._block_of[slot] = slot, block
 
     def leave(self, row: int) -> None:
@@ -169,11 +169,11 @@ class StateSlots:
 
     def share(self, slot: int) -> None:
         """One more reference to `slot`, which has one."""
-        self.pool.share(_only(slot))
+        self.pool.share(_as_slots(slot))
 
     def release(self, slot: int) -> None:
         """One reference less to `slot`."""
-        if self.pool.release(_only(slot)).size:
+        if self.pool.release(_as_slots(slot)).size:
             self._unused[slot] = None
             self._unused.move_to_end(slot)
 
@@ -186,12 +186,12 @@ class StateSlots:
     def share_on_host(self, slot: int) -> None:
         """One more reference to the host's `slot`."""
         if self.host_pool is not None:
-            self.host_pool.share(_only(slot))
+            self.host_pool.share(_as_slots(slot))
 
     def release_on_host(self, slot: int) -> None:
         """One reference less to the host's `slot`."""
         if self.host_pool is not None:
-            self.host_pool.release(_only(slot))
+            self.host_pool.release(_as_slots(slot))
 
     def _take_checkpoint(self, row: int, place: int) -> None:
         """What `row` reads next, the state as of `place`, stays where it is, if there is a slot to write to."""
@@ -214,19 +214,19 @@ class StateSlots:
 
     def _is_own(self, state: int) -> bool:
         """Whether the holder of `state` may write to it: nobody else refers to it, and no later prefix may."""
-        slot = _only(state)
+        slot = _as_slots(state)
         return state != NO_STATE and bool(self.pool.refs(slot)[0] == 1 and not self.pool.is_kept(slot)[0])
 
     def _take(self) -> int:
         """A slot that is free, or kept and not read by anybody."""
         while self.pool.num_free == 0:
             slot, _ = self._unused.popitem(last=False)
-            if self.pool.refs(_only(slot))[0] == 0:
+            if self.pool.refs(_as_slots(slot))[0] == 0:
                 self._forget(slot)
         return int(self.pool.allocate(1)[0])
 
     def _forget(self, slot: int) -> None:
-        self.pool.forget(_only(slot))
+        self.pool.forget(_as_slots(slot))
         self._slot_at[self._block_of[slot]] = NO_STATE
         self._unused.pop(slot, None)
 
@@ -237,5 +237,5 @@ class StateSlots:
             self._forget(slot)
 
 
-def _only(slot: int) -> BlockIds:
+def _as_slots(slot: int) -> BlockIds:
     return np.array([slot], dtype=np.int32)

@@ -1,6 +1,7 @@
 """`tk simulate`, as a user meets it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from experiments.cli import app
+from experiments.simulation.shapes import find_shape
 from experiments.simulation.traces import bound_hit_rate, open_trace
 from tsched.scheduling.policies import PREFIX_CACHES
 
@@ -169,3 +171,19 @@ def test_a_wrong_option_is_refused_with_what_there_is(arguments: list[str], mess
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stdout == ""
+
+
+def test_states_take_memory_and_bound_the_hits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model some of whose layers keep states: a hit ends where one is kept, and blocks have what states leave."""
+    words = ("--trace", MOONCAKE, "--kv-cache-bytes", 40 * 10**9, "--max-num-seqs", 4)
+    pages = {row["prefix_cache"]: row for row in rows_of(*words)}
+    shape = find_shape("Qwen3-8B")
+    hybrid = replace(shape, kv_bytes_per_token=shape.kv_bytes_per_token // 4, state_bytes=60 * 10**6, state_interval=4)
+    monkeypatch.setattr("experiments.commands.simulate.find_shape", lambda *arguments: hybrid)
+    mixed = {row["prefix_cache"]: row for row in rows_of(*words)}
+    for policy, row in mixed.items():
+        assert row["finished"] == 36
+        assert 40e9 * 0.99 < row["pool_bytes"] + row["states"] * row["state_bytes"] <= 40e9
+        assert row["hit_rate"] <= pages[policy]["hit_rate"]
+        assert pages[policy]["states"] == 0
+    assert 0 < mixed["hash"]["hit_rate"] == mixed["radix"]["hit_rate"]

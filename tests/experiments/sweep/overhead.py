@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="keeps the run's folder here")
     arguments = parser.parse_args()
     executor = Counting()
-    executor.begin()  # as tk run does
+    executor.begin(serves=True)  # as tk run does
     import tkernels  # noqa: F401  before anything that imports Triton
     from experiments.document import read_document
     from experiments.planning.plan import make_sweep

@@ -36,7 +36,7 @@ def compressed(**changes: Any) -> dict[str, Any]:
     ("quantization", "message"),
     [
         ({"quant_method": "gguf"}, "unknown quant_method 'gguf'; supported are gptq, awq, compressed-tensors, squee"),
-        ({"quant_method": "compressed_tensors"}, "did you mean compressed-tensors"),
+        ({"quant_method": "compressed_tensors"}, "did you mean 'compressed-tensors'"),
         ({"bits": 4}, "unknown quant_method None"),
         ([], "quantization_config: Input should be a valid dictionary"),
         *(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.tmodel.test_parity import random_model
-from tmodel import load_config
+from tmodel import Architectures, load_config
 from tmodel.json_files import read_json
 from tmodel.quantizers.calibration import choose_windows, collect_inputs, forward, head_gradient, sensitivities
 from tmodel.quantizers.layers import (
@@ -45,9 +45,11 @@ def windows() -> torch.Tensor:
     return torch.randint(97, (3, S + 1), generator=torch.Generator().manual_seed(0))
 
 
-def layers_of(directory: Path, dtype: torch.dtype, num_tokens: int) -> tuple[TransformersLayers, list[Weights]]:
+def layers_of(
+    directory: Path, dtype: torch.dtype, num_tokens: int, architectures: Architectures | None = None
+) -> tuple[TransformersLayers, list[Weights]]:
     """The model's layers for windows of num_tokens, and the weights of each."""
-    config = load_config(directory)
+    config = load_config(directory, architectures)
     with Checkpoint(directory, device="cpu", dtype=dtype) as checkpoint:
         weights = [
             {name: checkpoint.tensor(f"{config.layer_prefix(i)}{name}", shape) for name, shape in tensors.items()}

@@ -125,7 +125,7 @@ class HashPrefixCache:
             blocks = np.concatenate((blocks[:start], known, blocks[start + known.size :]))
             start += known.size
         # A block that a fork has too waits for the last who has it: the others may have other blocks before it.
-        new = pool.before_shared(blocks[start:end]).copy()
+        new = pool.prefix_before_shared(blocks[start:end]).copy()
         if new.size:
             pool.keep(new)
             if parent is not None and start < parent.first + parent.blocks.size:

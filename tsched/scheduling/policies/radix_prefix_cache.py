@@ -99,7 +99,7 @@ class RadixPrefixCache:
             pool.release(blocks[start : start + known.size])
             blocks = np.concatenate((blocks[:start], known, blocks[start + known.size :]))
         # A block that a fork has too waits for the last who has it: the others may have other blocks before it.
-        new = pool.before_shared(blocks[start + known.size : end]).copy()
+        new = pool.prefix_before_shared(blocks[start + known.size : end]).copy()
         if new.size:
             pool.keep(new)
             if taken < node.blocks.size:

@@ -1,0 +1,55 @@
+"""Llama, as a user adds it: pre-norm decoder, grouped-query attention, rotary positions, SwiGLU, biases where asked.
+
+Source: Touvron et al., LLaMA, 2023; fields and tensor names as in transformers' `LlamaForCausalLM`.
+"""
+
+from pydantic import PositiveFloat, PositiveInt
+
+from tmodel.decoders.attention import GroupedQueryAttention
+from tmodel.decoders.gated_mlp import GatedMLP
+from tmodel.decoders.pre_norm import DecoderLayer, PreNormDecoder, pre_norm_architecture
+from tmodel.fields import RotaryConfig
+from tmodel.json_files import ConfigError
+from tmodel.rotary import Rope
+
+
+class LlamaConfig(RotaryConfig):
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: PositiveInt = 2048
+    rms_norm_eps: PositiveFloat = 1e-6
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    eos_token_id: int | list[int] | None = 2
+
+
+def decoder(fields: LlamaConfig) -> PreNormDecoder:
+    if fields.hidden_act != "silu":
+        raise ConfigError(f"hidden_act is {fields.hidden_act!r}; Llama is supported with 'silu'")
+    head_dim = fields.head_dim or fields.hidden_size // fields.num_attention_heads
+    attention = GroupedQueryAttention(
+        fields.hidden_size,
+        fields.num_attention_heads,
+        fields.num_key_value_heads or fields.num_attention_heads,
+        head_dim,
+        Rope(head_dim, fields.resolved_rope_theta()),
+        qkv_bias=fields.attention_bias,
+        output_bias=fields.attention_bias,
+    )
+    mlp = GatedMLP(fields.hidden_size, fields.intermediate_size, fields.mlp_bias)
+    return PreNormDecoder(
+        layers=(DecoderLayer(attention, mlp),) * fields.num_hidden_layers,
+        hidden_size=fields.hidden_size,
+        norm_eps=fields.rms_norm_eps,
+        vocab_size=fields.vocab_size,
+        tied_head=fields.tie_word_embeddings,
+        max_position_embeddings=fields.max_position_embeddings,
+    )
+
+
+ARCHITECTURE = pre_norm_architecture("LlamaForCausalLM", LlamaConfig, decoder)

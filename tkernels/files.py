@@ -1,0 +1,42 @@
+"""Files that are there whole or not at all, whenever the process that writes them is killed."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PARTIAL = ".partial"
+"""How the names of unfinished files end, which a killed process leaves behind."""
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a path to write a file to. The file is on disk, and takes the place of `path`, when the block ends well.
+
+    Raises:
+        OSError: it cannot be written; the error names `path`.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+    try:
+        with naming(path):
+            yield partial
+            with partial.open("rb") as file:
+                os.fsync(file)
+            os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file of UTF-8, in place of the one that is there."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Has an OSError of a write say which file it was about: the system's own do not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
