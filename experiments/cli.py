@@ -1,16 +1,14 @@
 """`tk`, the command line. Commands are imported when they are called: `tk --help` loads no torch."""
 
-import inspect as signatures
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from importlib import import_module
-from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from inspect import Parameter, Signature
+from typing import Any, TypeVar, get_args
 
 import typer
 
 from experiments.commands import requests
-from experiments.commands.requests import Json
 from experiments.engine_flags import EngineFlags
 from experiments.exits import end, import_torch, refusing
 
@@ -24,11 +22,6 @@ app = typer.Typer(
 )
 
 RequestT = TypeVar("RequestT")
-
-VariantsFrom = Annotated[
-    list[Path] | None,
-    typer.Option("--variants-from", metavar="DIR", help="A folder of more variants, <op>/<variant>.py. Repeatable."),
-]
 
 
 def add_command(
@@ -55,14 +48,14 @@ def add_command(
         taken = {name: refusing(flags.take, given) for name, flags in engine.items()}
         end(run, request(**given, **taken))
 
-    kind = signatures.Parameter.KEYWORD_ONLY
+    kind = Parameter.KEYWORD_ONLY
     parameters = [
-        signatures.Parameter(one.name, kind, default=_default_of(one), annotation=one.type)
+        Parameter(one.name, kind, default=_default_of(one), annotation=one.type)
         for one in options
         if one.name not in engine
     ]
     parameters += [one for flags in engine.values() for one in flags.parameters()]
-    command.__signature__ = signatures.Signature(parameters)  # type: ignore[attr-defined]
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     command.__doc__ = request.__doc__
     app.command(name)(command)
@@ -71,7 +64,7 @@ def add_command(
 def _default_of(option: Field[Any]) -> Any:
     if option.default_factory is not MISSING:
         return option.default_factory()
-    return signatures.Parameter.empty if option.default is MISSING else option.default
+    return Parameter.empty if option.default is MISSING else option.default
 
 
 def _refuse_profile(asked: requests.ProfileRequest) -> None:
@@ -81,18 +74,13 @@ def _refuse_profile(asked: requests.ProfileRequest) -> None:
         refuse_unsound(asked.file, asked.overrides)
 
 
-def _exit(command: Callable[..., int], *arguments: object) -> None:
-    """Runs a command that needs torch."""
-    import_torch()
-    end(command, *arguments)
-
-
 add_command("ops", requests.OpsRequest)
 add_command("check", requests.CheckRequest)
 add_command("bench", requests.BenchRequest)
 add_command("tune", requests.TuneRequest)
 add_command("gpu-report", requests.GpuReportRequest)
 add_command("results-table", requests.ResultsTableRequest)
+add_command("inspect", requests.InspectRequest)
 add_command("run", requests.RunRequest, needs_torch=False)
 add_command("profile", requests.ProfileRequest, first=_refuse_profile)
 add_command("report", requests.ReportRequest, needs_torch=False)
@@ -105,33 +93,6 @@ add_command("eval", requests.EvalRequest)
 add_command("make-model", requests.MakeModelRequest)
 add_command("quantize", requests.QuantizeRequest)
 add_command("convert", requests.ConvertRequest)
-
-
-@app.command()
-def inspect(
-    op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
-    variant: Annotated[str | None, typer.Option(help="Only variants of this name.")] = None,
-    arch: Annotated[str | None, typer.Option(metavar="sm_90,...", help="Only these architectures.")] = None,
-    axes: Annotated[
-        str | None, typer.Option(metavar="a=b,c=d", help="Axes to hold, over the op's last benchmark point.")
-    ] = None,
-    dump: Annotated[
-        str | None, typer.Option(metavar="ptx|sass", help="Print the kernels' code instead (amdgcn for gfx942).")
-    ] = None,
-    diff: Annotated[
-        tuple[str, str] | None,
-        typer.Option(metavar="A B", help="Rows that differ: two outputs of --json, or two variants of --op."),
-    ] = None,
-    update_expected: Annotated[
-        bool, typer.Option("--update-expected", help="Write the expected table of this Triton version.")
-    ] = False,
-    as_json: Json = False,
-    variants_from: VariantsFrom = None,
-) -> None:
-    """Compile every kernel for GPUs that are not there: registers, spills, occupancy, instructions, access widths."""
-    from experiments.commands.inspect import Request, run
-
-    _exit(run, Request(op, variant, arch, axes, dump, diff, update_expected, variants_from or []), as_json)
 
 
 def main() -> None:

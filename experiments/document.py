@@ -27,7 +27,7 @@ class ExperimentError(ValueError):
         self.problems = tuple(problems)
 
 
-def dotted(parts: Iterable[str | int]) -> str:
+def format_path(parts: Iterable[str | int]) -> str:
     """("kernels", "paged_decode", 1) -> "kernels.paged_decode[1]"."""
     text = ""
     for part in parts:
@@ -40,7 +40,7 @@ def entries(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def in_order(problems: Iterable[str]) -> list[str]:
+def sort_problems(problems: Iterable[str]) -> list[str]:
     """Each problem once, as they lie in the text; those that lie in none come last."""
 
     def place(problem: str) -> tuple[float, float]:
@@ -52,11 +52,15 @@ def in_order(problems: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Document:
-    """`data` as YAML gave it, `folder` that its relative paths start from, and where each path was written.
+    """An experiment's file as plain data that knows where each part was written.
 
-    text: the file as it was written, comments and all, before any override. faults: what is wrong with it as YAML, and
-    overrides that fit nowhere, where the rest could be read all the same. full: the document with its own section of
-    that name applied, where it has one.
+    Attributes:
+        data: as YAML gave it, with overrides.
+        folder: where its relative paths start.
+        places: path -> the file, line and column, or the override, that wrote it.
+        text: the file as it was written, comments and all, before any override.
+        faults: what is wrong with it as YAML, and overrides that fit nowhere, where the rest could be read.
+        full: the document with its own section of that name applied, where it has one.
     """
 
     data: Mapping[str, Any]
@@ -83,7 +87,7 @@ class Document:
             elif isinstance(part, str) and depth == len(parts) - 1:
                 shown = (*known, part)
         place = self.places.get(known)
-        return f"{dotted(shown) or 'the experiment'}{f' ({place})' if place else ''}"
+        return f"{format_path(shown) or 'the experiment'}{f' ({place})' if place else ''}"
 
     def problem(self, parts: PathParts, message: str) -> str:
         return f"{self.where(parts)}: {message}"
@@ -92,8 +96,10 @@ class Document:
 def read_document(file: Path, overrides: Sequence[str] = ()) -> Document:
     """Reads `file` and applies `--set` overrides, each "dotted.key=YAML value".
 
-    Raises ExperimentError where there is no such file, or it is not YAML (with its line). A key that is given twice, or
-    an override that fits nowhere, is one of the document's `faults`.
+    A key that is given twice, or an override that fits nowhere, is one of the document's `faults`.
+
+    Raises:
+        ExperimentError: There is no such file, or it is not YAML; it names the line.
     """
     try:
         text = file.read_text(encoding="utf-8")
@@ -105,12 +111,12 @@ def read_document(file: Path, overrides: Sequence[str] = ()) -> Document:
 
 def parse_document(text: str, label: str, folder: Path, overrides: Sequence[str] = ()) -> Document:
     """`read_document` for YAML text; `label` is what its lines are called by in errors."""
-    made = _document(text, label, folder, overrides, full=False)
+    made = _make_document(text, label, folder, overrides, full=False)
     has_full = isinstance(made.data.get("full"), dict) and made.data["full"]
-    return replace(made, full=_document(text, label, folder, overrides, full=True)) if has_full else made
+    return replace(made, full=_make_document(text, label, folder, overrides, full=True)) if has_full else made
 
 
-def _document(text: str, label: str, folder: Path, overrides: Sequence[str], *, full: bool) -> Document:
+def _make_document(text: str, label: str, folder: Path, overrides: Sequence[str], *, full: bool) -> Document:
     reader = _Reader(label, lambda mark: f"{label}, line {mark.line + 1}, column {mark.column + 1}")
     data = reader.read(text)
     if not isinstance(data, dict):
@@ -120,7 +126,7 @@ def _document(text: str, label: str, folder: Path, overrides: Sequence[str], *, 
     def change(overrides: Iterable[str]) -> None:
         for override in overrides:
             try:
-                _override(data, reader.places, override)
+                _apply_override(data, reader.places, override)
             except ExperimentError as error:
                 faults.extend(error.problems)
 
@@ -130,9 +136,9 @@ def _document(text: str, label: str, folder: Path, overrides: Sequence[str], *, 
         at = ("full", key)
         inside = {path[len(at) :]: place for path, place in reader.places.items() if path[: len(at)] == at}
         try:
-            if _path_of(key)[0] == "full":
+            if _parse_path(key)[0] == "full":
                 raise ExperimentError(["is not one of the sizes, but where they are"])
-            _put(data, reader.places, _path_of(key), copy.deepcopy(value), inside)
+            _put_value(data, reader.places, _parse_path(key), copy.deepcopy(value), inside)
         except ExperimentError as error:
             faults.append(f"full.{key} ({reader.places[at]}): {error}")
     change(one for one in overrides if not _is_of_full(one))
@@ -193,7 +199,7 @@ class _Reader:
             if not isinstance(key, str):
                 self.faults.append(f"{place}: key {key!r} must be a text")
             elif key in mapping:
-                self.faults.append(f"{dotted((*path, key))} ({place}): given twice")
+                self.faults.append(f"{format_path((*path, key))} ({place}): given twice")
             else:
                 mapping[key] = self._value(loader, item, (*path, key), outer)
                 self.places[(*path, key)] = place
@@ -225,10 +231,10 @@ class _Reader:
         return value
 
     def _fault(self, path: PathParts, message: str) -> None:
-        self.faults.append(f"{dotted(path) or self.label} ({self.places.get(path, self.label)}): {message}")
+        self.faults.append(f"{format_path(path) or self.label} ({self.places.get(path, self.label)}): {message}")
 
 
-def _override(data: dict[str, Any], places: dict[PathParts, str], override: str) -> None:
+def _apply_override(data: dict[str, Any], places: dict[PathParts, str], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ExperimentError([f"--set {override}: must be key=value, as in --set scheduler.block_size=32"])
@@ -239,12 +245,12 @@ def _override(data: dict[str, Any], places: dict[PathParts, str], override: str)
         raise ExperimentError(reader.faults)
     reader.places[()] = place
     try:
-        _put(data, places, _path_of(key.strip()), value, reader.places)
+        _put_value(data, places, _parse_path(key.strip()), value, reader.places)
     except ExperimentError as error:
         raise ExperimentError([f"{place}: {error}"]) from None
 
 
-def _path_of(key: str) -> PathParts:
+def _parse_path(key: str) -> PathParts:
     """ "kernels.swiglu.1" -> ("kernels", "swiglu", 1). The keys of `full` are such texts themselves."""
     if key.startswith("full."):
         return "full", key.removeprefix("full.")
@@ -252,19 +258,19 @@ def _path_of(key: str) -> PathParts:
 
 
 def _is_of_full(override: str) -> bool:
-    return _path_of(override.partition("=")[0].strip())[0] == "full"
+    return _parse_path(override.partition("=")[0].strip())[0] == "full"
 
 
-def _put(
+def _put_value(
     data: dict[str, Any], places: dict[PathParts, str], path: PathParts, value: Any, inside: Mapping[PathParts, str]
 ) -> None:
     """Puts a value at a path; `inside` has the places of what is in it."""
     target: Any = data
     for depth, part in enumerate(path[:-1]):
         if isinstance(target, list):
-            target = _item(target, part, path[:depth])
+            target = _check_item(target, part, path[:depth])
             if not isinstance(target, dict | list):
-                raise ExperimentError([f"{dotted(path[: depth + 1])} is {target!r}, with nothing inside"])
+                raise ExperimentError([f"{format_path(path[: depth + 1])} is {target!r}, with nothing inside"])
         else:
             # A key that is not there yet may still be a valid one with a default; the schema decides.
             if not isinstance(target.get(str(part)), dict | list):
@@ -276,13 +282,13 @@ def _put(
     places.update({(*path, *parts_inside): at for parts_inside, at in inside.items()})
     last = path[-1]
     if isinstance(target, list):
-        _item(target, last, path[:-1])
+        _check_item(target, last, path[:-1])
         target[int(last)] = value
     else:
         target[str(last)] = value
 
 
-def _item(items: list[Any], part: str | int, path: Sequence[str | int]) -> Any:
+def _check_item(items: list[Any], part: str | int, path: Sequence[str | int]) -> Any:
     if not isinstance(part, int) or part >= len(items):
-        raise ExperimentError([f"{dotted(path)} is a list of {len(items)}, whose entries are 0, 1, ..."])
+        raise ExperimentError([f"{format_path(path)} is a list of {len(items)}, whose entries are 0, 1, ..."])
     return items[part]

@@ -1,6 +1,7 @@
 """`tk compare`: runs, or the arms of one, beside each other, with a verdict for every figure."""
 
 import json
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -35,14 +36,18 @@ def run(request: CompareRequest) -> int:
             refused += error.problems
     if not others:
         found.append(compare_arms(reference, request.across))
-    if found and request.as_json:
+    if request.as_json and found:
         print(json.dumps({"comparisons": [one.as_json() for one in found], "refused": refused}, indent=1))
     elif found:
-        console = Console()
-        for one in found:
-            print_comparison(console, one)
-        if others:
-            console.print(Text("The smallest effects show between arms of one run: its processes take turns.", "dim"))
+        _print(found, between_runs=bool(others))
     if refused:
         raise ExperimentError(refused)
     return 0
+
+
+def _print(found: Sequence[Comparison], *, between_runs: bool) -> None:
+    console = Console()
+    for one in found:
+        print_comparison(console, one)
+    if between_runs:
+        console.print(Text("The smallest effects show between arms of one run: its processes take turns.", "dim"))

@@ -41,9 +41,9 @@ def run(request: ConvertRequest) -> int:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty directory; a model is written to a new one")
     architectures = open_architectures(request.architectures_from)
-    file = _pickle_in(source)
-    settings = _settings(source)
-    tensors = _loaded(file, settings)
+    file = _find_pickle(source)
+    settings = _read_settings(source)
+    tensors = _load_pickle(file, settings)
     out.parent.mkdir(parents=True, exist_ok=True)
     # Beside its destination, so that one rename puts the whole model in place.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -55,15 +55,15 @@ def run(request: ConvertRequest) -> int:
             config = load_config(unfinished, architectures)
             _refuse_missing(config, file, tensors)
             writing = bar.add_task("writing", total=sum(tensor.nbytes for tensor in tensors.values()))
-            _write(tensors, unfinished, lambda count: bar.advance(writing, count))
+            _write_shards(tensors, unfinished, lambda count: bar.advance(writing, count))
             bar.add_task("checking", total=None)
-            _check(unfinished, config)
+            _check_model(unfinished, config)
         unfinished.chmod(0o755)  # mkdtemp's is for the owner alone
         unfinished.rename(out)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, ConfigError | WeightError):
-            raise ExperimentError([_told_of(file, unfinished, str(error))]) from None
+            raise ExperimentError([_name_source(file, unfinished, str(error))]) from None
         raise
     sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
     what = f"SqueezeLLM of {settings.wbits} bits, {len(tensors)} tensors"
@@ -71,7 +71,7 @@ def run(request: ConvertRequest) -> int:
     return 0
 
 
-def _pickle_in(source: Path) -> Path:
+def _find_pickle(source: Path) -> Path:
     if not source.is_dir():
         raise ExperimentError([f"{source}: not a directory with config.json, quant_config.json and one pickle"])
     pickles = sorted(path for path in source.iterdir() if path.suffix in _PICKLES)
@@ -84,7 +84,7 @@ def _pickle_in(source: Path) -> Path:
     raise ExperimentError([f"{source}: has no pickle ({', '.join('*' + end for end in _PICKLES)})"])
 
 
-def _settings(source: Path) -> SqueezeLLM:
+def _read_settings(source: Path) -> SqueezeLLM:
     """From quant_config.json, as the original writes it, or config.json's quantization_config."""
     own = source / "quant_config.json"
     file = own if own.exists() else source / "config.json"
@@ -101,10 +101,10 @@ def _settings(source: Path) -> SqueezeLLM:
     return found
 
 
-def _loaded(file: Path, settings: SqueezeLLM) -> dict[str, torch.Tensor]:
+def _load_pickle(file: Path, settings: SqueezeLLM) -> dict[str, torch.Tensor]:
     """The pickle's tensors, mapped from the file. ExperimentError where it is anything but a SqueezeLLM model."""
     # torch's own complaints about such files advise against what is done here: none is passed on.
-    with _archive(file) as archive:
+    with _open_archive(file) as archive:
         # What torch.jit.save writes: it would be handed to a loader of code.
         if any(name.endswith("/constants.pkl") for name in archive.namelist()):
             raise ExperimentError([f"{file}: a TorchScript archive, which holds code: not opened; {_EXPECTED}"])
@@ -118,7 +118,7 @@ def _loaded(file: Path, settings: SqueezeLLM) -> dict[str, torch.Tensor]:
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in loaded.items()
     ):
         raise ExperimentError([f"{file}: expected a mapping of names to tensors"])
-    kinds = ((name, _unsupported(tensor)) for name, tensor in loaded.items())
+    kinds = ((name, _describe_unsupported(tensor)) for name, tensor in loaded.items())
     problems = [f"{file}: tensor {name!r} is {what}; supported are {_SUPPORTED}" for name, what in kinds if what]
     if problems:
         raise ExperimentError(problems[:5])
@@ -135,7 +135,7 @@ def _loaded(file: Path, settings: SqueezeLLM) -> dict[str, torch.Tensor]:
     return dict(loaded)
 
 
-def _archive(file: Path) -> zipfile.ZipFile:
+def _open_archive(file: Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(file)
     except zipfile.BadZipFile:
@@ -143,7 +143,7 @@ def _archive(file: Path) -> zipfile.ZipFile:
         raise ExperimentError([f"{file}: {what}; {_EXPECTED}"]) from None
 
 
-def _unsupported(tensor: torch.Tensor) -> str | None:
+def _describe_unsupported(tensor: torch.Tensor) -> str | None:
     """What keeps the tensor out of a safetensors file that is served; None where nothing does."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return "nested" if tensor.is_nested else f"sparse ({str(tensor.layout).removeprefix('torch.')})"
@@ -152,7 +152,7 @@ def _unsupported(tensor: torch.Tensor) -> str | None:
     return None if tensor.dtype in _DTYPES else str(tensor.dtype).removeprefix("torch.")
 
 
-def _shards(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+def _split_shards(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
     """The names, in order, in runs of SHARD_BYTES at most, or of one tensor."""
     names: list[str] = []
     size = 0
@@ -165,8 +165,8 @@ def _shards(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
     yield names
 
 
-def _write(tensors: Mapping[str, torch.Tensor], folder: Path, advance: Callable[[int], None]) -> None:
-    shards = list(_shards(tensors))
+def _write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, advance: Callable[[int], None]) -> None:
+    shards = list(_split_shards(tensors))
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -198,7 +198,7 @@ def _refuse_missing(config: ModelConfig, file: Path, tensors: Mapping[str, torch
                 raise ExperimentError([f"{file}: tensor '{name}.qweight' is missing, which config.json asks for"])
 
 
-def _check(folder: Path, config: ModelConfig) -> None:
+def _check_model(folder: Path, config: ModelConfig) -> None:
     """Loads the model on the host as a server would, in the memory that one takes: what it refuses is found now."""
     limits = Limits(max_num_tokens=1, max_num_seqs=1, max_model_len=1, block_size=16, num_blocks=1)
     axes = kernel_axes(config, limits)
@@ -206,7 +206,7 @@ def _check(folder: Path, config: ModelConfig) -> None:
     load_model(folder, config, kernels, device="cpu", dtype=config.dtype)
 
 
-def _told_of(file: Path, folder: Path, problem: str) -> str:
+def _name_source(file: Path, folder: Path, problem: str) -> str:
     """What was found in `folder`, which is gone, by the names of what it was made of."""
     shard = r"model-\d{5}-of-\d{5}\.safetensors"
     return re.sub(rf"{shard}(, {shard})*", lambda _: file.name, problem).replace(str(folder), str(file.parent))

@@ -11,8 +11,8 @@ import tkernels
 from experiments.commands.requests import EvalRequest
 from experiments.document import ExperimentError
 from experiments.planning.models import named_model
-from experiments.quantization.evaluation import Evaluation, WindowReader, evaluate, windows_of
-from experiments.quantization.texts import read_text, tokens_of
+from experiments.quantization.evaluation import Evaluation, WindowReader, cut_windows, evaluate
+from experiments.quantization.texts import read_text, tokenize_text
 from experiments.reporting.table_style import add_row, new_table
 from tmodel import ModelPlan
 
@@ -34,10 +34,10 @@ def run(request: EvalRequest) -> int:
     if reference is not None and reference.config.vocab_size != plan.config.vocab_size:
         sizes = f"{plan.config.vocab_size} and {reference.config.vocab_size}"
         raise ExperimentError([f"--reference {request.reference}: vocabularies of {sizes} tokens do not compare"])
-    tokens = tokens_of(text, plan.directory())
-    if reference is not None and not torch.equal(tokens, tokens_of(text, reference.directory())):
+    tokens = tokenize_text(text, plan.directory())
+    if reference is not None and not torch.equal(tokens, tokenize_text(text, reference.directory())):
         raise ExperimentError([f"--reference {request.reference}: its tokenizer makes other tokens of the text"])
-    windows = windows_of(tokens, window) if len(tokens) > window else tokens[None]
+    windows = cut_windows(tokens, window) if len(tokens) > window else tokens[None]
     if windows.shape[1] < 2:
         raise ExperimentError([f"--text {request.text}: {len(tokens)} tokens; there is nothing to predict"])
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -13,7 +13,7 @@ from experiments.document import ExperimentError
 from experiments.gpu_report import precompile
 from experiments.gpu_report.journal import Fact, Journal, done_steps, facts, read_lines
 from experiments.gpu_report.steps import DOES, Step, make_steps, pending, schedule
-from experiments.gpu_report.supervisor import start_worker, supervise
+from experiments.gpu_report.supervisor import supervise, worker_runner
 from experiments.gpu_report.table import report
 from experiments.peers import with_peers
 from experiments.reporting.table_style import add_row, new_table
@@ -39,7 +39,8 @@ def run(request: GpuReportRequest) -> int:
     console = Console(stderr=True)
     todo = pending(steps, done_steps(journal.lines()))
     console.print(Text(f"{len(todo)} of {len(steps)} steps are left; {minutes:g} minutes for them"))
-    outcome = supervise(steps, journal, deadline, start_worker(out, str(where), deadline))
+    with worker_runner(out, str(where), deadline) as run_worker:
+        outcome = supervise(steps, journal, deadline, run_worker)
     (out / TABLE).write_text(report(journal.lines()), encoding="utf-8")
     console.print(Text(f"{len(steps) - len(outcome.left)} of {len(steps)} steps are done; {out / TABLE}"))
     for name in outcome.left[:10]:

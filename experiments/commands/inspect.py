@@ -5,7 +5,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from rich.text import Text
 
 from experiments.commands.check import parse_axes
 from experiments.commands.registry import matching, open_registry
+from experiments.commands.requests import InspectRequest
 from experiments.document import ExperimentError
 from experiments.reporting.table_style import add_row, new_table
 from tkernels import OPS, Registry
@@ -33,30 +33,16 @@ _NUMBER = re.compile(r"; this is \w+$")  # of the architecture, which the line n
 _ROOMY = 110  # columns of a terminal that has room for occupancies beside registers
 
 
-@dataclass(frozen=True)
-class Request:
-    """What `tk inspect` was asked: which variants and architectures, at which axes, and what to do with the rows."""
-
-    op: str | None
-    variant: str | None
-    arch: str | None
-    axes: str | None
-    dump: str | None
-    diff: tuple[str, str] | None
-    update_expected: bool
-    variants_from: Sequence[Path]
-
-
-def run(request: Request, as_json: bool) -> int:
+def run(request: InspectRequest) -> int:
     """Compiles, prints, and returns 1 where a gate fails, or a row is worse than the expected table's."""
     archs = _archs(request.arch)
     if request.diff is not None:
-        return _diff(request, archs, as_json)
+        return _diff(request, archs)
     ops = open_registry(request.variants_from)
     variants = [one for one in matching(ops, request.op, request.variant) if one.kind == "triton"]
     if not variants:
         raise ExperimentError(["no Triton variant among those named: there is nothing to compile"])
-    if request.dump is not None and as_json:
+    if request.dump is not None and request.as_json:
         raise ExperimentError(["--dump writes files of code: there is nothing of it that --json could print"])
     if request.dump is not None:
         return _dump(request, ops, variants, archs)
@@ -73,7 +59,7 @@ def run(request: Request, as_json: bool) -> int:
     elif not request.axes:
         worse = _worse(rows, table)
     found = {row.name: [*gates.failures(row), *worse.get(row.name, [])] for row in rows}
-    if as_json:
+    if request.as_json:
         json.dump([{**row.as_json(), "failures": found[row.name]} for row in rows], sys.stdout, indent=1)
         print()
     else:
@@ -108,7 +94,7 @@ def _worse(rows: Sequence[CompiledKernel], table: Mapping[expected.Key, Compiled
 
 
 def _compiled(
-    request: Request, ops: Registry, variants: Sequence[Variant], archs: Sequence[str], dump: Path | None = None
+    request: InspectRequest, ops: Registry, variants: Sequence[Variant], archs: Sequence[str], dump: Path | None = None
 ) -> list[CompiledKernel]:
     """The rows of variants on architectures, under a progress bar."""
     axes: Mapping[str, Value] = {}
@@ -152,7 +138,7 @@ def _points(variants: Sequence[Variant]) -> list[str]:
     return list(dict.fromkeys((*POINTS, *own)))
 
 
-def _dump(request: Request, ops: Registry, variants: Sequence[Variant], archs: Sequence[str]) -> int:
+def _dump(request: InspectRequest, ops: Registry, variants: Sequence[Variant], archs: Sequence[str]) -> int:
     """Prints the kernels' texts; AMD has one kind of assembler text, whichever was asked for."""
     if request.dump not in DUMPS:
         raise ExperimentError([f"--dump: {request.dump!r} is neither ptx nor sass"])
@@ -169,7 +155,7 @@ def _dump(request: Request, ops: Registry, variants: Sequence[Variant], archs: S
     return 1 if any(row.status == "failed" for row in rows) else 0
 
 
-def _diff(request: Request, archs: Sequence[str], as_json: bool) -> int:
+def _diff(request: InspectRequest, archs: Sequence[str]) -> int:
     """Rows that differ between two outputs of --json, or between two variants of the op.
 
     Returns 1 where B is a file and worse than A, as the expected table's test has it: another variant may be so.
@@ -196,7 +182,7 @@ def _diff(request: Request, archs: Sequence[str], as_json: bool) -> int:
         for key in sorted(before.keys() | now.keys())
     ]
     changes = [one for one in changes if one["changed"]]
-    if as_json:
+    if request.as_json:
         json.dump(changes, sys.stdout, indent=1)
         print()
     else:

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from experiments.commands.requests import QuantizeRequest
 from experiments.document import ExperimentError
 from experiments.planning.models import named_model
-from experiments.quantization.texts import read_text, tokens_of
+from experiments.quantization.texts import read_text, tokenize_text
 from tmodel.quantizers import METHODS
 from tmodel.quantizers.checkpoint import Job, plan_job, quantize_checkpoint, windows_for
 from tmodel.quantizers.unfinished import QuantizerError
@@ -35,7 +35,7 @@ def run(request: QuantizeRequest) -> int:
     if group_size is None:
         group_size = DEFAULT_GROUP_SIZE if method.grouped else -1
     try:
-        job = _with_windows(plan_job(source, method, request.bits, group_size, model.architectures), request)
+        job = _add_windows(plan_job(source, method, request.bits, group_size, model.architectures), request)
         console = Console(stderr=True)
         columns = (TextColumn("quantizing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, TextColumn("{task.fields[done]}", style="dim"), console=console) as progress:
@@ -43,7 +43,7 @@ def run(request: QuantizeRequest) -> int:
             quantize_checkpoint(job, request.out, lambda done: progress.update(task, advance=1, done=done))
     except QuantizerError as error:
         raise ExperimentError([str(error)]) from None
-    before, after = _size(source), _size(request.out)
+    before, after = _count_bytes(source), _count_bytes(request.out)
     Console(markup=False, highlight=False, soft_wrap=True).print(
         f"{request.out}: {method.name}, {request.bits} bits, {after / 1e6:,.2f} MB of weights, {after / before:.2f} of "
         f"{source.name}'s {before / 1e6:,.2f} MB"
@@ -51,17 +51,17 @@ def run(request: QuantizeRequest) -> int:
     return 0
 
 
-def _with_windows(job: Job, request: QuantizeRequest) -> Job:
+def _add_windows(job: Job, request: QuantizeRequest) -> Job:
     """The job with its calibration windows, where its method looks at any."""
     if job.method.walk == "none":
         return job
     if request.calibration is None:
         raise QuantizerError(f"{job.method.name} needs --calibration, a file of text like what the model will read")
-    tokens = tokens_of(read_text(request.calibration, "--calibration"), job.source)
+    tokens = tokenize_text(read_text(request.calibration, "--calibration"), job.source)
     longest = job.config.max_position_embeddings
     window = min(DEFAULT_WINDOW, longest) if request.window is None else request.window
     return replace(job, windows=windows_for(job.config, tokens, window))
 
 
-def _size(directory: Path) -> int:
+def _count_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.glob("*.safetensors"))

@@ -114,6 +114,30 @@ class ResultsTableRequest:
 
 
 @dataclass(frozen=True)
+class InspectRequest:
+    """Compile every kernel for GPUs that are not there: registers, spills, occupancy, instructions, access widths."""
+
+    op: Op = None
+    variant: VariantName = None
+    arch: Annotated[str | None, Option(metavar="sm_90,...", help="Only these architectures.")] = None
+    axes: Annotated[str | None, Option(metavar="a=b,c=d", help="Axes to hold, over the op's last benchmark point.")] = (
+        None
+    )
+    dump: Annotated[
+        str | None, Option(metavar="ptx|sass", help="Print the kernels' code instead (amdgcn for gfx942).")
+    ] = None
+    diff: Annotated[
+        tuple[str, str] | None,
+        Option(metavar="A B", help="Rows that differ: two outputs of --json, or two variants of --op."),
+    ] = None
+    update_expected: Annotated[
+        bool, Option("--update-expected", help="Write the expected table of this Triton version.")
+    ] = False
+    as_json: Json = False
+    variants_from: VariantsFrom = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class RunRequest:
     """Run an experiment: check, time, serve and compare every arm, each in processes of its own."""
 

@@ -1,6 +1,9 @@
 """`tk run`: one experiment, from its YAML to a run folder, a table and a report. Imports torch when it has to."""
 
 import shlex
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,9 +83,10 @@ def _carry_out(request: RunRequest, sweep: "Sweep", executor: Executor) -> int:
         sizes, other = ("full", "--no-full") if sweep.is_full else ("small", "--full")
         progress.print(Text(f"in its {sizes} sizes; {other} for the others"), soft_wrap=True)
     try:
-        folder = run_experiment(
-            sweep, request.out, request.overrides, progress, executor=executor, resume=request.resume
-        )
+        with _interrupted_by_signals():
+            folder = run_experiment(
+                sweep, request.out, request.overrides, progress, executor=executor, resume=request.resume
+            )
     except RunInterrupted as interrupted:
         again = resume_command(request, interrupted.path)
         progress.print(Text(f"interrupted; what is done is kept, and goes on with: {again}"), soft_wrap=True)
@@ -96,3 +100,17 @@ def _carry_out(request: RunRequest, sweep: "Sweep", executor: Executor) -> int:
     console.print(Text(f"{len(folder.rows)} rows in {folder.path / 'results.jsonl'}"), soft_wrap=True)
     console.print(Text(f"Report: {write_report(report_of(read_run(folder.path)), folder.path)}"), soft_wrap=True)
     return 1 if bad else 0
+
+
+@contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """Has SIGTERM and SIGHUP do what Ctrl-C does, where they are not ignored (as under nohup)."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    changed = {number: handler for number, handler in before.items() if handler == signal.SIG_DFL}
+    for number in changed:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in changed.items():
+            signal.signal(number, handler)

@@ -1,9 +1,9 @@
 """Fills Triton's cache from several processes at once, so that the steps after it find everything compiled."""
 
 import os
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from experiments.gpu_report.steps import SIGNATURES, report_points
 from tkernels.config import Config
 from tkernels.device import device_facts
 from tkernels.inputs import map_tensors
+from tkernels.isolation import Prepare, Server, ServerError, Tell, Work
 from tkernels.launch import Kernel
 from tkernels.measurement import cut_axes, prepare
-from tkernels.registry import Registry
+from tkernels.registry import Registry, builtin_ops
 from tkernels.tuning import NEAREST, candidates
 from tkernels.variant import Variant
 from tkernels.verification.check import check_case
@@ -34,23 +35,37 @@ def processes() -> int:
 def in_parallel(device: torch.device, seconds: float) -> dict[str, Any]:
     """Runs one share of the work in each process; one that dies or is too slow loses nothing but time."""
     count = processes()
-    command = [sys.executable, "-m", "experiments.gpu_report.worker", "--device", str(device), "--share"]
-    started = [
-        subprocess.Popen([*command, f"{index}/{count}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        for index in range(count)
-    ]
-    problems = []
-    for process in started:
-        try:
-            _, said = process.communicate(timeout=max(seconds, 1.0))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            problems.append("stopped: out of time")
-            continue
-        if process.returncode:
-            problems.append(f"exit {process.returncode}: {said.strip().splitlines()[-1] if said.strip() else ''}")
+    with ThreadPoolExecutor(count) as threads:
+        found = threads.map(lambda index: _compile_elsewhere(device, index, count, max(seconds, 1.0)), range(count))
+        problems = [problem for problem in found if problem is not None]
     return {"kind": "precompile", "processes": count, "problems": problems}
+
+
+def _compile_elsewhere(device: torch.device, index: int, count: int, seconds: float) -> str | None:
+    """Compiles a share in a process of its own; says why where that did not come to its end."""
+    server = Server({"TRITON_INTERPRET": "0"})
+    try:
+        server.load("experiments.gpu_report.precompile:prepare_shares", str(device))
+        return server.run([index, count], lambda message: None, seconds).death
+    except ServerError as error:
+        return f"its server {error}"
+    finally:
+        server.end()
+
+
+def prepare_shares(device: str) -> Prepare:
+    """In a server that compiles: a task is the number of a share, and how many there are."""
+
+    def prepare(share: Sequence[int]) -> Work:
+        index, count = share
+
+        def work(tell: Tell) -> None:
+            torch.cuda.set_device(torch.device(device))
+            compile_share(builtin_ops(), torch.device(device), index, count)
+
+        return work
+
+    return prepare
 
 
 def compile_share(ops: Registry, device: torch.device, index: int, count: int) -> None:

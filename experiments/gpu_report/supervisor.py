@@ -1,35 +1,23 @@
-"""Keeps a worker at work: starts it, ends it where a step hangs, and starts another one after a step that killed it."""
+"""Keeps steps going: a worker's process does them in order, and another one goes on after a step that ended it."""
 
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from experiments.gpu_report.journal import Journal, done_steps, running_step
 from experiments.gpu_report.steps import Step, pending
+from tkernels.isolation import Ending, Server, ServerError
 
 # A step may take this many times its estimate, and a minute at least, before its process is ended.
 _PATIENCE, _LEAST_S = 4.0, 60.0
 
-# What a worker may go on past the deadline: a step that was begun just before it.
+# What a step that was begun just before the deadline may go on past it.
 _GRACE_S = 20.0
 
-_POLL_S = 0.5
-
-
-class Process(Protocol):
-    """What is asked of a worker's process; subprocess.Popen is one."""
-
-    def poll(self) -> int | None: ...
-    def kill(self) -> None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-
-
-Start = Callable[[Sequence[Step]], Process]
+RunWorker = Callable[[Sequence[Step]], Ending]
+"""Has a process do the steps, in order, and says how it ended."""
 
 
 @dataclass(frozen=True)
@@ -40,77 +28,72 @@ class Outcome:
     workers: int
 
 
+def seconds_for(step: Step) -> float:
+    """How long a step may take before its process is ended."""
+    return max(_LEAST_S, _PATIENCE * step.seconds)
+
+
+def seconds_left(step: Step, deadline: float) -> float:
+    """The same for a step that begins now, where the deadline (seconds since the epoch) comes first."""
+    return min(seconds_for(step), deadline + _GRACE_S - time.time())
+
+
 def supervise(
     steps: Sequence[Step],
     journal: Journal,
     deadline: float,
-    start: Start,
+    run_worker: RunWorker,
     *,
     now: Callable[[], float] = time.time,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> Outcome:
-    """Has every pending step tried once, until the deadline.
-
-    Args:
-        deadline: seconds since the epoch. start: starts a worker on steps, in order.
-    """
+    """Has every pending step tried once, until the deadline, in seconds since the epoch."""
     todo = pending(steps, done_steps(journal.lines()))
-    by_name = {step.name: step for step in steps}
     workers = 0
     while todo and now() < deadline:
         before = len(journal.lines())  # an earlier run's lines say nothing of this worker
-        process = start(todo)
+        ending = run_worker(todo)
         workers += 1
-        _watch(process, journal, before, by_name, deadline, now, sleep)
-        tried = _settle(process, journal, before, todo)
-        if tried == 0:
+        _end_open_step(ending, journal, before, todo, now() >= deadline)
+        ended = [line["step"] for line in journal.lines()[before:] if line["event"] == "end"]
+        tried = [index for index, step in enumerate(todo) if step.name in ended]
+        if not tried:
             break  # it died before its first step: so would the next
-        todo = todo[tried:]
+        todo = todo[max(tried) + 1 :]
     done = done_steps(journal.lines())
     return Outcome(tuple(step.name for step in steps if step.name not in done), workers)
 
 
-def _watch(
-    process: Process, journal: Journal, before: int, by_name: dict[str, Step], deadline: float,
-    now: Callable[[], float], sleep: Callable[[float], None],
-) -> None:  # fmt: skip
-    """Until the process ends, by itself or because a step takes far too long or time is up."""
-    while process.poll() is None:
-        sleep(_POLL_S)
-        running = running_step(journal.lines()[before:])
-        if running is None:
-            continue
-        name, begun = running
-        limit = max(_LEAST_S, _PATIENCE * by_name[name].seconds) if name in by_name else _LEAST_S
-        if now() > min(begun + limit, deadline + _GRACE_S):
-            process.kill()
-            process.wait()
-            reason = "stopped: out of time" if now() > deadline + _GRACE_S else f"stopped after {limit:.0f} s"
-            journal.append(name, "end", status="stopped", reason=reason)
-            return
-
-
-def _settle(process: Process, journal: Journal, before: int, todo: Sequence[Step]) -> int:
-    """Ends the step that a dead worker left open, and says how many of `todo` were tried."""
-    code = process.wait()
+def _end_open_step(ending: Ending, journal: Journal, before: int, todo: Sequence[Step], is_late: bool) -> None:
+    """Writes down the end of the step that a worker left open when it ended."""
     running = running_step(journal.lines()[before:])
-    if running is not None:
-        journal.append(running[0], "end", status="failed", reason=f"its process died (exit {code})")
-    ended = [line["step"] for line in journal.lines()[before:] if line["event"] == "end"]
-    tried = [index for index, step in enumerate(todo) if step.name in ended]
-    return max(tried) + 1 if tried else 0
+    if running is None:
+        return
+    name, _ = running
+    if ending.timed_out:
+        limit = next((seconds_for(step) for step in todo if step.name == name), _LEAST_S)
+        reason = "stopped: out of time" if is_late else f"stopped after {limit:.0f} s"
+        journal.append(name, "end", status="stopped", reason=reason)
+    else:
+        journal.append(name, "end", status="failed", reason=f"its process died: {ending.death}")
 
 
-def start_worker(out: Path, device: str, deadline: float) -> Start:
-    """Starts real workers; what they print goes to worker.log."""
+@contextmanager
+def worker_runner(out: Path, device: str, deadline: float) -> Iterator[RunWorker]:
+    """Real workers, forked from one server; what they print goes to worker.log."""
+    server = Server({"TRITON_INTERPRET": "0"})
+    about = {"out": str(out.resolve()), "device": device, "deadline": deadline}
+    server.load("experiments.gpu_report.worker:prepare_steps", about)
 
-    def start(steps: Sequence[Step]) -> Process:
-        command = [sys.executable, "-m", "experiments.gpu_report.worker", "--device", device, "--out", str(out)]
-        with open(out / "worker.log", "ab") as log, tempfile.TemporaryFile("w+") as names:
-            names.writelines(step.name + "\n" for step in steps)
-            names.seek(0)
-            return subprocess.Popen(
-                [*command, "--deadline", str(deadline)], stdin=names, stdout=log, stderr=subprocess.STDOUT
-            )
+    def run_worker(steps: Sequence[Step]) -> Ending:
+        try:
+            ending = server.run([step.name for step in steps], lambda message: None)
+        except ServerError as error:
+            ending = Ending(0.0, f"its server {error}")
+        with open(out / "worker.log", "a", encoding="utf-8") as log:
+            log.write(f"{ending.printed}\n{ending.death or 'ended'}\n")
+        return ending
 
-    return start
+    try:
+        yield run_worker
+    finally:
+        server.end()

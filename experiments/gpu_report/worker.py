@@ -4,7 +4,6 @@ A kernel that reads where it must not takes its whole process with it; the super
 goes on after the step that failed.
 """
 
-import argparse
 import gc
 import shutil
 import subprocess
@@ -22,10 +21,12 @@ from experiments.gpu_report import engine, engine_marks, hardware, precompile
 from experiments.gpu_report.correctness import check, rerun, signatures, stress
 from experiments.gpu_report.journal import Journal, facts
 from experiments.gpu_report.steps import CASES, RERUNS, SIGNATURES, Kind, Step, make_steps, report_points, tuning_point
+from experiments.gpu_report.supervisor import seconds_left
 from experiments.peers import is_peer, slack_of, with_peers
 from experiments.tuning_session import tune
 from tkernels import OPS, Registry, Tuning
 from tkernels.device import device_facts
+from tkernels.isolation import Prepare, Tell, Work
 from tkernels.measurement import Measurement, Method, measure
 from tkernels.variant import Variant
 from tmodel import RANDOM_PRESETS
@@ -37,12 +38,15 @@ SANITIZED_CASES = 4
 
 @dataclass(frozen=True)
 class Job:
-    """What a step is carried out with. `deadline`: seconds since the epoch, after which nothing is begun."""
+    """What a step is carried out with. deadline: seconds since the epoch, after which nothing is begun. within: gives
+    the process so many seconds from now on.
+    """
 
     journal: Journal
     ops: Registry
     device: torch.device
     deadline: float
+    within: Callable[[float], None] = lambda seconds: None
 
     def left(self) -> float:
         return self.deadline - time.time()
@@ -85,6 +89,7 @@ def carry_out(steps: Sequence[Step], job: Job, actions: Actions | None = None) -
     for step in steps:
         if job.left() <= 0:
             return
+        job.within(seconds_left(step, job.deadline))
         job.journal.append(step.name, "begin")
         started = time.monotonic()
         try:
@@ -227,26 +232,19 @@ ACTIONS: Actions = {
 }
 
 
-def main() -> None:
-    """Runs the steps named on stdin, one a line, or one share of the precompilation."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.gpu_report.worker")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--deadline", type=float, default=0.0)
-    parser.add_argument("--share", help="i/n: compile this share and leave")
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore", message=".*config tuned with.*")
-    device = torch.device(arguments.device)
-    torch.cuda.set_device(device)
-    if arguments.share:
-        index, count = map(int, arguments.share.split("/"))
-        precompile.compile_share(OPS, device, index, count)
-        return
-    ops = with_peers(OPS)
-    by_name = {step.name: step for step in make_steps(ops, device_facts(device), precompile.processes())}
-    steps = [by_name[line.rstrip("\n")] for line in sys.stdin]
-    carry_out(steps, Job(Journal(arguments.out), ops, device, arguments.deadline))
+def prepare_steps(about: Mapping[str, Any]) -> Prepare:
+    """In a server that compiles: a task is the names of steps. Each worker asks for the device itself."""
 
+    def prepare(names: Sequence[str]) -> Work:
+        def work(tell: Tell) -> None:
+            warnings.filterwarnings("ignore", message=".*config tuned with.*")
+            device = torch.device(about["device"])
+            torch.cuda.set_device(device)
+            ops = with_peers(OPS)
+            by_name = {step.name: step for step in make_steps(ops, device_facts(device), precompile.processes())}
+            job = Job(Journal(Path(about["out"])), ops, device, about["deadline"], tell.within)
+            carry_out([by_name[name] for name in names], job)
 
-if __name__ == "__main__":
-    main()
+        return work
+
+    return prepare

@@ -61,7 +61,7 @@ class Axis:
                 kept.append((place, value))
             order.append(found[key])
         values = tuple(value for _, value in kept)
-        labels = model_labels(values) if name == "model" else tuple(map(_label, values))
+        labels = model_labels(values) if name == "model" else tuple(map(_label_value, values))
         return Axis(name, values, tuple(place for place, _ in kept), labels, tuple(order))
 
     @staticmethod
@@ -71,7 +71,7 @@ class Axis:
         return Axis.of(name, [(index if is_list else None, one) for index, one in enumerate(entries(value))])
 
 
-def _label(value: Any) -> Any:
+def _label_value(value: Any) -> Any:
     return value.label if isinstance(value, Pick) else value
 
 
@@ -196,13 +196,13 @@ def _kernel_axis(document: Document, op: str, groups: Groups, problems: list[str
             together = [[path.removeprefix(start) for path in group] for group in groups]
             picks = picks_of(choice, together)
             if (count := len(written) + num_picks(choice, together)) > MOST_POINTS:
-                problems.append(document.problem(("kernels", op, index), _too_many(count, MOST_POINTS)))
+                problems.append(document.problem(("kernels", op, index), _format_excess(count, MOST_POINTS)))
                 picks = islice(picks, 1)
         written += [(index, pick) for pick in picks]
     return Axis.of(f"kernels.{op}", written)
 
 
-def _too_many(count: int, most: int) -> str:
+def _format_excess(count: int, most: int) -> str:
     return f"the lists multiply to {count:,} points; {most:,} are the most that are laid out"
 
 
@@ -217,7 +217,7 @@ def multiply(document: Document, grid: Grid, groups: Groups, problems: list[str]
     for branch, some in zip(grid.branches, dimensions, strict=True):
         total += math.prod(map(len, some))
         if total > grid.most:
-            problems.append(document.problem(branch.place, _too_many(total, grid.most)))
+            problems.append(document.problem(branch.place, _format_excess(total, grid.most)))
             dimensions = [[picks[:1] for picks in each] for each in dimensions]
             break
     points = [

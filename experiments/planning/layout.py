@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.document import Document, ExperimentError, PathParts, entries, in_order, read_document
+from experiments.document import Document, ExperimentError, PathParts, entries, read_document, sort_problems
 from experiments.planning.arms import Arm, ServedWorkload
 from experiments.planning.axes import Combination, arm_grid, multiply, shape_grids
 from experiments.planning.model_names import whole_sources
@@ -66,22 +66,26 @@ def lay_out(document: Document) -> list[Layout]:
         ExperimentError: all faults of round one, in both.
     """
     problems: list[str] = []
-    layouts = [_lay_out_one(some, problems) for some in (document, document.full) if some is not None]
+    layouts = [_lay_out_sizes(some, problems) for some in (document, document.full) if some is not None]
     if problems:
-        raise ExperimentError(in_order(problems))
+        raise ExperimentError(sort_problems(problems))
     return [layout for layout in layouts if layout is not None]
 
 
 def refuse_unsound(file: Path, overrides: Sequence[str]) -> bool:
-    """Raises ExperimentError with all faults of round one: before torch is imported, where a command calls it first.
+    """Round one of a file, for a command to call before it imports torch.
 
-    Returns whether a model is served or quantized.
+    Returns:
+        Whether a model is served or quantized.
+
+    Raises:
+        ExperimentError: All faults of round one.
     """
     experiments = [layout.experiment for layout in lay_out(read_document(file, overrides))]
     return any(one.workload or one.quantization for one in experiments)
 
 
-def _lay_out_one(document: Document, problems: list[str]) -> Layout | None:
+def _lay_out_sizes(document: Document, problems: list[str]) -> Layout | None:
     """The layout, or None and what is wrong with it."""
     names = known_names(document.folder, document.data.get("variants_from"))
     found = [*document.faults, *written_problems(document, names)]
@@ -95,7 +99,7 @@ def _lay_out_one(document: Document, problems: list[str]) -> Layout | None:
     if entries(data.get("model")):
         data["model"] = whole_sources(data["model"], document.folder)
     if served:
-        data["workload"] = [_single_workload(document, point) for point in served.values()]
+        data["workload"] = [_make_single_workload(document, point) for point in served.values()]
 
     def written(path: PathParts) -> PathParts:
         return _written_path(path, list(served.values()))
@@ -106,8 +110,8 @@ def _lay_out_one(document: Document, problems: list[str]) -> Layout | None:
         return None
     workloads = dict(zip(served, experiment.workload, strict=True))
     swept = _swept_axes(points[""])
-    parts = tuple(_part(experiment, some, workloads, swept) for some in _by_model_and_dtype(points[""]))
-    typed = {op: tuple(_shape(experiment, op, one) for one in points[grid.section]) for op, grid in shapes.items()}
+    parts = tuple(_make_part(experiment, some, workloads, swept) for some in _by_model_and_dtype(points[""]))
+    typed = {op: tuple(_make_shape(experiment, op, one) for one in points[grid.section]) for op, grid in shapes.items()}
     return Layout(document, experiment, parts, typed)
 
 
@@ -128,7 +132,7 @@ def _served_points(points: Sequence[Combination]) -> dict[WorkloadKey, Combinati
     return dict(sorted(served.items()))
 
 
-def _single_workload(document: Document, point: Combination) -> Any:
+def _make_single_workload(document: Document, point: Combination) -> Any:
     """The point's entry of `workload` with one value in every field."""
     assert point.branch.entry is not None
     entry = entries(document.data["workload"])[point.branch.entry]
@@ -193,7 +197,7 @@ def _by_engine(points: Sequence[Combination]) -> list[list[Combination]]:
     return list(engines.values())
 
 
-def _part(
+def _make_part(
     experiment: Experiment,
     points: Sequence[Combination],
     workloads: Mapping[WorkloadKey, AnyWorkload],
@@ -206,11 +210,11 @@ def _part(
         model=experiment.model[places["model"]] if experiment.model else None,
         model_place=("model", places["model"]),
         dtype=experiment.dtype[places["dtype"]] if experiment.dtype else None,
-        arms=tuple(_arm(same, workloads, swept) for same in _by_engine(points)),
+        arms=tuple(_make_arm(same, workloads, swept) for same in _by_engine(points)),
     )
 
 
-def _arm(points: Sequence[Combination], workloads: Mapping[WorkloadKey, AnyWorkload], swept: Sequence[str]) -> Arm:
+def _make_arm(points: Sequence[Combination], workloads: Mapping[WorkloadKey, AnyWorkload], swept: Sequence[str]) -> Arm:
     """The arm of one engine's points."""
     first = points[0]
     outer = {name: str(first.label(name)) for name in ("model", "dtype") if name in swept}
@@ -220,7 +224,7 @@ def _arm(points: Sequence[Combination], workloads: Mapping[WorkloadKey, AnyWorkl
         swept=tuple(name.removeprefix("kernels.") for name in swept),
         batching=first.value("batching"),
         workloads=tuple(
-            _served_workload(point, workloads[_workload_key(point)])
+            _make_served_workload(point, workloads[_workload_key(point)])
             for point in points
             if point.branch.entry is not None
         ),
@@ -228,13 +232,13 @@ def _arm(points: Sequence[Combination], workloads: Mapping[WorkloadKey, AnyWorkl
     )
 
 
-def _served_workload(point: Combination, workload: AnyWorkload) -> ServedWorkload:
+def _make_served_workload(point: Combination, workload: AnyWorkload) -> ServedWorkload:
     names = point.axes_below("workload").values()
     settings = {name: point.value(name) for name in names if len(point.branch.axes[name].values) > 1}
     return ServedWorkload(workload.name, settings, workload, point.branch.entry or 0)
 
 
-def _shape(experiment: Experiment, op: str, point: Combination) -> Shape:
+def _make_shape(experiment: Experiment, op: str, point: Combination) -> Shape:
     entry = point.branch.entry or 0
     typed = experiment.shapes[op][entry]
     places = {axis: point.place(name) for axis, name in point.axes_below(f"shapes.{op}").items()}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import tkernels
-from experiments.document import Document, ExperimentError, in_order
+from experiments.document import Document, ExperimentError, sort_problems
 from experiments.peers import with_peers
 from experiments.planning.arms import Arm, Pick, ServedWorkload
 from experiments.planning.engine_options import kernel_ranges
@@ -22,7 +22,8 @@ from tkernels.contract import Value
 from tkernels.outside import broken_files
 from tkernels.selection import OpAxes, with_parts
 from tkernels.variant import AxisRanges
-from tmodel import ArchitectureError, Architectures, architectures_with, known_architectures
+from tmodel import Architectures, architectures_with, known_architectures
+from tmodel.outside import why_broken
 
 
 @dataclass(frozen=True)
@@ -141,19 +142,19 @@ def make_sweep(document: Document, *, full: bool | None = None, broken: Mapping[
     layouts = lay_out(document)
     problems: list[str] = []
     asked = layouts[-1] if full else layouts[0]
-    ops = _registry(asked, broken, problems)
-    architectures = _architectures(asked, problems)
-    device = _device(asked, problems)
+    ops = _open_registry(asked, broken, problems)
+    architectures = _open_architectures(asked, broken is None, problems)
+    device = _find_device(asked, problems)
     is_full = len(layouts) > 1 and (device is not None and device.type == "cuda" if full is None else full)
     layout = layouts[1] if is_full else layouts[0]
     problems += [problem for one in layouts for problem in registry_problems(one, ops)]
-    plans = [_plan(layout, part, ops, architectures, device, problems) for part in layout.parts]
+    plans = [_make_plan(layout, part, ops, architectures, device, problems) for part in layout.parts]
     if problems:
-        raise ExperimentError(in_order(problems))
+        raise ExperimentError(sort_problems(problems))
     return Sweep(layout.document, tuple(plan for plan in plans if plan is not None), is_full)
 
 
-def _plan(
+def _make_plan(
     layout: Layout,
     part: Part,
     ops: Registry,
@@ -162,7 +163,7 @@ def _plan(
     problems: list[str],
 ) -> Plan | None:
     """The part's plan; None, and what is wrong, where there can be none."""
-    model = _model(layout, part, architectures, problems)
+    model = _read_model(layout, part, architectures, problems)
     dtype = getattr(torch, part.dtype) if part.dtype else model.config.dtype if model is not None else None
     if dtype is None and part.model is None:
         dtype = torch.float32
@@ -193,7 +194,7 @@ def _plan(
     )
 
 
-def _model(layout: Layout, part: Part, architectures: Architectures, problems: list[str]) -> ModelPlan | None:
+def _read_model(layout: Layout, part: Part, architectures: Architectures, problems: list[str]) -> ModelPlan | None:
     """The part's model, with its configuration read; None where there is none, or it cannot be read."""
     if part.model is None:
         return None
@@ -210,7 +211,7 @@ def _model(layout: Layout, part: Part, architectures: Architectures, problems: l
     return model
 
 
-def _registry(layout: Layout, broken: Mapping[Path, str] | None, problems: list[str]) -> Registry:
+def _open_registry(layout: Layout, broken: Mapping[Path, str] | None, problems: list[str]) -> Registry:
     """The house's ops with the peers' and the outside folders' variants. What is wrong with a folder is a problem; a
     broken file is left out.
     """
@@ -225,17 +226,22 @@ def _registry(layout: Layout, broken: Mapping[Path, str] | None, problems: list[
     return ops
 
 
-def _architectures(layout: Layout, problems: list[str]) -> Architectures:
-    """The house's and the outside folders' architectures; what is wrong with a folder is a problem."""
+def _open_architectures(layout: Layout, is_first: bool, problems: list[str]) -> Architectures:
+    """The house's and the outside folders' architectures; what is wrong with a folder is a problem.
+
+    Args:
+        layout: of the document.
+        is_first: whether nobody has imported these files yet; they are then tried in a process of their own.
+        problems: gets what is wrong.
+    """
     folders = [layout.document.folder / folder for folder in layout.experiment.architectures_from]
-    try:
-        return architectures_with(folders)
-    except ArchitectureError as error:
-        problems.append(layout.document.problem(("architectures_from",), str(error)))
+    if is_first and (reason := why_broken(folders)) is not None:
+        problems.append(layout.document.problem(("architectures_from",), reason))
         return known_architectures()
+    return architectures_with(folders)
 
 
-def _device(layout: Layout, problems: list[str]) -> torch.device | None:
+def _find_device(layout: Layout, problems: list[str]) -> torch.device | None:
     """The device that is named, or the best there is; None where it is not there, which is a problem."""
     name = layout.experiment.device
     if name is None:

@@ -7,7 +7,14 @@ from typing import Any
 
 from experiments.planning.arms import Pick
 from experiments.planning.plan import Plan
-from experiments.planning.shape_points import AS_SERVED, DTYPE_ROLES, asked_point, complete, named, used_pages
+from experiments.planning.shape_points import (
+    AS_SERVED,
+    DTYPE_ROLES,
+    asked_point,
+    complete_point,
+    name_points,
+    used_pages,
+)
 from experiments.schema import SyntheticWorkload, TraceWorkload
 from experiments.workloads import traced_lengths
 from tkernels.contract import Contract, Int, Value
@@ -24,8 +31,13 @@ _TEXT_TOKENS = 32
 
 @dataclass(frozen=True)
 class Point:
-    """Every axis of an op's contract, and a name for people: "decode", "prefill", or its sizes. serves: the workloads
-    whose steps have these sizes, each with the settings that make them; none of a point that no workload asks for.
+    """Where an op is checked and timed.
+
+    Attributes:
+        name: for people: "decode", "prefill", or its sizes.
+        axes: every axis of the op's contract.
+        serves: the workloads whose steps have these sizes, each with the settings that make them; none of a point that
+            no workload asks for.
     """
 
     name: str
@@ -36,12 +48,13 @@ class Point:
 def points_of(plan: Plan) -> dict[str, list[Point]]:
     """op -> its points, each complete and within the contract's constraints.
 
-    Raises ContractError where a point of the YAML's `shapes` breaks a constraint.
+    Raises:
+        ContractError: A point of the YAML's `shapes` breaks a constraint.
     """
-    return {op: _points(plan, op) for op in plan.ranges}
+    return {op: _make_points(plan, op) for op in plan.ranges}
 
 
-def _points(plan: Plan, op: str) -> list[Point]:
+def _make_points(plan: Plan, op: str) -> list[Point]:
     contract = plan.ops[op].contract
     asked = [dict(point) for point in plan.shapes.get(op, ())]
     variants = [(plan.ops[op].variants[pick.variant], pick) for pick in plan.picks[op]]
@@ -52,20 +65,20 @@ def _points(plan: Plan, op: str) -> list[Point]:
         paged = "S" in contract.axis_by_name
         for page in pages if paged else pages[:1]:
             mine = {"block_size": page} if paged and page is not None else {}
-            for way, (typical, (swept, served)) in product(ways(plan.ranges[op]), _typical(plan).items()):
+            for way, (typical, (swept, served)) in product(ways(plan.ranges[op]), _typical_sizes(plan).items()):
                 for name, axes in _workload_points(contract, way, page, typical):
                     label = f"{name} S={page}" if page != pages[0] else name
                     label += _way_label(way, ways(plan.ranges[op])) + swept
                     serves = tuple({**one, **mine} for one in served)
-                    points.append(Point(label, _fitting(plan, contract, axes, variants), serves))
+                    points.append(Point(label, _fit_point(plan, contract, axes, variants), serves))
     elif not asked and plan.device.type == "cpu":
-        points.append(Point("drawn", complete(contract, {}, plan.dtype_name)))  # a benchmark's sizes are a GPU's
+        points.append(Point("drawn", complete_point(contract, {}, plan.dtype_name)))  # a benchmark's sizes are a GPU's
     elif not asked:
         for name, benchmark in contract.benchmarks.items():
             # The experiment's dtype, or its default, stands above the benchmark's.
             sizes = {axis: value for axis, value in benchmark.items() if axis not in DTYPE_ROLES}
-            points.append(Point(name, complete(contract, sizes, plan.dtype_name)))
-    for name, asked_axes in named(asked).items():
+            points.append(Point(name, complete_point(contract, sizes, plan.dtype_name)))
+    for name, asked_axes in name_points(asked).items():
         points.append(Point(name, asked_point(contract, asked_axes, plan.dtype_name)))
     return list({point.name: point for point in points}.values())
 
@@ -108,7 +121,7 @@ def _workload_points(
     return points
 
 
-def _typical(plan: Plan) -> dict[tuple[int, int, int], tuple[str, list[Mapping[str, Any]]]]:
+def _typical_sizes(plan: Plan) -> dict[tuple[int, int, int], tuple[str, list[Mapping[str, Any]]]]:
     """The sizes of the first workload's points (requests at once, prompt tokens, tokens of a context halfway through
     the outputs) -> what tells them from its first, " input_len=512", and the workloads that have them, by name and
     settings: of any name.
@@ -138,7 +151,7 @@ def _typical(plan: Plan) -> dict[tuple[int, int, int], tuple[str, list[Mapping[s
     return found
 
 
-def _fitting(
+def _fit_point(
     plan: Plan, contract: Contract, axes: dict[str, Value], variants: list[tuple[Variant, Pick]]
 ) -> dict[str, Value]:
     """The point with every axis given; a batch that the interpreter would take minutes for is halved until it fits."""
@@ -149,14 +162,17 @@ def _fitting(
         if "P" in axes:
             # The pages that the point uses: an engine's whole pool can be gigabytes of nothing but poison.
             axes["P"] = max(1, min(used_pages(axes), pool))
-        point = complete(contract, axes, plan.dtype_name)
-        if all(int(axes[name]) <= 1 for name in batch) or _programs(point, interpreted) <= MOST_INTERPRETED_PROGRAMS:
+        point = complete_point(contract, axes, plan.dtype_name)
+        if (
+            all(int(axes[name]) <= 1 for name in batch)
+            or _count_most_programs(point, interpreted) <= MOST_INTERPRETED_PROGRAMS
+        ):
             return point
         for name in batch:
             axes[name] = max(1, int(axes[name]) // 2)
 
 
-def _programs(point: Mapping[str, Value], variants: list[tuple[Variant, Pick]]) -> int:
+def _count_most_programs(point: Mapping[str, Value], variants: list[tuple[Variant, Pick]]) -> int:
     counts = [0]
     for variant, pick in variants:
         try:

@@ -9,7 +9,7 @@ from experiments.planning.engine_options import engine_problems, kernel_ranges
 from experiments.planning.layout import Layout, Part, Shape
 from experiments.planning.models import ModelPlan
 from experiments.planning.shape_points import asked_point
-from experiments.quantization.models import quantization_problems
+from experiments.quantization.models import find_quantization_faults
 from experiments.schema import AnyWorkload, SyntheticWorkload, TraceWorkload
 from experiments.workloads import traced_lengths
 from tkernels import ContractError, Registry
@@ -88,7 +88,7 @@ def part_problems(
     """
     document = layout.document
     config = model.config if model is not None else None
-    yield from quantization_problems(document, layout.experiment, config, part.model_place)
+    yield from find_quantization_faults(document, layout.experiment, config, part.model_place)
     if model is not None and dtype is not None:
         try:
             check_random_weights(model, device, dtype)

@@ -37,9 +37,9 @@ def resolved(sweep: Sweep) -> dict[str, Any]:
         (data["dtype"],) = dtypes  # else each model has its own
     if experiment.model:
         data["model"] = whole_sources(written["model"], document.folder)
-    data["scheduler"] = _scheduler(written.get("scheduler"))
+    data["scheduler"] = _resolve_scheduler(written.get("scheduler"))
     if experiment.workload:
-        found = [_workload(document, experiment, entry) for entry in entries(written["workload"])]
+        found = [_resolve_workload(document, experiment, entry) for entry in entries(written["workload"])]
         data["workload"] = found if isinstance(written["workload"], list) else found[0]
     if experiment.shapes:
         data["shapes"] = written["shapes"]
@@ -48,12 +48,12 @@ def resolved(sweep: Sweep) -> dict[str, Any]:
             data["quantization"][name] = str((document.folder / file).resolve())
     data["variants_from"] = [str(folder) for folder in plan.variant_folders]
     data["architectures_from"] = [str(folder) for folder in plan.architecture_folders]
-    data["zip"], data["exclude"] = written.get("zip"), _rules(document)
+    data["zip"], data["exclude"] = written.get("zip"), _resolve_rules(document)
     del data["full"]
     return {key: data[key] for key in type(experiment).model_fields if data.get(key) not in (None, {}, [])}
 
 
-def _scheduler(written: Any) -> Any:
+def _resolve_scheduler(written: Any) -> Any:
     """Options in the one form of lists; values as they are in rows: 0 is not 0.0."""
     found = [
         {option: entries(value) for option, value in options.items() if entries(value)} for options in entries(written)
@@ -61,7 +61,7 @@ def _scheduler(written: Any) -> Any:
     return found[0] if len(found) == 1 else found
 
 
-def _workload(document: Document, experiment: Experiment, written: Mapping[str, Any]) -> dict[str, Any]:
+def _resolve_workload(document: Document, experiment: Experiment, written: Mapping[str, Any]) -> dict[str, Any]:
     """An entry of `workload`, with its defaults. Axes are as they were written where they are lists, or named."""
     name = written.get("name", "")
     known = [one for one in experiment.workload if one.name == name]
@@ -84,7 +84,7 @@ def _named_paths(document: Document) -> set[str]:
     return {path for some in (*groups, *rules) for path in some}
 
 
-def _rules(document: Document) -> list[dict[str, Any]]:
+def _resolve_rules(document: Document) -> list[dict[str, Any]]:
     """`exclude`, with models as rows call them: a path may be written in many ways."""
     rules = entries(document.data.get("exclude"))
     axis = Axis.written("model", whole_sources(document.data.get("model"), document.folder))

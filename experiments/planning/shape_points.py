@@ -10,26 +10,26 @@ AS_SERVED: Mapping[str, Value] = {"lengths": "full", "bound": "exact", "order": 
 DTYPE_ROLES = ("activation", "kv", "weight", "out")
 
 
-def named(asked: Sequence[Mapping[str, Value]]) -> dict[str, Mapping[str, Value]]:
+def name_points(asked: Sequence[Mapping[str, Value]]) -> dict[str, Mapping[str, Value]]:
     """The points of `shapes` by name: of one all that it says, of several what tells them apart; of one that has none
     of that, all.
     """
     if len(asked) == 1:
-        return {_said(asked[0], asked[0]): asked[0]}
+        return {_format_sizes(asked[0], asked[0]): asked[0]}
     telling: list[str] = []
     for axis in dict.fromkeys(axis for axes in asked for axis in axes):
         apart = [{tuple(axes.get(name) for name in names) for axes in asked} for names in (telling, [*telling, axis])]
         telling += [axis] if len(apart[1]) > len(apart[0]) else []
-    return {_said(axes, telling) or _said(axes, axes): axes for axes in asked}
+    return {_format_sizes(axes, telling) or _format_sizes(axes, axes): axes for axes in asked}
 
 
-def _said(axes: Mapping[str, Value], names: Iterable[str]) -> str:
+def _format_sizes(axes: Mapping[str, Value], names: Iterable[str]) -> str:
     return ",".join(f"{name}={axes[name]}" for name in names if name in axes) or ("" if axes else "drawn")
 
 
 def asked_point(contract: Contract, asked: Mapping[str, Value], dtype: str) -> dict[str, Value]:
     """A point of `shapes` with every axis given; ContractError where it breaks a constraint."""
-    return complete(contract, _as_served(contract, asked), dtype)
+    return complete_point(contract, _as_served(contract, asked), dtype)
 
 
 def _as_served(contract: Contract, axes: Mapping[str, Value]) -> dict[str, Value]:
@@ -42,14 +42,14 @@ def _as_served(contract: Contract, axes: Mapping[str, Value]) -> dict[str, Value
     return given
 
 
-def complete(contract: Contract, axes: Mapping[str, Value], dtype: str) -> dict[str, Value]:
+def complete_point(contract: Contract, axes: Mapping[str, Value], dtype: str) -> dict[str, Value]:
     """The point with every axis given: the dtype where it gives none itself, and plain draws of the rest."""
     dtype = str(axes.get("activation", dtype))
     roles = {role: dtype for role in DTYPE_ROLES if role in contract.axis_by_name}
-    return contract.draw_axes(_plain(contract), {**roles, **axes})
+    return contract.draw_axes(_plain_chooser(contract), {**roles, **axes})
 
 
-def _plain(contract: Contract) -> Any:
+def _plain_chooser(contract: Contract) -> Any:
     """Draws what an op is mostly called with: the first of an enum (values are ordinary there), the largest size."""
 
     def choose(name: str, candidates: Sequence[Value]) -> Value:

@@ -97,7 +97,7 @@ class WindowReader:
         return F.log_softmax(self.model(batch, self._cache), dim=-1)
 
 
-def windows_of(tokens: torch.Tensor, window: int) -> torch.Tensor:
+def cut_windows(tokens: torch.Tensor, window: int) -> torch.Tensor:
     """tokens [T] -> [n, window + 1], all whole windows, each with the token after it."""
     return tokens.unfold(0, window + 1, window)
 

@@ -11,8 +11,8 @@ import torch
 
 import tmodel
 from experiments.document import Document, ExperimentError, PathParts
-from experiments.quantization.evaluation import windows_of
-from experiments.quantization.texts import read_text, tokens_of
+from experiments.quantization.evaluation import cut_windows
+from experiments.quantization.texts import read_text, tokenize_text
 from experiments.schema import Experiment, Quantization
 from tmodel.corpus import standard_library_corpus
 from tmodel.quantizers import METHODS
@@ -42,7 +42,7 @@ class QuantizedModel:
         return f"{self.method} {self.bits} bits" + ("" if self.group_size == -1 else f", groups of {self.group_size}")
 
 
-def quantized_models(quantization: Quantization) -> list[QuantizedModel]:
+def list_quantized_models(quantization: Quantization) -> list[QuantizedModel]:
     """In the YAML's order, the group size varying fastest."""
     return [
         QuantizedModel(method, bits, group_size)
@@ -51,7 +51,7 @@ def quantized_models(quantization: Quantization) -> list[QuantizedModel]:
     ]
 
 
-def quantization_problems(
+def find_quantization_faults(
     document: Document, experiment: Experiment, config: tmodel.ModelConfig | None, model_place: PathParts
 ) -> list[str]:
     """What is wrong with an experiment's `quantization`, as far as the model's configuration tells; None is where that
@@ -73,7 +73,7 @@ def quantization_problems(
     if quantization.window > longest:
         message = f"{quantization.window} tokens, and the model was made for {longest}"
         problems.append(document.problem(("quantization", "window"), message))
-    for one in quantized_models(quantization):
+    for one in list_quantized_models(quantization):
         if one.method in METHODS:
             try:
                 check_settings(config, METHODS[one.method], one.bits, one.group_size)
@@ -90,7 +90,7 @@ class Texts:
     windows: torch.Tensor
 
 
-def texts_of(quantization: Quantization, folder: Path, directory: Path) -> Texts:
+def read_texts(quantization: Quantization, folder: Path, directory: Path) -> Texts:
     """The experiment's texts as tokens of the model in `directory`; its paths start from `folder`."""
     calibration, text = (
         read_text(folder / file, "quantization:") if file is not None else None
@@ -100,13 +100,13 @@ def texts_of(quantization: Quantization, folder: Path, directory: Path) -> Texts
         corpus = standard_library_corpus(_CORPUS_BYTES)
         calibration = calibration or "\n".join(corpus.training)[: _BYTES_A_TOKEN * MAX_TOKENS]
         text = text or "\n".join(corpus.held_out)[: _BYTES_A_TOKEN * quantization.max_tokens]
-    tokens = tokens_of(text, directory)[: quantization.max_tokens + 1]
+    tokens = tokenize_text(text, directory)[: quantization.max_tokens + 1]
     if len(tokens) <= quantization.window:
         raise ExperimentError([f"quantization: a text of {len(tokens)} tokens has no window of {quantization.window}"])
-    return Texts(tokens_of(calibration, directory), windows_of(tokens, quantization.window))
+    return Texts(tokenize_text(calibration, directory), cut_windows(tokens, quantization.window))
 
 
-def checkpoint_of(
+def make_checkpoint(
     one: QuantizedModel, model: tmodel.ModelPlan, texts: Texts, cache: Path, progress: Callable[[str], None]
 ) -> Path:
     """The folder of `one` in `cache`, made where it is not there. Its name has a hash of all that decides what is in

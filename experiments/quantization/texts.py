@@ -23,7 +23,7 @@ def read_text(file: Path, option: str) -> str:
     return text
 
 
-def tokens_of(text: str, directory: Path) -> torch.Tensor:
+def tokenize_text(text: str, directory: Path) -> torch.Tensor:
     """[T] int64, by the tokenizer in the model's `directory`, with no special tokens."""
     tokenizer = load_tokenizer(directory)
     if tokenizer is None:

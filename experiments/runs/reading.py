@@ -164,7 +164,7 @@ def read_object(file: Path) -> Mapping[str, Any]:
     return data
 
 
-def _rows(file: Path, version: int, *, must_exist: bool) -> tuple[tuple[Row, ...], list[str], bool]:
+def _rows(file: Path, version: int, *, must_exist: bool) -> tuple[tuple[Row, ...], list[str], bool]:  # noqa: C901  each fault of a line in turn
     """The rows of whole tasks, a sentence for each thing that is not as it was written, and whether any is left out."""
     if not file.exists() and not must_exist:
         return (), [], False  # cut off before its first row

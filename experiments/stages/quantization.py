@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.quantization.evaluation import WindowReader, evaluate
-from experiments.quantization.models import QuantizedModel, Texts, checkpoint_of, quantized_models, texts_of
+from experiments.quantization.models import QuantizedModel, Texts, list_quantized_models, make_checkpoint, read_texts
 from experiments.runs.rows import Row, Status
 from experiments.runs.table import spread
 from experiments.stages.context import Context, labels_of, one_line, plan_settings
@@ -28,14 +28,14 @@ def run(context: Context) -> None:
     assert plan.model is not None
     assert quantization is not None
     number = context.task.checkpoint
-    one = None if number == 0 else quantized_models(quantization)[number - 1]
+    one = None if number == 0 else list_quantized_models(quantization)[number - 1]
     which = {"arm": labels_of(plan, plan.arms[0]), "settings": plan_settings(plan)}
     common = {**context.common(**which), **settings_of(one)}
     try:
         source = plan.model.directory()
         report.say("texts")
-        texts = texts_of(quantization, plan.folder, source)
-        directory = source if one is None else checkpoint_of(one, plan.model, texts, context.cache, report.say)
+        texts = read_texts(quantization, plan.folder, source)
+        directory = source if one is None else make_checkpoint(one, plan.model, texts, context.cache, report.say)
         report.say("reading")
         context.record(_Judge(context, source, texts).row(one, directory, common))
     except Exception as error:

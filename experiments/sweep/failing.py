@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.planning.plan import Plan
-from experiments.quantization.models import quantized_models
+from experiments.quantization.models import list_quantized_models
 from experiments.runs.rows import Row
 from experiments.stages.context import (
     common_fields,
@@ -51,7 +51,7 @@ def _failed_row(
         case "quantization":
             quantization = plan.experiment.quantization
             assert quantization is not None
-            models = [None, *quantized_models(quantization)]
+            models = [None, *list_quantized_models(quantization)]
             which = {"arm": labels_of(plan, plan.arms[0]), "settings": plan_settings(plan)}
             about = of(**which) | settings_of(models[task.checkpoint])
     return Row(stage=task.phase, **about)

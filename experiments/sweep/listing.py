@@ -7,7 +7,7 @@ from typing import Any
 from experiments.planning.arms import ServedWorkload
 from experiments.planning.plan import Plan, Sweep
 from experiments.planning.points import Point
-from experiments.quantization.models import quantized_models
+from experiments.quantization.models import list_quantized_models
 from experiments.runs.rows import Row, Status
 from experiments.stages.context import plan_settings
 from experiments.sweep.tasks import Task
@@ -117,7 +117,7 @@ def quantization_tasks(sweep: Sweep) -> list[Task]:
     quantization = sweep.experiment.quantization
     if quantization is None:
         return []
-    names = ["dense", *(one.label for one in quantized_models(quantization))]
+    names = ["dense", *(one.label for one in list_quantized_models(quantization))]
     return _told_apart(
         Task(
             f"quantization/{_of_plan(plan)}{_slug(name)}", "quantization", number,

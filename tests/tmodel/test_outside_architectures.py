@@ -144,7 +144,7 @@ def test_the_house_knows_them_only_where_it_is_told_to(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         (tmp_path / "config.json").read_text().replace("LlamaForCausalLM", "LamaForCausalLM")
     )
-    with pytest.raises(ConfigError, match="unknown architecture 'LamaForCausalLM'.*did you mean LlamaForCausalLM?"):
+    with pytest.raises(ConfigError, match="unknown architecture 'LamaForCausalLM'.*did you mean 'LlamaForCausalLM'"):
         LLM(tmp_path, device="cpu", architectures_from=[OUTSIDE])
 
 

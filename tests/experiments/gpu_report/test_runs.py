@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments.gpu_report import precompile
 from experiments.gpu_report.journal import Journal, done_steps, facts
 from experiments.gpu_report.steps import Step
-from experiments.gpu_report.supervisor import Process, supervise
+from experiments.gpu_report.supervisor import RunWorker, seconds_for, supervise, worker_runner
 from experiments.gpu_report.worker import DeviceLostError, Job, OutOfTimeError, carry_out
 from tkernels import OPS
+from tkernels.isolation import Ending
 
 STEPS = [Step("device", 1.0), Step("check", 1.0, "swiglu", "fused", "0"), Step("engine", 1.0, "Qwen3-0.6B")]
 CPU = torch.device("cpu")
@@ -63,64 +65,23 @@ def test_a_lost_device_ends_the_process_whoever_caught_the_error(
     assert ends(tmp_path) == {STEPS[0].name: "done", STEPS[1].name: "failed"}
 
 
-class Finished:
-    """A process that has ended."""
-
-    def __init__(self, code: int) -> None:
-        self.code = code
-
-    def poll(self) -> int | None:
-        return self.code
-
-    def kill(self) -> None:
-        raise AssertionError("it had ended")
-
-    def wait(self, timeout: float | None = None) -> int:
-        return self.code
+FINISHED = Ending(1.0)
+CRASHED = Ending(1.0, "killed by SIGSEGV", signal=11)
+HUNG = Ending(60.0, "timeout: it took longer than 60 s", timed_out=True, signal=9)
 
 
-class Hanging(Finished):
-    """A process that never ends by itself."""
-
-    def __init__(self) -> None:
-        super().__init__(-9)
-        self.killed = False
-
-    def poll(self) -> int | None:
-        return self.code if self.killed else None
-
-    def kill(self) -> None:
-        self.killed = True
-
-
-class Clock:
-    """Seconds that pass when somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.seconds = time.time()
-
-    def now(self) -> float:
-        return self.seconds
-
-    def sleep(self, seconds: float) -> None:
-        self.seconds += 10 * seconds
-
-
-def run_with(folder: Path, worker: Callable[[Sequence[Step]], Process], minutes: float = 60.0) -> tuple[str, ...]:
-    clock = Clock()
-    journal = Journal(folder)
-    deadline = clock.now() + 60 * minutes
-    return supervise(STEPS, journal, deadline, worker, now=clock.now, sleep=clock.sleep).left
+def run_with(folder: Path, worker: RunWorker, now: Callable[[], float] = time.time) -> tuple[str, ...]:
+    return supervise(STEPS, Journal(folder), time.time() + 60.0, worker, now=now).left
 
 
 def test_a_rerun_does_what_is_left_and_nothing_else(tmp_path: Path) -> None:
     asked: list[list[str]] = []
 
-    def worker(steps: Sequence[Step]) -> Process:
+    def worker(steps: Sequence[Step]) -> Ending:
         asked.append([step.kind for step in steps])
         failing = {"device": note, "check": raises(ValueError("today")), "engine": note}
         carry_out(steps, job(tmp_path), failing if len(asked) == 1 else dict.fromkeys(failing, note))
-        return Finished(0)
+        return FINISHED
 
     assert run_with(tmp_path, worker) == (STEPS[1].name,)
     assert run_with(tmp_path, worker) == ()
@@ -131,19 +92,19 @@ def test_a_rerun_does_what_is_left_and_nothing_else(tmp_path: Path) -> None:
 def test_a_step_that_kills_its_process_costs_no_other(tmp_path: Path) -> None:
     asked: list[list[str]] = []
 
-    def worker(steps: Sequence[Step]) -> Process:
+    def worker(steps: Sequence[Step]) -> Ending:
         asked.append([step.kind for step in steps])
         if len(asked) == 1:
             carry_out(steps[:1], job(tmp_path), {"device": note})
             Journal(tmp_path).append(steps[1].name, "begin")  # and here it died
-            return Finished(-11)
+            return CRASHED
         carry_out(steps, job(tmp_path), {"engine": note})
-        return Finished(0)
+        return FINISHED
 
     assert run_with(tmp_path, worker) == (STEPS[1].name,)
     assert asked == [["device", "check", "engine"], ["engine"]]
     (died,) = [line for line in Journal(tmp_path).lines() if line.get("status") == "failed"]
-    assert died["reason"] == "its process died (exit -11)"
+    assert died["reason"] == "its process died: killed by SIGSEGV"
 
 
 def test_an_earlier_run_that_was_cut_off_ends_no_step_of_this_one(tmp_path: Path) -> None:
@@ -154,24 +115,13 @@ def test_an_earlier_run_that_was_cut_off_ends_no_step_of_this_one(tmp_path: Path
     long_ago = [json.dumps({**line, "at": 1.0}) + "\n" for line in journal.lines()]
     journal.path.write_text("".join(long_ago))
 
-    class Slow(Finished):
-        """Starts when it is asked the third time, and dies in its first step."""
-
-        asked = 0
-
-        def poll(self) -> int | None:
-            self.asked += 1
-            if self.asked < 3:
-                return None
-            if self.asked == 3:
-                journal.append(started[-1][0].name, "begin")
-            return self.code
-
     started: list[Sequence[Step]] = []
 
-    def worker(steps: Sequence[Step]) -> Process:
+    def worker(steps: Sequence[Step]) -> Ending:
         started.append(steps)
-        return Slow(-11)
+        if len(started) < 4:
+            journal.append(steps[0].name, "begin")
+        return CRASHED
 
     run_with(tmp_path, worker)
     assert [[step.kind for step in steps] for steps in started] == [
@@ -180,40 +130,72 @@ def test_an_earlier_run_that_was_cut_off_ends_no_step_of_this_one(tmp_path: Path
 
 
 def test_a_step_that_hangs_is_ended(tmp_path: Path) -> None:
-    started: list[Hanging] = []
+    started: list[Step] = []
 
-    def worker(steps: Sequence[Step]) -> Process:
+    def worker(steps: Sequence[Step]) -> Ending:
         if started:
             carry_out(steps, job(tmp_path), {"check": note, "engine": note})
-            return Finished(0)
+            return FINISHED
         Journal(tmp_path).append(steps[0].name, "begin")
-        started.append(Hanging())
-        return started[0]
+        started.append(steps[0])
+        return HUNG
 
     assert run_with(tmp_path, worker) == (STEPS[0].name,)
-    assert started[0].killed
     assert [line["reason"] for line in Journal(tmp_path).lines() if line.get("status") == "stopped"] == [
         "stopped after 60 s"
     ]
 
 
 def test_time_ends_a_report(tmp_path: Path) -> None:
-    def worker(steps: Sequence[Step]) -> Process:
-        Journal(tmp_path).append(steps[0].name, "begin")
-        return Hanging()
+    late = iter([0.0, *[time.time() + 3600.0] * 9])
 
-    assert len(run_with(tmp_path, worker, minutes=0.1)) == 3
+    def worker(steps: Sequence[Step]) -> Ending:
+        Journal(tmp_path).append(steps[0].name, "begin")
+        return HUNG
+
+    assert len(run_with(tmp_path, worker, lambda: next(late))) == 3
     (stopped,) = [line for line in Journal(tmp_path).lines() if line["event"] == "end"]
     assert stopped["reason"] == "stopped: out of time"
     assert done_steps(Journal(tmp_path).lines()) == set()
 
 
+def test_a_step_is_given_its_seconds_before_it_begins(tmp_path: Path) -> None:
+    """A minute at least, four times its estimate, and 20 s past the deadline at most."""
+    given: list[float] = []
+    steps = [Step("device", 1.0), Step("mark", 50.0, point="batch 1")]
+    begun = Job(Journal(tmp_path), OPS, CPU, time.time() + 100.0, given.append)
+    carry_out(steps, begun, {"device": note, "mark": note})
+    assert given[0] == 60.0
+    assert 118.0 < given[1] <= 120.0
+    assert seconds_for(steps[1]) == 200.0
+
+
 def test_a_worker_that_cannot_start_is_not_started_for_ever(tmp_path: Path) -> None:
     calls: list[int] = []
 
-    def worker(steps: Sequence[Step]) -> Process:
+    def worker(steps: Sequence[Step]) -> Ending:
         calls.append(len(steps))
-        return Finished(1)
+        return Ending(0.0, "its server did not start: exit status 1")
 
     assert len(run_with(tmp_path, worker)) == 3
     assert calls == [3]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a worker says where there is no GPU")
+def test_a_real_worker_without_a_gpu_says_so_and_is_not_started_for_ever(tmp_path: Path) -> None:
+    with worker_runner(tmp_path, "cuda:0", time.time() + 60.0) as run_worker:
+        outcome = supervise(STEPS, Journal(tmp_path), time.time() + 60.0, run_worker)
+    assert (len(outcome.left), outcome.workers) == (3, 1)
+    log = (tmp_path / "worker.log").read_text()
+    assert "torch.cuda.set_device(device)" in log
+    assert "its process left with exit status 1; last printed: " in log
+    assert Journal(tmp_path).lines() == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a share of the precompilation says where there is no GPU")
+def test_a_share_of_the_precompilation_that_dies_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precompile, "processes", lambda: 1)
+    fact = precompile.in_parallel(torch.device("cuda", 0), 60.0)
+    assert (fact["kind"], fact["processes"]) == ("precompile", 1)
+    (problem,) = fact["problems"]
+    assert problem.startswith("its process left with exit status 1; last printed: ")

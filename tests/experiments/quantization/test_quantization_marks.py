@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tkernels
-from experiments.quantization.evaluation import WindowReader, evaluate, windows_of
-from experiments.quantization.texts import tokens_of
+from experiments.quantization.evaluation import WindowReader, cut_windows, evaluate
+from experiments.quantization.texts import tokenize_text
 from tests.tmodel.test_train import SMALL
 from tmodel.corpus import standard_library_corpus
 from tmodel.presets import make_from_recipe
@@ -46,9 +46,9 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_method_costs_less_perplexity_than_rounding(dense: Path, tmp_path: Path) -> None:
     corpus = standard_library_corpus(SMALL.corpus_bytes)
     calibration, held_out = (
-        tokens_of("".join(texts)[:16_384], dense)[:8192] for texts in (corpus.training, corpus.held_out)
+        tokenize_text("".join(texts)[:16_384], dense)[:8192] for texts in (corpus.training, corpus.held_out)
     )
-    windows = windows_of(held_out, WINDOW)
+    windows = cut_windows(held_out, WINDOW)
 
     def reader(directory: Path) -> WindowReader:
         return WindowReader(directory, WINDOW, device=torch.device("cpu"), dtype=torch.float32, ops=tkernels.OPS)

@@ -38,7 +38,7 @@ def _digest(text: str) -> str:
     return sha256(text.encode()).hexdigest()[:16]
 
 
-def without_order(text: str) -> str:
+def without_order(text: str) -> str:  # noqa: C901  one kind of line each
     """TTIR in which an operation without effects is written where it is used: when it happens is no difference.
 
     Removing a cast that promotion puts back, for one, only moves the widening to where the value is first needed. It
