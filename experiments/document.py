@@ -52,11 +52,15 @@ def sort_problems(problems: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Document:
-    """`data` as YAML gave it, `folder` that its relative paths start from, and where each path was written.
+    """An experiment's file as plain data that knows where each part was written.
 
-    text: the file as it was written, comments and all, before any override. faults: what is wrong with it as YAML, and
-    overrides that fit nowhere, where the rest could be read all the same. full: the document with its own section of
-    that name applied, where it has one.
+    Attributes:
+        data: as YAML gave it, with overrides.
+        folder: where its relative paths start.
+        places: path -> the file, line and column, or the override, that wrote it.
+        text: the file as it was written, comments and all, before any override.
+        faults: what is wrong with it as YAML, and overrides that fit nowhere, where the rest could be read.
+        full: the document with its own section of that name applied, where it has one.
     """
 
     data: Mapping[str, Any]
@@ -92,8 +96,10 @@ class Document:
 def read_document(file: Path, overrides: Sequence[str] = ()) -> Document:
     """Reads `file` and applies `--set` overrides, each "dotted.key=YAML value".
 
-    Raises ExperimentError where there is no such file, or it is not YAML (with its line). A key that is given twice, or
-    an override that fits nowhere, is one of the document's `faults`.
+    A key that is given twice, or an override that fits nowhere, is one of the document's `faults`.
+
+    Raises:
+        ExperimentError: There is no such file, or it is not YAML; it names the line.
     """
     try:
         text = file.read_text(encoding="utf-8")

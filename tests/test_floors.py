@@ -33,7 +33,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "weights": "json_files weights formats quantization",
         "config": "cache_kinds batch fields config",
         "parts": "kv_cache kernel_axes rotary layers linear_reader decoders",
-        "architectures": "architectures loading",
+        "architectures": "architectures outside loading",
         "training": "transformers_models random_weights corpus training_state train presets model_names",
         "quantizers": "quantizers",
         "package": "__init__",

@@ -14,7 +14,7 @@ from experiments.commands.registry import matching, open_registry
 from experiments.commands.requests import BenchRequest
 from experiments.document import ExperimentError
 from experiments.peers import slack_of, with_peers
-from experiments.reporting.tables import add_row, microseconds, new_table
+from experiments.reporting.table_style import add_row, format_microseconds, new_table
 from tkernels import ContractError
 from tkernels.contract import Contract, Value
 from tkernels.device import device_facts
@@ -108,7 +108,7 @@ def _cell(row: Measurement) -> str | Text:
     if row.timing is None:
         return "-"
     share = f" {row.limit.fraction:.0%}" if row.limit and row.limit.fraction is not None else ""
-    return f"{microseconds(row.timing.median_us)} ({row.timing.iqr_us:.2g}){share}"
+    return f"{format_microseconds(row.timing.median_us)} ({row.timing.iqr_us:.2g}){share}"
 
 
 def _without_figures(rows: Sequence[Measurement]) -> dict[str, list[str]]:

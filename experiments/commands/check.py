@@ -14,7 +14,7 @@ from rich.text import Text
 from experiments.commands.registry import matching, open_registry
 from experiments.commands.requests import CheckRequest
 from experiments.document import ExperimentError
-from experiments.reporting.tables import add_row, new_table, status_text
+from experiments.reporting.table_style import add_row, new_table, status_text
 from experiments.runs.checked import record_checked
 from tkernels import Config, ContractError
 from tkernels.contract import Contract, Int, Value

@@ -13,7 +13,7 @@ from experiments.document import ExperimentError
 from experiments.planning.models import named_model
 from experiments.quantization.evaluation import Evaluation, WindowReader, cut_windows, evaluate
 from experiments.quantization.texts import read_text, tokenize_text
-from experiments.reporting.tables import add_row, new_table
+from experiments.reporting.table_style import add_row, new_table
 from tmodel import ModelPlan
 
 DEFAULT_WINDOW = 2048

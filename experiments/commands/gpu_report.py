@@ -16,7 +16,7 @@ from experiments.gpu_report.steps import DOES, Step, make_steps, pending, schedu
 from experiments.gpu_report.supervisor import supervise, worker_runner
 from experiments.gpu_report.table import report
 from experiments.peers import with_peers
-from experiments.reporting.tables import add_row, new_table
+from experiments.reporting.table_style import add_row, new_table
 from tkernels import OPS
 from tkernels.device import TARGETS, device_facts
 

@@ -17,7 +17,7 @@ from experiments.commands.check import parse_axes
 from experiments.commands.registry import matching, open_registry
 from experiments.commands.requests import InspectRequest
 from experiments.document import ExperimentError
-from experiments.reporting.tables import add_row, new_table
+from experiments.reporting.table_style import add_row, new_table
 from tkernels import OPS, Registry
 from tkernels.contract import Value
 from tkernels.device import TARGETS

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from experiments.commands.registry import matching, open_registry
 from experiments.document import ExperimentError
-from experiments.reporting.tables import add_row, new_table
+from experiments.reporting.table_style import add_row, new_table
 from tkernels import Registry
 from tkernels.verification.mutation import (
     KINDS,

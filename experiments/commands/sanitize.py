@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from experiments.document import ExperimentError
-from experiments.reporting.tables import add_row, new_table, status_text
+from experiments.reporting.table_style import add_row, new_table, status_text
 from tkernels import Config, UnknownNameError
 from tkernels.contract import Value
 from tkernels.variant import Variant

@@ -15,7 +15,7 @@ from rich.text import Text
 from experiments.commands.requests import SimulateRequest
 from experiments.document import ExperimentError
 from experiments.engine_flags import engine_options
-from experiments.reporting.tables import add_row, new_table
+from experiments.reporting.table_style import add_row, new_table
 from experiments.simulation.arms import CONTIGUOUS, UNBOUNDED, Arm, Setup, combine_arms, make_scheduler, simulate
 from experiments.simulation.hardware import find_gpu
 from experiments.simulation.metrics import sparkline

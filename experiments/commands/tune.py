@@ -12,7 +12,7 @@ from experiments.commands.check import parse_axes
 from experiments.commands.registry import matching, open_registry
 from experiments.commands.requests import TuneRequest
 from experiments.document import ExperimentError
-from experiments.reporting.tables import add_row, microseconds, new_table
+from experiments.reporting.table_style import add_row, format_microseconds, new_table
 from experiments.tuning_session import Tuned, TuningPoint, in_tuning_order, one_per_bucket, points_of, tune
 from tkernels import ContractError
 from tkernels.device import DeviceFacts, device_facts
@@ -108,8 +108,8 @@ def print_results(results: Sequence[Tuned], facts: DeviceFacts, folder: Path) ->
         default = times.get(result.point.variant.default_config(facts.arch))
         config = ", ".join(f"{name}={value}" for name, value in result.entry.config.as_dict().items())
         skipped = sum(us is None for _, us, _ in result.entry.timings)
-        cells = [str(result.timed), str(result.known), str(skipped), microseconds(times[result.entry.config])]
-        add_row(table, result.point.title, *cells, microseconds(default) if default is not None else "-", config)
+        cells = [str(result.timed), str(result.known), str(skipped), format_microseconds(times[result.entry.config])]
+        add_row(table, result.point.title, *cells, format_microseconds(default) if default is not None else "-", config)
     console.print(table)
     for result in results:
         if result.reason is not None:

@@ -73,9 +73,13 @@ def lay_out(document: Document) -> list[Layout]:
 
 
 def refuse_unsound(file: Path, overrides: Sequence[str]) -> bool:
-    """Raises ExperimentError with all faults of round one: before torch is imported, where a command calls it first.
+    """Round one of a file, for a command to call before it imports torch.
 
-    Returns whether a model is served or quantized.
+    Returns:
+        Whether a model is served or quantized.
+
+    Raises:
+        ExperimentError: All faults of round one.
     """
     experiments = [layout.experiment for layout in lay_out(read_document(file, overrides))]
     return any(one.workload or one.quantization for one in experiments)

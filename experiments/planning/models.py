@@ -15,7 +15,8 @@ from tmodel.weights import Checkpoint
 def plan_model(source: ModelSource, folder: Path, architectures: Architectures | None = None) -> ModelPlan:
     """The model, with its configuration read; relative paths start from `folder`.
 
-    Raises ValueError for an unknown preset, a directory that is none, or a configuration that cannot be served.
+    Raises:
+        ValueError: The preset is unknown, the directory is none, or the configuration cannot be served.
     """
     if source.preset is not None:
         return preset_model(source.preset)
@@ -26,7 +27,11 @@ def plan_model(source: ModelSource, folder: Path, architectures: Architectures |
 
 
 def open_architectures(folders: Sequence[Path]) -> Architectures:
-    """Those of the house and of each folder; ExperimentError says which file is wrong and why."""
+    """The architectures of the house and of each folder.
+
+    Raises:
+        ExperimentError: A file is wrong; it says which and why.
+    """
     try:
         return architectures_with(folders)
     except ArchitectureError as error:
@@ -34,7 +39,11 @@ def open_architectures(folders: Sequence[Path]) -> Architectures:
 
 
 def named_model(text: str, option: str, architectures_from: Sequence[Path] = ()) -> ModelPlan:
-    """What a command line means by a model, see `find_model`. ExperimentError names `option`."""
+    """What a command line means by a model, see `find_model`.
+
+    Raises:
+        ExperimentError: It means none; the error names `option`.
+    """
     architectures = open_architectures(architectures_from)
     try:
         return find_model(text, architectures)
@@ -43,6 +52,10 @@ def named_model(text: str, option: str, architectures_from: Sequence[Path] = ())
 
 
 def check_headers(directory: Path) -> None:
-    """Raises WeightError, naming file and tensor, where the headers of a checkpoint show that it cannot be loaded."""
+    """Reads the headers of a checkpoint.
+
+    Raises:
+        WeightError: They show that it cannot be loaded; it names file and tensor.
+    """
     with Checkpoint(directory, device="cpu", dtype=torch.float32):
         pass

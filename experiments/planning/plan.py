@@ -22,7 +22,8 @@ from tkernels.contract import Value
 from tkernels.outside import broken_files
 from tkernels.selection import OpAxes, with_parts
 from tkernels.variant import AxisRanges
-from tmodel import ArchitectureError, Architectures, architectures_with, known_architectures
+from tmodel import Architectures, architectures_with, known_architectures
+from tmodel.outside import why_broken
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def make_sweep(document: Document, *, full: bool | None = None, broken: Mapping[
     problems: list[str] = []
     asked = layouts[-1] if full else layouts[0]
     ops = _open_registry(asked, broken, problems)
-    architectures = _architectures(asked, problems)
+    architectures = _open_architectures(asked, broken is None, problems)
     device = _find_device(asked, problems)
     is_full = len(layouts) > 1 and (device is not None and device.type == "cuda" if full is None else full)
     layout = layouts[1] if is_full else layouts[0]
@@ -225,14 +226,19 @@ def _open_registry(layout: Layout, broken: Mapping[Path, str] | None, problems: 
     return ops
 
 
-def _architectures(layout: Layout, problems: list[str]) -> Architectures:
-    """The house's and the outside folders' architectures; what is wrong with a folder is a problem."""
+def _open_architectures(layout: Layout, is_first: bool, problems: list[str]) -> Architectures:
+    """The house's and the outside folders' architectures; what is wrong with a folder is a problem.
+
+    Args:
+        layout: of the document.
+        is_first: whether nobody has imported these files yet; they are then tried in a process of their own.
+        problems: gets what is wrong.
+    """
     folders = [layout.document.folder / folder for folder in layout.experiment.architectures_from]
-    try:
-        return architectures_with(folders)
-    except ArchitectureError as error:
-        problems.append(layout.document.problem(("architectures_from",), str(error)))
+    if is_first and (reason := why_broken(folders)) is not None:
+        problems.append(layout.document.problem(("architectures_from",), reason))
         return known_architectures()
+    return architectures_with(folders)
 
 
 def _find_device(layout: Layout, problems: list[str]) -> torch.device | None:

@@ -31,8 +31,13 @@ _TEXT_TOKENS = 32
 
 @dataclass(frozen=True)
 class Point:
-    """Every axis of an op's contract, and a name for people: "decode", "prefill", or its sizes. serves: the workloads
-    whose steps have these sizes, each with the settings that make them; none of a point that no workload asks for.
+    """Where an op is checked and timed.
+
+    Attributes:
+        name: for people: "decode", "prefill", or its sizes.
+        axes: every axis of the op's contract.
+        serves: the workloads whose steps have these sizes, each with the settings that make them; none of a point that
+            no workload asks for.
     """
 
     name: str
@@ -43,7 +48,8 @@ class Point:
 def points_of(plan: Plan) -> dict[str, list[Point]]:
     """op -> its points, each complete and within the contract's constraints.
 
-    Raises ContractError where a point of the YAML's `shapes` breaks a constraint.
+    Raises:
+        ContractError: A point of the YAML's `shapes` breaks a constraint.
     """
     return {op: _make_points(plan, op) for op in plan.ranges}
 

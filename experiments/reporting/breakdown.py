@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from experiments.reporting.arms import swept_names, title_of
 from experiments.reporting.pictures import INK, PAPER, RULE, SERIES, WIDTH, Picture, compact, label, legend
-from experiments.reporting.table_style import Column, Line, PlainTable, cells
-from experiments.reporting.tables import microseconds, swept, title_of
+from experiments.reporting.table_style import Column, Line, PlainTable, cells, format_microseconds
 from experiments.runs.rows import Row
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Step:
 
 def steps_of(rows: Sequence[Row], engines: Sequence[Row]) -> list[Step]:
     """The recorded steps. On a GPU they are the device's time, of which what no range holds is a gap of its own."""
-    names = swept(engines)
+    names = swept_names(engines)
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.status == "ok" and row.total_us is not None:
@@ -69,13 +69,13 @@ def step_table(steps: Sequence[Step], most: int = 60) -> PlainTable:
     left_out = 0
     for step in steps:
         where = f"{step.workload}, {step.arm}" if step.workload else step.arm
-        lines.append(f"{where}: {microseconds(step.step_us)} µs a step, {step.steps} steps, {step.clock} clock")
+        lines.append(f"{where}: {format_microseconds(step.step_us)} µs a step, {step.steps} steps, {step.clock} clock")
         shown = [name for name, value in step.parts.items() if value >= 0.001 * step.step_us][:most]
         left_out += len(step.parts) - len(shown)
         for name in shown:
             value = step.parts[name]
             share = f"{value / step.step_us:.1%}" if step.step_us else "-"
-            lines.append(cells(name, f"{step.calls[name]:,}", microseconds(value), share))
+            lines.append(cells(name, f"{step.calls[name]:,}", format_microseconds(value), share))
     caption = "What each range took itself, less what is nested in it; recorded in a round of its own, without overlap."
     caption += f" {left_out} ranges of less than 0.1% are in results.jsonl." if left_out else ""
     return PlainTable("Every range of a step", columns, tuple(lines), caption)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from experiments.reporting.table_style import Cell, Column, Line, PlainTable, cells, plain
+from experiments.reporting.table_style import Cell, Column, Line, PlainTable, cells, setting_name
 from experiments.runs.comparison import LEVEL, MIN_REPLICATES, POWER
 from experiments.runs.verdicts import Comparison, Verdict
 
@@ -37,7 +37,7 @@ def _places(found: Comparison) -> dict[str, list[Verdict]]:
     places: dict[str, list[Verdict]] = {}
     for verdict in found.verdicts:
         beside = f", beside {verdict.beside}" if verdict.beside else ""
-        place = ", ".join(map(plain, verdict.place.split(", ")))
+        place = ", ".join(map(setting_name, verdict.place.split(", ")))
         places.setdefault(f"{place}: {verdict.figure}, {_unit(verdict)}{beside}", []).append(verdict)
     return places
 
@@ -89,7 +89,7 @@ def _caption(found: Comparison) -> str:
     parts = [
         "first, second: geometric means over processes"
         + ("." if found.second else "; first is of the arm that the others are beside."),
-        f"change: of the {about} over the first; interval: at the level of its verdict ({LEVEL:.0%} for a false alarm "
+        f"change: of the {about} over the first; interval: at the level of its verdict ({LEVEL:.1%} for a false alarm "
         f"in any figure, after Holm); sees: the smallest change that would have been found, in {POWER:.0%} of tries.",
     ]
     if any(verdict.beside_yardstick for verdict in found.verdicts):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.reporting.pictures import PAPER, WIDTH, Picture, compact, legend, legend_rows, log_ticks, look
 from experiments.reporting.points import METRICS, Factor, Measured, engine_points, kernel_points, numeric, varying
-from experiments.reporting.table_style import plain, told
+from experiments.reporting.table_style import format_value, setting_name
 from experiments.runs.rows import Row
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _over(
     """Pictures over one axis, with what is on each: of each size and workload its own where many lines would share one,
     and not too many. alone: points that no picture has on a line.
     """  # fmt: skip
-    x_name = _AXES.get(axis, plain(axis))
+    x_name = _AXES.get(axis, setting_name(axis))
     title = f"{title} by {x_name.split(',')[0]}"
     lines = _with_those_alone(_lines(points, axis, others), alone, axis, others)
     apart = [other for other in others if _is_size(other) or other in _APART or other.startswith("workload.")]
@@ -143,10 +143,10 @@ def _over(
         level = any(x is None for one in part for x, _ in one.points)
         caption = f"{_LEVEL.format(x_name.split(',')[0])} {about}" if level else about
         picture = Picture(
-            name=f"{name}-by-{plain(axis)}{suffix}".replace(".", "-").replace("/", "-"),
+            name=f"{name}-by-{setting_name(axis)}{suffix}".replace(".", "-").replace("/", "-"),
             title=heading,
             caption=caption + (f" {left_out} more lines are in results.jsonl." if left_out else ""),
-            columns=("series", plain(axis), "median", "low", "high", "unit"),
+            columns=("series", setting_name(axis), "median", "low", "high", "unit"),
             records=tuple((one.name, x, p.median, p.low, p.high, unit) for one in part for x, p in one.points),
             draw=_drawing(part, x_name, unit),
         )
@@ -196,7 +196,7 @@ def _series(names: Sequence[str], values: Sequence[Factor | None]) -> str:
     for name, value in zip(names, values, strict=True):
         if value is not None and value != "":
             bare = name in ("variant", "dtype", "workload") or isinstance(value, str)
-            shown.append(str(value) if bare else f"{plain(name)} {told(value)}")
+            shown.append(str(value) if bare else f"{setting_name(name)} {format_value(value)}")
     return ", ".join(shown)
 
 

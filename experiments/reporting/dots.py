@@ -5,9 +5,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from experiments.reporting.arms import swept_names, title_of
 from experiments.reporting.pictures import INK, PAPER, SERIES, SOFT, WIDTH, Picture, compact, label, legend, log_ticks
 from experiments.reporting.points import quartiles
-from experiments.reporting.tables import swept, title_of
 from experiments.runs.rows import Row
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def variant_pictures(rows: Sequence[Row], on_curves: Collection[str], about: str
 
 def _served(rows: Sequence[Row]) -> list[tuple[Row, str]]:
     """The timed rows with their names, those of a workload together."""
-    names = swept([row for row in rows if row.stage == "engine"])
+    names = swept_names([row for row in rows if row.stage == "engine"])
     timed = [(row, title_of(row, names)) for row in rows if row.status == "ok" and row.tokens_per_s is not None]
     order = list(dict.fromkeys(row.workload for row, _ in timed))
     return sorted(timed, key=lambda pair: order.index(pair[0].workload))

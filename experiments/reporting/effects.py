@@ -3,17 +3,29 @@
 All of it follows from a run's rows: checks, kernels' times, engines' rates, parity, and the ranges of recorded steps.
 """
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from experiments.reporting.arms import arm_key
 from experiments.reporting.judged import Judged
-from experiments.reporting.table_style import Cell, Column, Line, PlainTable, cells, plain, told
+from experiments.reporting.table_style import (
+    Cell,
+    Column,
+    Line,
+    PlainTable,
+    build_table,
+    cells,
+    figure,
+    format_value,
+    setting_name,
+)
 from experiments.runs.comparison import Outcome
 from experiments.runs.rows import Row
+from experiments.runs.table import spread
 from experiments.runs.verdicts import Paired
-from experiments.stages.serving import spread
 from tkernels import OPS
 
 EFFECTS = "From a kernel alone to tokens"
@@ -59,10 +71,10 @@ class Ratio:
     outcome: Outcome | None = None
 
     @staticmethod
-    def mean(pairs: Sequence[tuple["_Figure", "_Figure"]]) -> "Ratio":
+    def mean(pairs: Sequence[tuple["_Speed", "_Speed"]]) -> "Ratio":
         """The geometric mean of first / second over at least one pair."""
         value = math.exp(math.fsum(math.log(first[0] / second[0]) for first, second in pairs) / len(pairs))
-        spreads = [iqr / figure if iqr is not None else None for pair in pairs for figure, iqr in pair]
+        spreads = [iqr / speed if iqr is not None else None for pair in pairs for speed, iqr in pair]
         known = [spread for spread in spreads if spread is not None]
         return Ratio(value, value * math.hypot(*known) / len(pairs) if len(known) == len(spreads) else None)
 
@@ -74,32 +86,11 @@ class Ratio:
         each = [math.exp(sign * math.fsum(one.values[r] for one in found) / len(found)) for r in sorted(common)]
         outcomes = {one.effect.outcome for one in found}
         outcome: Outcome = "within noise" if outcomes == {"within noise"} else "better" if value > 1 else "worse"
-        return Ratio(value, spread(each) if len(each) > 1 else None, outcome)
+        return Ratio(value, spread(each), outcome)
 
 
-_Figure = tuple[float, float | None]
-"""A figure above 0 and its interquartile range."""
-
-
-class _Rows:
-    """A run's rows by what an effect asks of them: a sweep has thousands of effects, and of rows."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.engines = [row for row in rows if row.stage == "engine" and row.status == "ok"]
-        self.parities: dict[Any, Row] = {}
-        self.steps: dict[Any, list[Row]] = {}
-        self.kernels: dict[Any, list[Row]] = {}
-        self.errors: dict[Any, list[float]] = {}
-        for row in rows:
-            if row.stage == "parity":
-                self.parities.setdefault(_place(row), row)
-            elif row.stage == "step" and row.status == "ok" and row.total_us is not None:
-                self.steps.setdefault(_place(row), []).append(row)
-            elif row.stage == "kernels" and row.median_us:
-                self.kernels.setdefault((row.op, row.variant, row.dtype), []).append(row)
-            elif row.stage == "check" and row.max_error_ratio is not None:
-                self.errors.setdefault((row.op, row.variant, row.dtype), []).append(row.max_error_ratio)
-
+_Speed = tuple[float, float | None]
+"""Above 0, and its interquartile range."""
 
 _Pair = tuple[Row, Row]
 """What a swap is judged by: a row of the first variant, and one of the other."""
@@ -112,11 +103,11 @@ class _Swap:
     op: str
     first: Row
     row: Row
-    kernels: tuple[tuple[Row, Row], ...]
+    kernels: Sequence[_Pair]
 
     @property
-    def engines(self) -> tuple[tuple[Row, Row], ...]:
-        return ((self.first, self.row),) if self.row.tokens_per_s and self.first.tokens_per_s else ()
+    def engines(self) -> Sequence[_Pair]:
+        return [(self.first, self.row)] if self.row.tokens_per_s and self.first.tokens_per_s else []
 
 
 def effects_of(rows: Sequence[Row], ops: Sequence[str], every: Sequence[Row] = ()) -> list[Effect]:
@@ -124,36 +115,61 @@ def effects_of(rows: Sequence[Row], ops: Sequence[str], every: Sequence[Row] = (
     first is there too, at 1. rows: merged. every: those of each process, which a test needs.
     """
     swaps = []
-    known = _Rows(rows)
+    by_stage: dict[str, list[Row]] = {}
+    for row in rows:
+        by_stage.setdefault(row.stage, []).append(row)
+    timed = _by_variant([row for row in by_stage.get("kernels", ()) if row.median_us])
     for op in ops:
         groups: dict[Any, list[Row]] = {}
-        for row in known.engines:
-            if op in row.arm:
+        for row in by_stage.get("engine", ()):
+            if row.status == "ok" and op in row.arm:
                 rest_of_arm = {name: label for name, label in row.arm.items() if name != op}
-                key = (row.workload, _text(row.settings), _text(rest_of_arm), row.dtype)
-                groups.setdefault(key, []).append(row)
+                groups.setdefault(arm_key(row.model_copy(update={"arm": rest_of_arm})), []).append(row)
         for first, *rest in groups.values():
             if others := [row for row in rest if row.arm[op] != first.arm[op]]:
-                swaps += [_Swap(op, first, row, _timings(known, op, first, row)) for row in (first, *others)]
-    pairs: list[_Pair] = [pair for swap in swaps for pair in swap.engines]
-    judged = Judged.of(every, [*pairs, *(pair for swap in swaps for pair in swap.kernels)])
-    return [_effect(known, swap, judged) for swap in swaps]
+                swaps += [_Swap(op, first, row, _timings(timed, op, first, row)) for row in (first, *others)]
+    judged = Judged.of(every, [pair for swap in swaps for pair in (*swap.engines, *swap.kernels)])
+    checks = _by_variant([row for row in by_stage.get("check", ()) if row.max_error_ratio is not None])
+    parities = {arm_key(row): row for row in reversed(by_stage.get("parity", ()))}
+    steps = _steps_by_arm(by_stage.get("step", ()))
+    return [_effect(swap, judged, checks, parities.get(arm_key(swap.row)), steps) for swap in swaps]
 
 
-def _effect(rows: _Rows, swap: _Swap, judged: Judged) -> Effect:
-    op, first, row = swap.op, swap.first, swap.row
-    before, variant = first.arm[op], row.arm[op]
-    parity = rows.parities.get(_place(row))
+def _effect(
+    swap: _Swap,
+    judged: Judged,
+    checks: Mapping[Any, Sequence[Row]],
+    parity: Row | None,
+    steps: Mapping[tuple[str, str], Sequence[Row]],
+) -> Effect:
+    op, row = swap.op, swap.row
+    variant = row.arm[op]
     divergence = None if parity is None else parity.first_divergence
+    shares = {step.clock: step.share for step in steps.get(arm_key(row), ()) if step.range == f"{op}.{variant}"}
     return Effect(
-        op, before, variant, row.arm, row.settings, str(row.workload),
+        op, swap.first.arm[op], variant, row.arm, row.settings, str(row.workload),
         alone=_ratio(swap.kernels, judged),
-        share=_share(rows, op, row),
+        share=shares.get("device", shares.get("host")),  # by the device's clock where it has one
         end_to_end=_ratio(swap.engines, judged),
-        error=max(rows.errors.get((op, variant, row.dtype), ()), default=None),
+        error=max((one.max_error_ratio or 0.0 for one in checks.get((op, variant, row.dtype), ())), default=None),
         drift=None if parity is None else parity.logprob_drift,
         differs=None if divergence is None else (int(divergence["request"] or 0), int(divergence["place"] or 0)),
     )  # fmt: skip
+
+
+def _by_variant(rows: Sequence[Row]) -> dict[Any, list[Row]]:
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.op, row.variant, row.dtype), []).append(row)
+    return found
+
+
+def _steps_by_arm(steps: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in steps:
+        if row.status == "ok" and row.total_us is not None:
+            found.setdefault(arm_key(row), []).append(row)
+    return found
 
 
 def _ratio(pairs: Sequence[_Pair], judged: Judged) -> Ratio | None:
@@ -168,48 +184,32 @@ def _ratio(pairs: Sequence[_Pair], judged: Judged) -> Ratio | None:
     return replace(merged, outcome="cannot tell") if judged.found else merged
 
 
-def _speed(row: Row) -> _Figure:
+def _speed(row: Row) -> _Speed:
     """With its spread, whose share of a time is that of its inverse."""
     if row.stage == "kernels":
         time = row.median_us or math.inf
         return 1 / time, row.iqr_us / time**2 if row.iqr_us is not None else None
-    assert row.stage == "engine"
     return row.tokens_per_s or 0.0, row.tokens_per_s_iqr
 
 
-def _timings(rows: _Rows, op: str, first: Row, row: Row) -> tuple[tuple[Row, Row], ...]:
+def _timings(timed: Mapping[Any, Sequence[Row]], op: str, first: Row, row: Row) -> Sequence[_Pair]:
     before, mine = (
         {
             str(one.point): one
-            for one in rows.kernels.get((op, variant, row.dtype), ())
+            for one in timed.get((op, variant, row.dtype), ())
             if all(row.settings.get(name, value) == value for name, value in one.settings.items())
         }
         for variant in (first.arm[op], row.arm[op])
     )
     both = [(before[point], mine[point]) for point in before if point in mine]
     own = [pair for pair in both if any(_is_of(served, row) for served in pair[1].serves or ())]
-    return tuple(own or [pair for pair in both if not pair[1].serves])
+    return own or [pair for pair in both if not pair[1].serves]
 
 
 def _is_of(served: Mapping[str, Any], row: Row) -> bool:
     """Whether a point that serves this is one of the arm's steps. What is not swept, all share."""
     about = {"workload": row.workload, **row.settings}
     return all(about.get(name, value) == value for name, value in served.items())
-
-
-def _share(rows: _Rows, op: str, arm: Row) -> float | None:
-    """The op's share of the arm's step: by the device's clock where it has one."""
-    name = f"{op}.{arm.arm[op]}"
-    shares = {step.clock: step.share for step in rows.steps.get(_place(arm), ()) if step.range == name}
-    return shares.get("device", shares.get("host"))
-
-
-def _place(row: Row) -> tuple[Any, ...]:
-    return row.workload, _text(row.arm), _text(row.settings), row.dtype
-
-
-def _text(values: Mapping[str, Any]) -> str:
-    return str(sorted(values.items()))
 
 
 def effects_table(rows: Sequence[Row], names: Sequence[str], every: Sequence[Row] = ()) -> PlainTable | None:
@@ -221,39 +221,36 @@ def effects_table(rows: Sequence[Row], names: Sequence[str], every: Sequence[Row
     if all(effect.share is None for effect in effects):
         return None
     several = len(ops) > 1 or any(effect.settings for effect in effects)
-    right = ("alone", "of step", "tokens/s", "error", "drift", "differs")
-    columns = (
-        Column("variant"), *([Column("with")] if several else []), *(Column(name, right=True) for name in right)
-    )  # fmt: skip
-    lines: list[Line] = []
-    for effect in effects:
-        heading = ": ".join(filter(None, [effect.workload, effect.op]))
-        if heading not in lines:
-            lines.append(heading)
-        others = [effect.arm[name] for name in ops if name != effect.op]
-        others += [f"{plain(name)} {told(value)}" for name, value in effect.settings.items()]
-        lines.append(
-            cells(
-                effect.variant,
-                *([", ".join(others)] if several else []),
-                _times(effect.alone),
-                _percent(effect.share),
-                _times(effect.end_to_end),
-                "-" if effect.error is None else f"{effect.error:.2f}",
-                "-" if effect.drift is None else f"{effect.drift:.0e}",
-                _where(effect),
-            )
-        )
+    show: dict[Column, Callable[[Effect], str | Cell]] = {Column("variant"): lambda effect: effect.variant}
+    if several:
+        show[Column("with")] = lambda effect: _others(effect, ops)
+    show |= {
+        figure("alone"): lambda effect: _times(effect.alone),
+        figure("of step"): lambda effect: "n/m" if effect.share is None else f"{effect.share:.1%}",
+        figure("tokens/s"): lambda effect: _times(effect.end_to_end),
+        figure("error"): lambda effect: "-" if effect.error is None else f"{effect.error:.2f}",
+        figure("drift"): lambda effect: "-" if effect.drift is None else f"{effect.drift:.0e}",
+        figure("differs"): _divergence,
+    }
+    items: list[Effect | str] = []
+    for (workload, op), mine in itertools.groupby(effects, key=lambda effect: (effect.workload, effect.op)):
+        items += [": ".join(filter(None, [workload, op])), *mine]
     caption = (
         "alone: speed of the kernel over the first variant's, the geometric mean over the points of the arm's own "
         "workload; of step: its share of a step; tokens/s: over those with the first variant; in brackets the ratio's "
         f"IQR.{_marks(effects)} error: over what is allowed; drift, differs: of log-probabilities, and request/token "
         "of the first other token, beside the first arm of the same model and workload. n/m: not measured."
     )
-    return PlainTable(EFFECTS, columns, tuple(lines), caption)
+    return build_table(EFFECTS, show, items, caption)
 
 
-def _where(effect: Effect) -> str:
+def _others(effect: Effect, ops: Sequence[str]) -> str:
+    """What else the arm is made of."""
+    others = [effect.arm[name] for name in ops if name != effect.op]
+    return ", ".join([*others, *(f"{setting_name(name)} {format_value(v)}" for name, v in effect.settings.items())])
+
+
+def _divergence(effect: Effect) -> str:
     if effect.differs is not None:
         return f"{effect.differs[0]}/{effect.differs[1]}"
     return "-" if effect.drift is None else "never"
@@ -279,10 +276,6 @@ def _times(ratio: Ratio | None) -> str | Cell:
     return Cell(text + (f" ({ratio.iqr:.2f})" if ratio.iqr is not None else ""), ratio.outcome or "")
 
 
-def _percent(share: float | None) -> str:
-    return "n/m" if share is None else f"{share:.1%}"
-
-
 _WHOLE = ("ops", "GEMMs", "model", "sample", "prepare", "schedule", "commit", "gaps")
 
 
@@ -304,22 +297,18 @@ def _part_of(row: Row) -> str:
     return "commit" if row.range in ("commit", "wait", "detokenize") else "gaps"
 
 
-def step_table(rows: Sequence[Row], titles: Mapping[str, str]) -> PlainTable | None:
-    """A line for each arm whose steps were recorded; titles: what arms are called, by `key_of`. None where none was."""
-    arms: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.stage == "step" and row.status == "ok" and row.total_us is not None:
-            arms.setdefault(key_of(row), []).append(row)
+def step_table(rows: Sequence[Row], titles: Mapping[tuple[str, str], str]) -> PlainTable | None:
+    """A line for each arm whose steps were recorded, and None where none was. titles: what arms are called."""
+    arms = _steps_by_arm([row for row in rows if row.stage == "step"])
     lines: list[Line] = []
     for key, mine in arms.items():
         clock = "device" if any(row.clock == "device" for row in mine) else "host"
-        chosen = [row for row in mine if row.clock == clock]
         mean = (mine[0].step_us or 0.0) / max(mine[0].steps or 1, 1)
-        shares = whole_step(chosen).values()
-        lines.append(cells(titles.get(key, key), f"{mean:,.0f}", *(f"{share:.0%}" for share in shares)))
+        shares = whole_step([row for row in mine if row.clock == clock]).values()
+        lines.append(cells(titles.get(key, key[1]), f"{mean:,.0f}", *(f"{share:.0%}" for share in shares)))
     if not lines:
         return None
-    columns = (Column("arm"), *(Column(name, right=True) for name in ("us", *_WHOLE)))
+    columns = (Column("arm"), *(figure(name) for name in ("us", *_WHOLE)))
     caption = (
         "Shares of a step that was recorded apart, without overlap. ops: kernels but GEMMs, which are "
         f"{', '.join(GEMMS[:-1])} and {GEMMS[-1]}; model: what its layers do besides; commit: tokens to the host, the "
@@ -327,8 +316,3 @@ def step_table(rows: Sequence[Row], titles: Mapping[str, str]) -> PlainTable | N
         "is in the gaps."
     )
     return PlainTable("Where a step goes", columns, tuple(lines), caption)
-
-
-def key_of(row: Row) -> str:
-    """What an arm's rows at one workload share."""
-    return str(_place(row))

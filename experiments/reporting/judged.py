@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments.document import ExperimentError
-from experiments.reporting.replicates import processes
+from experiments.reporting.arms import processes
 from experiments.runs.comparison import MIN_REPLICATES
 from experiments.runs.rows import Row
 from experiments.runs.table import figure_key, times_of

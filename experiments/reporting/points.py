@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from experiments.reporting.tables import swept
+from experiments.reporting.arms import swept_names
 from experiments.runs.rows import Row
 
 Factor = str | int | float | bool
@@ -81,7 +81,7 @@ METRICS: Mapping[str, str] = {
 
 def engine_points(rows: Sequence[Row], metric: str) -> list[Measured]:
     """An engine figure of every arm and workload. Of waiting times the median is p50, and what is shown to p90."""
-    names = swept(rows)
+    names = swept_names(rows)
     ops = [name for name in names if any(name in row.arm for row in rows)]
     points = []
     for row in rows:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.document import ExperimentError
+from experiments.reporting.arms import merged, processes
 from experiments.reporting.breakdown import breakdown_picture, not_recorded, step_table, steps_of
 from experiments.reporting.comparison_tables import sentence, verdict_table
 from experiments.reporting.curves import engine_curves, kernel_curves
@@ -16,7 +17,6 @@ from experiments.reporting.numerics import check_table, parity_table
 from experiments.reporting.pictures import Picture
 from experiments.reporting.quantization import quantization_picture
 from experiments.reporting.question import Question, question_of
-from experiments.reporting.replicates import merged, processes
 from experiments.reporting.resources import resources_of
 from experiments.reporting.roofline import roofline_pictures
 from experiments.reporting.table_style import PlainTable

@@ -2,8 +2,9 @@
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rich import box
 from rich.markup import escape
@@ -45,6 +46,9 @@ class Cell:
         text = self.text if len(self.text) <= width else break_name(self.text, width)
         return Text(text, _STYLES.get(self.tone, ""))
 
+
+Item = TypeVar("Item")
+"""What a line of a table is about; no text."""
 
 Line = tuple[Cell, ...] | str
 """A cell for each column, or a heading over the lines below it."""
@@ -118,12 +122,29 @@ def cells(*values: str | Cell) -> tuple[Cell, ...]:
     return tuple(value if isinstance(value, Cell) else Cell(value) for value in values)
 
 
-def told(value: object) -> str:
+def build_table(
+    title: str, show: Mapping[Column, Callable[[Item], str | Cell]], items: Iterable[Item | str], caption: str
+) -> PlainTable:
+    """A line for each item, whose cells `show` makes; a text is a heading."""
+    lines = (one if isinstance(one, str) else cells(*(cell(one) for cell in show.values())) for one in items)
+    return PlainTable(title, tuple(show), tuple(lines), caption)
+
+
+def figure(name: str, wide: bool = False) -> Column:
+    """A column of numbers."""
+    return Column(name, right=True, wide=wide)
+
+
+def format_value(value: object) -> str:
     """A setting's value as the YAML has it: true, not True."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def plain(name: str) -> str:
+def format_microseconds(value: float) -> str:
+    return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def setting_name(name: str) -> str:
     """A setting's name for people: that a field is the workload's goes without saying."""
     return name.removeprefix("workload.")
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.reporting.replicates import arm_key
-from experiments.reporting.table_style import plain
-from experiments.reporting.tables import swept, title_of
+from experiments.reporting.arms import arm_key, swept_names, title_of
+from experiments.reporting.table_style import setting_name
 from experiments.runs import verdicts as judgement
 from experiments.runs.comparison import MIN_REPLICATES
 from experiments.runs.rows import Row
@@ -101,7 +100,7 @@ def _failed_requests(rows: Sequence[Row]) -> list[str]:
     counts = f"{worst.requests_failed} of {worst.requests}"
     if len(rows) == 1:
         return [f"{counts} requests failed"]
-    names = swept([row for row in rows if row.stage == "engine"])
+    names = swept_names([row for row in rows if row.stage == "engine"])
     where = ", ".join(filter(None, [worst.workload, title_of(worst, names)]))
     if len(short) == 1:
         return [f"{counts} requests failed ({where})"]
@@ -275,7 +274,7 @@ def _interval(one: judgement.Verdict) -> str:
 
 
 def _plain(place: str) -> str:
-    return ", ".join(map(plain, place.split(", ")))
+    return ", ".join(map(setting_name, place.split(", ")))
 
 
 def _runs(indices: Sequence[int], names: Sequence[str]) -> list[str]:

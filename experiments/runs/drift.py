@@ -88,10 +88,15 @@ def carried_drift(count: int) -> float:
 
 @dataclass(frozen=True)
 class Slope:
-    """By how much the logarithm of a figure rises with the yardstick's, and the variance of that."""
+    """By how much the logarithm of a figure rises with the yardstick's, and the variance of that.
+
+    spent: how much of a degree of freedom of the figure's own processes went into it: 1 where they alone tell it, 0
+    where it is what was expected. What is left of them lies too close together by that much.
+    """
 
     value: float
     variance: float
+    spent: float = 0.0
 
     def variance_between_runs(self, first: Sequence[float], second: Sequence[float]) -> float:
         """The variance of what is taken off the difference of two runs with these yardsticks."""
@@ -127,4 +132,4 @@ def slope_of(groups: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Slope
             break
         precision = xx / left + prior
         value = (xy / left + _EXPECTED * prior) / precision
-    return Slope(value, 1 / precision)
+    return Slope(value, 1 / precision, 1 - prior / precision)

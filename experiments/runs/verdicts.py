@@ -103,7 +103,7 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
     series = {key: series_of_runs(*pair) for key, pair in enough.items()}
     drift = drift_of([values for one in series.values() for values in one.values])
     differences = {
-        key: between_runs(one.values[0], one.values[1], drift, one.correction) for key, one in series.items()
+        key: between_runs(one.values[0], one.values[1], drift, one.correction, one.spent) for key, one in series.items()
     }
     counts = {key: (len(one.values), len(other.values)) for key, (one, other) in pairs.items()}
     return Comparison(
@@ -162,7 +162,7 @@ def judge_pairs(pairs: Mapping[Key, tuple[Figure, Figure]]) -> tuple[dict[Key, P
     enough = {key: pair for key, pair in pairs.items() if len(_replicates(*pair)) >= MIN_REPLICATES}
     series = {key: _paired_series(*pair) for key, pair in enough.items()}
     drift = drift_of([values for one in series.values() for values in one.values])
-    differences = {key: paired(one.values[0], drift, one.correction) for key, one in series.items()}
+    differences = {key: paired(one.values[0], drift, one.correction, one.spent) for key, one in series.items()}
     effects = judge(differences, {key: enough[key][1].better for key in enough})
     found = {
         key: Paired(effects[key], dict(zip(_replicates(*pair), series[key].values[0], strict=True)))
@@ -188,11 +188,13 @@ def _beside_yardstick(first: Figure, second: Figure) -> bool:
 @dataclass(frozen=True)
 class _Series:
     """Values in the order in which the processes ran, beside the yardstick's where there is one; and the variance that
-    this gives the difference of the means, or their mean where it is one series.
+    this gives the difference of the means, or their mean where it is one series; and the degrees of freedom that went
+    into it.
     """
 
     values: tuple[list[float], ...]
     correction: float = 0.0
+    spent: float = 0.0
 
 
 def series_of_runs(first: Figure, second: Figure) -> _Series:
@@ -205,7 +207,9 @@ def series_of_runs(first: Figure, second: Figure) -> _Series:
         [one.yardsticks[r] for r in replicates] for one, replicates in zip((first, second), order, strict=True)
     ]
     slope = slope_of(list(zip(values, yardsticks, strict=True)))
-    return _Series(tuple(map(slope.take_off, values, yardsticks)), slope.variance_between_runs(*yardsticks))
+    return _Series(
+        tuple(map(slope.take_off, values, yardsticks)), slope.variance_between_runs(*yardsticks), slope.spent
+    )
 
 
 def _paired_series(first: Figure, second: Figure) -> _Series:
@@ -216,7 +220,8 @@ def _paired_series(first: Figure, second: Figure) -> _Series:
         return _Series((values,))
     yardsticks = [second.yardsticks[r] - first.yardsticks[r] for r in replicates]
     slope = slope_of([(values, yardsticks)])
-    return _Series((slope.take_off(values, yardsticks),), statistics.fmean(yardsticks) ** 2 * slope.variance)
+    correction = statistics.fmean(yardsticks) ** 2 * slope.variance
+    return _Series((slope.take_off(values, yardsticks),), correction, slope.spent)
 
 
 def _verdicts(

@@ -50,9 +50,13 @@ def test_a_yaml_names_folders_of_architectures(plan: MakePlan, llama: Path, tmp_
     with pytest.raises(ExperimentError, match=r"architectures_from\[0\].*nowhere is not a folder"):
         plan(**keys, architectures_from=["nowhere"])
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "one.py").write_text("1 / 0")
-    with pytest.raises(ExperimentError, match=r"architectures_from.*one\.py: cannot be imported: ZeroDivisionError"):
-        plan(**keys, architectures_from=["broken"])
+    for text, reason in (
+        ("1 / 0", r"one\.py: cannot be imported: ZeroDivisionError"),
+        ("import os; os._exit(3)", r"broken: cannot be imported: .*3"),
+    ):
+        (tmp_path / "broken" / "one.py").write_text(text)
+        with pytest.raises(ExperimentError, match=rf"architectures_from.*{reason}"):
+            plan(**keys, architectures_from=["broken"])
 
 
 def test_an_experiment_serves_one(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -21,7 +22,12 @@ VARIANTS = [(op.name, name) for op in OPS.values() for name in op.variants]
 BY_FACTOR = [("FACTOR=1,", 'FACTOR=run.config["FACTOR"],'), ("(Config(), Config(num_warps=8))", "()")]
 
 
-@pytest.mark.parametrize(("op", "variant"), VARIANTS)
+def parameters(op: str, variant: str) -> Any:
+    """Those of dequant_gemm are as wide as a model's weights: two thirds of all that these cases take."""
+    return pytest.param(op, variant, marks=[pytest.mark.slow] if op == "dequant_gemm" else [])
+
+
+@pytest.mark.parametrize(("op", "variant"), [parameters(*names) for names in VARIANTS])
 def test_variant_is_right_on_its_wide_cases(op: str, variant: str) -> None:
     subject = OPS[op].variants[variant]
     results = list(wide_results(subject, device=DEVICE))

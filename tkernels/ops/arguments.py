@@ -16,19 +16,23 @@ def pointers(layout: str, *tensors: torch.Tensor | None) -> dict[str, Any]:
         layout: for each tensor its name, and in brackets a letter for each leading dim whose stride is taken.
         tensors: one for each name; None where an optional one without strides is not there.
     """
-    arguments: dict[str, Any] = {}
-    for (pointer, strides), tensor in zip(_parameter_names(layout), tensors, strict=True):
-        arguments[pointer] = tensor
-        if strides and tensor is not None:
-            arguments.update(zip(strides, tensor.stride(), strict=False))
-    return arguments
+    names, counts = _parameter_names(layout)
+    values: list[Any] = []
+    for count, tensor in zip(counts, tensors, strict=True):
+        values.append(tensor)
+        if count:
+            assert tensor is not None, "a tensor whose strides are taken is there"
+            values += tensor.stride()[:count]
+    return dict(zip(names, values, strict=True))
 
 
 @cache
-def _parameter_names(layout: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """(pointer, strides) of each tensor of a layout. Cached: formatting them would cost more than a launch may."""
-    found = []
+def _parameter_names(layout: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """A layout's parameters, and how many strides each tensor has. Cached: formatting them costs more than a launch."""
+    names: list[str] = []
+    counts = []
     for part in layout.split():
         name, _, dims = part.removesuffix("]").partition("[")
-        found.append((f"{name}_ptr", tuple(f"stride_{name}_{dim}" for dim in dims)))
-    return tuple(found)
+        names += [f"{name}_ptr", *(f"stride_{name}_{dim}" for dim in dims)]
+        counts.append(len(dims))
+    return tuple(names), tuple(counts)

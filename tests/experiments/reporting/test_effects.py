@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from experiments.reporting.arms import merged
 from experiments.reporting.effects import GEMMS, Ratio, effects_of, effects_table, step_table, whole_step
-from experiments.reporting.replicates import merged
 from experiments.reporting.tables import tables_of
 from experiments.runs.reading import read_run
 from experiments.runs.rows import COLUMNS, Row

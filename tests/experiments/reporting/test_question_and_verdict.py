@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from experiments.reporting.arms import merged, processes
 from experiments.reporting.numerics import parity_table
 from experiments.reporting.question import question_of
 from experiments.reporting.rendering import as_html
-from experiments.reporting.replicates import merged, processes
 from experiments.reporting.report import report_of
 from experiments.reporting.tables import tables_of
 from experiments.reporting.verdict import Verdict, verdict_of

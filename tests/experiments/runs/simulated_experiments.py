@@ -2,62 +2,103 @@
 
     python -m tests.experiments.runs.simulated_experiments --count 10000
 
-The record is of real processes: `--record FILE` runs the experiment of `tests.experiments.runs.false_alarms`, whose
-variants are all of one speed, and keeps each process's time and yardstick, in order. A simulated experiment takes
-stretches of it from random places, one for each of four ops: of arms, processes that took turns; of runs, one stretch
-after the other. It is a false alarm where any of its figures is named; with one op's times raised by 15%, the change is
-found where that figure is named, and named slower. Exit status 1 where more than 1% are false alarms, or fewer than
-97% of changes are found.
+The record is of real processes that followed each other: `--record 600 --file FILE` takes the times of a few ops and of
+the yardstick in each, as a run does. A simulated experiment takes, for each of four figures, the drift of a stretch of
+it from a random place on, and off that what any process was off the drift around it: of arms, processes that took
+turns; of runs, those of one after those of the other. It is a false alarm where any of its figures is named. With one
+figure raised by 15%, the change is found where that figure is named, and named slower. Exit status 1 where more than 1%
+are false alarms, or fewer than 97% of the changes of an arm are found.
 """
 
 import argparse
 import csv
+import functools
 import math
+import os
 import random
+import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from experiments.runs.comparison import Effect, between_runs, judge
 from experiments.runs.drift import drift_of
 from experiments.runs.table import Figure
 from experiments.runs.verdicts import judge_pairs, series_of_runs
-from tests.experiments.runs.false_alarms import SLOWER, recorded, write_experiment
+from tests.experiments.runs.false_alarms import SHAPES, SLOWER
 
 RECORD = Path(__file__).parent / "data" / "drift.csv"
+_SHAPES: dict[str, dict[str, Any]] = {
+    **SHAPES,
+    "rms_norm": {"T": 256, "H": 512},
+    "matmul": {"M": 32, "N": 256, "K": 256},
+}
+_WINDOW = 9  # processes: what lasts for most of these is drift
 OPS, MOST_ALARMS, LEAST_FOUND = 4, 0.01, 0.97
 Process = tuple[float, float]
 """Logarithms of a process's time and of its yardstick's."""
 
 
-def record(file: Path, replicates: int) -> None:
-    """Runs the experiment of equal variants, and writes a line for each process: op, time, yardstick, both in us."""
-    with tempfile.TemporaryDirectory() as scratch:
-        rows = recorded(write_experiment(Path(scratch), replicates), Path(scratch) / "run").rows
+def record(file: Path, processes: int) -> None:
+    """Forks processes one after the other, and writes for each and each op: op, time, yardstick, both in us."""
+    import torch
+
+    from experiments.yardstick import Yardstick
+    from tkernels import OPS
+    from tkernels.measurement import completed
+    from tkernels.timing import time_call
+
+    torch.set_num_threads(1)
     with file.open("w", newline="") as opened:
-        writer = csv.writer(opened, lineterminator="\n")
-        writer.writerow(("op", "median_us", "yardstick_us"))
-        for row in rows:
-            if row.stage == "kernels" and row.median_us and row.yardstick_us:
-                writer.writerow((row.op, f"{row.median_us:.6g}", f"{row.yardstick_us:.6g}"))
+        csv.writer(opened, lineterminator="\n").writerow(("op", "median_us", "yardstick_us"))
+        for _ in range(processes):
+            opened.flush()
+            if (child := os.fork()) == 0:
+                for op, axes in _SHAPES.items():
+                    contract = OPS[op].contract
+                    case = contract.case(completed(contract, {**axes, "activation": "float32"}), 0, torch.device("cpu"))
+                    yardstick = Yardstick()
+                    call = functools.partial(OPS[op].variants["torch"], **case.inputs)
+                    median = time_call(call, "cpu", samples=200, between=yardstick).median_us
+                    opened.write(f"{op},{median:.6g},{yardstick.median_us:.6g}\n")
+                opened.flush()
+                os._exit(0)
+            if os.waitpid(child, 0)[1]:
+                sys.exit("a process of the record failed")
 
 
-def read_record(file: Path) -> list[list[Process]]:
-    """Of each op its processes in the order in which they ran."""
+@dataclass(frozen=True)
+class Recorded:
+    """An op's processes in the order in which they ran. slow: how the machine drifted, the medians of _WINDOW processes
+    around each. fast: what each process was off that, figure and yardstick together.
+    """
+
+    slow: Sequence[Process]
+    fast: Sequence[Process]
+
+    def stretch(self, draw: random.Random, length: int) -> list[Process]:
+        """So many processes that follow each other: the drift as it was from a random one on, with the rest of any."""
+        start = draw.randrange(len(self.slow) - length + 1)
+        off = draw.choices(self.fast, k=length)
+        return [(t + dt, y + dy) for (t, y), (dt, dy) in zip(self.slow[start : start + length], off, strict=True)]
+
+
+def read_record(file: Path) -> list[Recorded]:
+    """Of each op."""
     ops: dict[str, list[Process]] = {}
     with file.open(newline="") as opened:
         for line in csv.DictReader(opened):
             times = math.log(float(line["median_us"])), math.log(float(line["yardstick_us"]))
             ops.setdefault(line["op"], []).append(times)
-    return list(ops.values())
-
-
-def stretch(draw: random.Random, record: Sequence[Sequence[Process]], length: int) -> Sequence[Process]:
-    """So many processes of one op that followed each other."""
-    processes = draw.choice(record)
-    start = draw.randrange(len(processes) - length + 1)
-    return processes[start : start + length]
+    found = []
+    for processes in ops.values():
+        windows = [processes[max(0, at - _WINDOW // 2) : at + _WINDOW // 2 + 1] for at in range(len(processes))]
+        slow = [(statistics.median(t for t, _ in one), statistics.median(y for _, y in one)) for one in windows]
+        fast = [(t - ts, y - ys) for (t, y), (ts, ys) in zip(processes, slow, strict=True)]
+        found.append(Recorded(slow, fast))
+    return found
 
 
 def figure(processes: Sequence[Process], slower: float) -> Figure:
@@ -67,15 +108,13 @@ def figure(processes: Sequence[Process], slower: float) -> Figure:
     return one
 
 
-def simulate_arms(
-    draw: random.Random, record: Sequence[Sequence[Process]], processes: int, slower: float
-) -> list[Effect]:
+def simulate_arms(draw: random.Random, record: Sequence[Recorded], processes: int, slower: float) -> list[Effect]:
     """Two arms of one run, at each of OPS ops, of which the first op's second arm is slower: every second replicate the
     arms' order is reversed, as a run does it.
     """
     pairs = {}
     for op in range(OPS):
-        mine = stretch(draw, record, 2 * processes)
+        mine = draw.choice(record).stretch(draw, 2 * processes)
         turns = [mine[2 * index : 2 * index + 2][:: -1 if index % 2 else 1] for index in range(processes)]
         first, second = zip(*turns, strict=True)
         pairs[op] = figure(first, 0.0), figure(second, slower if op == 0 else 0.0)
@@ -83,16 +122,16 @@ def simulate_arms(
     return [found[op].effect for op in range(OPS)]
 
 
-def simulate_runs(
-    draw: random.Random, record: Sequence[Sequence[Process]], processes: int, slower: float
-) -> list[Effect]:
+def simulate_runs(draw: random.Random, record: Sequence[Recorded], processes: int, slower: float) -> list[Effect]:
     """Two runs, the second after the first, each with an arm at each of OPS ops, of which the first is slower then."""
     series = {}
     for op in range(OPS):
-        mine = stretch(draw, record, 4 * processes)[::2]  # the processes between were the other arm's
+        mine = draw.choice(record).stretch(draw, 4 * processes)[::2]  # the processes between were the other arm's
         series[op] = series_of_runs(figure(mine[:processes], 0.0), figure(mine[processes:], slower if op == 0 else 0.0))
     drift = drift_of([values for one in series.values() for values in one.values])
-    differences = {op: between_runs(one.values[0], one.values[1], drift, one.correction) for op, one in series.items()}
+    differences = {
+        op: between_runs(one.values[0], one.values[1], drift, one.correction, one.spent) for op, one in series.items()
+    }
     effects = judge(differences, dict.fromkeys(differences, "lower"))
     return [effects[op] for op in range(OPS)]
 
@@ -103,12 +142,12 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=10, help="of each arm, 5 at least")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--file", type=Path, default=RECORD, help="the record")
-    parser.add_argument("--record", type=int, metavar="REPLICATES", help="makes the record first")
+    parser.add_argument("--record", type=int, metavar="PROCESSES", help="makes the record first")
     asked = parser.parse_args()
     if asked.record:
         record(asked.file, asked.record)
     processes = read_record(asked.file)
-    print(f"{sum(map(len, processes))} recorded processes of {len(processes)} ops, seed {asked.seed}")
+    print(f"{len(processes[0].slow)} recorded processes, {len(processes)} ops, seed {asked.seed}")
     missed = False
     for what, simulate in (("arms of one run", simulate_arms), ("two runs", simulate_runs)):
         draw = random.Random(asked.seed)
@@ -117,7 +156,9 @@ def main() -> int:
             equal = simulate(draw, processes, asked.processes, 0.0)
             alarms += any(one.outcome != "within noise" for one in equal)
             found += simulate(draw, processes, asked.processes, SLOWER)[0].outcome == "worse"
-        missed |= alarms > MOST_ALARMS * asked.count or found < LEAST_FOUND * asked.count
+        missed |= alarms > MOST_ALARMS * asked.count or (
+            simulate is simulate_arms and found < LEAST_FOUND * asked.count
+        )
         print(f"{what}: {asked.count} experiments of {OPS} figures, {asked.processes} processes each", flush=True)
         print(f"  false alarms: {alarms} ({alarms / asked.count:.2%})", flush=True)
         print(f"  changes by {SLOWER:.0%} found: {found} ({found / asked.count:.2%})", flush=True)

@@ -128,7 +128,7 @@ def test_equal_runs_seldom_differ_whatever_the_noise_is(kind: str, processes: in
 
 @pytest.mark.parametrize("kind", ["1/f", "random walk"])
 def test_a_machine_that_drifts_is_allowed_for_where_a_plain_test_is_fooled(kind: str) -> None:
-    assert alarms(kind, 10, 4, allow=False) > 0.2
+    assert alarms(kind, 10, 4, allow=False) > 0.15
     assert alarms(kind, 10, 4) <= 0.05
 
 
@@ -136,10 +136,10 @@ def test_a_real_change_is_found_and_the_smallest_one_is_what_it_says() -> None:
     assert alarms("white", 10, 4, change=5.0) > 0.95
     generator = np.random.default_rng(3)
     smallest = []
-    for _ in range(100):
+    for _ in range(400):
         first, second = generator.standard_normal((2, 10))
         (effect,) = judge({"a": between_runs(first, second, 0.0)}, {"a": "lower"}).values()
         assert effect.smallest is not None
         smallest.append(math.log1p(effect.smallest))
-    found = alarms("white", 10, 1, change=statistics.fmean(smallest), allow=False)
+    found = alarms("white", 10, 1, change=statistics.fmean(smallest), allow=False, tries=600)
     assert 0.88 < found <= 1

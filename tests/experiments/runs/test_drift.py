@@ -27,6 +27,17 @@ def test_the_slope_is_found_whatever_the_levels_are(true: float) -> None:
     assert slope.variance < 0.1**2
 
 
+def test_what_the_slope_took_of_the_processes_is_counted() -> None:
+    steep, flat = slope_of(series(2.4, moved=0.1, noise=0.02)), slope_of(series(2.4, moved=0.0001, noise=0.02))
+    assert steep.spent == pytest.approx(1.0, abs=0.02)
+    assert flat.spent == pytest.approx(0.0, abs=0.02)
+    values = [1.0, 1.1, 0.9, 1.0, 1.05]
+    whole, less = paired(values, 0.0), paired(values, 0.0, spent=1.0)
+    assert (less.df, less.variance) == (pytest.approx(whole.df - 1), pytest.approx(whole.variance * 4 / 3))
+    between = between_runs(values, values[::-1], 0.0, spent=1.0)
+    assert between.variance > between_runs(values, values[::-1], 0.0).variance
+
+
 def test_where_the_yardstick_hardly_moves_it_is_one_and_hardly_known() -> None:
     slope = slope_of(series(2.4, moved=0.0001, noise=0.02))
     assert slope.value == pytest.approx(1.0, abs=0.05)

@@ -1,13 +1,29 @@
-"""Rows of the same thing from several processes, as one row: the median over them, and how far they lie apart."""
+"""Arms: what tells them apart, and their rows from several processes as one: the median, and how far they lie apart."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from experiments.reporting.table_style import format_value, setting_name
 from experiments.runs.rows import COLUMNS, Row
-from experiments.runs.table import label_of, spread
+from experiments.runs.table import label_of, spread, swept_ops
 
 _REPEATED = ("kernels", "engine", "peers", "parity")
+
+
+def swept_names(engines: Sequence[Row]) -> list[str]:
+    """What differs between arms: ops, then settings."""
+    ops = [op for _, op in swept_ops(engines)]
+    return [*ops, *dict.fromkeys(key for row in engines for key in row.settings)]
+
+
+def title_of(row: Row, names: Sequence[str]) -> str:
+    """What tells a row from the others: the values of its arm under the swept `names`, or a peer's name."""
+    if row.stage == "peers":
+        return str(row.peer).replace("_", " ")
+    ops = [row.arm[key] for key in names if key in row.arm]
+    settings = [f"{setting_name(key)} {format_value(value)}" for key, value in row.settings.items()]
+    return ", ".join([*ops, *settings]) or "this engine"
 
 
 def arm_key(row: Row) -> tuple[str, str]:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from experiments.reporting.arms import merged, processes
 from experiments.reporting.points import engine_points
-from experiments.reporting.replicates import merged, processes
 from experiments.runs.rows import COLUMNS, ROW, Row
 from tests.experiments.runs.folders import kernel_row
 
