@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.experiments.sweep.kill_runs import differences, facts_of, trial, write_experiment
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_ends_with_the_rows_of_one_that_was_not(tmp_path: Path) -> None:
     small = {"replicates": None, "peers": None, "workload": None, "model": None, "scheduler": None}
     file = write_experiment(tmp_path, **small, shapes={"swiglu": [{"T": 2, "I": 8}]})

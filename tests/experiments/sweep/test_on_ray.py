@@ -20,6 +20,7 @@ from tests.tkernels.outside import write_variant
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
 
+@pytest.mark.slow
 def test_on_ray_a_run_has_the_rows_that_it_has_here(write: Write, tmp_path: Path) -> None:
     """Also of a task that dies at a point: told by the same process, in the same words, and gone on with."""
     dies = "    tokens, width = out.shape\n    if tokens == 2: import os; print('on my way', flush=True); os._exit(3)\n"
