@@ -221,7 +221,7 @@ def type_in(folder: Path, script: str) -> str:
 def test_the_commands_of_a_page_work(page: str, reader: Path) -> None:
     """In the page's order, in one folder: what one command makes, the next may use."""
     if any(re.search(r" [AB]\b", line) for line in shell_lines(page)):
-        type_in(reader, "tk run experiments/quickstart.yaml --out A && cp -r A B")
+        type_in(reader, "tk run experiments/quickstart.yaml --out runs/A && cp -r runs/A A && cp -r runs/A B")
     for line in shell_lines(page):
         todo = [command for command in commands(line) if command not in NOT_RUN]
         if todo:

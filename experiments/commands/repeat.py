@@ -14,10 +14,10 @@ from experiments.planning.plan import Sweep, make_sweep
 from experiments.reporting.comparison_tables import print_comparison, print_lines
 from experiments.reporting.rendering import write_report
 from experiments.reporting.report import report_of
-from experiments.runner import RunInterrupted, failures, run_experiment
 from experiments.runs.differences import changed_facts, circumstances
 from experiments.runs.reading import SOURCE, RecordedRun, check_version, read_run
 from experiments.runs.verdicts import compare_runs
+from experiments.sweep.runner import RunInterrupted, failures, run_experiment
 
 
 def run(request: RepeatRequest) -> int:

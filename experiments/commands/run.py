@@ -75,8 +75,8 @@ def _carry_out(request: RunRequest, sweep: "Sweep", executor: Executor) -> int:
     from experiments.reporting.rendering import write_report
     from experiments.reporting.report import report_of
     from experiments.reporting.tables import print_report
-    from experiments.runner import RunInterrupted, failures, run_experiment
     from experiments.runs.reading import read_run
+    from experiments.sweep.runner import RunInterrupted, failures, run_experiment
 
     progress = Console(stderr=True)
     if sweep.document.full is not None or sweep.is_full:

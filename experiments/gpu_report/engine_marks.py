@@ -11,8 +11,8 @@ from rich.console import Console
 from experiments.document import read_document
 from experiments.gpu_report.journal import Fact, facts
 from experiments.planning.plan import Sweep, make_sweep
-from experiments.runner import run_experiment
 from experiments.runs.rows import Row
+from experiments.sweep.runner import run_experiment
 from experiments.sweep.tasks import Executor
 from tkernels import Tuning
 from tmodel import kv_bytes_per_block

@@ -13,7 +13,7 @@ import torch
 from experiments.planning.arms import Arm, Pick, ServedWorkload
 from experiments.planning.plan import Plan
 from experiments.runs.rows import Row
-from experiments.sweep.tasks import Task
+from experiments.stages.task import Task
 from experiments.workloads import Request, requests_of
 from tkernels import Tuning
 from tkernels.variant import Variant

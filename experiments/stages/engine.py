@@ -9,9 +9,9 @@ from experiments.runs.rows import Row
 from experiments.schema import Batching
 from experiments.stages.context import Context, one_line, served_fields
 from experiments.stages.serving import Served, figures, interleaved, raw_rounds
+from experiments.stages.yardstick import Yardstick
 from experiments.timed_llm import TimedLLM, Timeline
 from experiments.workloads import Request
-from experiments.yardstick import Yardstick
 from tkernels import SelectionError
 from tsched import SamplingParams
 from tsched.requests.outputs import RequestOutput

@@ -5,7 +5,7 @@ from typing import Any
 
 from experiments.runs.rows import Row
 from experiments.stages.context import Context, one_line, op_fields
-from experiments.yardstick import Yardstick
+from experiments.stages.yardstick import Yardstick
 from tkernels.device import device_facts
 from tkernels.launch import Kernel
 from tkernels.measurement import prepare, timed_call

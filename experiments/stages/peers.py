@@ -8,8 +8,8 @@ from experiments.runs.rows import Row
 from experiments.stages.context import Context, one_line, peer_fields
 from experiments.stages.engine import counted
 from experiments.stages.serving import figures, interleaved, raw_rounds
+from experiments.stages.yardstick import Yardstick
 from experiments.workloads import Request
-from experiments.yardstick import Yardstick
 from tsched.requests.tokenizer import load_tokenizer
 
 

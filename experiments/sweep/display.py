@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from experiments.sweep.tasks import Ended, Task
+from experiments.stages.task import Task
+from experiments.sweep.tasks import Ended
 
 
 class Display(AbstractContextManager["Display"]):

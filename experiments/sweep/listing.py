@@ -10,7 +10,7 @@ from experiments.planning.points import Point
 from experiments.quantization.models import list_quantized_models
 from experiments.runs.rows import Row, Status
 from experiments.stages.context import plan_settings
-from experiments.sweep.tasks import Task
+from experiments.stages.task import Task
 
 RowsOf = Callable[[str], Sequence[Row]]
 """The rows of a task that is done, by its key."""

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from experiments.document import ExperimentError
-from experiments.sweep.tasks import Ended, Setup, Task, Tell
+from experiments.stages.task import Task
+from experiments.sweep.tasks import Ended, Setup, Tell
 from tsched.torch_free import load_from_file
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from experiments.document import ExperimentError
+from experiments.stages.task import Task
 from experiments.sweep.local import run_task, start_server
-from experiments.sweep.tasks import Ended, Setup, Task, Tell
+from experiments.sweep.tasks import Ended, Setup, Tell
 
 if TYPE_CHECKING:
     from types import ModuleType

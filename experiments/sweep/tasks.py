@@ -9,48 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from experiments.runs.rows import ROW, Row
-
-Phase = Literal["check", "kernels", "engine", "peers", "step", "quantization"]
-TaskPoint = tuple[str, Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Task:
-    """One process's work. `key` depends on the experiment alone, so that a run which goes on knows what is done.
-
-    plan: its index in the sweep. replicate: which of its repetitions, in an image of its own; 0 where there is one.
-    timeout: seconds of its process, None is for ever. The rest says what to do: op and variant (its label) at points
-    (name and axes), with what these serve, by their names; an arm, by its index in the plan, or a peer with the
-    settings found best before, at one of the workloads that the plan's arms serve, by its index; a quantized checkpoint
-    by its index, 0 being the dense one.
-    """
-
-    key: str
-    phase: Phase
-    plan: int = 0
-    replicate: int = 0
-    timeout: float | None = None
-    op: str = ""
-    variant: str = ""
-    points: tuple[TaskPoint, ...] = ()
-    serves: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    arm: int = 0
-    workload: int = 0
-    peer: str = ""
-    peer_settings: Mapping[str, Any] | None = None
-    checkpoint: int = 0
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether its rows compare speeds, so that nothing else may run beside it."""
-        return self.phase != "check"
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def of(data: Mapping[str, Any]) -> "Task":
-        return Task(**{**data, "points": tuple((name, axes) for name, axes in data["points"])})
+from experiments.stages.task import Task, TaskPoint
 
 
 @dataclass(frozen=True)

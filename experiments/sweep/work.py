@@ -14,7 +14,8 @@ from experiments.runs.provenance import sha256_of
 from experiments.runs.rows import Row
 from experiments.stages import check, engine, kernels, peers, quantization, steps
 from experiments.stages.context import Context
-from experiments.sweep.tasks import Phase, Setup, Task
+from experiments.stages.task import Phase, Task
+from experiments.sweep.tasks import Setup
 from tkernels import Tuning
 from tkernels.isolation import Prepare, Work
 

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from experiments.document import read_document
 from experiments.planning.plan import Plan, make_sweep
-from experiments.runner import run_experiment
 from experiments.runs.folder import RunFolder
+from experiments.sweep.runner import run_experiment
 from tests.experiments.in_process import InProcess
 from tests.experiments.planning.single_plan import make_plan
 from tests.tsched.conftest import checkpoint

@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from experiments.sweep.tasks import Ended, Setup, Task, Tell
+from experiments.stages.task import Task
+from experiments.sweep.tasks import Ended, Setup, Tell
 from experiments.sweep.work import carry_out, plans_of
 
 

@@ -12,10 +12,10 @@ import pytest
 import experiments.stages.engine
 from experiments.document import read_document
 from experiments.planning.plan import Plan
-from experiments.runner import failures
 from experiments.runs.folder import RunFolder
 from experiments.schema import LateRequests, Length, SyntheticWorkload
 from experiments.stages.serving import Served, figures, percentiles
+from experiments.sweep.runner import failures
 from experiments.timed_llm import TimedLLM, Timeline
 from experiments.workloads import Request, requests_of
 from tests.experiments.planning.single_plan import make_plan

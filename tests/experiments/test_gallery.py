@@ -17,8 +17,8 @@ from experiments.planning.plan import make_sweep
 from experiments.planning.points import points_of
 from experiments.reporting.question import question_of
 from experiments.reporting.tables import tables_of
-from experiments.runner import failures, run_experiment
 from experiments.runs.rows import Row
+from experiments.sweep.runner import failures, run_experiment
 from experiments.workloads import requests_of
 from tests.experiments.in_process import InProcess
 from tkernels.device import INTERPRETER, DeviceFacts

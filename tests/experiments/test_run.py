@@ -14,10 +14,10 @@ from experiments.document import ExperimentError, read_document
 from experiments.planning.plan import Plan, make_sweep
 from experiments.planning.resolved import resolved_text
 from experiments.reporting.tables import print_report
-from experiments.runner import failures
 from experiments.runs.folder import RunFolder
 from experiments.runs.rows import ROW
 from experiments.stages.parity import first_difference
+from experiments.sweep.runner import failures
 from experiments.timed_llm import TimedLLM
 from tests.tkernels.outside import write_variant
 from tkernels.source_hash import source_hash

@@ -10,9 +10,9 @@ import pytest
 
 from experiments.document import ExperimentError, read_document
 from experiments.planning.plan import make_sweep
-from experiments.runner import failures
 from experiments.runs.folder import RunFolder
 from experiments.schema import TraceWorkload
+from experiments.sweep.runner import failures
 from experiments.timed_llm import TimedLLM
 from experiments.workloads import Request, requests_of
 from tests.experiments.planning.single_plan import make_plan

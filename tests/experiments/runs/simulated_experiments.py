@@ -45,7 +45,7 @@ def record(file: Path, processes: int) -> None:
     """Forks processes one after the other, and writes for each and each op: op, time, yardstick, both in us."""
     import torch
 
-    from experiments.yardstick import Yardstick
+    from experiments.stages.yardstick import Yardstick
     from tkernels import OPS
     from tkernels.measurement import completed
     from tkernels.timing import time_call

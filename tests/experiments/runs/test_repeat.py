@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 from experiments.cli import app
 from experiments.commands import repeat
 from experiments.commands.repeat import print_changes
-from experiments.runner import RunInterrupted
 from experiments.runs.reading import read_run
+from experiments.sweep.runner import RunInterrupted
 from tests.experiments.runs.false_alarms import write_experiment
 from tests.experiments.runs.folders import ENVIRONMENT, write_run
 from tests.experiments.runs.test_verdicts import changed, timed

@@ -16,8 +16,9 @@ from pathlib import Path  # noqa: E402
 
 from rich.console import Console  # noqa: E402
 
+from experiments.stages.task import Task  # noqa: E402
 from experiments.sweep.local import Local  # noqa: E402
-from experiments.sweep.tasks import Ended, Task, Tell  # noqa: E402
+from experiments.sweep.tasks import Ended, Tell  # noqa: E402
 
 
 class Counting(Local):
@@ -49,7 +50,7 @@ def main() -> int:
     import tkernels  # noqa: F401  before anything that imports Triton
     from experiments.document import read_document
     from experiments.planning.plan import make_sweep
-    from experiments.runner import run_experiment
+    from experiments.sweep.runner import run_experiment
 
     with tempfile.TemporaryDirectory() as folder:
         sweep = make_sweep(read_document(arguments.file, arguments.overrides))

@@ -4,8 +4,9 @@ import io
 
 from rich.console import Console
 
+from experiments.stages.task import Phase, Task
 from experiments.sweep.display import Display, clock, time_left
-from experiments.sweep.tasks import Ended, Phase, Task
+from experiments.sweep.tasks import Ended
 
 
 def task(key: str, phase: Phase = "engine") -> Task:

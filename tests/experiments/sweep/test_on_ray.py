@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 from experiments.cli import app
 from experiments.document import read_document
 from experiments.planning.plan import make_sweep
-from experiments.runner import run_experiment
 from experiments.sweep.local import Local
 from experiments.sweep.on_ray import OnRay
+from experiments.sweep.runner import run_experiment
 from experiments.sweep.tasks import Executor
 from tests.experiments.conftest import Write
 from tests.experiments.sweep.kill_runs import differences, facts_of

@@ -16,10 +16,11 @@ from rich.console import Console
 
 from experiments.document import read_document
 from experiments.planning.plan import make_sweep
-from experiments.runner import run_experiment
 from experiments.runs.rows import ROW
+from experiments.stages.task import Task
 from experiments.sweep.local import Local
-from experiments.sweep.tasks import Ended, Task, Tell
+from experiments.sweep.runner import run_experiment
+from experiments.sweep.tasks import Ended, Tell
 from tests.experiments.conftest import Write
 from tests.experiments.sweep.kill_runs import MARK, left_over, marked
 from tests.tkernels.outside import write_variant

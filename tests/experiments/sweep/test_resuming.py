@@ -15,9 +15,9 @@ import experiments.runs.rows_file
 import experiments.stages.check
 from experiments.document import ExperimentError, read_document
 from experiments.planning.plan import make_sweep
-from experiments.runner import run_experiment
 from experiments.runs.folder import RunFolder
 from experiments.runs.reading import read_run
+from experiments.sweep.runner import run_experiment
 from experiments.sweep.tasks import Setup
 from tests.experiments.conftest import Write
 from tests.experiments.in_process import InProcess

@@ -22,12 +22,13 @@ from experiments.stages import parity, speedups
 from experiments.stages.context import common_fields, served_fields
 from experiments.stages.parity import Answer
 from experiments.stages.quantization import CACHE
+from experiments.stages.task import Phase, Task
 from experiments.sweep import listing
 from experiments.sweep.display import Display
 from experiments.sweep.failing import failed_rows
 from experiments.sweep.listing import Verdicts
 from experiments.sweep.local import Local
-from experiments.sweep.tasks import Ended, Executor, Phase, Setup, Task
+from experiments.sweep.tasks import Ended, Executor, Setup
 from tkernels import ContractError, Tuning
 from tkernels.clocks import read_clocks
 from tkernels.device import device_facts
