@@ -100,7 +100,7 @@ class Quantization:
     def zeros_bytes(self) -> int:
         """Of all zero-points as they are kept, at most: int16, where a checkpoint packs them."""
         return sum(
-            2 * outputs * scheme.groups(shape.inputs)
+            2 * outputs * scheme.num_groups(shape.inputs)
             for shape in self.linears
             for scheme, outputs in zip(self.schemes(shape), shape.outputs, strict=True)
             if scheme is not None and scheme.coding == "uniform"

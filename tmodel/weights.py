@@ -1,10 +1,10 @@
 """Reading a checkpoint: safetensors, one file or sharded, straight into the tensors that the model keeps.
 
-A model asks for each tensor by name and shape and receives it in its own dtype, on its own device, in memory of its
+A model asks for each tensor by name and shape and receives it in the model's dtype, on its device, in memory of its
 own. Tensors that are used as one (query, key and value; gate and up) are written into one allocation part by part. The
-bytes go from the file to where they stay: by way of a buffer of BUFFER_BYTES where the dtype or the device is another,
-so that the host holds the model and that buffer at most, and never a mapping of the file. Headers are read and checked
-before any data is: a file cut short is refused by name of the first tensor it lost.
+bytes go straight from the file to where they stay. Where the dtype or the device differs they pass through a buffer of
+BUFFER_BYTES, so the host holds the model and that buffer at most, and never a mapping of the file. Headers are checked
+before any data is read: a file cut short is refused by name of the first tensor it lost.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-Found = TypeVar("Found")
+Computed = TypeVar("Computed")
 
 
 class WeightError(ValueError):
@@ -47,20 +47,27 @@ class WeightError(ValueError):
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a tensor lies, according to its file's header."""
+    """Where a tensor lies, according to its file's header; it begins at byte `start` of the file."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
     start: int
-    """The file's byte at which it begins."""
 
 
 class Checkpoint:
-    """The tensors of a directory, handed out one at a time; use it as a context manager.
+    """The tensors of a directory, read one at a time; use it as a context manager.
 
-    `tensor`, `fused` and `raw` record what was asked for, and `refuse_unused` refuses what nobody asked for: a weight
-    that the model ignores means that the model is not the one that was saved.
+    `tensor`, `fused` and `raw` record what the model reads, and `refuse_unused` refuses what it did not read: a weight
+    that the model ignores means that another model was saved.
+
+    Args:
+        directory: with model.safetensors, or an index and its shards.
+        device: where tensors go.
+        dtype: of `tensor` and `fused`.
+
+    Raises:
+        WeightError: there are no safetensors, a file is damaged or cut short, or a tensor is in two files.
     """
 
     def __init__(self, directory: Path, *, device: torch.device | str, dtype: torch.dtype) -> None:
@@ -70,8 +77,8 @@ class Checkpoint:
         self._entries: dict[str, _Entry] = {}
         self._taken: set[str] = set()
         self._open: dict[Path, FileIO] = {}
-        self._found: dict[Hashable, Any] = {}
-        listed = _listed_files(directory)
+        self._computed: dict[Hashable, Any] = {}
+        listed = _list_files(directory)
         for file, expected in listed.items():
             entries = _read_header(file)
             for name in expected or ():
@@ -96,19 +103,41 @@ class Checkpoint:
         return name in self._entries
 
     def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """The tensor `name`, which must have `shape`, as `self.dtype` on `self.device`."""
+        """Reads a tensor.
+
+        Args:
+            name: of the tensor.
+            shape: that it must have.
+
+        Returns:
+            The tensor as `self.dtype` on `self.device`.
+
+        Raises:
+            WeightError: it is missing, has another shape, holds no floats, or has values beyond the dtype's range.
+        """
         return self.fused([name], [shape])
 
     def fused(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
-        """The tensors `names` stacked along their first dim, in one allocation: [sum of shapes[i][0], ...]."""
+        """Reads tensors into one allocation, stacked along their first dim.
+
+        Args:
+            names: of the tensors.
+            shapes: theirs, which differ in the first dim alone.
+
+        Returns:
+            [sum of shapes[i][0], ...] as `self.dtype` on `self.device`.
+
+        Raises:
+            WeightError: as `tensor`.
+        """
         for name, shape in zip(names, shapes, strict=True):
-            self._check(name, tuple(shape), "config.json asks for {}", _FLOATS.values())
+            self._check_entry(name, tuple(shape), "config.json asks for {}", _FLOATS.values())
         rows = [shape[0] for shape in shapes]
         fused = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype, device=self.device)
         for name, part in zip(names, fused.split(rows), strict=True):
-            self._read(name, part)
+            self._read_into(name, part)
             narrowed = self._entry(name).dtype.itemsize > self.dtype.itemsize
-            if (narrowed or self.dtype == torch.float16) and not _all_finite(part):
+            if (narrowed or self.dtype == torch.float16) and not _is_finite(part):
                 raise self.error(name, f"has values beyond {str(self.dtype).removeprefix('torch.')}'s range")
             self._taken.add(name)
         return fused
@@ -116,53 +145,75 @@ class Checkpoint:
     def raw(
         self, name: str, shape: Sequence[int], dtypes: Collection[torch.dtype], layout: str = "config.json asks for {}"
     ) -> torch.Tensor:
-        """The tensor `name` in the dtype that it is stored in, one of `dtypes`, on `self.device`.
+        """Reads a tensor in its stored dtype.
 
-        It must have `shape`, which `layout` explains where the two differ: "a weight of 4 bits has [K/8, N] = {}".
+        Args:
+            name: of the tensor.
+            shape: that it must have.
+            dtypes: one of which it must be stored in.
+            layout: explains `shape` in the message, "a weight of 4 bits has [K/8, N] = {}".
+
+        Returns:
+            The tensor on `self.device`.
+
+        Raises:
+            WeightError: it is missing, or has another shape or dtype.
         """
-        self._check(name, tuple(shape), layout, dtypes)
+        self._check_entry(name, tuple(shape), layout, dtypes)
         tensor = self.peek(name)
         self._taken.add(name)
         return tensor
 
     def peek(self, name: str) -> torch.Tensor:
-        """The tensor `name` as it is stored, on `self.device`; it does not count as asked for."""
+        """Reads a tensor in its stored dtype and shape; `refuse_unused` still takes it for unread."""
         entry = self._entry(name)
         tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
-        self._read(name, tensor)
+        self._read_into(name, tensor)
         return tensor
 
-    def once(self, question: Hashable, find: Callable[[], Found]) -> Found:
-        """What `find` says about the checkpoint as a whole: called the first time that `question` is asked."""
-        if question not in self._found:
-            self._found[question] = find()
-        found: Found = self._found[question]
-        return found
+    def compute_once(self, key: Hashable, compute: Callable[[], Computed]) -> Computed:
+        """What `compute` returns of the checkpoint as a whole; it is called for the first `key` of its kind alone."""
+        if key not in self._computed:
+            self._computed[key] = compute()
+        computed: Computed = self._computed[key]
+        return computed
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of `name`; WeightError where it is missing."""
+        """The shape of tensor `name`.
+
+        Raises:
+            WeightError: it is missing.
+        """
         return self._entry(name).shape
 
-    def bytes_as(self, dtype: torch.dtype) -> int:
-        """Of all tensors, the floating ones as `dtype`."""
+    def count_bytes_as(self, dtype: torch.dtype) -> int:
+        """Bytes of all tensors with the floating ones cast to `dtype`."""
         return sum(
             math.prod(entry.shape) * (dtype if entry.dtype in _FLOATS.values() else entry.dtype).itemsize
             for entry in self._entries.values()
         )
 
     def error(self, name: str, rule: str) -> WeightError:
-        """What to raise where tensor `name` breaks `rule`."""
+        """The error for tensor `name`, which breaks `rule`."""
         return WeightError(f"{self._entry(name).file}: tensor {name!r} {rule}")
 
     def require_finite(self, name: str, values: torch.Tensor) -> None:
-        """Raise WeightError where `values`, which are those of tensor `name`, are not finite throughout."""
-        if not _all_finite(values):
+        """Checks the values of tensor `name`.
+
+        Raises:
+            WeightError: one of them is not finite.
+        """
+        if not _is_finite(values):
             place = (~torch.isfinite(values)).nonzero()[0].tolist()
-            found = "a NaN" if bool(torch.isnan(values[tuple(place)])) else "an infinity"
-            raise self.error(name, f"has {found} at {place}; every value of it must be finite")
+            kind = "a NaN" if bool(torch.isnan(values[tuple(place)])) else "an infinity"
+            raise self.error(name, f"has {kind} at {place}; every value of it must be finite")
 
     def require_equal(self, name: str, expected: torch.Tensor) -> None:
-        """Take `name` where the checkpoint has it, and refuse it where it is not `expected`."""
+        """Reads tensor `name` where the checkpoint has it, and compares.
+
+        Raises:
+            WeightError: it is not `expected`.
+        """
         if name in self and not torch.equal(self.tensor(name, expected.shape), expected):
             raise WeightError(
                 f"{self._entries[name].file}: tensor {name!r} differs from the embedding, "
@@ -170,7 +221,7 @@ class Checkpoint:
             )
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Let these pass: buffers of older checkpoints that the model computes itself."""
+        """Accepts tensors that the model does not read: buffers of older checkpoints, which it computes itself."""
         self._taken.update(name for name in names if name in self._entries)
 
     @property
@@ -178,7 +229,11 @@ class Checkpoint:
         return tuple(self._entries)
 
     def refuse_unused(self) -> None:
-        """Raise WeightError where the checkpoint holds a tensor that the model did not ask for."""
+        """Checks that the model has read every tensor.
+
+        Raises:
+            WeightError: it has not; the message names some of the others.
+        """
         unused = sorted(self._entries.keys() - self._taken)
         if unused:
             more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
@@ -193,7 +248,7 @@ class Checkpoint:
             raise WeightError(f"{self.directory}: tensor {name!r} is missing from {files}")
         return self._entries[name]
 
-    def _check(self, name: str, shape: tuple[int, ...], layout: str, dtypes: Collection[torch.dtype]) -> _Entry:
+    def _check_entry(self, name: str, shape: tuple[int, ...], layout: str, dtypes: Collection[torch.dtype]) -> _Entry:
         entry = self._entry(name)
         if entry.dtype not in dtypes:
             supported = ", ".join(_NAMES[dtype] for dtype in dtypes)
@@ -202,8 +257,8 @@ class Checkpoint:
             raise self.error(name, f"has shape {list(entry.shape)}, {layout.format(list(shape))}")
         return entry
 
-    def _read(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out`, contiguous, of the tensor's shape."""
+    def _read_into(self, name: str, out: torch.Tensor) -> None:
+        """Reads a tensor into `out`, contiguous, of its shape."""
         entry, flat = self._entries[name], out.view(-1)
         direct = out.dtype is entry.dtype and out.device.type == "cpu"
         step = BUFFER_BYTES // entry.dtype.itemsize
@@ -212,19 +267,19 @@ class Checkpoint:
         buffer = torch.empty(0 if direct else min(step, flat.numel()), dtype=entry.dtype)
         for start, part in zip(range(0, flat.numel(), step), flat.split(step), strict=True):
             read = part if direct else buffer[: part.numel()]
-            self._fill(name, entry.start + start * entry.dtype.itemsize, read)
+            self._read_bytes(name, entry.start + start * entry.dtype.itemsize, read)
             if not direct:
                 part.copy_(read)
 
-    def _fill(self, name: str, place: int, out: torch.Tensor) -> None:
-        """Read the file's bytes from `place` on into `out`, contiguous on the host."""
+    def _read_bytes(self, name: str, place: int, out: torch.Tensor) -> None:
+        """Reads the file's bytes from `place` on into `out`, contiguous on the host."""
         file = self._entries[name].file
         try:
             if file not in self._open:
                 self._open[file] = FileIO(file)
             stream, left = self._open[file], memoryview(out.view(torch.uint8).numpy().data)
             stream.seek(place)
-            while left:  # one call gives 2 GiB at most
+            while left:  # one call reads 2 GiB at most
                 count = stream.readinto(left)
                 if not count:
                     raise OSError("the file has become shorter")
@@ -233,18 +288,18 @@ class Checkpoint:
             raise self.error(name, f"cannot be read: {error}") from error
 
 
-def _all_finite(tensor: torch.Tensor) -> bool:
-    """Looked at in parts: the answer for each element takes a byte."""
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Tests part by part: the answer for each element takes a byte."""
     return all(bool(torch.isfinite(part).all()) for part in tensor.view(-1).split(BUFFER_BYTES))
 
 
-def _listed_files(directory: Path) -> dict[Path, set[str] | None]:
-    """The safetensors files of a directory, each with the tensors that the index promises (None without an index)."""
+def _list_files(directory: Path) -> dict[Path, set[str] | None]:
+    """The safetensors files of a directory -> the tensors that the index puts there (None without an index)."""
     if (directory / _SINGLE).exists():
         return {directory / _SINGLE: None}
     index = directory / _INDEX
     if not index.exists():
-        raise WeightError(_why_nothing_to_load(directory))
+        raise WeightError(_explain_missing_weights(directory))
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         promised: dict[Path, set[str] | None] = {}
@@ -265,7 +320,7 @@ def _listed_files(directory: Path) -> dict[Path, set[str] | None]:
     return promised
 
 
-def _why_nothing_to_load(directory: Path) -> str:
+def _explain_missing_weights(directory: Path) -> str:
     if not directory.is_dir():
         return f"{directory}: no such directory"
     present = sorted(path.name for path in directory.iterdir())
@@ -282,7 +337,7 @@ def _why_nothing_to_load(directory: Path) -> str:
 
 
 def _read_header(file: Path) -> dict[str, _Entry]:
-    """The header of a safetensors file, checked against the file's length.
+    """Reads the header of a safetensors file and checks it against the file's length.
 
     Layout: 8 bytes little-endian header length, the header as JSON, then the data that its offsets refer to.
     """
@@ -301,10 +356,10 @@ def _read_header(file: Path) -> dict[str, _Entry]:
     if not isinstance(header, dict):
         raise WeightError(f"{file}: its header is not a JSON object")
     header.pop("__metadata__", None)
-    return {name: _entry(file, name, info, 8 + header_bytes, file_bytes) for name, info in header.items()}
+    return {name: _parse_entry(file, name, info, 8 + header_bytes, file_bytes) for name, info in header.items()}
 
 
-def _entry(file: Path, name: str, info: Any, data_start: int, file_bytes: int) -> _Entry:
+def _parse_entry(file: Path, name: str, info: Any, data_start: int, file_bytes: int) -> _Entry:
     try:
         dtype, shape, (start, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:

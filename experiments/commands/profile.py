@@ -25,9 +25,10 @@ from experiments.profiling.launches import find_launch
 from experiments.profiling.nsys_export import read_export
 from experiments.profiling.nsys_stats import read_stats
 from experiments.profiling.proton import profile_with_proton, unavailable
-from experiments.profiling.range_table import figures, range_table
-from experiments.profiling.steady import recorded
+from experiments.profiling.range_table import range_table
 from experiments.stages.engine import interpreted_ops
+from experiments.stages.steady import recorded
+from experiments.stages.steps import figures
 from tkernels.spans import Breakdown, breakdown
 
 _RECORDED = "Recording takes time of its own, most where ranges are short: compare shares, not speeds."

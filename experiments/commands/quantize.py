@@ -11,7 +11,7 @@ from experiments.document import ExperimentError
 from experiments.planning.models import named_model
 from experiments.quantization.texts import read_text, tokenize_text
 from tmodel.quantizers import METHODS
-from tmodel.quantizers.checkpoint import Job, plan_job, quantize_checkpoint, windows_for
+from tmodel.quantizers.checkpoint import Job, choose_calibration_windows, plan_job, quantize_checkpoint
 from tmodel.quantizers.unfinished import QuantizerError
 from tsched.torch_free import suggest_name
 
@@ -60,7 +60,7 @@ def _add_windows(job: Job, request: QuantizeRequest) -> Job:
     tokens = tokenize_text(read_text(request.calibration, "--calibration"), job.source)
     longest = job.config.max_position_embeddings
     window = min(DEFAULT_WINDOW, longest) if request.window is None else request.window
-    return replace(job, windows=windows_for(job.config, tokens, window))
+    return replace(job, windows=choose_calibration_windows(job.config, tokens, window))
 
 
 def _count_bytes(directory: Path) -> int:

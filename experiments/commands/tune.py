@@ -13,11 +13,11 @@ from experiments.commands.registry import matching, open_registry
 from experiments.commands.requests import TuneRequest
 from experiments.document import ExperimentError
 from experiments.reporting.table_style import add_row, format_microseconds, new_table
-from experiments.tuning_session import Tuned, TuningPoint, in_tuning_order, one_per_bucket, points_of, tune
 from tkernels import ContractError
 from tkernels.device import DeviceFacts, device_facts
 from tkernels.measurement import complete_axes
 from tkernels.tuning import TUNED_FOLDER, ConfigTiming, Measure, candidates, lockfile, median_us
+from tkernels.tuning_session import Tuned, TuningPoint, in_tuning_order, one_per_bucket, points_of, tune
 from tkernels.variant import Variant
 from tsched.torch_free import suggest_name
 

@@ -9,12 +9,12 @@ import torch
 from experiments.gpu_report.engine_marks import RUNS
 from experiments.gpu_report.marks import MARKS
 from experiments.peers import is_peer
-from experiments.tuning_session import TuningPoint, in_tuning_order, one_per_bucket
 from tkernels.contract import Contract, Value
 from tkernels.device import DeviceFacts
 from tkernels.measurement import benchmark_points, complete_axes
 from tkernels.registry import Registry
 from tkernels.tuning import bucket, candidates
+from tkernels.tuning_session import TuningPoint, in_tuning_order, one_per_bucket
 from tkernels.variant import Variant
 from tmodel import RANDOM_PRESETS
 

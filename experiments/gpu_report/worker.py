@@ -23,11 +23,11 @@ from experiments.gpu_report.journal import Journal, facts
 from experiments.gpu_report.steps import CASES, RERUNS, SIGNATURES, Kind, Step, make_steps, report_points, tuning_point
 from experiments.gpu_report.supervisor import seconds_left
 from experiments.peers import is_peer, slack_of, with_peers
-from experiments.tuning_session import tune
 from tkernels import OPS, Registry, Tuning
 from tkernels.device import device_facts
 from tkernels.isolation import Prepare, Tell, Work
 from tkernels.measurement import Measurement, Method, measure
+from tkernels.tuning_session import tune
 from tkernels.variant import Variant
 from tmodel import RANDOM_PRESETS
 

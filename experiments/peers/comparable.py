@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from experiments.peers import PeerUnsupportedError
-from experiments.workloads import Request
+from experiments.serving.requests import Request
 
 
 def check_comparable(requests: Sequence[Request]) -> None:

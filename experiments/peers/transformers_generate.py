@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from experiments.peers.comparable import check_comparable
-from experiments.stages.serving import Served, Server, timed
-from experiments.workloads import Request
+from experiments.serving.requests import Request
+from experiments.serving.rounds import Served, Server, timed
 
 ATTENTION = ("sdpa", "eager")
 CACHES = ("dynamic", "static")

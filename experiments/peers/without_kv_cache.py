@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from experiments.peers.comparable import check_comparable
-from experiments.stages.serving import Served
-from experiments.workloads import Request
+from experiments.serving.requests import Request
+from experiments.serving.rounds import Served
 from tsched import LLM
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from experiments.planning.arms import Pick
 from experiments.planning.plan import Plan
+from experiments.planning.requests import traced_lengths
 from experiments.planning.shape_points import (
     AS_SERVED,
     DTYPE_ROLES,
@@ -16,7 +17,6 @@ from experiments.planning.shape_points import (
     used_pages,
 )
 from experiments.schema import SyntheticWorkload, TraceWorkload
-from experiments.workloads import traced_lengths
 from tkernels.contract import Contract, Int, Value
 from tkernels.selection import ways
 from tkernels.variant import AxisRanges, Variant

@@ -8,10 +8,10 @@ from experiments.document import Document
 from experiments.planning.engine_options import engine_problems, kernel_ranges
 from experiments.planning.layout import Layout, Part, Shape
 from experiments.planning.models import ModelPlan
+from experiments.planning.requests import traced_lengths
 from experiments.planning.shape_points import asked_point
 from experiments.quantization.models import find_quantization_faults
 from experiments.schema import AnyWorkload, SyntheticWorkload, TraceWorkload
-from experiments.workloads import traced_lengths
 from tkernels import ContractError, Registry
 from tkernels.contract import Contract
 from tkernels.selection import with_parts

@@ -26,7 +26,7 @@ from typing import Any
 
 from experiments.document import ExperimentError
 from experiments.profiling.range_table import category_of
-from experiments.profiling.steady import STEADY
+from experiments.profiling.under_nsys import STEADY
 from tkernels.ranges import DOMAIN, RECORD_GRAPH
 from tkernels.spans import DEVICE_IDLE, Breakdown, RangeTotal, Span, Track, breakdown
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from experiments.planning.plan import Plan
-from experiments.profiling.steady import open_steady
+from experiments.stages.steady import open_steady
 from tkernels.ranges import SILENCE, CapturedRanges, Category
 
 

@@ -1,4 +1,4 @@
-"""What the ranges of some steps took, as figures and as a table."""
+"""What the ranges of some steps took, as a table."""
 
 import re
 from collections.abc import Mapping
@@ -33,36 +33,6 @@ def category_of(name: str) -> Category:
     if _LAYER.fullmatch(name):
         return "layer"
     return "op" if name.partition(".")[0] in OPS else "part"
-
-
-def op_of(total: RangeTotal) -> tuple[str, str] | None:
-    """(op, variant with its pins) of an op's range."""
-    op, _, variant = total.name.partition(".")
-    return (op, variant) if total.category == "op" else None
-
-
-def figures(found: Breakdown) -> list[dict[str, Any]]:
-    """For each range and clock the figures of a step row (see experiments.runs.rows), and op and variant."""
-    step_us = found.step_ns / 1000
-    rows = []
-    for total in found.totals:
-        op, variant = op_of(total) or (None, None)
-        rows.append(
-            {
-                "range": total.name,
-                "category": total.category,
-                "clock": total.clock,
-                "op": op,
-                "variant": variant,
-                "calls": total.calls,
-                "total_us": total.total_ns / 1000,
-                "self_us": None if total.self_ns is None else total.self_ns / 1000,
-                "steps": found.steps,
-                "step_us": step_us,
-                "share": total.total_ns / found.step_ns if found.step_ns else 0.0,
-            }
-        )
-    return rows
 
 
 def range_table(found: Breakdown, title: str, note: str = "") -> PlainTable:

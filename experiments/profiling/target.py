@@ -11,7 +11,7 @@ import tkernels  # noqa: F401  before anything that imports Triton
 from experiments.document import ExperimentError, read_document
 from experiments.planning.plan import make_sweep
 from experiments.profiling.launches import run_under_ncu
-from experiments.profiling.steady import run_under_nsys
+from experiments.profiling.under_nsys import run_under_nsys
 
 
 def main(arguments: Sequence[str]) -> int:

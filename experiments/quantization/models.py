@@ -17,7 +17,7 @@ from experiments.schema import Experiment, Quantization
 from tmodel.corpus import standard_library_corpus
 from tmodel.quantizers import METHODS
 from tmodel.quantizers.calibration import MAX_TOKENS
-from tmodel.quantizers.checkpoint import check_settings, plan_job, quantize_checkpoint, windows_for
+from tmodel.quantizers.checkpoint import check_settings, choose_calibration_windows, plan_job, quantize_checkpoint
 from tmodel.quantizers.unfinished import QuantizerError
 from tsched.torch_free import suggest_name
 
@@ -116,7 +116,7 @@ def make_checkpoint(
     job = plan_job(source, METHODS[one.method], one.bits, one.group_size, model.architectures)
     if job.method.walk != "none":
         window = texts.windows.shape[1] - 1
-        job = replace(job, windows=windows_for(job.config, texts.calibration, window))
+        job = replace(job, windows=choose_calibration_windows(job.config, texts.calibration, window))
     made_of = hashlib.sha256(json.dumps(job.options(), sort_keys=True).encode())
     for folder in ("quantizers", "formats"):
         for file in sorted((Path(tmodel.__file__).parent / folder).glob("*.py")):

@@ -12,9 +12,10 @@ import torch
 
 from experiments.planning.arms import Arm, Pick, ServedWorkload
 from experiments.planning.plan import Plan
+from experiments.planning.requests import requests_of
 from experiments.runs.rows import Row
+from experiments.serving.requests import Request
 from experiments.stages.task import Task
-from experiments.workloads import Request, requests_of
 from tkernels import Tuning
 from tkernels.variant import Variant
 

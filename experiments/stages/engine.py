@@ -7,11 +7,12 @@ from typing import Any
 
 from experiments.runs.rows import Row
 from experiments.schema import Batching
+from experiments.serving.requests import Request
+from experiments.serving.rounds import Served, interleaved
 from experiments.stages.context import Context, one_line, served_fields
-from experiments.stages.serving import Served, figures, interleaved, raw_rounds
+from experiments.stages.served_figures import figures, raw_rounds
+from experiments.stages.timed_llm import TimedLLM, Timeline
 from experiments.stages.yardstick import Yardstick
-from experiments.timed_llm import TimedLLM, Timeline
-from experiments.workloads import Request
 from tkernels import SelectionError
 from tsched import SamplingParams
 from tsched.requests.outputs import RequestOutput

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.runs.rows import Row
-from experiments.stages.serving import equal_requests
+from experiments.stages.served_figures import equal_requests
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from importlib import import_module
 
 from experiments.peers import PEERS, PeerUnsupportedError
 from experiments.runs.rows import Row
+from experiments.serving.requests import Request
+from experiments.serving.rounds import interleaved
 from experiments.stages.context import Context, one_line, peer_fields
 from experiments.stages.engine import counted
-from experiments.stages.serving import figures, interleaved, raw_rounds
+from experiments.stages.served_figures import figures, raw_rounds
 from experiments.stages.yardstick import Yardstick
-from experiments.workloads import Request
 from tsched.requests.tokenizer import load_tokenizer
 
 

@@ -4,15 +4,15 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from experiments.planning.requests import requests_of
 from experiments.quantization.evaluation import WindowReader, evaluate
 from experiments.quantization.models import QuantizedModel, Texts, list_quantized_models, make_checkpoint, read_texts
 from experiments.runs.rows import Row, Status
 from experiments.runs.table import spread
+from experiments.serving.rounds import Server, interleaved
 from experiments.stages.context import Context, labels_of, one_line, plan_settings
 from experiments.stages.engine import interpreted_ops, rounds_of
-from experiments.stages.serving import Server, interleaved
-from experiments.timed_llm import TimedLLM
-from experiments.workloads import requests_of
+from experiments.stages.timed_llm import TimedLLM
 from tkernels import SelectionError
 
 CACHE = "quantized"

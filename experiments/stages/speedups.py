@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.runs.rows import Row
 from experiments.runs.table import spread
-from experiments.stages.serving import equal_requests
+from experiments.stages.served_figures import equal_requests
 
 Tokens = Sequence[Sequence[int] | None]
 

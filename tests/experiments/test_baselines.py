@@ -12,12 +12,14 @@ import pytest
 import experiments.stages.engine
 from experiments.document import read_document
 from experiments.planning.plan import Plan
+from experiments.planning.requests import requests_of
 from experiments.runs.folder import RunFolder
 from experiments.schema import LateRequests, Length, SyntheticWorkload
-from experiments.stages.serving import Served, figures, percentiles
+from experiments.serving.requests import Request
+from experiments.serving.rounds import Served
+from experiments.stages.served_figures import figures, percentiles
+from experiments.stages.timed_llm import TimedLLM, Timeline
 from experiments.sweep.runner import failures
-from experiments.timed_llm import TimedLLM, Timeline
-from experiments.workloads import Request, requests_of
 from tests.experiments.planning.single_plan import make_plan
 from tests.experiments.test_run import printed
 from tsched import SamplingParams

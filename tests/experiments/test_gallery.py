@@ -15,11 +15,11 @@ from experiments.planning.layout import lay_out
 from experiments.planning.models import plan_model
 from experiments.planning.plan import make_sweep
 from experiments.planning.points import points_of
+from experiments.planning.requests import requests_of
 from experiments.reporting.question import question_of
 from experiments.reporting.tables import tables_of
 from experiments.runs.rows import Row
 from experiments.sweep.runner import failures, run_experiment
-from experiments.workloads import requests_of
 from tests.experiments.in_process import InProcess
 from tkernels.device import INTERPRETER, DeviceFacts
 from tkernels.ops.paged_decode._attend import keys_per_block, launched_splits

@@ -13,7 +13,7 @@ from experiments.peers.flashinfer_pages import Pages
 from experiments.peers.installed import MadeOnce
 from experiments.peers.plain_weights import only_plain
 from experiments.peers.transformers_generate import fastest
-from experiments.stages.serving import Served
+from experiments.serving.rounds import Served
 from tkernels import OPS, UnsupportedError
 from tkernels.device import device_facts
 from tkernels.measurement import CPU_SIZE, cut_axes

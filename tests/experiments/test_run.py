@@ -17,8 +17,8 @@ from experiments.reporting.tables import print_report
 from experiments.runs.folder import RunFolder
 from experiments.runs.rows import ROW
 from experiments.stages.parity import first_difference
+from experiments.stages.timed_llm import TimedLLM
 from experiments.sweep.runner import failures
-from experiments.timed_llm import TimedLLM
 from tests.tkernels.outside import write_variant
 from tkernels.source_hash import source_hash
 

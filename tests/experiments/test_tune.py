@@ -13,10 +13,10 @@ from experiments.commands import tune as command
 from experiments.commands.requests import TuneRequest
 from experiments.commands.tune import carry_out, plan, print_results
 from experiments.document import ExperimentError
-from experiments.tuning_session import TuningPoint, tune
 from tkernels.device import TARGETS
 from tkernels.measurement import CPU_SIZE, cut_axes
 from tkernels.tuning import Tuning, bucket, lockfile
+from tkernels.tuning_session import TuningPoint, tune
 
 H200 = TARGETS["sm_90"]
 CPU = torch.device("cpu")

@@ -16,11 +16,11 @@ from experiments.document import read_document
 from experiments.planning.plan import Plan, make_sweep
 from experiments.runs.folder import RunFolder
 from experiments.runs.rows import Row
-from experiments.stages.serving import Served, interleaved
+from experiments.serving.rounds import Served, interleaved
 from experiments.stages.task import Task
+from experiments.stages.timed_llm import TimedLLM, Timeline
 from experiments.sweep.listing import later_replicates
 from experiments.sweep.runner import failures, run_experiment
-from experiments.timed_llm import TimedLLM, Timeline
 from tests.experiments.conftest import Write
 from tests.experiments.in_process import InProcess
 from tests.experiments.test_baselines import SMALL, SYNTHETIC, rows_of

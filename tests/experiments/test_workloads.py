@@ -10,11 +10,12 @@ import pytest
 
 from experiments.document import ExperimentError, read_document
 from experiments.planning.plan import make_sweep
+from experiments.planning.requests import requests_of
 from experiments.runs.folder import RunFolder
 from experiments.schema import TraceWorkload
+from experiments.serving.requests import Request
+from experiments.stages.timed_llm import TimedLLM
 from experiments.sweep.runner import failures
-from experiments.timed_llm import TimedLLM
-from experiments.workloads import Request, requests_of
 from tests.experiments.planning.single_plan import make_plan
 from tests.experiments.test_baselines import SMALL, SYNTHETIC, rows_of, workload
 from tsched import SamplingParams

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from tests.tmodel.quantizers.test_layers import layers_of
 from tmodel import ArchitectureError, ConfigError, architectures_with, known_architectures, load_config
 from tmodel.quantizers import METHODS
-from tmodel.quantizers.awq import folded
+from tmodel.quantizers.awq import fold_scales
 from tmodel.quantizers.calibration import collect_inputs, forward
-from tmodel.quantizers.checkpoint import plan_job, quantize_checkpoint, windows_for
+from tmodel.quantizers.checkpoint import choose_calibration_windows, plan_job, quantize_checkpoint
 from tmodel.quantizers.layers import layer_groups
 from tmodel.quantizers.method import Layer
 from tmodel.transformers_models import new_transformers_model
@@ -98,7 +98,9 @@ def test_they_are_quantized_and_served_so(name: str, method: str, tmp_path: Path
     job = plan_job(dense, METHODS[method], bits, 32 if METHODS[method].grouped else -1, architectures_with([OUTSIDE]))
     tokens = torch.randint(97, (40 * 24,), generator=torch.Generator().manual_seed(0))
     steps: list[str] = []
-    quantize_checkpoint(dataclasses.replace(job, windows=windows_for(job.config, tokens, 24)), out, steps.append)
+    quantize_checkpoint(
+        dataclasses.replace(job, windows=choose_calibration_windows(job.config, tokens, 24)), out, steps.append
+    )
     assert len(steps) == job.num_steps
     config = load_config(out, architectures_with([OUTSIDE]))
     assert config.quantization is not None
@@ -123,7 +125,7 @@ def test_awq_folds_scales_into_what_feeds_each_linear(name: str, tmp_path: Path)
     groups = layer_groups(layers.config, 0)
     hidden = torch.randn((4, 24, 64), generator=torch.Generator().manual_seed(0))
     layer = Layer(0, groups, weights, torch.float32, layers, hidden)
-    made, changed, scales = folded(layer, collect_inputs(layers, weights, 0, hidden), 4, 32)
+    made, changed, scales = fold_scales(layer, collect_inputs(layers, weights, 0, hidden), 4, 32)
     expected = forward(layers, weights, 0, hidden)
     torch.testing.assert_close(forward(layers, made, 0, hidden), expected, rtol=1e-4, atol=1e-4)
     moved = [not torch.equal(one, torch.ones_like(one)) for one in scales]

@@ -39,26 +39,43 @@ _QUANT_CONFIG = "quant_config.json"  # AWQ's and SqueezeLLM's own
 
 
 def parse_format(raw: Mapping[str, Any]) -> QuantizationFormat:
-    """The format that a `quantization_config` means; ConfigError for an unknown method, or settings it has not."""
+    """Parses a `quantization_config`.
+
+    Args:
+        raw: the mapping as config.json holds it, with its `quant_method`.
+
+    Returns:
+        The format with the checkpoint's settings.
+
+    Raises:
+        ConfigError: the method is unknown, or a setting of it is missing, wrong or not supported.
+    """
     method = raw.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:
         hint = suggest_name(method, FORMATS)
         raise ConfigError(f"unknown quant_method {method!r}; supported are {', '.join(FORMATS)}{hint}")
     try:
-        found: Any = parse_settings(FORMATS[method], raw)
+        parsed: Any = parse_settings(FORMATS[method], raw)
     except ConfigError as error:
         raise ConfigError(f"quant_method {method}: {error}") from error.__cause__
-    return found
+    return parsed
 
 
 def find_format(directory: Path, raw: Mapping[str, Any]) -> tuple[Path, QuantizationFormat] | None:
-    """The format of the checkpoint in `directory`, whose config.json is `raw`, and the file that says so; None where
-    it is not quantized.
+    """Finds how a checkpoint is quantized.
 
-    Raises ConfigError, naming the file, for settings that are damaged or not supported, and where two files disagree.
+    Args:
+        directory: the checkpoint's.
+        raw: its config.json.
+
+    Returns:
+        (the file that names the format, the format); None where the checkpoint is dense.
+
+    Raises:
+        ConfigError: settings are damaged or not supported, or two files disagree. The message names the file.
     """
     found: dict[str, QuantizationFormat] = {}
-    for name, settings in _settings(directory, raw).items():
+    for name, settings in _read_settings(directory, raw).items():
         try:
             found[name] = parse_format(settings)
         except ConfigError as error:
@@ -66,14 +83,13 @@ def find_format(directory: Path, raw: Mapping[str, Any]) -> tuple[Path, Quantiza
     distinct = list(found.items())
     for name, other in distinct[1:]:
         if other != distinct[0][1]:
-            raise ConfigError(
-                f"{directory / name}: it disagrees with {distinct[0][0]}: {_difference(other, distinct[0][1])}"
-            )
+            difference = _describe_difference(other, distinct[0][1])
+            raise ConfigError(f"{directory / name}: it disagrees with {distinct[0][0]}: {difference}")
     return (directory / distinct[0][0], distinct[0][1]) if distinct else None
 
 
-def _settings(directory: Path, raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What each file of the directory that has something to say says, with its method."""
+def _read_settings(directory: Path, raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """File name -> its quantization settings with their `quant_method`, for each file that has some."""
     settings: dict[str, dict[str, Any]] = {}
     if raw.get("quantization_config") is not None:
         settings["config.json"] = raw["quantization_config"]
@@ -86,8 +102,8 @@ def _settings(directory: Path, raw: Mapping[str, Any]) -> dict[str, dict[str, An
     return settings
 
 
-def _difference(one: Any, other: Any) -> str:
+def _describe_difference(one: Any, other: Any) -> str:
     if type(one) is not type(other):
         return f"{one.method} and {other.method}"
-    mine, its = one.model_dump(), other.model_dump()
-    return "; ".join(f"{key} is {mine[key]!r} and {its[key]!r}" for key in mine if mine[key] != its[key])
+    ours, theirs = one.model_dump(), other.model_dump()
+    return "; ".join(f"{key} is {ours[key]!r} and {theirs[key]!r}" for key in ours if ours[key] != theirs[key])

@@ -4,7 +4,7 @@
     qzeros  [G, N / 8] int32   zero-points along N, as they are
     scales  [G, N]             W[n, k] = (code - zero) * scale of group k // group_size
 
-The eight codes of a word lie in an order of their own: nibble i, from the lowest, is that of column _COLUMNS[i].
+AutoAWQ interleaves the eight codes of a word: nibble i, from the lowest, holds column _COLUMNS[i].
 """
 
 from __future__ import annotations
@@ -20,29 +20,34 @@ from tkernels.quantized.weight import QuantizedWeight, unpack_codes
 from tmodel.formats.base import (
     Scheme,
     check_bits,
-    check_fit,
     check_group_size,
-    dense_layer,
-    packed_by_parts,
+    check_scheme,
+    check_zeros_fit,
+    drop_symmetric_zeros,
+    make_dense_layer_error,
+    pack_by_parts,
     read_values,
     read_words,
-    require,
-    unless_symmetric,
 )
 from tmodel.json_files import ConfigError
 from tmodel.weights import Checkpoint
 
 _COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]
 _NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""The nibble of each column."""
+"""The nibble that holds each column."""
 
 
 class AWQ(BaseModel):
-    """The settings that decide what is decoded; those of AutoAWQ's own quant_config.json have other names (w_bit).
+    """The settings that decide what is decoded. AutoAWQ's own quant_config.json names some otherwise (w_bit).
 
-    version, format, checkpoint_format: three names of one setting: AutoAWQ's, transformers' beside it, GPTQModel's.
-    zero_point: where false, zero-points that are there must be those of a symmetric weight.
-    modules_to_not_convert: parts of names; a layer whose name contains one is dense, as is the head.
+    Attributes:
+        bits: of a code; 4.
+        group_size: inputs that share a scale; -1 is all.
+        version: the packing, by AutoAWQ's name of the setting; "gemm".
+        format: the same by transformers' name.
+        checkpoint_format: the same by GPTQModel's name.
+        zero_point: whether weights are asymmetric. Where false, stored zero-points must be those of a symmetric weight.
+        modules_to_not_convert: parts of names; a layer whose name contains one is dense, as is the head.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
@@ -58,19 +63,19 @@ class AWQ(BaseModel):
 
     @field_validator("bits", mode="before")
     @classmethod
-    def _bits(cls, bits: Any) -> int:
+    def _check_bits(cls, bits: Any) -> int:
         return check_bits(bits, (4,))
 
     @field_validator("version", "format", "checkpoint_format", mode="before")
     @classmethod
-    def _packing(cls, name: Any, info: ValidationInfo) -> str | None:
+    def _check_packing(cls, name: Any, info: ValidationInfo) -> str | None:
         is_version = info.field_name == "version"
         if (name is not None or is_version) and str(name).lower() != "gemm":
             raise ValueError(f"the packing of {info.field_name} {name!r} is not supported; 'gemm' is")
         return "gemm" if is_version else None
 
     @model_validator(mode="after")
-    def _consistent(self) -> AWQ:
+    def _check_group_size(self) -> AWQ:
         check_group_size(self.group_size, self.bits)
         return self
 
@@ -89,36 +94,36 @@ class AWQ(BaseModel):
     def read(self, checkpoint: Checkpoint, layer: str, outputs: int, inputs: int) -> QuantizedWeight:
         scheme = self.scheme(layer)
         if scheme is None:
-            raise dense_layer(layer)
-        groups = scheme.groups(inputs)
+            raise make_dense_layer_error(layer)
+        groups = scheme.num_groups(inputs)
         words = read_words(checkpoint, f"{layer}.qweight", (inputs, outputs // 8), "[K, N / 8]")
         scales = read_values(checkpoint, f"{layer}.scales", (groups, outputs), "[K / group_size, N]")
         if not self.zero_point and f"{layer}.qzeros" not in checkpoint:
             zeros = None
         else:
             stored = read_words(checkpoint, f"{layer}.qzeros", (groups, outputs // 8), "[K / group_size, N / 8]")
-            zeros = unless_symmetric(_in_order(stored), 4)
+            zeros = drop_symmetric_zeros(_unpack_interleaved(stored), 4)
         if zeros is not None and not self.zero_point:
             raise checkpoint.error(
                 f"{layer}.qzeros",
                 f"holds zero-points from {int(zeros.min())} to {int(zeros.max())}, but zero_point is false: all must "
                 "be 8, or the tensor absent",
             )
-        packed, _ = packed_by_parts(
-            lambda part: _in_order(words[:, part.start // 8 : part.stop // 8]), outputs, self.bits
+        packed, _ = pack_by_parts(
+            lambda part: _unpack_interleaved(words[:, part.start // 8 : part.stop // 8]), outputs, self.bits
         )
         return QuantizedWeight(packed, scales, zeros, self.bits, inputs // groups)
 
     def encode(self, layer: str, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
         scheme, zeros = self.scheme(layer), zeros_of(weight)
         if scheme is None:
-            raise dense_layer(layer)
-        require(weight, layer, scheme)
-        check_fit(layer, zeros, 4)
+            raise make_dense_layer_error(layer)
+        check_scheme(weight, layer, scheme)
+        check_zeros_fit(layer, zeros, 4)
         assert weight.scales is not None, "the scheme is uniform"
         return {
-            "qweight": _as_stored(unpack_codes(weight)),
-            "qzeros": _as_stored(zeros),
+            "qweight": _pack_interleaved(unpack_codes(weight)),
+            "qzeros": _pack_interleaved(zeros),
             "scales": weight.scales,
         }
 
@@ -126,11 +131,11 @@ class AWQ(BaseModel):
         return {"quant_method": self.method, **self.model_dump(exclude={"format", "checkpoint_format"})}
 
 
-def _in_order(words: torch.Tensor) -> torch.Tensor:
-    """[rows, N / 8] int32 -> [rows, N] uint8."""
+def _unpack_interleaved(words: torch.Tensor) -> torch.Tensor:
+    """Words [rows, N / 8] int32 -> codes [rows, N] uint8, in the order of the columns."""
     return unpack(words, 1).unflatten(1, (-1, 8))[..., _NIBBLES].flatten(1)
 
 
-def _as_stored(codes: torch.Tensor) -> torch.Tensor:
-    """[rows, N] -> [rows, N / 8] int32."""
+def _pack_interleaved(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [rows, N] -> words [rows, N / 8] int32, interleaved as AutoAWQ reads them."""
     return pack(codes.unflatten(1, (-1, 8))[..., _COLUMNS].flatten(1), 1)

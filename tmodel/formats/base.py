@@ -1,7 +1,7 @@
-"""What a quantized checkpoint's format says and does, and the checks that the formats share.
+"""The interface of a quantized checkpoint's format, and the checks that the formats share.
 
-A format is one file of this folder: what its config promises for each linear layer, how the layer's tensors become a
-QuantizedWeight, and how one is written. It knows no model: a layer is a name, so many outputs N and inputs K.
+A format is one file of this folder. It says how its config stores each linear layer, reads the layer's tensors as a
+QuantizedWeight, and writes one. It knows no model: a layer is a name, N outputs and K inputs.
 """
 
 from __future__ import annotations
@@ -22,20 +22,24 @@ from tmodel.weights import Checkpoint
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _PARTS = 8
-"""A layer is unpacked in so many parts: 2-bit codes, a byte each, take four times the memory of their words."""
+"""A layer is unpacked in this many parts: 2-bit codes, a byte each, take four times the memory of their words."""
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
 class FormatWarning(UserWarning):
-    """A checkpoint's words say something else than its metadata, and the words were believed."""
+    """A checkpoint's words contradict its metadata, and the reader trusts the words."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a linear layer is stored, as far as its config tells before any tensor is read.
+    """How a linear layer is stored, as far as the config tells before any tensor is read.
 
-    group_size: -1 is all inputs. permuted, sparse: its codes may lie in another order than the inputs; weights may be
-    kept beside the codes.
+    Attributes:
+        bits: of a code.
+        group_size: inputs that share a scale; -1 is all.
+        coding: "uniform" (scale and zero-point) or "lookup" (a table).
+        permuted: the codes may lie in another order than the inputs.
+        sparse: some weights may be kept beside the codes.
     """
 
     bits: int
@@ -44,12 +48,20 @@ class Scheme:
     permuted: bool = False
     sparse: bool = False
 
-    def groups(self, inputs: int) -> int:
-        """G, for `inputs` that the scheme can hold."""
+    def num_groups(self, inputs: int) -> int:
+        """G, the groups of `inputs` that `check_inputs` accepts."""
         return 1 if self.group_size == -1 else inputs // self.group_size
 
     def check_inputs(self, layer: str, inputs: int) -> None:
-        """ConfigError where `layer`, of so many inputs, cannot be stored like this."""
+        """Checks that a layer of `inputs` inputs can be stored in this scheme.
+
+        Args:
+            layer: its name, for the message.
+            inputs: K.
+
+        Raises:
+            ConfigError: the codes do not fill whole rows of words, or the group size does not divide the inputs.
+        """
         row = codes_per_row(self.bits)
         if inputs % row:
             raise ConfigError(
@@ -69,25 +81,38 @@ class QuantizationFormat(Protocol):
         ...
 
     def scheme(self, layer: str) -> Scheme | None:
-        """How `layer` ("model.layers.0.mlp.down_proj") is stored; None is dense."""
+        """How `layer` ("model.layers.0.mlp.down_proj") is stored; None where it is dense."""
         ...
 
     def check(self, layer: str, outputs: int, inputs: int) -> None:
-        """Raise ConfigError where a quantized layer of this size cannot be stored in the format."""
+        """Checks that the format can store `layer`, [outputs, inputs], where the layer is quantized.
+
+        Raises:
+            ConfigError: it cannot store a layer of this size.
+        """
         ...
 
     def read(self, checkpoint: Checkpoint, layer: str, outputs: int, inputs: int) -> QuantizedWeight:
-        """The weight of a quantized `layer`, in sequential order, on the checkpoint's device, its scales as stored.
+        """Reads the weight [N = outputs, K = inputs] of a quantized layer.
 
-        WeightError names file, tensor and rule where one is missing, of another shape or dtype, or has a value that
-        cannot be meant.
+        Returns:
+            The weight in sequential order, on the checkpoint's device, its scales in the dtype that the file has.
+
+        Raises:
+            WeightError: a tensor is missing, has another shape or dtype, or holds an impossible value. The message
+                names file, tensor and rule.
+            ValueError: the format keeps the layer dense.
         """
         ...
 
     def encode(self, layer: str, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
-        """The tensors of `layer` by the last part of their names, which `read` reads as the same weight bit for bit.
+        """The inverse of `read`, bit for bit.
 
-        ValueError where the weight is not what `scheme` promises, or is nothing that the format can hold.
+        Returns:
+            The last part of a tensor's name ("qweight") -> the tensor.
+
+        Raises:
+            ValueError: the weight does not match `scheme(layer)`, or the format cannot hold it.
         """
         ...
 
@@ -97,7 +122,11 @@ class QuantizationFormat(Protocol):
 
 
 def parse_settings(kind: type[Parsed], raw: Mapping[str, Any]) -> Parsed:
-    """`raw` as a format's settings; ConfigError lists every field that is wrong."""
+    """Parses `raw` as a format's settings of class `kind`.
+
+    Raises:
+        ConfigError: fields are wrong; the message lists every one.
+    """
     try:
         return kind.model_validate(dict(raw))
     except ValidationError as error:
@@ -105,7 +134,7 @@ def parse_settings(kind: type[Parsed], raw: Mapping[str, Any]) -> Parsed:
 
 
 def _describe_error(error: ErrorDetails) -> str:
-    """One of pydantic's errors with the field first and, where it is not said already, what was given."""
+    """One of pydantic's errors: the field first, then what is wrong and, where the message lacks it, what was given."""
     field = "".join(f"{part}: " for part in (".".join(map(str, error["loc"])),) if part)
     if error["type"] == "value_error":
         return field + error["msg"].removeprefix("Value error, ")
@@ -114,6 +143,11 @@ def _describe_error(error: ErrorDetails) -> str:
 
 
 def check_bits(bits: Any, supported: Sequence[int] = BITS) -> int:
+    """Returns `bits`, an integer among `supported`.
+
+    Raises:
+        ValueError: it is not.
+    """
     choice = f"supported are {', '.join(map(str, supported))}"
     if type(bits) is not int:  # JSON's true is no number
         raise ValueError(f"must be an integer, got {bits!r}; {choice}")
@@ -124,6 +158,11 @@ def check_bits(bits: Any, supported: Sequence[int] = BITS) -> int:
 
 
 def check_group_size(group_size: int, bits: int) -> None:
+    """Checks that groups of `group_size` inputs, -1 for all, fill whole rows of words at `bits` a code.
+
+    Raises:
+        ValueError: they do not.
+    """
     if group_size != -1 and (group_size < 1 or group_size % codes_per_row(bits)):
         raise ValueError(
             f"group_size {group_size}; supported are -1 (all inputs) and multiples of {codes_per_row(bits)} "
@@ -132,23 +171,43 @@ def check_group_size(group_size: int, bits: int) -> None:
 
 
 def read_words(checkpoint: Checkpoint, name: str, shape: Sequence[int], layout: str) -> torch.Tensor:
-    """Packed codes: int32. `layout` says in symbols what the shape is made of."""
+    """Reads packed codes, an int32 tensor.
+
+    Args:
+        checkpoint: where they are.
+        name: of the tensor.
+        shape: that it must have.
+        layout: the shape in symbols, for the message: "[K / 8, N]".
+
+    Raises:
+        WeightError: the tensor is missing or has another shape or dtype.
+    """
     return checkpoint.raw(name, shape, (torch.int32,), f"where {layout} = {{}} is expected")
 
 
 def read_values(checkpoint: Checkpoint, name: str, shape: Sequence[int], layout: str) -> torch.Tensor:
-    """Scales, tables, outliers: floating, and finite throughout."""
+    """Reads scales, a table or outliers, in the float dtype that the file has. Arguments as for `read_words`.
+
+    Raises:
+        WeightError: the tensor is missing, has another shape, holds no floats, or a value that is not finite.
+    """
     values = checkpoint.raw(name, shape, FLOATS, f"where {layout} = {{}} is expected")
     checkpoint.require_finite(name, values)
     return values
 
 
-def packed_by_parts(
+def pack_by_parts(
     codes: Callable[[slice], torch.Tensor], outputs: int, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`packed` and `high` of a sequential QuantizedWeight from `codes` of outputs, [Kp, n] for a slice of n.
+    """Packs codes for a sequential QuantizedWeight, with one part of the outputs unpacked at a time.
 
-    Slices begin at multiples of 8. No more than one of them is unpacked at a time.
+    Args:
+        codes: a slice of n outputs, which begins at a multiple of 8 -> its codes [Kp, n] uint8.
+        outputs: N.
+        bits: of a code.
+
+    Returns:
+        (`packed`, `high`) of the QuantizedWeight.
     """
     step = -(-outputs // (8 * _PARTS)) * 8
     packed = high = None
@@ -164,11 +223,23 @@ def packed_by_parts(
     return packed, high
 
 
-def places_by_group(checkpoint: Checkpoint, name: str, inputs: int, group_size: int) -> torch.Tensor | None:
-    """The permutation [K] int32 that brings the inputs of one group side by side, in their own order, from the group of
-    each input, tensor `name` [K]; None where they lie like that already.
+def read_permutation(checkpoint: Checkpoint, name: str, inputs: int, group_size: int) -> torch.Tensor | None:
+    """Reads the group of each input and sorts the inputs by it.
 
     Activation order: Frantar et al., 2023, "GPTQ", section 3.3 of the repository's README (`--act-order`).
+
+    Args:
+        checkpoint: where the tensor is.
+        name: of the tensor, [K] int32 or int64, the group of each input.
+        inputs: K.
+        group_size: inputs of a group.
+
+    Returns:
+        [K] int32, the input at each place, where a group's inputs lie side by side in ascending order; None where that
+        is the identity.
+
+    Raises:
+        WeightError: the tensor names a group that does not exist, or gives one more or fewer inputs than group_size.
     """
     groups = inputs // group_size
     group_of = checkpoint.raw(name, (inputs,), (torch.int32, torch.int64), "where [K] = {} is expected")
@@ -185,14 +256,18 @@ def places_by_group(checkpoint: Checkpoint, name: str, inputs: int, group_size: 
     return None if torch.equal(order, torch.arange(inputs, dtype=torch.int32, device=order.device)) else order
 
 
-def group_of_each_input(weight: QuantizedWeight) -> torch.Tensor:
-    """[K] int32: the group that each input's scale belongs to, what a checkpoint calls g_idx."""
+def compute_group_indices(weight: QuantizedWeight) -> torch.Tensor:
+    """[K] int32: the group of each input's scale, which a checkpoint calls g_idx."""
     places = torch.arange(weight.places, dtype=torch.int32, device=weight.device) // weight.group_size
-    return places if weight.permutation is None else places[by_input(weight)]
+    return places if weight.permutation is None else places[invert_permutation(weight)]
 
 
-def by_input(weight: QuantizedWeight) -> torch.Tensor:
-    """[K] int64: the place of each input's code. ValueError where places are padding, which no checkpoint has."""
+def invert_permutation(weight: QuantizedWeight) -> torch.Tensor:
+    """[K] int64: the place of each input's code.
+
+    Raises:
+        ValueError: some places are padding, which no checkpoint has.
+    """
     if weight.places != weight.inputs:
         raise ValueError(f"a checkpoint has no padding: {weight.places} places for {weight.inputs} inputs")
     if weight.permutation is None:
@@ -200,8 +275,12 @@ def by_input(weight: QuantizedWeight) -> torch.Tensor:
     return torch.argsort(weight.permutation.long())
 
 
-def require(weight: QuantizedWeight, layer: str, scheme: Scheme) -> None:
-    """Raise ValueError where the weight of `layer` is none of the scheme."""
+def check_scheme(weight: QuantizedWeight, layer: str, scheme: Scheme) -> None:
+    """Checks that the weight of `layer` is stored as `scheme` says.
+
+    Raises:
+        ValueError: its bits, group size or coding differ, or it has a permutation or outliers that the scheme lacks.
+    """
     group_size = weight.inputs if scheme.group_size == -1 else scheme.group_size
     if (weight.bits, weight.group_size, weight.coding) != (scheme.bits, group_size, scheme.coding):
         raise ValueError(
@@ -214,13 +293,17 @@ def require(weight: QuantizedWeight, layer: str, scheme: Scheme) -> None:
         raise ValueError(f"{layer}: it has outliers, which the format does not hold")
 
 
-def unless_symmetric(zeros: torch.Tensor, bits: int) -> torch.Tensor | None:
+def drop_symmetric_zeros(zeros: torch.Tensor, bits: int) -> torch.Tensor | None:
     """Zero-points [G, N] as int16; None where all of them are 2**(bits - 1) and need not be kept."""
     return None if bool((zeros == 2 ** (bits - 1)).all()) else zeros.short().contiguous()
 
 
-def check_fit(layer: str, zeros: torch.Tensor, bits: int, added: int = 0) -> None:
-    """Raise ValueError where zero-points, stored less `added`, do not fit `bits`."""
+def check_zeros_fit(layer: str, zeros: torch.Tensor, bits: int, added: int = 0) -> None:
+    """Checks that zero-points fit `bits` once `added` is taken off to store them.
+
+    Raises:
+        ValueError: they do not.
+    """
     low, high = int(zeros.min()), int(zeros.max())
     if low < added or high >= 2**bits + added:
         raise ValueError(
@@ -228,6 +311,6 @@ def check_fit(layer: str, zeros: torch.Tensor, bits: int, added: int = 0) -> Non
         )
 
 
-def dense_layer(layer: str) -> ValueError:
-    """What to raise where a layer that the format keeps dense is read or written as a quantized one."""
+def make_dense_layer_error(layer: str) -> ValueError:
+    """The error for a layer that the format keeps dense and a caller reads or writes as a quantized one."""
     return ValueError(f"{layer}: the format keeps this layer dense")

@@ -1,7 +1,7 @@
 """Codes as one stream of bits, the way checkpoints pack them: code i begins at bit i * bits, the lowest bits first.
 
-Where bits divides 32 a word holds whole codes. Of 3 bits, 32 codes fill three words exactly, and two of them lie across
-a border: ten codes to a word, with two bits lost, is another layout, which no format here has.
+Where bits divides 32, a word holds whole codes. At 3 bits, 32 codes fill three words exactly, and two codes cross a
+border between words. Ten codes to a word, with two bits lost, is another layout, which no format here has.
 """
 
 from __future__ import annotations
@@ -9,16 +9,26 @@ from __future__ import annotations
 import torch
 
 _PERIOD = 32
-"""So many codes of any size fill whole words: as many words as a code has bits."""
+"""32 codes of any size fill whole words: as many words as a code has bits."""
 
 
 def num_words(count: int, bits: int) -> int:
-    """int32 words that `count` codes take, the last one filled up."""
+    """int32 words that `count` codes take, rounded up."""
     return -(-count * bits // 32)
 
 
 def unpack_stream(words: torch.Tensor, dim: int, bits: int, count: int) -> torch.Tensor:
-    """int32 words, `num_words(count, bits)` of them along `dim`, as uint8 codes, `count` of them there."""
+    """Unpacks a stream of codes.
+
+    Args:
+        words: int32, num_words(count, bits) of them along `dim`.
+        dim: along which the stream runs.
+        bits: of a code.
+        count: codes along `dim`.
+
+    Returns:
+        uint8 codes, `count` of them along `dim`; the other dims as in `words`.
+    """
     words = words.movedim(dim, 0)
     missing = -words.shape[0] % bits
     if missing:
@@ -35,7 +45,16 @@ def unpack_stream(words: torch.Tensor, dim: int, bits: int, count: int) -> torch
 
 
 def pack_stream(codes: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
-    """The inverse of `unpack_stream`: integer codes below 2**bits as int32 words along `dim`, contiguous."""
+    """The inverse of `unpack_stream`.
+
+    Args:
+        codes: integers below 2**bits.
+        dim: along which they are packed.
+        bits: of a code.
+
+    Returns:
+        int32 words, contiguous, num_words(codes.shape[dim], bits) of them along `dim`.
+    """
     codes = codes.movedim(dim, 0).long()
     count = codes.shape[0]
     missing = -count % _PERIOD

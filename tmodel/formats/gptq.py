@@ -1,14 +1,14 @@
 """GPTQ, as GPTQModel and AutoGPTQ write it: Frantar et al., 2023, "GPTQ".
 
     qweight [K * bits / 32, N] int32   codes along K, a stream of bits
-    qzeros  [G, N * bits / 32] int32   zero-points along N, each less one in format v1 ("gptq"), as it is in v2
+    qzeros  [G, N * bits / 32] int32   zero-points along N; format v1 ("gptq") stores each less one, v2 as it is
     scales  [G, N]                     W[n, k] = (code - zero) * scale, of group g_idx[k]
     g_idx   [K] int32                  k // group_size, or with desc_act the groups as the activations ordered them
 
-v1 cannot hold a zero-point of 0: its 2**bits - 1 is 2**bits. Which of the two a file is decides every weight, and the
-metadata is sometimes wrong. Where all zero-points of a tensor are those of a symmetric file, the words say which it is
-(0x77777777 is v1 at 4 bits, 0x88888888 v2). They are believed, for every tensor of the checkpoint, with a FormatWarning
-where the metadata says otherwise. A file without one such tensor is what its metadata says: its words fit both.
+v1 cannot hold a zero-point of 0: its 2**bits - 1 stands for 2**bits. The version decides every weight, and metadata
+sometimes names the wrong one. Where all zero-points of a tensor are those of a symmetric file, the words show the
+version (at 4 bits 0x77777777 is v1, 0x88888888 v2). The reader trusts these words for every tensor of the checkpoint,
+and warns (FormatWarning) where the metadata disagrees. Where no tensor shows it, the metadata decides.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from tkernels.quantized.weight import QuantizedWeight, unpack_codes
 from tmodel.formats.base import (
     FormatWarning,
     Scheme,
-    by_input,
     check_bits,
-    check_fit,
     check_group_size,
-    dense_layer,
-    group_of_each_input,
-    packed_by_parts,
+    check_scheme,
+    check_zeros_fit,
+    compute_group_indices,
+    drop_symmetric_zeros,
+    invert_permutation,
+    make_dense_layer_error,
+    pack_by_parts,
     parse_settings,
-    places_by_group,
+    read_permutation,
     read_values,
     read_words,
-    require,
-    unless_symmetric,
 )
 from tmodel.formats.bitstream import num_words, pack_stream, unpack_stream
 from tmodel.json_files import ConfigError
@@ -48,22 +48,31 @@ _QUANTIZERS = (
     *("mse", "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "act_group_aware"),
     *("fallback", "failsafe", "hessian", "gptaq", "foem"),
 )
-"""Overrides of GPTQModel that told the quantizer how to find the codes, not what they mean."""
+"""Overrides of GPTQModel that told the quantizer how to choose codes; they do not change what codes mean."""
 CheckpointFormat = Literal["gptq", "gptq_v2"]
 _ADDED: dict[CheckpointFormat, int] = {"gptq": 1, "gptq_v2": 0}  # to a stored zero-point
 _BY_ADDED: dict[int, CheckpointFormat] = {1: "gptq", 0: "gptq_v2"}
 _TELLING = 64
-"""So many equal zero-points are no accident, even in a file that does not call itself symmetric."""
+"""This many equal zero-points are no accident, even in a file that does not call itself symmetric."""
 
 
 class GPTQ(BaseModel):
-    """The settings that decide what is decoded; what else a config holds (damp_percent, meta, ...) told the quantizer.
+    """The settings that decide what is decoded. The rest of a config (damp_percent, meta, ...) was for the quantizer.
 
-    checkpoint_format, format: two names of one setting, of which transformers writes both. `format` is kept where it
-    contradicts the other: the checkpoint is refused then, unless its words tell which of the two is right.
-    dynamic: GPTQModel's overrides, a regular expression on the layer's name to settings, the first that matches from
-    the name's beginning; "-:" before it keeps the layers dense, "+:" or nothing changes their settings.
-    modules_in_block_to_quantize: where given, the only layers that are quantized, by the last parts of their names.
+    Attributes:
+        bits: of a code.
+        group_size: inputs that share a scale; -1 is all.
+        desc_act: the activations ordered the inputs, so that g_idx is no plain count.
+        sym: all zero-points are 2**(bits - 1).
+        checkpoint_format: "gptq" (v1) or "gptq_v2".
+        format: another name of the same setting; transformers writes both. It is kept only where the two contradict
+            each other: the checkpoint is refused then, unless its words show which is right.
+        lm_head: whether the head is quantized too.
+        dynamic: GPTQModel's overrides, a regular expression -> settings. The first that matches from the beginning of a
+            layer's name counts; "-:" before it keeps the layer dense, "+:" or nothing changes its settings.
+        modules_in_block_to_quantize: where given, the only layers that are quantized, by the last parts of their names.
+        pack_dtype: "int32".
+        is_marlin_format: false.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
@@ -83,12 +92,12 @@ class GPTQ(BaseModel):
 
     @field_validator("bits", mode="before")
     @classmethod
-    def _bits(cls, bits: Any) -> int:
+    def _check_bits(cls, bits: Any) -> int:
         return check_bits(bits)
 
     @model_validator(mode="before")
     @classmethod
-    def _one_format(cls, raw: dict[str, Any]) -> dict[str, Any]:
+    def _merge_format_names(cls, raw: dict[str, Any]) -> dict[str, Any]:
         rest, said = dict(raw), [raw.get("checkpoint_format"), raw.get("format")]
         if None in said or said[0] == said[1]:
             rest["checkpoint_format"] = next((name for name in said if name is not None), "gptq")
@@ -96,47 +105,47 @@ class GPTQ(BaseModel):
         return rest
 
     @model_validator(mode="after")
-    def _consistent(self) -> GPTQ:
+    def _check_groups_and_overrides(self) -> GPTQ:
         check_group_size(self.group_size, self.bits)
         for pattern, overrides in (self.dynamic or {}).items():
             try:
                 re.compile(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern)
-                self._with(overrides)
+                self._apply_overrides(overrides)
             except (re.error, ConfigError) as error:
                 raise ValueError(f"dynamic[{pattern!r}]: {error}") from None
         return self
 
-    def _with(self, overrides: dict[str, Any]) -> GPTQ:
+    def _apply_overrides(self, overrides: dict[str, Any]) -> GPTQ:
         unknown = ", ".join(key for key in overrides if key not in (*_OVERRIDES, *_QUANTIZERS))
         if unknown:
             raise ConfigError(f"unknown {unknown}; supported are {', '.join(_OVERRIDES)}")
-        mine = self.model_dump(exclude={"dynamic"})
-        return parse_settings(GPTQ, {**mine, **{key: overrides[key] for key in _OVERRIDES if key in overrides}})
+        settings = self.model_dump(exclude={"dynamic"})
+        return parse_settings(GPTQ, {**settings, **{key: overrides[key] for key in _OVERRIDES if key in overrides}})
 
-    def settings(self, layer: str) -> GPTQ | None:
-        """Those of one layer, overrides applied; None where it is dense."""
+    def find_settings(self, layer: str) -> GPTQ | None:
+        """The settings of one layer with overrides applied; None where it is dense."""
         if layer == "lm_head" and not self.lm_head:
             return None
         for pattern, overrides in (self.dynamic or {}).items():
             if re.match(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, layer):
-                return None if pattern.startswith("-:") else self._with(overrides)
+                return None if pattern.startswith("-:") else self._apply_overrides(overrides)
         named = [name for names in self.modules_in_block_to_quantize or [] for name in names]
         if named and not any(layer.endswith(f".{name}") for name in named):
             return None
         return self
 
     def scheme(self, layer: str) -> Scheme | None:
-        mine = self.settings(layer)
-        if mine is None:
+        settings = self.find_settings(layer)
+        if settings is None:
             return None
-        # One group is one group in whatever order its columns were quantized.
-        return Scheme(mine.bits, mine.group_size, permuted=mine.desc_act and mine.group_size != -1)
+        # With one group for all inputs, their order changes nothing.
+        return Scheme(settings.bits, settings.group_size, permuted=settings.desc_act and settings.group_size != -1)
 
-    def _quantized(self, layer: str) -> tuple[GPTQ, Scheme]:
-        mine, scheme = self.settings(layer), self.scheme(layer)
-        if mine is None or scheme is None:
-            raise dense_layer(layer)
-        return mine, scheme
+    def _require_quantized(self, layer: str) -> tuple[GPTQ, Scheme]:
+        settings, scheme = self.find_settings(layer), self.scheme(layer)
+        if settings is None or scheme is None:
+            raise make_dense_layer_error(layer)
+        return settings, scheme
 
     def check(self, layer: str, outputs: int, inputs: int) -> None:
         scheme = self.scheme(layer)
@@ -147,27 +156,43 @@ class GPTQ(BaseModel):
             raise ConfigError(f"{layer}: {outputs} zero-points of {scheme.bits} bits do not fill whole words")
 
     def read(self, checkpoint: Checkpoint, layer: str, outputs: int, inputs: int) -> QuantizedWeight:
-        mine, scheme = self._quantized(layer)
-        bits, groups = mine.bits, scheme.groups(inputs)
+        settings, scheme = self._require_quantized(layer)
+        bits, groups = settings.bits, scheme.num_groups(inputs)
         rows, columns = num_words(inputs, bits), num_words(outputs, bits)
         words = read_words(checkpoint, f"{layer}.qweight", (rows, outputs), f"[K * {bits} / 32, N]")
         scales = read_values(checkpoint, f"{layer}.scales", (groups, outputs), "[K / group_size, N]")
         stored = read_words(checkpoint, f"{layer}.qzeros", (groups, columns), f"[K / group_size, N * {bits} / 32]")
-        added = _ADDED[checkpoint.once((self.method, self.model_dump_json()), lambda: self._format_of(checkpoint))]
-        zeros = mine.zero_points(checkpoint, f"{layer}.qzeros", unpack_stream(stored, 1, bits, outputs), added)
-        permutation = mine._permutation(checkpoint, f"{layer}.g_idx", inputs)
+        added = _ADDED[
+            checkpoint.compute_once((self.method, self.model_dump_json()), lambda: self._detect_format(checkpoint))
+        ]
+        zero_points = unpack_stream(stored, 1, bits, outputs)
+        zeros = settings.decode_zero_points(checkpoint, f"{layer}.qzeros", zero_points, added)
+        permutation = settings._read_permutation(checkpoint, f"{layer}.g_idx", inputs)
         group_size = inputs // groups
-        if permutation is None and bits != 3:  # the words are those of QuantizedWeight already
+        if permutation is None and bits != 3:  # QuantizedWeight has the same words
             return QuantizedWeight(words, scales, zeros, bits, group_size)
         places = slice(None) if permutation is None else permutation.long()
-        packed, high = packed_by_parts(
-            lambda part: unpack_stream(words[:, part], 0, bits, inputs)[places], outputs, bits
-        )
+        packed, high = pack_by_parts(lambda part: unpack_stream(words[:, part], 0, bits, inputs)[places], outputs, bits)
         return QuantizedWeight(packed, scales, zeros, bits, group_size, high=high, permutation=permutation)
 
-    def zero_points(self, checkpoint: Checkpoint, name: str, stored: torch.Tensor, added: int) -> torch.Tensor | None:
-        """What the zero-points [G, N] stored as tensor `name` mean: int16, or None where all are 2**(bits - 1)."""
-        zeros, middle = unless_symmetric(stored.short() + added, self.bits), 2 ** (self.bits - 1)
+    def decode_zero_points(
+        self, checkpoint: Checkpoint, name: str, stored: torch.Tensor, added: int
+    ) -> torch.Tensor | None:
+        """Decodes stored zero-points and checks them against `sym`.
+
+        Args:
+            checkpoint: theirs, for the message.
+            name: of their tensor, for the message.
+            stored: [G, N] uint8, as unpacked.
+            added: to each stored one, 1 in v1 and 0 in v2.
+
+        Returns:
+            [G, N] int16; None where all are 2**(bits - 1).
+
+        Raises:
+            WeightError: sym is true, and they are not all 2**(bits - 1).
+        """
+        zeros, middle = drop_symmetric_zeros(stored.short() + added, self.bits), 2 ** (self.bits - 1)
         if self.sym and zeros is not None:
             raise checkpoint.error(
                 name,
@@ -176,22 +201,22 @@ class GPTQ(BaseModel):
             )
         return zeros
 
-    def _format_of(self, checkpoint: Checkpoint) -> CheckpointFormat:
-        """What every tensor of the checkpoint is stored in: what the words of any tell, else what the config says.
+    def _detect_format(self, checkpoint: Checkpoint) -> CheckpointFormat:
+        """The format of every tensor of the checkpoint: the one that some tensor's words show, else the config's.
 
-        One file has one format, and most layers cannot tell which: it is found out before the first of them is decoded.
+        A checkpoint has one format, which most tensors' words do not show. So all are read before the first is decoded.
         """
         telling: dict[CheckpointFormat, list[tuple[str, int, int]]] = {}  # tensor, its bits, what it holds
         for name in checkpoint.names:
             layer, _, part = name.rpartition(".")
-            mine = self.settings(layer) if part == "qzeros" else None
-            words = None if mine is None else checkpoint.peek(name)
-            if mine is None or words is None or words.dtype != torch.int32 or words.dim() != 2 or not words.numel():
-                continue  # `read` says what is wrong with it
-            stored = unpack_stream(words, 1, mine.bits, words.shape[1] * 32 // mine.bits)
-            by_words = mine.format_by_words(stored)
+            settings = self.find_settings(layer) if part == "qzeros" else None
+            words = None if settings is None else checkpoint.peek(name)
+            if settings is None or words is None or words.dtype != torch.int32 or words.dim() != 2 or not words.numel():
+                continue  # `read` refuses it
+            stored = unpack_stream(words, 1, settings.bits, words.shape[1] * 32 // settings.bits)
+            by_words = settings.detect_tensor_format(stored)
             if by_words is not None:
-                telling.setdefault(by_words, []).append((name, mine.bits, int(stored[0, 0])))
+                telling.setdefault(by_words, []).append((name, settings.bits, int(stored[0, 0])))
         said = [self.checkpoint_format] if self.format is None else [self.checkpoint_format, self.format]
         if not telling and len(said) == 1:
             return said[0]
@@ -223,42 +248,42 @@ class GPTQ(BaseModel):
             )
         return found
 
-    def format_by_words(self, stored: torch.Tensor) -> CheckpointFormat | None:
-        """The format of zero-points that are stored as a symmetric file stores them; None of any others."""
+    def detect_tensor_format(self, stored: torch.Tensor) -> CheckpointFormat | None:
+        """The format that stored zero-points [G, N] show; None where they are not those of a symmetric file."""
         first = int(stored.reshape(-1)[0])
         telling = self.sym or stored.numel() >= _TELLING
         if not telling or not bool((stored == first).all()):
             return None
         return _BY_ADDED.get(2 ** (self.bits - 1) - first)
 
-    def _permutation(self, checkpoint: Checkpoint, name: str, inputs: int) -> torch.Tensor | None:
+    def _read_permutation(self, checkpoint: Checkpoint, name: str, inputs: int) -> torch.Tensor | None:
         group_size = inputs if self.group_size == -1 else self.group_size
         if not self.desc_act and name not in checkpoint:
             return None
-        permutation = places_by_group(checkpoint, name, inputs, group_size)
+        permutation = read_permutation(checkpoint, name, inputs, group_size)
         if permutation is not None and not self.desc_act:
             raise checkpoint.error(name, "puts inputs into groups out of their order, but desc_act is false")
         return permutation
 
     def encode(self, layer: str, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
-        mine, scheme = self._quantized(layer)
-        require(weight, layer, scheme)
-        zeros, added = zeros_of(weight), _ADDED[mine.checkpoint_format]
-        if mine.sym and weight.zeros is not None:
+        settings, scheme = self._require_quantized(layer)
+        check_scheme(weight, layer, scheme)
+        zeros, added = zeros_of(weight), _ADDED[settings.checkpoint_format]
+        if settings.sym and weight.zeros is not None:
             raise ValueError(f"{layer}: it has zero-points, but sym is true")
-        check_fit(layer, zeros, mine.bits, added)
+        check_zeros_fit(layer, zeros, settings.bits, added)
         stored = zeros - added
-        if mine.format_by_words(stored) not in (None, mine.checkpoint_format):
+        if settings.detect_tensor_format(stored) not in (None, settings.checkpoint_format):
             raise ValueError(
                 f"{layer}: its zero-points are all {int(zeros[0, 0])}, which readers would take for a symmetric "
-                f"weight's in the other format: write another checkpoint_format than {mine.checkpoint_format}"
+                f"weight's in the other format: write another checkpoint_format than {settings.checkpoint_format}"
             )
         assert weight.scales is not None, "the scheme is uniform"
         return {
-            "qweight": pack_stream(unpack_codes(weight)[by_input(weight)], 0, mine.bits),
-            "qzeros": pack_stream(stored, 1, mine.bits),
+            "qweight": pack_stream(unpack_codes(weight)[invert_permutation(weight)], 0, settings.bits),
+            "qzeros": pack_stream(stored, 1, settings.bits),
             "scales": weight.scales,
-            "g_idx": group_of_each_input(weight),
+            "g_idx": compute_group_indices(weight),
         }
 
     def config(self) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
     qweight          [K * bits / 32, N] int32   codes along K, a stream of bits
     lookup_table     [N, 2**bits]               W[n, k] = lookup_table[n, code] + S[n, k]
-    rows, cols, vals [N + 1], [nnz], [nnz]      S by outputs, compressed rows; absent where nothing is kept apart
+    rows, cols, vals [N + 1], [nnz], [nnz]      S by outputs, compressed rows; absent where there are no outliers
     full_rows        [K, t]                     outputs that are kept whole, each a column, added to S ...
-    full_row_indices [t] int32                  ... and which ones they are
-    startrows                                   where threads of the original kernel begin: of no use here
+    full_row_indices [t] int32                  ... and which outputs these are
+    startrows                                   where threads of the original kernel begin: not used here
 
-Codes under a value kept apart stand for the entry next to 0, and the value is that much less: nothing is left out.
-Where several values are at one place, S there is their sum rounded to the table's dtype, and W is rounded once more.
-The tensors are those of the original's pickle, which `tk convert` writes as safetensors; its config is
+The code under an outlier names the table's entry nearest 0, and the outlier is stored less this entry. Where several
+values share a place, S there is their sum rounded to the table's dtype, and W is rounded once more. The original writes
+these tensors as a pickle, which `tk convert` turns into safetensors with the config
 {"quant_method": "squeezellm", "wbits": 3 or 4}.
 """
 
@@ -22,7 +22,15 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from tkernels.quantized.outliers import Outliers, outliers_from
 from tkernels.quantized.weight import QuantizedWeight, unpack_codes
-from tmodel.formats.base import Scheme, check_bits, dense_layer, packed_by_parts, read_values, read_words, require
+from tmodel.formats.base import (
+    Scheme,
+    check_bits,
+    check_scheme,
+    make_dense_layer_error,
+    pack_by_parts,
+    read_values,
+    read_words,
+)
 from tmodel.formats.bitstream import num_words, pack_stream, unpack_stream
 from tmodel.weights import Checkpoint
 
@@ -30,7 +38,11 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 class SqueezeLLM(BaseModel):
-    """The one setting that decides what is decoded."""
+    """The one setting that decides what is decoded.
+
+    Attributes:
+        wbits: of a code; 3 or 4.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
     method: ClassVar[str] = "squeezellm"
@@ -39,7 +51,7 @@ class SqueezeLLM(BaseModel):
 
     @field_validator("wbits", mode="before")
     @classmethod
-    def _wbits(cls, wbits: Any) -> int:
+    def _check_wbits(cls, wbits: Any) -> int:
         return check_bits(wbits, (3, 4))
 
     def scheme(self, layer: str) -> Scheme | None:
@@ -56,18 +68,18 @@ class SqueezeLLM(BaseModel):
         words = read_words(checkpoint, f"{layer}.qweight", (rows, outputs), f"[K * {bits} / 32, N]")
         table = read_values(checkpoint, f"{layer}.lookup_table", (outputs, 2**bits), f"[N, 2**{bits}]")
         checkpoint.ignore([f"{layer}.startrows"])
-        outliers = _outliers(checkpoint, layer, outputs, inputs, table.dtype)
+        outliers = _read_outliers(checkpoint, layer, outputs, inputs, table.dtype)
         table = table.t().contiguous()  # [2**bits, N]
-        if bits == 4:  # the words are those of QuantizedWeight already
+        if bits == 4:  # QuantizedWeight has the same words
             return QuantizedWeight(words, None, None, bits, -1, table=table, outliers=outliers)
-        packed, high = packed_by_parts(lambda part: unpack_stream(words[:, part], 0, bits, inputs), outputs, bits)
+        packed, high = pack_by_parts(lambda part: unpack_stream(words[:, part], 0, bits, inputs), outputs, bits)
         return QuantizedWeight(packed, None, None, bits, -1, high=high, table=table, outliers=outliers)
 
     def encode(self, layer: str, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
         scheme = self.scheme(layer)
         if scheme is None:
-            raise dense_layer(layer)
-        require(weight, layer, scheme)
+            raise make_dense_layer_error(layer)
+        check_scheme(weight, layer, scheme)
         assert weight.table is not None
         tensors = {
             "qweight": pack_stream(unpack_codes(weight), 0, self.wbits),
@@ -81,13 +93,15 @@ class SqueezeLLM(BaseModel):
         return {"quant_method": self.method, "wbits": self.wbits}
 
 
-def _outliers(checkpoint: Checkpoint, layer: str, outputs: int, inputs: int, dtype: torch.dtype) -> Outliers | None:
-    """S [N, K] from its compressed rows and its full ones; None where the layer has neither."""
+def _read_outliers(
+    checkpoint: Checkpoint, layer: str, outputs: int, inputs: int, dtype: torch.dtype
+) -> Outliers | None:
+    """S [N, K] from its compressed rows and its full rows; None where both are absent or empty."""
     parts = {}
     if f"{layer}.rows" in checkpoint or f"{layer}.vals" in checkpoint:
-        parts["vals"] = _compressed(checkpoint, layer, outputs, inputs)
+        parts["vals"] = _read_compressed_rows(checkpoint, layer, outputs, inputs)
     if f"{layer}.full_rows" in checkpoint or f"{layer}.full_row_indices" in checkpoint:
-        parts["full_rows"] = _full(checkpoint, layer, outputs, inputs)
+        parts["full_rows"] = _read_full_rows(checkpoint, layer, outputs, inputs)
     if not any(vals.numel() for _, _, vals in parts.values()):
         return None
     beyond = f"beyond the range of {str(dtype).removeprefix('torch.')}, the dtype of its lookup_table"
@@ -97,15 +111,15 @@ def _outliers(checkpoint: Checkpoint, layer: str, outputs: int, inputs: int, dty
     rows, cols, vals = (torch.cat([part[i] for part in parts.values()]) for i in range(3))
     try:
         return outliers_from(rows, cols, vals.to(dtype), (outputs, inputs))
-    except ValueError:  # indices and values were looked at: it is a sum
+    except ValueError:  # indices and values were checked above, so a sum is out of range
         name = f"{layer}.{next(iter(parts))}"
         raise checkpoint.error(name, f"gives one place several values, in sum {beyond}; it must hold them") from None
 
 
-def _compressed(
+def _read_compressed_rows(
     checkpoint: Checkpoint, layer: str, outputs: int, inputs: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(output, input, value) [nnz] each."""
+    """(outputs, inputs, values), [nnz] each, of the compressed rows."""
     count = checkpoint.shape(f"{layer}.vals")[:1]
     rows = checkpoint.raw(f"{layer}.rows", (outputs + 1,), _INTEGERS, "where [N + 1] = {} is expected")
     cols = checkpoint.raw(f"{layer}.cols", count, _INTEGERS, "where as many as vals, {}, are expected")
@@ -120,10 +134,10 @@ def _compressed(
     return torch.repeat_interleave(torch.arange(outputs, device=rows.device), counts), cols.long(), vals
 
 
-def _full(
+def _read_full_rows(
     checkpoint: Checkpoint, layer: str, outputs: int, inputs: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(output, input, value) of every value of the full rows that is not 0."""
+    """(outputs, inputs, values), [nnz] each, of the full rows' values that are not 0."""
     shape = checkpoint.shape(f"{layer}.full_row_indices")
     which = checkpoint.raw(f"{layer}.full_row_indices", shape[:1], _INTEGERS, "where [t] = {} is expected")
     values = read_values(checkpoint, f"{layer}.full_rows", (inputs, which.numel()), "[K, t]")

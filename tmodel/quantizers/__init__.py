@@ -1,5 +1,6 @@
-"""Post-training quantization: a dense checkpoint becomes a standard quantized one. A method is one file, and one line
-here.
+"""Post-training quantization turns a dense checkpoint into a standard quantized one.
+
+A method is one file of this folder and one line here.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""What a quantizer may know of a model in use: what each linear multiplies, and how much the loss minds its weights.
+"""What calibration tells a quantizer: the inputs of each linear, and how sensitive the loss is to its weights.
 
-Everything is computed a layer at a time, from the windows' hidden states at its input, and a few windows at a time: in
-memory are one layer's weights, the hidden states [n, S, H], and what is collected.
+Layers are computed one at a time, from the windows' hidden states at their input, a few windows at a time. Memory holds
+one layer's weights, the hidden states [n, S, H] and the results.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import torch.nn.functional as F
 from tmodel.quantizers.layers import TransformersLayers, Weights, layer_groups, linear_names
 
 MAX_TOKENS = 65_536
-"""Of the calibration text, those that are used: as many as 128 windows of 512 (Lin et al., 2024, section 5.1)."""
+"""Tokens of calibration text that are used at most: 128 windows of 512 (Lin et al., 2024, section 5.1)."""
 
 _WINDOWS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a linear of K inputs was seen to multiply, X [tokens, K].
+    """Statistics of a linear's inputs X [tokens, K] in calibration.
 
-    second_moment: X^T X, [K, K] float64; times two it is the Hessian of the layer's squared error.
-    mean_abs: the mean of |X| over tokens, [K] float64.
+    Attributes:
+        second_moment: X^T X, [K, K] float64; times two it is the Hessian of the layer's squared error.
+        mean_abs: the mean of |X| over tokens, [K] float64.
     """
 
     second_moment: torch.Tensor
@@ -33,8 +34,17 @@ class Inputs:
 
 
 def choose_windows(tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Windows [n, num_tokens + 1] of `tokens` [T] for `num_tokens` inputs each and their targets, spread evenly over
-    the text, at most MAX_TOKENS in all. ValueError where there is not one.
+    """Chooses windows spread evenly over a text, at most MAX_TOKENS in all.
+
+    Args:
+        tokens: [T] int64, the text.
+        num_tokens: S, inputs of a window.
+
+    Returns:
+        [n, S + 1] int64: S inputs and the target of the last.
+
+    Raises:
+        ValueError: the text is shorter than one window.
     """
     most = (len(tokens) - 1) // num_tokens
     if most < 1:
@@ -45,7 +55,7 @@ def choose_windows(tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 
 def forward(layers: TransformersLayers, weights: Weights, index: int, hidden: torch.Tensor) -> torch.Tensor:
-    """hidden [n, S, H] through layer `index`."""
+    """hidden [n, S, H] -> [n, S, H] through layer `index` with `weights`."""
     with torch.no_grad():
         return torch.cat([layers(weights, index, part) for part in hidden.split(_WINDOWS_AT_ONCE)])
 
@@ -57,7 +67,18 @@ def collect_inputs(
     hidden: torch.Tensor,
     groups: Sequence[int] | None = None,
 ) -> dict[int, Inputs]:
-    """What the linears of each of `groups` multiply when hidden [n, S, H] goes through layer `index`; None is all."""
+    """Collects statistics of what linears multiply in one layer.
+
+    Args:
+        layers: the model.
+        weights: of the layer.
+        index: which layer it is.
+        hidden: [n, S, H], its input.
+        groups: places of the groups of linears that are wanted; None is all.
+
+    Returns:
+        Place of a group -> its inputs.
+    """
     moments: dict[int, torch.Tensor] = {}
     sums: dict[int, torch.Tensor] = {}
 
@@ -80,7 +101,7 @@ def head_gradient(layers: TransformersLayers, hidden: torch.Tensor, targets: tor
     Args:
         layers: the model.
         hidden: [n, S, H], that output.
-        targets: [n, S], the token after each.
+        targets: [n, S] int64, the token after each.
     """
     gradients = []
     for part, wanted in zip(hidden.split(_WINDOWS_AT_ONCE), targets.split(_WINDOWS_AT_ONCE), strict=True):
@@ -94,11 +115,11 @@ def head_gradient(layers: TransformersLayers, hidden: torch.Tensor, targets: tor
 def sensitivities(
     layers: TransformersLayers, weights: Weights, index: int, hidden: torch.Tensor, gradient: torch.Tensor
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """How much the loss minds each weight of layer `index`, and the gradient that the layer before it gets.
+    """How sensitive the loss is to each weight of a layer, and the gradient for the layer before it.
 
-    The diagonal of the empirical Fisher information, the mean over windows of the squared gradient of a window's loss:
-    Kim et al., 2024, "SqueezeLLM", section 4.1 and equation 3. The layer is computed again with its graph, one window
-    at a time, so that no other layer's is kept.
+    The sensitivity is the diagonal of the empirical Fisher information, the mean over windows of the squared gradient
+    of a window's loss: Kim et al., 2024, "SqueezeLLM", section 4.1 and equation 3. The layer is computed again with its
+    graph, one window at a time, so memory holds no other layer's graph.
 
     Args:
         layers: the model.
@@ -108,7 +129,7 @@ def sensitivities(
         gradient: [n, S, H], of each window's loss by its output.
 
     Returns:
-        ({name of a linear: [N, K] float64}, [n, S, H]).
+        ({name of a linear: sensitivities [N, K] float64}, the gradient [n, S, H] by the layer's input).
     """
     linears = linear_names(layer_groups(layers.config, index))
     leaves = {f"{name}.weight": weights[f"{name}.weight"].detach().requires_grad_() for name in linears}
@@ -117,8 +138,8 @@ def sensitivities(
     for window in range(hidden.shape[0]):
         x = hidden[window : window + 1].detach().requires_grad_()
         out = layers({**weights, **leaves}, index, x)
-        found = torch.autograd.grad(out, [x, *leaves.values()], gradient[window : window + 1])
-        before[window] = found[0][0]
-        for name, one in zip(linears, found[1:], strict=True):
+        by_input, *by_weight = torch.autograd.grad(out, [x, *leaves.values()], gradient[window : window + 1])
+        before[window] = by_input[0]
+        for name, one in zip(linears, by_weight, strict=True):
             squares[name] += one.double().square()
     return {name: total / hidden.shape[0] for name, total in squares.items()}, before

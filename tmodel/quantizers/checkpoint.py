@@ -1,4 +1,4 @@
-"""From a dense checkpoint to a quantized one, a layer at a time: what `tk quantize` does once the tokens are there."""
+"""Quantizes a dense checkpoint, one layer at a time: `tk quantize` once the calibration tokens are there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tmodel.quantizers.unfinished import QuantizerError, Unfinished, open_unfini
 from tmodel.weights import Checkpoint
 
 Progress = Callable[[str], None]
-"""Called after each of `num_steps` with what was done."""
+"""Called after each of `num_steps` with the name of the step."""
 
 _COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt",
@@ -36,8 +36,15 @@ _CONFIGS_OF_OTHERS = ("quantize_config.json", "quant_config.json")
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked for. windows: [n, S + 1] tokens, as calibration.choose_windows gives them; None where the method's
-    walk is "none".
+    """A checkpoint to quantize, and how.
+
+    Attributes:
+        source: the dense model's directory.
+        config: its configuration.
+        method: how codes are chosen.
+        bits: of a code.
+        group_size: inputs that share a scale; -1 is all.
+        windows: [n, S + 1] int64 tokens, see calibration.choose_windows; None where the method's walk is "none".
     """
 
     source: Path
@@ -49,15 +56,16 @@ class Job:
 
     @property
     def num_steps(self) -> int:
-        """What a progress bar counts to: layers, and for a backward walk the forward one before it."""
+        """What a progress bar counts to: one for each layer, two where a forward walk precedes the backward one."""
         return self.config.num_layers * (2 if self.method.walk == "backward" else 1)
 
     @property
     def format(self) -> QuantizationFormat:
+        """The format of the quantized checkpoint."""
         return self.method.format(self.bits, self.group_size)
 
     def options(self) -> dict[str, Any]:
-        """What a run that goes on with this one's layers must share with it."""
+        """What must be equal in a later run that goes on with this one's layers."""
         files = sorted(self.source.glob("*.safetensors"))
         windows = None if self.windows is None else hashlib.sha256(self.windows.numpy().tobytes()).hexdigest()
         return {
@@ -74,46 +82,55 @@ class Job:
 def plan_job(
     source: Path, method: Method, bits: int, group_size: int, architectures: Architectures | None = None
 ) -> Job:
-    """The job without its windows. Reads configurations alone.
+    """Makes a job without its windows. Reads configurations alone.
 
     Args:
         source: the dense model's directory.
         method: how codes are chosen.
         bits: of a code.
         group_size: inputs that share a scale; -1 is all.
-        architectures: those that the model may be of; None is those of the house.
+        architectures: those that the model may be of; None is the built-in ones.
 
     Raises:
-        QuantizerError: the model is quantized already, the method has no such bits, or a linear's size goes with
-            neither the bits nor the group size.
+        QuantizerError: the model is quantized already, the method does not write such bits, or a linear's size does not
+            fit the bits or the group size.
         ConfigError: the model cannot be served.
     """
     raw = read_json(source / "config.json")
-    found = ["config.json has a quantization_config"] if raw.get("quantization_config") is not None else []
-    found += [f"it has a {name}" for name in _CONFIGS_OF_OTHERS if (source / name).exists()]
-    if found:
-        raise QuantizerError(f"{source} is quantized already: {found[0]}; a dense model is needed")
+    reasons = ["config.json has a quantization_config"] if raw.get("quantization_config") is not None else []
+    reasons += [f"it has a {name}" for name in _CONFIGS_OF_OTHERS if (source / name).exists()]
+    if reasons:
+        raise QuantizerError(f"{source} is quantized already: {reasons[0]}; a dense model is needed")
     config = load_config(source, architectures)
     check_settings(config, method, bits, group_size)
     return Job(source, config, method, bits, group_size)
 
 
 def check_settings(config: ModelConfig, method: Method, bits: int, group_size: int) -> None:
-    """Raise QuantizerError where the method has no such bits, or a linear's size goes with neither these nor the group
-    size.
+    """Checks that a method can quantize every linear layer of a model.
+
+    Args:
+        config: of the model.
+        method: how codes are chosen.
+        bits: of a code.
+        group_size: inputs that share a scale; -1 is all.
+
+    Raises:
+        QuantizerError: the method does not write such bits or groups, the architecture names no linears, or a linear's
+            size does not fit the bits or the group size.
     """
     if bits not in method.bits:
-        there_is = " and ".join(map(str, method.bits))
-        raise QuantizerError(f"{method.name} writes {there_is} bits, not {bits}")
+        supported = " and ".join(map(str, method.bits))
+        raise QuantizerError(f"{method.name} writes {supported} bits, not {bits}")
     if not method.grouped and group_size != -1:
         raise QuantizerError(f"{method.name} has no groups: group size must be -1, got {group_size}")
-    if not _layers_linears(config):
+    if not _quantized_linears(config):
         raise QuantizerError(f"{config.architecture.name} names no linear layers that could be quantized")
     try:
-        made = method.format(bits, group_size)
-        for shape in _layers_linears(config):
+        checkpoint_format = method.format(bits, group_size)
+        for shape in _quantized_linears(config):
             for name, outputs in zip(shape.names, shape.outputs, strict=True):
-                made.check(name, outputs, shape.inputs)
+                checkpoint_format.check(name, outputs, shape.inputs)
     except ValidationError as error:
         why = "; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())
         raise QuantizerError(f"{method.name} with {bits} bits, group size {group_size}: {why}") from None
@@ -121,27 +138,49 @@ def check_settings(config: ModelConfig, method: Method, bits: int, group_size: i
         raise QuantizerError(f"{method.name} with {bits} bits, group size {group_size}: {error}") from None
 
 
-def _layers_linears(config: ModelConfig) -> list[LinearShape]:
-    """Those that are quantized: all but the head."""
+def _quantized_linears(config: ModelConfig) -> list[LinearShape]:
+    """The linears of all layers; the head stays dense."""
     return [shape for shape in config.linears() if shape.names[0].startswith(f"{config.architecture.layers}.")]
 
 
-def windows_for(config: ModelConfig, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Calibration windows [n, num_tokens + 1] of `tokens` [T]; QuantizerError where there are too few to tell anything:
-    a second moment of K inputs takes K tokens to have an inverse.
+def choose_calibration_windows(config: ModelConfig, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Chooses the calibration windows for a model.
+
+    A second moment of K inputs has an inverse only with K tokens or more, so the text must have as many.
+
+    Args:
+        config: of the model.
+        tokens: [T] int64, the calibration text.
+        num_tokens: S, inputs of a window.
+
+    Returns:
+        [n, S + 1] int64, see calibration.choose_windows.
+
+    Raises:
+        QuantizerError: the text is too short, or a window is longer than the model's context.
     """
     if not 1 <= num_tokens <= config.max_position_embeddings:
         raise QuantizerError(f"windows of {num_tokens} tokens; the model was made for {config.max_position_embeddings}")
-    least = max(num_tokens + 1, *(shape.inputs for shape in _layers_linears(config)))
+    least = max(num_tokens + 1, *(shape.inputs for shape in _quantized_linears(config)))
     if len(tokens) < least:
         raise QuantizerError(f"{len(tokens)} tokens of calibration text are too few; it takes {least} or more")
     return choose_windows(tokens, num_tokens)
 
 
 def quantize_checkpoint(job: Job, out: Path, progress: Progress) -> None:
-    """Write the quantized checkpoint `out`, which appears whole or not at all. A run that was stopped goes on with the
-    layers that are done. FileExistsError and QuantizerError as open_unfinished says; WeightError for a damaged model,
-    one of whose tensors is missing or not finite, before anything is written.
+    """Writes a quantized checkpoint, which appears whole or not at all.
+
+    A run that was stopped keeps its finished layers, and the next run goes on with them.
+
+    Args:
+        job: what to quantize, and how.
+        out: the new directory.
+        progress: called after each step.
+
+    Raises:
+        FileExistsError: `out` exists and is not empty.
+        QuantizerError: the stopped run had other options, or another process writes `out`.
+        WeightError: a tensor of the model is missing or not finite. Nothing is written then.
     """
     config, method = job.config, job.method
     _check_weights(job)
@@ -149,7 +188,7 @@ def quantize_checkpoint(job: Job, out: Path, progress: Progress) -> None:
         Checkpoint(job.source, device="cpu", dtype=torch.float32) as dense,
         Checkpoint(job.source, device="cpu", dtype=config.dtype) as stored,
     ):
-        layers = None if method.walk == "none" else _layers_of(job, dense)
+        layers = None if method.walk == "none" else _make_layers(job, dense)
         with open_unfinished(out, config.num_layers, job.options()) as unfinished:
             order = range(config.num_layers)
             if method.walk == "backward":
@@ -172,14 +211,14 @@ def quantize_checkpoint(job: Job, out: Path, progress: Progress) -> None:
 
 
 def _check_weights(job: Job) -> None:
-    """All are read once before the hours that a walk may take: no run leaves layers that can never be finished."""
+    """Reads every tensor once. A walk may take hours, and damage must not stop it half way."""
     with Checkpoint(job.source, device="cpu", dtype=torch.float32) as dense:
         for name, shape in job.config.tensors().items():
             dense.require_finite(name, dense.tensor(name, shape))
 
 
-def _layers_of(job: Job, dense: Checkpoint) -> TransformersLayers:
-    """What computes the model's layers; it holds the tensors that no layer has."""
+def _make_layers(job: Job, dense: Checkpoint) -> TransformersLayers:
+    """Makes what computes the model's layers; it holds the tensors outside layers."""
     assert job.windows is not None, f"{job.method.name} needs calibration windows"
     outer = {name: dense.tensor(name, shape) for name, shape in outer_tensors(job.config).items()}
     return TransformersLayers(job.config, read_json(job.source / "config.json"), job.windows.shape[1] - 1, outer)
@@ -193,7 +232,7 @@ def _quantize_layer(
     layer = Layer(
         index,
         layer_groups(job.config, index),
-        _layer_weights(job.config, dense, index),
+        _read_layer_weights(job.config, dense, index),
         job.config.dtype,
         layers,
         hidden=unfinished.load("hidden", index) if walk == "backward" else carried,
@@ -202,13 +241,13 @@ def _quantize_layer(
     done = job.method.quantize(layer, job.bits, job.group_size)
     if done.carry is not None and not last:
         unfinished.save("carry", index + step, done.carry)
-    unfinished.save_shard(index, _tensors(job, layer, done))
+    unfinished.save_shard(index, _encode_layer(job, layer, done))
     unfinished.drop("carry", index)
     unfinished.drop("hidden", index)
 
 
-def _tensors(job: Job, layer: Layer, done: QuantizedLayer) -> dict[str, torch.Tensor]:
-    """The layer's tensors by their names in the checkpoint."""
+def _encode_layer(job: Job, layer: Layer, done: QuantizedLayer) -> dict[str, torch.Tensor]:
+    """Name in the checkpoint -> tensor, for all tensors of a quantized layer."""
     prefix = job.config.layer_prefix(layer.index)
     tensors: dict[str, torch.Tensor] = {}
     linears = linear_names(layer.groups)
@@ -225,7 +264,7 @@ def _tensors(job: Job, layer: Layer, done: QuantizedLayer) -> dict[str, torch.Te
 def _walk_forward(
     job: Job, layers: TransformersLayers, dense: Checkpoint, unfinished: Unfinished, progress: Progress
 ) -> None:
-    """Leave each layer's input in the dense model, and the last one's gradient, for the walk back."""
+    """Saves each layer's input in the dense model, and the last layer's gradient, for the backward walk."""
     config = job.config
     last = config.num_layers - 1
     if unfinished.is_done(last) or unfinished.has("carry", last):
@@ -235,18 +274,18 @@ def _walk_forward(
     hidden = _embed_windows(job, layers)
     for index in range(config.num_layers):
         unfinished.save("hidden", index, hidden)
-        hidden = forward(layers, _layer_weights(config, dense, index), index, hidden)
+        hidden = forward(layers, _read_layer_weights(config, dense, index), index, hidden)
         progress(f"layer {index}, forward")
     assert job.windows is not None, "a walk has windows"
     unfinished.save("carry", last, head_gradient(layers, hidden, job.windows[:, 1:]))
 
 
 def _embed_windows(job: Job, layers: TransformersLayers) -> torch.Tensor:
-    """[n, S, H], the first layer's input."""
+    """The first layer's input [n, S, H]."""
     assert job.windows is not None, "a walk has windows"
     return layers.embed(job.windows[:, :-1])
 
 
-def _layer_weights(config: ModelConfig, dense: Checkpoint, index: int) -> dict[str, torch.Tensor]:
+def _read_layer_weights(config: ModelConfig, dense: Checkpoint, index: int) -> dict[str, torch.Tensor]:
     prefix = config.layer_prefix(index)
     return {name: dense.tensor(f"{prefix}{name}", shape) for name, shape in layer_tensors(config, index).items()}

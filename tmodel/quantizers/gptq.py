@@ -1,7 +1,7 @@
-"""GPTQ: weights are rounded one input after another, and those still to come make up for the error so far.
+"""GPTQ rounds weights one input after another, and lets the inputs that follow make up for the error so far.
 
 Source: Frantar et al., 2023, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
-algorithm 1; the order by activation and the groups' steps taken as the columns come are those of its reference code.
+algorithm 1. Its reference code also orders inputs by activation and finds a group's steps when it reaches the group.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from tkernels.quantized.weight import QuantizedWeight, dequantize
 from tmodel.formats import GPTQ
 from tmodel.quantizers.calibration import collect_inputs, forward
 from tmodel.quantizers.method import Layer, Method, QuantizedLayer
-from tmodel.quantizers.rtn import codes_for, fit, packed
+from tmodel.quantizers.rtn import compute_steps, pack_weight, round_to_codes
 
 DAMPING = 0.01
-"""Of the Hessian's mean diagonal, added to all of it: the paper's."""
+"""The share of the Hessian's mean diagonal that is added to the diagonal: the paper's."""
 
 _BLOCK = 128
 
@@ -30,22 +30,30 @@ def gptq(
     act_order: bool = True,
     lowest_zero: int = 0,
 ) -> QuantizedWeight:
-    """Codes for `weight` [N, K] that keep X W^T, not W, near what it was.
+    """Chooses codes that keep X W^T, not W, near its dense value.
+
+    With an identity for a second moment and no act_order the codes are those of round-to-nearest.
 
     Args:
         weight: [N, K], float32 or float64.
         second_moment: X^T X, [K, K], of the inputs seen.
-        bits, group_size, symmetric, lowest_zero: as for round-to-nearest.
-        act_order: the inputs with the largest moments go first, when the most weights are left to make up for them, and
-            those next to one another in this order share a group: the result has a permutation.
+        bits: of a code.
+        group_size: inputs that share a step; -1 is all.
+        symmetric: every zero-point is 2**(bits - 1).
+        act_order: the inputs with the largest moments go first, while most weights are left to make up for them.
+            Neighbours in this order share a group, so the result has a permutation.
+        lowest_zero: no zero-point is below it, see rtn.compute_steps.
 
     Returns:
-        With an identity for a second moment and no act_order, round-to-nearest's codes.
+        The weight in codes.
+
+    Raises:
+        ValueError: the second moment is not positive semidefinite, or not finite.
     """
     outputs, inputs = weight.shape
     size = inputs if group_size == -1 else group_size
     moment = second_moment.double()
-    dead = moment.diagonal() == 0  # inputs that were never anything but 0, whose weights do nothing
+    dead = moment.diagonal() == 0  # these inputs were always 0, so their weights do nothing
     moment = moment + torch.diag(dead.double())
     columns = weight.t().masked_fill(dead[:, None], 0)  # [K, N]
     order = torch.arange(inputs)
@@ -57,37 +65,39 @@ def gptq(
     inverse = _inverse_factor(moment).to(weight.dtype)  # [K, K], upper triangular
     codes = torch.empty_like(columns)
     steps, zero_points = [], []
-    # A block ends where a group begins: a group's step is found when all that came before has had its say.
+    # A block ends where a group begins: the group's step depends on all corrections from inputs before it.
     block = max(length for length in range(1, _BLOCK + 1) if size % length == 0)
     for start in range(0, inputs, block):
         stop = min(start + block, inputs)
         if start % size == 0:
-            step, zeros = fit(columns[start : start + size], bits, symmetric=symmetric, lowest_zero=lowest_zero)
+            step, zeros = compute_steps(
+                columns[start : start + size], bits, symmetric=symmetric, lowest_zero=lowest_zero
+            )
             steps.append(step)
             zero_points.append(zeros)
         errors = torch.empty((stop - start, outputs), dtype=weight.dtype)
         for place in range(start, stop):
             column = columns[place]
-            codes[place] = codes_for(column, step[0], zeros[0], bits)
+            codes[place] = round_to_codes(column, step[0], zeros[0], bits)
             errors[place - start] = (column - (codes[place] - zeros[0]) * step[0]) / inverse[place, place]
             rest = inverse[place, place + 1 : stop]
             columns[place + 1 : stop] -= rest[:, None] * errors[place - start]
         columns[stop:] -= inverse[start:stop, stop:].t() @ errors
-    # Within a group inputs lie in their own order, as a reader of the groups alone has them.
+    # Within a group inputs keep their order, because a file stores only the group of each.
     group_of = torch.empty_like(order)
     group_of[order] = torch.arange(inputs) // size
     places = group_of.argsort(stable=True)
     by_input = torch.empty_like(codes)
     by_input[order] = codes
     permutation = None if torch.equal(places, torch.arange(inputs)) else places.int()
-    return packed(
+    return pack_weight(
         by_input[places], torch.cat(steps), torch.cat(zero_points), bits, size, symmetric=symmetric,
         permutation=permutation,
     )  # fmt: skip
 
 
 def _inverse_factor(moment: torch.Tensor) -> torch.Tensor:
-    """U, upper triangular, with U^T U the inverse of the damped `moment`; more damping where it takes that."""
+    """U [K, K], upper triangular, with U^T U the inverse of the damped `moment`; damping grows until it exists."""
     mean = moment.diagonal().mean()
     damping = DAMPING
     while True:
@@ -97,16 +107,17 @@ def _inverse_factor(moment: torch.Tensor) -> torch.Tensor:
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not failed:
                 return upper
-        if damping >= 1:  # by then every eigenvalue is a mean diagonal: what fails is not finite
+        if damping >= 1:  # every eigenvalue is at least the mean diagonal here, so only bad input fails
             raise ValueError("gptq: the second moment of the inputs is not positive semidefinite, or not finite")
         damping *= 10
 
 
 def quantize(layer: Layer, bits: int, group_size: int) -> QuantizedLayer:
-    """The layer, one group of linears after another, each on what the ones before it, quantized, give it. The next
-    layer sees what comes out of this one quantized. Files of format v1 hold no zero-point of 0, so there is none.
+    """Quantizes one group of linears after another, each on inputs from the quantized groups before it.
+
+    The next layer's inputs come from this layer's quantized weights. No zero-point is 0: format v1 cannot store it.
     """
-    layers, hidden = layer.in_use()
+    layers, hidden = layer.require_calibration()
     weights = dict(layer.weights)
     linears: dict[str, QuantizedWeight] = {}
     for place, group in enumerate(layer.groups):
@@ -118,7 +129,7 @@ def quantize(layer: Layer, bits: int, group_size: int) -> QuantizedLayer:
 
 
 def _format(bits: int, group_size: int) -> GPTQ:
-    """Version 1, which every reader of GPTQ has; version 2 is GPTQModel's and newer."""
+    """Format v1, which every reader of GPTQ knows; v2 is GPTQModel's and newer."""
     return GPTQ(bits=bits, group_size=group_size, desc_act=True, sym=False)
 
 

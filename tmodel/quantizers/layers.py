@@ -1,9 +1,8 @@
-"""transformers' model of a checkpoint, one decoder layer at a time, over weights that are handed in.
+"""transformers' model of a checkpoint, computed one decoder layer at a time with weights that the caller passes.
 
-The served model packs tokens, writes caches and calls kernels; calibration wants none of that. It wants to see what
-each linear multiplies, to go on with a layer whose weights were changed, and to differentiate. transformers' own layers
-give all of this for every architecture that it has. The model is made without memory for its weights: in memory are
-those of one layer at most.
+The served model packs tokens, writes caches and calls kernels, which calibration does not need. Calibration observes
+the inputs of linears, changes a layer's weights and differentiates. transformers' own layers allow all of this, for
+every architecture that it has. The model is made without memory for weights: one layer's are in memory at most.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Weights = Mapping[str, torch.Tensor]
 """A layer's tensors by what follows its prefix in a checkpoint, as in "mlp.up_proj.weight"."""
 
 Observe = Callable[[int, torch.Tensor], None]
-"""observe(group, x [tokens, K]): what the linears of a layer's group are about to multiply."""
+"""observe(group, x [tokens, K]) is called with the input of each group of linears."""
 
 
 def layer_groups(config: ModelConfig, index: int) -> tuple[LinearShape, ...]:
@@ -52,13 +51,13 @@ def layer_tensors(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor that no layer has."""
+    """Name -> shape of every tensor outside layers."""
     layers = f"{config.architecture.layers}."
     return {name: shape for name, shape in config.tensors().items() if not name.startswith(layers)}
 
 
-class _PastTheLayers(Exception):
-    """Ends a forward whose head nobody wants."""
+class _StopForward(Exception):
+    """Ends a forward before the head, which is not needed."""
 
 
 class TransformersLayers:
@@ -68,7 +67,7 @@ class TransformersLayers:
         config: of the checkpoint.
         raw: its config.json.
         num_tokens: S, of a window.
-        outer: the tensors that no layer has, by their names in the checkpoint.
+        outer: the tensors outside layers, by their names in the checkpoint.
 
     Raises:
         ConfigError: transformers has no such architecture, or not with the layers and linears that are declared.
@@ -79,7 +78,7 @@ class TransformersLayers:
         with torch.device("meta"):
             self._model = new_transformers_model(raw).eval().requires_grad_(False)
         self._fill_buffers()
-        self._outer = self._by_parameter(outer)
+        self._outer = self._match_parameters(outer)
         try:
             self._layers: list[torch.nn.Module] = list(self._model.get_submodule(config.architecture.layers))
             self._linears = [
@@ -89,9 +88,9 @@ class TransformersLayers:
         except (AttributeError, TypeError) as error:
             name = config.architecture.name
             raise ConfigError(f"transformers' {name} has other modules than are declared: {error}") from None
-        # Each layer is called as the model itself calls it: with its own mask and the positions of a window.
+        # Each layer is called as the model itself calls it, with its own mask and the positions of a window.
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        with self._instead_of_layers(self._record_call), torch.no_grad():
+        with self._replace_layers(self._record_call), torch.no_grad():
             self._call_model(torch.zeros((1, num_tokens), dtype=torch.int64))
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -100,16 +99,26 @@ class TransformersLayers:
 
         def stop(index: int, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             seen.append(hidden)
-            raise _PastTheLayers
+            raise _StopForward
 
-        with self._instead_of_layers(stop), torch.no_grad():
+        with self._replace_layers(stop), torch.no_grad():
             self._call_model(tokens)
         return seen[0]
 
     def __call__(
         self, weights: Weights, index: int, hidden: torch.Tensor, observe: Observe | None = None
     ) -> torch.Tensor:
-        """hidden [n, S, H] -> [n, S, H] through layer `index` with `weights`, each window alone."""
+        """Computes one layer.
+
+        Args:
+            weights: of the layer.
+            index: which layer it is.
+            hidden: [n, S, H], its input. Windows do not attend to one another.
+            observe: called with the input of each group of linears.
+
+        Returns:
+            [n, S, H].
+        """
         args, kwargs = self._calls[index]
         hooks = []
         for group, linear in enumerate(self._linears[index] if observe is not None else ()):
@@ -129,27 +138,27 @@ class TransformersLayers:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The last layer's output [n, S, H] -> [n, S, vocab]."""
         tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64)
-        with self._instead_of_layers(lambda index, *args, **kwargs: hidden):
-            found: torch.Tensor = self._call_model(tokens)
-        return found
+        with self._replace_layers(lambda index, *args, **kwargs: hidden):
+            logits: torch.Tensor = self._call_model(tokens)
+        return logits
 
     def _record_call(self, index: int, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._calls.append((args, kwargs))
         if index == len(self._layers) - 1:
-            raise _PastTheLayers
+            raise _StopForward
         return hidden
 
     def _call_model(self, tokens: torch.Tensor) -> Any:
-        """The logits of tokens [n, S]; None where what stands for a layer ends the call."""
+        """The logits of tokens [n, S]; None where a replaced layer ends the call."""
         options = {"input_ids": tokens, "use_cache": False}
         try:
             return functional_call(self._model, self._outer, (), options).logits
-        except _PastTheLayers:
+        except _StopForward:
             return None
 
     @contextmanager
-    def _instead_of_layers(self, call: Callable[..., torch.Tensor]) -> Iterator[None]:
-        """Within, call(index, hidden, ...) stands for each layer."""
+    def _replace_layers(self, call: Callable[..., torch.Tensor]) -> Iterator[None]:
+        """Within the context, each layer calls call(index, hidden, ...) instead."""
         for index, layer in enumerate(self._layers):
             layer.forward = lambda *args, index=index, **kwargs: call(index, *args, **kwargs)
         try:
@@ -159,7 +168,7 @@ class TransformersLayers:
                 del layer.forward
 
     def _fill_buffers(self) -> None:
-        """Tables of positions are no weights: what computes them is made again, with memory."""
+        """Makes modules with buffers anew, with memory: tables of positions are computed, not loaded."""
         for name, module in list(self._model.named_modules()):
             if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
                 try:
@@ -170,21 +179,23 @@ class TransformersLayers:
                 parent, _, own = name.rpartition(".")
                 setattr(self._model.get_submodule(parent), own, made)
 
-    def _by_parameter(self, outer: Weights) -> dict[str, torch.Tensor]:
-        """Tensors that no layer has by the names of parameters. transformers calls some otherwise than their files: one
-        whose name it has not is the one that is left of its shape.
+    def _match_parameters(self, outer: Weights) -> dict[str, torch.Tensor]:
+        """Parameter name -> tensor, for the tensors outside layers.
+
+        transformers names some parameters otherwise than checkpoints do: such a tensor belongs to the only parameter of
+        its shape that is left.
         """
         layers = f"{self.config.architecture.layers}."
         wanted = {name: p for name, p in self._model.named_parameters() if not name.startswith(layers)}
-        found = {name: outer[name] for name in wanted if name in outer}
+        matched = {name: outer[name] for name in wanted if name in outer}
         for name in (name for name in outer if name not in wanted):
-            same = [one for one, p in wanted.items() if one not in found and p.shape == outer[name].shape]
+            same = [one for one, p in wanted.items() if one not in matched and p.shape == outer[name].shape]
             if len(same) != 1:
                 raise ConfigError(f"transformers' {self.config.architecture.name} has no parameter {name!r}")
-            found[same[0]] = outer[name]
-        return found
+            matched[same[0]] = outer[name]
+        return matched
 
 
 def linear_names(groups: Sequence[LinearShape]) -> list[str]:
-    """The linears of a layer, in the order of computation."""
+    """The names of a layer's linears, in the order of computation."""
     return [name for group in groups for name in group.names]

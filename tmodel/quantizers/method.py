@@ -1,4 +1,4 @@
-"""What a quantization method is: one function from a decoder layer, and what it is shown of its use, to codes."""
+"""The interface of a quantization method: one function from a decoder layer and its calibration to codes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ Walk = Literal["none", "forward", "backward"]
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer, dense, and what the walk over the model brings to it.
+    """One dense decoder layer, and what the walk over the model brings to it.
 
     Attributes:
         index: which layer it is.
-        groups: its linears in the order of computation, those of a shape sharing one input; see layers.layer_groups.
+        groups: its linears in the order of computation; the linears of one shape share an input, see
+            layers.layer_groups.
         weights: by the names of layers.Weights, float32.
-        dtype: of the checkpoint, which the tensors that stay dense keep.
-        layers: computes it; None where the method's walk is "none", as are the two below.
+        dtype: of the checkpoint; tensors that stay dense keep it.
+        layers: computes the layer; None, as the two below, where the method's walk is "none".
         hidden: [n, S, H], the layer's input in the calibration windows.
         gradient: [n, S, H], of each window's loss by the layer's output; only where the walk is "backward".
     """
@@ -38,8 +39,8 @@ class Layer:
     hidden: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
 
-    def in_use(self) -> tuple[TransformersLayers, torch.Tensor]:
-        """What computes the layer, and its input; of a method that walks."""
+    def require_calibration(self) -> tuple[TransformersLayers, torch.Tensor]:
+        """(what computes the layer, its input [n, S, H]), for a method whose walk is not "none"."""
         assert self.layers is not None, "a method without a walk calibrates nothing"
         assert self.hidden is not None, "a walk brings each layer's input"
         return self.layers, self.hidden
@@ -47,13 +48,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """What became of a layer.
+    """A layer after quantization.
 
     Attributes:
         linears: every linear of its groups, by name.
         changed: tensors that stay dense and have new values.
-        carry: [n, S, H], what the next layer of the walk gets, the one after or the one before; None where the walk is
-            "none".
+        carry: [n, S, H], what the next layer of the walk gets: hidden states for the layer after in a forward walk,
+            gradients for the layer before in a backward walk; None where the walk is "none".
     """
 
     linears: Mapping[str, QuantizedWeight]
@@ -63,16 +64,16 @@ class QuantizedLayer:
 
 @dataclass(frozen=True)
 class Method:
-    """How codes are chosen, and what they are written as.
+    """How codes are chosen, and the format that holds them.
 
     Attributes:
-        name: as it is asked for.
-        bits: those that it can write.
+        name: of the method, as users type it.
+        bits: sizes of a code that it can write.
         format: (bits, group size) -> the format of its checkpoints.
         grouped: whether it takes a group size other than -1.
         walk: the order of the layers; "forward" is from the first to the last, with hidden states, "backward" from the
             last to the first, with gradients too.
-        quantize: (layer, bits, group size) -> what becomes of the layer.
+        quantize: (layer, bits, group size) -> the quantized layer.
     """
 
     name: str

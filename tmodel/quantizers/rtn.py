@@ -1,4 +1,4 @@
-"""Round to nearest: each group of weights by its own range. What other methods have to beat, and what they end in."""
+"""Round to nearest: each group of weights has steps over its own range. Other methods build on it and must beat it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ from tmodel.quantizers.layers import linear_names
 from tmodel.quantizers.method import Layer, Method, QuantizedLayer
 
 SCALE_DTYPE = torch.float16
-"""What files of GPTQ and AWQ keep their scales in. Codes are chosen for the scales as they are kept."""
+"""The dtype of scales in files of GPTQ and AWQ. Codes are chosen for the scales as rounded to it."""
 
 
-def fit(
+def compute_steps(
     groups: torch.Tensor, bits: int, *, symmetric: bool = False, lowest_zero: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The steps and zero-points that span each group of weights [..., group_size, N]: [..., 1, N] each.
+    """Computes steps and zero-points that span each group of weights.
 
-    lowest_zero: no zero-point is below it. A GPTQ file of format v1 cannot hold 0: a group that would have it, one with
-    no weight below half a step, gets 1 and the codes from there up.
+    Args:
+        groups: [..., group_size, N].
+        bits: of a code.
+        symmetric: every zero-point is 2**(bits - 1).
+        lowest_zero: no zero-point is below it. A GPTQ file of format v1 cannot hold 0, so a group that would have it
+            (no weight is below minus half a step) gets 1 and the codes from there up.
+
+    Returns:
+        (steps, zero-points), [..., 1, N] each, in the weights' dtype.
     """
     step, zeros = grid(groups, bits, symmetric, SCALE_DTYPE)
     if lowest_zero:
@@ -30,27 +37,35 @@ def fit(
     return step, zeros
 
 
-def codes_for(weights: torch.Tensor, step: torch.Tensor, zeros: torch.Tensor, bits: int) -> torch.Tensor:
-    """The nearest codes, in the weights' dtype; the three broadcast."""
+def round_to_codes(weights: torch.Tensor, step: torch.Tensor, zeros: torch.Tensor, bits: int) -> torch.Tensor:
+    """The nearest codes, in the weights' dtype. `weights`, `step` and `zeros` broadcast."""
     return ((weights / nonzero(step)).round() + zeros).clamp(0, 2**bits - 1)
 
 
-def rounded(
+def round_to_nearest(
     weight: torch.Tensor, bits: int, group_size: int, *, symmetric: bool = False, lowest_zero: int = 0
 ) -> QuantizedWeight:
-    """`weight` [N, K] in codes of `bits`, `group_size` inputs to a step; -1 is all K."""
+    """Rounds a weight to the nearest codes.
+
+    Args:
+        weight: [N, K], float32 or float64.
+        bits: of a code.
+        group_size: inputs that share a step; -1 is all K.
+        symmetric: every zero-point is 2**(bits - 1).
+        lowest_zero: no zero-point is below it, see `compute_steps`.
+    """
     size = weight.shape[1] if group_size == -1 else group_size
     groups = weight.t().unflatten(0, (-1, size))  # [G, size, N]
-    step, zeros = fit(groups, bits, symmetric=symmetric, lowest_zero=lowest_zero)  # [G, 1, N] each
-    codes = codes_for(groups, step, zeros, bits).flatten(0, 1)  # [K, N]
-    return packed(codes, step.squeeze(1), zeros.squeeze(1), bits, size, symmetric=symmetric)
+    step, zeros = compute_steps(groups, bits, symmetric=symmetric, lowest_zero=lowest_zero)  # [G, 1, N] each
+    codes = round_to_codes(groups, step, zeros, bits).flatten(0, 1)  # [K, N]
+    return pack_weight(codes, step.squeeze(1), zeros.squeeze(1), bits, size, symmetric=symmetric)
 
 
-def packed(
+def pack_weight(
     codes: torch.Tensor, step: torch.Tensor, zeros: torch.Tensor, bits: int, group_size: int, *,
     symmetric: bool, permutation: torch.Tensor | None = None,
 ) -> QuantizedWeight:  # fmt: skip
-    """codes [K, N], step and zeros [G, N], all floating, as a QuantizedWeight."""
+    """Packs floating codes [K, N], steps [G, N] and zero-points [G, N] as a QuantizedWeight."""
     return from_codes(
         codes.to(torch.uint8),
         bits,
@@ -62,17 +77,17 @@ def packed(
 
 
 def quantize(layer: Layer, bits: int, group_size: int) -> QuantizedLayer:
-    """The layer, each linear alone. Files of format v1 hold no zero-point of 0, so there is none."""
+    """Rounds each linear alone. No zero-point is 0: format v1 cannot store it."""
     return QuantizedLayer(
         {
-            name: rounded(layer.weights[f"{name}.weight"], bits, group_size, lowest_zero=1)
+            name: round_to_nearest(layer.weights[f"{name}.weight"], bits, group_size, lowest_zero=1)
             for name in linear_names(layer.groups)
         }
     )
 
 
 def _format(bits: int, group_size: int) -> GPTQ:
-    """Version 1, which every reader of GPTQ has; version 2 is GPTQModel's and newer."""
+    """Format v1, which every reader of GPTQ knows; v2 is GPTQModel's and newer."""
     return GPTQ(bits=bits, group_size=group_size, sym=False)
 
 

@@ -1,11 +1,11 @@
-"""A checkpoint in the making: a folder beside its destination that a killed run leaves for the next one to go on with.
+"""An unfinished checkpoint: a folder beside its destination that a killed run leaves and the next run goes on with.
 
-    .OUT.unfinished/options.json                  what was asked for; other options do not go on with this folder
+    .OUT.unfinished/options.json                  the run's options; a run with others cannot go on with this folder
     .OUT.unfinished/carry-00003.safetensors       what the walk brings to layer 3
     .OUT.unfinished/hidden-00003.safetensors      layer 3's input, where a backward walk wants it after a forward one
     .OUT.unfinished/checkpoint/model-00004-of-00037.safetensors        layer 3, as it will be served
 
-A layer is done when its shard is there: shards are renamed into place after everything that the next layer needs.
+A layer is done when its shard is there: a shard is renamed into place after the files that the next layer needs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tmodel.json_files import read_json
 
 
 class QuantizerError(ValueError):
-    """What was asked of a quantizer cannot be done; or a checkpoint in the making was begun with other options."""
+    """A quantizer cannot do what it was asked, or an unfinished checkpoint was begun with other options."""
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """The folder of a checkpoint of `num_layers` layers' shards and one more for the rest."""
+    """The folder of an unfinished checkpoint, with a shard for each of `num_layers` layers and one for the rest."""
 
     folder: Path
     num_layers: int
@@ -42,7 +42,7 @@ class Unfinished:
         return self.folder / "checkpoint"
 
     def shard(self, index: int) -> Path:
-        """The file of layer `index`; of the rest where it is num_layers."""
+        """The file of layer `index`; num_layers is the rest's."""
         return self.checkpoint / f"model-{index + 1:05}-of-{self.num_layers + 1:05}.safetensors"
 
     def is_done(self, index: int) -> bool:
@@ -52,7 +52,7 @@ class Unfinished:
         _save(tensors, self.shard(index))
 
     def save(self, what: str, index: int, tensor: torch.Tensor) -> None:
-        """`what` is "carry" or "hidden"."""
+        """Saves layer `index`'s "carry" or "hidden", whichever `what` names."""
         _save({what: tensor}, self._state(what, index))
 
     def load(self, what: str, index: int) -> torch.Tensor:
@@ -68,7 +68,7 @@ class Unfinished:
         return self.folder / f"{what}-{index:05}.safetensors"
 
     def finish(self, out: Path, config: Mapping[str, Any]) -> None:
-        """Write the index and config.json, and put the checkpoint in its place with one rename."""
+        """Writes the index and config.json, and moves the checkpoint to `out` with one rename."""
         weight_map: dict[str, str] = {}
         total = 0
         for index in range(self.num_layers + 1):
@@ -86,10 +86,16 @@ class Unfinished:
 
 @contextmanager
 def open_unfinished(out: Path, num_layers: int, options: Mapping[str, Any]) -> Iterator[Unfinished]:
-    """The folder for `out`, new or left by a run that was asked for the same; no other process has it meanwhile.
+    """Opens the folder for `out`, new or left by a run with the same options, and locks other processes out.
 
-    FileExistsError where `out` is there and not empty. QuantizerError names what differs from what the folder was begun
-    with, or says that another process works in it.
+    Args:
+        out: the checkpoint's destination.
+        num_layers: of the model.
+        options: of this run.
+
+    Raises:
+        FileExistsError: `out` exists and is not empty.
+        QuantizerError: the folder was begun with other options, which the message names, or another process writes it.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty directory; a checkpoint is written to a new one")

@@ -53,4 +53,4 @@ def weight_bytes(directory: Path, config: tmodel.ModelConfig, dtype: torch.dtype
         stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
         return stored * dtype.itemsize // config.dtype.itemsize
     with Checkpoint(directory, device="cpu", dtype=dtype) as checkpoint:
-        return checkpoint.bytes_as(dtype) + config.quantization.zeros_bytes
+        return checkpoint.count_bytes_as(dtype) + config.quantization.zeros_bytes

@@ -8,7 +8,8 @@ import pytest
 from experiments.document import ExperimentError
 from experiments.profiling.nsys_export import read_export
 from experiments.profiling.nsys_stats import read_stats
-from experiments.profiling.range_table import category_of, figures, range_table
+from experiments.profiling.range_table import category_of, range_table
+from experiments.stages.steps import figures
 from tests.experiments.profiling.nsys_files import GLOBAL_TID, NsysFile, two_steps
 from tkernels.spans import Breakdown
 

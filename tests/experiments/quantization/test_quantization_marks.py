@@ -16,7 +16,7 @@ from tests.tmodel.test_train import SMALL
 from tmodel.corpus import standard_library_corpus
 from tmodel.presets import make_from_recipe
 from tmodel.quantizers import METHODS
-from tmodel.quantizers.checkpoint import plan_job, quantize_checkpoint, windows_for
+from tmodel.quantizers.checkpoint import choose_calibration_windows, plan_job, quantize_checkpoint
 
 WINDOW = 64
 READ_BY = {
@@ -60,7 +60,9 @@ def test_each_method_costs_less_perplexity_than_rounding(dense: Path, tmp_path: 
         """(nats more than the dense model's, nats from its distribution), a held-out token."""
         job = plan_job(dense, METHODS[method], bits, group_size)
         out = tmp_path / f"{method}-{bits}"
-        quantize_checkpoint(replace(job, windows=windows_for(job.config, calibration, WINDOW)), out, lambda done: None)
+        quantize_checkpoint(
+            replace(job, windows=choose_calibration_windows(job.config, calibration, WINDOW)), out, lambda done: None
+        )
         found = evaluate(reader(out), windows, reference)
         assert found.kl is not None
         return torch.tensor((found.nats - nats, found.kl))

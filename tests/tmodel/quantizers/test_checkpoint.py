@@ -19,12 +19,12 @@ from tkernels.quantized.weight import dequantize
 from tmodel import load_config
 from tmodel.formats import FORMATS, parse_format
 from tmodel.quantizers import METHODS
-from tmodel.quantizers.awq import folded
+from tmodel.quantizers.awq import fold_scales
 from tmodel.quantizers.calibration import choose_windows, collect_inputs, forward
-from tmodel.quantizers.checkpoint import Job, plan_job, quantize_checkpoint, windows_for
+from tmodel.quantizers.checkpoint import Job, choose_calibration_windows, plan_job, quantize_checkpoint
 from tmodel.quantizers.layers import layer_groups, layer_tensors, linear_names
 from tmodel.quantizers.method import Layer
-from tmodel.quantizers.rtn import rounded
+from tmodel.quantizers.rtn import round_to_nearest
 from tmodel.quantizers.unfinished import QuantizerError
 from tmodel.weights import Checkpoint, WeightError
 
@@ -44,7 +44,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job(source: Path, method: str, bits: int, group_size: int) -> Job:
     tokens = torch.randint(97, (20 * WINDOW,), generator=torch.Generator().manual_seed(0))
     planned = plan_job(source, METHODS[method], bits, group_size)
-    return dataclasses.replace(planned, windows=windows_for(planned.config, tokens, WINDOW))
+    return dataclasses.replace(planned, windows=choose_calibration_windows(planned.config, tokens, WINDOW))
 
 
 def silently(done: str) -> None:
@@ -94,7 +94,7 @@ def test_a_checkpoint_holds_the_model_in_its_format(
                 made = dequantize(found.read(mine, f"{prefix}.{name}", outputs, inputs), torch.float32)
                 weight = theirs.tensor(f"{prefix}.{name}.weight", (outputs, inputs))
                 if method == "rtn":
-                    plain = dequantize(rounded(weight, bits, group_size, lowest_zero=1), torch.float32)
+                    plain = dequantize(round_to_nearest(weight, bits, group_size, lowest_zero=1), torch.float32)
                     assert torch.equal(made, plain)
                 weights[f"{name}.weight"], originals[f"{name}.weight"] = made, weight
             for name, shape in layer_tensors(config, index).items():
@@ -230,10 +230,10 @@ def test_settings_that_fit_no_format_are_refused(
 def test_too_little_calibration_text_is_refused(dense: Path) -> None:
     config = load_config(dense)
     with pytest.raises(QuantizerError, match="95 tokens of calibration text are too few; it takes 96 or more"):
-        windows_for(config, torch.zeros(95, dtype=torch.int64), 24)
-    assert windows_for(config, torch.zeros(97, dtype=torch.int64), 24).shape == (4, 25)
+        choose_calibration_windows(config, torch.zeros(95, dtype=torch.int64), 24)
+    assert choose_calibration_windows(config, torch.zeros(97, dtype=torch.int64), 24).shape == (4, 25)
     with pytest.raises(QuantizerError, match="windows of 129 tokens; the model was made for 128"):
-        windows_for(config, torch.zeros(1000, dtype=torch.int64), 129)
+        choose_calibration_windows(config, torch.zeros(1000, dtype=torch.int64), 129)
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
@@ -245,7 +245,7 @@ def test_awq_folds_scales_that_change_nothing_before_rounding(heads: tuple[int, 
     for dtype in (torch.float32, torch.bfloat16):
         layer = Layer(0, groups, weights, dtype, layers, hidden)
         seen = collect_inputs(layers, weights, 0, hidden)
-        made, changed, scales = folded(layer, seen, 4, 32)
+        made, changed, scales = fold_scales(layer, seen, 4, 32)
         torch.testing.assert_close(
             forward(layers, made, 0, hidden), forward(layers, weights, 0, hidden), rtol=1e-4, atol=1e-4
         )

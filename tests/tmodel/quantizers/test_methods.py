@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tkernels.quantized.weight import QuantizedWeight, dequantize, unpack_codes
-from tmodel.quantizers.awq import clipped, output_error, scaled_back, scales_for, search
+from tmodel.quantizers.awq import clip_groups, output_error, power_scales, round_scaled, search_scales
 from tmodel.quantizers.calibration import Inputs
 from tmodel.quantizers.gptq import gptq
-from tmodel.quantizers.kmeans import kmeans, lloyd, nearest_centre, sorted_rows
-from tmodel.quantizers.rtn import rounded
-from tmodel.quantizers.squeezellm import most, squeezellm
+from tmodel.quantizers.kmeans import kmeans, move_centres, nearest_centre, sorted_rows
+from tmodel.quantizers.rtn import round_to_nearest
+from tmodel.quantizers.squeezellm import select_largest, squeezellm
 
 N, K = 32, 96
 
@@ -40,7 +40,7 @@ def error(weight: torch.Tensor, changed: QuantizedWeight, inputs: Inputs) -> flo
 
 def test_round_to_nearest_is_within_half_a_step(weight: torch.Tensor) -> None:
     for bits, symmetric, lowest_zero in itertools.product((2, 3, 4, 8), (False, True), (0, 1)):
-        made = rounded(weight, bits, 32, symmetric=symmetric, lowest_zero=lowest_zero)
+        made = round_to_nearest(weight, bits, 32, symmetric=symmetric, lowest_zero=lowest_zero)
         assert made.scales is not None
         step = made.scales.float().repeat_interleave(32, 0).t()  # [N, K]
         # The zero-point is rounded too, so that either end may be half a step short.
@@ -50,7 +50,7 @@ def test_round_to_nearest_is_within_half_a_step(weight: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_a_group_above_zero_has_a_zero_point_that_v1_can_hold(weight: torch.Tensor, bits: int) -> None:
-    made = rounded(weight.abs() + 1, bits, 32, lowest_zero=1)
+    made = round_to_nearest(weight.abs() + 1, bits, 32, lowest_zero=1)
     assert made.zeros is not None
     assert made.scales is not None
     assert int(made.zeros.min()) == int(made.zeros.max()) == 1
@@ -69,7 +69,9 @@ def test_gptq_leaves_less_output_error_than_rounding(
     for symmetric in (False, True)[: 1 if bits == 2 else 2]:
         options = {"symmetric": symmetric}
         made = gptq(weight, inputs.second_moment, bits, group_size, act_order=act_order, **options)
-        assert error(weight, made, inputs) < 0.95 * error(weight, rounded(weight, bits, group_size, **options), inputs)
+        assert error(weight, made, inputs) < 0.95 * error(
+            weight, round_to_nearest(weight, bits, group_size, **options), inputs
+        )
         assert (made.zeros is None) == symmetric
 
 
@@ -80,7 +82,7 @@ def test_gptq_on_inputs_that_have_nothing_to_do_with_each_other_rounds(
     weight: torch.Tensor, bits: int, group_size: int, scale: float
 ) -> None:
     made = gptq(weight, scale * torch.eye(K), bits, group_size, act_order=False)
-    plain = rounded(weight, bits, group_size)
+    plain = round_to_nearest(weight, bits, group_size)
     assert torch.equal(unpack_codes(made), unpack_codes(plain))
     assert torch.equal(dequantize(made), dequantize(plain))
 
@@ -92,7 +94,7 @@ def test_gptq_moves_what_is_left_to_the_least_squares_of_it(weight: torch.Tensor
     damped = moment + 0.01 * moment.diagonal().mean() * torch.eye(K, dtype=torch.float64)
     wide = weight.double()
     wide[:, 5] = 0
-    grid = rounded(wide, 4, -1)
+    grid = round_to_nearest(wide, 4, -1)
     assert grid.scales is not None
     assert grid.zeros is not None
     step, zero = grid.scales[0].double(), grid.zeros[0].double()
@@ -123,19 +125,19 @@ def test_gptq_refuses_what_is_no_second_moment(weight: torch.Tensor) -> None:
 
 
 def test_awq_with_power_0_rounds(weight: torch.Tensor, inputs: Inputs) -> None:
-    scales = scales_for(inputs.mean_abs, 0.0)
+    scales = power_scales(inputs.mean_abs, 0.0)
     assert torch.equal(scales, torch.ones_like(scales))
-    assert torch.equal(scaled_back(weight, scales, 4, 32), dequantize(rounded(weight, 4, 32), torch.float32))
+    assert torch.equal(round_scaled(weight, scales, 4, 32), dequantize(round_to_nearest(weight, 4, 32), torch.float32))
 
 
 def test_awq_finds_the_best_power_of_its_grid(weight: torch.Tensor, inputs: Inputs) -> None:
     other = weight.flip(0)[: N // 2] * 2  # a second linear of the same inputs
-    scales = search([weight, other], inputs, inputs.mean_abs, 4, 32)
+    scales = search_scales([weight, other], inputs, inputs.mean_abs, 4, 32)
 
     def cost(scales: torch.Tensor) -> float:
-        return sum(output_error([w], [scaled_back(w, scales, 4, 32)], inputs) for w in (weight, other))
+        return sum(output_error([w], [round_scaled(w, scales, 4, 32)], inputs) for w in (weight, other))
 
-    every = [cost(scales_for(inputs.mean_abs, power / 20)) for power in range(20)]
+    every = [cost(power_scales(inputs.mean_abs, power / 20)) for power in range(20)]
     assert cost(scales) == min(every) < 0.8 * every[0]
     assert len(set(every)) == 20
 
@@ -149,12 +151,12 @@ def test_output_error_is_that_of_the_outputs(weight: torch.Tensor) -> None:
 
 
 def test_clipping_leaves_less_output_error_of_each_group(weight: torch.Tensor, inputs: Inputs) -> None:
-    cut = clipped(weight, inputs.second_moment, 4, 32)
+    cut = clip_groups(weight, inputs.second_moment, 4, 32)
     groups = weight.unflatten(1, (-1, 32))
     bounds = cut.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True)
     assert torch.equal(cut.unflatten(1, (-1, 32)), groups.clamp(-bounds, bounds))
     assert bool((bounds < groups.abs().amax(-1, keepdim=True)).any())
-    before, after = (dequantize(rounded(w, 4, 32), torch.float32) - weight for w in (weight, cut))
+    before, after = (dequantize(round_to_nearest(w, 4, 32), torch.float32) - weight for w in (weight, cut))
     for g in range(K // 32):
         part = slice(g * 32, (g + 1) * 32)
         moment = inputs.second_moment[part, part].float()
@@ -186,13 +188,13 @@ def test_lloyds_steps_never_make_a_row_worse() -> None:
     centres = torch.linspace(-3, 3, 8, dtype=torch.float64).repeat(20, 1)
     costs = [rows.cost(centres)]
     for _ in range(12):
-        centres = rows.means(centres)
+        centres = rows.compute_means(centres)
         costs.append(rows.cost(centres))
     for before, after in itertools.pairwise(costs):
         assert bool((after <= before * (1 + 1e-12)).all())
     assert float(costs[-1].sum()) < 0.8 * float(costs[0].sum())
     best = rows.cost(kmeans(values, weights, 8))  # 300 values: cut between stretches, then moved
-    assert bool((best <= rows.cost(lloyd(rows, centres)) * 1.02).all())
+    assert bool((best <= rows.cost(move_centres(rows, centres)) * 1.02).all())
 
 
 def test_kmeans_with_even_sensitivities_is_the_plain_one_and_keeps_few_values_exactly(weight: torch.Tensor) -> None:
@@ -211,7 +213,7 @@ def test_squeezellm_keeps_what_matters_and_what_sticks_out(weight: torch.Tensor,
     made = squeezellm(weight, sensitivity, bits, sensitive=0.001, large=0.004)
     assert made.table is not None
     assert made.outliers is not None
-    apart = most(sensitivity, 0.001) | most(weight.abs(), 0.004)
+    apart = select_largest(sensitivity, 0.001) | select_largest(weight.abs(), 0.004)
     assert bool(apart[3, 7] & apart[8, 9])
     kept = torch.zeros_like(apart)
     kept[made.outliers.outputs(), made.outliers.cols.long()] = True
@@ -237,6 +239,6 @@ def test_squeezellm_minds_sensitivities(weight: torch.Tensor) -> None:
 
 def test_the_most_are_a_share_and_the_first_of_equals() -> None:
     scores = torch.tensor([[1.0, 3.0], [3.0, 2.0]])
-    assert most(scores, 0.25).tolist() == [[False, True], [False, False]]
-    assert most(scores, 0.5).tolist() == [[False, True], [True, False]]
-    assert not most(scores, 0.0).any()
+    assert select_largest(scores, 0.25).tolist() == [[False, True], [False, False]]
+    assert select_largest(scores, 0.5).tolist() == [[False, True], [True, False]]
+    assert not select_largest(scores, 0.0).any()

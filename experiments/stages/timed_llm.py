@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from experiments.schema import Batching
-from experiments.workloads import Request
+from experiments.serving.requests import Request
 from tsched import LLM, SamplingParams
 from tsched.execution.engine import Request as EngineRequest
 from tsched.requests.errors import RefusedError

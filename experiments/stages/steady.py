@@ -5,19 +5,15 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import torch
-
 from experiments.document import ExperimentError
 from experiments.planning.arms import Arm, ServedWorkload
 from experiments.planning.plan import Plan
-from experiments.timed_llm import TimedLLM, Timeline
-from experiments.workloads import Request, requests_of
+from experiments.planning.requests import requests_of
+from experiments.serving.requests import Request
+from experiments.stages.timed_llm import TimedLLM, Timeline
 from tkernels import Recording, Tuning
-from tkernels.ranges import NVTX, Ranges
+from tkernels.ranges import Ranges
 from tkernels.spans import Span
-
-STEADY = "steady"
-"""The range around the round that a profile is about; what comes before it warms up, and records graphs."""
 
 
 @dataclass(frozen=True)
@@ -81,20 +77,3 @@ def recorded(
     for _ in range(rounds):
         steady.serve()
     return recording.spans(), steady
-
-
-def run_under_nsys(plan: Plan, index: int = 0) -> None:
-    """What Nsight Systems watches: warm, then from cudaProfilerStart to Stop the graphs recorded again, so that it
-    knows what is in them, and the round in the range STEADY.
-    """
-    steady = open_steady(plan, NVTX, index)
-    steady.serve()
-    steady.llm.forget_graphs()
-    torch.cuda.synchronize(plan.device)
-    torch.cuda.profiler.start()
-    steady.serve()
-    torch.cuda.synchronize(plan.device)
-    with NVTX.named(STEADY, "phase"):
-        steady.serve()
-        torch.cuda.synchronize(plan.device)
-    torch.cuda.profiler.stop()

@@ -1,28 +1,14 @@
-"""A workload as requests: prompts with their sampling parameters."""
+"""A workload's requests, drawn or read from its trace."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from experiments.schema import AnyWorkload, LateRequests, Priorities, PromptsWorkload, SyntheticWorkload, TraceWorkload
+from experiments.serving.requests import Request
 from experiments.simulation.trace_files import MOONCAKE_BLOCK, trace_lines
 from tsched import SamplingParams
-
-
-@dataclass(frozen=True)
-class Request:
-    """A text or token ids, and how it is continued.
-
-    after: 0 for a request that is there from the start; another comes once those have that many output tokens each, in
-    the mean. priority: lower goes first. tenant: prefixes are shared among the requests of one alone.
-    """
-
-    prompt: str | list[int]
-    params: SamplingParams
-    after: int = 0
-    priority: int = 0
-    tenant: int = 0
 
 
 def requests_of(workload: AnyWorkload, vocab_size: int) -> list[Request]:
