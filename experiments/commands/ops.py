@@ -3,7 +3,8 @@
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,17 @@ from tkernels.verification.check import chooser
 
 _DRAWS = 32
 _MOST_DRAWS = 1000
-_BOUND = 4
 
 
 def run(request: OpsRequest) -> int:
     """Prints the registry; always 0."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     ops = open_registry(request.variants_from)
+    torch.set_num_threads(1)  # on inputs as small as the draws', threads only wait for each other
     rows = []
     for op in ops.values():
-        draws = Draws(op.contract)
-        rows += [describe(variant, device, draws) for variant in op.variants.values()]
+        drawn = cache(partial(bind_draw, op.contract))
+        rows += [describe(variant, device, drawn) for variant in op.variants.values()]
     rows += [_unavailable(file, reason) for file, reason in ops.broken.items()]
     order = [*ops, *ops.unavailable]
     rows.sort(key=lambda row: order.index(row["op"]))
@@ -45,34 +46,16 @@ def run(request: OpsRequest) -> int:
     return 0
 
 
-class Draws:
-    """The axes of a contract's first draws, as a variant's `supports` gets them, for all its variants.
-
-    Binding a draw needs inputs, which take time even without data. So the first few are bound; where that tells no axis
-    that was not drawn, a draw says it all.
-    """
-
-    def __init__(self, contract: Contract) -> None:
-        self._contract = contract
-        self._made: list[Axes] = [self._bound(seed) for seed in range(_BOUND)]
-        drawn = [contract.draw_axes(chooser(seed)) for seed in range(_BOUND)]
-        self._binds = any(bound.items() - axes.items() for bound, axes in zip(self._made, drawn, strict=True))
-
-    def _bound(self, seed: int) -> Axes:
-        drawn = self._contract.draw_axes(chooser(seed))
-        case = self._contract.case(drawn, seed, "meta")  # only shapes and dtypes matter
-        axes, _ = self._contract.bind_axes(self._contract.bind_arguments((), case.inputs))
-        return axes
-
-    def __getitem__(self, seed: int) -> Axes:
-        while len(self._made) <= seed:
-            new = len(self._made)
-            self._made.append(self._bound(new) if self._binds else self._contract.draw_axes(chooser(new)))
-        return self._made[seed]
+def bind_draw(contract: Contract, seed: int) -> Axes:
+    """The axes of a contract's drawn call, as a variant's `supports` gets them."""
+    # Draws are small: real inputs take a millisecond, where the first product on "meta" imports torch's compiler.
+    case = contract.case(contract.draw_axes(chooser(seed)), seed, "cpu")
+    axes, _ = contract.bind_axes(contract.bind_arguments((), case.inputs))
+    return axes
 
 
-def describe(variant: Variant, device: torch.device, draws: Draws) -> dict[str, Any]:
-    """One row of `tk ops --json`; `draws` are of the variant's contract.
+def describe(variant: Variant, device: torch.device, drawn: Callable[[int], Axes]) -> dict[str, Any]:
+    """One row of `tk ops --json`; `drawn` gives the axes of the contract's draw of a seed.
 
     supported: on this device, somewhere in the contract's draws. reason: why not, or where it is not.
     tuned_on: the devices in whose lockfiles it is; none means that its configs are defaults, by reasoning. Null for a
@@ -80,9 +63,9 @@ def describe(variant: Variant, device: torch.device, draws: Draws) -> dict[str, 
     """
     facts = device_facts(device)
     nowhere = unavailable_reason(device) if variant.kind == "triton" else None
-    reasons = [nowhere or variant.unsupported_reason(draws[seed], device, facts) for seed in range(_DRAWS)]
+    reasons = [nowhere or variant.unsupported_reason(drawn(seed), device, facts) for seed in range(_DRAWS)]
     while not nowhere and None not in reasons and len(reasons) < _MOST_DRAWS:  # one kind in many may not be drawn yet
-        reasons.append(variant.unsupported_reason(draws[len(reasons)], device, facts))
+        reasons.append(variant.unsupported_reason(drawn(len(reasons)), device, facts))
     # "not M = 2" and "not M = 17" are one reason.
     refused = {re.sub(r"\d+", "0", reason): reason for reason in reversed(reasons) if reason is not None}
     return {
