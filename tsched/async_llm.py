@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from tsched.execution.engine import Request
-from tsched.execution.engine_thread import EngineThread, News, Ticket
+from tsched.execution.engine_thread import EngineThread, NewTokens, Ticket
 from tsched.execution.served_model import ServedModel, joint_error, joint_metrics
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError
@@ -104,7 +104,7 @@ class AsyncLLM(ServedModel):
         prepared = self._prepare(
             request_id, prompt, params or SamplingParams(), arrival, priority=priority, cache_salt=cache_salt
         )
-        ticket = Ticket(prepared, [News() for _ in range(prepared.params.n)])
+        ticket = Ticket(prepared, [NewTokens() for _ in range(prepared.params.n)])
         stream = RequestStream(self, session, ticket)
         try:
             session.thread.submit(ticket)
@@ -203,7 +203,7 @@ class _Session:
 
     def _wake(self) -> None:
         """Wakes the consumers that have something to take."""
-        for ticket in self.thread.changed():
+        for ticket in self.thread.take_changed():
             reference = self.streams.get(ticket)
             stream = None if reference is None else reference()
             if stream is not None:
@@ -292,7 +292,7 @@ class RequestStream:
 
     def _take(self) -> RequestOutput:
         """All that has come since the last call, as one output."""
-        news, is_over = self._thread.take(self._ticket)
+        news, is_over = self._thread.take_news(self._ticket)
         ticket = self._ticket
         prepared = ticket.prepared
         if is_over:
@@ -301,7 +301,7 @@ class RequestStream:
             if ticket.failure is not None:
                 raise _engine_error(ticket.failure)
             if ticket.refusal is not None:
-                return self._llm._refused(prepared, ticket.refusal, time.perf_counter())
+                return self._llm._make_refused_output(prepared, ticket.refusal, time.perf_counter())
         metrics = (
             joint_metrics(ticket.requests) if ticket.requests else RequestMetrics(prepared.arrival_time, None, None)
         )
@@ -310,7 +310,7 @@ class RequestStream:
             prepared.text,
             prepared.token_ids,
             [
-                self._completion(index, one)
+                self._make_completion(index, one)
                 for index, one in enumerate(news)
                 if one.token_ids or one.finish_reason is not None
             ],
@@ -319,7 +319,7 @@ class RequestStream:
             finished=is_over,
         )
 
-    def _completion(self, index: int, news: News) -> CompletionOutput:
+    def _make_completion(self, index: int, news: NewTokens) -> CompletionOutput:
         params, detokenizer = self._ticket.prepared.params, self._texts[index]
         for token_id in news.token_ids:
             self._num_tokens[index] += 1
@@ -337,7 +337,7 @@ class RequestStream:
             token_ids=news.token_ids,
             text=text,
             finish_reason=news.finish_reason,
-            logprobs=[self._llm._logprobs(place) for place in news.logprobs] if wants_logprobs else None,
+            logprobs=[self._llm._label_logprobs(place) for place in news.logprobs] if wants_logprobs else None,
             cumulative_logprob=self._logprob_sums[index] if wants_logprobs else None,
         )
 

@@ -65,7 +65,7 @@ class LLM(ServedModel):
                 try:
                     started[place] = self._start(prepared)
                 except RefusedError as error:
-                    refused[place] = self._refused(prepared, str(error), time.perf_counter())
+                    refused[place] = self._make_refused_output(prepared, str(error), time.perf_counter())
             self._run(sum(map(len, started.values())), progress)
         except BaseException:
             for requests in started.values():
@@ -161,7 +161,7 @@ class LLM(ServedModel):
                     try:
                         active[place] = self._begin_search(prepared, params)
                     except RefusedError as error:
-                        outputs[place] = self._refused(prepared, str(error), time.perf_counter())
+                        outputs[place] = self._make_refused_output(prepared, str(error), time.perf_counter())
                 if active:
                     self._engine.step()
                 for place, search in list(active.items()):
@@ -211,7 +211,7 @@ class LLM(ServedModel):
             prepared.request_id,
             prepared.text,
             prepared.token_ids,
-            [self._completion(index, request) for index, request in enumerate(requests)],
+            [self._make_completion(index, request) for index, request in enumerate(requests)],
             joint_metrics(requests),
             error=joint_error(requests),
         )

@@ -16,7 +16,7 @@ from experiments.sweep.runner import run_experiment
 from experiments.sweep.tasks import Executor
 from tkernels import Tuning
 from tmodel import kv_bytes_per_block
-from tsched.execution.cache_size import weight_bytes
+from tsched.execution.cache_size import estimate_weight_bytes
 
 FOLDER = Path(__file__).parent.parent / "engine_marks"
 
@@ -199,7 +199,7 @@ def measure(run: MarkRun, sweep: Sweep, out: Path, tuning: Tuning, executor: Exe
         "run": run.name,
         "rows": [_compact(row) for row in rows if row.stage in ("engine", "parity", "peers", "speedup")],
         "failures": [str(row.reason) for row in rows if row.status in ("wrong", "failed")][:3],
-        "weight_bytes": weight_bytes(plan.model.directory(), config, plan.dtype),
+        "weight_bytes": estimate_weight_bytes(plan.model.directory(), config, plan.dtype),
         "kv_bytes_per_token": kv_bytes_per_block(config, 1, plan.dtype),
     }
 

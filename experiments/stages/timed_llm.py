@@ -110,7 +110,7 @@ class TimedLLM(LLM):
             try:
                 one.begun = self._start(one.prepared)
             except RefusedError as error:
-                one.refused = self._refused(one.prepared, str(error), time.perf_counter())
+                one.refused = self._make_refused_output(one.prepared, str(error), time.perf_counter())
             for request in one.begun:
                 request.arrival_time = arrival
                 one.lines.append(_Line(request.sequence, one.after == 0, len(one.prepared.token_ids)))

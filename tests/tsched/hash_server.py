@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tests.tsched.random_schedules import EOS, MAX_MODEL_LEN, VOCAB_SIZE, Request, Schedule
 from tests.tsched.simulated_device import check_plan
-from tsched.execution.random_numbers import UniformTable, philox_key, uniforms
+from tsched.execution.random_numbers import UniformTable, draw_uniforms, philox_key
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.scheduler import Scheduler, StepPlan
 from tsched.scheduling.sequence import Ints, Sequence
@@ -110,7 +110,7 @@ class PagedDevice:
 
     def _sample(self, plan: StepPlan) -> Ints:
         table, rows = self.scheduler.table, plan.sampled_rows
-        drawn = self._uniforms.at(rows, plan.lengths - table.prompt_len[rows])
+        drawn = self._uniforms.find_uniforms(rows, plan.lengths - table.prompt_len[rows])
         tokens = np.empty(rows.size, dtype=np.int64)
         for i, (row, length) in enumerate(zip(rows.tolist(), plan.lengths.tolist(), strict=True)):
             uniform = float(drawn[i]) if table.temperature[row] > 0 else 0.0
@@ -186,7 +186,7 @@ class HashServer:
         tokens = [*request.prompt, *request.given]
         ends = {*params.stop_ids} | (set() if params.ignore_eos else {EOS})
         key = philox_key(0, Sequence.create(number, request.prompt, params, MAX_MODEL_LEN))
-        drawn = uniforms(key, 0, MAX_MODEL_LEN) if params.temperature > 0 else np.zeros(MAX_MODEL_LEN)
+        drawn = draw_uniforms(key, 0, MAX_MODEL_LEN) if params.temperature > 0 else np.zeros(MAX_MODEL_LEN)
         while True:
             tokens.append(self.token_alone(tokens, tenant_of(request.salt), float(drawn[len(tokens) - length])))
             num_output = len(tokens) - length

@@ -15,7 +15,7 @@ import torch
 
 from tests.tsched.hash_model import HashModel, hash_cache
 from tmodel.kv_cache import KVCache
-from tsched.execution.beam_search import BeamSearch, BeamSearchParams, Hypothesis, largest
+from tsched.execution.beam_search import BeamSearch, BeamSearchParams, Hypothesis, select_largest
 from tsched.execution.engine import Engine, Request
 from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
@@ -280,9 +280,9 @@ def test_an_aborted_search_leaves_nothing() -> None:
 
 def test_the_largest_break_ties_by_place() -> None:
     values = torch.tensor([[1.0, 3.0, 3.0], [3.0, -torch.inf, 1.0]], dtype=torch.float64)
-    assert largest(values, 2) == [(0, 1, 3.0), (0, 2, 3.0)]
-    assert largest(values, 4) == [(0, 1, 3.0), (0, 2, 3.0), (1, 0, 3.0), (0, 0, 1.0)]
-    assert len(largest(values, 100)) == 5
+    assert select_largest(values, 2) == [(0, 1, 3.0), (0, 2, 3.0)]
+    assert select_largest(values, 4) == [(0, 1, 3.0), (0, 2, 3.0), (1, 0, 3.0), (0, 0, 1.0)]
+    assert len(select_largest(values, 100)) == 5
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 import tkernels
 from tests.tsched.simulated_device import VOCAB
 from tmodel.batch import Batch
-from tsched.execution.batch_builder import Arranged, BatchBuilder
+from tsched.execution.batch_builder import ArrangedPlan, BatchBuilder
 from tsched.execution.cuda_graphs import batch_buckets, context_bounds
 from tsched.execution.device_state import DeviceState
 from tsched.requests.sampling_params import SamplingParams
@@ -44,7 +44,7 @@ def tokens_for(plan: StepPlan) -> np.ndarray:
     return (5 * plan.sampled_rows + 3 * plan.lengths) % VOCAB
 
 
-def keep(state: DeviceState, step: Arranged, plan: StepPlan) -> np.ndarray:
+def keep(state: DeviceState, step: ArrangedPlan, plan: StepPlan) -> np.ndarray:
     """What an engine does between a step's forward and its commit; returns the tokens in the plan's order."""
     tokens = tokens_for(plan)
     ordered = tokens if step.order is None else tokens[step.order]
@@ -52,7 +52,7 @@ def keep(state: DeviceState, step: Arranged, plan: StepPlan) -> np.ndarray:
     return tokens
 
 
-def expected(scheduler: Scheduler, step: Arranged) -> dict[str, list[int]]:
+def expected(scheduler: Scheduler, step: ArrangedPlan) -> dict[str, list[int]]:
     """The inputs of `step`, worked out token by token from the table, which knows them all."""
     table = scheduler.table
     token_ids, positions, slots = [], [], []
@@ -64,7 +64,7 @@ def expected(scheduler: Scheduler, step: Arranged) -> dict[str, list[int]]:
     return {"token_ids": token_ids, "positions": positions, "slots": slots, "context_lens": step.ends.tolist()}
 
 
-def check(scheduler: Scheduler, step: Arranged, batch: Batch) -> None:
+def check(scheduler: Scheduler, step: ArrangedPlan, batch: Batch) -> None:
     for name, values in expected(scheduler, step).items():
         assert getattr(batch, name).tolist() == values, name
     assert batch.num_decodes == step.num_decodes
@@ -81,7 +81,7 @@ def check(scheduler: Scheduler, step: Arranged, batch: Batch) -> None:
     assert {batch.block_tables.dtype, batch.context_lens.dtype, batch.cu_seqlens_q.dtype} == {torch.int32}
 
 
-def check_states(plan: StepPlan, step: Arranged, batch: Batch) -> None:
+def check_states(plan: StepPlan, step: ArrangedPlan, batch: Batch) -> None:
     """Each row reads and writes the slots that the plan says, wherever it stands in the batch."""
     if plan.states is None:
         assert batch.state_slots is None
@@ -151,14 +151,14 @@ def test_the_kernel_makes_the_same_inputs() -> None:
         scheduler.commit(plan, keep(state, step, plan))
 
 
-def check_padded(state: DeviceState, step: Arranged, batch: Batch) -> None:
+def check_padded(state: DeviceState, step: ArrangedPlan, batch: Batch) -> None:
     """The same decode step padded by three: the same inputs, and padding that touches nothing."""
     num = step.rows.size
     if num + 3 > state.last_tokens.shape[0]:
         return
     tokens = torch.from_numpy(-1 - np.concatenate((step.rows, [0, 0, 0])))
     starts = torch.from_numpy(np.concatenate((step.starts, [-1, -1, -1])))
-    padded = state.decode_batch(tokens, starts, 60)
+    padded = state.make_decode_batch(tokens, starts, 60)
     for name in ("token_ids", "positions", "slots", "context_lens", "logit_indices"):
         assert getattr(padded, name)[:num].tolist() == getattr(batch, name).tolist(), name
     assert padded.slots[num:].tolist() == [-1, -1, -1]
@@ -177,7 +177,7 @@ def settled(num_seqs: int) -> tuple[Scheduler, DeviceState, BatchBuilder]:
     return scheduler, state, builder
 
 
-def advance(scheduler: Scheduler, state: DeviceState, builder: BatchBuilder) -> Arranged:
+def advance(scheduler: Scheduler, state: DeviceState, builder: BatchBuilder) -> ArrangedPlan:
     plan = scheduler.schedule()
     step = builder.arrange(plan)
     assert step is not None

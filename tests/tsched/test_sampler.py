@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tsched.execution.random_numbers import UniformTable, philox_key, uniforms
+from tsched.execution.random_numbers import UniformTable, draw_uniforms, philox_key
 from tsched.execution.readback import HostReader, Outcome
-from tsched.execution.sampler import NOT_FINITE, Sampler, draw, filtered_probabilities, token_logprobs
+from tsched.execution.sampler import NOT_FINITE, Sampler, draw_tokens, filtered_probabilities, token_logprobs
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.block_pool import BlockPool
 from tsched.scheduling.sequence import Sequence, SequenceTable
@@ -156,8 +156,10 @@ def test_draws_follow_the_distribution(params: dict) -> None:
         top_k=np.full(num_draws, one.top_k),
         top_p=np.full(num_draws, one.top_p),
     )
-    numbers = np.concatenate([uniforms(np.array([seed, 0], dtype=np.uint64), 0, 64) for seed in range(313)])[:num_draws]
-    counts = np.bincount(draw(probabilities, numbers).numpy(), minlength=12)
+    numbers = np.concatenate([draw_uniforms(np.array([seed, 0], dtype=np.uint64), 0, 64) for seed in range(313)])[
+        :num_draws
+    ]
+    counts = np.bincount(draw_tokens(probabilities, numbers).numpy(), minlength=12)
     support = expected > 0
     assert counts[~support].sum() == 0
     chi_square = ((counts - num_draws * expected)[support] ** 2 / (num_draws * expected[support])).sum()
@@ -169,7 +171,7 @@ def test_draws_follow_the_distribution(params: dict) -> None:
 def test_a_draw_never_leaves_the_support() -> None:
     probabilities = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
     for uniform in (0.0, np.nextafter(1.0, 0.0)):
-        tokens = draw(probabilities, np.full(2, uniform))
+        tokens = draw_tokens(probabilities, np.full(2, uniform))
         assert tokens.tolist() == [1 if uniform == 0.0 else 3, 0]
 
 
@@ -200,26 +202,32 @@ def test_the_batch_around_a_request_does_not_matter() -> None:
 
 def test_uniforms_are_a_function_of_seed_and_index() -> None:
     key = np.array([11, 0], dtype=np.uint64)
-    whole = uniforms(key, 0, 200)
-    assert (uniforms(key, 64, 64) == whole[64:128]).all()
-    assert (uniforms(key, 4, 8) == whole[4:12]).all()
+    whole = draw_uniforms(key, 0, 200)
+    assert (draw_uniforms(key, 64, 64) == whole[64:128]).all()
+    assert (draw_uniforms(key, 4, 8) == whole[4:12]).all()
     with pytest.raises(ValueError, match="multiple of 4"):
-        uniforms(key, 2, 4)
+        draw_uniforms(key, 2, 4)
     table = SequenceTable(2, 200, 16)
     pool = BlockPool(2, 16)
     seeded = Sequence.create(0, [1], SamplingParams(seed=11), 200)
     table.place(Sequence.create(1, [1], SamplingParams(), 200), pool.allocate(1))
     row = table.place(seeded, pool.allocate(1))
     numbers = UniformTable(table, seed=0)
-    assert [numbers.at(np.array([row]), np.array([i]))[0] for i in (0, 1, 63, 64, 130, 5)] == whole[
+    assert [numbers.find_uniforms(np.array([row]), np.array([i]))[0] for i in (0, 1, 63, 64, 130, 5)] == whole[
         [0, 1, 63, 64, 130, 5]
     ].tolist()
-    assert numbers.at(np.array([row, 1 - row]), np.array([64, 0]))[0] == whole[64]
+    assert numbers.find_uniforms(np.array([row, 1 - row]), np.array([64, 0]))[0] == whole[64]
     table.remove(row)
-    numbers.at(np.array([1 - row]), np.array([1]))
+    numbers.find_uniforms(np.array([1 - row]), np.array([1]))
     assert table.place(Sequence.create(2, [1], SamplingParams(seed=12), 200), pool.allocate(0)) == row
-    assert numbers.at(np.array([row]), np.array([64]))[0] == uniforms(np.array([12, 0], dtype=np.uint64), 64, 4)[0]
-    assert numbers.at(np.array([row]), np.array([5]))[0] == uniforms(np.array([12, 0], dtype=np.uint64), 0, 8)[5]
+    assert (
+        numbers.find_uniforms(np.array([row]), np.array([64]))[0]
+        == draw_uniforms(np.array([12, 0], dtype=np.uint64), 64, 4)[0]
+    )
+    assert (
+        numbers.find_uniforms(np.array([row]), np.array([5]))[0]
+        == draw_uniforms(np.array([12, 0], dtype=np.uint64), 0, 8)[5]
+    )
 
 
 def test_seeds_and_requests_have_streams_of_their_own() -> None:

@@ -16,7 +16,7 @@ _NO_PREFILLS = np.zeros(1, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class Arranged:
+class ArrangedPlan:
     """A plan's n entries in the order of the batch: a row that goes on decoding keeps its place.
 
     rows, starts, counts, ends  [n] int64, as in the plan
@@ -60,7 +60,7 @@ class BatchBuilder:
         self._ordered: tuple[Ints, Ints | None] = (self._decoding, None)
         self._entry_of = np.zeros(table.num_rows, dtype=np.int64)
 
-    def arrange(self, plan: StepPlan) -> Arranged | None:
+    def arrange(self, plan: StepPlan) -> ArrangedPlan | None:
         """The order of `plan` in the batch, None of an empty one; brings the state up to date with it. Every plan is
         arranged, in the order in which they are made.
         """
@@ -68,10 +68,10 @@ class BatchBuilder:
         if plan.is_empty:
             return None
         num_decodes = plan.num_decodes
-        rows, entries = self._batch_order(plan)
+        rows, entries = self._order_rows(plan)
         state_slots = None if plan.states is None else plan.states.slots.astype(np.int64)
         if entries is None:
-            arranged = Arranged(
+            arranged = ArrangedPlan(
                 rows, plan.starts, plan.counts, plan.ends, num_decodes, plan.sampled, plan.sampled_rows,
                 plan.sampled_epochs, plan.lengths, None, state_slots,
             )  # fmt: skip
@@ -81,7 +81,7 @@ class BatchBuilder:
             order = place_of[entries]  # [n], -1 where nothing is sampled
             sampled = np.flatnonzero(order >= 0)
             order = order[sampled]
-            arranged = Arranged(
+            arranged = ArrangedPlan(
                 rows, plan.starts[entries], plan.counts[entries], plan.ends[entries], num_decodes, sampled,
                 plan.sampled_rows[order], plan.sampled_epochs[order], plan.lengths[order], order,
                 None if state_slots is None else state_slots[:, entries],
@@ -92,7 +92,7 @@ class BatchBuilder:
             self._state.update_tokens(rows[:num_decodes], arranged.starts[:num_decodes])
         return arranged
 
-    def build(self, step: Arranged) -> Batch:
+    def build(self, step: ArrangedPlan) -> Batch:
         """The batch of `step`, the last that was arranged: its decode rows, then its prefill chunks, no padding."""
         rows, starts, ends, num_decodes = step.rows, step.starts, step.ends, step.num_decodes
         if num_decodes == rows.size:
@@ -110,21 +110,27 @@ class BatchBuilder:
             )
         if self._on_device:
             tokens = np.concatenate((-1 - rows[:num_decodes], prefill_tokens))
-            return self._state.mixed_batch(
+            return self._state.make_mixed_batch(
                 tokens=tokens, starts=starts, ends=ends, logits=logits, num_decodes=num_decodes,
                 state_slots=step.state_slots,
             )  # fmt: skip
-        return self._host_batch(step, owners, positions, prefill_tokens, cu_seqlens, logits)
+        return self._build_on_host(step, owners, positions, prefill_tokens, cu_seqlens, logits)
 
-    def _host_batch(
-        self, step: Arranged, owners: Ints, positions: Ints, prefill_tokens: Ints, cu_seqlens: np.ndarray, logits: Ints
+    def _build_on_host(
+        self,
+        step: ArrangedPlan,
+        owners: Ints,
+        positions: Ints,
+        prefill_tokens: Ints,
+        cu_seqlens: np.ndarray,
+        logits: Ints,
     ) -> Batch:
         table, num_decodes = self._table, step.num_decodes
         block_size, width = table.block_size, table.blocks.shape[1]
         max_context_len = int(step.ends.max())
         page, offset = np.divmod(positions, block_size)
         slots = table.blocks.reshape(-1).take(step.rows[owners] * width + page) * np.int64(block_size) + offset
-        token_ids = self._state.host_tokens(step.rows[:num_decodes])
+        token_ids = self._state.read_host_tokens(step.rows[:num_decodes])
         if prefill_tokens.size:
             token_ids = np.concatenate((token_ids, prefill_tokens))
         return Batch(
@@ -140,7 +146,7 @@ class BatchBuilder:
             state_slots=None if step.state_slots is None else torch.from_numpy(step.state_slots),
         )
 
-    def _batch_order(self, plan: StepPlan) -> tuple[Ints, Ints | None]:
+    def _order_rows(self, plan: StepPlan) -> tuple[Ints, Ints | None]:
         """The plan's rows [n] in the order of the batch, and the entry of the plan that each is; None for the plan's
         own order.
 

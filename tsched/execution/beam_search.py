@@ -194,7 +194,7 @@ class BeamSearch:
         chosen: list[tuple[int, int, float]] = []
         # Above the last one needed are at most the ends of each parent.
         wanted = params.beam_width + len(parents) * len(self._ends)
-        for i, token, logprob in largest(sums.unsqueeze(1) + logprobs, wanted):
+        for i, token, logprob in select_largest(sums.unsqueeze(1) + logprobs, wanted):
             if len(chosen) == params.beam_width:
                 break
             is_end = token in self._ends
@@ -254,7 +254,7 @@ class BeamSearch:
         return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logits_processors=[capture])
 
 
-def largest(values: torch.Tensor, count: int) -> list[tuple[int, int, float]]:
+def select_largest(values: torch.Tensor, count: int) -> list[tuple[int, int, float]]:
     """The `count` largest of `values` [b, V], as (row, column, value), in falling order; of equal ones the lower row,
     then the lower column first. Only finite values count.
     """

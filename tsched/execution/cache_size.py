@@ -12,7 +12,7 @@ from tmodel.weights import Checkpoint
 from tsched.options import CPU_CACHE_BYTES, GPU_FRACTION, EngineOptions
 
 
-def cache_bytes(
+def compute_cache_bytes(
     options: EngineOptions,
     config: tmodel.ModelConfig,
     weights: Path | None,
@@ -34,7 +34,9 @@ def cache_bytes(
             return CPU_CACHE_BYTES
         fraction = GPU_FRACTION
     total, taken = device_memory(device)
-    return max(0, int(total * fraction) - taken - (0 if weights is None else weight_bytes(weights, config, dtype)))
+    return max(
+        0, int(total * fraction) - taken - (0 if weights is None else estimate_weight_bytes(weights, config, dtype))
+    )
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
@@ -47,7 +49,7 @@ def device_memory(device: torch.device) -> tuple[int, int]:
     return total, total - free
 
 
-def weight_bytes(directory: Path, config: tmodel.ModelConfig, dtype: torch.dtype) -> int:
+def estimate_weight_bytes(directory: Path, config: tmodel.ModelConfig, dtype: torch.dtype) -> int:
     """What the weights, which are not loaded yet, will take."""
     if config.quantization is None:
         stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))

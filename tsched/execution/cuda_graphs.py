@@ -136,7 +136,7 @@ class DecodeGraphs:
     def _step(self, bucket: int, bound: int) -> torch.Tensor:
         tokens, starts = self._inputs[:2, :bucket]
         state_slots = self._inputs[2:, :bucket] if self._num_states else None
-        logits = self._model(self._state.decode_batch(tokens, starts, bound, state_slots), self._kv_cache)
+        logits = self._model(self._state.make_decode_batch(tokens, starts, bound, state_slots), self._kv_cache)
         if self._logits is None:  # before any graph is captured: a recorder runs the step first
             self._logits = logits.new_empty((self._inputs.shape[1], logits.shape[1]))
         return self._logits[:bucket].copy_(logits)

@@ -134,13 +134,13 @@ class DeviceState:
         self._token_place[rows], self._token_epoch[rows] = places, epochs
         self._kept = (rows, places, self._table.num_departures)
 
-    def host_tokens(self, rows: Ints) -> Ints:
+    def read_host_tokens(self, rows: Ints) -> Ints:
         """[n] int64, the last tokens of `rows` [n]; on a CPU alone."""
         if self._host_tokens is None:
             raise RuntimeError(f"the last tokens are on {self.device}")
         return self._host_tokens[rows]
 
-    def decode_batch(
+    def make_decode_batch(
         self,
         tokens: torch.Tensor,
         starts: torch.Tensor,
@@ -153,12 +153,12 @@ class DeviceState:
         Reads no value on the host, so a CUDA graph can hold it.
         """
         num = tokens.shape[0]
-        return self._batch(
+        return self._make_batch(
             tokens, starts, self._decode_counts[: num + 1], self._no_prefills, self._places[:num], num, max_context_len,
             state_slots,
         )  # fmt: skip
 
-    def mixed_batch(
+    def make_mixed_batch(
         self,
         *,
         tokens: Ints,
@@ -182,9 +182,9 @@ class DeviceState:
         # The decode rows have a token each.
         prefills = counts[num_decodes:] - num_decodes if num_decodes < starts.size else self._no_prefills
         slots = None if state_slots is None else sent[4].view(2, -1)  # [2 B] -> [2, B]
-        return self._batch(sent[0], sent[1], counts, prefills, sent[2], num_decodes, int(ends.max()), slots)
+        return self._make_batch(sent[0], sent[1], counts, prefills, sent[2], num_decodes, int(ends.max()), slots)
 
-    def _batch(
+    def _make_batch(
         self, tokens: torch.Tensor, starts: torch.Tensor, cu_counts: torch.Tensor, cu_seqlens_q: torch.Tensor,
         logit_indices: torch.Tensor, num_decodes: int, max_context_len: int, state_slots: torch.Tensor | None,
     ) -> Batch:  # fmt: skip

@@ -23,7 +23,7 @@ from tkernels.ops.step_inputs.contract import baseline
 from tkernels.ranges import NVTX, Ranges
 from tmodel.batch import Batch
 from tmodel.kv_cache import CacheTensors, KVCache
-from tsched.execution.batch_builder import Arranged, BatchBuilder
+from tsched.execution.batch_builder import ArrangedPlan, BatchBuilder
 from tsched.execution.cuda_graphs import CudaRecorder, DecodeGraphs, EagerRecorder
 from tsched.execution.device_state import DeviceState, StepInputs
 from tsched.execution.engine_stats import EngineStats, PeakUse
@@ -78,11 +78,11 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class _Launched:
+class _LaunchedStep:
     """A step whose tokens are on their way to the host."""
 
     plan: StepPlan
-    step: Arranged
+    step: ArrangedPlan
     readback: Readback
 
 
@@ -130,7 +130,7 @@ class Engine:
         self._builder = BatchBuilder(scheduler.table, self._state)
         self._sampler = Sampler(scheduler.table, seed=seed, eos_token_ids=eos_token_ids)
         self._reader = HostReader(device)
-        self._launched: _Launched | None = None  # the step under way that has not been committed
+        self._launched: _LaunchedStep | None = None  # the step under way that has not been committed
         self._graphs: DecodeGraphs | None = None
         if is_gpu if cuda_graphs is None else cuda_graphs:
             recorder = CudaRecorder(device, ranges) if is_gpu else EagerRecorder()
@@ -194,17 +194,17 @@ class Engine:
                 raise RefusedError("stop strings are looked for in text, and there is no tokenizer to make it")
         sequences = self.scheduler.add_group(request_ids, prompt, params, priority=priority, cache_salt=cache_salt)
         arrival = time.perf_counter() if arrival_time is None else arrival_time
-        return [self._enlist(Request(s, arrival, d)) for s, d in zip(sequences, detokenizers, strict=True)]
+        return [self._register(Request(s, arrival, d)) for s, d in zip(sequences, detokenizers, strict=True)]
 
     def fork(self, request_id: int, new_id: int, params: SamplingParams, *, num_tokens: int) -> Request:
         """Queue a request that goes on from the first `num_tokens` tokens of an unfinished one, see Scheduler.fork. It
         finds no stop strings.
         """
-        return self._enlist(
+        return self._register(
             Request(self.scheduler.fork(request_id, new_id, params, num_tokens=num_tokens), time.perf_counter())
         )
 
-    def _enlist(self, request: Request) -> Request:
+    def _register(self, request: Request) -> Request:
         self._requests[request.sequence.id] = request
         self._num_watched += request.is_watched
         self._num_unbegun += 1
@@ -215,9 +215,9 @@ class Engine:
         if self.scheduler.abort(sequence_id) is None:
             return None
         request = self._requests[sequence_id]
-        self._forget(request, time.perf_counter())
+        self._finish_request(request, time.perf_counter())
         if self._launched is not None and not self._requests:  # nobody waits for the step under way
-            self._settle(self._launched)
+            self._complete_step(self._launched)
         return request
 
     def step(self) -> list[Request]:
@@ -247,7 +247,7 @@ class Engine:
         cache = self._kv_cache
         of_blocks = cache.blocks if isinstance(cache, CacheTensors) else [one for layer in cache for one in layer]
         kv_bytes = sum(tensor.nbytes for tensor in of_blocks)
-        return EngineStats.of(self.scheduler, self._peak, kv_bytes)
+        return EngineStats.collect(self.scheduler, self._peak, kv_bytes)
 
     def reset_peak(self) -> None:
         """The peaks in `stats` are of what comes from now on."""
@@ -256,11 +256,11 @@ class Engine:
     def _step(self) -> list[Request]:
         finished: list[Request] = []
         if self._launched is not None and not self.overlap:  # it has just been switched off
-            finished = self._settle(self._launched)
+            finished = self._complete_step(self._launched)
         phases = self._phases
         with phases.schedule:
             plan = self.scheduler.schedule()
-            self._peak.note(self.scheduler)
+            self._peak.record(self.scheduler)
         launched = self._launched
         with phases.prepare:
             self._move_pages(plan)
@@ -271,25 +271,25 @@ class Engine:
             if launched is None and self._requests:  # by the scheduler's promise this cannot be; a loop would not end
                 raise RuntimeError(f"{len(self._requests)} requests are unfinished and none can advance")
             if launched is not None:
-                finished += self._settle(launched)
+                finished += self._complete_step(launched)
             self.scheduler.commit(plan, plan.sampled)
             return finished
         with torch.inference_mode():
             with phases.forward.carrying(self._request_ids(plan)) if phases.listening else phases.forward:
                 logits = self._forward(step)
             if launched is not None:
-                finished += self._settle(launched)
+                finished += self._complete_step(launched)
             with phases.sample:
                 rows, lengths, epochs = step.sampled_rows, step.lengths, step.sampled_epochs
                 nobody_left = self.scheduler.table.num_departures == plan.num_departures
                 sampled = self._sampler.sample(logits, rows, lengths, None if nobody_left else epochs)
                 self._state.keep_tokens(rows, lengths, epochs, sampled.token_ids)
-                self._launched = _Launched(plan, step, self._reader.start(sampled))
+                self._launched = _LaunchedStep(plan, step, self._reader.start(sampled))
         if self.overlap and self._requests:
             return finished
-        return finished + self._settle(self._launched)
+        return finished + self._complete_step(self._launched)
 
-    def _forward(self, step: Arranged) -> torch.Tensor:
+    def _forward(self, step: ArrangedPlan) -> torch.Tensor:
         """Logits [m, V] of the step's sampled rows."""
         if self._graphs is not None and step.all_decode:
             return self._graphs.run(step.rows, step.starts, step.state_slots)
@@ -306,14 +306,14 @@ class Engine:
             return
         if self._pages is None:
             raise RuntimeError("the plan copies pages, and the engine was made without a way to")
-        _carry_out(self._pages.swap_out, plan.swap_outs)
-        _carry_out(self._pages.swap_in, plan.swap_ins)
-        _carry_out(self._pages.copy, plan.copies)
+        _copy_pairs(self._pages.swap_out, plan.swap_outs)
+        _copy_pairs(self._pages.swap_in, plan.swap_ins)
+        _copy_pairs(self._pages.copy, plan.copies)
         if plan.states is not None and self._states is not None:
-            _carry_out(self._states.swap_out, plan.states.swap_outs)
-            _carry_out(self._states.swap_in, plan.states.swap_ins)
+            _copy_pairs(self._states.swap_out, plan.states.swap_outs)
+            _copy_pairs(self._states.swap_in, plan.states.swap_ins)
 
-    def _settle(self, launched: _Launched) -> list[Request]:
+    def _complete_step(self, launched: _LaunchedStep) -> list[Request]:
         """Wait for a step's tokens and hand them to the scheduler; returns the requests that finished."""
         self._launched = None
         with self._phases.wait:
@@ -321,12 +321,12 @@ class Engine:
         with self._phases.commit:
             return self._commit(launched, outcome)
 
-    def _commit(self, launched: _Launched, outcome: Outcome) -> list[Request]:
+    def _commit(self, launched: _LaunchedStep, outcome: Outcome) -> list[Request]:
         plan, step, tokens = launched.plan, launched.step, outcome.token_ids
         # By entry, looked up before the commit takes out those that end.
-        begun = self._requests_of(step) if self._num_unbegun else {}
-        broken = {} if outcome.all_chosen else self._requests_of(step, tokens < 0)
-        watched = self._requests_of(step, tokens >= 0) if self._num_watched else {}
+        begun = self._live_requests(step) if self._num_unbegun else {}
+        broken = {} if outcome.all_chosen else self._live_requests(step, tokens < 0)
+        watched = self._live_requests(step, tokens >= 0) if self._num_watched else {}
 
         in_plan = tokens
         if step.order is not None:
@@ -343,12 +343,12 @@ class Engine:
                 length = int(step.lengths[entry]) + 1
                 self._check_token(request, int(tokens[entry]), length, outcome.logprobs.get(entry), finished)
         for entry, request in broken.items():
-            self._break_off(request, int(tokens[entry]), outcome.faults.get(entry), finished)
+            self._fail_request(request, int(tokens[entry]), outcome.faults.get(entry), finished)
         for request in finished:
-            self._forget(request, now)
+            self._finish_request(request, now)
         return finished
 
-    def _requests_of(self, step: Arranged, wanted: NDArray[np.bool_] | None = None) -> dict[int, Request]:
+    def _live_requests(self, step: ArrangedPlan, wanted: NDArray[np.bool_] | None = None) -> dict[int, Request]:
         """By entry among the sampled, the requests whose rows have not changed hands since the plan; the `wanted` [m]
         ones, or all.
         """
@@ -389,7 +389,7 @@ class Engine:
         if reason is not None and self.scheduler.finish(sequence.id, reason) is not None:
             finished.append(request)
 
-    def _break_off(self, request: Request, token: int, fault: str | None, finished: list[Request]) -> None:
+    def _fail_request(self, request: Request, token: int, fault: str | None, finished: list[Request]) -> None:
         """End a request that got `token` < 0, which is none: by the `fault` of a logits processor, or see Sampled."""
         sequence = request.sequence
         if self.scheduler.finish(sequence.id, "error") is not None:
@@ -404,7 +404,7 @@ class Engine:
             why = f"the model's logits for {place} are not finite: {at_fault}"
         request.error = fault or why
 
-    def _forget(self, request: Request, now: float) -> None:
+    def _finish_request(self, request: Request, now: float) -> None:
         """The request has finished: settle its text and its accounts."""
         del self._requests[request.sequence.id]
         self._num_watched -= request.is_watched
@@ -417,6 +417,6 @@ class Engine:
                 request.sequence.finish_reason = "stop"
 
 
-def _carry_out(move: Callable[[BlockIds], None], pairs: BlockIds) -> None:
+def _copy_pairs(move: Callable[[BlockIds], None], pairs: BlockIds) -> None:
     if pairs.size:
         move(pairs)

@@ -16,7 +16,7 @@ class PeakUse:
     used_blocks: int = 0
     last_page_waste: float = 0.0
 
-    def note(self, scheduler: Scheduler) -> None:
+    def record(self, scheduler: Scheduler) -> None:
         used = scheduler.pool.num_referenced
         if used > self.used_blocks:
             self.used_blocks = used
@@ -57,7 +57,7 @@ class EngineStats:
     num_kept_states: int  # and those that are kept for later prefixes alone
 
     @classmethod
-    def of(cls, scheduler: Scheduler, peak: PeakUse, kv_bytes: int) -> Self:
+    def collect(cls, scheduler: Scheduler, peak: PeakUse, kv_bytes: int) -> Self:
         """Of an engine whose blocks take `kv_bytes` in all."""
         counters, pool, found = scheduler.counters, scheduler.pool, scheduler.cache_stats()
         states = None if scheduler.states is None else scheduler.states.pool

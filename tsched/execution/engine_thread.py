@@ -16,7 +16,7 @@ _IDLE_S = 1.0  # seconds after which an idle thread checks whether anybody can s
 
 
 @dataclass(eq=False, slots=True)
-class News:
+class NewTokens:
     """The tokens of one sample of a request since its consumer last took them."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Ticket:
     """
 
     prepared: PreparedRequest
-    news: list[News]
+    news: list[NewTokens]
     requests: list[Request] = field(default_factory=list)
     num_reported: list[int] = field(default_factory=list)  # tokens of each sample
     num_going: int = 0  # samples whose end has not been reported
@@ -108,16 +108,16 @@ class EngineThread:
     def join(self) -> None:
         self._thread.join()
 
-    def changed(self) -> list[Ticket]:
+    def take_changed(self) -> list[Ticket]:
         """The tickets with news since the last call."""
         with self._lock:
             tickets, self._changed, self._is_notified = list(self._changed), {}, False
         return tickets
 
-    def take(self, ticket: Ticket) -> tuple[list[News], bool]:
+    def take_news(self, ticket: Ticket) -> tuple[list[NewTokens], bool]:
         """The ticket's news, now the caller's, and whether they are the last."""
         with self._lock:
-            news, ticket.news = ticket.news, [News() for _ in ticket.news]
+            news, ticket.news = ticket.news, [NewTokens() for _ in ticket.news]
             self._changed.pop(ticket, None)  # nothing is left to tell its consumer
             return news, ticket.is_over
 

@@ -36,53 +36,53 @@ class PenaltyCounts:
         Repetition divides positive and multiplies negative scores of tokens that prompt or output has; frequency is
         subtracted for each occurrence in the output, presence once.
         """
-        slots = self._bring_up(scores, rows, lengths)
-        counts = self._tensor(scores).index_select(0, to_device(slots, scores.device))  # [p, V]
+        slots = self._update_counts(scores, rows, lengths)
+        counts = self._require_counts(scores).index_select(0, to_device(slots, scores.device))  # [p, V]
         index = to_device(entries, scores.device)
         values = scores.index_select(0, index)  # [p, V]
-        params = [self._params(row) for row in rows.tolist()]
+        params = [self._get_penalties(row) for row in rows.tolist()]
         repetition, presence, frequency = to_device(np.array(params).T, scores.device).unsqueeze(2)  # each [p, 1]
         outputs = counts >> 1
         repeated = torch.where(values > 0, values / repetition, values * repetition)
         values = torch.where(counts > 0, repeated, values)
         scores.index_copy_(0, index, values - frequency * outputs - presence * (outputs > 0))
 
-    def _params(self, row: int) -> tuple[float, float, float]:
+    def _get_penalties(self, row: int) -> tuple[float, float, float]:
         sequence = self._table.sequences[row]
         if sequence is None:
             raise RuntimeError(f"row {row} of the sequence table is empty")
         params = sequence.params
         return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
 
-    def _bring_up(self, scores: torch.Tensor, rows: Ints, lengths: Ints) -> Ints:
+    def _update_counts(self, scores: torch.Tensor, rows: Ints, lengths: Ints) -> Ints:
         """The slots [p] of `rows` [p], with the tokens counted that came since the last time."""
         table = self._table
         stale = self._epoch[rows] != table.epoch[rows]
         if stale.any():
-            self._begin(scores, rows[stale])
+            self._assign_slots(scores, rows[stale])
         slots = np.array([self._slot_of[row] for row in rows.tolist()], dtype=np.int64)
-        self._add(scores, slots, rows, self._counted[rows], lengths)
+        self._count_tokens(scores, slots, rows, self._counted[rows], lengths)
         self._counted[rows] = lengths
         return slots
 
-    def _begin(self, scores: torch.Tensor, rows: Ints) -> None:
+    def _assign_slots(self, scores: torch.Tensor, rows: Ints) -> None:
         """Give each of `rows` [n] an empty slot, and count its prompt in it."""
         table = self._table
         for row in [row for row in self._slot_of if self._epoch[row] != table.epoch[row]]:
             self._free.append(self._slot_of.pop(row))
         while len(self._free) < rows.size:
-            self._grow(scores)
+            self._add_slots(scores)
         for row in rows.tolist():
             self._slot_of[row] = self._free.pop()
         slots = np.array([self._slot_of[row] for row in rows.tolist()], dtype=np.int64)
-        counts = self._tensor(scores)
+        counts = self._require_counts(scores)
         counts.index_fill_(0, to_device(slots, scores.device), 0)
         prompts = [np.unique(table.tokens[row, : table.prompt_len[row]]) for row in rows.tolist()]
         index = np.concatenate([slot * scores.shape[1] + ids for slot, ids in zip(slots, prompts, strict=True)])
         counts.view(-1).index_fill_(0, to_device(index, scores.device), 1)
         self._counted[rows], self._epoch[rows] = table.prompt_len[rows], table.epoch[rows]
 
-    def _add(self, scores: torch.Tensor, slots: Ints, rows: Ints, starts: Ints, ends: Ints) -> None:
+    def _count_tokens(self, scores: torch.Tensor, slots: Ints, rows: Ints, starts: Ints, ends: Ints) -> None:
         """Count the output's tokens from `starts` to `ends` of each of `rows`, all [p]."""
         lens = ends - starts
         if not lens.any():
@@ -90,10 +90,10 @@ class PenaltyCounts:
         owner = np.repeat(np.arange(rows.size), lens)  # [sum of lens]
         places = np.arange(owner.size) + np.repeat(starts - (np.cumsum(lens) - lens), lens)
         index = slots[owner] * scores.shape[1] + self._table.tokens[rows[owner], places]
-        flat = self._tensor(scores).view(-1)
+        flat = self._require_counts(scores).view(-1)
         flat.index_add_(0, to_device(index, scores.device), torch.full_like(flat[:1], 2).expand(index.size))
 
-    def _grow(self, scores: torch.Tensor) -> None:
+    def _add_slots(self, scores: torch.Tensor) -> None:
         """Twice the slots."""
         old = self._counts
         have = 0 if old is None else old.shape[0]
@@ -103,7 +103,7 @@ class PenaltyCounts:
         self._counts = counts
         self._free += range(have, counts.shape[0])
 
-    def _tensor(self, scores: torch.Tensor) -> torch.Tensor:
+    def _require_counts(self, scores: torch.Tensor) -> torch.Tensor:
         if self._counts is None or self._counts.shape[1] != scores.shape[1]:
             raise RuntimeError(f"the counts are not those of a vocabulary of {scores.shape[1]} tokens")
         return self._counts

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import tmodel
-from tsched.execution.cache_size import cache_bytes, device_memory
+from tsched.execution.cache_size import compute_cache_bytes, device_memory
 from tsched.options import EngineOptions
 from tsched.resolved_options import ResolvedOptions, UnitSizes, resolve_options
 
@@ -52,7 +52,7 @@ def fit_options(
         options,
         max_position_embeddings=config.max_position_embeddings,
         sizes=unit_sizes(config, options.block_size, dtype),
-        cache_bytes=cache_bytes(options, config, weights, device=device, dtype=dtype),
+        cache_bytes=compute_cache_bytes(options, config, weights, device=device, dtype=dtype),
     )
 
 

@@ -18,7 +18,7 @@ def philox_key(engine_seed: int, sequence: Sequence) -> NDArray[np.uint64]:
     return np.array([derived[0], 1], dtype=np.uint64)
 
 
-def uniforms(key: NDArray[np.uint64], first: int, count: int) -> NDArray[np.float64]:
+def draw_uniforms(key: NDArray[np.uint64], first: int, count: int) -> NDArray[np.float64]:
     """[count] float64 in [0, 1), those of output indices `first` and after; `first` is a multiple of 4."""
     if first % _PER_COUNTER:
         raise ValueError(f"first must be a multiple of {_PER_COUNTER}, got {first}")
@@ -39,7 +39,7 @@ class UniformTable:
         self._stretch = np.full(table.num_rows, -1, dtype=np.int64)
         self._epoch = np.full(table.num_rows, -1, dtype=np.int64)
 
-    def at(self, rows: Ints, output_indices: Ints) -> NDArray[np.float64]:
+    def find_uniforms(self, rows: Ints, output_indices: Ints) -> NDArray[np.float64]:
         """[n] float64, the uniform of each of `rows` for its `output_indices` [n]-th token."""
         stretch, offset = np.divmod(output_indices, self.STRETCH)
         stale = (self._stretch[rows] != stretch) | (self._epoch[rows] != self._table.epoch[rows])
@@ -50,7 +50,7 @@ class UniformTable:
                 if sequence is None:
                     raise RuntimeError(f"row {row} of the sequence table is empty")
                 first = int(stretch[i]) * self.STRETCH
-                self._values[row] = uniforms(philox_key(self._seed, sequence), first, self.STRETCH)
+                self._values[row] = draw_uniforms(philox_key(self._seed, sequence), first, self.STRETCH)
             self._stretch[rows] = stretch
             self._epoch[rows] = self._table.epoch[rows]
         return self._values[rows, offset]

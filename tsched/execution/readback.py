@@ -38,16 +38,16 @@ class HostReader:
     def start(self, sampled: Sampled) -> Readback:
         """The copy of `sampled` begins once the device has it; the call does not wait."""
         if self._stream is None:
-            return lambda: _outcome(sampled, _tensors(sampled))
+            return lambda: _make_outcome(sampled, _list_tensors(sampled))
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            copies = [_pinned_copy(tensor, self._stream) for tensor in _tensors(sampled)]
+            copies = [_pinned_copy(tensor, self._stream) for tensor in _list_tensors(sampled)]
             done = torch.cuda.Event()
             done.record(self._stream)
 
         def wait() -> Outcome:
             done.synchronize()
-            return _outcome(sampled, copies)
+            return _make_outcome(sampled, copies)
 
         return wait
 
@@ -58,11 +58,11 @@ def _pinned_copy(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tenso
     return copy.copy_(tensor, non_blocking=True)
 
 
-def _tensors(sampled: Sampled) -> list[torch.Tensor]:
+def _list_tensors(sampled: Sampled) -> list[torch.Tensor]:
     return [sampled.token_ids, *(() if sampled.logprobs is None else sampled.logprobs.tensors)]
 
 
-def _outcome(sampled: Sampled, tensors: list[torch.Tensor]) -> Outcome:
+def _make_outcome(sampled: Sampled, tensors: list[torch.Tensor]) -> Outcome:
     token_ids: Ints = tensors[0].numpy()
     logprobs: dict[int, TokenLogprobs] = {}
     if sampled.logprobs is not None:

@@ -95,27 +95,27 @@ class Sampler:
         if epochs is not None:
             plain |= table.epoch[rows] != epochs
         if plain.all():
-            return Sampled(_without(tokens, finite), None, _NO_FAULTS)
+            return Sampled(_mark_not_finite(tokens, finite), None, _NO_FAULTS)
         special = np.flatnonzero(~plain)
-        chosen_logits = logits.index_select(0, _on(special, logits))  # [s, V], a copy
+        chosen_logits = logits.index_select(0, _send_beside(special, logits))  # [s, V], a copy
         chosen, faults = self._choose(chosen_logits, rows[special], lengths[special])
-        tokens = _without(tokens.index_copy_(0, _on(special, logits), chosen), finite)
-        raw = self._raw_logprobs(logits, tokens, rows, special)
+        tokens = _mark_not_finite(tokens.index_copy_(0, _send_beside(special, logits), chosen), finite)
+        raw = self._gather_logprobs(logits, tokens, rows, special)
         return Sampled(tokens, raw, {int(special[i]): fault for i, fault in faults.items()})
 
-    def _raw_logprobs(
+    def _gather_logprobs(
         self, logits: torch.Tensor, tokens: torch.Tensor, rows: Ints, special: Ints
     ) -> RawLogprobs | None:
         """Of those entries among `special` [s] whose requests ask for them; of the logits as the model gave them."""
         entries, num_top = [], []
         for entry in special.tolist():
-            wanted = _present(self._table.sequences[rows[entry]]).params.logprobs
+            wanted = _require_sequence(self._table.sequences[rows[entry]]).params.logprobs
             if wanted is not None:
                 entries.append(entry)
                 num_top.append(wanted)
         if not entries:
             return None
-        index = _on(np.array(entries), logits)
+        index = _send_beside(np.array(entries), logits)
         chosen = tokens.index_select(0, index).clamp_min_(0)  # where there is no token, nobody reads what comes of it
         return RawLogprobs(entries, num_top, token_logprobs(logits.index_select(0, index), chosen, max(num_top)))
 
@@ -124,13 +124,15 @@ class Sampler:
         a logits processor failed.
         """
         table = self._table
-        scores, faults = self._scores(logits, [_present(table.sequences[row]) for row in rows.tolist()], lengths)
+        scores, faults = self._compute_scores(
+            logits, [_require_sequence(table.sequences[row]) for row in rows.tolist()], lengths
+        )
         highest, tokens = scores.max(dim=-1)
         finite = highest.isfinite()
         drawing = np.flatnonzero(table.temperature[rows] > 0.0)
         if drawing.size:
             drawn_rows, all_draw = rows[drawing], drawing.size == rows.size
-            index = _on(drawing, scores)
+            index = _send_beside(drawing, scores)
             probabilities = filtered_probabilities(
                 scores if all_draw else scores.index_select(0, index),
                 temperature=table.temperature[drawn_rows],
@@ -138,12 +140,12 @@ class Sampler:
                 top_k=table.top_k[drawn_rows],
                 top_p=table.top_p[drawn_rows],
             )
-            uniform = self._uniforms.at(drawn_rows, lengths[drawing] - table.prompt_len[drawn_rows])
-            drawn = draw(probabilities, uniform)
+            uniform = self._uniforms.find_uniforms(drawn_rows, lengths[drawing] - table.prompt_len[drawn_rows])
+            drawn = draw_tokens(probabilities, uniform)
             tokens = drawn if all_draw else tokens.index_copy_(0, index, drawn)
         return tokens.masked_fill_(~finite, NONE_LEFT), faults
 
-    def _scores(
+    def _compute_scores(
         self, logits: torch.Tensor, sequences: list[Sequence], lengths: Ints
     ) -> tuple[torch.Tensor, dict[int, str]]:
         """[s, V] float64: `logits` after processors and penalties, with what must not come yet at -inf; NaN in a row
@@ -151,7 +153,7 @@ class Sampler:
         """
         scores = logits.double()
         vocab_size = scores.shape[1]
-        faults = self._processed(scores, sequences, lengths)
+        faults = self._run_processors(scores, sequences, lengths)
         penalized = [i for i, sequence in enumerate(sequences) if sequence.params.has_penalties]
         if penalized:
             entries = np.array(penalized)
@@ -164,10 +166,10 @@ class Sampler:
                 ends = set(params.stop_ids) | (set() if params.ignore_eos else set(self._eos_token_ids))
                 barred += [i * vocab_size + token for token in ends if token < vocab_size]
         if barred:
-            scores.view(-1).index_fill_(0, _on(np.array(barred), scores), -torch.inf)
+            scores.view(-1).index_fill_(0, _send_beside(np.array(barred), scores), -torch.inf)
         return scores, faults
 
-    def _processed(self, scores: torch.Tensor, sequences: list[Sequence], lengths: Ints) -> dict[int, str]:
+    def _run_processors(self, scores: torch.Tensor, sequences: list[Sequence], lengths: Ints) -> dict[int, str]:
         """Let the logits processors change their rows of `scores` [s, V] float64, in place; returns what failed, by
         row.
         """
@@ -200,7 +202,7 @@ def _most_likely_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return places, highest.isfinite()
 
 
-def _without(tokens: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:
+def _mark_not_finite(tokens: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:
     """`tokens` [m], changed: NOT_FINITE where not `finite` [m]."""
     return tokens if finite is None else tokens.masked_fill_(~finite, NOT_FINITE)
 
@@ -218,23 +220,23 @@ def filtered_probabilities(
     scores: [n, V] float64. The rest is [n]: temperature > 0, top_k 0 for all tokens.
     """
     top = scores.amax(dim=-1, keepdim=True)
-    probabilities = ((scores - top) / _on(temperature, scores).unsqueeze(1)).exp_()  # [n, V]
+    probabilities = ((scores - top) / _send_beside(temperature, scores).unsqueeze(1)).exp_()  # [n, V]
     if min_p.any():
-        probabilities.masked_fill_(probabilities < _on(min_p, scores).unsqueeze(1), 0.0)
+        probabilities.masked_fill_(probabilities < _send_beside(min_p, scores).unsqueeze(1), 0.0)
     filtered = np.flatnonzero((top_k > 0) & (top_k < scores.shape[1]) | (top_p < 1.0))
     if filtered.size:
-        index = _on(filtered, scores)
-        kept = _most_likely(probabilities.index_select(0, index), top_k[filtered], top_p[filtered])
+        index = _send_beside(filtered, scores)
+        kept = _keep_most_likely(probabilities.index_select(0, index), top_k[filtered], top_p[filtered])
         probabilities.index_copy_(0, index, kept)
     return probabilities
 
 
-def _most_likely(probabilities: torch.Tensor, top_k: Ints, top_p: NDArray[np.float64]) -> torch.Tensor:
+def _keep_most_likely(probabilities: torch.Tensor, top_k: Ints, top_p: NDArray[np.float64]) -> torch.Tensor:
     """`probabilities` [n, V] with all but each row's top_k, and of those all but its top_p, at 0."""
     vocab_size = probabilities.shape[1]
     limit = np.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
-    limits, shares = _on(limit, probabilities).unsqueeze(1), _on(top_p, probabilities).unsqueeze(1)
-    largest = _largest(probabilities, int(limit.max()))  # [n, K]
+    limits, shares = _send_beside(limit, probabilities).unsqueeze(1), _send_beside(top_p, probabilities).unsqueeze(1)
+    largest = _sort_largest(probabilities, int(limit.max()))  # [n, K]
     reached = largest.cumsum(dim=-1)
     total = reached.gather(1, limits - 1)  # of each row's top_k
     num_reached = (reached < shares * total).sum(dim=-1, keepdim=True)  # tokens that do not make up top_p yet
@@ -250,7 +252,7 @@ def _most_likely(probabilities: torch.Tensor, top_k: Ints, top_p: NDArray[np.flo
     return probabilities.masked_fill(~keep, 0.0)
 
 
-def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
+def _sort_largest(values: torch.Tensor, count: int) -> torch.Tensor:
     """[n, count], each row's largest of `values` [n, V], in falling order."""
     size = values.shape[1]
     if values.device.type != "cpu":
@@ -262,7 +264,7 @@ def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
     return torch.from_numpy(np.sort(array, axis=-1)[:, ::-1].copy())
 
 
-def draw(probabilities: torch.Tensor, uniform: NDArray[np.float64]) -> torch.Tensor:
+def draw_tokens(probabilities: torch.Tensor, uniform: NDArray[np.float64]) -> torch.Tensor:
     """[n] int64: for each row the first token whose cumulated probability exceeds uniform * total.
 
     probabilities: [n, V] float64, >= 0, with a positive sum; uniform: [n] in [0, 1).
@@ -270,7 +272,7 @@ def draw(probabilities: torch.Tensor, uniform: NDArray[np.float64]) -> torch.Ten
     cdf = probabilities.cumsum(dim=-1)  # [n, V]
     total = cdf[:, -1:]
     # A uniform is at most 1 - 2**-53, so the product stays below the total also when it is rounded.
-    target = _on(uniform, probabilities).unsqueeze(1) * total
+    target = _send_beside(uniform, probabilities).unsqueeze(1) * total
     return torch.searchsorted(cdf, target, right=True).squeeze(1)
 
 
@@ -287,11 +289,11 @@ def token_logprobs(
     return chosen.squeeze(1), ranks, top.values, top.indices
 
 
-def _on(array: NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:
+def _send_beside(array: NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:
     return to_device(array, like.device)
 
 
-def _present(sequence: Sequence | None) -> Sequence:
+def _require_sequence(sequence: Sequence | None) -> Sequence:
     if sequence is None:
         raise RuntimeError("a row that is sampled from is empty")
     return sequence

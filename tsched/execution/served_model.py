@@ -245,13 +245,13 @@ class ServedModel:
             text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def _refused(self, prepared: PreparedRequest, reason: str, now: float) -> RequestOutput:
+    def _make_refused_output(self, prepared: PreparedRequest, reason: str, now: float) -> RequestOutput:
         """The output of a request that was never served, for `reason`; `now` is on time.perf_counter's clock."""
         outputs = [CompletionOutput(i, [], "", "error") for i in range(prepared.params.n)]
         metrics = RequestMetrics(prepared.arrival_time, None, now)
         return RequestOutput(prepared.request_id, prepared.text, prepared.token_ids, outputs, metrics, error=reason)
 
-    def _completion(self, index: int, request: Request) -> CompletionOutput:
+    def _make_completion(self, index: int, request: Request) -> CompletionOutput:
         """The whole completion of a request that has finished."""
         sequence = request.sequence
         token_ids = sequence.output_token_ids
@@ -261,11 +261,11 @@ class ServedModel:
             token_ids=token_ids,
             text=self._decode(token_ids) if request.detokenizer is None else request.detokenizer.text,
             finish_reason=sequence.finish_reason or "abort",
-            logprobs=[self._logprobs(place) for place in request.logprobs] if wants_logprobs else None,
+            logprobs=[self._label_logprobs(place) for place in request.logprobs] if wants_logprobs else None,
             cumulative_logprob=sum(place.logprobs[0] for place in request.logprobs) if wants_logprobs else None,
         )
 
-    def _logprobs(self, place: TokenLogprobs) -> dict[int, Logprob]:
+    def _label_logprobs(self, place: TokenLogprobs) -> dict[int, Logprob]:
         """The log-probabilities of one place by token id, the chosen token's first."""
         found: dict[int, Logprob] = {}
         for token_id, logprob, rank in zip(place.token_ids, place.logprobs, place.ranks, strict=True):
