@@ -1,4 +1,4 @@
-"""From a plan's rows to the packed tensors that the model reads."""
+"""Turns a plan's rows into the packed tensors that the model reads."""
 
 from __future__ import annotations
 
@@ -17,14 +17,20 @@ _NO_PREFILLS = np.zeros(1, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class ArrangedPlan:
-    """A plan's n entries in the order of the batch: a row that goes on decoding keeps its place.
+    """A plan's n entries in the order of the batch, where a row that goes on decoding keeps its place.
 
-    rows, starts, counts, ends  [n] int64, as in the plan
-    num_decodes                 the first of them
-    sampled                     [m] int64, ascending, the places whose last token's logits are wanted
-    sampled_rows, sampled_epochs, lengths   [m] int64, of these
-    order                       [m] int64, where each of them is among the plan's sampled; None: in the same order
-    state_slots                 [2, n] int64, where layers keep states: the slots read and written
+    Attributes:
+        rows: [n] int64, of the table, as in the plan.
+        starts: [n] int64, the place of each row's first token in the step.
+        counts: [n] int64, its tokens in the step.
+        ends: [n] int64, starts + counts.
+        num_decodes: How many entries, the first ones, decode.
+        sampled: [m] int64, ascending, the entries whose last token's logits are sampled.
+        sampled_rows: [m] int64, their rows.
+        sampled_epochs: [m] int64, their epochs.
+        lengths: [m] int64, the tokens, prompt and output, that their logits have seen.
+        order: [m] int64, where each is among the plan's sampled; None where the order is the same.
+        state_slots: [2, n] int64, the slots read and written; None where no layer keeps states.
     """
 
     rows: Ints
@@ -46,23 +52,30 @@ class ArrangedPlan:
 
 
 class BatchBuilder:
-    """Builds steps' batches over a persistent `state`, on its device."""
+    """Builds the batches of steps on the device of a persistent `state`.
+
+    Args:
+        table: The running sequences.
+        state: Their arrays on the device.
+        on_device: Whether the device's own operations prepare the inputs; None is yes, but on a CPU.
+    """
 
     def __init__(self, table: SequenceTable, state: DeviceState, *, on_device: bool | None = None) -> None:
-        """on_device: whether inputs are prepared by the device's own operations; None says no on a CPU alone."""
         self._table = table
         self._state = state
         self._on_device = state.device.type != "cpu" if on_device is None else on_device
         self._tokens = table.tokens.reshape(-1)  # a flat view: one index array is cheaper than two
         self._tokens_stride = table.tokens.shape[1]
-        self._decoding: Ints = np.empty(0, dtype=np.int64)  # the rows at the first places, as of the last step
-        self._planned: Ints = self._decoding  # the last plan's rows, and what `_batch_order` said of them
+        self._decoding: Ints = np.empty(0, dtype=np.int64)  # the last step's decode rows, by place in the batch
+        self._planned: Ints = self._decoding  # the last plan's rows; below, the result of `_order_rows` for them
         self._ordered: tuple[Ints, Ints | None] = (self._decoding, None)
         self._entry_of = np.zeros(table.num_rows, dtype=np.int64)
 
     def arrange(self, plan: StepPlan) -> ArrangedPlan | None:
-        """The order of `plan` in the batch, None of an empty one; brings the state up to date with it. Every plan is
-        arranged, in the order in which they are made.
+        """Orders a plan's entries for the batch and updates the state. Every plan must pass here, in order.
+
+        Returns:
+            The arranged plan; None where it is empty.
         """
         self._state.forget(plan.placed, plan.rewritten)
         if plan.is_empty:
@@ -93,7 +106,7 @@ class BatchBuilder:
         return arranged
 
     def build(self, step: ArrangedPlan) -> Batch:
-        """The batch of `step`, the last that was arranged: its decode rows, then its prefill chunks, no padding."""
+        """Builds the batch of `step`, the last arranged plan: its decode rows, then its prefill chunks, no padding."""
         rows, starts, ends, num_decodes = step.rows, step.starts, step.ends, step.num_decodes
         if num_decodes == rows.size:
             owners, positions, logits = np.arange(rows.size), starts, step.sampled
@@ -147,11 +160,13 @@ class BatchBuilder:
         )
 
     def _order_rows(self, plan: StepPlan) -> tuple[Ints, Ints | None]:
-        """The plan's rows [n] in the order of the batch, and the entry of the plan that each is; None for the plan's
-        own order.
+        """Orders the plan's rows for the batch.
 
-        Decode rows keep their places. Where one has left, its gap is filled from behind and by newcomers, so that what
-        is sent for an arrival or a departure is a table or two, not all behind them.
+        Decode rows keep their places. Rows from the end and newcomers fill the gaps of rows that left. So an arrival or
+        a departure sends one block table or two to the device, not those of all rows behind it.
+
+        Returns:
+            (rows [n] in the order of the batch, the plan's entry [n] for each; None where the orders agree).
         """
         rows, num, before = plan.rows, plan.num_decodes, self._decoding
         planned = self._planned

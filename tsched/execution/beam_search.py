@@ -1,15 +1,14 @@
-"""Beam search on top of forks: the beams of a prompt share the blocks of what they have in common.
+"""Beam search on top of forks: the beams of a prompt share the blocks of their common tokens.
 
-The semantics, exactly. A hypothesis is an output and the sum of its tokens' log-probabilities (of the model's own
-logits, in float64). There are up to `beam_width` live ones; at first the empty one. In each step all continuations of
-the live ones by one token are ranked by their sums, the larger first; of equal ones that of the live hypothesis that is
-ranked higher, then the lower token id. From the top down, a continuation that ends with an end-of-sequence token is
-finished, any other becomes live, until `beam_width` are live; what ranks below is forgotten. Hypotheses of `max_tokens`
-tokens are finished too, and so are those that fill the model's length. The results are the `beam_width` finished ones
-of the highest scores, score = sum / tokens ** length_penalty with the ending token counted; of equal scores the one
-that was finished first, in the order above.
+A hypothesis is an output and the sum of its tokens' log-probabilities (of the model's own logits, in float64). At most
+`beam_width` are live; at first the empty one. Each step ranks all continuations of live hypotheses by one token: the
+larger sum first; of equal sums that of the parent ranked higher, then the lower token id. From the top down, a
+continuation that ends with an end-of-sequence token is finished and any other becomes live, until `beam_width` are
+live. The rest is dropped. A hypothesis of `max_tokens` tokens, or one that fills the model's length, is finished too.
+The results are the `beam_width` finished hypotheses of the highest scores, score = sum / tokens ** length_penalty with
+the ending token counted; of equal scores the one that finished first, in the order above.
 
-The search ends as soon as no live hypothesis can reach a result, which changes none: a sum only falls.
+The search stops once no live hypothesis can still become a result: sums only fall, so the results stay the same.
 """
 
 from __future__ import annotations
@@ -31,13 +30,17 @@ MAX_BEAM_WIDTH = 128
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """Checked when it is made; ValueError names what is wrong. Names are vLLM's.
+    """The parameters of a beam search; immutable. Names are vLLM's.
 
-    beam_width      in [1, 128]; hypotheses that live at once, and completions that are returned
-    max_tokens      in [1, 2**31) output tokens; the model's length ends hypotheses too
-    length_penalty  in [-16, 16]; a completion's score is its summed log-probability / tokens ** length_penalty, so
-                    that larger values favour longer completions
-    ignore_eos      treat end-of-sequence tokens like any others
+    Attributes:
+        beam_width: In [1, 128], the hypotheses that live at once and the completions that are returned.
+        max_tokens: In [1, 2**31) output tokens; the model's length ends hypotheses too.
+        length_penalty: In [-16, 16]. A completion's score is its summed log-probability / tokens ** length_penalty, so
+            larger values favour longer completions.
+        ignore_eos: Whether end-of-sequence tokens are treated like any others.
+
+    Raises:
+        ValueError: A field is wrong. The message has its name.
     """
 
     beam_width: int
@@ -63,7 +66,7 @@ class BeamSearchParams:
             raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
 
     def score(self, logprob: float, num_tokens: int) -> float:
-        """That of `num_tokens` >= 1 tokens whose log-probabilities sum to `logprob`."""
+        """The score of `num_tokens` >= 1 tokens whose log-probabilities sum to `logprob`."""
         return logprob / num_tokens**self.length_penalty
 
 
@@ -100,13 +103,27 @@ class _Beam:
 
 
 class BeamSearch:
-    """The search for one prompt. `begin`, then `advance` after each step of the engine, until `is_over`.
+    """The search for one prompt: call `begin`, then `advance` after each step of the engine, until `is_over`.
 
-    next_id        makes ids for the engine's requests
-    eos_token_ids  the tokens that end a hypothesis, unless params.ignore_eos
+    The search chooses each beam's next token, so the engine must not overlap, which would have one in flight. Other
+    requests of the engine are not disturbed. Each beam takes the blocks that it does not share, and log-probabilities
+    [V] float64.
 
-    The engine must not overlap: a beam's next token is chosen here, so none may be under way. Its other requests are
-    not disturbed. Memory: the blocks that beams do not share, and log-probabilities [V] float64 for each.
+    Args:
+        engine: What computes the beams.
+        prompt: Its token ids.
+        params: The search's.
+        next_id: Makes ids for the engine's requests.
+        eos_token_ids: The tokens that end a hypothesis, unless params.ignore_eos.
+
+    Attributes:
+        finished: The finished hypotheses, best first, beam_width at most.
+        error: Why the search failed; None where it did not.
+        first_token_time: Seconds on time.perf_counter's clock; None before.
+        num_preemptions: How often its requests gave way to others.
+
+    Raises:
+        ValueError: The engine overlaps.
     """
 
     def __init__(
@@ -120,7 +137,7 @@ class BeamSearch:
     ) -> None:
         if engine.overlap:
             raise ValueError("beam search chooses the tokens itself, which an engine with overlap cannot wait for")
-        self.finished: list[Hypothesis] = []  # best first, beam_width at most
+        self.finished: list[Hypothesis] = []
         self.error: str | None = None
         self.first_token_time: float | None = None
         self.num_preemptions = 0
@@ -129,15 +146,25 @@ class BeamSearch:
         self._params = params
         self._next_id = next_id
         self._ends = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-        self._live: list[_Beam] = []  # in the order of their rank
-        self._max_tokens = params.max_tokens  # of a hypothesis, once it has begun: what the model's length leaves
+        self._live: list[_Beam] = []  # by rank, best first
+        self._max_tokens = params.max_tokens  # of a hypothesis; `begin` lowers it to what the model's length leaves
 
     @property
     def is_over(self) -> bool:
+        """Whether no hypothesis is live."""
         return not self._live
 
     def begin(self, *, arrival_time: float, priority: int = 0, cache_salt: bytes = b"") -> None:
-        """Queue the prompt; RefusedError where it and the longest output could never fit."""
+        """Queues the prompt.
+
+        Args:
+            arrival_time: Seconds on time.perf_counter's clock.
+            priority: Lower goes first.
+            cache_salt: Requests with equal salts share cached prefixes.
+
+        Raises:
+            RefusedError: The prompt and the longest output could never fit.
+        """
         capture = _Capture(len(self._prompt))
         request = self._engine.add(
             self._next_id(),
@@ -151,14 +178,15 @@ class BeamSearch:
         self._live = [_Beam((), 0.0, request, capture)]
 
     def abort(self) -> None:
-        """End the search; nothing of it stays in the engine."""
+        """Ends the search and all its requests in the engine."""
         for beam in self._live:
             self._engine.abort(beam.request.sequence.id)
         self._live = []
 
     def advance(self) -> None:
-        """Take the next step of the search, where the engine has computed all that it needs. What the engine refuses
-        ends the search with that `error`.
+        """Takes the next step of the search, if the engine has computed the logits of every live hypothesis.
+
+        A request that fails or that the engine refuses ends the search with its `error`.
         """
         for beam in self._live:
             if beam.request.error is not None:
@@ -180,19 +208,25 @@ class BeamSearch:
             self.error = str(error)
             self.abort()
         finally:
-            for beam in parents:  # after the forks: what they share must not be given back before
+            for beam in parents:  # only after the forks, which share their parents' blocks
                 self.num_preemptions += beam.request.sequence.num_preemptions
                 self._engine.abort(beam.request.sequence.id)
 
     def _rank(self, parents: list[_Beam], logprobs: torch.Tensor) -> list[tuple[int, int, float]]:
-        """The continuations that live, as (place of the parent, token, sum), from `logprobs` [b, V] float64; those that
-        end are put among the finished.
+        """Ranks all continuations and adds those that end to the finished hypotheses.
+
+        Args:
+            parents: The b live beams, best first.
+            logprobs: [b, V] float64, of the token that follows each.
+
+        Returns:
+            (place of the parent, token, sum) of each continuation that lives, best first.
         """
         params = self._params
         is_last = len(parents[0].token_ids) + 1 == self._max_tokens
         sums = torch.tensor([beam.logprob for beam in parents], dtype=torch.float64, device=logprobs.device)
         chosen: list[tuple[int, int, float]] = []
-        # Above the last one needed are at most the ends of each parent.
+        # Besides beam_width that live, at most each parent's end-of-sequence tokens rank above the last of them.
         wanted = params.beam_width + len(parents) * len(self._ends)
         for i, token, logprob in select_largest(sums.unsqueeze(1) + logprobs, wanted):
             if len(chosen) == params.beam_width:
@@ -206,29 +240,31 @@ class BeamSearch:
         return [] if is_last else chosen
 
     def _finish(self, hypothesis: Hypothesis) -> None:
+        """Adds a hypothesis to the finished and keeps the best."""
         self.finished.append(hypothesis)
         self.finished.sort(key=lambda one: -self._params.score(one.logprob, len(one.token_ids)))  # stable
         del self.finished[self._params.beam_width :]
 
     def _is_decided(self, chosen: list[tuple[int, int, float]], num_tokens: int) -> bool:
-        """Whether none of the continuations `chosen`, of `num_tokens` tokens, can still become a result."""
+        """Whether no continuation in `chosen`, of `num_tokens` tokens, can still become a result."""
         params = self._params
         if not chosen:
             return True
         if len(self.finished) < params.beam_width:
             return False
         worst = params.score(self.finished[-1].logprob, len(self.finished[-1].token_ids))
-        # The first of them has the highest sum, no sum rises, and what a length makes of one rises or falls with it.
+        # The first has the highest sum, and sums never rise. For a fixed sum the score is monotonic in the length, so
+        # the shortest or the longest output has the best one.
         lengths = (num_tokens + 1, self._max_tokens)
         return max(params.score(chosen[0][2], length) for length in lengths) <= worst
 
     def _grow(self, parent: _Beam, token: int, logprob: float) -> _Beam:
-        """The beam that is `parent` and `token`. It shares the parent's blocks."""
+        """Makes the beam of `parent` and `token`, which shares the parent's blocks."""
         length = len(self._prompt) + len(parent.token_ids) + 1
         capture = _Capture(length)
         sequence = parent.request.sequence
         if sequence.finish_reason is None:
-            # The parent's own next token takes the place that `token` is put into.
+            # The fork has the parent's own next token in its last place; `token` replaces it.
             request = self._engine.fork(
                 sequence.id,
                 self._next_id(),
@@ -237,7 +273,7 @@ class BeamSearch:
             )
             self._engine.scheduler.replace_last(request.sequence.id, token)
         else:
-            # It went on alone, to its end, while others waited for blocks: its blocks are gone.
+            # While other beams waited for blocks, the parent ran to its end and gave its blocks back.
             tokens = [*self._prompt, *parent.token_ids, token]
             left = self._max_tokens - len(parent.token_ids) - 1
             request = self._engine.add(
@@ -255,11 +291,17 @@ class BeamSearch:
 
 
 def select_largest(values: torch.Tensor, count: int) -> list[tuple[int, int, float]]:
-    """The `count` largest of `values` [b, V], as (row, column, value), in falling order; of equal ones the lower row,
-    then the lower column first. Only finite values count.
+    """Selects the largest finite values.
+
+    Args:
+        values: [b, V] float64.
+        count: How many, at most.
+
+    Returns:
+        (row, column, value) of each, in descending order; of equal values the lower row, then the lower column first.
     """
     flat = values.flatten()
     threshold = flat.topk(min(count, flat.numel())).values[-1]
-    places = ((flat >= threshold) & flat.isfinite()).nonzero().squeeze(1)  # in rising order, at least `count` of them
-    found = sorted(zip(flat[places].tolist(), places.tolist(), strict=True), key=lambda entry: -entry[0])[:count]
-    return [(place // values.shape[1], place % values.shape[1], value) for value, place in found]
+    places = ((flat >= threshold) & flat.isfinite()).nonzero().squeeze(1)  # ascending; ties may make them more
+    ranked = sorted(zip(flat[places].tolist(), places.tolist(), strict=True), key=lambda entry: -entry[0])[:count]
+    return [(place // values.shape[1], place % values.shape[1], value) for value, place in ranked]

@@ -1,4 +1,4 @@
-"""How much memory there is for the KV cache."""
+"""Computes the memory for the KV cache."""
 
 from __future__ import annotations
 
@@ -20,11 +20,17 @@ def compute_cache_bytes(
     device: torch.device,
     dtype: torch.dtype,
 ) -> int:
-    """The bytes that there are for the KV cache: kv_cache_bytes, or what kv_cache_fraction of the device leaves.
+    """Computes the bytes for the KV cache: kv_cache_bytes, or kv_cache_fraction of the device less what is taken.
 
-    The fraction is of all that the device has, whatever else is on it: the weights in the directory `weights`, and on a
-    GPU what is taken already, go off it. Where neither is given: 9/10 of a GPU, 1 GiB of a CPU's memory, which the
-    operating system hands out as it is used. Weights that are not there yet, None, have no size.
+    The fraction is of the device's whole memory; the weights, and on a GPU all memory in use, are subtracted. By
+    default it is 9/10 of a GPU. A CPU's default is 1 GiB, which the operating system hands out as it is used.
+
+    Args:
+        options: The engine's options.
+        config: The model's configuration.
+        weights: The directory of its weights; None, for weights that are not made yet, counts as 0 bytes.
+        device: Where the cache will be.
+        dtype: That the model is served in.
     """
     if options.kv_cache_bytes is not None:
         return options.kv_cache_bytes
@@ -40,8 +46,9 @@ def compute_cache_bytes(
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
-    """The bytes that a device has, and how many of them are taken. On a CPU none are: most of what is, the operating
-    system would give back.
+    """(bytes of a device's memory, bytes in use).
+
+    On a CPU none count as in use, because the operating system would give most of them back.
     """
     if device.type == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0
@@ -50,7 +57,7 @@ def device_memory(device: torch.device) -> tuple[int, int]:
 
 
 def estimate_weight_bytes(directory: Path, config: tmodel.ModelConfig, dtype: torch.dtype) -> int:
-    """What the weights, which are not loaded yet, will take."""
+    """Estimates the bytes of the weights in `directory` once they are loaded as `dtype`."""
     if config.quantization is None:
         stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
         return stored * dtype.itemsize // config.dtype.itemsize

@@ -1,9 +1,8 @@
-"""Decode steps as recorded launches: one graph for each batch bucket and bound of the context.
+"""Records decode steps as CUDA graphs, one for each bucket of batch sizes and bound of the context.
 
 A graph replays the launches that it recorded, with the same addresses, shapes and host integers. So a decode step is
-padded to its bucket (slot -1, context 0), reads its rows and places from fixed buffers, makes its other inputs itself,
-and takes a bound of the context length that holds for many steps: the variants that split a context read the bound on
-the host.
+padded to its bucket (slot -1, context 0), reads its rows and places from fixed buffers, and makes its other inputs on
+the device. Variants that split a context read its bound on the host, so the bound must hold for many steps.
 """
 
 from __future__ import annotations
@@ -21,28 +20,30 @@ from tmodel.kv_cache import KVCache
 from tsched.execution.device_state import DeviceState, to_device
 from tsched.scheduling.sequence import Ints
 
-Replay = Callable[[], torch.Tensor]  # runs what was recorded; returns the same tensor each time, written anew
+Replay = Callable[[], torch.Tensor]  # runs the recorded step; always writes to, and returns, the same tensor
 
 _SMALLEST_BOUND = 1024  # tokens
 _BOUND_STEP = 4
 
 
 class Recorder(Protocol):
+    """Records a step, to be replayed."""
+
     def record(self, run: Callable[[], torch.Tensor]) -> Replay:
-        """`run` reads and writes fixed tensors alone and can be run again with the same effect."""
+        """Records `run`, which touches fixed tensors alone and has the same effect each time."""
 
 
 class EagerRecorder:
-    """Records nothing: a replay runs the padded step again. What a CPU has in the place of a graph."""
+    """Records nothing: a replay runs the padded step again. A CPU uses it, as it has no graphs."""
 
     def record(self, run: Callable[[], torch.Tensor]) -> Replay:
         return run
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one memory pool: they never run at the same time."""
+    """Records CUDA graphs in one memory pool, which they can share because they never run at the same time."""
 
-    _NUM_WARM_UPS = 2  # the first compiles, tunes and allocates, the second shows what a step really does
+    _NUM_WARM_UPS = 2  # the first compiles, tunes and allocates; the second runs as later steps do
 
     def __init__(self, device: torch.device, ranges: Ranges = NVTX) -> None:
         self._device = device
@@ -57,7 +58,7 @@ class CudaRecorder:
                 run()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph, captured = torch.cuda.CUDAGraph(), self._ranges.captured()
-        # What other threads do on the device meanwhile is not part of the graph.
+        # "thread_local": launches of other threads do not enter the graph.
         with (
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
             captured.capture(),
@@ -73,11 +74,17 @@ class CudaRecorder:
 
 
 class DecodeGraphs:
-    """Runs decode steps through recorded graphs, each recorded when it is first wanted.
+    """Runs decode steps through graphs, each recorded at its first use.
 
-    model      maps (Batch, caches) to logits [n, V] for the batch's logit_indices
-    max_rows   decode rows in a step
-    num_states the scheduler's; the caches have one slot more, for padding
+    Args:
+        model: Maps (Batch, caches) to logits [n, V] for the batch's logit_indices.
+        kv_cache: The caches.
+        state: The device's arrays, which a graph reads.
+        recorder: Records a step.
+        max_rows: The most decode rows of a step.
+        max_model_len: The most tokens of a sequence.
+        num_states: The scheduler's; the caches have one slot more, for padding. 0 where no layer keeps states.
+        ranges: Name the recording.
     """
 
     def __init__(
@@ -100,24 +107,31 @@ class DecodeGraphs:
         self.buckets = batch_buckets(max_rows)
         self.bounds = context_bounds(max_model_len)
         self._replays: dict[tuple[int, int], Replay] = {}
-        # All graphs leave their logits in one place: each its own would take gigabytes for a large vocabulary.
+        # All graphs write their logits to one tensor: one each would take gigabytes for a large vocabulary.
         self._logits: torch.Tensor | None = None
         self._num_states = num_states
-        num_inputs = 4 if num_states else 2  # tokens, starts; and the slots of states that are read and written
+        num_inputs = 4 if num_states else 2  # tokens, starts; then the slots of states read and written
         self._inputs = torch.zeros((num_inputs, max_rows), dtype=torch.int64, device=state.device)
 
     @property
     def recorded(self) -> list[tuple[int, int]]:
-        """The buckets and bounds that there are graphs of."""
+        """The (bucket, bound) of every recorded graph, sorted."""
         return sorted(self._replays)
 
     def forget(self) -> None:
-        """Drop all graphs; those that are wanted again are recorded again."""
+        """Drops all graphs; the next use of each records it again."""
         self._replays.clear()
 
     def run(self, rows: Ints, starts: Ints, state_slots: Ints | None = None) -> torch.Tensor:
-        """Logits [n, V] of the step in which the state's first n places decode `rows` [n] at `starts` [n]; valid until
-        the next run. state_slots: [2, n], where layers keep states.
+        """Runs the step in which the state's first n places decode.
+
+        Args:
+            rows: [n] int64, of the table.
+            starts: [n] int64, the place of each row's token in its sequence.
+            state_slots: [2, n] int64, the slots read and written, where layers keep states.
+
+        Returns:
+            Logits [n, V], valid until the next run.
         """
         bucket = self.buckets[bisect_left(self.buckets, rows.size)]
         bound = self.bounds[bisect_left(self.bounds, int(starts.max()) + 1)]
@@ -137,22 +151,24 @@ class DecodeGraphs:
         tokens, starts = self._inputs[:2, :bucket]
         state_slots = self._inputs[2:, :bucket] if self._num_states else None
         logits = self._model(self._state.make_decode_batch(tokens, starts, bound, state_slots), self._kv_cache)
-        if self._logits is None:  # before any graph is captured: a recorder runs the step first
+        if self._logits is None:  # outside any capture, because a recorder runs the step first
             self._logits = logits.new_empty((self._inputs.shape[1], logits.shape[1]))
         return self._logits[:bucket].copy_(logits)
 
 
 def batch_buckets(max_rows: int) -> list[int]:
-    """1, 2, 4, 8, then every 8 to 64, every 16 to 256 and every 64 above, up to and with `max_rows`: what padding adds
-    stays under a fifth from 32 rows on.
+    """Batch sizes of graphs: 1, 2, 4, 8, then every 8 to 64, every 16 to 256, every 64 above, and `max_rows`.
+
+    From 32 rows on padding adds less than a fifth.
     """
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 64)]
     return [*(step for step in steps if step < max_rows), max_rows]
 
 
 def context_bounds(max_model_len: int) -> list[int]:
-    """`max_model_len` and its quarters down to 1024: a graph's grids fit its bound, so one bound for all contexts would
-    launch programs that find nothing to do.
+    """Bounds of contexts, in tokens: `max_model_len` and its quarters down to 1024, ascending.
+
+    A graph's grids are sized by its bound, so with one bound for all contexts most programs would have no work.
     """
     bounds = [max_model_len]
     while bounds[0] > _SMALLEST_BOUND:

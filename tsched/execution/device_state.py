@@ -1,8 +1,8 @@
-"""What the device keeps between steps: each batch place's block table and each row's newest token.
+"""The device's arrays that last from step to step: each batch place's block table and each row's newest token.
 
-A step changes little of it: a block for a row that crossed a page, a table for a row that has just come. Only that is
-sent, so a step's cost does not grow with the context. The newest tokens are written where they are sampled, so the next
-step can be prepared before the host has seen them.
+A step changes little of them: one block for a row that crossed a page, one table for a row that has just come. Only
+changes are sent, so a step's cost does not grow with the context. The newest tokens stay on the device that samples
+them, so the host prepares the next step before it has seen them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,25 @@ from tsched.scheduling.sequence import Ints, SequenceTable
 _NO_PREFILLS = np.zeros(1, dtype=np.int32)
 
 StepInputs = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
-"""The op, as a KernelSet has it."""
+"""The step_inputs op of a KernelSet."""
 
 
 class DeviceState:
-    """Arrays on `device` that mirror what running rows of `table` need, changed in place.
+    """Arrays on `device` that mirror the running rows of `table`, changed in place.
 
-    R rows of the table and as many places in a batch, W blocks a sequence at most.
+    The table has R rows and a batch as many places; a sequence has W blocks at most.
 
-    block_tables  [R, W] int32, by place in the batch; entries past a sequence's last block are undefined
-    last_tokens   [R] int64, by row of the table: the token that a decode of the row reads
+    Args:
+        table: The running sequences.
+        device: Where the arrays are.
+        step_inputs: The op that makes batches of them.
+
+    Attributes:
+        block_tables: [R, W] int32, by place in the batch. Entries past a sequence's last block are undefined.
+        last_tokens: [R] int64, by row of the table, the token that the row's next decode reads.
     """
 
     def __init__(self, table: SequenceTable, device: torch.device, step_inputs: StepInputs = baseline) -> None:
-        """step_inputs: the op that makes batches of these arrays."""
         self._table = table
         self._step_inputs = step_inputs
         self.device = device
@@ -45,25 +50,28 @@ class DeviceState:
         self._no_prefills = to_device(_NO_PREFILLS, device)
         self._places = torch.arange(rows, device=device)
         self._decode_counts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        # What each place of `block_tables` holds: that many blocks of a row, in that row's epoch.
+        # Each place of `block_tables` holds this many blocks of this row, as of this epoch of the row.
         self._row_at = np.full(rows, -1, dtype=np.int64)
         self._epoch_at = np.full(rows, -1, dtype=np.int64)
         self._count_at = np.zeros(rows, dtype=np.int64)
         # The last rows placed, and the table's departures then: most steps place the same.
         self._placed: Ints = self._row_at[:0]
         self._departures = -1
-        # And which token of its sequence each entry of `last_tokens` is.
+        # Each entry of `last_tokens` is the token at this place of its sequence, as of this epoch of the row.
         self._token_place = np.full(rows, -1, dtype=np.int64)
         self._token_epoch = np.full(rows, -1, dtype=np.int64)
         self._kept: tuple[Ints, Ints, int] | None = None  # rows, places and departures of the last step's tokens
-        # On a CPU the arrays are numpy's too, whose small operations take a third of torch's time.
+        # On a CPU numpy shares the arrays: its small operations take a third of torch's time.
         on_cpu = device.type == "cpu"
         self._host_tables: NDArray[np.int32] | None = self.block_tables.numpy().reshape(-1) if on_cpu else None
         self._host_tokens: Ints | None = self.last_tokens.numpy() if on_cpu else None
 
     def forget(self, placed: Ints, rewritten: Ints) -> None:
-        """Send anew, when they are used, the tokens of the rows `placed` [a], of which nothing is as it was, and the
-        tables of those `rewritten` [r], where blocks in the middle are others now.
+        """Marks what must be sent again before it is used.
+
+        Args:
+            placed: [a] int64, rows with new content: their tokens.
+            rewritten: [r] int64, rows where blocks in the middle changed: their tables.
         """
         if placed.size:
             self._kept = None
@@ -73,7 +81,7 @@ class DeviceState:
             self._departures = -1
 
     def update_tables(self, rows: Ints) -> None:
-        """Make the first places those of `rows` [B], in this order, with all blocks that the table has of them."""
+        """Brings the first B block tables up to date with the table's blocks of `rows` [B] int64, in this order."""
         table, num = self._table, rows.size
         counts = table.num_blocks[rows]
         if rows is self._placed and table.num_departures == self._departures:
@@ -102,15 +110,22 @@ class DeviceState:
         self._row_at[:num], self._epoch_at[:num], self._count_at[:num] = rows, table.epoch[rows], counts
 
     def has_kept(self, rows: Ints, places: Ints) -> bool:
-        """Whether the tokens at `places` are those that the last step sampled for `rows`, both the same arrays: a plan
-        that repeats the last one a token on is made of its arrays.
+        """Whether the last step sampled exactly the tokens at `places` for `rows`.
+
+        It compares arrays by identity: a plan that continues the last one by a token reuses its arrays.
         """
         kept = self._kept
         return kept is not None and kept[0] is rows and kept[1] is places and kept[2] == self._table.num_departures
 
     def update_tokens(self, rows: Ints, places: Ints) -> None:
-        """Have in `last_tokens` the tokens at `places` [n] of the sequences in `rows` [n]: those that were not sampled
-        here last are sent.
+        """Brings `last_tokens` of `rows` up to date, and sends only tokens that the device did not sample itself.
+
+        Args:
+            rows: [n] int64, of the table.
+            places: [n] int64, the place of each token in its sequence.
+
+        Raises:
+            RuntimeError: A token is neither on the host nor on the device.
         """
         table = self._table
         known = (self._token_place[rows] == places) & (self._token_epoch[rows] == table.epoch[rows])
@@ -123,9 +138,15 @@ class DeviceState:
         self._token_place[rows], self._token_epoch[rows] = places, table.epoch[rows]
 
     def keep_tokens(self, rows: Ints, places: Ints, epochs: Ints, tokens: torch.Tensor) -> None:
-        """The step has sampled `tokens` [n] int64 for `rows` [n] of these epochs, at `places` [n] of their sequences.
+        """Stores the tokens that a step sampled.
 
-        A row without a token (below 0) ends when the host sees it; until then its next step reads token 0.
+        A row whose token is below 0 got none and ends when the host sees it; until then its next step reads token 0.
+
+        Args:
+            rows: [n] int64, of the table.
+            places: [n] int64, the place of each token in its sequence.
+            epochs: [n] int64, of the rows when the step was planned.
+            tokens: [n] int64, on the device.
         """
         if self._host_tokens is not None:
             self._host_tokens[rows] = np.maximum(tokens.numpy(), 0)
@@ -135,7 +156,11 @@ class DeviceState:
         self._kept = (rows, places, self._table.num_departures)
 
     def read_host_tokens(self, rows: Ints) -> Ints:
-        """[n] int64, the last tokens of `rows` [n]; on a CPU alone."""
+        """[n] int64: the last tokens of `rows` [n].
+
+        Raises:
+            RuntimeError: The device is not a CPU.
+        """
         if self._host_tokens is None:
             raise RuntimeError(f"the last tokens are on {self.device}")
         return self._host_tokens[rows]
@@ -147,10 +172,13 @@ class DeviceState:
         max_context_len: int,
         state_slots: torch.Tensor | None = None,
     ) -> Batch:
-        """The batch in which place i decodes at place `starts[i]` of its sequence the newest token of row r, where
-        `tokens[i]` is -1 - r; both [B] int64. A start of -1 is padding: slot -1, context 0.
+        """Makes a batch of decode rows. It reads no value on the host, so a CUDA graph can record it.
 
-        Reads no value on the host, so a CUDA graph can hold it.
+        Args:
+            tokens: [B] int64, -1 - r for the newest token of row r.
+            starts: [B] int64, the place of that token in its sequence; -1 is padding, with slot -1 and context 0.
+            max_context_len: A bound of all contexts, in tokens.
+            state_slots: [2, B] int64, the slots read and written, where layers keep states.
         """
         num = tokens.shape[0]
         return self._make_batch(
@@ -168,9 +196,15 @@ class DeviceState:
         num_decodes: int,
         state_slots: Ints | None = None,
     ) -> Batch:
-        """Any batch, made on the device of what is sent in one copy, because a copy's cost is its launch.
+        """Makes any batch on the device. Its inputs are sent in one copy, because a copy costs mostly its launch.
 
-        tokens: [T], as in `decode_batch`, or token ids; starts, ends: [B]; logits: [m]; state_slots: [2, B]; all int64.
+        Args:
+            tokens: [T] int64, token ids, or -1 - r for the newest token of row r.
+            starts: [B] int64, the place of each row's first token in its sequence.
+            ends: [B] int64, the place after its last token.
+            logits: [m] int64, the tokens of the batch whose logits are computed.
+            num_decodes: Rows, the first ones, that decode.
+            state_slots: [2, B] int64, the slots read and written, where layers keep states.
         """
         cu_counts = np.zeros(starts.size + 1, dtype=np.int64)
         np.cumsum(ends - starts, out=cu_counts[1:])
@@ -179,7 +213,7 @@ class DeviceState:
             parts.append(state_slots.reshape(-1))
         sent = to_device(np.concatenate(parts), self.device).split([part.size for part in parts])
         counts = sent[3].int()
-        # The decode rows have a token each.
+        # Each decode row has one token.
         prefills = counts[num_decodes:] - num_decodes if num_decodes < starts.size else self._no_prefills
         slots = None if state_slots is None else sent[4].view(2, -1)  # [2 B] -> [2, B]
         return self._make_batch(sent[0], sent[1], counts, prefills, sent[2], num_decodes, int(ends.max()), slots)
@@ -215,8 +249,9 @@ class DeviceState:
 
 
 def to_device(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """`array` as a tensor on `device`. To a GPU it goes through pinned memory, which the copy alone does not wait for;
-    on a CPU it is `array` itself.
+    """Returns `array` as a tensor on `device`.
+
+    To a GPU it goes through pinned memory, so the call does not wait. On a CPU the tensor shares the array's memory.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,10 +1,10 @@
-"""One step of serving: the scheduler's plan, the model's logits, the sampler's tokens, back to the scheduler.
+"""One step of serving: the scheduler plans, the model computes logits, the sampler chooses tokens, the plan commits.
 
-With overlap the host is one step behind the device. While step n runs, step n+1 is planned, prepared and launched: its
-input tokens are those that step n leaves on the device, so nobody waits for their values. Then the host takes in step
-n's tokens, and only then launches the sampling of step n+1, behind its forward. By that time penalties, logits
-processors and the row's own end know every token, and no GPU idles for it as long as the host's part of a step is
-shorter than the device's. What a sequence that ended at step n computes in step n+1 is dropped.
+With overlap the host is one step behind the device. While step n runs, the host plans, prepares and launches step n+1,
+whose input tokens stay on the device, so the host need not wait for their values. Then the host commits step n's tokens
+and launches the sampling of step n+1 after its forward. So penalties, logits processors and stop conditions know every
+token, and the GPU does not idle as long as the host's part of a step is shorter than the device's. Tokens that step n+1
+computes for a sequence that ended at step n are dropped.
 """
 
 from __future__ import annotations
@@ -43,23 +43,30 @@ Forward = Callable[[Batch, KVCache], torch.Tensor]
 
 
 class PageMover(Protocol):
-    """Copies whole pages of every layer's keys and values, in the order of its calls and of the model's."""
+    """Copies whole pages of every layer's keys and values. Its copies and the model's forwards run in call order."""
 
     def swap_out(self, pages: BlockIds) -> None:
-        """pages: [2, n] int32, pages of the device and where they go in the host's cache."""
+        """Copies pages of the device, pages[0], to the host's cache, pages[1]; [2, n] int32."""
 
     def swap_in(self, pages: BlockIds) -> None:
-        """pages: [2, n] int32, pages of the host's cache and where they go on the device."""
+        """Copies pages of the host's cache, pages[0], to the device, pages[1]; [2, n] int32."""
 
     def copy(self, pages: BlockIds) -> None:
-        """pages: [2, n] int32, pages of the device and where they go on it."""
+        """Copies pages of the device, pages[0], to others of it, pages[1]; [2, n] int32."""
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A sequence and what its owner wants to know of it. Moments are in seconds on time.perf_counter's clock.
+    """A sequence in the engine and the results that its owner reads.
 
-    `detokenizer` is there where the text must be known as it grows, because a stop string may end it.
+    Attributes:
+        sequence: The scheduler's.
+        arrival_time: Seconds on time.perf_counter's clock.
+        detokenizer: Finds stop strings as the text grows; None where there are none.
+        first_token_time: Seconds on the same clock; None before.
+        finish_time: Seconds on the same clock; None before.
+        logprobs: For each output token, where the request asks for them.
+        error: Why it failed; None where it did not.
     """
 
     sequence: Sequence
@@ -72,14 +79,14 @@ class Request:
 
     @property
     def is_watched(self) -> bool:
-        """Whether each of its tokens must be looked at as it comes."""
+        """Whether the engine must inspect each of its tokens."""
         params = self.sequence.params
         return self.detokenizer is not None or params.logprobs is not None or bool(params.criteria)
 
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
-    """A step whose tokens are on their way to the host."""
+    """A step that the device runs, whose tokens the host has not read yet."""
 
     plan: StepPlan
     step: ArrangedPlan
@@ -89,17 +96,21 @@ class _LaunchedStep:
 class Engine:
     """Joins a scheduler and a model. Not for use by two threads at once.
 
-    model     maps (Batch, caches) to logits [n, V], float32 or wider, one row for each of the batch's logit_indices
-    kv_cache  per layer (k_cache, v_cache), with the scheduler's blocks and block size
-    seed      of the requests that bring none
-    pages     copies pages for forks and swaps, where the scheduler makes some
-    states    the same of states, for swaps
-    step_inputs  the op that makes a step's inputs on the device
-    overlap   whether the host is one step behind the device, with the same tokens; None: where that is a GPU. May be
-              changed between steps: after the next one that is off, no step is under way
-    cuda_graphs  whether decode steps are recorded and replayed; None: on a GPU. On a CPU they are padded as for a
-                 graph, and run
-    ranges    where a step and its phases are named, the forward with the ids of its requests
+    Args:
+        model: Maps (Batch, caches) to logits [n, V], float32 or wider, one row for each of the batch's logit_indices.
+        kv_cache: The caches of each layer, with the scheduler's blocks and block size.
+        scheduler: Plans the steps.
+        device: Where the model runs.
+        seed: Of requests without a seed.
+        eos_token_ids: The tokens that end a sequence.
+        pages: Copies pages for forks and swaps; needed where the scheduler makes any.
+        states: Copies states for swaps.
+        step_inputs: The op that makes a step's inputs on the device.
+        overlap: Whether the host is one step behind the device, with the same tokens; None is yes on a GPU. It may be
+            changed between steps: after the next step with it off, no step is in flight.
+        cuda_graphs: Whether decode steps are recorded and replayed; None is yes on a GPU. On a CPU steps are padded as
+            for a graph, and run.
+        ranges: Name a step and its phases, the forward with the ids of its requests.
     """
 
     def __init__(
@@ -130,7 +141,7 @@ class Engine:
         self._builder = BatchBuilder(scheduler.table, self._state)
         self._sampler = Sampler(scheduler.table, seed=seed, eos_token_ids=eos_token_ids)
         self._reader = HostReader(device)
-        self._launched: _LaunchedStep | None = None  # the step under way that has not been committed
+        self._launched: _LaunchedStep | None = None  # the step in flight, not committed yet
         self._graphs: DecodeGraphs | None = None
         if is_gpu if cuda_graphs is None else cuda_graphs:
             recorder = CudaRecorder(device, ranges) if is_gpu else EagerRecorder()
@@ -140,8 +151,8 @@ class Engine:
                 num_states=scheduler.states.pool.num_blocks if scheduler.states is not None else 0, ranges=ranges,
             )  # fmt: skip
         self._requests: dict[int, Request] = {}
-        self._num_watched = 0  # unfinished requests whose tokens are looked at as they come
-        self._num_unbegun = 0  # and those without a token yet
+        self._num_watched = 0  # unfinished requests that are watched
+        self._num_unbegun = 0  # unfinished requests without a token yet
         self._peak = PeakUse()
 
     @property
@@ -163,9 +174,19 @@ class Engine:
         priority: int = 0,
         cache_salt: bytes = b"",
     ) -> Request:
-        """Queue a request for `prompt` [n] token ids; RefusedError where it could never finish here.
+        """Queues a request.
 
-        `detokenizer` comes with a request that has stop strings, to find them. The rest is Scheduler.add's.
+        Args:
+            request_id: Its sequence's id, unique among the unfinished.
+            prompt: [n] token ids.
+            params: How tokens are chosen.
+            detokenizer: Finds the request's stop strings; needed where it has any.
+            arrival_time: Seconds on time.perf_counter's clock; None is now.
+            priority: Lower goes first.
+            cache_salt: Requests with equal salts share cached prefixes.
+
+        Raises:
+            RefusedError: It could never run to its end here.
         """
         return self.add_group(
             [request_id],
@@ -188,7 +209,7 @@ class Engine:
         priority: int = 0,
         cache_salt: bytes = b"",
     ) -> list[Request]:
-        """Queue a request for each of `params`, all of one `prompt`, which is computed once. Else as `add`."""
+        """Queues a request for each of `params`, all of one `prompt`, which is computed once. Otherwise as `add`."""
         for one, detokenizer in zip(params, detokenizers, strict=True):
             if one.stop_strings and detokenizer is None:
                 raise RefusedError("stop strings are looked for in text, and there is no tokenizer to make it")
@@ -197,8 +218,9 @@ class Engine:
         return [self._register(Request(s, arrival, d)) for s, d in zip(sequences, detokenizers, strict=True)]
 
     def fork(self, request_id: int, new_id: int, params: SamplingParams, *, num_tokens: int) -> Request:
-        """Queue a request that goes on from the first `num_tokens` tokens of an unfinished one, see Scheduler.fork. It
-        finds no stop strings.
+        """Queues a request that goes on from the first `num_tokens` tokens of an unfinished one, see Scheduler.fork.
+
+        The fork ignores stop strings.
         """
         return self._register(
             Request(self.scheduler.fork(request_id, new_id, params, num_tokens=num_tokens), time.perf_counter())
@@ -211,20 +233,22 @@ class Engine:
         return request
 
     def abort(self, sequence_id: int) -> Request | None:
-        """End a request wherever it is; None where there is no such request."""
+        """Ends a request in whatever state it is. Returns it, or None where there is no such request."""
         if self.scheduler.abort(sequence_id) is None:
             return None
         request = self._requests[sequence_id]
         self._finish_request(request, time.perf_counter())
-        if self._launched is not None and not self._requests:  # nobody waits for the step under way
+        if self._launched is not None and not self._requests:  # nobody waits for the step in flight
             self._complete_step(self._launched)
         return request
 
     def step(self) -> list[Request]:
-        """Advance every sequence that can advance; returns the requests that finished, with overlap those that the
-        step before finished.
+        """Advances every sequence that can advance.
 
-        Raises what the model raises; every request is aborted then, because what the caches hold is not known any more.
+        An exception of the model passes through. Every request is aborted first, because the caches may hold anything.
+
+        Returns:
+            The requests that finished; with overlap those that the step before finished.
         """
         try:
             with self._phases.step:
@@ -237,25 +261,27 @@ class Engine:
             raise
 
     def forget_graphs(self) -> None:
-        """Record decode steps anew when they are next wanted: a profiler that began after they were recorded knows
-        nothing of what is in them.
+        """Drops all recorded decode steps; their next use records them again.
+
+        A profiler needs this: it does not know the launches in a graph that was recorded before it began.
         """
         if self._graphs is not None:
             self._graphs.forget()
 
     def stats(self) -> EngineStats:
+        """Returns counts since the engine was made, and the pool's use."""
         cache = self._kv_cache
         of_blocks = cache.blocks if isinstance(cache, CacheTensors) else [one for layer in cache for one in layer]
         kv_bytes = sum(tensor.nbytes for tensor in of_blocks)
         return EngineStats.collect(self.scheduler, self._peak, kv_bytes)
 
     def reset_peak(self) -> None:
-        """The peaks in `stats` are of what comes from now on."""
+        """Starts the peaks in `stats` anew."""
         self._peak.reset()
 
     def _step(self) -> list[Request]:
         finished: list[Request] = []
-        if self._launched is not None and not self.overlap:  # it has just been switched off
+        if self._launched is not None and not self.overlap:  # overlap has just been switched off
             finished = self._complete_step(self._launched)
         phases = self._phases
         with phases.schedule:
@@ -268,7 +294,7 @@ class Engine:
                 self._sampler.forget(plan.placed)
             step = self._builder.arrange(plan)
         if step is None:
-            if launched is None and self._requests:  # by the scheduler's promise this cannot be; a loop would not end
+            if launched is None and self._requests:  # the scheduler never does this; without a check a loop would hang
                 raise RuntimeError(f"{len(self._requests)} requests are unfinished and none can advance")
             if launched is not None:
                 finished += self._complete_step(launched)
@@ -290,18 +316,18 @@ class Engine:
         return finished + self._complete_step(self._launched)
 
     def _forward(self, step: ArrangedPlan) -> torch.Tensor:
-        """Logits [m, V] of the step's sampled rows."""
+        """Computes the logits [m, V] of the step's sampled rows."""
         if self._graphs is not None and step.all_decode:
             return self._graphs.run(step.rows, step.starts, step.state_slots)
         return self._model(self._builder.build(step), self._kv_cache)
 
     def _request_ids(self, plan: StepPlan) -> list[int]:
-        """Of the requests that advance in a step, in the order of its rows."""
+        """The ids of the requests that advance in a step, in the order of its rows."""
         sequences = (self.scheduler.table.sequences[row] for row in plan.rows.tolist())
         return [sequence.id for sequence in sequences if sequence is not None]
 
     def _move_pages(self, plan: StepPlan) -> None:
-        """Copy pages and states as the plan asks, before its forward and in this order."""
+        """Copies pages and states as the plan asks, in the order that its forward needs."""
         if not (plan.swap_outs.size or plan.swap_ins.size or plan.copies.size):  # no state moves without pages
             return
         if self._pages is None:
@@ -314,7 +340,7 @@ class Engine:
             _copy_pairs(self._states.swap_in, plan.states.swap_ins)
 
     def _complete_step(self, launched: _LaunchedStep) -> list[Request]:
-        """Wait for a step's tokens and hand them to the scheduler; returns the requests that finished."""
+        """Waits for a step's tokens and commits them. Returns the requests that finished."""
         self._launched = None
         with self._phases.wait:
             outcome = launched.readback()
@@ -323,7 +349,7 @@ class Engine:
 
     def _commit(self, launched: _LaunchedStep, outcome: Outcome) -> list[Request]:
         plan, step, tokens = launched.plan, launched.step, outcome.token_ids
-        # By entry, looked up before the commit takes out those that end.
+        # These are looked up first, because the commit removes requests that end.
         begun = self._live_requests(step) if self._num_unbegun else {}
         broken = {} if outcome.all_chosen else self._live_requests(step, tokens < 0)
         watched = self._live_requests(step, tokens >= 0) if self._num_watched else {}
@@ -349,8 +375,11 @@ class Engine:
         return finished
 
     def _live_requests(self, step: ArrangedPlan, wanted: NDArray[np.bool_] | None = None) -> dict[int, Request]:
-        """By entry among the sampled, the requests whose rows have not changed hands since the plan; the `wanted` [m]
-        ones, or all.
+        """Sampled entry -> request, for rows that still hold the sequence that was planned.
+
+        Args:
+            step: The plan.
+            wanted: [m], which sampled entries; None is all.
         """
         table, rows = self.scheduler.table, step.sampled_rows
         live = table.epoch[rows] == step.sampled_epochs
@@ -364,9 +393,7 @@ class Engine:
     def _check_token(
         self, request: Request, token: int, length: int, logprobs: TokenLogprobs | None, finished: list[Request]
     ) -> None:
-        """Keep a new token's log-probabilities, and end its request where its text now has a stop string, or where one
-        of its stopping criteria says so.
-        """
+        """Stores a new token's log-probabilities, and ends its request at a stop string or by a stopping criterion."""
         if logprobs is not None:
             request.logprobs.append(logprobs)
         sequence = request.sequence
@@ -390,7 +417,7 @@ class Engine:
             finished.append(request)
 
     def _fail_request(self, request: Request, token: int, fault: str | None, finished: list[Request]) -> None:
-        """End a request that got `token` < 0, which is none: by the `fault` of a logits processor, or see Sampled."""
+        """Ends a request that got no token, `token` < 0: by the `fault` of a logits processor, or see Sampled."""
         sequence = request.sequence
         if self.scheduler.finish(sequence.id, "error") is not None:
             finished.append(request)
@@ -405,7 +432,7 @@ class Engine:
         request.error = fault or why
 
     def _finish_request(self, request: Request, now: float) -> None:
-        """The request has finished: settle its text and its accounts."""
+        """Removes a finished request and completes its text and times."""
         del self._requests[request.sequence.id]
         self._num_watched -= request.is_watched
         self._num_unbegun -= request.first_token_time is None
@@ -413,7 +440,7 @@ class Engine:
         if request.detokenizer is not None:
             request.detokenizer.finish()
             if request.detokenizer.is_stopped and request.error is None:
-                # The last token may have allowed "length" too; the text decides.
+                # The last token may have reached a length limit too; a stop string comes first.
                 request.sequence.finish_reason = "stop"
 
 

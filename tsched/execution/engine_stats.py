@@ -1,4 +1,4 @@
-"""What an engine has done, and how full its pool was."""
+"""Counts of what an engine has done, and the use of its pool."""
 
 from __future__ import annotations
 
@@ -11,26 +11,31 @@ from tsched.scheduling.scheduler import Scheduler
 
 @dataclass(slots=True)
 class PeakUse:
-    """The pool when most of it was lent, since the last `reset`."""
+    """The pool's use at its peak since the last `reset`.
+
+    Attributes:
+        used_blocks: Blocks in use.
+        last_page_waste: The fraction of their slots past their sequences' ends.
+    """
 
     used_blocks: int = 0
     last_page_waste: float = 0.0
 
     def record(self, scheduler: Scheduler) -> None:
+        """Records the pool's use where it is higher than before."""
         used = scheduler.pool.num_referenced
         if used > self.used_blocks:
             self.used_blocks = used
             self.last_page_waste = scheduler.last_page_waste()
 
     def reset(self) -> None:
+        """Forgets the peak."""
         self.used_blocks, self.last_page_waste = 0, 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Sums since the engine was made, the pool as it is, and as it was when most of it was lent since the peak was last
-    forgotten.
-    """
+    """Sums since the engine was made, and the pool's use now and at its peak since the last reset."""
 
     num_steps: int
     num_prefill_tokens: int
@@ -41,25 +46,25 @@ class EngineStats:
     num_forks: int
     num_blocks_swapped_out: int
     num_blocks_swapped_in: int
-    num_blocks_copied: int  # on write
+    num_blocks_copied: int  # because a fork wrote to a shared block
     num_running: int
     num_waiting: int
     num_blocks: int
     block_size: int
     num_used_blocks: int
     peak_used_blocks: int
-    peak_occupancy: float  # of all blocks, the fraction lent at the peak
-    last_page_waste: float  # of the slots lent at the peak, the fraction past their sequences' ends
+    peak_occupancy: float  # fraction of all blocks in use at the peak
+    last_page_waste: float  # fraction of the slots in use at the peak that are past their sequences' ends
     prefix_cache: CacheStats
-    saved_bytes: int  # of keys and values that were found in the prefix cache
+    saved_bytes: int  # of keys and values that the prefix cache had
     num_states: int  # slots for states of sequences; 0 where no layer keeps states
-    num_used_states: int  # of these, in use
-    num_kept_states: int  # and those that are kept for later prefixes alone
+    num_used_states: int  # slots in use
+    num_kept_states: int  # slots kept only for later prefixes
 
     @classmethod
     def collect(cls, scheduler: Scheduler, peak: PeakUse, kv_bytes: int) -> Self:
-        """Of an engine whose blocks take `kv_bytes` in all."""
-        counters, pool, found = scheduler.counters, scheduler.pool, scheduler.cache_stats()
+        """Collects the stats of an engine whose blocks take `kv_bytes` in all."""
+        counters, pool, cache_stats = scheduler.counters, scheduler.pool, scheduler.cache_stats()
         states = None if scheduler.states is None else scheduler.states.pool
         return cls(
             num_steps=counters.num_steps,
@@ -80,8 +85,8 @@ class EngineStats:
             peak_used_blocks=peak.used_blocks,
             peak_occupancy=peak.used_blocks / pool.num_blocks,
             last_page_waste=peak.last_page_waste,
-            prefix_cache=found,
-            saved_bytes=found.bytes_saved(kv_bytes // (pool.num_blocks * pool.block_size)),
+            prefix_cache=cache_stats,
+            saved_bytes=cache_stats.bytes_saved(kv_bytes // (pool.num_blocks * pool.block_size)),
             num_states=0 if states is None else states.num_blocks,
             num_used_states=0 if states is None else states.num_referenced,
             num_kept_states=0 if states is None else states.num_cached,

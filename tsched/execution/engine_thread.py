@@ -1,4 +1,4 @@
-"""The thread in which an online engine runs, and the tokens that it leaves for each request's consumer."""
+"""The thread that runs an online engine, and the tokens that it leaves for each request's consumer."""
 
 from __future__ import annotations
 
@@ -31,16 +31,22 @@ class Ticket:
     `news`, `refusal`, `failure` and `is_over` are read and written under the thread's lock. The engine's thread alone
     uses the rest.
 
-    refusal   why the engine never took it
-    failure   what the engine raised while it served it
-    is_over   no more news will come
+    Attributes:
+        prepared: The request as submitted.
+        news: The new tokens of each sample.
+        requests: The engine's request of each sample.
+        num_reported: The tokens of each sample that `news` has had.
+        num_going: Samples whose end has not been reported.
+        refusal: Why the engine never took the request.
+        failure: The engine's exception while it served the request.
+        is_over: No more news will come.
     """
 
     prepared: PreparedRequest
     news: list[NewTokens]
     requests: list[Request] = field(default_factory=list)
-    num_reported: list[int] = field(default_factory=list)  # tokens of each sample
-    num_going: int = 0  # samples whose end has not been reported
+    num_reported: list[int] = field(default_factory=list)
+    num_going: int = 0
     refusal: str | None = None
     failure: BaseException | None = None
     is_over: bool = False
@@ -49,13 +55,20 @@ class Ticket:
 class EngineThread:
     """Runs `engine` until it is told to stop, or until a step raises.
 
-    start         queues a prepared request, one engine request for each sample; it may raise RefusedError
-    on_news       is called on the thread, after steps that brought tokens and when the thread ends; it raises
-                  RuntimeError where nobody listens any more
-    is_abandoned  whether nobody can submit requests or take tokens any more: the thread then aborts everything and
-                  ends, within a second
+    The thread's own time a step grows with the samples that run or ended, not with those that wait.
 
-    The cost of a step here grows with the samples that run and that ended, not with those that wait.
+    Args:
+        engine: What runs.
+        start: Queues a prepared request, one engine request for each sample; it may raise RefusedError.
+        on_news: Called on the thread after steps that brought tokens and when the thread ends. It raises RuntimeError
+            where nobody listens any more.
+        is_abandoned: Whether nobody can submit requests or take tokens any more. The thread then aborts everything and
+            ends within a second.
+        name: Of the thread.
+
+    Attributes:
+        failure: The engine's exception that ended the thread.
+        has_ended: Whether the thread has ended.
     """
 
     def __init__(
@@ -72,11 +85,11 @@ class EngineThread:
         self._start = start
         self._on_news = on_news
         self._is_abandoned = is_abandoned
-        self._samples: dict[int, tuple[Ticket, int]] = {}  # by the ids of their sequences, those whose end is to come
+        self._samples: dict[int, tuple[Ticket, int]] = {}  # sequence id -> ticket and sample, of unfinished samples
         self._ended: list[Request] = []  # since the last report
         self._lock = threading.Lock()
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        # Under the lock: submitted and not over, in the order of arrival; and those with news for their consumers.
+        # Under the lock: tickets that are not over, in the order of arrival; and those with news for their consumers.
         self._active: dict[Ticket, None] = {}
         self._changed: dict[Ticket, None] = {}
         self._is_notified = False  # on_news was called since the last changed()
@@ -86,15 +99,19 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, ticket: Ticket) -> None:
-        """Begins a request; RuntimeError where the thread has ended."""
-        with self._lock:  # under it the thread takes its leave of all tickets
+        """Begins a request. Any thread may call this.
+
+        Raises:
+            RuntimeError: The engine's thread has ended.
+        """
+        with self._lock:  # the ending thread ends all tickets under it, so none can slip in after
             if self.has_ended:
                 raise RuntimeError("the engine's thread has ended")
             self._active[ticket] = None
             self._commands.put(lambda: self._begin(ticket))
 
     def abort(self, ticket: Ticket) -> None:
-        """Ends a request, wherever it is. Any thread may call this at any moment, also when the request is over."""
+        """Ends a request in whatever state it is. Any thread may call this at any moment, also after its end."""
         self._commands.put(lambda: self._abort(ticket))
 
     def drain(self) -> None:
@@ -106,19 +123,24 @@ class EngineThread:
         self._commands.put(self._must_stop.set)
 
     def join(self) -> None:
+        """Waits until the thread has ended."""
         self._thread.join()
 
     def take_changed(self) -> list[Ticket]:
-        """The tickets with news since the last call."""
+        """Returns the tickets with news since the last call."""
         with self._lock:
             tickets, self._changed, self._is_notified = list(self._changed), {}, False
         return tickets
 
     def take_news(self, ticket: Ticket) -> tuple[list[NewTokens], bool]:
-        """The ticket's news, now the caller's, and whether they are the last."""
+        """Takes the ticket's news.
+
+        Returns:
+            (the new tokens of each sample, whether they are the last).
+        """
         with self._lock:
             news, ticket.news = ticket.news, [NewTokens() for _ in ticket.news]
-            self._changed.pop(ticket, None)  # nothing is left to tell its consumer
+            self._changed.pop(ticket, None)  # its consumer has all news now
             return news, ticket.is_over
 
     def _run(self) -> None:
@@ -129,7 +151,7 @@ class EngineThread:
                 self.failure = error
         with self._lock:
             self.has_ended = True
-            for ticket in self._active:  # those too that it never got to
+            for ticket in self._active:  # also tickets that never began
                 ticket.failure, ticket.is_over = self.failure, True
                 for news in ticket.news:
                     news.finish_reason = news.finish_reason or "abort"
@@ -159,7 +181,7 @@ class EngineThread:
         self._report()
 
     def _wait(self) -> None:
-        """Waits for the next command and carries it out; returns without one after some time."""
+        """Waits for the next command and runs it; gives up after _IDLE_S."""
         try:
             command = self._commands.get(timeout=_IDLE_S)
         except Empty:
@@ -188,7 +210,7 @@ class EngineThread:
         self._stops_when_idle = True
 
     def _report(self) -> None:
-        """Hands over what the last step and the last commands brought, and calls `on_news` unless that is pending."""
+        """Reports new tokens and ends to the tickets, and calls `on_news` unless a call is pending."""
         scheduler = self._engine.scheduler
         running = [scheduler.table.sequences[row] for row in scheduler.running.tolist()]
         with self._lock:

@@ -10,11 +10,14 @@ from tsched.scheduling.sequence import Ints, SequenceTable
 
 
 class PenaltyCounts:
-    """How often each token is in the sequences of rows that are penalized: [slots, V] int32 on the logits' device, made
-    when the first such row comes, and larger when they need more slots.
+    """How often each token is in the sequences of penalized rows.
 
-    An entry is twice the occurrences in the output, plus one where the token is in the prompt: 0 is a token that the
-    sequence does not have.
+    The counts are [slots, V] int32 on the logits' device, a slot for each penalized row. They are made for the first
+    such row and double when slots run out. An entry is twice the occurrences in the output, plus one where the token is
+    in the prompt; 0 is a token that the sequence does not have.
+
+    Args:
+        table: The running sequences.
     """
 
     def __init__(self, table: SequenceTable) -> None:
@@ -26,15 +29,20 @@ class PenaltyCounts:
         self._counted = np.zeros(table.num_rows, dtype=np.int64)  # tokens of the row's sequence
 
     def forget(self, rows: Ints) -> None:
-        """The tokens of `rows` [n] are not those that were counted."""
+        """Drops the counts of `rows` [n]: their tokens have changed."""
         self._epoch[rows] = -1
 
     def apply(self, scores: torch.Tensor, entries: Ints, rows: Ints, lengths: Ints) -> None:
-        """Change `entries` [p] of `scores` [s, V] float64, in place, as the sequences in `rows` [p] want; of each the
-        first `lengths` [p] tokens count, which the table knows.
+        """Penalizes scores in place.
 
-        Repetition divides positive and multiplies negative scores of tokens that prompt or output has; frequency is
+        Repetition divides positive and multiplies negative scores of tokens in the prompt or the output; frequency is
         subtracted for each occurrence in the output, presence once.
+
+        Args:
+            scores: [s, V] float64.
+            entries: [p] int64, the rows of `scores` to change.
+            rows: [p] int64, their rows of the table.
+            lengths: [p] int64, how many tokens of each sequence count; the table has them all.
         """
         slots = self._update_counts(scores, rows, lengths)
         counts = self._require_counts(scores).index_select(0, to_device(slots, scores.device))  # [p, V]
@@ -55,7 +63,7 @@ class PenaltyCounts:
         return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
 
     def _update_counts(self, scores: torch.Tensor, rows: Ints, lengths: Ints) -> Ints:
-        """The slots [p] of `rows` [p], with the tokens counted that came since the last time."""
+        """Counts the tokens that came since the last call, and returns the slots [p] of `rows` [p]."""
         table = self._table
         stale = self._epoch[rows] != table.epoch[rows]
         if stale.any():
@@ -66,7 +74,7 @@ class PenaltyCounts:
         return slots
 
     def _assign_slots(self, scores: torch.Tensor, rows: Ints) -> None:
-        """Give each of `rows` [n] an empty slot, and count its prompt in it."""
+        """Gives each of `rows` [n] an empty slot and counts its prompt there."""
         table = self._table
         for row in [row for row in self._slot_of if self._epoch[row] != table.epoch[row]]:
             self._free.append(self._slot_of.pop(row))
@@ -83,7 +91,7 @@ class PenaltyCounts:
         self._counted[rows], self._epoch[rows] = table.prompt_len[rows], table.epoch[rows]
 
     def _count_tokens(self, scores: torch.Tensor, slots: Ints, rows: Ints, starts: Ints, ends: Ints) -> None:
-        """Count the output's tokens from `starts` to `ends` of each of `rows`, all [p]."""
+        """Counts the output's tokens from `starts` to `ends` of each of `rows`, all [p]."""
         lens = ends - starts
         if not lens.any():
             return
@@ -94,7 +102,7 @@ class PenaltyCounts:
         flat.index_add_(0, to_device(index, scores.device), torch.full_like(flat[:1], 2).expand(index.size))
 
     def _add_slots(self, scores: torch.Tensor) -> None:
-        """Twice the slots."""
+        """Doubles the slots."""
         old = self._counts
         have = 0 if old is None else old.shape[0]
         counts = torch.zeros((max(1, 2 * have), scores.shape[1]), dtype=torch.int32, device=scores.device)

@@ -1,13 +1,16 @@
-"""What a step of the engine consists of, by name."""
+"""The phases of an engine's step, by name."""
 
 from __future__ import annotations
 
 from tkernels.ranges import RECORD_GRAPH, Ranges
 
 PHASES = ("schedule", "prepare", "forward", RECORD_GRAPH, "sample", "wait", "commit", "detokenize")
-"""In the order of a step. forward: launches the model; inside it, the first time for a bucket, a graph is recorded.
-wait: for the device's tokens. commit: hands them to the scheduler. detokenize: wherever tokens become text, for stop
-strings within a step, else when a request has ended or a stream gives its next part."""
+"""The names in the order of a step.
+
+forward launches the model; a bucket's first use also records a graph in it. wait waits for the device's tokens. commit
+hands them to the scheduler. detokenize turns tokens into text: within a step for stop strings, else when a request has
+ended or a stream yields its next part.
+"""
 
 
 class Phases:

@@ -1,4 +1,4 @@
-"""What options mean on this machine: the device and the dtype of a model, and the memory for its cache."""
+"""Resolves options for this machine: the device and the dtype of a model, and the memory for its cache."""
 
 from __future__ import annotations
 
@@ -39,14 +39,17 @@ def fit_options(
     device: torch.device,
     dtype: torch.dtype,
 ) -> ResolvedOptions:
-    """What `options` mean for a model on this machine; ValueError as `resolve_options`.
+    """Resolves `options` for a model on this machine.
 
     Args:
         options: The engine's options.
         config: The model's configuration.
         weights: The directory of its weights; None where there is none yet.
-        device: Where it is to run.
-        dtype: Of its cache.
+        device: Where the model will run.
+        dtype: Of its weights and its cache.
+
+    Raises:
+        ValueError: As `resolve_options`.
     """
     return resolve_options(
         options,
@@ -57,7 +60,7 @@ def fit_options(
 
 
 def unit_sizes(config: tmodel.ModelConfig, block_size: int, dtype: torch.dtype) -> UnitSizes:
-    """What the caches of a model take, by what its layers keep."""
+    """The bytes of one block and of one state of a model's caches, and the interval of kept states in blocks."""
     return UnitSizes(
         block_bytes=tmodel.kv_bytes_per_block(config, block_size, dtype),
         state_bytes=tmodel.bytes_per_state(config, block_size, dtype),
@@ -66,10 +69,10 @@ def unit_sizes(config: tmodel.ModelConfig, block_size: int, dtype: torch.dtype) 
 
 
 def check_random_weights(plan: tmodel.ModelPlan, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuses random weights that are too many for the device's memory, before they are made.
+    """Checks that a plan's random weights fit the device's memory, before they are made.
 
     Raises:
-        ValueError: They do not fit. The message has the numbers.
+        ValueError: They do not. The message has the numbers.
     """
     total, _ = device_memory(device)
     needed = plan.random_weights * dtype.itemsize

@@ -1,4 +1,4 @@
-"""A request's random numbers: a function of its seed and the output index, and of nothing else."""
+"""A request's random numbers, which depend on its seed and the output index alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PER_COUNTER = 4  # 64-bit words that Philox4x64 makes of one counter value
 
 
 def philox_key(engine_seed: int, sequence: Sequence) -> NDArray[np.uint64]:
-    """[2] uint64: the request's own seed, or one derived from the engine's and the request's number."""
+    """[2] uint64, the key of a request's stream: its own seed, or one derived from the engine's and its id."""
     if sequence.params.seed is not None:
         return np.array([sequence.params.seed, 0], dtype=np.uint64)
     derived = np.random.SeedSequence((engine_seed, sequence.id)).generate_state(1, np.uint64)
@@ -19,15 +19,30 @@ def philox_key(engine_seed: int, sequence: Sequence) -> NDArray[np.uint64]:
 
 
 def draw_uniforms(key: NDArray[np.uint64], first: int, count: int) -> NDArray[np.float64]:
-    """[count] float64 in [0, 1), those of output indices `first` and after; `first` is a multiple of 4."""
+    """Draws the uniforms of output indices from `first` on.
+
+    Args:
+        key: [2] uint64, of the request's stream.
+        first: The first output index, a multiple of 4.
+        count: How many.
+
+    Returns:
+        [count] float64 in [0, 1).
+
+    Raises:
+        ValueError: `first` is no multiple of 4.
+    """
     if first % _PER_COUNTER:
         raise ValueError(f"first must be a multiple of {_PER_COUNTER}, got {first}")
     return np.random.Generator(np.random.Philox(key=key, counter=first // _PER_COUNTER)).random(count)
 
 
 class UniformTable:
-    """The uniforms of the running sequences, made a stretch at a time: making a generator costs more than its
-    numbers.
+    """The uniforms of running sequences, drawn STRETCH at a time, because a generator costs more than its numbers.
+
+    Args:
+        table: The running sequences.
+        seed: Of requests without a seed.
     """
 
     STRETCH = 64
@@ -40,7 +55,7 @@ class UniformTable:
         self._epoch = np.full(table.num_rows, -1, dtype=np.int64)
 
     def find_uniforms(self, rows: Ints, output_indices: Ints) -> NDArray[np.float64]:
-        """[n] float64, the uniform of each of `rows` for its `output_indices` [n]-th token."""
+        """[n] float64 in [0, 1): the uniform of each of `rows` [n] for the token at `output_indices` [n]."""
         stretch, offset = np.divmod(output_indices, self.STRETCH)
         stale = (self._stretch[rows] != stretch) | (self._epoch[rows] != self._table.epoch[rows])
         if stale.any():

@@ -13,30 +13,36 @@ from tsched.scheduling.sequence import Ints
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step sampled, on the host.
+    """A step's sampled tokens, on the host.
 
-    token_ids [m] int64, below 0 where there is none; logprobs and faults by entry, of those that have some
+    Attributes:
+        token_ids: [m] int64, below 0 where there is none.
+        all_chosen: No token is below 0.
+        logprobs: Entry -> its log-probabilities, for requests that ask for them.
+        faults: Entry -> why its logits processors failed.
     """
 
     token_ids: Ints
-    all_chosen: bool  # no token is below 0
+    all_chosen: bool
     logprobs: dict[int, TokenLogprobs]
     faults: dict[int, str]
 
 
-Readback = Callable[[], Outcome]  # waits for the copy and gives what came
+Readback = Callable[[], Outcome]  # waits for the copy and returns its result
 
 
 class HostReader:
-    """Starts copies of what steps sampled. On a GPU they go through a stream of their own into pinned memory, so that
-    the next step neither waits for them nor they for it; on a CPU there is nothing to copy.
+    """Copies sampled tokens to the host.
+
+    On a GPU copies run on a stream of their own into pinned memory, so neither they nor the next step wait for each
+    other. On a CPU there is nothing to copy.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, sampled: Sampled) -> Readback:
-        """The copy of `sampled` begins once the device has it; the call does not wait."""
+        """Starts a copy, which begins once the device has computed `sampled`. The call does not wait."""
         if self._stream is None:
             return lambda: _make_outcome(sampled, _list_tensors(sampled))
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -53,7 +59,7 @@ class HostReader:
 
 
 def _pinned_copy(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
-    tensor.record_stream(stream)  # its memory is not lent again before the copy has been made
+    tensor.record_stream(stream)  # the allocator reuses its memory only after the copy
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copy.copy_(tensor, non_blocking=True)
 

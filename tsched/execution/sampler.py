@@ -1,8 +1,8 @@
-"""From logits to tokens, for all rows at once.
+"""Samples tokens from logits, for all rows at once.
 
-The order is vLLM's: logits processors, penalties, temperature, min-p, top-k, top-p. The draw is an inverse CDF over
-the row's own tokens in the order of their ids, in float64, with a uniform number that depends on the request's seed
-and output index alone, so the rows around a request do not change its tokens.
+The order is vLLM's: logits processors, penalties, temperature, min-p, top-k, top-p. A draw inverts the CDF over a row's
+tokens in the order of their ids, in float64, at a uniform number that depends on the request's seed and output index
+alone. So other rows of a batch do not change a request's tokens.
 """
 
 from __future__ import annotations
@@ -20,15 +20,20 @@ from tsched.requests.errors import RequestFault
 from tsched.requests.logits_processors import apply_processors
 from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
 
-# In place of a token id: the model's logits for the row hold a NaN, or no finite maximum; or it is what the request
-# asked for that left none (its processors, penalties and min_tokens).
-NOT_FINITE = -1
-NONE_LEFT = -2
+# These stand in place of a token id.
+NOT_FINITE = -1  # the model's logits for the row hold a NaN, or no finite maximum
+NONE_LEFT = -2  # the request's processors, penalties and min_tokens left no finite logit
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One place's log-probabilities, the chosen token's first: [1 + n] ids, natural logarithms, ranks from 1."""
+    """The log-probabilities of one output token, the chosen one's first.
+
+    Attributes:
+        token_ids: [1 + n], the chosen token and the n most likely ones.
+        logprobs: [1 + n] natural logarithms.
+        ranks: [1 + n], from 1.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
@@ -37,10 +42,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
-    """Log-probabilities as they lie on the device: of l entries, each the chosen token's and its k most likely ones'.
+    """Log-probabilities of l entries on the device: of each the chosen token and the k most likely ones.
 
-    entries: l places among the sampled; num_top: l numbers, at most k; tensors: chosen [l], ranks [l] int64,
-    top_values [l, k], top_ids [l, k] int64.
+    Attributes:
+        entries: l places among the sampled.
+        num_top: l numbers, at most k, of most likely tokens that the request asks for.
+        tensors: (chosen [l], ranks [l] int64, top_values [l, k], top_ids [l, k] int64).
     """
 
     entries: list[int]
@@ -50,11 +57,12 @@ class RawLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step sampled, on the device, not waited for.
+    """A step's sampled tokens, on the device, which may still compute them.
 
-    token_ids  [m] int64, NOT_FINITE or NONE_LEFT where there was nothing to choose from
-    logprobs   of the entries whose requests ask for them
-    faults     by entry, why its logits processors gave it no token
+    Attributes:
+        token_ids: [m] int64, NOT_FINITE or NONE_LEFT where there was nothing to choose from.
+        logprobs: Of the entries whose requests ask for them; None where none does.
+        faults: Entry -> why its logits processors failed.
     """
 
     token_ids: torch.Tensor
@@ -66,10 +74,15 @@ _NO_FAULTS: dict[int, str] = {}
 
 
 class Sampler:
-    """Chooses a token for rows of `table`; `seed` is that of requests without one of their own.
+    """Chooses tokens for rows of `table`.
 
-    It never waits for a GPU: what it needs of the host (parameters, random numbers, the tokens that penalties count) is
-    sent, and the tokens stay there. Logits processors alone wait: they run on the host.
+    It sends parameters, random numbers and the tokens that penalties count to the device, and leaves the results there,
+    so it never waits for a GPU. Only logits processors wait, because they run on the host.
+
+    Args:
+        table: The running sequences.
+        seed: Of requests without a seed.
+        eos_token_ids: The tokens that min_tokens holds back.
     """
 
     def __init__(self, table: SequenceTable, *, seed: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -79,15 +92,18 @@ class Sampler:
         self._penalties = PenaltyCounts(table)
 
     def forget(self, rows: Ints) -> None:
-        """What is known of the tokens of `rows` [n] does not hold any more."""
+        """Drops what is cached for `rows` [n]: their tokens have changed."""
         self._penalties.forget(rows)
 
     def sample(self, logits: torch.Tensor, rows: Ints, lengths: Ints, epochs: Ints | None = None) -> Sampled:
-        """A token for each of `rows` [m] from `logits` [m, V] float32 or wider, not changed.
+        """Samples a token for each row.
 
-        lengths: [m] int64, the tokens, prompt and output, that each row's logits have seen; the table holds them all.
-        epochs: [m] int64, the rows' epochs when the step was planned: a row that has changed hands since gets some
-        token, which nobody reads. None where none can have.
+        Args:
+            logits: [m, V] float32 or wider; they stay unchanged.
+            rows: [m] int64, of the table.
+            lengths: [m] int64, the tokens, prompt and output, that each row's logits have seen. The table has them all.
+            epochs: [m] int64, of the rows when the step was planned. A row with another sequence since gets any token,
+                which nobody reads. None where no row can have one.
         """
         table = self._table
         tokens, finite = _most_likely_tokens(logits)
@@ -106,7 +122,7 @@ class Sampler:
     def _gather_logprobs(
         self, logits: torch.Tensor, tokens: torch.Tensor, rows: Ints, special: Ints
     ) -> RawLogprobs | None:
-        """Of those entries among `special` [s] whose requests ask for them; of the logits as the model gave them."""
+        """Log-probabilities of the model's own logits, for the entries in `special` [s] whose requests ask for them."""
         entries, num_top = [], []
         for entry in special.tolist():
             wanted = _require_sequence(self._table.sequences[rows[entry]]).params.logprobs
@@ -116,12 +132,19 @@ class Sampler:
         if not entries:
             return None
         index = _send_beside(np.array(entries), logits)
-        chosen = tokens.index_select(0, index).clamp_min_(0)  # where there is no token, nobody reads what comes of it
+        chosen = tokens.index_select(0, index).clamp_min_(0)  # nobody reads the result of a row without a token
         return RawLogprobs(entries, num_top, token_logprobs(logits.index_select(0, index), chosen, max(num_top)))
 
     def _choose(self, logits: torch.Tensor, rows: Ints, lengths: Ints) -> tuple[torch.Tensor, dict[int, str]]:
-        """[s] int64, the tokens of `rows` [s] from their `logits` [s, V], NONE_LEFT where there is none; and why, where
-        a logits processor failed.
+        """Chooses tokens of rows with any sampling parameters.
+
+        Args:
+            logits: [s, V], which may change.
+            rows: [s] int64, of the table.
+            lengths: [s] int64, as in `sample`.
+
+        Returns:
+            ([s] int64, NONE_LEFT where there is no token; place -> why its logits processor failed).
         """
         table = self._table
         scores, faults = self._compute_scores(
@@ -148,8 +171,11 @@ class Sampler:
     def _compute_scores(
         self, logits: torch.Tensor, sequences: list[Sequence], lengths: Ints
     ) -> tuple[torch.Tensor, dict[int, str]]:
-        """[s, V] float64: `logits` after processors and penalties, with what must not come yet at -inf; NaN in a row
-        whose processor failed, and why it did.
+        """Applies processors, penalties and min_tokens to `logits` [s, V].
+
+        Returns:
+            ([s, V] float64, with tokens that min_tokens bars at -inf and NaN in a row whose processor failed; place ->
+            why it failed).
         """
         scores = logits.double()
         vocab_size = scores.shape[1]
@@ -170,16 +196,18 @@ class Sampler:
         return scores, faults
 
     def _run_processors(self, scores: torch.Tensor, sequences: list[Sequence], lengths: Ints) -> dict[int, str]:
-        """Let the logits processors change their rows of `scores` [s, V] float64, in place; returns what failed, by
-        row.
+        """Runs the logits processors on their rows of `scores` [s, V] float64, in place.
+
+        Returns:
+            Row of `scores` -> why its processor failed.
         """
         faults: dict[int, str] = {}
         for i, sequence in enumerate(sequences):
-            if sequence.params.processors and bool(scores[i].max().isfinite()):  # else it is not their fault
+            if sequence.params.processors and bool(scores[i].max().isfinite()):  # else the model is at fault
                 known = sequence.freeze_tokens(self._table.tokens[sequence.row, : lengths[i]])
                 prompt, output = known[: sequence.prompt_len], known[sequence.prompt_len :]
                 try:
-                    # A copy: beside the row itself lie those of others, and a view can be made to reach them.
+                    # The processor gets a copy: through a view of the row it could reach other requests' rows.
                     scores[i] = apply_processors(sequence.params.processors, prompt, output, scores[i].clone())
                 except RequestFault as fault:
                     scores[i] = torch.nan
@@ -188,10 +216,11 @@ class Sampler:
 
 
 def _most_likely_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """For each row of `logits` [m, V], the token of the largest logit [m] int64, and whether that logit is finite [m];
-    None where they all are, as far as can be said without waiting for a GPU.
+    """Finds the largest logit of each row of `logits` [m, V]. A NaN counts as the largest.
 
-    A NaN counts as the largest.
+    Returns:
+        (its token [m] int64, whether it is finite [m]). The second is None where all are known to be finite, which is
+        never on a GPU, as that would mean to wait.
     """
     if logits.device.type == "cpu":  # numpy's argmax: a tenth of torch's time on [32, 1024]
         array = logits.numpy()
@@ -203,7 +232,7 @@ def _most_likely_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _mark_not_finite(tokens: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:
-    """`tokens` [m], changed: NOT_FINITE where not `finite` [m]."""
+    """Puts NOT_FINITE into `tokens` [m], in place, where not `finite` [m]."""
     return tokens if finite is None else tokens.masked_fill_(~finite, NOT_FINITE)
 
 
@@ -215,9 +244,17 @@ def filtered_probabilities(
     top_k: Ints,
     top_p: NDArray[np.float64],
 ) -> torch.Tensor:
-    """[n, V] float64, not normalized (the most likely token has 1) and 0 where a filter removed the token.
+    """Applies temperature, min-p, top-k and top-p.
 
-    scores: [n, V] float64. The rest is [n]: temperature > 0, top_k 0 for all tokens.
+    Args:
+        scores: [n, V] float64.
+        temperature: [n], above 0.
+        min_p: [n].
+        top_k: [n] int64; 0 keeps all tokens.
+        top_p: [n].
+
+    Returns:
+        [n, V] float64, not normalized (the most likely token has 1), and 0 where a filter removed the token.
     """
     top = scores.amax(dim=-1, keepdim=True)
     probabilities = ((scores - top) / _send_beside(temperature, scores).unsqueeze(1)).exp_()  # [n, V]
@@ -232,20 +269,20 @@ def filtered_probabilities(
 
 
 def _keep_most_likely(probabilities: torch.Tensor, top_k: Ints, top_p: NDArray[np.float64]) -> torch.Tensor:
-    """`probabilities` [n, V] with all but each row's top_k, and of those all but its top_p, at 0."""
+    """`probabilities` [n, V] with 0 for all but each row's top_k [n] tokens, and of these for all but its top_p [n]."""
     vocab_size = probabilities.shape[1]
     limit = np.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
     limits, shares = _send_beside(limit, probabilities).unsqueeze(1), _send_beside(top_p, probabilities).unsqueeze(1)
     largest = _sort_largest(probabilities, int(limit.max()))  # [n, K]
     reached = largest.cumsum(dim=-1)
     total = reached.gather(1, limits - 1)  # of each row's top_k
-    num_reached = (reached < shares * total).sum(dim=-1, keepdim=True)  # tokens that do not make up top_p yet
+    num_reached = (reached < shares * total).sum(dim=-1, keepdim=True)  # the most tokens whose sum is below top_p
     num_kept = torch.minimum(num_reached + 1, limits)  # [n, 1]
     threshold = largest.gather(1, num_kept - 1)
     keep = probabilities >= threshold
-    # To look whether there are ties would be to wait for a GPU.
+    # On a GPU ties are always resolved: a test for them would wait for the device.
     if keep.is_cuda or bool((keep.sum(dim=-1, keepdim=True) > num_kept).any()):
-        # Of the tokens equal to the last one kept, those with the lower ids.
+        # Of the tokens as likely as the last one kept, the lower ids stay.
         above = probabilities > threshold
         ties = probabilities == threshold
         keep = above | (ties & (ties.cumsum(dim=-1) <= num_kept - above.sum(dim=-1, keepdim=True)))
@@ -253,7 +290,7 @@ def _keep_most_likely(probabilities: torch.Tensor, top_k: Ints, top_p: NDArray[n
 
 
 def _sort_largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """[n, count], each row's largest of `values` [n, V], in falling order."""
+    """[n, count]: the largest of each row of `values` [n, V], in descending order."""
     size = values.shape[1]
     if values.device.type != "cpu":
         return values.topk(count, dim=-1).values if count < size else values.sort(dim=-1, descending=True).values
@@ -265,13 +302,18 @@ def _sort_largest(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def draw_tokens(probabilities: torch.Tensor, uniform: NDArray[np.float64]) -> torch.Tensor:
-    """[n] int64: for each row the first token whose cumulated probability exceeds uniform * total.
+    """Draws a token of each row: the first whose cumulated probability exceeds uniform * total.
 
-    probabilities: [n, V] float64, >= 0, with a positive sum; uniform: [n] in [0, 1).
+    Args:
+        probabilities: [n, V] float64, at least 0, with a positive sum.
+        uniform: [n] float64 in [0, 1).
+
+    Returns:
+        [n] int64.
     """
     cdf = probabilities.cumsum(dim=-1)  # [n, V]
     total = cdf[:, -1:]
-    # A uniform is at most 1 - 2**-53, so the product stays below the total also when it is rounded.
+    # A uniform is at most 1 - 2**-53, so even the rounded product stays below the total.
     target = _send_beside(uniform, probabilities).unsqueeze(1) * total
     return torch.searchsorted(cdf, target, right=True).squeeze(1)
 
@@ -279,8 +321,16 @@ def draw_tokens(probabilities: torch.Tensor, uniform: NDArray[np.float64]) -> to
 def token_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each of n rows of `logits` [n, V]: its `tokens`' [n] log-probability [n] and rank [n], from 1, and the
-    log-probabilities [n, k] and ids [n, k] of its k most likely, `num_top` or the whole vocabulary.
+    """Computes log-probabilities of given and of the most likely tokens.
+
+    Args:
+        logits: [n, V].
+        tokens: [n] int64.
+        num_top: k, at most the whole vocabulary.
+
+    Returns:
+        (log-probability of `tokens` [n], their ranks [n] int64 from 1, the k largest log-probabilities [n, k], their
+        ids [n, k] int64).
     """
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens.unsqueeze(1))  # [n, 1]

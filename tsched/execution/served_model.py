@@ -1,4 +1,4 @@
-"""A model made ready to serve: the one place where LLM and AsyncLLM get their engine."""
+"""Makes a model ready to serve: LLM and AsyncLLM both get their engine here."""
 
 from __future__ import annotations
 
@@ -75,8 +75,9 @@ def takes_options(
 class ServedModel:
     """A model, its engine and its tokenizer: what LLM and AsyncLLM have in common.
 
-    `weight_bytes` are those of the weights as they are kept, `prepare_report` says what it cost to bring the quantized
-    ones into the layout that their kernel reads.
+    Attributes:
+        weight_bytes: Of the weights in memory.
+        prepare_report: The cost of bringing quantized weights into the layout of their kernel.
     """
 
     @takes_options(EngineOptions)
@@ -99,7 +100,7 @@ class ServedModel:
         self.config = plan.config
         self.device = find_device(options.device)
         self.dtype = find_dtype(options.dtype, self.config.dtype)
-        if plan.weights is None:  # what can be refused is refused before they are made or fetched
+        if plan.weights is None:  # bad options are refused before weights are made or fetched
             check_random_weights(plan, self.device, self.dtype)
             self._choose(options, None)
         directory = self.directory = plan.directory()
@@ -114,7 +115,7 @@ class ServedModel:
         self._request_ids = count()
 
     def _choose(self, options: EngineOptions, weights: Path | None) -> tuple[ResolvedOptions, tkernels.KernelSet]:
-        """What the options mean for this model, and its kernels."""
+        """Resolves the options for this model and selects its kernels."""
         fitted = fit_options(options, self.config, weights, device=self.device, dtype=self.dtype)
         kernels = tkernels.select(
             options.kernels or {},
@@ -162,11 +163,11 @@ class ServedModel:
         return self.kernels.arm
 
     def stats(self) -> EngineStats:
-        """Counts of steps, tokens, preemptions and prefix cache hits, and the pool's use, since this was made."""
+        """Returns counts of steps, tokens, preemptions and prefix cache hits since its making, and the pool's use."""
         return self._engine.stats()
 
     def forget_graphs(self) -> None:
-        """Has decode steps recorded anew when they are next wanted, see Engine.forget_graphs."""
+        """Drops all recorded decode steps, see Engine.forget_graphs."""
         self._engine.forget_graphs()
 
     def reset_peak(self) -> None:
@@ -183,7 +184,7 @@ class ServedModel:
         priority: int = 0,
         cache_salt: Salt = None,
     ) -> PreparedRequest:
-        """Reads and checks a prompt. What is wrong with the prompt stands in `refusal` and is not raised.
+        """Reads and checks a prompt. A fault of the prompt goes into `refusal` and is not raised.
 
         Raises:
             TypeError: The priority or the salt has another type.
@@ -207,7 +208,7 @@ class ServedModel:
         """Queues a request for each of the n samples of `prepared`.
 
         Raises:
-            RefusedError: It could never run to its end.
+            RefusedError: The request could never run to its end.
         """
         if prepared.refusal is not None:
             raise RefusedError(prepared.refusal)
@@ -246,13 +247,13 @@ class ServedModel:
         return text
 
     def _make_refused_output(self, prepared: PreparedRequest, reason: str, now: float) -> RequestOutput:
-        """The output of a request that was never served, for `reason`; `now` is on time.perf_counter's clock."""
+        """Makes the output of a request that was refused for `reason`; `now` is on time.perf_counter's clock."""
         outputs = [CompletionOutput(i, [], "", "error") for i in range(prepared.params.n)]
         metrics = RequestMetrics(prepared.arrival_time, None, now)
         return RequestOutput(prepared.request_id, prepared.text, prepared.token_ids, outputs, metrics, error=reason)
 
     def _make_completion(self, index: int, request: Request) -> CompletionOutput:
-        """The whole completion of a request that has finished."""
+        """Makes the whole completion of a finished request."""
         sequence = request.sequence
         token_ids = sequence.output_token_ids
         wants_logprobs = sequence.params.logprobs is not None
@@ -266,13 +267,13 @@ class ServedModel:
         )
 
     def _label_logprobs(self, place: TokenLogprobs) -> dict[int, Logprob]:
-        """The log-probabilities of one place by token id, the chosen token's first."""
-        found: dict[int, Logprob] = {}
+        """Token id -> log-probability at one place of the output, the chosen token first."""
+        by_token: dict[int, Logprob] = {}
         for token_id, logprob, rank in zip(place.token_ids, place.logprobs, place.ranks, strict=True):
-            if token_id not in found:
+            if token_id not in by_token:
                 decoded = self._decode([token_id]) if self.tokenizer is not None else None
-                found[token_id] = Logprob(logprob, rank, decoded)
-        return found
+                by_token[token_id] = Logprob(logprob, rank, decoded)
+        return by_token
 
 
 def joint_metrics(requests: Sequence[Request]) -> RequestMetrics:
@@ -288,7 +289,7 @@ def joint_metrics(requests: Sequence[Request]) -> RequestMetrics:
 
 
 def joint_error(requests: Sequence[Request]) -> str | None:
-    """Why samples of one request failed; where it has several, with their indices. None where none did."""
+    """Why samples of one request failed, with their indices where it has several; None where none failed."""
     errors = [(index, request.error) for index, request in enumerate(requests) if request.error is not None]
     if len(requests) == 1:
         return errors[0][1] if errors else None
