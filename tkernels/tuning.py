@@ -158,7 +158,7 @@ def median_us(launch: Callable[[], None]) -> float:
 
 def candidates(variant: Variant, arch: str) -> tuple[Config, ...]:
     """What tuning tries: the configs, and the architecture's default, so that a tuned one is never slower than it."""
-    return tuple(dict.fromkeys((variant.default_config(arch), *variant.configs)))
+    return tuple(dict.fromkeys((variant.default_config(arch), *(variant.configs or ()))))
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Variant:
             parameters. `select` binds the chosen ones; called straight from a registry it gets the device's defaults.
         part_axes: part -> axis -> what it is called at: an axis of the fusion ("T", "2*I") or a value. Axes of the same
             name need no entry.
-        configs: what tuning tries.
+        configs: what tuning tries beside the defaults; left out, it tries the defaults alone.
         default: the untuned choice, by architecture; "" is for every other one.
         supports: (axes, device) -> None, or the reason why not. Called with every axis that the contract binds from a
             call.
@@ -78,7 +78,7 @@ class Variant:
     function: Callable[..., Any] | None = None
     parts: tuple[str, ...] = ()
     part_axes: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
-    configs: tuple[Config, ...] = ()
+    configs: tuple[Config, ...] | None = None
     default: Mapping[str, Config] = field(default_factory=dict)
     supports: Callable[[Axes, DeviceFacts], str | None] = _supports_all
     workspace: Callable[[Axes, Config, DeviceFacts], Mapping[str, Buffer]] = _no_workspace
@@ -299,11 +299,11 @@ def _check_declaration(variant: Variant) -> None:
 def _check_launcher(variant: Variant) -> None:
     """The rules of a variant that launches kernels: its configs, and what they may depend on."""
     where, contract = variant.file, variant.contract
-    if not variant.configs:
-        raise VariantError(f"{where}: configs must not be empty: they are what tuning tries, the default at least")
+    if variant.configs == ():
+        raise VariantError(f"{where}: configs must not be empty: they are what tuning tries; leave them out for none")
     if "" not in variant.default:
         raise VariantError(f"{where}: default must have an entry for every other architecture, named ''")
-    for config in (*variant.configs, *variant.default.values()):
+    for config in (*(variant.configs or ()), *variant.default.values()):
         variant.pinned(config, config.as_dict())
         if set(config) != set(variant.default[""]):
             raise VariantError(

@@ -1,4 +1,4 @@
-"""The caches of every layer, and what moves whole units of them: within a cache, and to and from the host."""
+"""The caches of every layer, and copies of whole units: within a cache, and to and from the host."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from tmodel.cache_kinds import CacheKind, unit_bytes
 from tmodel.config import ModelConfig
 
 PagePairs = NDArray[np.int32]
-"""[2, n]: units that are read, units that are written."""
+"""[2, n] int32: units that are read, units that are written."""
 
 _STAGED_BYTES = 64 * 2**20
-"""Of units on their way to or from the host: enough to fill the bus, and nothing beside a cache."""
+"""Bytes of the buffer for units on their way to or from the host: enough to fill the bus, and small beside a cache."""
 
 
 class CacheTensors(KVCache):
     """A KVCache in few tensors, so that one launch reaches a unit in all its layers.
 
-    blocks  tensors [C, P, ...] with a unit for each of P blocks of tokens, C being those of all layers: of pages
-            2 x layers, each layer's keys, then its values
-    states  tensors [C, P', ...] with a unit for each of P' states
+    Args:
+        layers: the caches of each layer, views of the tensors below.
+        blocks: tensors [C, P, ...] with a unit for each of P blocks of tokens. C counts the caches of all layers: with
+            pages 2 x layers, each layer's keys, then its values.
+        states: tensors [C, P', ...] with a unit for each of P' states.
     """
 
     def __init__(
@@ -59,14 +61,21 @@ def allocate_kv_cache(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> CacheTensors:
-    """A cache of `num_blocks` units of S = `block_size` tokens and `num_states` states, as the config's kinds ask.
+    """Allocates the caches that the config's kinds ask for.
 
-    There is one slot for a state more, the last: padding rows leave theirs there.
+    States have one slot more, the last, which padding rows write to. Memory is zeroed: on a CPU an untouched page costs
+    nothing, and no stale NaN can hide in a slot.
 
-    Zeroed rather than left as it comes: on a CPU an untouched page costs nothing, and no stale NaN can hide in a slot.
+    Args:
+        config: of the model.
+        num_blocks: P, units that hold a block of tokens.
+        block_size: S, tokens of a block.
+        num_states: P', states of sequences; 0 where no kind keeps states.
+        device: where the caches are.
+        dtype: that the model is served in.
 
     Raises:
-        ValueError: there is no block, no token in one, or no state and a kind that keeps states.
+        ValueError: there is no block, no token in a block, or no state where a kind keeps states.
     """
     if num_blocks < 1 or block_size < 1:
         raise ValueError(f"a KV cache needs at least one block of one token, got {num_blocks} blocks of {block_size}")
@@ -92,39 +101,43 @@ def block_kinds(kinds: Iterable[CacheKind]) -> list[CacheKind]:
 
 
 def state_kinds(kinds: Iterable[CacheKind]) -> list[CacheKind]:
-    """Those of `kinds` whose units are states of sequences."""
+    """Those of `kinds` whose units hold states of sequences."""
     return [kind for kind in kinds if kind.state_interval is not None]
 
 
 def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one block takes across all layers, keys and values together; 0 where all layers keep states."""
+    """Bytes of one block across all layers, keys and values together; 0 where all layers keep states."""
     return unit_bytes(block_kinds(config.cache_kinds), block_size, dtype)
 
 
 def bytes_per_state(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one sequence's state takes across all layers; 0 where all layers keep pages."""
+    """Bytes of one sequence's state across all layers; 0 where all layers keep pages."""
     return unit_bytes(state_kinds(config.cache_kinds), block_size, dtype)
 
 
 def state_interval(config: ModelConfig) -> int:
-    """Blocks between two states of a sequence that are kept for later prefixes: where each kind keeps one."""
+    """Blocks between two states that are kept for later prefixes: the least multiple of every kind's interval."""
     return math.lcm(*(kind.state_interval or 1 for kind in config.cache_kinds))
 
 
 class CachePages:
-    """Moves whole units of a cache, pages say: to other units of it, and to and from units in the host's memory.
+    """Copies whole units of a cache, such as pages: to other units of it, and to and from the host's memory.
 
-    Everything is queued on the device's current stream in the order of the calls, and waits for nobody: a step's page
-    copies are called before its forward, and that is all.
+    Each call queues its copies on the device's current stream and returns at once. So a step's copies need only be
+    called before its forward.
 
-    A host page holds all layers of a device page side by side, [Q, C, S, Hkv, D], so a page is one transfer, and a run
-    of neighbouring pages too: pages are gathered on the device, sent, and the other way round. The host's memory is
-    pinned where the device is a GPU, which can then read and write it by itself.
+    A host page holds all layers of a device page side by side, [Q, C, S, Hkv, D], so a run of neighbouring pages is one
+    transfer. Swapping out gathers pages in a buffer on the device and sends it; swapping in goes the other way. The
+    host's memory is pinned where the device is a GPU, which then reads and writes it without the CPU.
 
-    caches           the device's units, tensors of [C, P, ...] for the same P: [C, P, S, Hkv, D] of keys and values
-    copy_pages       the op, as the model's KernelSet has it; None where nothing is copied on the device
-    num_host_blocks  Q; without any nothing can be swapped
-    staged_bytes     of the buffer in which units are gathered, at least a unit
+    Args:
+        caches: the device's units, tensors [C, P, ...] for the same P: [C, P, S, Hkv, D] of keys and values.
+        copy_pages: the op of the model's KernelSet; None where nothing is copied on the device.
+        num_host_blocks: Q; with 0 nothing can be swapped.
+        staged_bytes: of the buffer, which holds one unit at least.
+
+    Raises:
+        ValueError: num_host_blocks is negative.
     """
 
     def __init__(
@@ -152,7 +165,7 @@ class CachePages:
 
     def swap_out(self, pages: PagePairs) -> None:
         """Copies units of the device (pages[0]) to distinct units of the host (pages[1])."""
-        for device_pages, runs in self._staged(pages[0], pages[1]):
+        for device_pages, runs in self._stage_runs(pages[0], pages[1]):
             for units, host in self._units:
                 staged = units.index_select(0, device_pages)  # [n, C, S, Hkv, D]
                 for first, count, at in runs:
@@ -160,7 +173,7 @@ class CachePages:
 
     def swap_in(self, pages: PagePairs) -> None:
         """Copies units of the host (pages[0]) to distinct units of the device (pages[1])."""
-        for device_pages, runs in self._staged(pages[1], pages[0]):
+        for device_pages, runs in self._stage_runs(pages[1], pages[0]):
             for units, host in self._units:
                 shape = (device_pages.shape[0], *units.shape[1:])
                 staged = torch.empty(shape, dtype=units.dtype, device=self._device)
@@ -169,18 +182,28 @@ class CachePages:
                 units.index_copy_(0, device_pages, staged)
 
     def copy(self, pages: PagePairs) -> None:
-        """Copies units of the device (pages[0]) to distinct others (pages[1]), none of which is read."""
-        src, dst = self._on_device(pages).unbind()
+        """Copies units of the device (pages[0]) to distinct others (pages[1]), none of which is in pages[0].
+
+        Raises:
+            RuntimeError: the object was made without `copy_pages`.
+        """
+        src, dst = self._send_to_device(pages).unbind()
         for cache in self._caches:
             if self._copy_pages is None:
                 raise RuntimeError("units are to be copied on the device, and there is no op that does it")
             self._copy_pages(cache, src, dst)
 
-    def _staged(
+    def _stage_runs(
         self, device_pages: NDArray[np.int32], host_pages: NDArray[np.int32]
     ) -> Iterator[tuple[torch.Tensor, list[tuple[int, int, int]]]]:
-        """The pairs in the order of the host's pages, a bufferful at a time: the device's pages as a tensor [n] int64,
-        and runs of the host's, each (first page, pages, place of the first in the buffer).
+        """Splits pairs of pages into bufferfuls, in the order of the host's pages.
+
+        Yields:
+            (the device's pages [n] int64, on the device; runs of the host's pages, each (first page, number of pages,
+            place of the first in the buffer)).
+
+        Raises:
+            IndexError: there is no such host page.
         """
         if host_pages.size and not 0 <= int(host_pages.min()) <= int(host_pages.max()) < self.num_host_blocks:
             raise IndexError(
@@ -193,9 +216,9 @@ class CachePages:
             starts = np.flatnonzero(np.diff(hosts, prepend=np.int32(-2)) != 1)  # of runs, as places in the buffer
             counts = np.diff(starts, append=hosts.size)
             runs = list(zip(hosts[starts].tolist(), counts.tolist(), starts.tolist(), strict=True))
-            yield self._on_device(device_pages[chosen].astype(np.int64)), runs
+            yield self._send_to_device(device_pages[chosen].astype(np.int64)), runs
 
-    def _on_device(self, array: NDArray[np.generic]) -> torch.Tensor:
+    def _send_to_device(self, array: NDArray[np.generic]) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self._device.type == "cpu":
             return tensor

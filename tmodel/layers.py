@@ -1,4 +1,4 @@
-"""What architectures share. Layers hold weights and call the KernelSet; none of them knows a checkpoint's names."""
+"""Layers that architectures share. They hold weights and call the KernelSet, and know no checkpoint's names."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ from tmodel.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """x [T, K] -> [T, N] by the kernel for its weight, [N, K] dense or quantized, with bias [N] where there is one.
+    """A linear layer, x [T, K] -> [T, N].
 
-    `range` names it while it runs: the same kernel serves every linear of a model.
+    Attributes:
+        range: names the layer while it runs, because one kernel serves every linear of a model.
+        matmul: the kernel for its kind of weight.
+        weight: [N, K], dense or quantized.
+        bias: [N], or None.
     """
 
     range: Range
@@ -36,7 +40,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class JoinedLinear:
-    """x [T, K] -> [T, sum of N] by layers whose weights cannot be one: dense beside quantized, or quantized unlike."""
+    """x [T, K] -> [T, sum of N] by layers whose weights do not join: one is dense, or they are quantized unlike."""
 
     parts: tuple[Linear, ...]
 
@@ -57,7 +61,7 @@ class GateUp:
 
 @dataclass(frozen=True, slots=True)
 class SplitGateUp:
-    """The same by two: the projections, quantized, then the SwiGLU over them."""
+    """x [T, H] -> silu(gate) * up [T, I] by two kernels: the projections, then the SwiGLU over them."""
 
     projections: Linear | JoinedLinear
     swiglu: Callable[..., torch.Tensor]
@@ -66,30 +70,36 @@ class SplitGateUp:
         return self.swiglu(self.projections(x))  # [T, H] -> [T, 2 I] -> [T, I]
 
 
-def bytes_of(part: Any) -> int:
-    """The bytes of all weights in a layer, or in lists of layers; tied ones, which share memory, are counted once."""
-    found: dict[int, int] = {}
-    _collect(part, found)
-    return sum(found.values())
+def count_weight_bytes(part: Any) -> int:
+    """Bytes of all weights in a layer, or in lists of layers. Tied weights share memory and count once."""
+    sizes: dict[int, int] = {}
+    _collect_sizes(part, sizes)
+    return sum(sizes.values())
 
 
-def _collect(part: Any, found: dict[int, int]) -> None:
+def _collect_sizes(part: Any, sizes: dict[int, int]) -> None:
+    """Adds address -> bytes of every weight in `part` to `sizes`."""
     if isinstance(part, torch.Tensor):
-        found[part.data_ptr()] = part.nbytes
+        sizes[part.data_ptr()] = part.nbytes
     elif isinstance(part, QuantizedWeight):
-        found[part.packed.data_ptr()] = part.nbytes
+        sizes[part.packed.data_ptr()] = part.nbytes
     elif isinstance(part, list | tuple):
         for each in part:
-            _collect(each, found)
+            _collect_sizes(each, sizes)
     elif is_dataclass(part) and not isinstance(part, Kernel):
         for field in fields(part):
-            _collect(getattr(part, field.name), found)
+            _collect_sizes(getattr(part, field.name), sizes)
 
 
 class PagedAttention:
-    """One step's attention over the paged cache: decode rows through one kernel, prefill chunks through the other.
+    """One step's attention over the paged cache: one kernel takes decode rows, another takes prefill chunks.
 
-    Made once per step, so that what depends on the batch alone is not cut anew in every layer.
+    A step makes it once, so layers do not slice the batch's tensors again.
+
+    Args:
+        kernels: with paged_decode and paged_prefill.
+        batch: of the step.
+        scale: that scores are multiplied by.
     """
 
     __slots__ = (
@@ -122,7 +132,17 @@ class PagedAttention:
     def __call__(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, window: int | None
     ) -> torch.Tensor:
-        """q [T, Hq, D] -> [T, Hq, D], padding's rows undefined. The caches hold this step's keys and values already."""
+        """Attends over the caches, which already hold this step's keys and values.
+
+        Args:
+            q: [T, Hq, D].
+            k_cache: [P, S, Hkv, D].
+            v_cache: [P, S, Hkv, D].
+            window: tokens that a token attends to; None is all.
+
+        Returns:
+            [T, Hq, D]; the rows of padding are undefined.
+        """
         split = self.num_decodes
         if split == 0 and self.num_prefills:
             return self._prefill(q, k_cache, v_cache, window)
@@ -132,7 +152,7 @@ class PagedAttention:
         )  # fmt: skip
         if split == q.shape[0]:
             return decoded
-        # Past the decode rows: prefill chunks and padding, or padding alone, for which there is nothing to launch.
+        # After the decode rows come prefill chunks and padding, or padding alone, which needs no launch.
         rest = self._prefill(q[split:], k_cache, v_cache, window) if self.num_prefills else torch.zeros_like(q[split:])
         return torch.cat((decoded, rest))
 

@@ -1,4 +1,4 @@
-"""Linear layers out of a checkpoint, dense or quantized, each made ready for its kernel as it comes."""
+"""Reads linear layers from a checkpoint, dense or quantized, and prepares each for its kernel."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ from tmodel.weights import Checkpoint, WeightError
 
 
 class LinearReader:
-    """Reads layers by their shapes; `report` adds up what it cost to prepare the quantized ones.
+    """Reads layers by their shapes; `report` adds up the cost of preparing quantized ones.
 
-    Parts of a shape that are quantized alike become one weight; where they differ (in bits, group size, permutation, or
-    one is dense) each run of equal ones stays a part of its own. A weight as the checkpoint has it is dropped before
-    the next shape is read, so that a device holds two layouts of one shape at most.
+    Parts of a shape that are quantized alike become one weight. Where they differ (in bits, group size or permutation,
+    or one is dense) each run of equal parts stays a layer of its own. The checkpoint's layout of a weight is dropped
+    before the next shape is read, so a device holds two layouts of one shape at most.
+
+    Args:
+        checkpoint: what is read.
+        kernels: that the layers call.
+        quantization: of the checkpoint; None where it is dense.
     """
 
     def __init__(self, checkpoint: Checkpoint, kernels: KernelSet, quantization: Quantization | None) -> None:
@@ -30,28 +35,36 @@ class LinearReader:
         self.report = PrepareReport()
 
     def linear(self, shape: LinearShape) -> Linear | JoinedLinear:
-        """The layer, or layers, of `shape`: x [T, K] -> [T, sum of outputs]."""
+        """Reads the linears of `shape` as one layer, x [T, K] -> [T, sum of outputs].
+
+        Raises:
+            WeightError: a tensor is missing, damaged, or contradicts the configuration.
+        """
         if self.quantization is None or self.quantization.is_dense(shape):
             return self._dense(shape, 0, len(shape.names))
         parts, start = [], 0
-        held: list[QuantizedWeight] = []  # neighbours that agree, up to the one being looked at
+        held: list[QuantizedWeight] = []  # the run of equally quantized parts that ends at `index`
         for index in range(len(shape.names)):
             weight = self._quantized(self.quantization, shape, index)
             if held and (weight is None or incompatible_reason(held[0], weight) is not None):
-                parts.append(self._prepared_layer(shape, start, index, held))
+                parts.append(self._prepare_layer(shape, start, index, held))
                 start, held = index, []
             if weight is None:
                 parts.append(self._dense(shape, index, index + 1))
                 start = index + 1
             else:
                 held.append(weight)
-            weight = None  # or it would outlive the weight that it becomes a part of
+            weight = None  # `held` alone keeps it, so joining the run frees it
         if held:
-            parts.append(self._prepared_layer(shape, start, len(shape.names), held))
+            parts.append(self._prepare_layer(shape, start, len(shape.names), held))
         return parts[0] if len(parts) == 1 else JoinedLinear(tuple(parts))
 
     def gate_up(self, shape: LinearShape) -> GateUp | SplitGateUp:
-        """The gate and the up projection of `shape` and the SwiGLU over them: x [T, H] -> [T, I]."""
+        """Reads the gate and up projections of `shape`, with the SwiGLU over them: x [T, H] -> [T, I].
+
+        Raises:
+            WeightError: as `linear`.
+        """
         if fuses_swiglu(shape, self.quantization):
             return GateUp(self.kernels.gate_up_swiglu, self._dense_weight(shape, 0, len(shape.names)))
         return SplitGateUp(self.linear(shape), self.kernels.swiglu)
@@ -76,7 +89,7 @@ class LinearReader:
         return self.checkpoint.fused([f"{name}.bias" for name in names], [(n,) for n in outputs])
 
     def _quantized(self, quantization: Quantization, shape: LinearShape, index: int) -> QuantizedWeight | None:
-        """One part as the checkpoint has it, in the model's dtype; None where it is dense."""
+        """Reads part `index` in the checkpoint's layout and the model's dtype; None where it is dense."""
         name, outputs = shape.names[index], shape.outputs[index]
         if quantization.scheme(name) is None:
             return None
@@ -88,13 +101,15 @@ class LinearReader:
         stray = not shape.bias and f"{name}.bias" in checkpoint
         if stray and bool(checkpoint.tensor(f"{name}.bias", (outputs,)).any()):
             raise checkpoint.error(f"{name}.bias", "is not zero, but config.json says that the layer has none")
-        weight = self._in_dtype(name, weight)
-        _give_back_freed_memory()
+        weight = self._cast_weight(name, weight)
+        _return_freed_memory()
         return weight
 
-    def _in_dtype(self, layer: str, weight: QuantizedWeight) -> QuantizedWeight:
-        """The weight in the model's dtype. WeightError where that cannot hold what the layer's file holds: a scale
-        that becomes 0 would take every weight of its group along.
+    def _cast_weight(self, layer: str, weight: QuantizedWeight) -> QuantizedWeight:
+        """Casts scales, table and outliers to the model's dtype.
+
+        Raises:
+            WeightError: the dtype makes a value infinite, or a scale 0, which would zero its whole group.
         """
         checkpoint = self.checkpoint
         dtype = str(checkpoint.dtype).removeprefix("torch.")
@@ -111,23 +126,23 @@ class LinearReader:
             raise WeightError(f"{checkpoint.directory}: layer {layer!r} has {rule}; float32 holds them")
         return cast
 
-    def _prepared_layer(self, shape: LinearShape, start: int, stop: int, weights: list[QuantizedWeight]) -> Linear:
-        """Weights that agree as one layer, its weight in the layout that the kernel reads; `weights` is emptied."""
+    def _prepare_layer(self, shape: LinearShape, start: int, stop: int, weights: list[QuantizedWeight]) -> Linear:
+        """Joins the parts `start` to `stop` into one layer in the layout of its kernel, and empties `weights`."""
         joined = concatenate(weights)
         weights.clear()
         weight, report = prepared(self.kernels.dequant_gemm.variant, joined)
         del joined
         self.report += report
-        _give_back_freed_memory()
+        _return_freed_memory()
         bias = self._bias(shape, start, stop)
         return Linear(self._range(shape, start, stop), self.kernels.dequant_gemm, weight, bias)
 
 
-def _give_back_freed_memory() -> None:
-    """Have glibc return what is free to the operating system.
+def _return_freed_memory() -> None:
+    """Makes glibc return freed memory to the operating system.
 
-    torch asks for aligned blocks, and glibc seldom finds room for one where another of its size was freed: with the
-    copies of a layer that come and go the heap of a 4-bit model grows to 1.3 times the model.
+    torch asks for aligned blocks, and glibc seldom reuses a freed block for another of its size. Loading frees a copy
+    of each layer, so without this the heap of a 4-bit model grows to 1.3 times the model.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to a model: the configuration first, then, kernels in hand, the weights."""
+"""Loads a model from a Hugging Face directory: first the configuration, then, once kernels are chosen, the weights."""
 
 from __future__ import annotations
 
@@ -20,49 +20,62 @@ from tmodel.weights import Checkpoint
 
 
 def load_config(path: str | Path, architectures: Architectures | None = None) -> ModelConfig:
-    """The configuration in directory `path`; the weights are not read.
+    """Loads the configuration in directory `path`, and no weights.
 
-    Read are config.json, generation_config.json and, of a quantized model, quantize_config.json or quant_config.json.
+    The files are config.json, generation_config.json and, for some quantized models, quantize_config.json or
+    quant_config.json.
 
     Args:
         path: a Hugging Face directory.
-        architectures: those that may be meant; None is those of the house, see `architectures_with`.
+        architectures: those that config.json may name; None is the built-in ones, see `architectures_with`.
 
     Raises:
-        ConfigError: a file, which is named, is missing or damaged, the architecture is unknown (those that are known
-            are listed), or a field asks for something that the model would not compute as it was trained.
+        ConfigError: a file is missing or damaged, the architecture is unknown, or a field asks for something that the
+            model would not compute as it was trained. The message names the file, and the known architectures.
     """
     file = Path(path) / "config.json"
     raw = read_json(file)
     try:
-        architecture = architecture_of(raw, architectures)
+        architecture = find_named_architecture(raw, architectures)
         fields = parse_fields(architecture.fields, raw)
         config = architecture.resolve(fields, _end_token_ids(Path(path), fields))
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error.__cause__
-    found = find_format(Path(path), raw)
-    if found is None:
+    named_format = find_format(Path(path), raw)
+    if named_format is None:
         return config
-    where, quantization_format = found
+    format_file, quantization_format = named_format
     try:
         return replace(config, quantization=Quantization(quantization_format, tuple(config.linears())))
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error.__cause__
+        raise ConfigError(f"{format_file}: {error}") from error.__cause__
 
 
-def config_of(raw: Mapping[str, Any], architectures: Architectures | None = None) -> ModelConfig:
-    """What `load_config` will say of a directory with this config.json alone, of a dense model.
+def parse_config(raw: Mapping[str, Any], architectures: Architectures | None = None) -> ModelConfig:
+    """Parses the config.json of a dense model: the result of `load_config` for a directory with this file alone.
+
+    Args:
+        raw: config.json.
+        architectures: as for `load_config`.
 
     Raises:
         ConfigError: as `load_config`.
     """
-    architecture = architecture_of(raw, architectures)
+    architecture = find_named_architecture(raw, architectures)
     fields = parse_fields(architecture.fields, raw)
-    return architecture.resolve(fields, _checked_token_ids(fields.eos_token_id, fields.vocab_size))
+    return architecture.resolve(fields, _parse_token_ids(fields.eos_token_id, fields.vocab_size))
 
 
-def architecture_of(raw: Mapping[str, Any], architectures: Architectures | None = None) -> Architecture:
-    """The one that a config.json names."""
+def find_named_architecture(raw: Mapping[str, Any], architectures: Architectures | None = None) -> Architecture:
+    """Finds the architecture that a config.json names.
+
+    Args:
+        raw: config.json.
+        architectures: as for `load_config`.
+
+    Raises:
+        ConfigError: it names none, several or an unknown one.
+    """
     names = raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         raise ConfigError(f"architectures must name exactly one architecture, got {names!r}")
@@ -72,14 +85,21 @@ def architecture_of(raw: Mapping[str, Any], architectures: Architectures | None 
 def load_model(
     path: str | Path, config: ModelConfig, kernels: KernelSet, *, device: torch.device | str, dtype: torch.dtype
 ) -> Model:
-    """The model in directory `path` as `dtype` on `device`, whatever float dtype it was saved as.
+    """Loads the model in directory `path`. Only safetensors are read.
+
+    Args:
+        path: a Hugging Face directory.
+        config: its configuration, see `load_config`.
+        kernels: that the model calls.
+        device: where weights go.
+        dtype: of the model, whatever float dtype its file has.
 
     Raises:
-        WeightError: a tensor, which is named with its file, is missing, cut short, of another shape than `config` asks
-            for, or not the model's. Only safetensors are read.
+        WeightError: a tensor is missing, cut short, of another shape than `config` asks for, or not the model's. The
+            message names file and tensor.
     """
     with Checkpoint(Path(path), device=device, dtype=dtype) as checkpoint, torch.inference_mode():
-        # Checkpoints of 2023 and before carry these; every model computes them from config.json.
+        # Checkpoints of 2023 and before carry this table; every model computes it from config.json.
         checkpoint.ignore(name for name in checkpoint.names if name.endswith(".rotary_emb.inv_freq"))
         model = config.architecture.build(config, checkpoint, kernels)
         checkpoint.refuse_unused()
@@ -87,17 +107,17 @@ def load_model(
 
 
 def _end_token_ids(directory: Path, fields: HuggingFaceConfig) -> tuple[int, ...]:
-    """The ids that end a generation: generation_config.json's where it names any, else config.json's.
+    """Reads the ids that end a generation: generation_config.json's where it names any, else config.json's.
 
-    This is the order in which transformers' `generate` looks.
+    transformers' `generate` looks in the same order.
     """
     generation_file = directory / "generation_config.json"
     ids = read_json(generation_file).get("eos_token_id") if generation_file.exists() else None
-    return _checked_token_ids(fields.eos_token_id if ids is None else ids, fields.vocab_size)
+    return _parse_token_ids(fields.eos_token_id if ids is None else ids, fields.vocab_size)
 
 
-def _checked_token_ids(given: Any, vocab_size: int) -> tuple[int, ...]:
-    """`given`, an id, a list of them or None, each once."""
+def _parse_token_ids(given: Any, vocab_size: int) -> tuple[int, ...]:
+    """Checks `given`, an id, a list of ids or None, and drops duplicates."""
     ids = [] if given is None else given if isinstance(given, list) else [given]
     for token_id in ids:
         if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:

@@ -15,7 +15,7 @@ from tkernels.names import suggest_name
 from tmodel.architectures import Architectures
 from tmodel.config import ModelConfig
 from tmodel.json_files import ConfigError
-from tmodel.loading import config_of, load_config
+from tmodel.loading import load_config, parse_config
 from tmodel.presets import PRESETS, preset_path
 from tmodel.random_weights import RANDOM_PRESETS, num_parameters, random_config
 
@@ -99,7 +99,7 @@ def preset_model(preset: str) -> ModelPlan:
     if preset not in PRESETS:
         known = [*PRESETS, *RANDOM_PRESETS]
         raise ConfigError(f"unknown preset {preset!r}: there is {', '.join(known)}{suggest_name(preset, known)}")
-    return ModelPlan(preset, config_of(PRESETS[preset].config), lambda: preset_path(preset))
+    return ModelPlan(preset, parse_config(PRESETS[preset].config), lambda: preset_path(preset))
 
 
 def random_model(preset: str) -> ModelPlan:

@@ -1,4 +1,4 @@
-"""Which linear layers of a model are quantized, and what that asks of the kernels: known before a weight is read."""
+"""Which linear layers of a model are quantized, and at which axes kernels are called: known before weights are read."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tmodel.json_files import ConfigError
 
 @dataclass(frozen=True)
 class Feed:
-    """The norm or the linear layer whose output channels are, but for products, a linear layer's inputs.
+    """The norm or linear layer whose output channels become a linear layer's inputs, through nothing but products.
 
-    Nothing else reads them, so what its rows are divided by and the inputs multiplied by changes nothing.
+    Nothing else reads these channels. So dividing its rows and multiplying the inputs by the same numbers cancels out.
 
     Attributes:
-        name: what its tensors' names begin with: "model.layers.0.mlp.up_proj".
-        rows: the rows of its weight and bias that make the inputs, run by run in the inputs' order; several inputs may
-            be made of one row. Empty: row i makes input i.
+        name: the beginning of its tensors' names, "model.layers.0.mlp.up_proj".
+        rows: the rows of its weight and bias that compute the inputs, run by run in the inputs' order; one row may
+            compute several inputs. Empty: row i computes input i.
     """
 
     name: str
@@ -29,15 +29,15 @@ class Feed:
 
 @dataclass(frozen=True)
 class LinearShape:
-    """Linear layers of the same input, computed as one: query, key and value; gate and up; most stand alone.
+    """Linear layers with one input, computed as one: query, key and value; gate and up. Most stand alone.
 
     Attributes:
-        names: as the checkpoint's tensors begin ("model.layers.0.mlp.down_proj").
-        outputs: of each.
-        inputs: of all.
-        bias: all have one, or none.
-        gated: they are the gate and the up projection of a SwiGLU.
-        fed_by: what makes the inputs, where they may be scaled in it; AWQ asks.
+        names: the beginning of their tensors' names, "model.layers.0.mlp.down_proj".
+        outputs: N of each.
+        inputs: K of all.
+        bias: whether all have one; else none has.
+        gated: they are the gate and up projections of a SwiGLU.
+        fed_by: the layer that can take the inverse of a scale of the inputs, which AWQ needs; None where none can.
     """
 
     names: tuple[str, ...]
@@ -48,7 +48,7 @@ class LinearShape:
     fed_by: Feed | None = None
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of its dense weights [N, K] and biases [N]."""
+        """Tensor name -> shape, of the dense weights [N, K] and biases [N]."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, outputs in zip(self.names, self.outputs, strict=True):
             shapes[f"{name}.weight"] = (outputs, self.inputs)
@@ -85,20 +85,20 @@ class Quantization:
         return frozenset(name for shape in self.linears for name in shape.names)
 
     def scheme(self, name: str) -> Scheme | None:
-        """How layer `name` is stored; None is dense, as every layer is that the architecture does not list."""
+        """How layer `name` is stored; None is dense. A layer that the architecture does not list is dense."""
         return self.format.scheme(name) if name in self._names else None
 
     def schemes(self, shape: LinearShape) -> list[Scheme | None]:
-        """How each part of it is stored; None is dense."""
+        """How each part of `shape` is stored; None is dense."""
         return [self.scheme(name) for name in shape.names]
 
     def is_dense(self, shape: LinearShape) -> bool:
-        """Whether no part of it is quantized."""
+        """Whether no part of `shape` is quantized."""
         return not any(self.schemes(shape))
 
     @property
     def zeros_bytes(self) -> int:
-        """Of all zero-points as they are kept, at most: int16, where a checkpoint packs them."""
+        """The most bytes that zero-points take in memory, as int16; a checkpoint packs them."""
         return sum(
             2 * outputs * scheme.num_groups(shape.inputs)
             for shape in self.linears
@@ -107,10 +107,17 @@ class Quantization:
         )
 
     def kernel_axes(self, tokens: tuple[int, int]) -> tuple[AxisRanges, ...]:
-        """What dequant_gemm is called at, by kinds of weights: for each an axis's value, or (low, high)."""
+        """The axes that dequant_gemm is called at.
+
+        Args:
+            tokens: the fewest and the most tokens of a call.
+
+        Returns:
+            For each kind of weight, axis -> its value or (lowest, highest).
+        """
         outputs: dict[tuple[Scheme, int, bool], tuple[int, int]] = {}
         for shape in self.linears:
-            # Parts that agree are one weight, so any outputs from one part's to all parts' may come.
+            # Parts that are quantized alike become one weight, so N is anything from one part's outputs to all parts'.
             for scheme, part in zip(self.schemes(shape), shape.outputs, strict=True):
                 if scheme is not None:
                     key = scheme, shape.inputs, shape.bias
@@ -120,7 +127,7 @@ class Quantization:
 
 
 def fuses_swiglu(shape: LinearShape, quantization: Quantization | None) -> bool:
-    """Whether the SwiGLU over `shape` is computed by its matmul's kernel: where its weights are dense, without bias."""
+    """Whether one kernel computes the projections of `shape` and their SwiGLU: weights are dense and without bias."""
     return shape.gated and not shape.bias and (quantization is None or quantization.is_dense(shape))
 
 
@@ -133,7 +140,7 @@ def _axes(scheme: Scheme, inputs: int, bias: bool, tokens: tuple[int, int], outp
         "bits": scheme.bits,
         "coding": scheme.coding,
         "group_size": inputs if scheme.group_size == -1 else scheme.group_size,
-        # What only the tensors tell may come either way.
+        # Only the tensors tell these, so both values are possible.
         "symmetric": (False, True) if scheme.coding == "uniform" else False,
         "permuted": (False, True) if scheme.permuted else False,
         "sparse": (False, True) if scheme.sparse else False,

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tmodel.config import ModelConfig
-from tmodel.loading import config_of
+from tmodel.loading import parse_config
 
 VERSION = 1  # goes up when other weights come out
 _STD = 0.02  # transformers' initializer_range
@@ -25,7 +25,7 @@ RANDOM_PRESETS: Mapping[str, Mapping[str, Any]] = PRESET_TABLE["random"]
 
 def random_config(preset: Mapping[str, Any]) -> ModelConfig:
     """What `load_config` will say of a directory that `write_random` made."""
-    return config_of(_config_json(preset))
+    return parse_config(_config_json(preset))
 
 
 def num_parameters(preset: Mapping[str, Any]) -> int:

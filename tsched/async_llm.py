@@ -15,7 +15,7 @@ from tsched.execution.served_model import ServedModel, joint_error, joint_metric
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError
 from tsched.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from tsched.requests.prompts import Prepared, Prompt, Salt
+from tsched.requests.prompts import PreparedRequest, Prompt, Salt
 from tsched.requests.sampling_params import SamplingParams
 
 
@@ -192,7 +192,7 @@ class _Session:
         if self.tickets.get(name) is ticket:
             del self.tickets[name]
 
-    def _start(self, prepared: Prepared) -> list[Request]:
+    def _start(self, prepared: PreparedRequest) -> list[Request]:
         llm = self._owner()
         if llm is None:
             raise RefusedError("the AsyncLLM is gone")

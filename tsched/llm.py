@@ -15,7 +15,7 @@ from tsched.execution.engine import Request
 from tsched.execution.served_model import ServedModel, joint_error, joint_metrics
 from tsched.requests.errors import RefusedError
 from tsched.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from tsched.requests.prompts import Prepared, Prompt, Salt, one_each, split_prompts
+from tsched.requests.prompts import PreparedRequest, Prompt, Salt, broadcast_to_prompts, split_prompts
 from tsched.requests.sampling_params import SamplingParams
 
 _PATIENCE_S = 2.0  # work shorter than this needs no progress bar
@@ -56,7 +56,7 @@ class LLM(ServedModel):
             ValueError: A list has another length than `prompts`, or a priority is too large.
         """
         entries = split_prompts(prompts)
-        each_params = one_each("params", params, len(entries), SamplingParams, default=SamplingParams())
+        each_params = broadcast_to_prompts("params", params, len(entries), SamplingParams, default=SamplingParams())
         asked = self._prepare_all(entries, each_params, priority, cache_salt)
         started: dict[int, list[Request]] = {}
         refused: dict[int, RequestOutput] = {}
@@ -140,16 +140,16 @@ class LLM(ServedModel):
         params: list[SamplingParams],
         priority: int | Sequence[int],
         cache_salt: Salt | Sequence[Salt],
-    ) -> list[Prepared]:
+    ) -> list[PreparedRequest]:
         arrival = time.perf_counter()
-        priorities = one_each("priority", priority, len(entries), int, default=0)
-        salts: list[Salt] = one_each("cache_salt", cache_salt, len(entries), str, bytes, default=b"")
+        priorities = broadcast_to_prompts("priority", priority, len(entries), int, default=0)
+        salts: list[Salt] = broadcast_to_prompts("cache_salt", cache_salt, len(entries), str, bytes, default=b"")
         return [
             self._prepare(next(self._request_ids), entry, one, arrival, priority=rank, cache_salt=salt)
             for entry, one, rank, salt in zip(entries, params, priorities, salts, strict=True)
         ]
 
-    def _search(self, asked: list[Prepared], params: BeamSearchParams, at_once: int) -> list[RequestOutput]:
+    def _search(self, asked: list[PreparedRequest], params: BeamSearchParams, at_once: int) -> list[RequestOutput]:
         """Searches for each of `asked`, `at_once` of them at a time: all their beams have rows then."""
         waiting = deque(enumerate(asked))
         active: dict[int, BeamSearch] = {}
@@ -175,7 +175,7 @@ class LLM(ServedModel):
             raise
         return [outputs[place] for place in range(len(asked))]
 
-    def _begin_search(self, prepared: Prepared, params: BeamSearchParams) -> BeamSearch:
+    def _begin_search(self, prepared: PreparedRequest, params: BeamSearchParams) -> BeamSearch:
         if prepared.refusal is not None:
             raise RefusedError(prepared.refusal)
         search = BeamSearch(
@@ -188,7 +188,7 @@ class LLM(ServedModel):
         search.begin(arrival_time=prepared.arrival_time, priority=prepared.priority, cache_salt=prepared.cache_salt)
         return search
 
-    def _found(self, prepared: Prepared, search: BeamSearch) -> RequestOutput:
+    def _found(self, prepared: PreparedRequest, search: BeamSearch) -> RequestOutput:
         """The output of a search that is over, with its completions or the reason why it failed."""
         metrics = RequestMetrics(
             prepared.arrival_time, search.first_token_time, time.perf_counter(), search.num_preemptions
@@ -206,7 +206,7 @@ class LLM(ServedModel):
         ]
         return RequestOutput(prepared.request_id, prepared.text, prepared.token_ids, found, metrics)
 
-    def _output(self, prepared: Prepared, requests: list[Request]) -> RequestOutput:
+    def _output(self, prepared: PreparedRequest, requests: list[Request]) -> RequestOutput:
         return RequestOutput(
             prepared.request_id,
             prepared.text,

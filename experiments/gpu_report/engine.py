@@ -9,7 +9,7 @@ import torch
 from tkernels import Registry, Tuning, select
 from tkernels.timing import Launch, time_call
 from tmodel import Batch, KVCache, Model, ModelConfig, allocate_kv_cache
-from tmodel.loading import config_of
+from tmodel.loading import parse_config
 from tmodel.transformers_models import new_transformers_model
 from tmodel.weights import Checkpoint
 from tsched.options import OPTIONS, EngineOptions
@@ -68,7 +68,7 @@ def models(
     name = str(dtype).removeprefix("torch.")
     with device:
         theirs = new_transformers_model(shape, dtype=name, attn_implementation="sdpa").to(dtype).eval()
-    config = config_of({**shape, "dtype": name})
+    config = parse_config({**shape, "dtype": name})
     longest, most = max(work.tokens for work in works), max(work.sequences for work in works)
     tokens = max(work.sequences * work.tokens for work in works)
     options = EngineOptions(max_num_batched_tokens=tokens, max_num_seqs=most, max_model_len=longest, block_size=_PAGE)

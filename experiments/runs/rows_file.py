@@ -45,6 +45,7 @@ class RowsFile:
 
     def close(self) -> None:
         os.close(self._file)
+        Path(self._lock.lock_file).unlink(missing_ok=True)  # while it is ours: nobody else holds what we take away
         self._lock.release()
 
 

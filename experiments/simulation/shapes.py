@@ -123,7 +123,7 @@ def find_shape(name: str, architectures_from: Sequence[Path] = ()) -> ModelShape
         ExperimentError: there is none, or it cannot be served; it lists the alternatives.
     """
     from tmodel import PRESETS, RANDOM_PRESETS, architectures_with, load_config  # loads torch
-    from tmodel.loading import config_of
+    from tmodel.loading import parse_config
     from tmodel.model_names import RANDOM
 
     directory = Path(name)
@@ -136,7 +136,7 @@ def find_shape(name: str, architectures_from: Sequence[Path] = ()) -> ModelShape
     published = {**{preset: recipe.config for preset, recipe in PRESETS.items()}, **RANDOM_PRESETS, **_PUBLISHED}
     preset = name.removeprefix(RANDOM) if name.removeprefix(RANDOM) in RANDOM_PRESETS else name
     if preset in published:
-        return shape_of(config_of(published[preset]), preset)
+        return shape_of(parse_config(published[preset]), preset)
     llama = _llama_3_1_8b()
     if name == llama.name:
         return llama

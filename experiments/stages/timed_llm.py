@@ -12,7 +12,7 @@ from tsched import LLM, SamplingParams
 from tsched.execution.engine import Request as EngineRequest
 from tsched.requests.errors import RefusedError
 from tsched.requests.outputs import RequestOutput
-from tsched.requests.prompts import Prepared
+from tsched.requests.prompts import PreparedRequest
 from tsched.scheduling.sequence import Sequence
 
 
@@ -33,7 +33,7 @@ class Timeline:
 class _Watched:
     """A request's way: prepared, in the engine (`begun`, one for each completion), over."""
 
-    prepared: Prepared
+    prepared: PreparedRequest
     after: int
     begun: list[EngineRequest] = field(default_factory=list)
     lines: list["_Line"] = field(default_factory=list)
@@ -98,7 +98,7 @@ class TimedLLM(LLM):
         moments = tuple(times for one in watched for times in self._since_arrival(one))
         return Timeline(outputs, moments, peak_running, seconds)
 
-    def _prepared(self, request: Request, params: SamplingParams, arrival: float, salt: str) -> Prepared:
+    def _prepared(self, request: Request, params: SamplingParams, arrival: float, salt: str) -> PreparedRequest:
         return self._prepare(
             next(self._request_ids), request.prompt, params, arrival,
             priority=request.priority, cache_salt=f"{salt}, tenant {request.tenant}",

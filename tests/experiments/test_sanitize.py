@@ -45,7 +45,7 @@ def test_stores_far_beyond_a_tensor_are_findings_and_not_the_end_of_the_process(
 @pytest.mark.parametrize(("sanitizer", "cases"), [("address", 2), ("tuning", 2)])
 def test_a_config_is_held_while_axes_are_drawn(sanitizer: str, cases: int, tmp_path: Path) -> None:
     changes = [("FACTOR=1,", 'FACTOR=run.config["FACTOR"],'), ("Config()}", "Config(FACTOR=1)}")]
-    changes += [("(Config(), Config(num_warps=8))", "()"), ("+ width + offs", "+ width + offs + FACTOR - 1")]
+    changes += [("configs=(Config(), Config(num_warps=8)), ", ""), ("+ width + offs", "+ width + offs + FACTOR - 1")]
     write_variant(tmp_path, *changes)
     command = ("check", "--sanitize", sanitizer, "--op", "swiglu", "--variant", "doubled", "--examples", cases,
                "--json", "--variants-from", tmp_path, "--axes", "T=2,layout=contiguous")  # fmt: skip

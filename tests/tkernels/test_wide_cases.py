@@ -19,7 +19,7 @@ from tkernels.verification.check import chooser, count_wide_cases, drawn_results
 from tkernels.verification.mutation import Pool, outcomes, trials
 
 VARIANTS = [(op.name, name) for op in OPS.values() for name in op.variants]
-BY_FACTOR = [("FACTOR=1,", 'FACTOR=run.config["FACTOR"],'), ("(Config(), Config(num_warps=8))", "()")]
+BY_FACTOR = [("FACTOR=1,", 'FACTOR=run.config["FACTOR"],'), ("configs=(Config(), Config(num_warps=8)), ", "")]
 
 
 def parameters(op: str, variant: str) -> Any:

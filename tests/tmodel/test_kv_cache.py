@@ -140,7 +140,7 @@ def test_copies_reach_every_layer(variant: str, dtype: torch.dtype) -> None:
 
 def test_neighbouring_host_pages_are_one_transfer() -> None:
     pages = CachePages([cache_of()], COPY["torch"], num_host_blocks=9)
-    ((device_pages, runs),) = pages._staged(*pairs((6, 3), (0, 8), (5, 1), (2, 2), (1, 7)))
+    ((device_pages, runs),) = pages._stage_runs(*pairs((6, 3), (0, 8), (5, 1), (2, 2), (1, 7)))
     assert device_pages.tolist() == [5, 2, 6, 1, 0]
     assert runs == [(1, 3, 0), (7, 2, 3)]
 

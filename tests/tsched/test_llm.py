@@ -208,11 +208,11 @@ def test_completions_draw_from_streams_of_their_own(llm: LLM) -> None:
         assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
         assert len({tuple(completion.token_ids) for completion in output.outputs}) == 4
         for index, completion in enumerate(output.outputs):
-            (alone,) = llm.generate([prompt], params.of_sample(index))
+            (alone,) = llm.generate([prompt], params.derive_sample_params(index))
             assert completion.token_ids == alone.outputs[0].token_ids
             assert completion.cumulative_logprob == pytest.approx(alone.outputs[0].cumulative_logprob, abs=1e-9)
-    assert params.of_sample(0).seed == 7
-    assert len({params.of_sample(index).seed for index in range(4)}) == 4
+    assert params.derive_sample_params(0).seed == 7
+    assert len({params.derive_sample_params(index).seed for index in range(4)}) == 4
     before = llm.stats()
     llm.generate([PROMPTS[4]], params)
     after = llm.stats()

@@ -75,7 +75,7 @@ def test_llm_refuses_before_a_preset_is_trained(options: dict[str, Any], message
 
 def test_llm_serves_a_trained_preset_by_its_name(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tmodel.model_names, "preset_path", {"tiny": directory}.__getitem__)
-    monkeypatch.setattr(tmodel.model_names, "config_of", lambda config: load_config(directory))
+    monkeypatch.setattr(tmodel.model_names, "parse_config", lambda config: load_config(directory))
     (output,) = LLM("tiny", device="cpu", kv_cache_bytes=10**6).generate([[1, 2, 3]], GREEDY)
     (expected,) = LLM(directory, device="cpu", kv_cache_bytes=10**6).generate([[1, 2, 3]], GREEDY)
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids

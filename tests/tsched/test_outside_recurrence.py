@@ -143,7 +143,8 @@ def test_samples_of_one_prompt_share_its_state(model: Any) -> None:
     params = SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True)
     alone = make_llm(directory, max_num_seqs=1)
     expected = [
-        list(alone.generate([STEM[:22]], params.of_sample(index))[0].outputs[0].token_ids) for index in range(3)
+        list(alone.generate([STEM[:22]], params.derive_sample_params(index))[0].outputs[0].token_ids)
+        for index in range(3)
     ]
     assert expected[0] != expected[1]
     llm = make_llm(directory, prefix_cache="hash")

@@ -21,7 +21,7 @@ from tmodel.decoders.gated_mlp import GatedMLP, MLPLayer
 from tmodel.fields import HuggingFaceConfig
 from tmodel.json_files import ConfigError
 from tmodel.kernel_axes import attention_axes, linear_axes, rms_norm_axes, rotary_axes
-from tmodel.layers import JoinedLinear, Linear, PagedAttention, bytes_of
+from tmodel.layers import JoinedLinear, Linear, PagedAttention, count_weight_bytes
 from tmodel.linear_reader import LinearReader
 from tmodel.quantization import Feed, LinearShape
 from tmodel.weights import Checkpoint
@@ -165,7 +165,7 @@ class PreNormModel:
     @property
     def weight_bytes(self) -> int:
         """Of all weights as they are kept, a tied head's none."""
-        return bytes_of([self.embedding, self.layers, self.final_norm, self.head])
+        return count_weight_bytes([self.embedding, self.layers, self.final_norm, self.head])
 
     @torch.inference_mode()
     def __call__(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:

@@ -33,7 +33,7 @@ from tsched.execution.sampler import NONE_LEFT, Sampler, TokenLogprobs
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.sampling_params import SamplingParams
-from tsched.requests.stopping import is_met
+from tsched.requests.stopping import should_stop
 from tsched.scheduling.block_pool import BlockIds
 from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.sequence import Sequence
@@ -375,7 +375,9 @@ class Engine:
         if may_stop and sequence.params.criteria and sequence.finish_reason is None:
             known = sequence.freeze_tokens(self.scheduler.table.tokens[sequence.row, :length])
             try:
-                stops = is_met(sequence.params.criteria, known[: sequence.prompt_len], known[sequence.prompt_len :])
+                stops = should_stop(
+                    sequence.params.criteria, known[: sequence.prompt_len], known[sequence.prompt_len :]
+                )
                 reason = "stop" if stops else None
             except RequestFault as fault:
                 reason, request.error = "error", str(fault)

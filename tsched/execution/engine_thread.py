@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from tsched.execution.engine import Engine, Request
 from tsched.execution.sampler import TokenLogprobs
 from tsched.requests.errors import RefusedError
-from tsched.requests.prompts import Prepared
+from tsched.requests.prompts import PreparedRequest
 
 _IDLE_S = 1.0  # seconds after which an idle thread checks whether anybody can still submit requests
 
@@ -36,7 +36,7 @@ class Ticket:
     is_over   no more news will come
     """
 
-    prepared: Prepared
+    prepared: PreparedRequest
     news: list[News]
     requests: list[Request] = field(default_factory=list)
     num_reported: list[int] = field(default_factory=list)  # tokens of each sample
@@ -61,7 +61,7 @@ class EngineThread:
     def __init__(
         self,
         engine: Engine,
-        start: Callable[[Prepared], list[Request]],
+        start: Callable[[PreparedRequest], list[Request]],
         on_news: Callable[[], object],
         is_abandoned: Callable[[], bool],
         name: str,

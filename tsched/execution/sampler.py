@@ -17,7 +17,7 @@ from tsched.execution.device_state import to_device
 from tsched.execution.penalties import PenaltyCounts
 from tsched.execution.random_numbers import UniformTable
 from tsched.requests.errors import RequestFault
-from tsched.requests.logits_processors import process
+from tsched.requests.logits_processors import apply_processors
 from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
 
 # In place of a token id: the model's logits for the row hold a NaN, or no finite maximum; or it is what the request
@@ -178,7 +178,7 @@ class Sampler:
                 prompt, output = known[: sequence.prompt_len], known[sequence.prompt_len :]
                 try:
                     # A copy: beside the row itself lie those of others, and a view can be made to reach them.
-                    scores[i] = process(sequence.params.processors, prompt, output, scores[i].clone())
+                    scores[i] = apply_processors(sequence.params.processors, prompt, output, scores[i].clone())
                 except RequestFault as fault:
                     scores[i] = torch.nan
                     faults[i] = str(fault)

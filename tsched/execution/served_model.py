@@ -21,7 +21,7 @@ from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError
 from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tsched.requests.prompts import (
-    Prepared,
+    PreparedRequest,
     Salt,
     check_priority,
     check_salt,
@@ -182,7 +182,7 @@ class ServedModel:
         *,
         priority: int = 0,
         cache_salt: Salt = None,
-    ) -> Prepared:
+    ) -> PreparedRequest:
         """Reads and checks a prompt. What is wrong with the prompt stands in `refusal` and is not raised.
 
         Raises:
@@ -201,9 +201,9 @@ class ServedModel:
         except RefusedError as error:
             refusal = str(error)
         salt = check_salt(cache_salt)
-        return Prepared(request_id, text, token_ids, params, arrival, check_priority(priority), salt, refusal)
+        return PreparedRequest(request_id, text, token_ids, params, arrival, check_priority(priority), salt, refusal)
 
-    def _start(self, prepared: Prepared) -> list[Request]:
+    def _start(self, prepared: PreparedRequest) -> list[Request]:
         """Queues a request for each of the n samples of `prepared`.
 
         Raises:
@@ -216,7 +216,7 @@ class ServedModel:
         return self._engine.add_group(
             [next(self._ids) for _ in range(params.n)],
             prepared.token_ids,
-            [params.of_sample(index) for index in range(params.n)],
+            [params.derive_sample_params(index) for index in range(params.n)],
             detokenizers=[
                 IncrementalDetokenizer(self._decode, params.stop_strings) if needs_text else None
                 for _ in range(params.n)
@@ -245,7 +245,7 @@ class ServedModel:
             text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def _refused(self, prepared: Prepared, reason: str, now: float) -> RequestOutput:
+    def _refused(self, prepared: PreparedRequest, reason: str, now: float) -> RequestOutput:
         """The output of a request that was never served, for `reason`; `now` is on time.perf_counter's clock."""
         outputs = [CompletionOutput(i, [], "", "error") for i in range(prepared.params.n)]
         metrics = RequestMetrics(prepared.arrival_time, None, now)

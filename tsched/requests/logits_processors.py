@@ -1,4 +1,4 @@
-"""What a request may do to its logits before a token is chosen: a small protocol for the user's own code.
+"""Logits processors: a small protocol for user code that changes a request's logits before a token is chosen.
 
 class Bar:
     def __init__(self, token_id: int) -> None:
@@ -23,29 +23,49 @@ from tsched.requests.errors import RequestFault
 
 
 class LogitsProcessor(Protocol):
-    """Maps a request's logits to those that its token is chosen from. It must be a function of its arguments alone: it
-    is shared by a request's samples, and it is called for each output token, in their order, once or more: a request
-    that gives way to others while its newest token is under way has that token chosen anew when it is back, after the
-    same tokens. One that keeps a state must therefore find it by `output.size`, and not count its calls.
+    """Maps a request's logits to those that its token is chosen from.
+
+    It must be a function of its arguments alone, because a request's samples share it. The engine calls it for each
+    output token in order, once or more: a request that is preempted while its newest token is in flight chooses that
+    token again later, after the same tokens. So a processor with state must look it up by `output.size` and not count
+    its calls.
     """
 
     def __call__(self, prompt: Ints, output: Ints, logits: torch.Tensor, /) -> torch.Tensor:
-        """prompt [n] and output [m] int64: the tokens so far, read-only; they may be kept and stay as they are.
-        logits [V] float64 on the engine's device, this call's own copy: change it or return another. -inf bars a token;
-        one at least must stay finite.
+        """Changes the logits of the next token.
 
-        Whatever this raises ends the request, SystemExit too; KeyboardInterrupt does not where it is the user's, that
-        is on the main thread: it ends `LLM.generate`.
+        Whatever it raises ends the request, SystemExit too. Only a KeyboardInterrupt on the main thread is the user's:
+        it ends `LLM.generate`.
+
+        Args:
+            prompt: [n] int64, read-only. It never changes and may be kept.
+            output: [m] int64, the same for the output's tokens so far.
+            logits: [V] float64 on the engine's device, a copy for this call.
+
+        Returns:
+            [V] floating, `logits` itself or another tensor. -inf bars a token; one at least must stay finite.
         """
 
 
-def process(processors: Sequence[LogitsProcessor], prompt: Ints, output: Ints, logits: torch.Tensor) -> torch.Tensor:
-    """`logits` [V] float64, which may change, after all of `processors`, in their order.
+def apply_processors(
+    processors: Sequence[LogitsProcessor], prompt: Ints, output: Ints, logits: torch.Tensor
+) -> torch.Tensor:
+    """Calls all processors in order.
 
-    Raises RequestFault, which names the processor, where one raises, or returns no logits of that shape, a NaN, or
-    nothing finite to choose from.
+    Args:
+        processors: Those of the request.
+        prompt: [n] int64, its tokens.
+        output: [m] int64, its tokens.
+        logits: [V] float64, which processors may change.
+
+    Returns:
+        [V] float64 on the device of `logits`.
+
+    Raises:
+        RequestFault: One raised or returned no logits of that shape, or together they left a NaN or nothing finite.
+            The message names them.
     """
-    shape, dtype, device = logits.shape, logits.dtype, logits.device  # a processor may change those of `logits` itself
+    shape, dtype, device = logits.shape, logits.dtype, logits.device  # a processor may change `logits` in place
     for processor in processors:
         with attribute_failures("logits processor", processor, output.size) as where:
             processed = processor(prompt, output, logits)

@@ -1,4 +1,4 @@
-"""What a request gets back. Names are vLLM's where vLLM has one."""
+"""The outputs of a request. Names are vLLM's where vLLM has one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Of one token at one place: its natural log-probability before any penalty or filter, and its rank from 1."""
+    """One token at one place of the output.
+
+    Attributes:
+        logprob: Its natural log-probability before any penalty or filter.
+        rank: Its rank by probability, from 1.
+        decoded_token: Its text; None where there is no tokenizer.
+    """
 
     logprob: float
     rank: int
@@ -16,7 +22,14 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Moments in seconds on `time.perf_counter`'s clock; None where the request did not get that far."""
+    """Moments of a request in seconds on `time.perf_counter`'s clock; None where it did not get that far.
+
+    Attributes:
+        arrival_time: When the caller submitted it.
+        first_token_time: When its first output token was known.
+        finish_time: When it ended.
+        num_preemptions: How often it gave way to others.
+    """
 
     arrival_time: float
     first_token_time: float | None
@@ -36,13 +49,16 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One completion.
+    """One completion of a prompt.
 
-    token_ids           with the token that ended it, where one did
-    text                without special tokens, cut off before a stop string; "" where there is no tokenizer
-    finish_reason       "stop", "length", "abort" or "error"; None while it goes on
-    logprobs            per output token, its own and the most likely tokens', by token id; None unless asked for
-    cumulative_logprob  the sum over the output tokens; None unless logprobs were asked for
+    Attributes:
+        index: Of the completion, below SamplingParams.n.
+        token_ids: Its tokens, with the token that ended it, where one did.
+        text: Without special tokens, cut off before a stop string; "" where there is no tokenizer.
+        finish_reason: "stop", "length", "abort" or "error"; None while it goes on.
+        logprobs: For each output token, token id -> log-probability, of the chosen and the most likely tokens; None
+            unless asked for.
+        cumulative_logprob: The sum over the output tokens; None unless logprobs were asked for.
     """
 
     index: int
@@ -57,13 +73,18 @@ class CompletionOutput:
 class RequestOutput:
     """A request's prompt and completions.
 
-    LLM gives it whole. AsyncLLM gives parts of it, as deltas: a completion's token_ids, text and logprobs are what came
-    since the part before, so that the parts put together are the whole; its cumulative_logprob is the sum so far; a
-    completion that has nothing new is left out.
+    LLM returns it whole. AsyncLLM yields it in parts. A part holds the token_ids, text and logprobs that came since the
+    part before, so the parts together are the whole; its cumulative_logprob is the sum so far. A part leaves out
+    completions with nothing new.
 
-    outputs   by index, SamplingParams.n of them
-    finished  whether this is the last part
-    error     why it failed, None where it did not; with n > 1, of each completion that failed
+    Attributes:
+        request_id: The caller's, or a number.
+        prompt: The prompt's text; None where it was token ids.
+        prompt_token_ids: The prompt's token ids.
+        outputs: The completions by index, SamplingParams.n of them.
+        metrics: When the request began and ended.
+        error: Why it failed, with n > 1 for each completion that failed; None where none did.
+        finished: Whether this is the last part.
     """
 
     request_id: int | str

@@ -1,4 +1,4 @@
-"""What callers may pass as prompts, brought to one form."""
+"""Checks of what callers pass with a prompt, and one form for all kinds of prompts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,22 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
 
 Salt = str | bytes | None
-"""What keeps one tenant's cached prefixes from another's; None is the empty one."""
+"""Separates one tenant's cached prefixes from another's; None is the empty salt."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A request as the engine takes it. Where the engine cannot take it, `refusal` says why.
+class PreparedRequest:
+    """A request as the engine takes it.
 
-    arrival_time: seconds on time.perf_counter's clock.
+    Attributes:
+        request_id: The caller's.
+        text: The prompt where it is text; None where it is token ids.
+        token_ids: The prompt's [n].
+        params: How tokens are chosen.
+        arrival_time: Seconds on time.perf_counter's clock.
+        priority: Lower goes first.
+        cache_salt: Requests with equal salts share cached prefixes.
+        refusal: Why the engine cannot take the request; None where it can.
     """
 
     request_id: Any
@@ -39,12 +47,14 @@ class Prepared:
 
 ValueT = TypeVar("ValueT")
 
-_PLAIN = frozenset({int})  # a list of nothing else needs no look at each entry
+_PLAIN = frozenset({int})  # a list of nothing else needs no check of each entry
 
 
 def split_prompts(prompts: Any) -> list[Any]:
-    """One entry per request; a single text, mapping or list of token ids is one request. TypeError for anything
-    else.
+    """Splits prompts into one entry per request. A single text, mapping or list of token ids is one request.
+
+    Raises:
+        TypeError: It is neither that nor a list of prompts.
     """
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()
@@ -59,7 +69,11 @@ def split_prompts(prompts: Any) -> list[Any]:
 
 
 def parse_prompt(prompt: Any) -> str | list[int]:
-    """A text or token ids, with their types checked; RefusedError tells what is wrong with `prompt`."""
+    """Returns the prompt's text, or its token ids as a list of int.
+
+    Raises:
+        RefusedError: It is no prompt. The message says what is wrong.
+    """
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, Mapping):
@@ -84,7 +98,11 @@ def parse_prompt(prompt: Any) -> str | list[int]:
 
 
 def check_token_ids(token_ids: list[int], vocab_size: int) -> None:
-    """RefusedError where a token is outside the vocabulary."""
+    """Checks the ids of a prompt.
+
+    Raises:
+        RefusedError: One is not in [0, vocab_size).
+    """
     if not token_ids:
         return
     low, high = min(token_ids), max(token_ids)
@@ -97,7 +115,11 @@ def check_token_ids(token_ids: list[int], vocab_size: int) -> None:
 
 
 def check_stop_ids(params: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-    """RefusedError where a stop token is outside the vocabulary, or where min_tokens would leave no token to choose."""
+    """Checks the stop tokens against the model's vocabulary.
+
+    Raises:
+        RefusedError: One is outside the vocabulary, or all tokens end the output and min_tokens leaves none to choose.
+    """
     if params.stop_ids and max(params.stop_ids) >= vocab_size:
         raise RefusedError(f"stop_token_ids holds {max(params.stop_ids)}; ids go from 0 to {vocab_size - 1}")
     ends = {*params.stop_ids, *(() if params.ignore_eos else eos_token_ids)}
@@ -107,7 +129,11 @@ def check_stop_ids(params: SamplingParams, vocab_size: int, eos_token_ids: Seque
 
 
 def check_salt(salt: Salt) -> bytes:
-    """The salt as bytes; TypeError where it is none."""
+    """Returns the salt as bytes.
+
+    Raises:
+        TypeError: It is no str, bytes or None.
+    """
     if salt is None or isinstance(salt, bytes):
         return salt or b""
     if not isinstance(salt, str):
@@ -116,7 +142,12 @@ def check_salt(salt: Salt) -> bytes:
 
 
 def check_priority(priority: int) -> int:
-    """The priority as an int; TypeError where it is no integer, ValueError where it is too large."""
+    """Returns the priority as an int.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: Its magnitude is above MAX_PRIORITY.
+    """
     if not isinstance(priority, (int, np.integer)) or isinstance(priority, bool):
         raise TypeError(f"priority must be an integer, got {priority!r}")
     if abs(priority) > MAX_PRIORITY:
@@ -124,26 +155,36 @@ def check_priority(priority: int) -> int:
     return int(priority)
 
 
-def one_each(
+def broadcast_to_prompts(
     name: str, value: ValueT | Sequence[ValueT] | None, num_prompts: int, *types: type, default: ValueT
 ) -> list[ValueT]:
-    """[num_prompts]: `value`, of one of `types`, for all, or a list of one each; None, alone or in a list, is
-    `default`.
+    """Returns one value for each prompt.
+
+    Args:
+        name: Of the option, for messages.
+        value: One for all prompts, or a list of one each. None, alone or in a list, is `default`.
+        num_prompts: The length of the result.
+        types: That a value may have.
+        default: Stands for None.
+
+    Raises:
+        TypeError: A value has another type.
+        ValueError: The list has another length.
     """
     names = " or ".join(kind.__name__ for kind in types)
-    if value is None or _is_one(value, types):
+    if value is None or _has_type(value, types):
         return [default if value is None else value] * num_prompts  # type: ignore[list-item]
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise TypeError(f"{name} must be {names} or a list of them, got {type(value).__name__}")
     for one in value:
-        if one is not None and not _is_one(one, types):
+        if one is not None and not _has_type(one, types):
             raise TypeError(f"{name} must hold {names}, got {type(one).__name__}")
     if len(value) != num_prompts:
         raise ValueError(f"{len(value)} {name} for {num_prompts} prompts: give one for all, or one each")
     return [default if one is None else one for one in value]
 
 
-def _is_one(value: Any, types: tuple[type, ...]) -> bool:
+def _has_type(value: Any, types: tuple[type, ...]) -> bool:
     return isinstance(value, types) and not isinstance(value, bool)
 
 

@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen, and when it wants to stop."""
+"""How the tokens of one request are chosen, and when it stops."""
 
 from __future__ import annotations
 
@@ -20,36 +20,40 @@ MAX_LOGPROBS = 1000
 MAX_STOPS = 1000
 MAX_STOP_LENGTH = 1000
 MAX_CALLBACKS = 64
-MAX_COUNT = 2**31 - 1  # of tokens, and the largest id: sums of a few of them are int64
-MAX_PENALTY = 2.0**126  # it and its reciprocal are float32 numbers, so no float32 logit leaves float64 by it
+MAX_COUNT = 2**31 - 1  # of tokens, and the largest id: int64 holds sums of a few
+MAX_PENALTY = 2.0**126  # float32 holds it and its reciprocal, so float64 holds any float32 logit times it
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Immutable; every field is checked when the object is made, and a bad one raises ValueError with its name.
+    """The sampling parameters of a request; immutable. Names and meanings are vLLM's.
 
-    n                   in [1, 128]; completions per prompt, 1 where temperature is 0: the others would be equal.
-                        Completion 0 draws from `seed`, completion i from a seed derived from (seed, i)
-    temperature         >= 0; 0 is greedy, which ignores top_k, top_p, min_p and seed
-    top_k               keep the k most likely tokens (ties go to the lower id), below 2**31; 0 or -1 keeps all
-    top_p               in (0, 1]; keep the fewest most likely tokens whose probabilities reach top_p
-    min_p               in [0, 1]; keep tokens at least min_p times as likely as the most likely one
-    repetition_penalty  in [2**-126, 2**126]; divides positive and multiplies negative logits of tokens in the prompt or
-                        the output
-    presence_penalty    in [-2, 2]; subtracted once from the logit of every token in the output
-    frequency_penalty   in [-2, 2]; subtracted once per occurrence in the output
-    seed                in [0, 2**64); None takes a stream of its own from the engine's seed
-    logprobs            in [0, 1000]; report the chosen token's log-probability and those of that many most likely
-                        tokens
-    stop                up to 1000 strings of up to 1000 characters that end the output, which is cut off before them
-    stop_token_ids      up to 1000 token ids below 2**31 that end the output; they are the last of its token_ids
-    max_tokens          in [1, 2**31) output tokens; None is as many as the model's length and the cache allow
-    min_tokens          no end-of-sequence, stop token or stop string before this many output tokens, max_tokens at most
-    ignore_eos          go on after the model's end-of-sequence token
-    logits_processors   up to 64, called in this order with the model's logits, see tsched.requests.logits_processors
-    stopping_criteria   up to 64, any of which may end the output after min_tokens, see tsched.requests.stopping
+    They apply in this order: logits processors, penalties, temperature, min_p, top_k, top_p.
 
-    The order is logits processors, penalties, temperature, min_p, top_k, top_p. Names and meanings are vLLM's.
+    Attributes:
+        n: In [1, 128], completions per prompt. It is 1 where temperature is 0, because all would be equal. Completion 0
+            draws from `seed`, completion i from a seed derived from (seed, i).
+        temperature: At least 0. 0 is greedy and ignores top_k, top_p, min_p and seed.
+        top_k: Below 2**31, keeps the k most likely tokens (ties go to the lower id); 0 or -1 keeps all.
+        top_p: In (0, 1], keeps the fewest most likely tokens whose probabilities reach top_p.
+        min_p: In [0, 1], keeps tokens at least min_p times as likely as the most likely one.
+        repetition_penalty: In [2**-126, 2**126], divides positive and multiplies negative logits of tokens in the
+            prompt or the output.
+        presence_penalty: In [-2, 2], subtracted once from the logit of every token in the output.
+        frequency_penalty: In [-2, 2], subtracted once per occurrence in the output.
+        seed: In [0, 2**64). None takes a stream of its own from the engine's seed.
+        logprobs: In [0, 1000], reports the log-probabilities of the chosen token and of that many most likely tokens.
+        stop: Up to 1000 strings of up to 1000 characters that end the output. The text is cut off before them.
+        stop_token_ids: Up to 1000 token ids below 2**31 that end the output and stay in its token_ids.
+        max_tokens: In [1, 2**31) output tokens. None is as many as the model's length and the cache allow.
+        min_tokens: At most max_tokens. No end-of-sequence token, stop token or stop string ends the output before.
+        ignore_eos: Whether the output goes on after the model's end-of-sequence token.
+        logits_processors: Up to 64, called in this order with the model's logits, see
+            tsched.requests.logits_processors.
+        stopping_criteria: Up to 64, any of which may end the output after min_tokens, see tsched.requests.stopping.
+
+    Raises:
+        ValueError: A field is wrong. The message has its name.
     """
 
     n: int = 1
@@ -88,29 +92,29 @@ class SamplingParams:
         self._set_integer("min_tokens", 0, MAX_COUNT if self.max_tokens is None else self.max_tokens)
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
-        object.__setattr__(self, "stop", _strings("stop", self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        object.__setattr__(self, "logits_processors", _callbacks("logits_processors", self.logits_processors, 3))
-        object.__setattr__(self, "stopping_criteria", _callbacks("stopping_criteria", self.stopping_criteria, 2))
+        object.__setattr__(self, "stop", _check_strings("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _check_token_ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logits_processors", _check_callbacks("logits_processors", self.logits_processors, 3))
+        object.__setattr__(self, "stopping_criteria", _check_callbacks("stopping_criteria", self.stopping_criteria, 2))
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop`, in the one form that it has once checked."""
+        """`stop` as checked: a tuple of strings."""
         return self.stop  # type: ignore[return-value]
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """`stop_token_ids`, in the one form that it has once checked."""
+        """`stop_token_ids` as checked: a tuple of distinct ids."""
         return self.stop_token_ids  # type: ignore[return-value]
 
     @property
     def processors(self) -> tuple[LogitsProcessor, ...]:
-        """`logits_processors`, in the one form that it has once checked."""
+        """`logits_processors` as checked: a tuple."""
         return self.logits_processors  # type: ignore[return-value]
 
     @property
     def criteria(self) -> tuple[StoppingCriterion, ...]:
-        """`stopping_criteria`, in the one form that it has once checked."""
+        """`stopping_criteria` as checked: a tuple."""
         return self.stopping_criteria  # type: ignore[return-value]
 
     @property
@@ -121,9 +125,11 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-    def of_sample(self, index: int) -> SamplingParams:
-        """Those of completion `index` alone: n is 1, and the seed is this one's, derived from (seed, index) after
-        completion 0, by numpy's SeedSequence. Without a seed each completion takes a stream from the engine's.
+    def derive_sample_params(self, index: int) -> SamplingParams:
+        """The parameters of completion `index` alone, with n = 1.
+
+        Completion 0 keeps the seed. Later ones derive theirs from (seed, index) by numpy's SeedSequence. Without a seed
+        each completion takes a stream from the engine's seed.
         """
         if self.n == 1:
             return self
@@ -137,7 +143,7 @@ class SamplingParams:
         allowed = f"{'above' if above else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
         try:
             number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float)) else float(value)
-        except OverflowError:  # an int that no float reaches
+        except OverflowError:  # an int larger than any float
             number = math.inf
         if not math.isfinite(number):
             raise ValueError(f"{name} must be a finite number {allowed}, got {value!r}")
@@ -149,14 +155,14 @@ class SamplingParams:
         value = getattr(self, name)
         if value is None and optional:
             return
-        number = _integer(name, value)
+        number = _check_integer(name, value)
         if not low <= number <= high:
             allowed = f"at least {low} and at most {high}" if high == MAX_COUNT else f"from {low} to {high}"
             raise ValueError(f"{name} must be {allowed}, got {value!r}")
         object.__setattr__(self, name, number)
 
 
-def _integer(name: str, value: Any) -> int:
+def _check_integer(name: str, value: Any) -> int:
     if isinstance(value, bool):
         raise ValueError(f"{name} must be an integer, got {value!r}")
     try:
@@ -165,8 +171,8 @@ def _integer(name: str, value: Any) -> int:
         raise ValueError(f"{name} must be an integer, got {value!r}") from None
 
 
-def _strings(name: str, value: Any) -> tuple[str, ...]:
-    strings = () if value is None else (value,) if isinstance(value, str) else _tuple(name, value)
+def _check_strings(name: str, value: Any) -> tuple[str, ...]:
+    strings = () if value is None else (value,) if isinstance(value, str) else _check_list(name, value)
     for string in strings:
         if not isinstance(string, str) or not string:
             raise ValueError(f"{name} must hold non-empty strings, got {string!r}")
@@ -175,9 +181,11 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     return strings
 
 
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+def _check_token_ids(name: str, value: Any) -> tuple[int, ...]:
     ids = tuple(
-        dict.fromkeys(_integer(f"every one of {name}", i) for i in (() if value is None else _tuple(name, value)))
+        dict.fromkeys(
+            _check_integer(f"every one of {name}", i) for i in (() if value is None else _check_list(name, value))
+        )
     )
     wrong = next((i for i in ids if not 0 <= i <= MAX_COUNT), None)
     if wrong is not None:
@@ -185,15 +193,15 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     return ids
 
 
-def _callbacks(name: str, value: Any, num_arguments: int) -> tuple[Any, ...]:
-    """Things that can be called with `num_arguments` arguments, as far as can be seen without calling them."""
-    callbacks = _tuple(name, () if value is None else value, MAX_CALLBACKS)
+def _check_callbacks(name: str, value: Any, num_arguments: int) -> tuple[Any, ...]:
+    """Checks that every entry takes `num_arguments` arguments, as far as signatures show."""
+    callbacks = _check_list(name, () if value is None else value, MAX_CALLBACKS)
     for callback in callbacks:
         if not callable(callback) or isinstance(callback, type):
             raise ValueError(f"{name} must hold functions or callable objects, got {callback!r}")
         try:
             signature = inspect.signature(callback)
-        except (TypeError, ValueError):  # of some functions that are written in C nothing is known
+        except (TypeError, ValueError):  # some functions written in C have no signature
             continue
         try:
             signature.bind(*range(num_arguments))
@@ -204,7 +212,7 @@ def _callbacks(name: str, value: Any, num_arguments: int) -> tuple[Any, ...]:
     return callbacks
 
 
-def _tuple(name: str, value: Any, longest: int = MAX_STOPS) -> tuple[Any, ...]:
+def _check_list(name: str, value: Any, longest: int = MAX_STOPS) -> tuple[Any, ...]:
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
         raise ValueError(f"{name} must be a list, got {value!r}")
     items = tuple(value)

@@ -1,4 +1,4 @@
-"""What may end a request besides tokens, strings and lengths: a small protocol for the user's own code.
+"""Stopping criteria: a small protocol for user code that ends a request.
 
 class Repeats:
     def __call__(self, prompt, output):
@@ -19,21 +19,37 @@ from tsched.requests.errors import RequestFault
 
 
 class StoppingCriterion(Protocol):
-    """Says whether an output is to end. It must be a function of its arguments alone: it is shared by a request's
-    samples, and it is asked once for each output token past the first min_tokens, in their order.
+    """Decides whether an output ends.
+
+    It must be a function of its arguments alone, because a request's samples share it. The engine calls it once for
+    each output token after the first min_tokens, in order.
     """
 
     def __call__(self, prompt: Ints, output: Ints, /) -> bool:
-        """prompt [n] and output [m] int64, m >= 1: the tokens so far, read-only; they may be kept and stay as they are.
-        True ends the output with its last token and the finish_reason "stop". What this raises ends the request, as it
-        does in a LogitsProcessor.
+        """Decides whether the output ends here. Whatever it raises ends the request, as in a LogitsProcessor.
+
+        Args:
+            prompt: [n] int64, read-only. It never changes and may be kept.
+            output: [m] int64, m >= 1, the same for the output's tokens so far.
+
+        Returns:
+            True ends the output with its last token and the finish_reason "stop".
         """
 
 
-def is_met(criteria: Sequence[StoppingCriterion], prompt: Ints, output: Ints) -> bool:
-    """Whether one of `criteria` ends the output.
+def should_stop(criteria: Sequence[StoppingCriterion], prompt: Ints, output: Ints) -> bool:
+    """Asks all criteria whether the output ends.
 
-    Raises RequestFault, which names the criterion, where one raises or answers neither True nor False.
+    Args:
+        criteria: Those of the request.
+        prompt: [n] int64, its tokens.
+        output: [m] int64, its tokens.
+
+    Returns:
+        Whether one of them returned True.
+
+    Raises:
+        RequestFault: One raised, or returned neither True nor False. The message names it.
     """
     for criterion in criteria:
         with attribute_failures("stopping criterion", criterion, output.size - 1) as where:

@@ -10,7 +10,7 @@ from experiments.document import ExperimentError
 from experiments.simulation.hardware import Gpu, find_gpu
 from experiments.simulation.shapes import find_shape, shape_of
 from experiments.simulation.step_time import StepTime, Work
-from tmodel.loading import config_of
+from tmodel.loading import parse_config
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.scheduler import Scheduler
 
@@ -19,7 +19,7 @@ CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2, "vocab_size": 100, "tie_word_embeddings": True,
 }  # fmt: skip
-MODEL = shape_of(config_of(CONFIG), "small")
+MODEL = shape_of(parse_config(CONFIG), "small")
 LAUNCHES = 2 * 10 * 1.3e-6
 
 

@@ -14,7 +14,7 @@ from tmodel.config import Architecture, Axes, Limits, ModelConfig
 from tmodel.fields import RotaryConfig
 from tmodel.json_files import ConfigError
 from tmodel.kernel_axes import attention_axes, linear_axes, rotary_axes
-from tmodel.layers import PagedAttention, bytes_of
+from tmodel.layers import PagedAttention, count_weight_bytes
 from tmodel.linear_reader import LinearReader
 from tmodel.quantization import Feed, LinearShape
 from tmodel.rotary import Rope
@@ -123,7 +123,7 @@ class NeoX:
 
     @property
     def weight_bytes(self) -> int:
-        return bytes_of([self.embedding, self.final_norm, self.norms, self.layers, self.head])
+        return count_weight_bytes([self.embedding, self.final_norm, self.norms, self.layers, self.head])
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)

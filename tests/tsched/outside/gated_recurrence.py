@@ -19,7 +19,7 @@ from tmodel.config import Architecture, Axes, Limits, ModelConfig
 from tmodel.decoders.attention import GroupedQueryAttention
 from tmodel.fields import HuggingFaceConfig
 from tmodel.kernel_axes import attention_axes, linear_axes, rms_norm_axes, rotary_axes
-from tmodel.layers import PagedAttention, bytes_of
+from tmodel.layers import PagedAttention, count_weight_bytes
 from tmodel.linear_reader import LinearReader
 from tmodel.quantization import Feed, LinearShape
 from tmodel.rotary import Rope
@@ -128,7 +128,7 @@ class Recurrence:
 
     @property
     def weight_bytes(self) -> int:
-        return bytes_of([self.embedding, self.norms, self.layers, self.head])
+        return count_weight_bytes([self.embedding, self.norms, self.layers, self.head])
 
     @torch.inference_mode()
     def __call__(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
