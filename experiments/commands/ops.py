@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from rich.text import Text
 from experiments.commands.registry import open_registry
 from experiments.commands.requests import OpsRequest
 from experiments.reporting.table_style import add_row, new_table
-from tkernels.contract import Axes, Contract
+from tkernels.contract import Axes, Contract, Value
 from tkernels.device import device_facts
 from tkernels.mode import unavailable_reason
 from tkernels.tuning import tuned_devices
@@ -33,7 +33,7 @@ def run(request: OpsRequest) -> int:
     torch.set_num_threads(1)  # on inputs as small as the draws', threads only wait for each other
     rows = []
     for op in ops.values():
-        drawn = cache(partial(bind_draw, op.contract))
+        drawn = cache(partial(DrawnAxes, op.contract))
         rows += [describe(variant, device, drawn) for variant in op.variants.values()]
     rows += [_unavailable(file, reason) for file, reason in ops.broken.items()]
     order = [*ops, *ops.unavailable]
@@ -46,12 +46,30 @@ def run(request: OpsRequest) -> int:
     return 0
 
 
-def bind_draw(contract: Contract, seed: int) -> Axes:
-    """The axes of a contract's drawn call, as a variant's `supports` gets them."""
-    # Draws are small: real inputs take a millisecond, where the first product on "meta" imports torch's compiler.
-    case = contract.case(contract.draw_axes(chooser(seed)), seed, "cpu")
-    axes, _ = contract.bind_axes(contract.bind_arguments((), case.inputs))
-    return axes
+class DrawnAxes(Mapping[str, Value]):
+    """The axes of a contract's drawn call, as a variant's `supports` gets them.
+
+    Those that only a call tells, an argument's alignment say, join when one is asked for: they need inputs, which take
+    milliseconds.
+    """
+
+    def __init__(self, contract: Contract, seed: int) -> None:
+        self._contract, self._seed, self._is_bound = contract, seed, False
+        self._axes = contract.draw_axes(chooser(seed))
+
+    def __getitem__(self, name: str) -> Value:
+        if name not in self._axes and not self._is_bound:
+            # Draws are small: real inputs take less than the first product on "meta", which imports torch's compiler.
+            case = self._contract.case(self._axes, self._seed, "cpu")
+            self._axes |= self._contract.bind_axes(self._contract.bind_arguments((), case.inputs))[0]
+            self._is_bound = True
+        return self._axes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._axes)
+
+    def __len__(self) -> int:
+        return len(self._axes)
 
 
 def describe(variant: Variant, device: torch.device, drawn: Callable[[int], Axes]) -> dict[str, Any]:
