@@ -74,18 +74,18 @@ def find_format(directory: Path, raw: Mapping[str, Any]) -> tuple[Path, Quantiza
     Raises:
         ConfigError: settings are damaged or not supported, or two files disagree. The message names the file.
     """
-    found: dict[str, QuantizationFormat] = {}
+    formats: dict[str, QuantizationFormat] = {}
     for name, settings in _read_settings(directory, raw).items():
         try:
-            found[name] = parse_format(settings)
+            formats[name] = parse_format(settings)
         except ConfigError as error:
             raise ConfigError(f"{directory / name}: quantization_config: {error}") from error.__cause__
-    distinct = list(found.items())
-    for name, other in distinct[1:]:
-        if other != distinct[0][1]:
-            difference = _describe_difference(other, distinct[0][1])
-            raise ConfigError(f"{directory / name}: it disagrees with {distinct[0][0]}: {difference}")
-    return (directory / distinct[0][0], distinct[0][1]) if distinct else None
+    named = list(formats.items())
+    for name, other in named[1:]:
+        if other != named[0][1]:
+            difference = _describe_difference(other, named[0][1])
+            raise ConfigError(f"{directory / name}: it disagrees with {named[0][0]}: {difference}")
+    return (directory / named[0][0], named[0][1]) if named else None
 
 
 def _read_settings(directory: Path, raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

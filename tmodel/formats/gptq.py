@@ -52,7 +52,7 @@ _QUANTIZERS = (
 CheckpointFormat = Literal["gptq", "gptq_v2"]
 _ADDED: dict[CheckpointFormat, int] = {"gptq": 1, "gptq_v2": 0}  # to a stored zero-point
 _BY_ADDED: dict[int, CheckpointFormat] = {1: "gptq", 0: "gptq_v2"}
-_TELLING = 64
+_MIN_EVIDENCE = 64
 """This many equal zero-points are no accident, even in a file that does not call itself symmetric."""
 
 
@@ -98,9 +98,9 @@ class GPTQ(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _merge_format_names(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        rest, said = dict(raw), [raw.get("checkpoint_format"), raw.get("format")]
-        if None in said or said[0] == said[1]:
-            rest["checkpoint_format"] = next((name for name in said if name is not None), "gptq")
+        rest, named = dict(raw), [raw.get("checkpoint_format"), raw.get("format")]
+        if None in named or named[0] == named[1]:
+            rest["checkpoint_format"] = next((name for name in named if name is not None), "gptq")
             rest["format"] = None
         return rest
 
@@ -206,7 +206,7 @@ class GPTQ(BaseModel):
 
         A checkpoint has one format, which most tensors' words do not show. So all are read before the first is decoded.
         """
-        telling: dict[CheckpointFormat, list[tuple[str, int, int]]] = {}  # tensor, its bits, what it holds
+        evidence: dict[CheckpointFormat, list[tuple[str, int, int]]] = {}  # format -> (tensor, bits, its value) of each
         for name in checkpoint.names:
             layer, _, part = name.rpartition(".")
             settings = self.find_settings(layer) if part == "qzeros" else None
@@ -216,43 +216,47 @@ class GPTQ(BaseModel):
             stored = unpack_stream(words, 1, settings.bits, words.shape[1] * 32 // settings.bits)
             by_words = settings.detect_tensor_format(stored)
             if by_words is not None:
-                telling.setdefault(by_words, []).append((name, settings.bits, int(stored[0, 0])))
-        said = [self.checkpoint_format] if self.format is None else [self.checkpoint_format, self.format]
-        if not telling and len(said) == 1:
-            return said[0]
-        if not telling:
+                evidence.setdefault(by_words, []).append((name, settings.bits, int(stored[0, 0])))
+        named = [self.checkpoint_format] if self.format is None else [self.checkpoint_format, self.format]
+        if not evidence and len(named) == 1:
+            return named[0]
+        if not evidence:
             raise WeightError(
-                f"{checkpoint.directory}: quantization_config says checkpoint_format {said[0]} and format {said[1]}, "
+                f"{checkpoint.directory}: quantization_config says checkpoint_format {named[0]} and format {named[1]}, "
                 "and no qzeros are those of a symmetric weight, which would tell: one of the two must go"
             )
-        (found, tensors), *others = telling.items()
+        (detected, tensors), *others = evidence.items()
         name, bits, value = tensors[0]
         if others:
             other, ((its_name, its_bits, its_value), *_) = others[0]
             raise checkpoint.error(
                 name,
-                f"is of checkpoint_format {found} (all {value} at {bits} bits), but {its_name!r} of {other} (all "
+                f"is of checkpoint_format {detected} (all {value} at {bits} bits), but {its_name!r} of {other} (all "
                 f"{its_value} at {its_bits} bits): a checkpoint must be of one",
             )
-        if said != [found]:
-            of = f"not {said[0]} as" if len(said) == 1 else f"of {said[0]} (checkpoint_format) and {said[1]} (format)"
+        if named != [detected]:
+            of = (
+                f"not {named[0]} as"
+                if len(named) == 1
+                else f"of {named[0]} (checkpoint_format) and {named[1]} (format)"
+            )
             warnings.warn(
                 checkpoint.error(
                     name,
-                    f"is of checkpoint_format {found}, {of} its config says: all zero-points are stored as {value}, "
-                    f"which is the middle, {2 ** (bits - 1)}, in {found} alone. Tensors that tell so: {len(tensors)}. "
-                    f"The whole checkpoint is read as {found}",
+                    f"is of checkpoint_format {detected}, {of} its config says: all zero-points are stored as {value}, "
+                    f"which is the middle, {2 ** (bits - 1)}, in {detected} alone. Tensors that tell so: "
+                    f"{len(tensors)}. The whole checkpoint is read as {detected}",
                 ).args[0],
                 FormatWarning,
                 stacklevel=2,
             )
-        return found
+        return detected
 
     def detect_tensor_format(self, stored: torch.Tensor) -> CheckpointFormat | None:
         """The format that stored zero-points [G, N] show; None where they are not those of a symmetric file."""
         first = int(stored.reshape(-1)[0])
-        telling = self.sym or stored.numel() >= _TELLING
-        if not telling or not bool((stored == first).all()):
+        is_evidence = self.sym or stored.numel() >= _MIN_EVIDENCE
+        if not is_evidence or not bool((stored == first).all()):
             return None
         return _BY_ADDED.get(2 ** (self.bits - 1) - first)
 
