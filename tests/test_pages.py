@@ -98,7 +98,7 @@ ALL_COMMANDS = {command: page for page in PAGES for line in shell_lines(page) fo
 def test_the_first_page_is_short_and_has_the_two_commands_at_its_top() -> None:
     text = README.read_text(encoding="utf-8")
     assert len(text.encode()) <= 9000
-    assert "\n    pip install -e . && tk run experiments/quickstart.yaml\n" in text[:2000]
+    assert "\n    pip install -e '.[dev]' && tk run experiments/quickstart.yaml\n" in text[:2000]
     assert "\n    pip install -e '.[dev]' && pytest\n" in text[:2000]
 
 
