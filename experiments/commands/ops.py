@@ -30,11 +30,15 @@ def run(request: OpsRequest) -> int:
     """Prints the registry; always 0."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     ops = open_registry(request.variants_from)
-    torch.set_num_threads(1)  # on inputs as small as the draws', threads only wait for each other
     rows = []
-    for op in ops.values():
-        drawn = cache(partial(DrawnAxes, op.contract))
-        rows += [describe(variant, device, drawn) for variant in op.variants.values()]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on inputs as small as the draws', threads only wait for each other
+    try:
+        for op in ops.values():
+            drawn = cache(partial(DrawnAxes, op.contract))
+            rows += [describe(variant, device, drawn) for variant in op.variants.values()]
+    finally:
+        torch.set_num_threads(threads)
     rows += [_unavailable(file, reason) for file, reason in ops.broken.items()]
     order = [*ops, *ops.unavailable]
     rows.sort(key=lambda row: order.index(row["op"]))
