@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from experiments.document import ExperimentError
 from tsched.resolved_options import UnitSizes
@@ -53,28 +53,14 @@ class ModelShape:
         )
 
 
-_QWEN3: Mapping[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 151936,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
+_PUBLISHED: Mapping[str, tuple[int, int, int, int, bool]] = {
+    "Qwen3-1.7B": (2048, 6144, 28, 16, True),
+    "Qwen3-8B": (4096, 12288, 36, 32, False),
+    "Qwen3-14B": (5120, 17408, 40, 40, False),
+    "Qwen3-32B": (5120, 25600, 64, 64, False),
 }
-
-
-def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool) -> dict[str, Any]:
-    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-    return {**_QWEN3, **sizes, "num_attention_heads": heads, "tie_word_embeddings": tied}
-
-
-_PUBLISHED: Mapping[str, Mapping[str, Any]] = {
-    # config.json of Qwen/<name> on the Hugging Face hub
-    "Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
-    "Qwen3-8B": _qwen3(4096, 12288, 36, 32, tied=False),
-    "Qwen3-14B": _qwen3(5120, 17408, 40, 40, tied=False),
-    "Qwen3-32B": _qwen3(5120, 25600, 64, 64, tied=False),
-}
-"""Beside the presets."""
+"""Beside the presets: what config.json of Qwen/<name> on the Hugging Face hub has other than Qwen3-4B's."""
+_OWN_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
 
 
 def _llama_3_1_8b() -> ModelShape:
@@ -133,7 +119,9 @@ def find_shape(name: str, architectures_from: Sequence[Path] = ()) -> ModelShape
             return shape_of(load_config(directory, architectures), directory.resolve().name)
     except ValueError as error:
         raise ExperimentError([f"--model: {error}"]) from None
-    published = {**{preset: recipe.config for preset, recipe in PRESETS.items()}, **RANDOM_PRESETS, **_PUBLISHED}
+    published = {**{preset: recipe.config for preset, recipe in PRESETS.items()}, **RANDOM_PRESETS}
+    for other, sizes in _PUBLISHED.items():
+        published[other] = {**RANDOM_PRESETS["Qwen3-4B"], **dict(zip(_OWN_SIZES, sizes, strict=True))}
     preset = name.removeprefix(RANDOM) if name.removeprefix(RANDOM) in RANDOM_PRESETS else name
     if preset in published:
         return shape_of(parse_config(published[preset]), preset)

@@ -9,11 +9,11 @@ import csv
 import json
 import re
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.document import ExperimentError
 from tsched.requests.prompts import MAX_PRIORITY
@@ -26,10 +26,12 @@ _MOST_SECONDS = 10**9  # from the first request to the last: 31 years
 _MOST_TIMESTAMP = 10**15  # milliseconds, since 1970 or since whatever moment
 _MOST_BYTES = 2**22  # of a line: as many hash_ids as a request may have are a tenth of that
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_NOT_A_ROW = "not a time and two numbers of tokens"
 _MOONCAKE_KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
 _A_MOONCAKE_LINE = f"a line is an object of {', '.join(_MOONCAKE_KEYS)}"
-_TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d{1,9})?(Z|[+-]\d\d:\d\d)?", re.ASCII)
+_TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)?", re.ASCII)
 _A_TIME = "a time is YYYY-MM-DD HH:MM:SS, with up to nine decimals and an offset from UTC, or without"
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,101 +45,106 @@ class Line:
     priority: int = 0
 
 
-def read_azure(path: Path) -> Iterator[Line]:
-    """TIMESTAMP with decimals of a second, ContextTokens, GeneratedTokens."""
-    lines = _lines(path)
-    number, text = next(lines, (1, ""))
-    try:
-        header = _split_fields(text)
-        missing = [name for name in _AZURE_COLUMNS if name not in header]
-        if missing:
-            raise ValueError(f"has no column {missing[0]}; an Azure trace has {', '.join(_AZURE_COLUMNS)}")
-    except ValueError as error:
-        raise _line_error(path, number, str(error)) from None
-    places = [header.index(name) for name in _AZURE_COLUMNS]
-    first: tuple[datetime, float] | None = None
-    last = 0.0
-    for number, text in lines:
-        if not text.strip():
-            continue
-        try:
-            row = _split_fields(text)
-            if len(row) != len(header):
-                raise ValueError(f"{_NOT_A_ROW}: {len(row)} fields, where the header has {len(header)}")
-            moment, fraction = _parse_time(row[places[0]])
-            input_len, output_len = (_parse_count(_AZURE_COLUMNS[i], row[places[i]]) for i in (1, 2))
-            _check_tokens(input_len, output_len)
-            if first is None:
-                first = moment, fraction
-            if (moment.tzinfo is None) != (first[0].tzinfo is None):
-                words = ("no offset", "one") if moment.tzinfo is None else ("an offset", "none")
-                raise ValueError(
-                    f"this time has {words[0]} from UTC and the first has {words[1]}: all may have, or none"
-                )
-            arrival = (moment - first[0]).total_seconds() + fraction - first[1]
-            _check_arrival(arrival, last)
-        except ValueError as error:
-            raise _line_error(path, number, str(error)) from None
-        last = arrival
-        yield Line(arrival, input_len, output_len)
+class _Entry(NamedTuple):
+    """A line by itself. `moment`: nanoseconds, since whenever."""
+
+    moment: int
+    input_len: int
+    output_len: int
+    hash_ids: Sequence[int] | None = None
+    priority: int = 0
 
 
-def read_mooncake(path: Path) -> Iterator[Line]:
-    """timestamp (ms), input_length, output_length, hash_ids: one per 512 tokens of the prompt, the last may be part of
-    a block; equal ids are equal contents after equal prefixes. `priority` may be there too: lower goes first.
+def read_trace(path: Path) -> Iterator[Line]:
+    """The requests of a trace one by one, read as its suffix says.
+
+    .csv is Azure's: TIMESTAMP with decimals of a second, ContextTokens, GeneratedTokens. .jsonl is Mooncake's:
+    timestamp (ms), input_length, output_length, hash_ids: one per 512 tokens of the prompt, the last may be part of a
+    block; equal ids are equal contents after equal prefixes. `priority` may be there too: lower goes first.
+
+    Raises:
+        ExperimentError: The suffix is another one, at once; or a line is damaged or none is there, when it is read.
     """
-    first: float | None = None
+    if path.suffix not in _FORMATS:
+        raise ExperimentError([f"{path}: the format follows from the suffix, .csv (Azure) or .jsonl (Mooncake)"])
+    return _read(path, _FORMATS[path.suffix])
+
+
+def _read(path: Path, parse: Callable[[Iterator[str]], Iterator[_Entry]]) -> Iterator[Line]:
+    lines = _Lines(path)
+    first: int | None = None
     last = 0.0
-    for number, text in _lines(path):
-        if not text.strip():
-            continue
-        try:
-            entry = _parse_object(text)
-            timestamp = _read_number(entry, "timestamp", f"milliseconds from 0 to {_MOST_TIMESTAMP:,}")
-            if not 0 <= timestamp <= _MOST_TIMESTAMP:
-                raise ValueError(f"timestamp must be from 0 to {_MOST_TIMESTAMP:,} ms, got {_shorten(timestamp)}")
-            input_len, output_len = (_read_whole_number(entry, key, 1, _MOST_TOKENS) for key in _MOONCAKE_KEYS[1:3])
-            _check_tokens(input_len, output_len)
-            ids = _read_hash_ids(entry, input_len)
-            priority = _read_priority(entry) if "priority" in entry else 0
-            if first is None:
-                first = timestamp
-            arrival = (timestamp - first) / 1e3
-            _check_arrival(arrival, last)
-        except ValueError as error:
-            raise _line_error(path, number, str(error)) from None
-        last = arrival
-        yield Line(arrival, input_len, output_len, ids, priority)
-
-
-def trace_lines(path: Path) -> list[Line]:
-    """All lines of a trace, read as its suffix says."""
-    if path.suffix not in (".jsonl", ".csv"):
-        raise ExperimentError([f"{path.name}: the format follows from the suffix, .csv (Azure) or .jsonl (Mooncake)"])
-    lines = list(read_mooncake(path) if path.suffix == ".jsonl" else read_azure(path))
-    if not lines:
+    try:
+        for entry in parse(iter(lines)):
+            first = entry.moment if first is None else first
+            arrival = (entry.moment - first) / 10**9
+            if arrival < last:
+                raise ValueError("arrives before the request above it; sort the file by time")
+            if arrival > _MOST_SECONDS:
+                raise ValueError(f"arrives {arrival:,.0f} s after the first request; {_MOST_SECONDS:,} s is the most")
+            yield Line(arrival, *entry[1:])
+            last = arrival
+    except ValueError as error:
+        raise ExperimentError([f"{path}, line {lines.number}: {error}"]) from None
+    if first is None:
         raise ExperimentError([f"{path.name}: holds no request"])
-    return lines
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Each line with its number, from 1."""
-    with path.open("rb") as file:
-        number = 0
-        while raw := file.readline(_MOST_BYTES + 1):
-            number += 1
-            if len(raw) > _MOST_BYTES:
-                raise _line_error(path, number, f"is longer than the {_MOST_BYTES:,} bytes that a line may have")
-            try:
-                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                message = (
-                    f"byte {error.start + 1} is 0x{raw[error.start]:02x}, which is not UTF-8; a trace is UTF-8 text"
-                )
-                raise _line_error(path, number, message) from None
+class _Lines:
+    """A file's lines but for blank ones. `number`: of the last one that was read, from 1."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = 1
+        self._path = path
+
+    def __iter__(self) -> Iterator[str]:
+        with self._path.open("rb") as file:
+            for self.number, raw in enumerate(iter(lambda: file.readline(_MOST_BYTES + 1), b""), 1):
+                if len(raw) > _MOST_BYTES:
+                    raise ValueError(f"is longer than the {_MOST_BYTES:,} bytes that a line may have")
+                try:
+                    text = raw.decode("utf-8-sig" if self.number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    found = f"byte {error.start + 1} is 0x{raw[error.start]:02x}"
+                    raise ValueError(f"{found}, which is not UTF-8; a trace is UTF-8 text") from None
+                if text.strip():
+                    yield text
 
 
-_NOT_A_ROW = "not a time and two numbers of tokens"
+def _parse_azure(lines: Iterator[str]) -> Iterator[_Entry]:
+    header = _split_fields(next(lines, ""))
+    if missing := [name for name in _AZURE_COLUMNS if name not in header]:
+        raise ValueError(f"has no column {missing[0]}; an Azure trace has {', '.join(_AZURE_COLUMNS)}")
+    first_has_offset: bool | None = None
+    for text in lines:
+        fields = _split_fields(text)
+        if len(fields) != len(header):
+            raise ValueError(f"{_NOT_A_ROW}: {len(fields)} fields, where the header has {len(header)}")
+        row = dict(zip(header, fields, strict=True))
+        moment, has_offset = _parse_time(row["TIMESTAMP"])
+        input_len, output_len = (_parse_count(name, row[name]) for name in _AZURE_COLUMNS[1:])
+        _check_tokens(input_len, output_len)
+        if first_has_offset is None:
+            first_has_offset = has_offset
+        if has_offset != first_has_offset:
+            words = ("an offset", "none") if has_offset else ("no offset", "one")
+            raise ValueError(f"this time has {words[0]} from UTC and the first has {words[1]}: all may have, or none")
+        yield _Entry(moment, input_len, output_len)
+
+
+def _parse_mooncake(lines: Iterator[str]) -> Iterator[_Entry]:
+    for text in lines:
+        entry = _parse_object(text)
+        timestamp = _read_number(entry, "timestamp", f"milliseconds from 0 to {_MOST_TIMESTAMP:,}")
+        if not 0 <= timestamp <= _MOST_TIMESTAMP:
+            raise ValueError(f"timestamp must be from 0 to {_MOST_TIMESTAMP:,} ms, got {_shorten(timestamp)}")
+        input_len, output_len = (_read_whole_number(entry, key, 1, _MOST_TOKENS) for key in _MOONCAKE_KEYS[1:3])
+        _check_tokens(input_len, output_len)
+        hash_ids = _read_hash_ids(entry, input_len)
+        yield _Entry(round(timestamp * 10**6), input_len, output_len, hash_ids, _read_priority(entry))
+
+
+_FORMATS: Mapping[str, Callable[[Iterator[str]], Iterator[_Entry]]] = {".csv": _parse_azure, ".jsonl": _parse_mooncake}
 
 
 def _split_fields(text: str) -> list[str]:
@@ -147,15 +154,17 @@ def _split_fields(text: str) -> list[str]:
         raise ValueError(f"{_NOT_A_ROW}: {error}; a row has {', '.join(_AZURE_COLUMNS)}") from None
 
 
-def _parse_time(text: str) -> tuple[datetime, float]:
-    """The whole second, and its fraction: a datetime alone would cut off the seventh decimal."""
+def _parse_time(text: str) -> tuple[int, bool]:
+    """Nanoseconds since 1970, of which a datetime would cut off the seventh decimal; whether an offset is there."""
     match = _TIME.fullmatch(text.strip())
     try:
         if match is None:
             raise ValueError
-        return datetime.fromisoformat(match[1] + (match[3] or "")), float(f"0{match[2] or ''}")
+        second, decimals, offset = match.groups()
+        whole = datetime.fromisoformat(second + (offset or "Z")) - _EPOCH
     except ValueError:
         raise ValueError(f"{_NOT_A_ROW}: TIMESTAMP is {_shorten(text)}; {_A_TIME}") from None
+    return whole // timedelta(seconds=1) * 10**9 + int((decimals or "0").ljust(9, "0")), offset is not None
 
 
 def _parse_count(name: str, text: str) -> int:
@@ -176,9 +185,8 @@ def _parse_object(text: str) -> dict[str, Any]:
         raise ValueError(f"is nested too deeply; {_A_MOONCAKE_LINE}") from None
     if not isinstance(entry, dict):
         raise ValueError(f"is {_shorten(entry)}; {_A_MOONCAKE_LINE}")
-    for key in _MOONCAKE_KEYS:
-        if key not in entry:
-            raise ValueError(f"has no {key!r}; {_A_MOONCAKE_LINE}")
+    if missing := [key for key in _MOONCAKE_KEYS if key not in entry]:
+        raise ValueError(f"has no {missing[0]!r}; {_A_MOONCAKE_LINE}")
     return entry
 
 
@@ -200,6 +208,8 @@ def _read_whole_number(entry: dict[str, Any], key: str, low: int, high: int) -> 
 
 
 def _read_priority(entry: dict[str, Any]) -> int:
+    if "priority" not in entry:
+        return 0
     value = _read_whole_number(entry, "priority", -MAX_PRIORITY, MAX_PRIORITY)
     if abs(value) > MAX_PRIORITY:
         raise ValueError(f"priority must be from {-MAX_PRIORITY:,} to {MAX_PRIORITY:,}, got {_shorten(value)}")
@@ -212,9 +222,8 @@ def _read_hash_ids(entry: dict[str, Any], input_len: int) -> list[int]:
         raise ValueError(f"hash_ids must be a list of integers from 0 to 2**32 - 1, got {_shorten(ids)}")
     wanted = -(-input_len // MOONCAKE_BLOCK)
     if len(ids) != wanted:
-        raise ValueError(
-            f"{input_len:,} tokens are not {len(ids):,} blocks of {MOONCAKE_BLOCK}: hash_ids must hold {wanted:,}"
-        )
+        blocks = f"{len(ids):,} blocks of {MOONCAKE_BLOCK}"
+        raise ValueError(f"{input_len:,} tokens are not {blocks}: hash_ids must hold {wanted:,}")
     return ids
 
 
@@ -226,19 +235,8 @@ def _check_tokens(input_len: int, output_len: int) -> None:
         raise ValueError(f"a request may have {_MOST_TOKENS:,} tokens in and out, at most, {got}")
 
 
-def _check_arrival(arrival: float, last: float) -> None:
-    if arrival < last:
-        raise ValueError("arrives before the request above it; sort the file by time")
-    if arrival > _MOST_SECONDS:
-        raise ValueError(f"arrives {arrival:,.0f} s after the first request; {_MOST_SECONDS:,} s is the most")
-
-
 def _shorten(value: Any) -> str:
     """As Python writes it, cut where it is long: a message is one line."""
     if isinstance(value, int) and not -(10**30) < value < 10**30:
         return "a number of more than 30 digits"
     return reprlib.repr(value)
-
-
-def _line_error(path: Path, line: int, message: str) -> ExperimentError:
-    return ExperimentError([f"{path}, line {line}: {message}"])

@@ -62,9 +62,7 @@ class RunCache(ABC, Generic[AnyRun]):
         self._lookups = Lookups(pool.block_size)
 
     @abstractmethod
-    def _find(
-        self, sequence: Sequence, start: int, end: int, before: AnyRun | None
-    ) -> tuple[BlockIds, AnyRun | None]:
+    def _find(self, sequence: Sequence, start: int, end: int, before: AnyRun | None) -> tuple[BlockIds, AnyRun | None]:
         """[n] the kept blocks of the sequence's places `start` to `start + n`, at most to `end`, where the next one is
         not kept; and the run of the last block before there. `before` is the run of the block before `start`.
         """
