@@ -23,15 +23,15 @@ class ModelShape:
     """What a step's time and a pool's size depend on.
 
     Attributes:
-        name: as it was asked for.
-        num_layers: decoder layers.
-        query_width: of all query heads of a layer, Hq D.
-        layer_weights: elements of all layers' matrices.
-        head_weights: elements of the last projection.
-        weight_bytes: of all weights in memory.
-        kv_bytes_per_token: of what a token leaves in the cache, all layers together.
-        state_bytes: of a sequence's state, where layers keep one.
-        state_interval: blocks between two states of a sequence that are kept for later prefixes.
+        name: As it was asked for.
+        num_layers: Decoder layers.
+        query_width: Of all query heads of a layer, Hq D.
+        layer_weights: Elements of all layers' matrices.
+        head_weights: Elements of the last projection.
+        weight_bytes: Of all weights in memory.
+        kv_bytes_per_token: Of what a token leaves in the cache, all layers together.
+        state_bytes: Of a sequence's state, where layers keep one.
+        state_interval: Blocks between two states of a sequence that are kept for later prefixes.
     """
 
     name: str
@@ -102,11 +102,11 @@ def find_shape(name: str, architectures_from: Sequence[Path] = ()) -> ModelShape
     """The shape of the Hugging Face directory `name`, else of a preset or a model published under that name.
 
     Args:
-        name: as it was asked for.
-        architectures_from: folders of more architectures that a directory may be of.
+        name: As it was asked for.
+        architectures_from: Folders of more architectures that a directory may be of.
 
     Raises:
-        ExperimentError: there is none, or it cannot be served; it lists the alternatives.
+        ExperimentError: There is none, or it cannot be served; it lists the alternatives.
     """
     from tmodel import PRESETS, RANDOM_PRESETS, architectures_with, load_config  # loads torch
     from tmodel.loading import parse_config

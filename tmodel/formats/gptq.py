@@ -60,17 +60,17 @@ class GPTQ(BaseModel):
     """The settings that decide what is decoded. The rest of a config (damp_percent, meta, ...) was for the quantizer.
 
     Attributes:
-        bits: of a code.
-        group_size: inputs that share a scale; -1 is all.
-        desc_act: the activations ordered the inputs, so that g_idx is no plain count.
-        sym: all zero-points are 2**(bits - 1).
+        bits: Of a code.
+        group_size: Inputs that share a scale; -1 is all.
+        desc_act: The activations ordered the inputs, so that g_idx is no plain count.
+        sym: All zero-points are 2**(bits - 1).
         checkpoint_format: "gptq" (v1) or "gptq_v2".
-        format: another name of the same setting; transformers writes both. It is kept only where the two contradict
+        format: Another name of the same setting; transformers writes both. It is kept only where the two contradict
             each other: the checkpoint is refused then, unless its words show which is right.
-        lm_head: whether the head is quantized too.
+        lm_head: Whether the head is quantized too.
         dynamic: GPTQModel's overrides, a regular expression -> settings. The first that matches from the beginning of a
             layer's name counts; "-:" before it keeps the layer dense, "+:" or nothing changes its settings.
-        modules_in_block_to_quantize: where given, the only layers that are quantized, by the last parts of their names.
+        modules_in_block_to_quantize: Where given, the only layers that are quantized, by the last parts of their names.
         pack_dtype: "int32".
         is_marlin_format: false.
     """
@@ -181,16 +181,16 @@ class GPTQ(BaseModel):
         """Decodes stored zero-points and checks them against `sym`.
 
         Args:
-            checkpoint: theirs, for the message.
-            name: of their tensor, for the message.
+            checkpoint: Theirs, for the message.
+            name: Of their tensor, for the message.
             stored: [G, N] uint8, as unpacked.
-            added: to each stored one, 1 in v1 and 0 in v2.
+            added: To each stored one, 1 in v1 and 0 in v2.
 
         Returns:
             [G, N] int16; None where all are 2**(bits - 1).
 
         Raises:
-            WeightError: sym is true, and they are not all 2**(bits - 1).
+            WeightError: `sym` is true, and they are not all 2**(bits - 1).
         """
         zeros, middle = drop_symmetric_zeros(stored.short() + added, self.bits), 2 ** (self.bits - 1)
         if self.sym and zeros is not None:
