@@ -6,14 +6,15 @@ What is wrong with a file is an ExperimentError that names the file, the line, w
 from __future__ import annotations
 
 import csv
-import json
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from experiments.document import ExperimentError
 from tsched.requests.prompts import MAX_PRIORITY
@@ -25,13 +26,33 @@ _MOST_TOKENS = 2**24  # one request's; a longer one is a damaged line
 _MOST_SECONDS = 10**9  # from the first request to the last: 31 years
 _MOST_TIMESTAMP = 10**15  # milliseconds, since 1970 or since whatever moment
 _MOST_BYTES = 2**22  # of a line: as many hash_ids as a request may have are a tenth of that
-_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _NOT_A_ROW = "not a time and two numbers of tokens"
-_MOONCAKE_KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
-_A_MOONCAKE_LINE = f"a line is an object of {', '.join(_MOONCAKE_KEYS)}"
+_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_AN_AZURE_ROW = f"a row has {', '.join(_AZURE_COLUMNS)}"
+_A_MOONCAKE_LINE = "a line is an object of timestamp (ms), input_length, output_length, hash_ids"
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)?", re.ASCII)
 _A_TIME = "a time is YYYY-MM-DD HH:MM:SS, with up to nine decimals and an offset from UTC, or without"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+_Whole = Annotated[int, BeforeValidator(lambda value: int(value) if type(value) is float and value % 1 == 0 else value)]
+"""JSON has no integers of its own: 3.0 is 3."""
+_Tokens = Annotated[_Whole, Field(ge=1, le=_MOST_TOKENS)]
+
+
+class _AzureRow(BaseModel):
+    time: str = Field(alias=_AZURE_COLUMNS[0])
+    input_len: _Tokens = Field(alias=_AZURE_COLUMNS[1])
+    output_len: _Tokens = Field(alias=_AZURE_COLUMNS[2])
+
+
+class _MooncakeLine(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    timestamp: Annotated[float, Field(ge=0, le=_MOST_TIMESTAMP)]
+    input_length: _Tokens
+    output_length: _Tokens
+    hash_ids: list[Annotated[int, Field(ge=0, lt=HASH_IDS)]]
+    priority: Annotated[_Whole, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +97,9 @@ def _read(path: Path, parse: Callable[[Iterator[str]], Iterator[_Entry]]) -> Ite
     last = 0.0
     try:
         for entry in parse(iter(lines)):
+            if entry.input_len + entry.output_len > _MOST_TOKENS:
+                got = f"got {entry.input_len} and {entry.output_len}"
+                raise ValueError(f"a request may have {_MOST_TOKENS:,} tokens in and out, at most, {got}")
             first = entry.moment if first is None else first
             arrival = (entry.moment - first) / 10**9
             if arrival < last:
@@ -114,44 +138,30 @@ class _Lines:
 def _parse_azure(lines: Iterator[str]) -> Iterator[_Entry]:
     header = _split_fields(next(lines, ""))
     if missing := [name for name in _AZURE_COLUMNS if name not in header]:
-        raise ValueError(f"has no column {missing[0]}; an Azure trace has {', '.join(_AZURE_COLUMNS)}")
+        raise ValueError(f"has no column {missing[0]}; {_AN_AZURE_ROW}")
     first_has_offset: bool | None = None
     for text in lines:
         fields = _split_fields(text)
         if len(fields) != len(header):
             raise ValueError(f"{_NOT_A_ROW}: {len(fields)} fields, where the header has {len(header)}")
-        row = dict(zip(header, fields, strict=True))
-        moment, has_offset = _parse_time(row["TIMESTAMP"])
-        input_len, output_len = (_parse_count(name, row[name]) for name in _AZURE_COLUMNS[1:])
-        _check_tokens(input_len, output_len)
+        try:
+            row = _AzureRow.model_validate(dict(zip(header, fields, strict=True)))
+        except ValidationError as error:
+            raise ValueError(_explain(error, _AN_AZURE_ROW)) from None
+        moment, has_offset = _parse_time(row.time)
         if first_has_offset is None:
             first_has_offset = has_offset
         if has_offset != first_has_offset:
             words = ("an offset", "none") if has_offset else ("no offset", "one")
             raise ValueError(f"this time has {words[0]} from UTC and the first has {words[1]}: all may have, or none")
-        yield _Entry(moment, input_len, output_len)
-
-
-def _parse_mooncake(lines: Iterator[str]) -> Iterator[_Entry]:
-    for text in lines:
-        entry = _parse_object(text)
-        timestamp = _read_number(entry, "timestamp", f"milliseconds from 0 to {_MOST_TIMESTAMP:,}")
-        if not 0 <= timestamp <= _MOST_TIMESTAMP:
-            raise ValueError(f"timestamp must be from 0 to {_MOST_TIMESTAMP:,} ms, got {_shorten(timestamp)}")
-        input_len, output_len = (_read_whole_number(entry, key, 1, _MOST_TOKENS) for key in _MOONCAKE_KEYS[1:3])
-        _check_tokens(input_len, output_len)
-        hash_ids = _read_hash_ids(entry, input_len)
-        yield _Entry(round(timestamp * 10**6), input_len, output_len, hash_ids, _read_priority(entry))
-
-
-_FORMATS: Mapping[str, Callable[[Iterator[str]], Iterator[_Entry]]] = {".csv": _parse_azure, ".jsonl": _parse_mooncake}
+        yield _Entry(moment, row.input_len, row.output_len)
 
 
 def _split_fields(text: str) -> list[str]:
     try:
         return next(csv.reader([text.rstrip("\r\n")], strict=True), [])
     except csv.Error as error:
-        raise ValueError(f"{_NOT_A_ROW}: {error}; a row has {', '.join(_AZURE_COLUMNS)}") from None
+        raise ValueError(f"{_NOT_A_ROW}: {error}; {_AN_AZURE_ROW}") from None
 
 
 def _parse_time(text: str) -> tuple[int, bool]:
@@ -167,72 +177,35 @@ def _parse_time(text: str) -> tuple[int, bool]:
     return whole // timedelta(seconds=1) * 10**9 + int((decimals or "0").ljust(9, "0")), offset is not None
 
 
-def _parse_count(name: str, text: str) -> int:
-    digits = text.strip()
-    if not re.fullmatch(r"-?\d{1,30}", digits, re.ASCII):
-        raise ValueError(f"{_NOT_A_ROW}: {name} is {_shorten(text)}; it is a whole number from 1 to {_MOST_TOKENS:,}")
-    return int(digits)
+def _parse_mooncake(lines: Iterator[str]) -> Iterator[_Entry]:
+    for text in lines:
+        try:
+            line = _MooncakeLine.model_validate_json(text)
+        except ValidationError as error:
+            raise ValueError(_explain(error, _A_MOONCAKE_LINE)) from None
+        wanted = -(-line.input_length // MOONCAKE_BLOCK)
+        if len(line.hash_ids) != wanted:
+            blocks = f"{len(line.hash_ids):,} blocks of {MOONCAKE_BLOCK}"
+            raise ValueError(f"{line.input_length:,} tokens are not {blocks}: hash_ids must hold {wanted:,}")
+        moment = int(line.timestamp) * 10**6 + round(line.timestamp % 1 * 10**6)
+        yield _Entry(moment, line.input_length, line.output_length, line.hash_ids, line.priority)
 
 
-def _parse_object(text: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{error.msg} (column {error.colno}); {_A_MOONCAKE_LINE}") from None
-    except ValueError:  # an integer of more digits than Python reads
-        raise ValueError(f"holds a number of thousands of digits; {_A_MOONCAKE_LINE}") from None
-    except RecursionError:
-        raise ValueError(f"is nested too deeply; {_A_MOONCAKE_LINE}") from None
-    if not isinstance(entry, dict):
-        raise ValueError(f"is {_shorten(entry)}; {_A_MOONCAKE_LINE}")
-    if missing := [key for key in _MOONCAKE_KEYS if key not in entry]:
-        raise ValueError(f"has no {missing[0]!r}; {_A_MOONCAKE_LINE}")
-    return entry
+_FORMATS: Mapping[str, Callable[[Iterator[str]], Iterator[_Entry]]] = {".csv": _parse_azure, ".jsonl": _parse_mooncake}
 
 
-def _read_number(entry: dict[str, Any], key: str, allowed: str) -> float:
-    """Not asked with math.isfinite: an integer may be too large for a float."""
-    value = entry[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == float("inf"):
-        raise ValueError(f"{key} must be a finite number, got {_shorten(value)}; it is {allowed}")
-    return value
-
-
-def _read_whole_number(entry: dict[str, Any], key: str, low: int, high: int) -> int:
-    """A whole number; whether it is within `low` and `high` is for the caller to say."""
-    allowed = f"a whole number from {low:,} to {high:,}"
-    value = _read_number(entry, key, allowed)
-    if value != int(value):
-        raise ValueError(f"{key} must be {allowed}, got {_shorten(value)}")
-    return int(value)
-
-
-def _read_priority(entry: dict[str, Any]) -> int:
-    if "priority" not in entry:
-        return 0
-    value = _read_whole_number(entry, "priority", -MAX_PRIORITY, MAX_PRIORITY)
-    if abs(value) > MAX_PRIORITY:
-        raise ValueError(f"priority must be from {-MAX_PRIORITY:,} to {MAX_PRIORITY:,}, got {_shorten(value)}")
-    return value
-
-
-def _read_hash_ids(entry: dict[str, Any], input_len: int) -> list[int]:
-    ids = entry["hash_ids"]
-    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < HASH_IDS for i in ids):
-        raise ValueError(f"hash_ids must be a list of integers from 0 to 2**32 - 1, got {_shorten(ids)}")
-    wanted = -(-input_len // MOONCAKE_BLOCK)
-    if len(ids) != wanted:
-        blocks = f"{len(ids):,} blocks of {MOONCAKE_BLOCK}"
-        raise ValueError(f"{input_len:,} tokens are not {blocks}: hash_ids must hold {wanted:,}")
-    return ids
-
-
-def _check_tokens(input_len: int, output_len: int) -> None:
-    got = f"got {_shorten(input_len)} and {_shorten(output_len)}"
-    if input_len < 1 or output_len < 1:
-        raise ValueError(f"a request needs at least one token in and one out, {got}")
-    if input_len + output_len > _MOST_TOKENS:
-        raise ValueError(f"a request may have {_MOST_TOKENS:,} tokens in and out, at most, {got}")
+def _explain(error: ValidationError, form: str) -> str:
+    """The first of its problems, with what was found and what a line has."""
+    problem = error.errors(include_url=False)[0]
+    if problem["type"] == "json_invalid":
+        return f"{problem['ctx']['error'].replace('line 1 ', '')}; {form}"
+    name, *index = problem["loc"] or ("",)
+    if problem["type"] == "missing":
+        return f"has no {name!r}; {form}"
+    if not name:
+        return f"is {_shorten(problem['input'])}; {form}"
+    field = f"{name}[{index[0]}]" if index else name
+    return f"{field} {problem['msg'].replace('Input should', 'must')}, got {_shorten(problem['input'])}; {form}"
 
 
 def _shorten(value: Any) -> str:
