@@ -206,17 +206,7 @@ class GPTQ(BaseModel):
 
         A checkpoint has one format, which most tensors' words do not show. So all are read before the first is decoded.
         """
-        evidence: dict[CheckpointFormat, list[tuple[str, int, int]]] = {}  # format -> (tensor, bits, its value) of each
-        for name in checkpoint.names:
-            layer, _, part = name.rpartition(".")
-            settings = self.find_settings(layer) if part == "qzeros" else None
-            words = None if settings is None else checkpoint.peek(name)
-            if settings is None or words is None or words.dtype != torch.int32 or words.dim() != 2 or not words.numel():
-                continue  # `read` refuses it
-            stored = unpack_stream(words, 1, settings.bits, words.shape[1] * 32 // settings.bits)
-            by_words = settings.detect_tensor_format(stored)
-            if by_words is not None:
-                evidence.setdefault(by_words, []).append((name, settings.bits, int(stored[0, 0])))
+        evidence = self._find_evidence(checkpoint)
         named = [self.checkpoint_format] if self.format is None else [self.checkpoint_format, self.format]
         if not evidence and len(named) == 1:
             return named[0]
@@ -235,11 +225,8 @@ class GPTQ(BaseModel):
                 f"{its_value} at {its_bits} bits): a checkpoint must be of one",
             )
         if named != [detected]:
-            of = (
-                f"not {named[0]} as"
-                if len(named) == 1
-                else f"of {named[0]} (checkpoint_format) and {named[1]} (format)"
-            )
+            both = " and ".join(map("{} ({})".format, named, ("checkpoint_format", "format")))
+            of = f"not {named[0]} as" if len(named) == 1 else f"of {both}"
             warnings.warn(
                 checkpoint.error(
                     name,
@@ -251,6 +238,21 @@ class GPTQ(BaseModel):
                 stacklevel=2,
             )
         return detected
+
+    def _find_evidence(self, checkpoint: Checkpoint) -> dict[CheckpointFormat, list[tuple[str, int, int]]]:
+        """Format -> the tensors whose words show it, each with its bits and the value of all its zero-points."""
+        evidence: dict[CheckpointFormat, list[tuple[str, int, int]]] = {}
+        for name in checkpoint.names:
+            layer, _, part = name.rpartition(".")
+            settings = self.find_settings(layer) if part == "qzeros" else None
+            words = None if settings is None else checkpoint.peek(name)
+            if settings is None or words is None or words.dtype != torch.int32 or words.dim() != 2 or not words.numel():
+                continue  # `read` refuses it
+            stored = unpack_stream(words, 1, settings.bits, words.shape[1] * 32 // settings.bits)
+            by_words = settings.detect_tensor_format(stored)
+            if by_words is not None:
+                evidence.setdefault(by_words, []).append((name, settings.bits, int(stored[0, 0])))
+        return evidence
 
     def detect_tensor_format(self, stored: torch.Tensor) -> CheckpointFormat | None:
         """The format that stored zero-points [G, N] show; None where they are not those of a symmetric file."""
