@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from experiments.document import ExperimentError
 from experiments.profiling.range_table import category_of
-from experiments.profiling.under_nsys import STEADY
+from experiments.profiling.tools import STEADY
 from tkernels.ranges import DOMAIN, RECORD_GRAPH
 from tkernels.spans import DEVICE_IDLE, Breakdown, RangeTotal, Span, Track, breakdown
 

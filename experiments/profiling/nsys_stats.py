@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from experiments.document import ExperimentError
 from experiments.profiling.range_table import category_of
-from experiments.profiling.under_nsys import STEADY
+from experiments.profiling.tools import STEADY
 from tkernels.ranges import DOMAIN
 from tkernels.spans import Breakdown, Clock, RangeTotal
 
