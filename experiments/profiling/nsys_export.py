@@ -122,7 +122,8 @@ class _Export:
     def _threads(self) -> dict[int, _Thread]:
         """globalTid -> our ranges there."""
         domains = {event.domain: event.name for event in self._events(_DOMAIN_CREATE)}
-        inside, by_thread = defaultdict(set), defaultdict(list)
+        inside: dict[tuple[int, int | None], set[str]] = defaultdict(set)
+        by_thread: dict[int, list[_Event]] = defaultdict(list)
         ranges = self._events(_PUSH_POP, "e.start", "e.end")
         for event in ranges:
             inside[event.domain].add(event.name)
