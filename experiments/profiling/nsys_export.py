@@ -117,7 +117,11 @@ class _Export:
         unnamed = sum(not isinstance(name, str) for registered, _, _, name, *_ in rows if registered is not None)
         if unnamed:
             raise _ExportError(f"the names of {unnamed} of {len(rows)} ranges are missing in its table StringIds")
-        return [_Event(*row[1:5], row[5:]) for row in rows if isinstance(row[3], str)]
+        return [
+            _Event(start, end, name, tid, (process, number))
+            for _, start, end, name, tid, process, number in rows
+            if isinstance(name, str)
+        ]
 
     def _threads(self) -> dict[int, _Thread]:
         """globalTid -> our ranges there."""
@@ -218,7 +222,7 @@ class _Export:
             f"WHERE {_are_integers('start', 'globalTid', 'graphNodeId')} ORDER BY start DESC"
         )
         made = {(process, node): rest for process, node, *rest in rows}
-        found = {}
+        found: dict[tuple[int, ...], Calls] = {}
         for key in made:
             first, seen = key, {key}
             while first in made and (original := (key[0], made[first][0])) not in seen and original[1]:

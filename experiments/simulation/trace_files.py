@@ -27,8 +27,7 @@ _MOST_SECONDS = 10**9  # from the first request to the last: 31 years
 _MOST_TIMESTAMP = 10**15  # milliseconds, since 1970 or since whatever moment
 _MOST_BYTES = 2**22  # of a line: as many hash_ids as a request may have are a tenth of that
 _NOT_A_ROW = "not a time and two numbers of tokens"
-_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_AN_AZURE_ROW = f"a row has {', '.join(_AZURE_COLUMNS)}"
+_AN_AZURE_ROW = "a row has TIMESTAMP, ContextTokens, GeneratedTokens"
 _A_MOONCAKE_LINE = "a line is an object of timestamp (ms), input_length, output_length, hash_ids"
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)?", re.ASCII)
 _A_TIME = "a time is YYYY-MM-DD HH:MM:SS, with up to nine decimals and an offset from UTC, or without"
@@ -40,9 +39,9 @@ _Tokens = Annotated[_Whole, Field(ge=1, le=_MOST_TOKENS)]
 
 
 class _AzureRow(BaseModel):
-    time: str = Field(alias=_AZURE_COLUMNS[0])
-    input_len: _Tokens = Field(alias=_AZURE_COLUMNS[1])
-    output_len: _Tokens = Field(alias=_AZURE_COLUMNS[2])
+    time: str = Field(alias="TIMESTAMP")
+    input_len: _Tokens = Field(alias="ContextTokens")
+    output_len: _Tokens = Field(alias="GeneratedTokens")
 
 
 class _MooncakeLine(BaseModel):
@@ -137,7 +136,7 @@ class _Lines:
 
 def _parse_azure(lines: Iterator[str]) -> Iterator[_Entry]:
     header = _split_fields(next(lines, ""))
-    if missing := [name for name in _AZURE_COLUMNS if name not in header]:
+    if missing := [f"{field.alias}" for field in _AzureRow.model_fields.values() if field.alias not in header]:
         raise ValueError(f"has no column {missing[0]}; {_AN_AZURE_ROW}")
     first_has_offset: bool | None = None
     for text in lines:
@@ -180,7 +179,7 @@ def _parse_time(text: str) -> tuple[int, bool]:
 def _parse_mooncake(lines: Iterator[str]) -> Iterator[_Entry]:
     for text in lines:
         try:
-            line = _MooncakeLine.model_validate_json(text)
+            line = _MooncakeLine.model_validate_json(text.rstrip())
         except ValidationError as error:
             raise ValueError(_explain(error, _A_MOONCAKE_LINE)) from None
         wanted = -(-line.input_length // MOONCAKE_BLOCK)
