@@ -57,7 +57,8 @@ def record(file: Path, processes: int) -> None:
             if (child := os.fork()) == 0:
                 for op, axes in _SHAPES.items():
                     contract = OPS[op].contract
-                    case = contract.case(complete_axes(contract, {**axes, "activation": "float32"}), 0, torch.device("cpu"))
+                    at = complete_axes(contract, {**axes, "activation": "float32"})
+                    case = contract.case(at, 0, torch.device("cpu"))
                     yardstick = Yardstick()
                     call = functools.partial(OPS[op].variants["torch"], **case.inputs)
                     median = time_call(call, "cpu", samples=200, between=yardstick).median_us
