@@ -1,17 +1,17 @@
-"""What is right, and what says the same: the checks of every variant, and the arms beside the first one."""
+"""How right the variants are and how equal the arms, for people: tables of checks and of parity."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments.reporting.arms import arm_key
+from experiments.reporting.arms import arm_key, swept_columns, swept_names
 from experiments.reporting.table_style import (
     Cell,
     Column,
     PlainTable,
     build_table,
-    figure,
-    format_value,
-    setting_name,
+    format_number,
+    group_by,
+    number_column,
     status_cell,
 )
 from experiments.runs.rows import Row
@@ -30,30 +30,33 @@ def same_tokens_cell(row: Row, asked: int | None) -> Cell:
 
 def check_table(checks: Sequence[Row]) -> PlainTable:
     """A line for each variant and dtype: at how many points it was checked, and its largest error over the allowed."""
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in checks:
-        groups.setdefault((str(row.op), str(row.variant), row.dtype), []).append(row)
 
-    def worst(rows: Sequence[Row], name: str, show: Callable[[Any], str]) -> str:
-        judged = [row for row in rows if getattr(row, name) is not None]
-        return show(max(judged, key=lambda row: float(getattr(row, name)))) if judged else "-"
+    def worst(name: str, show: Callable[[Row], str]) -> Callable[[Sequence[Row]], str]:
+        """`show` of the row whose column `name` is the largest."""
 
-    show: dict[Column, Callable[[Sequence[Row]], str | Cell]] = {
+        def cell(rows: Sequence[Row]) -> str:
+            judged = [row for row in rows if getattr(row, name) is not None]
+            return show(max(judged, key=lambda row: float(getattr(row, name)))) if judged else "-"
+
+        return cell
+
+    show: dict[Column, Callable[[Any], str | Cell]] = {
         Column("op"): lambda rows: str(rows[0].op),
         Column("variant"): lambda rows: str(rows[0].variant),
         Column("dtype"): lambda rows: rows[0].dtype,
         Column("result"): lambda rows: status_cell(min((row.status for row in rows), key=_WORST_FIRST.index)),
-        figure("points right"): lambda rows: f"{sum(row.status == 'ok' for row in rows)} of {len(rows)}",
-        figure("worst error"): lambda rows: worst(rows, "max_error_ratio", lambda row: f"{row.max_error_ratio:.2f}"),
-        figure("worst RMS"): lambda rows: worst(rows, "rms_error_ratio", lambda row: f"{row.rms_error_ratio:.2f}"),
-        Column("at"): lambda rows: worst(rows, "max_error_ratio", lambda row: str(row.point)),
+        number_column("points right"): lambda rows: f"{sum(row.status == 'ok' for row in rows)} of {len(rows)}",
+        number_column("worst error"): worst("max_error_ratio", lambda row: f"{row.max_error_ratio:.2f}"),
+        number_column("worst RMS"): worst("rms_error_ratio", lambda row: f"{row.rms_error_ratio:.2f}"),
+        Column("at"): worst("max_error_ratio", lambda row: str(row.point)),
     }
     caption = (
         "Every variant once at every point, against the op's definition in float64. Errors are over what the error "
         "rule allows, at most 1.00: for the largest error that is 2 times torch's own at the same dtype and 2 eps of "
         "the largest value; for the RMS error 1.25 times torch's and eps/4. Small outputs have no RMS rule."
     )
-    return build_table("Checks", show, groups.values(), caption)
+    variants = group_by(checks, lambda row: (row.op, row.variant, row.dtype))
+    return build_table("Checks", show, variants.values(), caption)
 
 
 def parity_table(parities: Sequence[Row], engines: Sequence[Row]) -> PlainTable:
@@ -61,18 +64,12 @@ def parity_table(parities: Sequence[Row], engines: Sequence[Row]) -> PlainTable:
     drift. engines: the arms, which know how many requests there were.
     """
     requests = {arm_key(row): row.requests for row in engines}
-    names = _swept_names(parities)
-    show: dict[Column, Callable[[Row], str | Cell]] = {}
-    if len({row.workload for row in parities}) > 1:
-        show[Column("workload")] = lambda row: str(row.workload)
-    for name in names:
-        show[Column(setting_name(name))] = lambda row, name=name: format_value(  # type: ignore[misc]
-            {**row.arm, **row.settings}.get(name, "-")
-        )
-    show |= {
+    names = swept_names(engines)
+    show: dict[Column, Callable[[Row], str | Cell]] = {
+        **swept_columns(parities, names),
         Column("same tokens"): lambda row: same_tokens_cell(row, requests.get(arm_key(row), row.requests)),
         Column("first difference"): lambda row: _divergence(row.first_divergence),
-        figure("drift, nats"): lambda row: f"{row.logprob_drift:.1e}" if row.logprob_drift is not None else "-",
+        number_column("drift, nats"): lambda row: format_number(row.logprob_drift, ".1e"),
     }
     firsts = {
         ", ".join(f"{op} {label}" for op, label in (row.first_arm or {}).items() if op in names) for row in parities
@@ -85,13 +82,6 @@ def parity_table(parities: Sequence[Row], engines: Sequence[Row]) -> PlainTable:
         "first token that differs."
     )
     return build_table("Parity", show, parities, caption)
-
-
-def _swept_names(parities: Sequence[Row]) -> list[str]:
-    arms = [{**row.arm, **row.settings} for row in parities] + [row.first_arm or {} for row in parities[:1]]
-    names = dict.fromkeys(name for arm in arms for name in arm)
-    settings = {name for row in parities for name in row.settings}
-    return [name for name in names if name in settings or len({arm[name] for arm in arms if name in arm}) > 1]
 
 
 def _divergence(divergence: Mapping[str, float | int | None] | None) -> str:

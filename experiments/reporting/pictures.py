@@ -89,7 +89,7 @@ class Picture:
 
     name: of its files. caption: says device, timer and spread. columns, records: its figures, as the CSV has them;
     several in one column, such as samples, are a tuple, with spaces between them there.
-    draw: fills a matplotlib figure, WIDTH inches wide unless it says otherwise.
+    draw: fills a matplotlib figure of WIDTH by 2.9 inches, which `draw_legend` makes higher.
     """
 
     name: str
@@ -104,31 +104,26 @@ class Picture:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(self.columns)
-        writer.writerows([_written(value) for value in record] for record in self.records)
+        writer.writerows(
+            [" ".join(map(str, value)) if isinstance(value, tuple) else value for value in record]
+            for record in self.records
+        )
         return text.getvalue()
 
-    def as_svg(self) -> str | None:
-        """The picture in marks; None where matplotlib is not installed."""
-        try:
-            import matplotlib
-            from matplotlib.figure import Figure
-        except ImportError:
-            return None
+    def as_svg(self) -> str:
+        """The picture in marks; needs matplotlib."""
+        import matplotlib
+        from matplotlib.figure import Figure
+
         buffer = io.StringIO()
         with matplotlib.rc_context({**_STYLE, "svg.hashsalt": self.name}), warnings.catch_warnings():
             # A name in a script that the measuring font lacks is measured roughly; the browser's fonts have it.
             warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-            figure = Figure(figsize=(WIDTH, 3.1), layout="constrained")
+            figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
             self.draw(figure)
             nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
             figure.savefig(buffer, format="svg", metadata=nothing)
         return _cleaned(buffer.getvalue(), self.name, self.title)
-
-
-def _written(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return " ".join(map(str, value))
-    return "" if value is None else value
 
 
 def _cleaned(svg: str, name: str, title: str) -> str:
@@ -194,19 +189,19 @@ def variables(theme: int) -> str:
     return "".join(f"{values[0]}:{values[theme]};" for values in COLOURS.values())
 
 
-def look(index: int) -> dict[str, Any]:
+def series_style(index: int) -> dict[str, Any]:
     """The colour and marker of a series."""
     return {"color": SERIES[index % len(SERIES)], "marker": MARKERS[index % len(MARKERS)]}
 
 
-def label(text: str, most: int = 40) -> str:
+def printable(text: str, most: int = 40) -> str:
     """A name as a picture can hold it: no control characters, which no SVG may have, and not too long."""
     text = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
     text = text if len(text) <= most else f"{text[: most - most // 3]}…{text[1 - most // 3 :]}"
     return f" {text}" if text.startswith("_") else text  # matplotlib takes a leading underscore for "hide this"
 
 
-def compact(value: float) -> str:
+def format_tick(value: float) -> str:
     """A tick's number: 4096 -> "4,096", 16777216 -> "16.8M", 0.25 -> "0.25"."""
     for power, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if abs(value) >= power:
@@ -214,7 +209,7 @@ def compact(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def log_ticks(axis: "Axis") -> None:
+def set_log_ticks(axis: "Axis") -> None:
     """Labels on a logarithmic axis: powers of ten over a wide range, finer steps over a narrow one."""
     from matplotlib.ticker import LogLocator, NullLocator
 
@@ -222,30 +217,21 @@ def log_ticks(axis: "Axis") -> None:
     decades = math.log10(high / low)
     steps = (1.0,) if decades > 2.5 else (1.0, 2.0, 5.0) if decades > 0.9 else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
     axis.set_major_locator(LogLocator(10, steps, numticks=20))
-    axis.set_major_formatter(lambda value, _: compact(value))
+    axis.set_major_formatter(lambda value, _: format_tick(value))
     axis.set_minor_locator(NullLocator())  # unseen ticks: 3.4 s instead of 2.8 for twenty pictures
 
 
-def _legend_columns(names: Sequence[str]) -> int:
-    return max(1, min(4, 54 // (max(map(len, names), default=1) + 6)))
-
-
-def legend_rows(names: Sequence[str]) -> int:
-    """How many lines a legend of these names takes, of which each is 0.17 inches high."""
-    shown = [label(name, _LEGEND) for name in names[:_MOST_ENTRIES]]
-    return -(-len(shown) // _legend_columns(shown))
-
-
-def legend(figure: "Figure", entries: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Above the plot, as many columns as fit; what does not fit is counted."""
+def draw_legend(figure: "Figure", entries: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Above the plot, as many columns as fit, by whose height the figure grows; what does not fit is counted."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], **dict(style)) for _, style in entries[:_MOST_ENTRIES]]
-    names = [label(name, _LEGEND) for name, _ in entries[:_MOST_ENTRIES]]
+    names = [printable(name, _LEGEND) for name, _ in entries[:_MOST_ENTRIES]]
     if len(entries) > _MOST_ENTRIES:
         handles.append(Line2D([], [], linestyle="none"))
         names.append(f"and {len(entries) - _MOST_ENTRIES} more")
+    columns = max(1, min(4, 54 // (max(map(len, names)) + 6)))
+    figure.set_size_inches(WIDTH, figure.get_figheight() + 0.17 * math.ceil(len(names) / columns))
     figure.legend(
-        handles, names, loc="outside upper left", ncols=_legend_columns(names), borderpad=0, handlelength=1.6,
-        columnspacing=1.4,
-    )  # fmt: skip
+        handles, names, loc="outside upper left", ncols=columns, borderpad=0, handlelength=1.6, columnspacing=1.4
+    )

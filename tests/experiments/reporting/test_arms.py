@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from experiments.reporting.arms import merged, processes
-from experiments.reporting.points import engine_points
+from experiments.reporting.measured import engine_plots
 from experiments.runs.rows import COLUMNS, ROW, Row
 from tests.experiments.runs.folders import kernel_row
 
@@ -46,7 +46,7 @@ def served(tokens_per_s: float, replicate: int) -> Row:
     figures: dict[str, Any] = dict.fromkeys(COLUMNS["engine"]["ok"])
     figures |= {"workload": "", "tokens_per_s": tokens_per_s, "tokens_per_s_iqr": 1.0, "seconds": [9.0, 1.0, 0.5]}
     figures |= {"output_tokens": 60}
-    figures |= {"ttft_s": {"p50": tokens_per_s}, "requests": 1, "speed_reason": None}
+    figures |= {"ttft_s": dict.fromkeys(("p50", "p90", "p99"), tokens_per_s), "requests": 1, "speed_reason": None}
     return Row(stage="engine", **COMMON, **figures, status="ok", replicate=replicate)
 
 
@@ -54,9 +54,9 @@ def test_an_arm_that_several_processes_served() -> None:
     (row,) = merged([served(10, 0), served(30, 1), served(20, 2)])
     assert row.stage == "engine"
     assert (row.tokens_per_s, row.tokens_per_s_iqr, row.seconds) == (20, 10, [6, 2, 3])
-    (point,) = engine_points([row], "tokens_per_s")
-    assert (point.median, point.low, point.high) == (20, 15, 25)  # of the processes, not of all their rounds
-    assert row.ttft_s == {"p50": 20}
+    (point,) = engine_plots([row], "", "")[0].points
+    assert (point.values, point.low, point.high) == ((20,), 15, 25)  # of the processes, not of all their rounds
+    assert row.ttft_s == {"p50": 20, "p90": 20, "p99": 20}
     assert row.tpot_s is None
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from experiments.reporting.arms import merged
-from experiments.reporting.effects import GEMMS, Ratio, effects_of, effects_table, step_table, whole_step
+from experiments.reporting.effects import Ratio, effects_of, effects_table
+from experiments.reporting.steps import GEMMS, steps_of
 from experiments.reporting.tables import tables_of
 from experiments.runs.reading import read_run
 from experiments.runs.rows import COLUMNS, Row
@@ -185,7 +186,7 @@ def test_what_was_not_measured_is_none_and_no_step_is_no_table() -> None:
     _, effect = effects_of(rows, ["swiglu"])
     assert (effect.alone, effect.share, effect.end_to_end, effect.differs) == (None, None, None, None)
     assert effects_table(rows, ["swiglu"]) is None
-    assert step_table(rows, {}) is None
+    assert steps_of(rows, rows) == []
 
 
 def test_the_whole_step_has_a_name_and_adds_up() -> None:
@@ -196,7 +197,7 @@ def test_the_whole_step_has_a_name_and_adds_up() -> None:
         ("swiglu.fused", "op", 110), ("device idle", "gap", 140),
     ]  # fmt: skip
     rows = [step(FUSED, name, category, own, own) for name, category, own in parts]
-    found = whole_step(rows)
+    found = steps_of(rows, [FUSED])[0].whole
     assert found == pytest.approx(
         {
             "ops": 0.11, "GEMMs": 0.48, "model": 0.1, "sample": 0.1, "prepare": 0.04, "schedule": 0.01, "commit": 0.02,

@@ -121,7 +121,8 @@ def test_only_arms_that_were_compared_gave_the_same_tokens(settings: list[dict[s
     assert said in verdict(rows).lower()
     lines = tables_of(rows)["engine"].lines
     assert [line[-2].text for line in lines if not isinstance(line, str)] == ["first arm", "yes"] * len(settings)
-    caption = parity_table([row for row in rows if row.stage == "parity"], []).caption
+    parities, engines = ([row for row in rows if row.stage == stage] for stage in ("parity", "engine"))
+    caption = parity_table(parities, engines).caption
     whose = "(swiglu torch)." if len(settings) == 1 else "of the same model, workload and sizes (swiglu torch)."
     assert caption.startswith(f"Beside the first arm {whose}")
 
