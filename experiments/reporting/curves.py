@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from experiments.reporting.lines import Line, draw_lines
+from experiments.reporting.drawing import Line, draw_lines, format_tick, set_log_ticks
 from experiments.reporting.measured import Factor, Measured, Plot
-from experiments.reporting.pictures import Picture, format_tick, set_log_ticks
+from experiments.reporting.pictures import Picture
 from experiments.reporting.table_style import format_value, group_by, setting_name
 
 if TYPE_CHECKING:
@@ -164,8 +164,11 @@ def _picture(
         name=f"{stem}-by-{setting_name(axis)}{suffix}".replace(".", "-").replace("/", "-"),
         title=f"{title} by {short}{heading}",
         caption=level + bars + plot.about + (f" {left_out} more lines are in results.jsonl." if left_out else ""),
-        columns=("series", setting_name(axis), "median", "low", "high", "unit"),
-        records=tuple((line.name, *point, plot.unit) for line in lines for point in line.points),
+        records=[
+            {"series": line.name, setting_name(axis): x, "median": y, "low": low, "high": high, "unit": plot.unit}
+            for line in lines
+            for x, y, low, high in line.points
+        ],
         draw=lambda figure: _draw(figure, lines, x_name, plot.unit),
     )
 

@@ -5,19 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from experiments.reporting.curves import curves_of
+from experiments.reporting.drawing import draw_legend, format_tick, printable, set_log_ticks
 from experiments.reporting.measured import Measured, Plot
-from experiments.reporting.pictures import (
-    INK,
-    PAPER,
-    SERIES,
-    SOFT,
-    WIDTH,
-    Picture,
-    draw_legend,
-    format_tick,
-    printable,
-    set_log_ticks,
-)
+from experiments.reporting.pictures import INK, PAPER, SERIES, SOFT, WIDTH, Picture
 from experiments.reporting.table_style import group_by
 
 if TYPE_CHECKING:
@@ -48,24 +38,25 @@ def dots_of(plot: Plot) -> Picture | None:
         return None
     dots = [point for mine in group_by(plot.points, lambda point: point.group).values() for point in mine]
     caption = plot.about
-    if len(dots[0].values) > 1:
-        figures, records = _PERCENTILES, [(dot.group, dot.name, *dot.values, plot.unit) for dot in dots]
-    else:
-        figures = ("median", "low", "high")
-        records = [(dot.group, dot.name, dot.values[0], dot.low, dot.high, plot.unit) for dot in dots]
+    if len(dots[0].values) == 1:
         marks = "; small marks: what they are of" if any(map(_has_marks, dots)) else ""
         caption = f"Bars: quartiles{marks}. {caption}"
     if len(dots) > MOST:
         caption += f" {MOST} of {len(dots)}: the best and the first of each group; all are in the CSV."
-    columns = ["group", "name", *figures, "unit"]
-    if any(dot.samples for dot in dots):
-        columns.append("samples")
-        records = [(*record, dot.samples) for record, dot in zip(records, dots, strict=True)]
+    with_samples = any(dot.samples for dot in dots)
+    records = [
+        {"group": dot.group, "name": dot.name, **_figures(dot), "unit": plot.unit}
+        | ({"samples": dot.samples} if with_samples else {})
+        for dot in dots
+    ]
     shown = _best(dots, -1 if plot.unit == "tokens/s" else 1)
-    name, title = plot.dots
-    return Picture(
-        name, title, caption.strip(), tuple(columns), tuple(records), lambda figure: _draw(figure, shown, plot.unit)
-    )
+    return Picture(*plot.dots, caption.strip(), records, lambda figure: _draw(figure, shown, plot.unit))
+
+
+def _figures(dot: Measured) -> dict[str, float]:
+    if len(dot.values) > 1:
+        return dict(zip(_PERCENTILES, dot.values, strict=True))
+    return {"median": dot.values[0], "low": dot.low, "high": dot.high}
 
 
 def _has_marks(dot: Measured) -> bool:

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from experiments.reporting.lines import Line, draw_lines
-from experiments.reporting.pictures import Picture, set_log_ticks
+from experiments.reporting.drawing import Line, draw_lines, set_log_ticks
+from experiments.reporting.pictures import Picture
 from experiments.reporting.table_style import (
     Cell,
     Column,
@@ -61,11 +61,14 @@ def quantization_picture(rows: Sequence[Row], device: str) -> Picture | None:
     judged = [row for row in rows if row.status == "ok" and row.perplexity is not None]
     if all(row.bits is None for row in judged):
         return None
-    records = tuple((row.method, row.bits, row.group_size, _megabytes(row), row.perplexity) for row in judged)
+    records = [
+        row.model_dump(include={"method", "bits", "group_size"})
+        | {"memory_mb": _megabytes(row), "perplexity": row.perplexity}
+        for row in judged
+    ]
     caption = f"Perplexity on {judged[0].num_tokens:,} tokens; beside each point its bits. {device}."
-    columns = ("method", "bits", "group_size", "memory_mb", "perplexity")
     title = "Perplexity by size"
-    return Picture("quantization", title, caption, columns, records, lambda figure: _draw(figure, judged))
+    return Picture("quantization", title, caption, records, lambda figure: _draw(figure, judged))
 
 
 def _megabytes(row: Row) -> float:

@@ -163,11 +163,11 @@ def as_json(report: Report) -> str:
 
 
 def _picture(picture: Picture) -> dict[str, Any]:
-    rows = [_in_json(dict(zip(picture.columns, record, strict=True))) for record in picture.records]
+    rows = [_in_json(record) for record in picture.records]
     return {"name": picture.name, "title": picture.title, "caption": picture.caption, "rows": rows}
 
 
-def _in_json(row: dict[str, Any]) -> dict[str, Any]:
+def _in_json(row: Mapping[str, Any]) -> dict[str, Any]:
     """As a row of results.jsonl has it: what is no finite number is null, and `not_finite` tells it in words."""
     odd = {name: value for name, value in row.items() if is_odd(value)}
     told = {"not_finite": "; ".join(f"{name} is {in_words(value)}" for name, value in odd.items())} if odd else {}

@@ -12,7 +12,6 @@ from experiments.reporting.arms import merged, processes
 from experiments.reporting.comparison_tables import count_outcomes, verdict_table
 from experiments.reporting.dots import pictures_of
 from experiments.reporting.measured import engine_plots, kernel_plots
-from experiments.reporting.numerics import check_table, parity_table
 from experiments.reporting.pictures import Picture
 from experiments.reporting.quantization import quantization_picture
 from experiments.reporting.question import Question, question_of
@@ -20,7 +19,7 @@ from experiments.reporting.resources import resources_of
 from experiments.reporting.roofline import roofline_pictures
 from experiments.reporting.steps import ranges_table, steps_of, steps_picture
 from experiments.reporting.table_style import PlainTable, group_by
-from experiments.reporting.tables import Reason, reasons, tables_of
+from experiments.reporting.tables import Reason, check_table, continued_prompts, parity_table, reasons, tables_of
 from experiments.reporting.verdict import Verdict, verdict_of
 from experiments.runs.comparison import MIN_REPLICATES
 from experiments.runs.reading import SOURCE, RecordedRun
@@ -116,7 +115,7 @@ def report_of(run: RecordedRun) -> Report:
         facts=_facts(found),
         sections=tuple(one for one in sections if one is not None),
         failures=tuple(reasons(run.rows)),
-        texts=_texts(found),
+        texts=_texts(run),
         commands=_commands(run),
         environment=_flatten(run.environment),
         source=source,
@@ -243,19 +242,12 @@ def _format_duration(start: object, end: object) -> str:
     return hours if minutes >= 60 else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _texts(found: _Findings) -> tuple[tuple[str, str], ...]:
+def _texts(run: RecordedRun) -> tuple[tuple[str, str], ...]:
     """Prompts of the workloads, each with what the first arm that answered made of it."""
-    answers: dict[str | None, Row] = {}
-    for row in found.of("engine"):
-        if row.status == "ok":
-            answers.setdefault(row.workload, row)
-    workloads = found.run.resolved.get("workload") or []
-    texts: list[tuple[str, str]] = []
-    for workload in workloads if isinstance(workloads, list) else [workloads]:
-        prompts = (isinstance(workload, Mapping) and workload.get("prompts")) or []
-        if prompts and (answer := answers.get(workload.get("name", ""))) is not None:
-            texts += zip(map(str, prompts), answer.texts or (), strict=False)
-    return tuple(texts)
+    workloads = run.resolved.get("workload") or []
+    each = [one for one in (workloads if isinstance(workloads, list) else [workloads]) if isinstance(one, Mapping)]
+    prompts = {one.get("name", ""): [*map(str, one.get("prompts") or ())] for one in each}
+    return tuple(continued_prompts(prompts, run.rows))
 
 
 def _commands(run: RecordedRun) -> dict[str, str]:

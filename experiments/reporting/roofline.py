@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from experiments.reporting.lines import Line, draw_lines
-from experiments.reporting.pictures import SOFT, Picture, format_tick, set_log_ticks
+from experiments.reporting.drawing import Line, draw_lines, format_tick, set_log_ticks
+from experiments.reporting.pictures import SOFT, Picture
 from experiments.reporting.table_style import group_by
 from experiments.runs.rows import Row
 
@@ -53,20 +53,17 @@ def roofline_pictures(rows: Sequence[Row], device: str, about: str) -> list[Pict
     ending += f" No peak is known for {', '.join(unknown)}." if unknown else ""
     ending += f" Not measured, and so not shown: {', '.join(untimed)}." if untimed else ""
     computing = [record for record in records if record.gflop_per_s]
+    figures = [record._asdict() for record in records]
     pictures = []
     if computing:
         caption = f"FLOPs by the contract's own count, over the median time.{ending}"
         title = "Roofline" if peaks else "FLOP/s achieved"
-        pictures.append(
-            Picture("roofline", title, caption, _Rates._fields, records, lambda one: _draw_flops(one, computing, peaks))
-        )
+        pictures.append(Picture("roofline", title, caption, figures, lambda one: _draw_flops(one, computing, peaks)))
     caption = "Bytes by the contract's own count, each unique byte once, over the median time."
     if len(computing) < len(records):
         caption += ' Ops that compute nothing stand at "none".'
     title, caption = "Bandwidth achieved", caption + ending
-    pictures.append(
-        Picture("bandwidth", title, caption, _Rates._fields, records, lambda one: _draw_bytes(one, records, peaks))
-    )
+    pictures.append(Picture("bandwidth", title, caption, figures, lambda one: _draw_bytes(one, records, peaks)))
     return pictures
 
 

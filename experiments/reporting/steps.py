@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from experiments.reporting.arms import arm_key, swept_names, title_of
-from experiments.reporting.pictures import INK, PAPER, RULE, SERIES, WIDTH, Picture, draw_legend, format_tick, printable
+from experiments.reporting.drawing import draw_legend, format_tick, printable
+from experiments.reporting.pictures import INK, PAPER, RULE, SERIES, WIDTH, Picture
 from experiments.reporting.table_style import (
     Column,
     PlainTable,
@@ -27,7 +28,7 @@ GEMMS = tuple(name for name, op in OPS.items() if op.contract.work == "gemm")
 _OWN = {"layer": "layers themselves", "step": "between phases"}  # what is not in a range nested in these
 _OTHERS = "everything else"
 _WHOLE = ("ops", "GEMMs", "model", "sample", "prepare", "schedule", "commit", "gaps")
-_MOST_RANGES, _MOST_BARS = 60, 24
+_MOST_BARS = 24
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,7 @@ def whole_steps_table(steps: Sequence[Step]) -> PlainTable:
 
 def ranges_table(steps: Sequence[Step]) -> PlainTable:
     """A line for each range of each arm's step."""
-    items: list[tuple[Step, str]] = []
-    for step in steps:
-        items += [(step, name) for name, us in step.parts.items() if us >= 0.001 * step.step_us][:_MOST_RANGES]
+    items = [(step, name) for step in steps for name, us in step.parts.items() if us >= 0.001 * step.step_us]
     left_out = sum(len(step.parts) for step in steps) - len(items)
     caption = "What each range took itself, less what is nested in it; recorded in a round of its own, without overlap."
     caption += f" {left_out} ranges of less than 0.1% are in results.jsonl." if left_out else ""
@@ -134,17 +133,17 @@ def steps_picture(steps: Sequence[Step], about: str) -> Picture:
         for name, us in step.parts.items():
             weights[_op(name)] += us / (step.step_us or 1.0)
     largest = sorted(weights, key=lambda name: -weights[name])[: len(SERIES)]
-    records = tuple(
-        (step.workload, step.arm, step.clock, name, us, us / step.step_us if step.step_us else None)
+    records = [
+        {"workload": step.workload, "arm": step.arm, "clock": step.clock, "range": name, "us_per_step": us}
+        | {"share": us / step.step_us if step.step_us else None}
         for step in steps
         for name, us in step.parts.items()
-    )
+    ]
     caption = f"Time that each range took itself, without what is nested in it, up to the whole step. {about}"
     if len(steps) > _MOST_BARS:
         caption += f" The first {_MOST_BARS} of {len(steps)} arms; all are in the CSV."
-    columns = ("workload", "arm", "clock", "range", "us_per_step", "share")
     title = "Where a step's time goes"
-    return Picture("step-time", title, caption, columns, records, lambda f: _draw_bars(f, steps[:_MOST_BARS], largest))
+    return Picture("step-time", title, caption, records, lambda f: _draw_bars(f, steps[:_MOST_BARS], largest))
 
 
 def _op(name: str) -> str:

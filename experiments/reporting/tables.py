@@ -12,7 +12,6 @@ from rich.text import Text
 
 from experiments.reporting.arms import arm_key, merged, processes, swept_columns, swept_names, title_of
 from experiments.reporting.effects import effects_table
-from experiments.reporting.numerics import same_tokens_cell
 from experiments.reporting.quantization import quantization_table
 from experiments.reporting.steps import steps_of, whole_steps_table
 from experiments.reporting.table_style import (
@@ -35,6 +34,7 @@ Show = dict[Column, Callable[[Row], str | Cell]]
 """A column -> a row's cell there."""
 
 _NOT_MEASURED = "n/m: not measured."
+_WORST_FIRST = ("wrong", "failed", "ok", "unsupported")
 
 
 def print_report(console: Console, prompts: Mapping[str, Sequence[str]], rows: Sequence[Row]) -> None:
@@ -46,8 +46,9 @@ def print_report(console: Console, prompts: Mapping[str, Sequence[str]], rows: S
     parts: list[RenderableType] = []
     for name, table in tables_of(rows).items():
         parts.append(table.as_rich())
-        if name == "engine":
-            parts += _continued_prompts(prompts, rows)
+        if name == "engine" and (texts := continued_prompts(prompts, rows)):
+            parts.append(Text("\nContinued by the first arm", "bold"))
+            parts += [part for prompt, text in texts for part in (Text.assemble((prompt, "dim"), text), Text())]
     console.print(Group(*parts))
     for number, reason in enumerate(reasons(rows)):
         text = Text.assemble("" if number else "\n", status_text(reason.status), f" {reason.about}: {reason.reason}")
@@ -219,18 +220,17 @@ def _milliseconds(seconds: float) -> str:
     return f"{ms:.3g}" if (ms := seconds * 1e3) < 999.5 else f"{ms:,.0f}"
 
 
-def _continued_prompts(prompts: Mapping[str, Sequence[str]], rows: Sequence[Row]) -> list[RenderableType]:
-    """What the first arm made of each prompt of a workload of texts."""
-    lines: list[RenderableType] = []
-    served = [row for row in rows if row.stage == "engine" and row.status == "ok"]
-    for workload, texts in prompts.items():
-        row = next((row for row in served if row.workload == workload), None)
-        if row is None or row.texts is None:
-            continue
-        lines.append(Text("\nContinued by the first arm", "bold"))
-        for prompt, text in zip(texts, row.texts, strict=True):
-            lines += [Text.assemble((prompt, "dim"), text), Text()]
-    return lines
+def continued_prompts(prompts: Mapping[str, Sequence[str]], rows: Iterable[Row]) -> list[tuple[str, str]]:
+    """Each prompt, with what the first arm that answered its workload made of it.
+
+    Args:
+        prompts: a workload's name -> the texts that it gives.
+    """
+    answers: dict[str | None, Sequence[str]] = {}
+    for row in rows:
+        if row.stage == "engine" and row.status == "ok":
+            answers.setdefault(row.workload, row.texts or ())
+    return [pair for name, texts in prompts.items() for pair in zip(texts, answers.get(name, ()), strict=False)]
 
 
 def _peer_table(peers: Sequence[Row], speedups: Sequence[Row]) -> PlainTable:
@@ -258,6 +258,78 @@ def _peer_table(peers: Sequence[Row], speedups: Sequence[Row]) -> PlainTable:
     several = any(row.speedup_of == "median of replicates" for row in speedups)
     how = "the median over replicates" if several else "each the median over its rounds in one process"
     return build_table("Against peers", show, peers, f"speed-up: this engine's tokens/s over the peer's, {how}.")
+
+
+def same_tokens_cell(row: Row, asked: int | None) -> Cell:
+    """Whether the tokens are the same, of `asked` requests; those that failed on either side are not compared."""
+    equal, of = row.requests_equal, row.requests
+    if equal == of == asked:
+        return Cell("yes", "yes")
+    return Cell(f"{equal} of {of} {'requests' if of == asked else 'both served'}", "partly")
+
+
+def check_table(checks: Sequence[Row]) -> PlainTable:
+    """A line for each variant and dtype: at how many points it was checked, and its largest error over the allowed."""
+
+    def worst(name: str, show: Callable[[Row], str]) -> Callable[[Sequence[Row]], str]:
+        """`show` of the row whose column `name` is the largest."""
+
+        def cell(rows: Sequence[Row]) -> str:
+            judged = [row for row in rows if getattr(row, name) is not None]
+            return show(max(judged, key=lambda row: float(getattr(row, name)))) if judged else "-"
+
+        return cell
+
+    show: dict[Column, Callable[[Any], str | Cell]] = {
+        Column("op"): lambda rows: str(rows[0].op),
+        Column("variant"): lambda rows: str(rows[0].variant),
+        Column("dtype"): lambda rows: rows[0].dtype,
+        Column("result"): lambda rows: status_cell(min((row.status for row in rows), key=_WORST_FIRST.index)),
+        number_column("points right"): lambda rows: f"{sum(row.status == 'ok' for row in rows)} of {len(rows)}",
+        number_column("worst error"): worst("max_error_ratio", lambda row: f"{row.max_error_ratio:.2f}"),
+        number_column("worst RMS"): worst("rms_error_ratio", lambda row: f"{row.rms_error_ratio:.2f}"),
+        Column("at"): worst("max_error_ratio", lambda row: str(row.point)),
+    }
+    caption = (
+        "Every variant once at every point, against the op's definition in float64. Errors are over what the error "
+        "rule allows, at most 1.00: for the largest error that is 2 times torch's own at the same dtype and 2 eps of "
+        "the largest value; for the RMS error 1.25 times torch's and eps/4. Small outputs have no RMS rule."
+    )
+    variants = group_by(checks, lambda row: (row.op, row.variant, row.dtype))
+    return build_table("Checks", show, variants.values(), caption)
+
+
+def parity_table(parities: Sequence[Row], engines: Sequence[Row]) -> PlainTable:
+    """A line for each arm after the first of its place: the same tokens, where not, and how far log-probabilities
+    drift. engines: the arms, which know how many requests there were.
+    """
+    requests = {arm_key(row): row.requests for row in engines}
+    names = swept_names(engines)
+    show: dict[Column, Callable[[Row], str | Cell]] = {
+        **swept_columns(parities, names),
+        Column("same tokens"): lambda row: same_tokens_cell(row, requests.get(arm_key(row), row.requests)),
+        Column("first difference"): lambda row: _divergence(row.first_divergence),
+        number_column("drift, nats"): lambda row: format_number(row.logprob_drift, ".1e"),
+    }
+    firsts = {
+        ", ".join(f"{op} {label}" for op, label in (row.first_arm or {}).items() if op in names) for row in parities
+    }
+    several_places = len(set(map(question_of, parities))) > 1
+    against = "the first arm" + (" of the same model, workload and sizes" if several_places else "")
+    against += f" ({first})" if len(firsts) == 1 and (first := firsts.pop()) else ""
+    caption = (
+        f"Beside {against}. Drift: the largest difference of any log-probability that both arms report, up to the "
+        "first token that differs."
+    )
+    return build_table("Parity", show, parities, caption)
+
+
+def _divergence(divergence: Mapping[str, float | int | None] | None) -> str:
+    if divergence is None:
+        return "-"
+    margin = divergence.get("margin")
+    sure = f", by a margin of {margin:.2g} nats" if margin is not None else ""
+    return f"request {divergence['request']}, token {divergence['place']}{sure}"
 
 
 @dataclass(frozen=True)

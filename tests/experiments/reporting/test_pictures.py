@@ -11,18 +11,9 @@ import pytest
 
 from experiments.reporting.curves import curves_of, varying
 from experiments.reporting.dots import MOST, dots_of, pictures_of
+from experiments.reporting.drawing import MARKERS, format_tick, printable, series_style
 from experiments.reporting.measured import Plot, engine_plots, kernel_plots, label_factors
-from experiments.reporting.pictures import (
-    COLOURS,
-    MARKERS,
-    SERIES,
-    Picture,
-    for_file,
-    for_page,
-    format_tick,
-    printable,
-    series_style,
-)
+from experiments.reporting.pictures import COLOURS, SERIES, Picture, for_file, for_page
 from experiments.reporting.quantization import quantization_picture
 from experiments.reporting.report import report_of
 from experiments.reporting.roofline import NO_ROOFLINE, roofline_pictures

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from experiments.reporting.arms import merged, processes
-from experiments.reporting.numerics import parity_table
 from experiments.reporting.question import question_of
 from experiments.reporting.rendering import as_html
 from experiments.reporting.report import report_of
-from experiments.reporting.tables import tables_of
+from experiments.reporting.tables import parity_table, tables_of
 from experiments.reporting.verdict import Verdict, verdict_of
 from experiments.runs.reading import read_run
 from experiments.runs.rows import Row
@@ -249,7 +248,7 @@ def test_with_five_processes_a_test_says_what_is_noise(tmp_path: Path) -> None:
     )
     assert faster.verdict.notes == ()
     throughput = next(one for one in faster.pictures if one.name == "throughput")
-    assert throughput.records[0][-1] == pytest.approx((1000, 1010, 1020, 1000, 1010))  # of each process one
+    assert throughput.records[0]["samples"] == pytest.approx((1000, 1010, 1020, 1000, 1010))  # of each process one
     assert "small marks: what they are of. some CPU, 1 thread; wall clock; spread: quartiles of 5" in throughput.caption
     section = next(one for one in faster.sections if one.name == "differences")
     assert section.notes == ("The arms of a: of 4 figures, 1 better, 3 within noise.",)
