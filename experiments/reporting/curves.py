@@ -43,29 +43,34 @@ class _Curve:
 
 
 def curves_of(plot: Plot) -> tuple[list[Picture], list[Measured]]:
-    """Pictures over each numeric factor with values enough (pins always count), and the points that are on none."""
+    """Pictures over each number that varies, and the points that are on none."""
     points = [point for point in plot.points if point.factors and plot.curve is not None]
-    factors = varying(points)
-    curves: dict[str, list[_Curve]] = {}
-    for axis in sorted(factors, key=lambda name: -len(factors[name])):
-        if _is_numeric(factors[axis]) and len(factors[axis]) >= (plot.least if _is_size(axis) else 2):
-            others = [name for name in dict.fromkeys(("variant", *factors)) if name != axis]
-            curves[axis] = _curves_over(axis, points, others)
+    curves = _curves_by_axis(points, plot.least)
     on_curves = {id(point) for some in curves.values() for curve in some for point in curve.points}
     alone = [point for point in points if id(point) not in on_curves]
     pictures: list[Picture] = []
     shown: set[int] = set()
     for axis, some in curves.items():
-        if not some:
-            continue
-        some = [*_lone_points(alone, some), *some]
-        parts = _divide(some)
-        for number, (heading, part) in enumerate(parts[:MOST_PICTURES], 1):
+        drawn = [*_lone_points(alone, some), *some]
+        parts = _divide(drawn)
+        for number, (ending, part) in enumerate([*parts.items()][:MOST_PICTURES], 1):
             suffix = f"-{number}" if len(parts) > 1 else ""
-            left_out = len(some) - MOST_LINES * MOST_PICTURES if number == MOST_PICTURES < len(parts) else 0
-            pictures.append(_picture(plot, axis, suffix, heading, part, left_out))
+            left_out = len(drawn) - MOST_LINES * MOST_PICTURES if number == MOST_PICTURES < len(parts) else 0
+            pictures.append(_picture(plot, axis, suffix, ending, part, left_out))
             shown |= {id(point) for curve in part.values() for point in curve.points}
     return pictures, [point for point in plot.points if id(point) not in shown]
+
+
+def _curves_by_axis(points: Sequence[Measured], least: int) -> dict[str, list[_Curve]]:
+    """Over each factor that is a number and has values enough: of a size `least`, of pins and options two."""
+    factors = varying(points)
+    found = {}
+    for axis in sorted(factors, key=lambda name: -len(factors[name])):
+        if _is_numeric(factors[axis]) and len(factors[axis]) >= (least if _is_size(axis) else 2):
+            others = [name for name in dict.fromkeys(("variant", *factors)) if name != axis]
+            if curves := _curves_over(axis, points, others):
+                found[axis] = curves
+    return found
 
 
 def varying(points: Sequence[Measured]) -> dict[str, list[Factor]]:
@@ -109,44 +114,43 @@ def _lone_points(alone: Sequence[Measured], curves: Sequence[_Curve]) -> list[_C
     """The points that are on no curve, such as a baseline's, which has no pins: each a mark, or a level. Points of
     which several would be called the same are left to the dots.
     """
-    lone = [_Curve({name: point.factors.get(name) for name in curves[0].key}, (point,)) for point in alone]
-    taken = {_name(curve.key) for curve in curves}
-    named = group_by(lone, lambda curve: _name(curve.key))
+    names = list(curves[0].key)
+    lone = [_Curve({name: point.factors.get(name) for name in names}, (point,)) for point in alone]
+    taken = {_name(curve, names) for curve in curves}
+    named = group_by(lone, lambda curve: _name(curve, names))
     return [same[0] for name, same in named.items() if len(same) == 1 and name not in taken]
 
 
-def _divide(curves: Sequence[_Curve]) -> list[tuple[str, dict[str, _Curve]]]:
-    """What each picture's title ends with, and its curves by name: of each size and workload a picture where many
-    curves would share one, and not too many of any.
+def _divide(curves: Sequence[_Curve]) -> dict[str, dict[str, _Curve]]:
+    """What each picture's title ends with -> its curves by name: of each size and workload a picture where many curves
+    would share one, and not too many of any.
     """
-    apart = [name for name in curves[0].key if _is_size(name) or name in _APART or name.startswith("workload.")]
-    inside = [name for name in curves[0].key if name not in apart]
-    facets = group_by(curves, lambda curve: _name({name: curve.key[name] for name in apart}))
+    names = list(curves[0].key)
+    apart = [name for name in names if _is_size(name) or name in _APART or name.startswith("workload.")]
+    facets = group_by(curves, lambda curve: _name(curve, apart))
     few = 1 < len(facets) <= MOST_PICTURES and all(1 < len(mine) <= MOST_LINES for mine in facets.values())
     if few and len(curves) > MOST_LINES // 2:
-        return [
-            (f", {facet}", {_name({name: curve.key[name] for name in inside}): curve for curve in mine})
-            for facet, mine in facets.items()
-        ]
-    parts = [curves[start : start + MOST_LINES] for start in range(0, len(curves), MOST_LINES)]
-    return [
-        (f" ({number} of {len(parts)})" if len(parts) > 1 else "", {_name(curve.key): curve for curve in part})
-        for number, part in enumerate(parts, 1)
-    ]
+        parts = {f", {facet}": mine for facet, mine in facets.items()}
+        names = [name for name in names if name not in apart]
+    else:
+        chunks = [[*curves[start : start + MOST_LINES]] for start in range(0, len(curves), MOST_LINES)]
+        ending = f" ({{}} of {len(chunks)})" if len(chunks) > 1 else ""
+        parts = {ending.format(number): chunk for number, chunk in enumerate(chunks, 1)}
+    return {ending: {_name(curve, names): curve for curve in part} for ending, part in parts.items()}
 
 
-def _name(key: Mapping[str, Factor | None]) -> str:
-    """ "fused, block_size 16"."""
+def _name(curve: _Curve, names: Sequence[str]) -> str:
+    """ "fused, block_size 16", of the factors named."""
     shown = []
-    for name, value in key.items():
-        if value is not None and value != "":
+    for name in names:
+        if (value := curve.key[name]) is not None and value != "":
             bare = name in ("variant", "dtype", "workload") or isinstance(value, str)
             shown.append(str(value) if bare else f"{setting_name(name)} {format_value(value)}")
     return ", ".join(shown)
 
 
 def _picture(
-    plot: Plot, axis: str, suffix: str, heading: str, curves: Mapping[str, _Curve], left_out: int
+    plot: Plot, axis: str, suffix: str, ending: str, curves: Mapping[str, _Curve], left_out: int
 ) -> Picture:  # fmt: skip
     assert plot.curve is not None
     stem, title = plot.curve
@@ -162,7 +166,7 @@ def _picture(
     bars = "p50; bars reach up to p90. " if len(plot.points[0].values) > 1 else ""
     return Picture(
         name=f"{stem}-by-{setting_name(axis)}{suffix}".replace(".", "-").replace("/", "-"),
-        title=f"{title} by {short}{heading}",
+        title=f"{title} by {short}{ending}",
         caption=level + bars + plot.about + (f" {left_out} more lines are in results.jsonl." if left_out else ""),
         records=[
             {"series": line.name, setting_name(axis): x, "median": y, "low": low, "high": high, "unit": plot.unit}

@@ -90,6 +90,21 @@ _Speed = tuple[float, float | None]
 _Pair = tuple[Row, Row]
 """What a swap is judged by: a row of the first variant, and one of the other."""
 
+
+@dataclass(frozen=True)
+class _Swap:
+    """kernels: timings of both variants at each point that counts."""
+
+    op: str
+    first: Row
+    row: Row
+    kernels: Sequence[_Pair]
+
+    @property
+    def engines(self) -> Sequence[_Pair]:
+        return [(self.first, self.row)] if self.row.tokens_per_s and self.first.tokens_per_s else []
+
+
 _Judged = Mapping[tuple[str, str], Paired]
 """The keys of two figures of time -> the second over the first."""
 
@@ -100,37 +115,52 @@ def effects_of(rows: Sequence[Row], ops: Sequence[str], every: Sequence[Row] = (
     """
     stages: dict[str, list[Row]] = group_by(rows, lambda row: str(row.stage))
     timed = group_by((row for row in stages.get("kernels", ()) if row.median_us), _variant_of)
-    errors = group_by((row for row in stages.get("check", ()) if row.max_error_ratio is not None), _variant_of)
+    swaps = [
+        _Swap(op, first, row, _timings(timed, op, first, row))
+        for op in ops
+        for first, row in _arms_that_differ(op, stages.get("engine", ()))
+    ]
+    judged = _judge(every, [pair for swap in swaps for pair in (*swap.engines, *swap.kernels)])
+    errors = _worst_errors(stages.get("check", ()))
     parities = {arm_key(row): row for row in reversed(stages.get("parity", []))}
-    by_clock = sorted(stages.get("step", ()), key=lambda row: row.clock == "device")
-    shares = {(arm_key(row), row.range): row.share for row in by_clock}  # by the device's clock where it has one
-    swaps = [(op, *pair) for op in ops for pair in _swaps(op, stages.get("engine", ()))]
-    engines = [[(first, row)] if row.tokens_per_s and first.tokens_per_s else [] for _, first, row in swaps]
-    kernels = [_timings(timed, *swap) for swap in swaps]
-    judged = _judge(every, [pair for pairs in (*engines, *kernels) for pair in pairs])
-    found = []
-    for (op, first, row), served, alone in zip(swaps, engines, kernels, strict=True):
-        variant, parity = row.arm[op], parities.get(arm_key(row))
-        divergence = None if parity is None else parity.first_divergence
-        effect = Effect(
-            op, first.arm[op], variant, row.arm, row.settings, str(row.workload),
-            alone=_ratio(alone, judged),
-            share=shares.get((arm_key(row), f"{op}.{variant}")),
-            end_to_end=_ratio(served, judged),
-            error=max((one.max_error_ratio or 0.0 for one in errors.get((op, variant, row.dtype), ())), default=None),
-            drift=None if parity is None else parity.logprob_drift,
-            differs=None if divergence is None else (int(divergence["request"] or 0), int(divergence["place"] or 0)),
-        )  # fmt: skip
-        found.append(effect)
-    return found
+    # By the device's clock where it has one: that comes last.
+    steps = sorted(stages.get("step", ()), key=lambda row: row.clock == "device")
+    shares = {(arm_key(row), str(row.range)): row.share for row in steps}
+    return [_effect(swap, judged, errors, parities.get(arm_key(swap.row)), shares) for swap in swaps]
+
+
+def _effect(
+    swap: _Swap,
+    judged: _Judged,
+    errors: Mapping[Any, float],
+    parity: Row | None,
+    shares: Mapping[tuple[tuple[str, str], str], float | None],
+) -> Effect:
+    op, row = swap.op, swap.row
+    variant = row.arm[op]
+    divergence = None if parity is None else parity.first_divergence
+    return Effect(
+        op, swap.first.arm[op], variant, row.arm, row.settings, str(row.workload),
+        alone=_ratio(swap.kernels, judged),
+        share=shares.get((arm_key(row), f"{op}.{variant}")),
+        end_to_end=_ratio(swap.engines, judged),
+        error=errors.get((op, variant, row.dtype)),
+        drift=None if parity is None else parity.logprob_drift,
+        differs=None if divergence is None else (int(divergence["request"] or 0), int(divergence["place"] or 0)),
+    )  # fmt: skip
 
 
 def _variant_of(row: Row) -> tuple[str | None, str | None, str]:
     return row.op, row.variant, row.dtype
 
 
-def _swaps(op: str, engines: Sequence[Row]) -> list[_Pair]:
-    """Of arms that differ in the op alone, each beside the first, which is beside itself too."""
+def _worst_errors(checks: Sequence[Row]) -> dict[Any, float]:
+    judged = group_by((row for row in checks if row.max_error_ratio is not None), _variant_of)
+    return {variant: max(row.max_error_ratio or 0.0 for row in mine) for variant, mine in judged.items()}
+
+
+def _arms_that_differ(op: str, engines: Sequence[Row]) -> list[_Pair]:
+    """In the op alone: each beside the first, which is beside itself too."""
     served = [row for row in engines if row.status == "ok" and op in row.arm]
 
     def rest_of_arm(row: Row) -> tuple[str, str]:
@@ -176,9 +206,9 @@ def _judge(rows: Sequence[Row], pairs: Sequence[_Pair]) -> _Judged:
         figures = times_of(rows)
     except ExperimentError:  # two rows of one process that cannot be told apart: nothing can be said of them
         return {}
-    arms = beside_the_first(figures)
+    arms = dict.fromkeys(beside_the_first(figures))
     wanted = dict.fromkeys(_keys(pair) for pair in pairs if pair[0] is not pair[1])
-    rest = [keys for keys in wanted if keys not in set(arms) and all(key in figures for key in keys)]
+    rest = [keys for keys in wanted if keys not in arms and all(key in figures for key in keys)]
     found: dict[tuple[str, str], Paired] = {}
     for family in (arms, rest):
         found |= judge_pairs({keys: (figures[keys[0]], figures[keys[1]]) for keys in family})[0]

@@ -98,11 +98,11 @@ def engine_plots(rows: Sequence[Row], about: str, waits: str) -> list[Plot]:
     title = "Output tokens per second"
     plots = [Plot(points, "tokens/s", about, ("engine-tokens-per-s", title), ("throughput", title))]
     for column, title in _WAITS.items():
-        percentiles = [(row, values) for row in timed if (values := getattr(row, column))]
         points = []
-        for row, values in percentiles:
-            p50, p90, p99 = (values[key] * 1e3 for key in ("p50", "p90", "p99"))
-            points.append(measured(row, (p50, p90, p99), p50, p90))
+        for row in timed:
+            if waits_s := getattr(row, column):
+                p50, p90, p99 = (waits_s[key] * 1e3 for key in ("p50", "p90", "p99"))
+                points.append(measured(row, (p50, p90, p99), p50, p90))
         stem, capital = column.removesuffix("_s"), title[:1].upper() + title[1:]
         curve = None if column == "gap_s" else (f"engine-{stem}-s", capital)
         plots.append(Plot(points, f"{title}, ms", waits, curve, (f"waiting-{stem}", capital)))
