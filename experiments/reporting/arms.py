@@ -12,8 +12,9 @@ _REPEATED = ("kernels", "engine", "peers", "parity")
 
 _OVER_PROCESSES: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     **dict.fromkeys(("median_us", "roofline_fraction", "tokens_per_s", "ttft_s", "tpot_s", "gap_s"), statistics.median),
-    **dict.fromkeys(("max_us", "host_peak_bytes", "device_peak_bytes"), max),
+    **dict.fromkeys(("max_us", "host_peak_bytes", "device_peak_bytes", "requests_failed"), max),
     "min_us": min,
+    "requests_error": lambda errors: errors[0],
 }
 """What a column of several processes comes to, key by key where it is a mapping; any other is the first one's."""
 
@@ -51,7 +52,7 @@ def arm_key(row: Row) -> tuple[str, str]:
     return label.place, label.arm
 
 
-def merged(rows: Sequence[Row]) -> list[Row]:
+def merge_processes(rows: Sequence[Row]) -> list[Row]:
     """One row for each thing that was measured, in the order of their first rows.
 
     A figure is the median over the processes, its spread the distance between their quartiles; rows of a single process
@@ -62,7 +63,7 @@ def merged(rows: Sequence[Row]) -> list[Row]:
     return [_merge(group) if len(group) > 1 else group[0] for group in groups.values()]
 
 
-def processes(rows: Sequence[Row]) -> int:
+def count_processes(rows: Sequence[Row]) -> int:
     """The most processes that any thing was timed in."""
     return 1 + max((row.replicate for row in rows), default=0)
 
@@ -72,24 +73,20 @@ def _merge(group: Sequence[Row]) -> Row:
         return bad
     if group[0].stage == "parity":  # the one that differs most
         return max(group, key=lambda row: (-(row.requests_equal or 0), row.logprob_drift or 0.0))
-    timed = [row for row in group if row.median_us is not None or row.tokens_per_s is not None]
-    first = timed[0] if timed else group[0]
-    found: dict[str, Any] = {}
+    timed = [row for row in group if (row.median_us or row.tokens_per_s) is not None]
+    found = {}
     for name, of in _OVER_PROCESSES.items():
         values = [value for row in group if (value := getattr(row, name)) is not None]
-        if values and isinstance(values[0], Mapping):
-            found[name] = {key: of([one[key] for one in values]) for key in values[0]}
-        elif values:
-            found[name] = of(values)
-    if first.stage != "kernels":
-        worst = max(group, key=lambda row: row.requests_failed or 0)
-        found |= {"requests_failed": worst.requests_failed, "requests_error": worst.requests_error}
-    if len(timed) > 1:
-        # A process is one value: samples of several, taken together, would have another spread than the figure says.
-        each = [row.median_us or row.tokens_per_s or 0.0 for row in timed]
-        if first.stage == "kernels":
-            found |= {"iqr_us": spread(each), "samples_us": each}
-        else:
-            seconds = [(first.output_tokens or 0) / rate for rate in each]
-            found |= {"tokens_per_s_iqr": spread(each), "seconds": seconds}
-    return first.model_copy(update=found)
+        if values:
+            by_key = isinstance(values[0], Mapping)
+            found[name] = {key: of([one[key] for one in values]) for key in values[0]} if by_key else of(values)
+    return (timed or group)[0].model_copy(update=found | (_spread_between(timed) if len(timed) > 1 else {}))
+
+
+def _spread_between(timed: Sequence[Row]) -> dict[str, Any]:
+    """A process is one value: samples of several, taken together, would have another spread than the figure says."""
+    if timed[0].stage == "kernels":
+        medians = [row.median_us or 0.0 for row in timed]
+        return {"iqr_us": spread(medians), "samples_us": medians}
+    rates = [row.tokens_per_s or 0.0 for row in timed]
+    return {"tokens_per_s_iqr": spread(rates), "seconds": [(timed[0].output_tokens or 0) / rate for rate in rates]}

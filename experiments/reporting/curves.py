@@ -63,7 +63,7 @@ def curves_of(plot: Plot) -> tuple[list[Picture], list[Measured]]:
 
 def _curves_by_axis(points: Sequence[Measured], least: int) -> dict[str, list[_Curve]]:
     """Over each factor that is a number and has values enough: of a size `least`, of pins and options two."""
-    factors = varying(points)
+    factors = varying_factors(points)
     found = {}
     for axis in sorted(factors, key=lambda name: -len(factors[name])):
         if _is_numeric(factors[axis]) and len(factors[axis]) >= (least if _is_size(axis) else 2):
@@ -73,7 +73,7 @@ def _curves_by_axis(points: Sequence[Measured], least: int) -> dict[str, list[_C
     return found
 
 
-def varying(points: Sequence[Measured]) -> dict[str, list[Factor]]:
+def varying_factors(points: Sequence[Measured]) -> dict[str, list[Factor]]:
     """The factors that differ among points, with their values in order of appearance; a factor that follows from those
     before it (the pages of a pool from its batch and context) is none of its own.
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.document import ExperimentError
-from experiments.reporting.arms import arm_key, processes
+from experiments.reporting.arms import arm_key, count_processes
 from experiments.reporting.table_style import (
     Cell,
     Column,
@@ -200,7 +200,7 @@ def _judge(rows: Sequence[Row], pairs: Sequence[_Pair]) -> _Judged:
     A pair that the comparison of the run's arms has too is judged there: an outcome depends on how many others it is
     judged with, and a report must not say two things of one pair. The others are a comparison of their own.
     """
-    if processes(rows) < MIN_REPLICATES:
+    if count_processes(rows) < MIN_REPLICATES:
         return {}
     try:
         figures = times_of(rows)

@@ -175,6 +175,6 @@ def for_file(svg: str) -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + svg.replace("<style>", f"<style>{style}", 1) + "\n"
 
 
-def variables(theme: int) -> str:
+def css_variables(theme: int) -> str:
     """The theme's CSS variables: 1 is light, 2 dark."""
     return "".join(f"{values[0]}:{values[theme]};" for values in COLOURS.values())

@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from experiments.reporting.pictures import NEEDS_PLOT, Picture, for_file, for_page, variables
+from experiments.reporting.pictures import NEEDS_PLOT, Picture, css_variables, for_file, for_page
 from experiments.reporting.report import Report
 from experiments.reporting.table_style import Cell, Column, PlainTable
 from experiments.runs.rows import in_words, is_odd
@@ -35,7 +35,7 @@ def write_report(report: Report, folder: Path) -> Path:
 
     Without matplotlib (the extra `plot`) there are no SVGs, and the report says what it lacks.
     """
-    svgs = drawn(report)
+    svgs = draw_pictures(report)
     files = {REPORT: as_html(report, svgs), TABLE: as_csv(report.table)}
     for picture in report.pictures:
         files[f"{FIGURES}/{picture.name}.csv"] = picture.as_csv()
@@ -47,7 +47,7 @@ def write_report(report: Report, folder: Path) -> Path:
     return folder / REPORT
 
 
-def drawn(report: Report) -> dict[str, str]:
+def draw_pictures(report: Report) -> dict[str, str]:
     """name -> SVG of every picture; empty without matplotlib."""
     return {picture.name: picture.as_svg() for picture in report.pictures} if _can_draw() else {}
 
@@ -64,7 +64,7 @@ def as_html(report: Report, svgs: Mapping[str, str]) -> str:
     """
     environment = _environment(code=_code, breakable=_breakable)
     # Markup: what this module made itself, of the theme and of matplotlib's output, whose texts are escaped there.
-    colours = {"light": Markup(variables(1)), "dark": Markup(variables(2))}
+    colours = {"light": Markup(css_variables(1)), "dark": Markup(css_variables(2))}
     return environment.get_template("report.html").render(
         report=_shorten(report),
         css=Markup(environment.get_template("report.css").render(colours)),
@@ -91,7 +91,7 @@ def _environment(finalize: Callable[[object], Markup] | None = None, **filters: 
 
 
 def _shorten(report: Report) -> Report:
-    sections = (replace(section, tables=[shortened(one) for one in section.tables]) for section in report.sections)
+    sections = (replace(section, tables=[shorten_table(one) for one in section.tables]) for section in report.sections)
     return replace(report, sections=tuple(sections))
 
 
@@ -116,7 +116,7 @@ def _classes(column: Column, cell: Cell) -> str:
     return " ".join(names)
 
 
-def shortened(table: PlainTable, most: int = MOST_LINES) -> PlainTable:
+def shorten_table(table: PlainTable, most: int = MOST_LINES) -> PlainTable:
     """The table's first lines; its caption says how many there are."""
     if len(table.lines) <= most:
         return table

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.document import ExperimentError
-from experiments.reporting.arms import merged, processes
+from experiments.reporting.arms import count_processes, merge_processes
 from experiments.reporting.comparison_tables import count_outcomes, verdict_table
 from experiments.reporting.dots import pictures_of
 from experiments.reporting.measured import engine_plots, kernel_plots
@@ -19,7 +19,7 @@ from experiments.reporting.resources import resources_of
 from experiments.reporting.roofline import roofline_pictures
 from experiments.reporting.steps import ranges_table, steps_of, steps_picture
 from experiments.reporting.table_style import PlainTable, group_by
-from experiments.reporting.tables import Reason, check_table, continued_prompts, parity_table, reasons, tables_of
+from experiments.reporting.tables import Reason, check_table, continued_prompts, list_reasons, parity_table, tables_of
 from experiments.reporting.verdict import Verdict, verdict_of
 from experiments.runs.comparison import MIN_REPLICATES
 from experiments.runs.reading import SOURCE, RecordedRun
@@ -71,9 +71,9 @@ class _Findings:
 
     def __init__(self, run: RecordedRun) -> None:
         self.run = run
-        self.merged = merged(run.rows)
+        self.merged = merge_processes(run.rows)
         self.rows: Mapping[str, list[Row]] = group_by(self.merged, lambda row: str(row.stage))
-        self.count = processes(run.rows)
+        self.count = count_processes(run.rows)
         self.tables = tables_of(run.rows)
         device, host = run.environment.get("device") or {}, run.environment.get("host") or {}
         threads = host.get("torch_threads") if device.get("type") == "cpu" else None
@@ -114,7 +114,7 @@ def report_of(run: RecordedRun) -> Report:
         verdict=verdict_of(found.merged, found.count, run.finished, judged, run.environment),
         facts=_facts(found),
         sections=tuple(one for one in sections if one is not None),
-        failures=tuple(reasons(run.rows)),
+        failures=tuple(list_reasons(run.rows)),
         texts=_texts(run),
         commands=_commands(run),
         environment=_flatten(run.environment),

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from experiments.reporting.arms import arm_key, merged, processes, swept_columns, swept_names, title_of
+from experiments.reporting.arms import arm_key, count_processes, merge_processes, swept_columns, swept_names, title_of
 from experiments.reporting.effects import effects_table
 from experiments.reporting.quantization import quantization_table
 from experiments.reporting.steps import steps_of, whole_steps_table
@@ -50,7 +50,7 @@ def print_report(console: Console, prompts: Mapping[str, Sequence[str]], rows: S
             parts.append(Text("\nContinued by the first arm", "bold"))
             parts += [part for prompt, text in texts for part in (Text.assemble((prompt, "dim"), text), Text())]
     console.print(Group(*parts))
-    for number, reason in enumerate(reasons(rows)):
+    for number, reason in enumerate(list_reasons(rows)):
         text = Text.assemble("" if number else "\n", status_text(reason.status), f" {reason.about}: {reason.reason}")
         console.print(text)
         if reason.replay:
@@ -59,8 +59,8 @@ def print_report(console: Console, prompts: Mapping[str, Sequence[str]], rows: S
 
 def tables_of(rows: Sequence[Row]) -> dict[str, PlainTable]:
     """The tables of what a run found, by name, stage by stage; figures of several processes are merged."""
-    count = processes(rows)
-    every, rows = rows, merged(rows)
+    count = count_processes(rows)
+    every, rows = rows, merge_processes(rows)
     stages: dict[str, list[Row]] = group_by(rows, lambda row: str(row.stage))
     engines, peers = stages.get("engine", []), stages.get("peers", [])
     names = swept_names(engines)
@@ -271,14 +271,10 @@ def same_tokens_cell(row: Row, asked: int | None) -> Cell:
 def check_table(checks: Sequence[Row]) -> PlainTable:
     """A line for each variant and dtype: at how many points it was checked, and its largest error over the allowed."""
 
-    def worst(name: str, show: Callable[[Row], str]) -> Callable[[Sequence[Row]], str]:
-        """`show` of the row whose column `name` is the largest."""
-
-        def cell(rows: Sequence[Row]) -> str:
-            judged = [row for row in rows if getattr(row, name) is not None]
-            return show(max(judged, key=lambda row: float(getattr(row, name)))) if judged else "-"
-
-        return cell
+    def worst(rows: Sequence[Row], column: str, text: str) -> str:
+        """The text, of the row where the column is the largest."""
+        judged = [row for row in rows if getattr(row, column) is not None]
+        return text.format(max(judged, key=lambda row: float(getattr(row, column)))) if judged else "-"
 
     show: dict[Column, Callable[[Any], str | Cell]] = {
         Column("op"): lambda rows: str(rows[0].op),
@@ -286,9 +282,9 @@ def check_table(checks: Sequence[Row]) -> PlainTable:
         Column("dtype"): lambda rows: rows[0].dtype,
         Column("result"): lambda rows: status_cell(min((row.status for row in rows), key=_WORST_FIRST.index)),
         number_column("points right"): lambda rows: f"{sum(row.status == 'ok' for row in rows)} of {len(rows)}",
-        number_column("worst error"): worst("max_error_ratio", lambda row: f"{row.max_error_ratio:.2f}"),
-        number_column("worst RMS"): worst("rms_error_ratio", lambda row: f"{row.rms_error_ratio:.2f}"),
-        Column("at"): worst("max_error_ratio", lambda row: str(row.point)),
+        number_column("worst error"): lambda rows: worst(rows, "max_error_ratio", "{0.max_error_ratio:.2f}"),
+        number_column("worst RMS"): lambda rows: worst(rows, "rms_error_ratio", "{0.rms_error_ratio:.2f}"),
+        Column("at"): lambda rows: worst(rows, "max_error_ratio", "{0.point}"),
     }
     caption = (
         "Every variant once at every point, against the op's definition in float64. Errors are over what the error "
@@ -342,7 +338,7 @@ class Reason:
     replay: str | None
 
 
-def reasons(rows: Iterable[Row]) -> list[Reason]:
+def list_reasons(rows: Iterable[Row]) -> list[Reason]:
     """Each reason once, with what it concerns: of an arm, what tells it from the others."""
     rows = list(rows)
     names = swept_names([row for row in rows if row.stage == "engine"])

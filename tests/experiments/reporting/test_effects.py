@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from experiments.reporting.arms import merged
+from experiments.reporting.arms import merge_processes
 from experiments.reporting.effects import Ratio, effects_of, effects_table
 from experiments.reporting.steps import GEMMS, steps_of
 from experiments.reporting.tables import tables_of
@@ -145,7 +145,7 @@ def test_a_ratio_is_the_one_that_was_tested_and_says_what_the_test_said(
     rows = replicated(ratio, swing)
     run = read_run(record(tmp_path / "run", rows))
     verdicts = {one.figure: one.effect for one in compare_arms(run).verdicts}
-    (_, effect) = effects_of(merged(rows), ["swiglu"], rows)
+    (_, effect) = effects_of(merge_processes(rows), ["swiglu"], rows)
     assert effect.end_to_end is not None
     assert effect.alone is not None
     assert effect.end_to_end.value == pytest.approx(verdicts["tokens_per_s"].ratio)
@@ -163,9 +163,11 @@ def test_a_pair_that_the_runs_arms_are_not_compared_by_is_judged_all_the_same() 
         for decode, swiglu in ((d, s) for d in "ab" for s in ("torch", "fused")):
             rate = 1000.0 * noise * (1.2 if swiglu == "fused" else 1.0) * (1.5 if decode == "b" else 1.0)
             rows.append(engine(swiglu, decode, rate).model_copy(update={"replicate": replicate}))
-    found = [effect.end_to_end for effect in effects_of(merged(rows), ["swiglu"], rows) if effect.variant == "fused"]
+    found = [
+        effect.end_to_end for effect in effects_of(merge_processes(rows), ["swiglu"], rows) if effect.variant == "fused"
+    ]
     assert found == [Ratio(pytest.approx(1.2), pytest.approx(0), "better")] * 2
-    few = effects_of(merged(rows[:8]), ["swiglu"], rows[:8])[1].end_to_end
+    few = effects_of(merge_processes(rows[:8]), ["swiglu"], rows[:8])[1].end_to_end
     assert few is not None
     assert few.outcome is None  # of two processes no test is made
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from experiments.reporting.curves import curves_of, varying
+from experiments.reporting.curves import curves_of, varying_factors
 from experiments.reporting.dots import MOST, dots_of, pictures_of
 from experiments.reporting.drawing import MARKERS, format_tick, printable, series_style
 from experiments.reporting.measured import Plot, engine_plots, kernel_plots, label_factors
@@ -139,9 +139,9 @@ def test_what_follows_from_other_axes_is_none_of_its_own() -> None:
         for pages in (4, 8, 16)
     ]
     (plot,) = kernel_plots(rows, {}, "")
-    assert varying(plot.points) == {"B": [1, 8], "context": [64, 128, 256]}
+    assert varying_factors(plot.points) == {"B": [1, 8], "context": [64, 128, 256]}
     pool = [kernel("kv_scatter", "torch", 1.0, {"T": 16, "P": 16 // page, "S": page}) for page in (4, 8, 16)]
-    assert varying(kernel_plots(pool, {}, "")[0].points) == {"S": [4, 8, 16]}
+    assert varying_factors(kernel_plots(pool, {}, "")[0].points) == {"S": [4, 8, 16]}
     by_context = next(one for one in kernel_curves(rows, {}) if one.name.endswith("by-context"))
     assert {row["series"] for row in records(by_context)} == {"torch, B 1", "torch, B 8"}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from experiments.reporting.arms import merged, processes
+from experiments.reporting.arms import count_processes, merge_processes
 from experiments.reporting.question import question_of
 from experiments.reporting.rendering import as_html
 from experiments.reporting.report import report_of
@@ -41,7 +41,7 @@ def test_the_question_is_the_comment_at_the_top(source: str, heading: str, text:
 
 def judge(rows: Sequence[Row], finished: bool = True, **environment: Any) -> Verdict:
     """The verdict without a test of arms, as of a run with few processes."""
-    return verdict_of(merged(rows), processes(rows), finished, None, environment)
+    return verdict_of(merge_processes(rows), count_processes(rows), finished, None, environment)
 
 
 def verdict(rows: Sequence[Row], finished: bool = True, **environment: Any) -> str:
