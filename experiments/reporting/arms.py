@@ -74,7 +74,7 @@ def _merge(group: Sequence[Row]) -> Row:
     if group[0].stage == "parity":  # the one that differs most
         return max(group, key=lambda row: (-(row.requests_equal or 0), row.logprob_drift or 0.0))
     timed = [row for row in group if (row.median_us or row.tokens_per_s) is not None]
-    found = {}
+    found: dict[str, Any] = {}
     for name, of in _OVER_PROCESSES.items():
         values = [value for row in group if (value := getattr(row, name)) is not None]
         if values:

@@ -18,16 +18,23 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _LEGEND, _MOST_ENTRIES = 44, 18  # letters of a name in a legend, and names
 
 
+Point = tuple[float | None, float, float, float]
+"""x, y, and the low and high end of y's spread."""
+
+
+def point_without_spread(x: float | None, y: float) -> Point:
+    return x, y, y, y
+
+
 @dataclass(frozen=True)
 class Line:
     """One series.
 
-    points: x, y, and the low and high end of y's spread; a single one whose x is None is a level, the same everywhere.
-    labels: texts beside the points. joined: False of marks alone.
+    points: a single one whose x is None is a level, the same everywhere. labels: texts beside the points. joined: False of marks alone.
     """
 
     name: str
-    points: tuple[tuple[float | None, float, float, float], ...]
+    points: tuple[Point, ...]
     labels: tuple[str, ...] = ()
     joined: bool = True
 

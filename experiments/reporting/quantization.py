@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from experiments.reporting.drawing import Line, draw_lines, set_log_ticks
+from experiments.reporting.drawing import Line, draw_lines, point_without_spread, set_log_ticks
 from experiments.reporting.pictures import Picture
 from experiments.reporting.table_style import (
     Cell,
@@ -80,11 +80,12 @@ def _draw(figure: "Figure", rows: Sequence[Row]) -> None:
     finite = [row for row in rows if math.isfinite(row.perplexity or math.inf)]
     quantized = sorted((row for row in finite if row.bits is not None), key=_megabytes)
     for method, mine in group_by(quantized, lambda row: str(row.method)).items():
-        points = tuple((_megabytes(row), *(row.perplexity or 0.0,) * 3) for row in mine)
+        points = tuple(point_without_spread(_megabytes(row), row.perplexity or 0.0) for row in mine)
         lines.append(Line(method, points, tuple(str(row.bits) for row in mine)))
     for row in finite:
         if row.bits is None:
-            lines.append(Line(f"dense, {_megabytes(row):,.2f} MB", ((None, *(row.perplexity or 0.0,) * 3),)))
+            level = point_without_spread(None, row.perplexity or 0.0)
+            lines.append(Line(f"dense, {_megabytes(row):,.2f} MB", (level,)))
     axes = draw_lines(figure, lines, "weights in memory, MB", "perplexity")
     axes.set_yscale("log")
     axes.margins(0.06, 0.14)

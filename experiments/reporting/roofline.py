@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from experiments.reporting.drawing import Line, draw_lines, format_tick, set_log_ticks
+from experiments.reporting.drawing import Line, draw_lines, format_tick, point_without_spread, set_log_ticks
 from experiments.reporting.pictures import SOFT, Picture
 from experiments.reporting.table_style import group_by
 from experiments.runs.rows import Row
@@ -115,7 +115,7 @@ def _draw_rates(
     for (op, variant), mine in variants.items():
         # What tells it apart: the variant where there is one op, the op where it has one variant.
         name = variant if len(set(ops)) == 1 else op if ops.count(op) == 1 else f"{op}.{variant}"
-        points = tuple((record.flops_per_byte or none_at, rate, rate, rate) for record, rate in mine)
+        points = tuple(point_without_spread(record.flops_per_byte or none_at, rate) for record, rate in mine)
         lines.append(Line(name, points, joined=False))
     axes = draw_lines(figure, lines, "arithmetic intensity, FLOP per byte", f"{unit}, by the contract's count")
     axes.set_xscale("log")

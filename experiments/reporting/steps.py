@@ -2,7 +2,7 @@
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ from experiments.reporting.arms import arm_key, swept_names, title_of
 from experiments.reporting.drawing import draw_legend, format_tick, printable
 from experiments.reporting.pictures import INK, PAPER, RULE, SERIES, WIDTH, Picture
 from experiments.reporting.table_style import (
+    Cell,
     Column,
     PlainTable,
     build_table,
@@ -98,8 +99,12 @@ def whole_steps_table(steps: Sequence[Step]) -> PlainTable:
         "scheduler and text; gaps: between these. On a GPU it is the device's time, and what the host does meanwhile "
         "is in the gaps."
     )
-    shares = {number_column(name): lambda step, name=name: f"{step.whole[name]:.0%}" for name in _WHOLE}
-    show = {Column("arm"): lambda step: step.title, number_column("us"): lambda step: f"{step.step_us:,.0f}", **shares}
+    show: dict[Column, Callable[[Step], str | Cell]] = {
+        Column("arm"): lambda step: step.title,
+        number_column("us"): lambda step: f"{step.step_us:,.0f}",
+    }
+    for name in _WHOLE:
+        show[number_column(name)] = lambda step, name=name: f"{step.whole[name]:.0%}"  # type: ignore[misc]
     return build_table("Where a step goes", show, steps, caption)
 
 
