@@ -30,7 +30,8 @@ def point_without_spread(x: float | None, y: float) -> Point:
 class Line:
     """One series.
 
-    points: a single one whose x is None is a level, the same everywhere. labels: texts beside the points. joined: False of marks alone.
+    points: a single one whose x is None is a level, the same everywhere. labels: texts beside the points. joined: False
+    of marks alone.
     """
 
     name: str

@@ -75,7 +75,7 @@ class _Findings:
         self.rows: Mapping[str, list[Row]] = group_by(self.merged, lambda row: str(row.stage))
         self.count = count_processes(run.rows)
         self.tables = tables_of(run.rows)
-        device, host = run.environment.get("device") or {}, run.environment.get("host") or {}
+        device, host = run.environment.get("device", {}), run.environment.get("host", {})
         threads = host.get("torch_threads") if device.get("type") == "cpu" else None
         self.device_name = str(device.get("name") or "an unknown device")
         self.device = self.device_name + (f", {threads} thread{'s' if threads != 1 else ''}" if threads else "")
@@ -138,17 +138,23 @@ def _end_to_end(found: _Findings) -> Section | None:
     engines, peers = found.of("engine"), found.of("peers")
     if not engines and not peers:
         return None
-    rounds = max((len(row.seconds or ()) for row in engines if row.status == "ok"), default=0)
-    about = found.about("wall clock", f"{rounds} rounds")
+    about = found.about("wall clock", f"{_most_samples(engines, 'seconds')} rounds")
     waits = f"{found.device}; wall clock; percentiles over the requests of all rounds"
     waits += f", the medians of {found.count} processes' own." if found.count > 1 else ", one process each."
     notes = []
     if engines and not any(row.tokens_per_s for row in engines):
-        why = next((row.speed_reason or row.reason for row in engines), None)
-        notes.append(f"No arm's speed was measured: {why}.")
+        notes.append(f"No arm's speed was measured: {_why_untimed(engines)}.")
     pictures = pictures_of(engine_plots([*engines, *peers], about, waits))
     tables = found.named("engine", "waiting", "memory", "peers", "effects")
     return Section("end-to-end", "End to end", notes, pictures, tables)
+
+
+def _most_samples(rows: Sequence[Row], column: str) -> int:
+    return max((len(getattr(row, column) or ()) for row in rows if row.status == "ok"), default=0)
+
+
+def _why_untimed(rows: Sequence[Row], otherwise: str = "not measured") -> str:
+    return next((why for row in rows if (why := row.speed_reason or row.reason)), otherwise)
 
 
 def _differences(judged: Comparison | None) -> Section | None:
@@ -162,15 +168,12 @@ def _kernels(found: _Findings) -> Section | None:
     kernels, tables = found.of("kernels"), found.named("kernels")
     if not tables and not kernels:
         return None
-    timed = [row for row in kernels if row.status == "ok"]
-    timers = list(dict.fromkeys(str(row.timer) for row in timed if row.timer))
-    samples = max((len(row.samples_us or ()) for row in timed), default=0)
-    about = found.about(f"timer: {', '.join(timers) or 'none'}", f"{samples} samples")
+    timers = list(dict.fromkeys(row.timer for row in kernels if row.timer))
+    about = found.about(f"timer: {', '.join(timers) or 'none'}", f"{_most_samples(kernels, 'samples_us')} samples")
     plots = kernel_plots(kernels, found.run.resolved.get("shapes") or {}, about)
     notes = []
     if not timers:
-        why = next((row.speed_reason or row.reason for row in kernels), "no variant passed its check")
-        notes.append(f"No kernel's time was measured: {why}.")
+        notes.append(f"No kernel's time was measured: {_why_untimed(kernels, 'no variant passed its check')}.")
     pictures = [*roofline_pictures(kernels, found.device_name, about), *pictures_of(plots)]
     return Section("kernels", "Kernels alone", notes, pictures, tables)
 
@@ -181,8 +184,7 @@ def _step_time(found: _Findings) -> Section | None:
         return None
     steps = steps_of(rows, engines)
     if not steps:
-        why = next((row.speed_reason or row.reason for row in rows if row.speed_reason or row.reason), "not measured")
-        return Section("step-time", "Step time", [f"Where a step's time goes: {why}."])
+        return Section("step-time", "Step time", [f"Where a step's time goes: {_why_untimed(rows)}."])
     picture = steps_picture(steps, f"{found.device}; {steps[0].clock} clock; the mean over a round's steps.")
     return Section("step-time", "Step time", (), [picture], [*found.named("steps"), ranges_table(steps)])
 
@@ -208,11 +210,11 @@ def _compiled(run: RecordedRun) -> Section:
 
 def _facts(found: _Findings) -> dict[str, str]:
     run, environment = found.run, found.run.environment
-    versions, git = environment.get("versions") or {}, environment.get("git") or {}
+    versions, git = environment.get("versions", {}), environment.get("git", {})
     commit = str(git.get("commit") or git.get("reason") or "unknown")[:12]
     facts = {
         "Device": found.device,
-        "Kernels": str((environment.get("device") or {}).get("triton") or "unknown"),
+        "Kernels": str(environment.get("device", {}).get("triton") or "unknown"),
         "Dtype": ", ".join(dict.fromkeys(row.dtype for row in found.merged)) or "none",
         "Processes": str(found.count),
         "Software": ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton") if versions.get(name)),
@@ -255,7 +257,7 @@ def _commands(run: RecordedRun) -> dict[str, str]:
     path, here = run.path.resolve(), Path.cwd()
     # A name alone leads nowhere from where the reader of a report stands.
     folder = shlex.quote(str(path.relative_to(here) if here in path.parents else path))
-    git = run.environment.get("git") or {}
+    git = run.environment.get("git", {})
     commands = {"Run it again, and hear what changed": f"tk repeat {folder}"}
     if commit := git.get("commit"):
         changes = "; it had changes besides, which environment.json keeps" if git.get("dirty") else ""

@@ -23,8 +23,8 @@ def resources_of(environment: Mapping[str, Any]) -> tuple[PlainTable | None, lis
         environment: of the run: its "kernels" are "op.variant" -> hash of the code, None for one without a kernel.
     """
     hashes = {name: value for name, value in (environment.get("kernels") or {}).items() if value is not None}
-    version = str((environment.get("versions") or {}).get("triton") or "")
-    device = environment.get("device") or {}
+    version = str(environment.get("versions", {}).get("triton") or "")
+    device = environment.get("device", {})
     arch = str(device.get("arch"))
     notes = []
     if not hashes:

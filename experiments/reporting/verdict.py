@@ -295,7 +295,7 @@ def _unchecked(environment: Mapping[str, Any]) -> str:
 
 def _load(rows: Sequence[Row], environment: Mapping[str, Any]) -> str:
     """That the machine had more to do than it has cores, where it had while something was timed."""
-    cores = (environment.get("host") or {}).get("cpus")
+    cores = environment.get("host", {}).get("cpus")
     loads = [load for row in rows for load in (row.load_before, row.load_after) if load is not None]
     if not cores or not loads or max(loads) <= _BUSY * cores:
         return ""
