@@ -77,7 +77,8 @@ def _best(dots: Sequence[Measured], sign: int) -> list[Measured]:
 
 def _draw(figure: "Figure", dots: Sequence[Measured], unit: str) -> None:
     groups = group_by(dots, lambda dot: dot.group)
-    names, places = [], []
+    names: list[str] = []
+    places: list[float] = []
     heads: list[tuple[float, str]] = []
     at = 0.0
     for group, mine in groups.items():

@@ -49,8 +49,9 @@ def draw_lines(figure: "Figure", lines: Sequence[Line], x_name: str, title: str)
     axes = figure.subplots()
     entries = []
     for index, line in enumerate(lines):
-        style = series_style(index) | {"linestyle": "--" if line.is_level else "-" if line.joined else "none"}
-        edge = {"markeredgecolor": PAPER, "markeredgewidth": 0.5}
+        linestyle = "--" if line.is_level else "-" if line.joined else "none"
+        style = {**series_style(index), "linestyle": linestyle}
+        edge: dict[str, Any] = {"markeredgecolor": PAPER, "markeredgewidth": 0.5}
         xs, ys, lows, highs = zip(*line.points, strict=True)
         if line.is_level:
             axes.axhspan(lows[0], highs[0], color=style["color"], linewidth=0, alpha=0.2)
