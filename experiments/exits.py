@@ -2,12 +2,13 @@
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn, TypeVar
 
 import typer
 
 from experiments.document import ExperimentError
+from tsched.torch_free import suggest_name
 
 Result = TypeVar("Result")
 
@@ -47,6 +48,13 @@ def refusing(command: Callable[..., Result], *arguments: object) -> Result:
         return command(*arguments)
     except ExperimentError as error:
         raise _refused(*error.problems) from None
+
+
+def check_name(option: str, name: str, known: Iterable[str]) -> None:
+    """Raises ExperimentError for a name that an option does not know, with those that there are and the nearest."""
+    known = list(known)
+    if name not in known:
+        raise ExperimentError([f"{option} {name}: there is {', '.join(known)}{suggest_name(name, known)}"])
 
 
 def _is_meant_for_users(error: Exception) -> bool:

@@ -1,18 +1,16 @@
 """`tk compare`: runs, or the arms of one, beside each other, with a verdict for every figure."""
 
-import json
-from collections.abc import Sequence
-
 from rich.console import Console
 from rich.text import Text
 
+from experiments.commands.output import print_json
 from experiments.commands.requests import CompareRequest
 from experiments.document import ExperimentError
+from experiments.exits import check_name
 from experiments.reporting.comparison_tables import print_comparison
 from experiments.runs.differences import WHATS
 from experiments.runs.reading import read_run
 from experiments.runs.verdicts import Comparison, compare_arms, compare_runs
-from tsched.torch_free import suggest_name
 
 
 def run(request: CompareRequest) -> int:
@@ -22,9 +20,7 @@ def run(request: CompareRequest) -> int:
         ExperimentError: a folder is no run, or may not be compared; what the others say has been printed by then.
     """
     for what in request.across:
-        if what not in WHATS:
-            there_is = f"there is {', '.join(WHATS)}{suggest_name(what, WHATS)}"
-            raise ExperimentError([f"--across {what}: unknown; {there_is}"])
+        check_name("--across", what, WHATS)
     first, *others = request.folders
     reference = read_run(first)
     found: list[Comparison] = []
@@ -37,17 +33,13 @@ def run(request: CompareRequest) -> int:
     if not others:
         found.append(compare_arms(reference, request.across))
     if request.as_json and found:
-        print(json.dumps({"comparisons": [one.as_json() for one in found], "refused": refused}, indent=1))
+        print_json({"comparisons": [one.as_json() for one in found], "refused": refused})
     elif found:
-        _print(found, between_runs=bool(others))
+        console = Console()
+        for one in found:
+            print_comparison(console, one)
+        if others:
+            console.print(Text("The smallest effects show between arms of one run: its processes take turns.", "dim"))
     if refused:
         raise ExperimentError(refused)
     return 0
-
-
-def _print(found: Sequence[Comparison], *, between_runs: bool) -> None:
-    console = Console()
-    for one in found:
-        print_comparison(console, one)
-    if between_runs:
-        console.print(Text("The smallest effects show between arms of one run: its processes take turns.", "dim"))

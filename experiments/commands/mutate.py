@@ -1,21 +1,19 @@
 """`tk check --mutate`: faults planted in the kernels, and what notices them."""
 
-import json
 import os
-import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
-from experiments.commands.registry import matching, open_registry
+from experiments.commands.choices import choose_variants, open_registry
+from experiments.commands.output import make_table, print_json, progress_bar
+from experiments.commands.requests import CheckRequest
 from experiments.document import ExperimentError
-from experiments.reporting.table_style import add_row, new_table
 from tkernels import Registry
 from tkernels.verification.mutation import (
     KINDS,
@@ -38,95 +36,64 @@ from tkernels.verification.mutation import (
 LEAST_SHARE = 0.95
 LEAST_MUTANTS = 100
 MOST_EQUIVALENT = 0.05
-_COLUMNS = ("value", "crash", "equivalent", "survived")
+_ENDS = ("value", "crash", "equivalent", "survived")
 
 
-@dataclass(frozen=True)
-class Request:
-    """What `tk check --mutate` was asked. quota: mutants of each op and kind of fault, at most."""
-
-    op: str | None
-    variant: str | None
-    quota: int
-    seed: int
-    variants_from: Sequence[Path]
-
-
-def run(request: Request, as_json: bool) -> int:
+def run(request: CheckRequest) -> int:
     """Tries the sampled mutants; 1 where too few were killed or tried, or a declared equivalent was killed."""
-    everything, ops = _trials(request)
+    everything, ops = _list_trials(request)
     chosen = sampled(everything, request.quota, request.seed)
     ended: list[Outcome] = []
-    try:
-        with _pool(ops) as pool, _progress() as progress:
-            bar = progress.add_task("", total=len(chosen), doing="")
-            for outcome in outcomes(pool, chosen, request.seed):
-                ended.append(outcome)
-                progress.update(bar, advance=1, doing=outcome.trial.mutant.name)
-    except MutationError as error:
-        raise ExperimentError([f"--mutate: {error}"]) from None
+    with _open_pool(ops, "--mutate") as pool, progress_bar("mutate", len(chosen)) as update:
+        for outcome in outcomes(pool, chosen, request.seed):
+            ended.append(outcome)
+            update(advance=1, doing=outcome.trial.mutant.name)
     total = score(ended)
-    complaints = problems(ended, total, whole=request.op is None and request.variant is None)
-    if as_json:
-        json.dump(_document(request, ended, total, complaints), sys.stdout, indent=1)
-        print()
+    complaints = problems(ended, total, whole=request.chosen_op is None and request.variant is None)
+    if request.as_json:
+        figures = {"mutants": total.counted, "killed": total.killed, "equivalent": total.equivalent}
+        asked, rows = {"seed": request.seed, "quota": request.quota}, [_describe(outcome) for outcome in ended]
+        print_json({**asked, **figures, "score": total.share, "problems": complaints, "rows": rows})
     else:
-        _print(ended, total, complaints)
+        _print(Console(), ended, total, complaints)
     return 1 if complaints else 0
 
 
-def verify(request: Request, as_json: bool) -> int:
+def verify(request: CheckRequest) -> int:
     """Compares the bits of every declared equivalent with its original's; 1 where any differ."""
-    everything, ops = _trials(request)
+    everything, ops = _list_trials(request)
     declared = [trial for trial in everything if trial.equivalent is not None]
     parts: list[Comparison] = []
-    try:
-        with _pool(ops) as pool, _progress() as progress:
-            bar = progress.add_task("", total=pieces(declared, VERIFIED_CASES), doing=f"{VERIFIED_CASES} cases each")
-            for part in compared(pool, declared, VERIFIED_CASES, request.seed):
-                parts.append(part)
-                progress.update(bar, advance=1, doing=part.trial.mutant.name)
-    except MutationError as error:
-        raise ExperimentError([f"--verify-equivalent: {error}"]) from None
+    total = pieces(declared, VERIFIED_CASES)
+    with _open_pool(ops, "--verify-equivalent") as pool, progress_bar("mutate", total) as update:
+        update(doing=f"{VERIFIED_CASES} cases each")
+        for part in compared(pool, declared, VERIFIED_CASES, request.seed):
+            parts.append(part)
+            update(advance=1, doing=part.trial.mutant.name)
     whole = joined(declared, parts)
-    if as_json:
-        json.dump([_comparison_row(comparison) for comparison in whole], sys.stdout, indent=1)
-        print()
+    if request.as_json:
+        print_json([_describe_comparison(comparison) for comparison in whole])
     else:
-        table = new_table("Declared equivalents", ["op", "fault", "cases", "bits"], ["cases"])
-        for one in whole:
-            bits = Text("different", "bold red") if one.reason else Text("the same", "green")
-            add_row(table, one.trial.op, one.trial.mutant.name, str(one.cases), bits)
-        Console().print(table)
-        for one in whole:
-            if one.reason:
-                Console().print(Text(f"\n{one.trial.op}: {one.trial.mutant.name}\n  {one.reason}"))
+        _print_comparisons(Console(), whole)
     return 1 if any(comparison.reason for comparison in whole) else 0
 
 
-def _trials(request: Request) -> tuple[list[Trial], Registry]:
+def _list_trials(request: CheckRequest) -> tuple[list[Trial], Registry]:
     """What there is to try, and the registry that it is of."""
     ops = open_registry(request.variants_from)
-    found = list(trials(matching(ops, request.op, request.variant)))
+    found = list(trials(choose_variants(ops, request.chosen_op, request.variant)))
     if not found:
         raise ExperimentError(["--mutate: none of these variants has a kernel"])
     return found, ops
 
 
-def _pool(ops: Registry) -> Pool:
-    return Pool(max(1, min(8, os.cpu_count() or 1)), ops)
-
-
-def _progress() -> Progress:
-    columns = (
-        TextColumn("mutate"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[doing]}", style="dim", markup=False),
-    )
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+@contextmanager
+def _open_pool(ops: Registry, option: str) -> Iterator[Pool]:
+    try:
+        with Pool(max(1, min(8, os.cpu_count() or 1)), ops) as pool:
+            yield pool
+    except MutationError as error:
+        raise ExperimentError([f"{option}: {error}"]) from None
 
 
 def problems(ended: Iterable[Outcome], total: Score, whole: bool) -> list[str]:
@@ -141,17 +108,9 @@ def problems(ended: Iterable[Outcome], total: Score, whole: bool) -> list[str]:
     return found
 
 
-def _comparison_row(comparison: Comparison) -> dict[str, Any]:
-    known = comparison.trial.equivalent
-    assert known is not None
-    same = not comparison.reason
-    row = {"op": known.op, "function": known.function, "kind": known.kind, "before": known.before}
-    return row | {"after": known.after, "cases": comparison.cases, "same": same, "why": known.reason}
-
-
-def _row(outcome: Outcome) -> dict[str, Any]:
-    trial, fate = outcome.trial, outcome.fate
-    mutant = trial.mutant
+def _describe(outcome: Outcome) -> dict[str, Any]:
+    """An outcome's row of --json."""
+    trial, fate, mutant = outcome.trial, outcome.fate, outcome.trial.mutant
     row = {"op": trial.op, "variant": fate.variant.name, "function": mutant.function, "kind": mutant.kind}
     row |= {"file": mutant.file.name, "line": str(mutant.line), "before": mutant.before, "after": mutant.after}
     row |= {"verdict": outcome.column, "reason": fate.reason}
@@ -160,50 +119,59 @@ def _row(outcome: Outcome) -> dict[str, Any]:
     return row if outcome.column != "survived" else {**row, "diff": mutant.diff}
 
 
-def _document(request: Request, ended: Sequence[Outcome], total: Score, complaints: Sequence[str]) -> dict[str, Any]:
-    return {
-        "seed": request.seed,
-        "quota": request.quota,
-        "mutants": total.counted,
-        "killed": total.killed,
-        "equivalent": total.equivalent,
-        "score": total.share,
-        "problems": list(complaints),
-        "rows": [_row(outcome) for outcome in ended],
-    }
+def _describe_comparison(comparison: Comparison) -> dict[str, Any]:
+    known = comparison.trial.equivalent
+    assert known is not None
+    row = {"op": known.op, "function": known.function, "kind": known.kind, "before": known.before}
+    same = not comparison.reason
+    return row | {"after": known.after, "cases": comparison.cases, "same": same, "why": known.reason}
 
 
-def _print(ended: Sequence[Outcome], total: Score, complaints: Sequence[str]) -> None:
-    console = Console()
-    right = ("mutants", *_COLUMNS)
-    table = new_table("Mutants", ["op", "fault", *right], right)
-    counts = Counter((outcome.trial.op, outcome.trial.mutant.kind, outcome.column) for outcome in ended)
-    ops = list(dict.fromkeys(outcome.trial.op for outcome in ended))
-    for op in ops:
-        label = op
-        for kind in KINDS:
-            found = [counts[op, kind, column] for column in _COLUMNS]
-            if not sum(found):
-                continue
-            cells = [
-                Text(str(n), "bold red" if n and c == "survived" else "") for n, c in zip(found, _COLUMNS, strict=True)
-            ]
-            add_row(table, label, kind.replace("_", " "), str(sum(found)), *cells)
-            label = ""
-    columns = Counter(outcome.column for outcome in ended)
-    table.caption = (
-        "value, crash: killed by a wrong result; by an exception, a signal or a time-out. Not counted: "
-        f"{columns['does_not_compile']} that do not compile, {columns['same_code']} that compile to the same code."
-    )
-    table.caption_justify = "left"
-    console.print(table)
-    style = "bold red" if complaints else "bold green"
+def _print(console: Console, ended: Sequence[Outcome], total: Score, complaints: Sequence[str]) -> None:
+    console.print(_tabulate(ended))
     left = f"{total.counted} mutants, {total.equivalent} of them equivalent"
+    style = "bold red" if complaints else "bold green"
     console.print(Text(f"{left}: {total.killed} killed, {total.share:.1%}", style))
     for complaint in complaints:
         console.print(Text(complaint, "red"))
-    for outcome in ended:
-        if outcome.column == "survived":
-            mutant = outcome.trial.mutant
-            console.print(Text(f"\nsurvived: {outcome.trial.op}: {mutant.name}", "bold"), soft_wrap=True)
-            console.print(Text(mutant.diff), soft_wrap=True)
+    for trial in (outcome.trial for outcome in ended if outcome.column == "survived"):
+        console.print(Text(f"\nsurvived: {trial.op}: {trial.mutant.name}", "bold"), soft_wrap=True)
+        console.print(Text(trial.mutant.diff), soft_wrap=True)
+
+
+def _tabulate(ended: Sequence[Outcome]) -> Table:
+    """How the mutants of each op and kind of fault ended."""
+    counts = Counter((outcome.trial.op, outcome.trial.mutant.kind, outcome.column) for outcome in ended)
+    ops = dict.fromkeys(outcome.trial.op for outcome in ended)
+    rows = [(op, kind, [counts[op, kind, end] for end in _ENDS]) for op in ops for kind in KINDS]
+    columns: dict[str, Callable[[tuple[str, str, list[int]]], str | Text]] = {
+        "op": lambda row: row[0],
+        "fault": lambda row: row[1].replace("_", " "),
+        "mutants": lambda row: str(sum(row[2])),
+        "value": lambda row: str(row[2][0]),
+        "crash": lambda row: str(row[2][1]),
+        "equivalent": lambda row: str(row[2][2]),
+        "survived": lambda row: Text(str(row[2][3]), "bold red" if row[2][3] else ""),
+    }
+    ends = Counter(outcome.column for outcome in ended)
+    caption = (
+        "value, crash: killed by a wrong result; by an exception, a signal or a time-out. Not counted: "
+        f"{ends['does_not_compile']} that do not compile, {ends['same_code']} that compile to the same code."
+    )
+    tried = [row for row in rows if any(row[2])]
+    return make_table("Mutants", columns, tried, right=("mutants", *_ENDS), once=("op",), caption=caption)
+
+
+_COMPARISON: Mapping[str, Callable[[Comparison], str | Text]] = {
+    "op": lambda one: one.trial.op,
+    "fault": lambda one: one.trial.mutant.name,
+    "cases": lambda one: str(one.cases),
+    "bits": lambda one: Text("different", "bold red") if one.reason else Text("the same", "green"),
+}
+
+
+def _print_comparisons(console: Console, found: Sequence[Comparison]) -> None:
+    console.print(make_table("Declared equivalents", _COMPARISON, found, right=["cases"]))
+    for one in found:
+        if one.reason:
+            console.print(Text(f"\n{one.trial.op}: {one.trial.mutant.name}\n  {one.reason}"))

@@ -5,17 +5,14 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from experiments.commands.check import parse_axes
-from experiments.commands.registry import matching, open_registry
+from experiments.commands.choices import choose_variants, open_registry, parse_point
+from experiments.commands.output import progress_bar
 from experiments.commands.requests import TuneRequest
 from experiments.document import ExperimentError
 from experiments.reporting.table_style import add_row, format_microseconds, new_table
-from tkernels import ContractError
 from tkernels.device import DeviceFacts, device_facts
-from tkernels.measurement import complete_axes
 from tkernels.tuning import TUNED_FOLDER, ConfigTiming, Measure, candidates, lockfile, median_us
 from tkernels.tuning_session import Tuned, TuningPoint, in_tuning_order, one_per_bucket, points_of, tune
 from tkernels.variant import Variant
@@ -50,28 +47,23 @@ def cuda_device(name: str, command: str) -> torch.device:
 
 def plan(request: TuneRequest) -> list[TuningPoint]:
     """The points that were asked for; an ExperimentError names what is not one."""
-    variants = matching(open_registry(request.variants_from), request.op, request.variant)
-    tunable = in_tuning_order(variants)
+    tunable = in_tuning_order(choose_variants(open_registry(request.variants_from), request.op, request.variant))
     if not tunable:
         raise ExperimentError(["nothing to tune: none of these is a Triton variant"])
     every = points_of(tunable, torch.device("cuda"))
     if not request.shapes:
         return one_per_bucket(every)
-    return [point for shape in request.shapes for point in _shaped(shape, tunable, every)]
+    return [point for shape in request.shapes for point in _find_points(shape, tunable, every)]
 
 
-def _shaped(shape: str, variants: Sequence[Variant], every: Sequence[TuningPoint]) -> list[TuningPoint]:
+def _find_points(shape: str, variants: Sequence[Variant], every: Sequence[TuningPoint]) -> list[TuningPoint]:
+    """The realistic points of that name, else one of those axes for each variant."""
     if named := [point for point in every if point.name == shape]:
         return named
     if len({variant.contract.name for variant in variants}) != 1:
-        known = sorted({point.name for point in every})
-        hint = suggest_name(shape, known)
+        hint = suggest_name(shape, sorted({point.name for point in every}))
         raise ExperimentError([f"--shapes {shape}: no realistic point has that name{hint}; axes need an --op"])
-    contract = variants[0].contract
-    try:
-        axes = complete_axes(contract, {**next(iter(contract.benchmarks.values()), {}), **parse_axes(contract, shape)})
-    except ContractError as error:
-        raise ExperimentError([f"--shapes {shape}: {error}"]) from None
+    axes = parse_point(variants[0].contract, shape, f"--shapes {shape}")
     return [TuningPoint(variant, shape, axes) for variant in variants]
 
 
@@ -79,20 +71,16 @@ def carry_out(
     points: Sequence[TuningPoint], device: torch.device, facts: DeviceFacts, folder: Path, measure: Measure
 ) -> list[Tuned]:
     """Tunes under a progress bar of configs. What an interrupted run timed is kept, and the next one goes on there."""
-    console = Console(stderr=True)
-    columns = (TextColumn("tune"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
-    doing = TextColumn("{task.fields[doing]}", style="dim", markup=False)
-    total = sum(len(candidates(point.variant, facts.arch)) for point in points)
-    with Progress(*columns, doing, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=total, doing="")
+    counts = [len(candidates(point.variant, facts.arch)) for point in points]
+    results: list[Tuned] = []
+    with progress_bar("tune", sum(counts)) as update:
 
         def tried(point: TuningPoint, timing: ConfigTiming) -> None:
-            progress.update(task, advance=1, doing=point.title)
+            update(advance=1, doing=point.title)
 
-        results = []
         for result in tune(points, device, facts=facts, folder=folder, measure=measure, tried=tried):
-            progress.update(task, advance=len(candidates(result.point.variant, facts.arch)) - result.timed)
             results.append(result)
+            update(completed=sum(counts[: len(results)]))
     return results
 
 
