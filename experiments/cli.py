@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from importlib import import_module
 from inspect import Parameter, Signature
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import typer
 
 from experiments.commands import requests
 from experiments.engine_flags import EngineFlags
-from experiments.exits import end, import_torch, refusing
+from experiments.exits import end, import_torch
 
 app = typer.Typer(
     name="tk",
@@ -21,32 +21,29 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-RequestT = TypeVar("RequestT")
-
 
 def add_command(
-    name: str, request: type[RequestT], *, needs_torch: bool = True, first: Callable[[RequestT], None] | None = None
+    name: str, request: type[Any], *, needs_torch: bool = True, refuse_early: Callable[[Any], None] = lambda asked: None
 ) -> None:
     """Adds a command: its options are the fields of `request`, and `run` of its module in `commands` takes the record.
 
     Args:
-        first: what refuses a record before torch is imported.
+        refuse_early: called with the record before torch is imported.
     """
+    options = fields(request)
+    engine = {one.name: flags for one in options for flags in get_args(one.type) if isinstance(flags, EngineFlags)}
 
-    def run(asked: RequestT) -> int:
-        if first is not None:
-            first(asked)
+    def run(given: dict[str, Any]) -> int:
+        taken = {name: flags.take(given) for name, flags in engine.items()}
+        asked = request(**given, **taken)
+        refuse_early(asked)
         if needs_torch:
             import_torch()
         status: int = import_module(f"experiments.commands.{name.replace('-', '_')}").run(asked)
         return status
 
-    options: tuple[Field[Any], ...] = fields(request)  # type: ignore[arg-type]  # any frozen dataclass
-    engine = {one.name: flags for one in options for flags in get_args(one.type) if isinstance(flags, EngineFlags)}
-
     def command(**given: Any) -> None:
-        taken = {name: refusing(flags.take, given) for name, flags in engine.items()}
-        end(run, request(**given, **taken))
+        end(run, given)
 
     kind = Parameter.KEYWORD_ONLY
     parameters = [
@@ -82,7 +79,7 @@ add_command("gpu-report", requests.GpuReportRequest)
 add_command("results-table", requests.ResultsTableRequest)
 add_command("inspect", requests.InspectRequest)
 add_command("run", requests.RunRequest, needs_torch=False)
-add_command("profile", requests.ProfileRequest, first=_refuse_profile)
+add_command("profile", requests.ProfileRequest, refuse_early=_refuse_profile)
 add_command("report", requests.ReportRequest, needs_torch=False)
 add_command("runs", requests.RunsRequest, needs_torch=False)
 add_command("compare", requests.CompareRequest, needs_torch=False)

@@ -3,14 +3,12 @@
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import typer
 
 from experiments.document import ExperimentError
 from tsched.torch_free import suggest_name
-
-Result = TypeVar("Result")
 
 
 def import_torch() -> None:
@@ -40,14 +38,6 @@ def end(command: Callable[..., int], *arguments: object) -> NoReturn:
             raise
         raise _refused(str(error)) from None
     raise typer.Exit(status)
-
-
-def refusing(command: Callable[..., Result], *arguments: object) -> Result:
-    """What the command returns; exits with 2 where an experiment is refused."""
-    try:
-        return command(*arguments)
-    except ExperimentError as error:
-        raise _refused(*error.problems) from None
 
 
 def check_name(option: str, name: str, known: Iterable[str]) -> None:

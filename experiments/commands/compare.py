@@ -21,8 +21,26 @@ def run(request: CompareRequest) -> int:
     """
     for what in request.across:
         check_name("--across", what, WHATS)
+    found, refused = _compare(request)
+    if request.as_json and found:
+        print_json({"comparisons": [one.as_json() for one in found], "refused": refused})
+    elif found:
+        console = Console()
+        for one in found:
+            print_comparison(console, one)
+        if len(request.folders) > 1:
+            console.print(Text("The smallest effects show between arms of one run: its processes take turns.", "dim"))
+    if refused:
+        raise ExperimentError(refused)
+    return 0
+
+
+def _compare(request: CompareRequest) -> tuple[list[Comparison], list[str]]:
+    """(the comparisons, why others are refused)."""
     first, *others = request.folders
     reference = read_run(first)
+    if not others:
+        return [compare_arms(reference, request.across)], []
     found: list[Comparison] = []
     refused: list[str] = []
     for other in others:
@@ -30,16 +48,4 @@ def run(request: CompareRequest) -> int:
             found.append(compare_runs(reference, read_run(other), request.across))
         except ExperimentError as error:
             refused += error.problems
-    if not others:
-        found.append(compare_arms(reference, request.across))
-    if request.as_json and found:
-        print_json({"comparisons": [one.as_json() for one in found], "refused": refused})
-    elif found:
-        console = Console()
-        for one in found:
-            print_comparison(console, one)
-        if others:
-            console.print(Text("The smallest effects show between arms of one run: its processes take turns.", "dim"))
-    if refused:
-        raise ExperimentError(refused)
-    return 0
+    return found, refused
