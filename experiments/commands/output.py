@@ -42,6 +42,7 @@ def make_table(
     *,
     right: Sequence[str] = (),
     once: Sequence[str] = (),
+    under: Callable[[Row], str] | None = None,
     caption: str = "",
 ) -> Table:
     """A table with a line for each row.
@@ -51,15 +52,23 @@ def make_table(
         right: columns of numbers, aligned there.
         once: columns, the outer one first, that are left blank where they and those outside them are as in the line
             above.
+        under: the heading that a row stands under, indented; it is shown where it changes.
         caption: explains the columns.
     """
     table = new_table(title, list(columns), right)
     table.caption, table.caption_justify = caption or None, "left"
     above: list[str | Text] = []
+    heading = None
     for row in rows:
+        if under is not None and under(row) != heading:
+            heading = under(row)
+            add_row(table, Text(heading, "bold"))
         cells = {name: cell(row) for name, cell in columns.items()}
         outer = [cells[name] for name in once]
         repeated = [name for depth, name in enumerate(once, start=1) if outer[:depth] == above[:depth]]
-        add_row(table, *("" if name in repeated else cell for name, cell in cells.items()))
+        shown = ["" if name in repeated else cell for name, cell in cells.items()]
+        if under is not None:
+            shown[0] = f"  {shown[0]}"
+        add_row(table, *shown)
         above = outer
     return table
