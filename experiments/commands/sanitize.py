@@ -1,7 +1,7 @@
 """`tk check --sanitize`: variants under the sanitizers, and what each found."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -27,22 +27,6 @@ from tkernels.verification.sanitizers.base import (
 from tkernels.verification.sanitizers.suite import SANITIZERS
 
 
-@dataclass(frozen=True)
-class Row:
-    """One variant under one sanitizer. verdict: ok, finding, or not applicable with its reason."""
-
-    op: str
-    variant: str
-    sanitizer: str
-    cases: int
-    verdict: str
-    reason: str | None
-    findings: tuple[Finding, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return {**vars(self), "findings": [{"message": f.message, "replay": f.replay} for f in self.findings]}
-
-
 def run(request: CheckRequest, variants: Sequence[Variant], held: Axes, configs: Mapping[str, Config]) -> int:
     """Puts each variant under each sanitizer, prints the table, and returns 1 where there was a finding.
 
@@ -62,12 +46,12 @@ def run(request: CheckRequest, variants: Sequence[Variant], held: Axes, configs:
             for finding in _inspect_cases(request, sanitizer, variant, held, configs.get(variant.name)):
                 found.append(finding)
                 update(advance=1)
-            rows.append(_row(variant, sanitizer, found))
+            rows.append(summarize(variant, sanitizer, found))
     if request.as_json:
-        print_json([row.as_json() for row in rows])
+        print_json(rows)
     else:
         _print(Console(), rows)
-    return 1 if any(row.findings for row in rows) or not any(row.cases for row in rows) else 0
+    return 1 if any(row["findings"] for row in rows) or not any(row["cases"] for row in rows) else 0
 
 
 def _named_sanitizers(text: str) -> list[Sanitizer]:
@@ -99,34 +83,45 @@ def _inspect_cases(
     yield inspect_case(sanitizer, variant, variant.contract.case(held, request.seed), config)
 
 
-def _row(variant: Variant, sanitizer: Sanitizer, found: Sequence[Finding | None]) -> Row:
-    findings = tuple(sorted((one for one in found if one is not None), key=lambda one: case_size(one.case.axes)))
+def summarize(variant: Variant, sanitizer: Sanitizer, found: Sequence[Finding | None]) -> dict[str, Any]:
+    """One entry of --json. verdict: ok, finding (the smallest case comes first), or not applicable with its reason."""
+    findings = sorted((one for one in found if one is not None), key=lambda one: case_size(one.case.axes))
     reason = unfit_reason(sanitizer, variant) or (None if found else "no case that it supports was drawn")
-    verdict = "finding" if findings else "not applicable" if reason else "ok"
-    reason = findings[0].message if findings else reason
-    return Row(variant.contract.name, variant.name, sanitizer.name, len(found), verdict, reason, findings)
+    return {
+        "op": variant.contract.name,
+        "variant": variant.name,
+        "sanitizer": sanitizer.name,
+        "cases": len(found),
+        "verdict": "finding" if findings else "not applicable" if reason else "ok",
+        "reason": findings[0].message if findings else reason,
+        "findings": [{"message": one.message, "replay": one.replay} for one in findings],
+    }
 
 
-_COLUMNS: Mapping[str, Callable[[Row], str | Text]] = {
-    "op": lambda row: row.op,
-    "variant": lambda row: row.variant,
-    "sanitizer": lambda row: row.sanitizer,
-    "cases": lambda row: str(row.cases),
+_COLUMNS: Mapping[str, Callable[[dict[str, Any]], str | Text]] = {
+    "op": lambda row: row["op"],
+    "variant": lambda row: row["variant"],
+    "sanitizer": lambda row: row["sanitizer"],
+    "cases": lambda row: str(row["cases"]),
     "verdict": lambda row: _format_verdict(row),
 }
 
 
-def _format_verdict(row: Row) -> Text:
-    verdict = status_text(row.verdict)
-    return verdict if row.verdict != "not applicable" else Text.assemble(verdict, (f": {row.reason}", "dim"))
+def _format_verdict(row: Mapping[str, Any]) -> Text:
+    verdict = status_text(row["verdict"])
+    return verdict if row["verdict"] != "not applicable" else Text.assemble(verdict, (f": {row['reason']}", "dim"))
 
 
-def _print(console: Console, rows: Sequence[Row]) -> None:
-    findings = [finding for row in rows for finding in row.findings[:1]]
-    ok, not_applicable = (sum(row.verdict == verdict for row in rows) for verdict in ("ok", "not applicable"))
-    count = f"{len(findings)} with findings (the first of each below)" if findings else "none with findings"
-    caption = f"{ok} ok, {count}, {not_applicable} not applicable."
+def _print(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    verdicts = Counter(row["verdict"] for row in rows)
+    first = " (the first of each below)" if verdicts["finding"] else ""
+    caption = (
+        f"{verdicts['ok']} ok, {verdicts['finding'] or 'none'} with findings{first}, "
+        f"{verdicts['not applicable']} not applicable."
+    )
     once = ("op", "variant")
     console.print(make_table("Sanitizers", _COLUMNS, rows, right=("cases",), once=once, caption=caption))
-    for finding in findings:
-        console.print(Text(f"\n{finding}"), soft_wrap=True)
+    for row in rows:
+        for finding in row["findings"][:1]:
+            name = f"{row['op']}.{row['variant']}: {row['sanitizer']}"
+            console.print(Text(f"\n{name}: {finding['message']}\n  replay: {finding['replay']}"), soft_wrap=True)

@@ -8,12 +8,13 @@ import pickle
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 import tkernels
@@ -161,31 +162,15 @@ def _describe_unsupported(tensor: torch.Tensor) -> str | None:
     return None if tensor.dtype in _DTYPES else str(tensor.dtype).removeprefix("torch.")
 
 
-def _split_shards(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """The names, in order, in runs of SHARD_BYTES at most, or of one tensor."""
-    names: list[str] = []
-    size = 0
-    for name, tensor in tensors.items():
-        if names and size + tensor.nbytes > SHARD_BYTES:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += tensor.nbytes
-    yield names
-
-
 def _write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, advance: Callable[[int], None]) -> None:
-    shards = list(_split_shards(tensors))
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+    split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=SHARD_BYTES)
+    for file, names in split.filename_to_tensors.items():
         # Tensors that share memory are written each on its own.
         save_file({name: tensors[name].contiguous().clone() for name in names}, folder / file)
-        weight_map |= dict.fromkeys(names, file)
         advance(len(names))
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_configs(source: Path, folder: Path, settings: SqueezeLLM) -> None:
@@ -218,5 +203,5 @@ def _check_model(folder: Path, config: ModelConfig) -> None:
 
 def _name_source(file: Path, folder: Path, problem: str) -> str:
     """What was found in `folder`, which is gone, by the names of what it was made of."""
-    shard = r"model-\d{5}-of-\d{5}\.safetensors"
+    shard = r"model(-\d{5}-of-\d{5})?\.safetensors(?!\.index)"
     return re.sub(rf"{shard}(, {shard})*", lambda _: file.name, problem).replace(str(folder), str(file.parent))
