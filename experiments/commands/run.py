@@ -113,12 +113,11 @@ def print_ending(console: Console, folder: "RunFolder") -> int:
 @contextmanager
 def _interrupted_by_signals() -> Iterator[None]:
     """Has SIGTERM and SIGHUP do what Ctrl-C does, where they are not ignored (as under nohup)."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    changed = {number: handler for number, handler in before.items() if handler == signal.SIG_DFL}
-    for number in changed:
+    numbers = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) == signal.SIG_DFL]
+    for number in numbers:
         signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        for number, handler in changed.items():
-            signal.signal(number, handler)
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
