@@ -1,9 +1,11 @@
-"""What a command line chooses by name: variants of a registry, axes, configs."""
+"""What a command line chooses by name: variants of a registry, axes, configs, a device."""
 
 import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import torch
 
 import tkernels
 from experiments.document import ExperimentError
@@ -118,6 +120,23 @@ def _pairs(option: str, text: str) -> Iterator[tuple[str, str]]:
         if not equals:
             raise ExperimentError([f"{option}: {part!r} must be name=value, several separated by commas"])
         yield name.strip(), value.strip()
+
+
+def cuda_device(name: str, command: str) -> torch.device:
+    """The CUDA device of that name; an ExperimentError says what is missing."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ExperimentError([f"--device {name}: not a device; cuda or cuda:1 is meant"]) from None
+    if device.type != "cuda":
+        raise ExperimentError([f"--device {name}: {command} times kernels on a CUDA device"])
+    if not torch.cuda.is_available():
+        build = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no GPU or no driver"
+        raise ExperimentError([f"{command} needs a CUDA device, and there is none here: {build}"])
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
+        raise ExperimentError([f"--device {name}: there are {torch.cuda.device_count()} devices here"])
+    return torch.device("cuda", index)
 
 
 def is_one_case(variant: Variant, held: Axes) -> bool:

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from experiments.commands.choices import choose_variants, open_registry, parse_point
+from experiments.commands.choices import choose_variants, cuda_device, open_registry, parse_point
 from experiments.commands.output import progress_bar
 from experiments.commands.requests import TuneRequest
 from experiments.document import ExperimentError
@@ -26,23 +26,6 @@ def run(request: TuneRequest) -> int:
     with torch.cuda.device(device):
         results = carry_out(points, device, device_facts(device), TUNED_FOLDER, median_us)
     return print_results(results, device_facts(device), TUNED_FOLDER)
-
-
-def cuda_device(name: str, command: str) -> torch.device:
-    """The CUDA device of that name; an ExperimentError says what is missing."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ExperimentError([f"--device {name}: not a device; cuda or cuda:1 is meant"]) from None
-    if device.type != "cuda":
-        raise ExperimentError([f"--device {name}: {command} times kernels on a CUDA device"])
-    if not torch.cuda.is_available():
-        build = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no GPU or no driver"
-        raise ExperimentError([f"{command} needs a CUDA device, and there is none here: {build}"])
-    index = device.index or 0
-    if index >= torch.cuda.device_count():
-        raise ExperimentError([f"--device {name}: there are {torch.cuda.device_count()} devices here"])
-    return torch.device("cuda", index)
 
 
 def plan(request: TuneRequest) -> list[TuningPoint]:
