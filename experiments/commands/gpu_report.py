@@ -11,7 +11,7 @@ from experiments.commands.choices import cuda_device
 from experiments.commands.requests import GpuReportRequest
 from experiments.document import ExperimentError
 from experiments.gpu_report import precompile
-from experiments.gpu_report.journal import Journal, done_steps, facts
+from experiments.gpu_report.journal import Fact, Journal, done_steps, facts, read_lines
 from experiments.gpu_report.steps import DOES, Step, make_steps, pending, schedule
 from experiments.gpu_report.supervisor import supervise, worker_runner
 from experiments.gpu_report.table import report
@@ -60,16 +60,25 @@ def open_journal(out: Path, device: str) -> Journal:
 
 def print_plan(steps: Sequence[Step], journal: Journal, minutes: float) -> None:
     """Every step with what it would do, its estimate, and whether it would be reached."""
-    done = done_steps(journal.lines())
-    console, planned = Console(), schedule(pending(steps, done), 60 * minutes)
+    done = done_steps(read_lines(journal.path))
+    console = Console()
     title = f"{len(steps)} steps; estimates, most valuable first"
     table = new_table(title, ["step", "s", "at s", "what it does"], ["s", "at s"])
-    for step, ends, within in planned:
+    for step, ends, within in schedule(pending(steps, done), 60 * minutes):
+        style = "" if within else "dim"
         does = DOES[step.kind] if step.seconds else "cannot run here: says so in the report"
-        cells = (step.title, f"{step.seconds:.0f}", f"{ends:.0f}", does)
-        add_row(table, *(Text(cell, "" if within else "dim") for cell in cells))
+        cells = [step.title, f"{step.seconds:.0f}", f"{ends:.0f}", does]
+        add_row(table, *(Text(cell, style) for cell in cells))
     console.print(table)
+    left = schedule(pending(steps, done), 60 * minutes)
+    reached = sum(within for _, _, within in left)
     if done:
-        console.print(Text(f"{len(steps) - len(planned)} steps are done in {journal.folder} and would be skipped."))
-    reached = f"{sum(within for _, _, within in planned)} of {len(planned)} would end within {minutes:g} minutes"
-    console.print(Text(f"{reached}; the same command goes on with the rest."))
+        console.print(Text(f"{len(steps) - len(left)} steps are done in {journal.folder} and would be skipped."))
+    console.print(
+        Text(f"{reached} of {len(left)} would end within {minutes:g} minutes; the same command goes on with the rest.")
+    )
+
+
+def recorded(folder: Path) -> list[Fact]:
+    """The facts of a finished or unfinished report."""
+    return list(read_lines(Journal(folder).path))

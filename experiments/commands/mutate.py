@@ -15,8 +15,10 @@ from experiments.commands.output import make_table, print_json, progress_bar
 from experiments.commands.requests import CheckRequest
 from experiments.document import ExperimentError
 from tkernels import Registry
-from tkernels.verification import mutation
-from tkernels.verification.mutation import Comparison, MutationError, Outcome, Pool, Score, Trial
+from tkernels.verification.mutation import campaign
+from tkernels.verification.mutation.campaign import Comparison, Outcome, Score, Trial
+from tkernels.verification.mutation.faults import KINDS
+from tkernels.verification.mutation.pool import MutationError, Pool
 
 LEAST_SHARE = 0.95
 LEAST_MUTANTS = 100
@@ -27,13 +29,13 @@ _ENDS = ("value", "crash", "equivalent", "survived")
 def run(request: CheckRequest) -> int:
     """Tries the sampled mutants; 1 where too few were killed or tried, or a declared equivalent was killed."""
     everything, ops = _list_trials(request)
-    chosen = mutation.sampled(everything, request.quota, request.seed)
+    chosen = campaign.sampled(everything, request.quota, request.seed)
     ended: list[Outcome] = []
     with _open_pool(ops, "--mutate") as pool, progress_bar("mutate", len(chosen)) as update:
-        for outcome in mutation.outcomes(pool, chosen, request.seed):
+        for outcome in campaign.outcomes(pool, chosen, request.seed):
             ended.append(outcome)
             update(advance=1, doing=outcome.trial.mutant.name)
-    total = mutation.score(ended)
+    total = campaign.score(ended)
     complaints = problems(ended, total, whole=request.chosen_op is None and request.variant is None)
     if request.as_json:
         figures = {"mutants": total.counted, "killed": total.killed, "equivalent": total.equivalent}
@@ -49,13 +51,13 @@ def verify(request: CheckRequest) -> int:
     everything, ops = _list_trials(request)
     declared = [trial for trial in everything if trial.equivalent is not None]
     parts: list[Comparison] = []
-    total = mutation.pieces(declared, mutation.VERIFIED_CASES)
+    total = campaign.pieces(declared, campaign.VERIFIED_CASES)
     with _open_pool(ops, "--verify-equivalent") as pool, progress_bar("mutate", total) as update:
-        update(doing=f"{mutation.VERIFIED_CASES} cases each")
-        for part in mutation.compared(pool, declared, mutation.VERIFIED_CASES, request.seed):
+        update(doing=f"{campaign.VERIFIED_CASES} cases each")
+        for part in campaign.compared(pool, declared, campaign.VERIFIED_CASES, request.seed):
             parts.append(part)
             update(advance=1, doing=part.trial.mutant.name)
-    whole = mutation.joined(declared, parts)
+    whole = campaign.joined(declared, parts)
     if request.as_json:
         print_json([_describe_comparison(comparison) for comparison in whole])
     else:
@@ -66,7 +68,7 @@ def verify(request: CheckRequest) -> int:
 def _list_trials(request: CheckRequest) -> tuple[list[Trial], Registry]:
     """What there is to try, and the registry that it is of."""
     ops = open_registry(request.variants_from)
-    found = list(mutation.trials(choose_variants(ops, request.chosen_op, request.variant)))
+    found = list(campaign.trials(choose_variants(ops, request.chosen_op, request.variant)))
     if not found:
         raise ExperimentError(["--mutate: none of these variants has a kernel"])
     return found, ops
@@ -128,7 +130,7 @@ def _tabulate(ended: Sequence[Outcome]) -> Table:
     """How the mutants of each op and kind of fault ended."""
     counts = Counter((outcome.trial.op, outcome.trial.mutant.kind, outcome.column) for outcome in ended)
     ops = dict.fromkeys(outcome.trial.op for outcome in ended)
-    rows = [(op, kind, [counts[op, kind, end] for end in _ENDS]) for op in ops for kind in mutation.KINDS]
+    rows = [(op, kind, [counts[op, kind, end] for end in _ENDS]) for op in ops for kind in KINDS]
     columns: dict[str, Callable[[tuple[str, str, list[int]]], str | Text]] = {
         "op": lambda row: row[0],
         "fault": lambda row: row[1].replace("_", " "),
