@@ -1,7 +1,7 @@
 """`tk`, the command line. Commands are imported when they are called: `tk --help` loads no torch."""
 
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from importlib import import_module
 from inspect import Parameter, Signature
 from typing import Any, get_args
@@ -30,11 +30,9 @@ def add_command(
     Args:
         refuse_early: called with the record before torch is imported.
     """
-    options = fields(request)
-    engine = {one.name: flags for one in options for flags in get_args(one.type) if isinstance(flags, EngineFlags)}
 
     def run(given: dict[str, Any]) -> int:
-        taken = {name: flags.take(given) for name, flags in engine.items()}
+        taken = {name: flags.take(given) for name, flags in _find_engine_flags(request).items()}
         asked = request(**given, **taken)
         refuse_early(asked)
         if needs_torch:
@@ -45,23 +43,30 @@ def add_command(
     def command(**given: Any) -> None:
         end(run, given)
 
-    kind = Parameter.KEYWORD_ONLY
-    parameters = [
-        Parameter(one.name, kind, default=_default_of(one), annotation=one.type)
-        for one in options
-        if one.name not in engine
-    ]
-    parameters += [one for flags in engine.values() for one in flags.parameters()]
+    parameters = _make_parameters(request)
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     command.__doc__ = request.__doc__
     app.command(name)(command)
 
 
-def _default_of(option: Field[Any]) -> Any:
-    if option.default_factory is not MISSING:
-        return option.default_factory()
-    return Parameter.empty if option.default is MISSING else option.default
+def _find_engine_flags(request: type[Any]) -> dict[str, EngineFlags]:
+    """By the name of the record's field."""
+    marks = ((one.name, mark) for one in fields(request) for mark in get_args(one.type))
+    return {name: mark for name, mark in marks if isinstance(mark, EngineFlags)}
+
+
+def _make_parameters(request: type[Any]) -> list[Parameter]:
+    """The parameters of a function from which typer makes the record's options."""
+    engine = _find_engine_flags(request)
+    parameters = []
+    for one in fields(request):
+        default = Parameter.empty if one.default is MISSING else one.default
+        if one.default_factory is not MISSING:
+            default = one.default_factory()
+        if one.name not in engine:
+            parameters.append(Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=one.type))
+    return [*parameters, *(one for flags in engine.values() for one in flags.parameters())]
 
 
 def _refuse_profile(asked: requests.ProfileRequest) -> None:

@@ -1,6 +1,6 @@
 """`tk bench`: variants and peers at realistic points, checked, then timed, beside each other."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import get_args
 
@@ -59,16 +59,16 @@ def _print_op(console: Console, title: str, rows: Sequence[Measurement]) -> None
     for row in rows:
         points.setdefault(row.point, {})[row.variant] = row
 
-    def size(point: str) -> str:
-        moved = (row.bytes_moved for row in points[point].values() if row.bytes_moved is not None)
-        return f"{next(moved, 0) / 1e6:.3g}"
+    cells = (
+        (point, _format_size(at), *(_format_figure(at.get(name)) for name in names)) for point, at in points.items()
+    )
+    console.print(make_table(title, ["point", "MB", *names], cells, right=["MB", *names]))
 
-    def figure(name: str, point: str) -> str:
-        return _format_figure(points[point].get(name))
 
-    columns: dict[str, Callable[[str], str]] = {"point": str, "MB": size}
-    columns |= {name: partial(figure, name) for name in names}
-    console.print(make_table(title, columns, points, right=["MB", *names]))
+def _format_size(rows: Mapping[str, Measurement]) -> str:
+    """The megabytes that a call moves at a point."""
+    moved = (row.bytes_moved for row in rows.values() if row.bytes_moved is not None)
+    return f"{next(moved, 0) / 1e6:.3g}"
 
 
 def _format_figure(row: Measurement | None) -> str:
@@ -80,31 +80,38 @@ def _format_figure(row: Measurement | None) -> str:
 
 def _notes(rows: Sequence[Measurement], method: Method) -> Iterator[str]:
     """What holds for several figures: the timer, why some have none, where the configs come from."""
-    for timing in [row.timing for row in rows if row.timing][:1]:
-        yield f"Timer: {timing.timer}; {method.samples} samples of each. Percentages: of the roofline."
-    untimed = [row for row in rows if row.timing is None]
-    for reason, names in _group_names((_why_untimed(row), _name_untimed(row, rows)) for row in untimed).items():
+    if timers := [row.timing.timer for row in rows if row.timing]:
+        yield f"Timer: {timers[0]}; {method.samples} samples of each. Percentages: of the roofline."
+    for reason, names in _group_names(rows, _why_untimed, partial(_name_untimed, rows)).items():
         yield f"{', '.join(names)}: {reason}"
-    sources = ((IN_WORDS[row.config_source], _name(row)) for row in rows if row.timing and row.config_source)
-    for words, names in sorted(_group_names(sources).items()):
+    for words, names in sorted(_group_names(rows, _config_source, _name).items()):
         yield f"Configs ({words}): {', '.join(names)}"
-    for reason in dict.fromkeys(row.limit.reason for row in rows if row.limit and row.limit.reason):
+    for reason in _group_names(rows, lambda row: row.limit and row.limit.reason, _name):
         yield f"No roofline: {reason}"
 
 
-def _group_names(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """What is said -> the names that it is said of, each once."""
-    found: dict[str, list[str]] = {}
-    for words, name in dict.fromkeys(pairs):
-        found.setdefault(words, []).append(name)
-    return found
+def _group_names(
+    rows: Iterable[Measurement], words: Callable[[Measurement], str | None], name: Callable[[Measurement], str]
+) -> dict[str, list[str]]:
+    """What is said of rows -> their names, each once; rows of which nothing is said are left out."""
+    found: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if said := words(row):
+            found.setdefault(said, {})[name(row)] = None
+    return {said: list(names) for said, names in found.items()}
 
 
-def _why_untimed(row: Measurement) -> str:
+def _why_untimed(row: Measurement) -> str | None:
+    if row.timing is not None:
+        return None
     return f"not measured: {INTERPRETED}" if row.reason == INTERPRETED else f"{row.status}: {row.reason}"
 
 
-def _name_untimed(row: Measurement, rows: Sequence[Measurement]) -> str:
+def _config_source(row: Measurement) -> str | None:
+    return IN_WORDS[row.config_source] if row.timing and row.config_source else None
+
+
+def _name_untimed(rows: Sequence[Measurement], row: Measurement) -> str:
     """The variant's name, with the point unless the same holds at all of its points."""
     everywhere = all(other.reason == row.reason for other in rows if _name(other) == _name(row))
     return _name(row) if everywhere else f"{_name(row)} at {row.point}"

@@ -1,6 +1,6 @@
 """`tk check`: variants against the float64 oracle on drawn cases, or one case replayed."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -42,12 +42,7 @@ def run(request: CheckRequest) -> int:
     if request.mutate:
         return mutate.verify(request) if request.verify_equivalent else mutate.run(request)
     variants = choose_variants(open_registry(request.variants_from), request.chosen_op, request.variant)
-    held: Axes = {}
-    configs: Mapping[str, Config] = {}
-    if request.axes or request.config:
-        contract = only_contract(variants, "--axes and --config")
-        held = parse_axes(contract, request.axes) if request.axes else {}
-        configs = {one.name: parse_config(one, request.config) for one in variants} if request.config else {}
+    held, configs = _hold(request, variants)
     if request.sanitize is not None:
         return sanitize.run(request, variants, held, configs)
     summaries = _check_all(request, variants, held, configs)
@@ -57,6 +52,15 @@ def run(request: CheckRequest) -> int:
         _print(Console(), summaries)
     statuses = {summary["status"] for summary in summaries}
     return 0 if "ok" in statuses and not statuses & {"wrong", "failed"} else 1
+
+
+def _hold(request: CheckRequest, variants: Sequence[Variant]) -> tuple[Axes, dict[str, Config]]:
+    """The axes that every case has, and by a variant's name the config that it has."""
+    if not (request.axes or request.config):
+        return {}, {}
+    contract = only_contract(variants, "--axes and --config")
+    held = parse_axes(contract, request.axes) if request.axes else {}
+    return held, {one.name: parse_config(one, request.config) for one in variants} if request.config else {}
 
 
 def _check_all(
@@ -112,46 +116,49 @@ def summarize(
     `examples` and `ok` count the drawn cases, `wide` and `wide_ok` those that are as large as a model's.
     """
     results = [*drawn, *wide]
-    right = [result for result in results if result.status == "ok"]
-    bad = sorted((r for r in results if r.status in ("wrong", "failed")), key=lambda r: case_size(r.axes))
     statuses = {result.status for result in results}
+    status = next(filter(statuses.__contains__, ("wrong", "failed", "ok")), "unsupported")
+    bad = sorted((r for r in results if r.status in ("wrong", "failed")), key=lambda r: case_size(r.axes))
+    reasons = (problem, *(result.reason for result in (*bad, *results)))
     return {
         "op": variant.contract.name,
         "variant": variant.name,
-        "status": next((status for status in ("wrong", "failed", "ok") if status in statuses), "unsupported"),
-        "reason": problem or next((r.reason for r in (*bad, *results) if r.reason), None),
+        "status": status,
+        "reason": next(filter(None, reasons), None),
         "examples": len(drawn),
-        "ok": sum(result.status == "ok" for result in drawn),
+        "ok": len(_right(drawn)),
         "wide": len(wide),
-        "wide_ok": sum(result.status == "ok" for result in wide),
-        "max_error_ratio": max((r.max_ratio for r in right if r.max_ratio is not None), default=None),
-        "rms_error_ratio": max((r.rms_ratio for r in right if r.rms_ratio is not None), default=None),
+        "wide_ok": len(_right(wide)),
+        "max_error_ratio": _largest(one.max_ratio for one in _right(results)),
+        "rms_error_ratio": _largest(one.rms_ratio for one in _right(results)),
         "failures": [{"status": r.status, "message": str(r), "replay": r.replay} for r in bad],
     }
 
 
-_COLUMNS: Mapping[str, Callable[[dict[str, Any]], str | Text]] = {
-    "op": lambda one: one["op"],
-    "variant": lambda one: one["variant"],
-    "status": lambda one: status_text(one["status"]),
-    "ok": lambda one: f"{one['ok']}/{one['examples']}",
-    "wide": lambda one: f"{one['wide_ok']}/{one['wide']}",
-    "max": lambda one: _format_ratio(one["max_error_ratio"]),
-    "rms": lambda one: _format_ratio(one["rms_error_ratio"]),
-}
+def _right(results: Iterable[CheckResult]) -> list[CheckResult]:
+    return [result for result in results if result.status == "ok"]
+
+
+def _largest(ratios: Iterable[float | None]) -> float | None:
+    return max((ratio for ratio in ratios if ratio is not None), default=None)
+
+
+_COLUMNS = ("op", "variant", "status", "ok", "wide", "max", "rms")
 _CAPTION = (
     "ok: drawn cases; wide: sizes as large as a model's, with every architecture's default config, and corners that no "
     "draw reaches. max, rms: the largest error of what is ok, over what the error rule allows: 1.00 at most."
 )
 
 
-def _format_ratio(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}"
+def _cells(one: Mapping[str, Any]) -> Sequence[str | Text]:
+    counts = (f"{one['ok']}/{one['examples']}", f"{one['wide_ok']}/{one['wide']}")
+    ratios = ("-" if one[key] is None else f"{one[key]:.2f}" for key in ("max_error_ratio", "rms_error_ratio"))
+    return one["op"], one["variant"], status_text(one["status"]), *counts, *ratios
 
 
-def _print(console: Console, summaries: Sequence[dict[str, Any]]) -> None:
-    title, right = "Checks against the float64 oracle", ("ok", "wide", "max", "rms")
-    console.print(make_table(title, _COLUMNS, summaries, right=right, once=("op",), caption=_CAPTION))
+def _print(console: Console, summaries: Sequence[Mapping[str, Any]]) -> None:
+    title, rows = "Checks against the float64 oracle", map(_cells, summaries)
+    console.print(make_table(title, _COLUMNS, rows, right=_COLUMNS[3:], once=1, caption=_CAPTION))
     for summary in summaries:
         if summary["failures"]:
             console.print(Text(f"\n{summary['failures'][0]['message']}"), soft_wrap=True)

@@ -40,24 +40,27 @@ def choose_variants(ops: Registry, op: str | None, variant: str | None) -> list[
     Raises:
         ExperimentError: A name is unknown, or any of the variants is unavailable.
     """
-    unavailable = [
-        f"--variants-from: {reason}"
-        for file, reason in ops.broken.items()
-        if op in (None, file.parent.name) and variant in (None, file.stem)
-    ]
-    if unavailable:
-        raise ExperimentError(list(dict.fromkeys(unavailable)))
+    _refuse_broken(ops, op, variant)
     try:
-        chosen = list(ops.values()) if op is None else [ops[op]]
-        if op is not None and variant is not None:
-            return [ops[op].variants[variant]]
+        if op is not None:
+            variants = ops[op].variants
+            return list(variants.values()) if variant is None else [variants[variant]]
     except UnknownNameError as error:
         raise ExperimentError([str(error)]) from None
-    found = [one for each in chosen for one in each.variants.values() if variant in (None, one.name)]
+    every = [one for each in ops.values() for one in each.variants.values()]
+    found = [one for one in every if variant in (None, one.name)]
     if not found:
-        known = sorted({name for each in chosen for name in each.variants})
+        known = sorted({one.name for one in every})
         raise ExperimentError([f"no op has a variant {variant!r}; there is {', '.join(known)}"])
     return found
+
+
+def _refuse_broken(ops: Registry, op: str | None, variant: str | None) -> None:
+    """Raises ExperimentError where a file that would be one of these variants is broken."""
+    named = {file: reason for file, reason in ops.broken.items() if op in (None, file.parent.name)}
+    problems = [f"--variants-from: {reason}" for file, reason in named.items() if variant in (None, file.stem)]
+    if problems:
+        raise ExperimentError(list(dict.fromkeys(problems)))
 
 
 def only_contract(variants: Sequence[Variant], options: str) -> Contract:

@@ -5,13 +5,12 @@ from dataclasses import asdict
 import torch
 from rich.console import Console
 
-from experiments.commands.output import print_json, progress_bar
+from experiments.commands.output import make_table, print_json, progress_bar
 from experiments.commands.requests import EvalRequest
 from experiments.document import ExperimentError
 from experiments.planning.models import named_model
 from experiments.quantization.evaluation import Evaluation, WindowReader, cut_windows, evaluate
 from experiments.quantization.texts import read_text, tokenize_text
-from experiments.reporting.table_style import add_row, new_table
 from tkernels import OPS
 from tkernels.device import first_device
 from tmodel import ModelPlan
@@ -69,7 +68,5 @@ def _print(console: Console, request: EvalRequest, found: Evaluation) -> None:
     if found.kl is not None:
         figures |= {"KL, nats": f"{found.kl:.5f}", "top-1 agrees": f"{found.top1_agreement:.2%}"}
         caption += f" KL, agreement: with {request.reference}."
-    table = new_table(str(request.text), ["model", *figures], list(figures))
-    add_row(table, request.model, *figures.values())
-    table.caption, table.caption_justify = caption, "left"
-    console.print(table)
+    row, names = (request.model, *figures.values()), list(figures)
+    console.print(make_table(str(request.text), ["model", *names], [row], right=names, caption=caption))

@@ -4,8 +4,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from experiments.commands.output import make_table, print_json, progress_bar
 from experiments.commands.requests import InspectRequest
 from experiments.document import ExperimentError
 from experiments.exits import check_name
-from experiments.reporting.table_style import add_row, new_table
 from tkernels import OPS, Registry
 from tkernels.contract import Axes
 from tkernels.device import TARGETS
@@ -48,17 +46,12 @@ def run(request: InspectRequest) -> int:
     if request.dump is not None:
         return _dump(request, request.dump, ops, variants, archs)
     rows = _compile(request, ops, variants, archs)
-    worse: Failures = {}
     if request.update_expected:
         _update_expected(rows, variants, archs)
-    elif not request.axes:
-        worse = _find_worse(rows)
+    worse = _find_worse(request, rows)
     found = {row.name: [*gates.failures(row), *worse.get(row.name, [])] for row in rows}
-    if request.as_json:
-        print_json([{**row.as_json(), "failures": found[row.name]} for row in rows])
-    else:
-        _print(Console(), rows, found)
-    return 1 if any(found.values()) or not any(row.status == "ok" for row in rows) else 0
+    _show(request, rows, found)
+    return 0 if any(row.status == "ok" for row in rows) and not any(found.values()) else 1
 
 
 def _named_archs(text: str | None) -> list[str]:
@@ -113,7 +106,10 @@ def _update_expected(rows: Sequence[CompiledKernel], variants: Sequence[Variant]
     print(f"written: {path}", file=sys.stderr)
 
 
-def _find_worse(rows: Sequence[CompiledKernel]) -> Failures:
+def _find_worse(request: InspectRequest, rows: Sequence[CompiledKernel]) -> Failures:
+    """What is worse than in the expected table, which has rows at the points of every run."""
+    if request.update_expected or request.axes:
+        return {}
     table = expected.read(expected.table_path(triton.__version__))
     pairs = [(table[expected.key(row)], row) for row in rows if expected.key(row) in table]
     return {row.name: [f"{one} (expected table)" for one in expected.regressions(was, row)] for was, row in pairs}
@@ -191,11 +187,12 @@ def _print_changes(console: Console, changes: Sequence[Mapping[str, Any]], pair:
     if not changes:
         console.print(f"No row differs between {pair[0]} and {pair[1]}.")
         return
-    table = new_table(f"{len(changes)} rows differ", ["row", "figure", *pair])
-    for one in changes:
-        for index, (figure, (before, now)) in enumerate(one["changed"].items()):
-            add_row(table, "" if index else one["row"], figure, _format_value(before), _format_value(now))
-    console.print(table)
+    lines = [
+        (one["row"], figure, *map(_format_value, values))
+        for one in changes
+        for figure, values in one["changed"].items()
+    ]
+    console.print(make_table(f"{len(changes)} rows differ", ["row", "figure", *pair], lines, once=1))
 
 
 def _format_value(value: Any) -> str:
@@ -206,6 +203,13 @@ def _format_value(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
+def _show(request: InspectRequest, rows: Sequence[CompiledKernel], found: Failures) -> None:
+    if request.as_json:
+        print_json([{**row.as_json(), "failures": found[row.name]} for row in rows])
+    else:
+        _print(Console(), rows, found)
+
+
 def _print(console: Console, rows: Sequence[CompiledKernel], found: Failures) -> None:
     """Every figure of one variant or one architecture, else an overview; then what fails or is unsupported."""
     archs = list(dict.fromkeys(row.arch for row in rows))
@@ -214,18 +218,19 @@ def _print(console: Console, rows: Sequence[CompiledKernel], found: Failures) ->
     for row in rows:
         if found[row.name]:
             console.print(Text(f"FAIL {row.name}: {'; '.join(found[row.name])}", "red"), soft_wrap=True)
-    unsupported: dict[tuple[str, str], dict[str, None]] = {}
-    for row in rows:
-        if row.status == "unsupported":
-            unsupported.setdefault((f"{row.op}.{row.variant}", _NUMBER.sub("", row.reason)), {})[row.arch] = None
-    for (name, reason), where in unsupported.items():
+    for (name, reason), where in _group_unsupported(rows).items():
         console.print(Text(f"- {name} ({', '.join(where)}): {reason}", "yellow"), soft_wrap=True)
     failing = sum(bool(one) for one in found.values())
     console.print(Text(f"{len(rows)} rows, {failing} failing", "red" if failing else "green"))
 
 
-Line = tuple[tuple[str, str], Mapping[str, CompiledKernel]]
-"""(op, kernel and point) and the line's row for each architecture."""
+def _group_unsupported(rows: Sequence[CompiledKernel]) -> dict[tuple[str, str], dict[str, None]]:
+    """("op.variant", reason) -> the architectures."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for row in rows:
+        if row.status == "unsupported":
+            found.setdefault((f"{row.op}.{row.variant}", _NUMBER.sub("", row.reason)), {})[row.arch] = None
+    return found
 
 
 def _tabulate_overview(
@@ -233,19 +238,16 @@ def _tabulate_overview(
 ) -> Table:
     """A line for each kernel and point, a column for each architecture."""
     roomy = console.width >= _ROOMY
-
-    def cell(arch: str, line: Line) -> Text:
-        return _format_registers(line[1].get(arch), found, roomy)
-
-    columns: dict[str, Callable[[Line], str | Text]] = {"kernel": lambda line: line[0][1]}
-    columns |= {arch: partial(cell, arch) for arch in archs}
+    lines = [
+        (op, label, *(_format_registers(line.get(arch), found, roomy) for arch in archs))
+        for (op, label), line in _group_lines(rows).items()
+    ]
     title = "Registers of a thread" + (" and occupancy" if roomy else "")
     caption = (
         "! fails a gate, + spills without alignment, - is unsupported. One --op and --variant, or one --arch, shows "
         "everything: occupancy, spills, instructions, access widths."
     )
-    lines = _group_lines(rows).items()
-    table = make_table(title, columns, lines, right=archs, under=lambda line: line[0][0], caption=caption)
+    table = make_table(title, ["kernel", *archs], lines, right=archs, headed=True, caption=caption)
     for column in table.columns[1:]:
         column.min_width = 6  # "sm_100"; a long name breaks instead
     return table
@@ -291,53 +293,48 @@ def _format_registers(row: CompiledKernel | None, found: Failures, roomy: bool) 
     return Text(f"{row.registers}" + (f" {row.occupancy or 0:.0%}" if roomy else "") + mark, style)
 
 
+_NUMBERS = ("regs", "spill", "KB", "occ.", "16 B", "waves", "ms")
+_FIGURES = ("regs", "spill", "KB", "occ.", "matrix", "16 B", "grid", "waves", "ms")
+_CAPTION = (
+    "Of a thread: registers, bytes spilled. KB: of shared memory, a block. occ.: resident warps over the most there "
+    "can be. 16 B: share of the main loop's bytes in 16-byte accesses. ms: to compile."
+)
+
+
 def _tabulate_details(rows: Sequence[CompiledKernel], found: Failures) -> Table:
     """Every figure. What all rows have in common, an op or an architecture, is said once, above."""
     ops, archs = {row.op for row in rows}, {row.arch for row in rows}
-
-    def style(row: CompiledKernel) -> str:
-        return "bold red" if found[row.name] else ""
-
-    def kernel(row: CompiledKernel) -> Text:
-        name = _label(row) if len(ops) == 1 else f"{row.op}.{_label(row)}"
-        return Text(name, style(row) if len(archs) == 1 else "")
-
-    columns: dict[str, Callable[[CompiledKernel], str | Text]] = {"kernel": kernel}
-    if len(archs) > 1:
-        columns["arch"] = lambda row: Text(row.arch, style(row))
-    columns |= {name: partial(_format_figure, name) for name in _FIGURES}
-    title = ", ".join(name for names in (ops, archs) if len(names) == 1 for name in names)
-    right = [name for name in _FIGURES if name not in ("matrix", "grid")]
-    table = make_table(title, columns, _in_order(rows), right=right, once=("kernel",), caption=_CAPTION)
+    shared = [*(ops if len(ops) == 1 else ()), *(archs if len(archs) == 1 else ())]
+    num_names = 1 if len(archs) == 1 else 2
+    lines = []
+    for row in _in_order(rows):
+        kernel = _label(row) if len(ops) == 1 else f"{row.op}.{_label(row)}"
+        *names, marked = [kernel, row.arch][:num_names]
+        lines.append([*names, Text(marked, "bold red" if found[row.name] else ""), *_format_figures(row)])
+    columns = [*["kernel", "arch"][:num_names], *_FIGURES]
+    table = make_table(", ".join(shared), columns, lines, right=_NUMBERS, once=1, caption=_CAPTION)
     for column in table.columns[1:]:
         column.no_wrap = True  # a long name breaks instead
     return table
 
 
-_CAPTION = (
-    "Of a thread: registers, bytes spilled. KB: of shared memory, a block. occ.: resident warps over the most there "
-    "can be. 16 B: share of the main loop's bytes in 16-byte accesses. ms: to compile."
-)
-_FIGURES: Mapping[str, Callable[[CompiledKernel], str | Text]] = {
-    "regs": lambda row: str(row.registers),
-    "spill": lambda row: Text(str(row.spill_bytes), "red" if row.spill_bytes else ""),
-    "KB": lambda row: f"{(row.shared_bytes or 0) / 1024:.1f}",
-    "occ.": lambda row: f"{row.occupancy:.0%}",
-    "matrix": lambda row: _format_value(row.matrix_instructions),
-    "16 B": lambda row: Text(_format_width(row), "red" if row.narrow else ""),
-    "grid": lambda row: "x".join(map(str, row.grid)),
-    "waves": lambda row: "-" if row.waves is None else f"{row.waves:.1f}",
-    "ms": lambda row: f"{1000 * (row.compile_s or 0):.0f}",
-}
-
-
-def _format_figure(name: str, row: CompiledKernel) -> str | Text:
-    if row.registers is not None:
-        return _FIGURES[name](row)
-    return Text(row.status, "yellow" if row.status == "unsupported" else "bold red") if name == "matrix" else "-"
+def _format_figures(row: CompiledKernel) -> list[str | Text]:
+    if row.registers is None:
+        status = Text(row.status, "yellow" if row.status == "unsupported" else "bold red")
+        return [status if name == "matrix" else "-" for name in _FIGURES]
+    return [
+        str(row.registers),
+        Text(str(row.spill_bytes), "red" if row.spill_bytes else ""),
+        f"{(row.shared_bytes or 0) / 1024:.1f}",
+        f"{row.occupancy:.0%}",
+        _format_value(row.matrix_instructions),
+        Text(_format_width(row), "red" if row.narrow else ""),
+        "x".join(map(str, row.grid)),
+        "-" if row.waves is None else f"{row.waves:.1f}",
+        f"{1000 * (row.compile_s or 0):.0f}",
+    ]
 
 
 def _format_width(row: CompiledKernel) -> str:
-    """The share of the main loop's bytes in accesses of 16 bytes or more."""
     wide = row.access_bytes.get("16", 0) + row.access_bytes.get("32", 0)
     return "bulk" if row.bulk_copies else f"{wide:.0%}" if row.access_bytes else "-"

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -130,35 +130,27 @@ def _tabulate(ended: Sequence[Outcome]) -> Table:
     """How the mutants of each op and kind of fault ended."""
     counts = Counter((outcome.trial.op, outcome.trial.mutant.kind, outcome.column) for outcome in ended)
     ops = dict.fromkeys(outcome.trial.op for outcome in ended)
-    rows = [(op, kind, [counts[op, kind, end] for end in _ENDS]) for op in ops for kind in KINDS]
-    columns: dict[str, Callable[[tuple[str, str, list[int]]], str | Text]] = {
-        "op": lambda row: row[0],
-        "fault": lambda row: row[1].replace("_", " "),
-        "mutants": lambda row: str(sum(row[2])),
-        "value": lambda row: str(row[2][0]),
-        "crash": lambda row: str(row[2][1]),
-        "equivalent": lambda row: str(row[2][2]),
-        "survived": lambda row: Text(str(row[2][3]), "bold red" if row[2][3] else ""),
-    }
+    tried = [(op, kind) for op in ops for kind in KINDS if any(counts[op, kind, end] for end in _ENDS)]
+    rows = [(op, kind.replace("_", " "), *_cells([counts[op, kind, end] for end in _ENDS])) for op, kind in tried]
     ends = Counter(outcome.column for outcome in ended)
     caption = (
         "value, crash: killed by a wrong result; by an exception, a signal or a time-out. Not counted: "
         f"{ends['does_not_compile']} that do not compile, {ends['same_code']} that compile to the same code."
     )
-    tried = [row for row in rows if any(row[2])]
-    return make_table("Mutants", columns, tried, right=("mutants", *_ENDS), once=("op",), caption=caption)
+    figures = ("mutants", *_ENDS)
+    return make_table("Mutants", ("op", "fault", *figures), rows, right=figures, once=1, caption=caption)
 
 
-_COMPARISON: Mapping[str, Callable[[Comparison], str | Text]] = {
-    "op": lambda one: one.trial.op,
-    "fault": lambda one: one.trial.mutant.name,
-    "cases": lambda one: str(one.cases),
-    "bits": lambda one: Text("different", "bold red") if one.reason else Text("the same", "green"),
-}
+def _cells(counts: Sequence[int]) -> list[str | Text]:
+    """How many there are, and how many ended in each way; that some survived is not overlooked."""
+    *killed, survived = counts
+    return [str(sum(counts)), *map(str, killed), Text(str(survived), "bold red" if survived else "")]
 
 
 def _print_comparisons(console: Console, found: Sequence[Comparison]) -> None:
-    console.print(make_table("Declared equivalents", _COMPARISON, found, right=["cases"]))
+    bits = {True: Text("different", "bold red"), False: Text("the same", "green")}
+    rows = [(one.trial.op, one.trial.mutant.name, str(one.cases), bits[bool(one.reason)]) for one in found]
+    console.print(make_table("Declared equivalents", ("op", "fault", "cases", "bits"), rows, right=["cases"]))
     for one in found:
         if one.reason:
             console.print(Text(f"\n{one.trial.op}: {one.trial.mutant.name}\n  {one.reason}"))

@@ -1,6 +1,7 @@
 """`tk ops`: what there is, what runs here, and when each variant should win."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -79,11 +80,7 @@ def describe(variant: Variant, device: torch.device, drawn: Callable[[int], Axes
     tuned_on: the devices in whose lockfiles it is; none means that its configs are defaults, by reasoning. Null for a
         variant without configs.
     """
-    facts = device_facts(device)
-    nowhere = unavailable_reason(device) if variant.kind == "triton" else None
-    reasons = [nowhere or variant.unsupported_reason(drawn(seed), device, facts) for seed in range(_DRAWS)]
-    while not nowhere and None not in reasons and len(reasons) < _MOST_DRAWS:  # one kind in many may not be drawn yet
-        reasons.append(variant.unsupported_reason(drawn(len(reasons)), device, facts))
+    reasons = _ask_support(variant, device, drawn)
     # "not M = 2" and "not M = 17" are one reason.
     refused = {re.sub(r"\d+", "0", reason): reason for reason in reversed(reasons) if reason is not None}
     return {
@@ -100,6 +97,17 @@ def describe(variant: Variant, device: torch.device, drawn: Callable[[int], Axes
     }
 
 
+def _ask_support(variant: Variant, device: torch.device, drawn: Callable[[int], Axes]) -> list[str | None]:
+    """Why the variant does not support a draw, or None where it does, for so many draws."""
+    facts = device_facts(device)
+    if variant.kind == "triton" and (nowhere := unavailable_reason(device)):
+        return [nowhere]
+    reasons = [variant.unsupported_reason(drawn(seed), device, facts) for seed in range(_DRAWS)]
+    while None not in reasons and len(reasons) < _MOST_DRAWS:  # one kind in many may not be drawn yet
+        reasons.append(variant.unsupported_reason(drawn(len(reasons)), device, facts))
+    return reasons
+
+
 def _describe_broken(file: Path, reason: str) -> dict[str, Any]:
     """The row of an outside file that is broken: what is not known of it is null."""
     row: dict[str, Any] = {"op": file.parent.name, "variant": file.stem, "kind": "unavailable", "supported": False}
@@ -107,14 +115,7 @@ def _describe_broken(file: Path, reason: str) -> dict[str, Any]:
     return {**row, "wins": "", "file": str(file)}
 
 
-_COLUMNS: Mapping[str, Callable[[dict[str, Any]], str | Text]] = {
-    "variant": lambda row: row["variant"],
-    "kind": lambda row: row["kind"],
-    "here": lambda row: _format_support(row),
-    "det.": lambda row: _YES_OR_NO[row["deterministic"]],
-    "inv.": lambda row: _YES_OR_NO[row["batch_invariant"]],
-    "when it should win": lambda row: row["wins"],
-}
+_COLUMNS = ("variant", "kind", "here", "det.", "inv.", "when it should win")
 _YES_OR_NO = {None: "-", True: "yes", False: "no"}
 _CAPTION = (
     "here: whether it runs on this machine. det.: the same bits on every run. inv.: the bits of a row do not depend on "
@@ -122,22 +123,26 @@ _CAPTION = (
 )
 
 
-def _format_support(row: Mapping[str, Any]) -> Text:
-    if not row["supported"]:
-        return Text("no", "yellow")
-    return Text("partly" if row["reason"] else "yes", "green")
+def _cells(row: Mapping[str, Any]) -> Sequence[str | Text]:
+    """The op, as a heading, and a cell for each column."""
+    here = Text("no", "yellow")
+    if row["supported"]:
+        here = Text("partly" if row["reason"] else "yes", "green")
+    flags = (_YES_OR_NO[row[key]] for key in ("deterministic", "batch_invariant"))
+    return row["op"], row["variant"], row["kind"], here, *flags, row["wins"]
 
 
-def _print(console: Console, rows: Sequence[dict[str, Any]], device: torch.device) -> None:
+def _print(console: Console, rows: Sequence[Mapping[str, Any]], device: torch.device) -> None:
     where = device_facts(device).name if device.type == "cuda" else "CPU, Triton interpreted"
-    there = [row for row in rows if row["kind"] != "unavailable"]
-    title = f"{len({row['op'] for row in there})} ops, {len(there)} variants ({where})"
-    table = make_table(title, _COLUMNS, rows, under=lambda row: str(row["op"]), caption=_CAPTION)
+    kinds = Counter(row["kind"] for row in rows)
+    num_ops = len({row["op"] for row in rows if row["kind"] != "unavailable"})
+    title = f"{num_ops} ops, {len(rows) - kinds['unavailable']} variants ({where})"
+    table = make_table(title, _COLUMNS, map(_cells, rows), headed=True, caption=_CAPTION)
     for column in table.columns[:-1]:
         column.no_wrap = True
     console.print(table)
     if untuned := sum(row["tuned_on"] == [] for row in rows):
-        among = f"{untuned} of {sum(row['kind'] == 'triton' for row in rows)} Triton variants"
+        among = f"{untuned} of {kinds['triton']} Triton variants"
         console.print(Text(f"{among} are tuned on no device: their configs are defaults, by reasoning."))
     for row in rows:
         if row["reason"]:

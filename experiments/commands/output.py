@@ -1,10 +1,11 @@
 """What a command shows: a bar while it works, then JSON for programs, or tables for people."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from itertools import takewhile
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -12,8 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.reporting.table_style import add_row, new_table
-
-Row = TypeVar("Row")
 
 
 @contextmanager
@@ -37,38 +36,37 @@ def print_json(value: Any) -> None:
 
 def make_table(
     title: str,
-    columns: Mapping[str, Callable[[Row], str | Text]],
-    rows: Iterable[Row],
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
     *,
     right: Sequence[str] = (),
-    once: Sequence[str] = (),
-    under: Callable[[Row], str] | None = None,
+    once: int = 0,
+    headed: bool = False,
     caption: str = "",
 ) -> Table:
-    """A table with a line for each row.
+    """A table for people.
 
     Args:
-        columns: a column's name -> its cell of a row.
+        columns: their names.
+        rows: cells, one for each column.
         right: columns of numbers, aligned there.
-        once: columns, the outer one first, that are left blank where they and those outside them are as in the line
-            above.
-        under: the heading that a row stands under, indented; it is shown where it changes.
+        once: so many first cells are left blank as far as they are those of the row above.
+        headed: a row begins with a heading, which is shown where it changes and indents what is under it.
         caption: explains the columns.
     """
-    table = new_table(title, list(columns), right)
+    table = new_table(title, columns, right)
     table.caption, table.caption_justify = caption or None, "left"
-    above: list[str | Text] = []
-    heading = None
+    above: Sequence[str | Text] = ()
+    last = None
     for row in rows:
-        if under is not None and under(row) != heading:
-            heading = under(row)
-            add_row(table, Text(heading, "bold"))
-        cells = {name: cell(row) for name, cell in columns.items()}
-        outer = [cells[name] for name in once]
-        repeated = [name for depth, name in enumerate(once, start=1) if outer[:depth] == above[:depth]]
-        shown = ["" if name in repeated else cell for name, cell in cells.items()]
-        if under is not None:
-            shown[0] = f"  {shown[0]}"
-        add_row(table, *shown)
-        above = outer
+        cells = list(row)
+        if headed:
+            heading = cells.pop(0)
+            if heading != last:
+                add_row(table, Text(str(heading), "bold"))
+            last = heading
+            cells[0] = f"  {cells[0]}"
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(cells[:once], above, strict=False))))
+        add_row(table, *[""] * same, *cells[same:])
+        above = cells
     return table

@@ -7,10 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from experiments.commands.output import print_json
+from experiments.commands.output import make_table, print_json
 from experiments.commands.requests import RunsRequest
 from experiments.document import ExperimentError
-from experiments.reporting.table_style import add_row, new_table
 from experiments.runs.reading import read_run
 
 
@@ -33,23 +32,25 @@ def run(request: RunsRequest) -> int:
 
 
 def _print(console: Console, folder: Path, listed: Sequence[Mapping[str, Any]]) -> None:
-    table = new_table(f"Runs in {folder}", ["name", "when, where, code", "rows", "state"], ["rows"])
+    columns = ("name", "when, where, code", "rows", "state")
+    table = make_table(f"Runs in {folder}", columns, map(_cells, listed), right=["rows"])
     table.columns[0].no_wrap = True  # it is what other commands are given
-    notes: list[Text] = []
+    console.print(table)
     for one in listed:
         if "reason" in one:
-            add_row(table, one["name"], "-", "-", Text("no run of schema 1", "yellow"))
-            notes.append(Text(f"{one['name']}: {one['reason']}", "yellow"))
-            continue
-        when = str(one["when"])[:16].replace("T", " ")
-        state = Text(one["state"], "" if one["finished"] else "yellow")
-        if one["failures"]:
-            state.append(f", {one['failures']} failed", "red")
-        add_row(table, one["name"], f"{when}\n{one['device']}, {one['git']}", str(one["rows"]), state)
-        notes += [Text(repair, "dim") for repair in one["repairs"]]
-    console.print(table)
-    for note in notes:
-        console.print(note, soft_wrap=True)
+            console.print(Text(f"{one['name']}: {one['reason']}", "yellow"), soft_wrap=True)
+        for repair in one.get("repairs", ()):
+            console.print(Text(repair, "dim"), soft_wrap=True)
+
+
+def _cells(one: Mapping[str, Any]) -> Sequence[str | Text]:
+    if "reason" in one:
+        return one["name"], "-", "-", Text("no run of schema 1", "yellow")
+    when = str(one["when"])[:16].replace("T", " ")
+    state = Text(one["state"], "" if one["finished"] else "yellow")
+    if one["failures"]:
+        state.append(f", {one['failures']} failed", "red")
+    return one["name"], f"{when}\n{one['device']}, {one['git']}", str(one["rows"]), state
 
 
 def _describe(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`tk check --sanitize`: variants under the sanitizers, and what each found."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -34,6 +34,17 @@ def run(request: CheckRequest, variants: Sequence[Variant], held: Axes, configs:
         held: axes that every case has; with all of an op's, one case is replayed.
         configs: by a variant's name, the one that replaces those that are drawn.
     """
+    rows = _sanitize_all(request, variants, held, configs)
+    if request.as_json:
+        print_json(rows)
+    else:
+        _print(Console(), rows)
+    return 1 if any(row["findings"] for row in rows) or not any(row["cases"] for row in rows) else 0
+
+
+def _sanitize_all(
+    request: CheckRequest, variants: Sequence[Variant], held: Axes, configs: Mapping[str, Config]
+) -> list[dict[str, Any]]:
     assert request.sanitize is not None
     sanitizers = _named_sanitizers(request.sanitize)
     pairs = [(sanitizer, variant) for variant in variants for sanitizer in sanitizers]
@@ -47,11 +58,7 @@ def run(request: CheckRequest, variants: Sequence[Variant], held: Axes, configs:
                 found.append(finding)
                 update(advance=1)
             rows.append(summarize(variant, sanitizer, found))
-    if request.as_json:
-        print_json(rows)
-    else:
-        _print(Console(), rows)
-    return 1 if any(row["findings"] for row in rows) or not any(row["cases"] for row in rows) else 0
+    return rows
 
 
 def _named_sanitizers(text: str) -> list[Sanitizer]:
@@ -98,29 +105,24 @@ def summarize(variant: Variant, sanitizer: Sanitizer, found: Sequence[Finding | 
     }
 
 
-_COLUMNS: Mapping[str, Callable[[dict[str, Any]], str | Text]] = {
-    "op": lambda row: row["op"],
-    "variant": lambda row: row["variant"],
-    "sanitizer": lambda row: row["sanitizer"],
-    "cases": lambda row: str(row["cases"]),
-    "verdict": lambda row: _format_verdict(row),
-}
+_COLUMNS = ("op", "variant", "sanitizer", "cases", "verdict")
 
 
-def _format_verdict(row: Mapping[str, Any]) -> Text:
+def _cells(row: Mapping[str, Any]) -> Sequence[str | Text]:
     verdict = status_text(row["verdict"])
-    return verdict if row["verdict"] != "not applicable" else Text.assemble(verdict, (f": {row['reason']}", "dim"))
+    if row["verdict"] == "not applicable":
+        verdict = Text.assemble(verdict, (f": {row['reason']}", "dim"))
+    return row["op"], row["variant"], row["sanitizer"], str(row["cases"]), verdict
 
 
-def _print(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+def _print(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     verdicts = Counter(row["verdict"] for row in rows)
     first = " (the first of each below)" if verdicts["finding"] else ""
     caption = (
         f"{verdicts['ok']} ok, {verdicts['finding'] or 'none'} with findings{first}, "
         f"{verdicts['not applicable']} not applicable."
     )
-    once = ("op", "variant")
-    console.print(make_table("Sanitizers", _COLUMNS, rows, right=("cases",), once=once, caption=caption))
+    console.print(make_table("Sanitizers", _COLUMNS, map(_cells, rows), right=["cases"], once=2, caption=caption))
     for row in rows:
         for finding in row["findings"][:1]:
             name = f"{row['op']}.{row['variant']}: {row['sanitizer']}"

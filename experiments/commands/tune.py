@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.commands.choices import choose_variants, cuda_device, open_registry, parse_point
-from experiments.commands.output import progress_bar
+from experiments.commands.output import make_table, progress_bar
 from experiments.commands.requests import TuneRequest
 from experiments.document import ExperimentError
-from experiments.reporting.table_style import add_row, format_microseconds, new_table
+from experiments.reporting.table_style import format_microseconds
 from tkernels.device import DeviceFacts, device_facts
-from tkernels.tuning import TUNED_FOLDER, ConfigTiming, Measure, candidates, lockfile, median_us
+from tkernels.tuning import TUNED_FOLDER, ConfigTiming, Entry, Measure, candidates, lockfile, median_us
 from tkernels.tuning_session import Tuned, TuningPoint, in_tuning_order, one_per_bucket, points_of, tune
 from tkernels.variant import Variant
 from tsched.torch_free import suggest_name
@@ -71,21 +71,21 @@ def print_results(results: Sequence[Tuned], facts: DeviceFacts, folder: Path) ->
     """One row per point; 1 where any has no entry."""
     console = Console()
     right = ["timed", "kept", "skipped", "us", "default us"]
-    table = new_table(f"Tuned configs on {facts.name}", ["point", *right, "config"], right)
-    for result in results:
-        if result.entry is None:
-            continue
-        times = result.microseconds
-        default = times.get(result.point.variant.default_config(facts.arch))
-        config = ", ".join(f"{name}={value}" for name, value in result.entry.config.as_dict().items())
-        skipped = sum(us is None for _, us, _ in result.entry.timings)
-        cells = [str(result.timed), str(result.known), str(skipped), format_microseconds(times[result.entry.config])]
-        add_row(table, result.point.title, *cells, format_microseconds(default) if default is not None else "-", config)
-    console.print(table)
+    tuned = [(result, result.entry) for result in results if result.entry is not None]
+    rows = [_cells(result, entry, facts) for result, entry in tuned]
+    console.print(make_table(f"Tuned configs on {facts.name}", ["point", *right, "config"], rows, right=right))
     for result in results:
         if result.reason is not None:
             console.print(Text(f"{result.point.title}: {result.reason}"))
-    paths = {lockfile(result.point.variant, facts, folder) for result in results if result.entry is not None}
-    for path in sorted(paths):
+    for path in sorted({lockfile(result.point.variant, facts, folder) for result, _ in tuned}):
         console.print(Text(f"Lockfile: {path}"), soft_wrap=True)
-    return 1 if any(result.entry is None for result in results) else 0
+    return 0 if len(tuned) == len(results) else 1
+
+
+def _cells(result: Tuned, entry: Entry, facts: DeviceFacts) -> Sequence[str]:
+    times = result.microseconds
+    default = times.get(result.point.variant.default_config(facts.arch))
+    us = [format_microseconds(times[entry.config]), "-" if default is None else format_microseconds(default)]
+    skipped = sum(us is None for _, us, _ in entry.timings)
+    config = ", ".join(f"{name}={value}" for name, value in entry.config.as_dict().items())
+    return result.point.title, str(result.timed), str(result.known), str(skipped), *us, config

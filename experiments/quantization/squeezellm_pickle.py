@@ -113,6 +113,27 @@ def _read_settings(source: Path) -> SqueezeLLM:
 
 def _load_pickle(file: Path, settings: SqueezeLLM) -> dict[str, torch.Tensor]:
     """The pickle's tensors, mapped from the file. ExperimentError where it is anything but a SqueezeLLM model."""
+    tensors = _load_tensors(file)
+    problems = _list_unsupported(tensors) or _list_misshapen(tensors, 2**settings.wbits)
+    if problems:
+        raise ExperimentError([f"{file}: {problem}" for problem in problems[:5]])
+    return tensors
+
+
+def _list_unsupported(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    kinds = ((name, _describe_unsupported(tensor)) for name, tensor in tensors.items())
+    return [f"tensor {name!r} is {what}; supported are {_SUPPORTED}" for name, what in kinds if what]
+
+
+def _list_misshapen(tensors: Mapping[str, torch.Tensor], entries: int) -> list[str]:
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items() if name.endswith(".lookup_table")}
+    if not shapes:
+        return ["no tensor is called lookup_table: not a SqueezeLLM model"]
+    wrong = {name: shape for name, shape in shapes.items() if len(shape) != 2 or shape[1] != entries}
+    return [f"tensor {name!r} has shape {shape}, not [N, {entries}] as wbits says" for name, shape in wrong.items()]
+
+
+def _load_tensors(file: Path) -> dict[str, torch.Tensor]:
     # torch's own complaints about such files advise against what is done here: none is passed on.
     with _open_archive(file) as archive:
         # What torch.jit.save writes: it would be handed to a loader of code.
@@ -128,20 +149,6 @@ def _load_pickle(file: Path, settings: SqueezeLLM) -> dict[str, torch.Tensor]:
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in loaded.items()
     ):
         raise ExperimentError([f"{file}: expected a mapping of names to tensors"])
-    kinds = ((name, _describe_unsupported(tensor)) for name, tensor in loaded.items())
-    problems = [f"{file}: tensor {name!r} is {what}; supported are {_SUPPORTED}" for name, what in kinds if what]
-    if problems:
-        raise ExperimentError(problems[:5])
-    tables = {name: tensor for name, tensor in loaded.items() if name.endswith(".lookup_table")}
-    if not tables:
-        raise ExperimentError([f"{file}: no tensor is called lookup_table: not a SqueezeLLM model"])
-    problems = [
-        f"{file}: tensor {name!r} has shape {list(tensor.shape)}, not [N, {2**settings.wbits}] as wbits says"
-        for name, tensor in tables.items()
-        if tensor.dim() != 2 or tensor.shape[1] != 2**settings.wbits
-    ]
-    if problems:
-        raise ExperimentError(problems[:5])
     return dict(loaded)
 
 
