@@ -8,21 +8,12 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.commands import mutate, sanitize
-from experiments.commands.choices import (
-    case_size,
-    choose_variants,
-    is_one_case,
-    only_contract,
-    open_registry,
-    parse_axes,
-    parse_config,
-)
+from experiments.commands.choices import Subject, case_size, choose_subjects, choose_variants, open_registry
 from experiments.commands.output import make_table, print_json, progress_bar
 from experiments.commands.requests import CheckRequest
 from experiments.reporting.table_style import status_text
 from experiments.runs.checked import record_checked
-from tkernels import Config, ContractError
-from tkernels.contract import Axes
+from tkernels import ContractError
 from tkernels.device import first_device
 from tkernels.variant import Variant
 from tkernels.verification.check import (
@@ -42,10 +33,10 @@ def run(request: CheckRequest) -> int:
     if request.mutate:
         return mutate.verify(request) if request.verify_equivalent else mutate.run(request)
     variants = choose_variants(open_registry(request.variants_from), request.chosen_op, request.variant)
-    held, configs = _hold(request, variants)
+    subjects = choose_subjects(variants, request.axes, request.config)
     if request.sanitize is not None:
-        return sanitize.run(request, variants, held, configs)
-    summaries = _check_all(request, variants, held, configs)
+        return sanitize.run(request, subjects, request.sanitize)
+    summaries = _check_all(request, subjects)
     if request.as_json:
         print_json(summaries)
     else:
@@ -54,57 +45,46 @@ def run(request: CheckRequest) -> int:
     return 0 if "ok" in statuses and not statuses & {"wrong", "failed"} else 1
 
 
-def _hold(request: CheckRequest, variants: Sequence[Variant]) -> tuple[Axes, dict[str, Config]]:
-    """The axes that every case has, and by a variant's name the config that it has."""
-    if not (request.axes or request.config):
-        return {}, {}
-    contract = only_contract(variants, "--axes and --config")
-    held = parse_axes(contract, request.axes) if request.axes else {}
-    return held, {one.name: parse_config(one, request.config) for one in variants} if request.config else {}
-
-
-def _check_all(
-    request: CheckRequest, variants: Sequence[Variant], held: Axes, configs: Mapping[str, Config]
-) -> list[dict[str, Any]]:
+def _check_all(request: CheckRequest, subjects: Sequence[Subject]) -> list[dict[str, Any]]:
     """A summary of each variant. That an outside one is right on all draws is noted beside its file."""
-    counts = [_count_cases(request, variant, held, configs.get(variant.name)) for variant in variants]
+    counts = [_count_cases(request, subject) for subject in subjects]
     summaries = []
     with progress_bar("check", sum(counts)) as update:
-        for variant, done in zip(variants, accumulate(counts, initial=0), strict=False):
-            update(completed=done, doing=f"{variant.contract.name}.{variant.name}")
+        for subject, done in zip(subjects, accumulate(counts, initial=0), strict=False):
+            update(completed=done, doing=subject.title)
             drawn: list[CheckResult] = []
             wide: list[CheckResult] = []
             problem = None
             try:
-                for is_wide, result in _check_cases(request, variant, held, configs.get(variant.name)):
+                for is_wide, result in _check_cases(request, subject):
                     (wide if is_wide else drawn).append(result)
                     update(advance=1)
             except ContractError as error:  # no case of this variant can be drawn here
                 problem = str(error)
-            summaries.append(summarize(variant, drawn, wide, problem))
-            is_whole = not held and not configs
-            if summaries[-1]["status"] == "ok" and is_whole and outside_folder(variant) is not None:
-                record_checked(variant)
+            summaries.append(summarize(subject.variant, drawn, wide, problem))
+            is_whole = not subject.axes and subject.config is None
+            if summaries[-1]["status"] == "ok" and is_whole and outside_folder(subject.variant) is not None:
+                record_checked(subject.variant)
     return summaries
 
 
-def _count_cases(request: CheckRequest, variant: Variant, held: Axes, config: Config | None) -> int:
-    if is_one_case(variant, held):
+def _count_cases(request: CheckRequest, subject: Subject) -> int:
+    if subject.is_one_case:
         return 1
-    return (request.examples or _EXAMPLES) + count_wide_cases(variant, held, config, first_device())
+    return (request.examples or _EXAMPLES) + count_wide_cases(
+        subject.variant, subject.axes, subject.config, first_device()
+    )
 
 
-def _check_cases(
-    request: CheckRequest, variant: Variant, held: Axes, config: Config | None
-) -> Iterator[tuple[bool, CheckResult]]:
+def _check_cases(request: CheckRequest, subject: Subject) -> Iterator[tuple[bool, CheckResult]]:
     """(whether its sizes are a model's, the result) of each case; of one alone where every axis is held."""
-    device, seed = first_device(), request.seed
-    if is_one_case(variant, held):
-        yield False, check_case(variant, variant.contract.case(held, seed, device), config)
+    variant, axes, config, device = subject.variant, subject.axes, subject.config, first_device()
+    if subject.is_one_case:
+        yield False, check_case(variant, variant.contract.case(axes, request.seed, device), config)
         return
-    for result in drawn_results(variant, request.examples or _EXAMPLES, seed, held, config, device):
+    for result in drawn_results(variant, request.examples or _EXAMPLES, request.seed, axes, config, device):
         yield False, result
-    for result in wide_results(variant, seed, held, config, device):
+    for result in wide_results(variant, request.seed, axes, config, device):
         yield True, result
 
 

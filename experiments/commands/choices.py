@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -142,9 +143,29 @@ def cuda_device(name: str, command: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def is_one_case(variant: Variant, held: Axes) -> bool:
-    """Whether axes are held that leave nothing to draw: one case is replayed."""
-    return bool(held) and held.keys() == variant.contract.axis_by_name.keys()
+@dataclass(frozen=True)
+class Subject:
+    """A variant that is checked, and what is held while its cases are drawn: axes, and a config where one is given."""
+
+    variant: Variant
+    axes: Axes
+    config: Config | None
+
+    @property
+    def title(self) -> str:
+        return f"{self.variant.contract.name}.{self.variant.name}"
+
+    @property
+    def is_one_case(self) -> bool:
+        """Whether the axes leave nothing to draw: one case is replayed."""
+        return self.axes.keys() == self.variant.contract.axis_by_name.keys()
+
+
+def choose_subjects(variants: Sequence[Variant], axes: str | None, config: str | None) -> list[Subject]:
+    """The variants with what "T=3,..." and "BLOCK_N=64,..." hold; ExperimentError where these are not theirs."""
+    contract = only_contract(variants, "--axes and --config") if axes or config else variants[0].contract
+    held = parse_axes(contract, axes) if axes else {}
+    return [Subject(variant, held, parse_config(variant, config) if config else None) for variant in variants]
 
 
 def case_size(axes: Axes) -> int:

@@ -2,19 +2,18 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from experiments.commands.choices import case_size, is_one_case
+from experiments.commands.choices import Subject, case_size
 from experiments.commands.output import make_table, print_json, progress_bar
 from experiments.commands.requests import CheckRequest
 from experiments.document import ExperimentError
 from experiments.reporting.table_style import status_text
-from tkernels import Config, UnknownNameError
-from tkernels.contract import Axes
+from tkernels import UnknownNameError
 from tkernels.variant import Variant
 from tkernels.verification.sanitizers.base import (
     Finding,
@@ -27,38 +26,14 @@ from tkernels.verification.sanitizers.base import (
 from tkernels.verification.sanitizers.suite import SANITIZERS
 
 
-def run(request: CheckRequest, variants: Sequence[Variant], held: Axes, configs: Mapping[str, Config]) -> int:
-    """Puts each variant under each sanitizer, prints the table, and returns 1 where there was a finding.
-
-    Args:
-        held: axes that every case has; with all of an op's, one case is replayed.
-        configs: by a variant's name, the one that replaces those that are drawn.
-    """
-    rows = _sanitize_all(request, variants, held, configs)
+def run(request: CheckRequest, subjects: Sequence[Subject], names: str) -> int:
+    """Puts each variant under each sanitizer, prints the table, and returns 1 where there was a finding."""
+    rows = _sanitize_all(request, subjects, _named_sanitizers(names))
     if request.as_json:
         print_json(rows)
     else:
         _print(Console(), rows)
     return 1 if any(row["findings"] for row in rows) or not any(row["cases"] for row in rows) else 0
-
-
-def _sanitize_all(
-    request: CheckRequest, variants: Sequence[Variant], held: Axes, configs: Mapping[str, Config]
-) -> list[dict[str, Any]]:
-    assert request.sanitize is not None
-    sanitizers = _named_sanitizers(request.sanitize)
-    pairs = [(sanitizer, variant) for variant in variants for sanitizer in sanitizers]
-    counts = [_count_cases(request, *pair, held, configs.get(pair[1].name)) for pair in pairs]
-    rows = []
-    with progress_bar("sanitize", sum(counts)) as update:
-        for (sanitizer, variant), done in zip(pairs, accumulate(counts, initial=0), strict=False):
-            update(completed=done, doing=f"{variant.contract.name}.{variant.name} {sanitizer.name}")
-            found: list[Finding | None] = []
-            for finding in _inspect_cases(request, sanitizer, variant, held, configs.get(variant.name)):
-                found.append(finding)
-                update(advance=1)
-            rows.append(summarize(variant, sanitizer, found))
-    return rows
 
 
 def _named_sanitizers(text: str) -> list[Sanitizer]:
@@ -69,25 +44,37 @@ def _named_sanitizers(text: str) -> list[Sanitizer]:
         raise ExperimentError([f"--sanitize: {error}"]) from None
 
 
-def _count_cases(
-    request: CheckRequest, sanitizer: Sanitizer, variant: Variant, held: Axes, config: Config | None
-) -> int:
-    if unfit_reason(sanitizer, variant):
+def _sanitize_all(
+    request: CheckRequest, subjects: Sequence[Subject], sanitizers: Sequence[Sanitizer]
+) -> list[dict[str, Any]]:
+    pairs = list(product(subjects, sanitizers))
+    counts = [_count_cases(request, *pair) for pair in pairs]
+    rows = []
+    with progress_bar("sanitize", sum(counts)) as update:
+        for (subject, sanitizer), count, done in zip(pairs, counts, accumulate(counts, initial=0), strict=False):
+            update(completed=done, doing=f"{subject.title} {sanitizer.name}")
+            found: list[Finding | None] = []
+            for finding in _inspect_cases(request, subject, sanitizer) if count else ():
+                found.append(finding)
+                update(advance=1)
+            rows.append(summarize(subject.variant, sanitizer, found))
+    return rows
+
+
+def _count_cases(request: CheckRequest, subject: Subject, sanitizer: Sanitizer) -> int:
+    if unfit_reason(sanitizer, subject.variant):
         return 0
-    return 1 if is_one_case(variant, held) else planned_draws(sanitizer, variant, request.examples, config)
+    return 1 if subject.is_one_case else planned_draws(sanitizer, subject.variant, request.examples, subject.config)
 
 
-def _inspect_cases(
-    request: CheckRequest, sanitizer: Sanitizer, variant: Variant, held: Axes, config: Config | None
-) -> Iterator[Finding | None]:
-    if unfit_reason(sanitizer, variant):
-        return
-    if not is_one_case(variant, held):
-        yield from sanitized(sanitizer, variant, request.examples, request.seed, held, config=config)
+def _inspect_cases(request: CheckRequest, subject: Subject, sanitizer: Sanitizer) -> Iterator[Finding | None]:
+    variant, config = subject.variant, subject.config
+    if not subject.is_one_case:
+        yield from sanitized(sanitizer, variant, request.examples, request.seed, subject.axes, config=config)
         return
     if config is None and variant.launch is not None:
         config = variant.default_config("interpreter")
-    yield inspect_case(sanitizer, variant, variant.contract.case(held, request.seed), config)
+    yield inspect_case(sanitizer, variant, variant.contract.case(subject.axes, request.seed), config)
 
 
 def summarize(variant: Variant, sanitizer: Sanitizer, found: Sequence[Finding | None]) -> dict[str, Any]:
