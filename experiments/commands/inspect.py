@@ -83,18 +83,19 @@ def _compile(
     axes: Axes = parse_axes(only_contract(variants, "--axes"), request.axes) if request.axes else {}
     points = dict.fromkeys((*POINTS, *(name for one in variants for name in one.contract.inspected)))
     names = [f"{one.contract.name}.{one.name}" for one in variants]
+    where = ("engine",) if axes else tuple(points)
     seen: set[tuple[str, str, str]] = set()
-    with progress_bar("inspect", len(names) * len(archs)) as update:
+    try:
+        with progress_bar("inspect", len(names) * len(archs)) as update:
 
-        def arrived(row: CompiledKernel) -> None:
-            seen.add((row.op, row.variant, row.arch))
-            update(completed=len(seen), doing=row.name)
+            def arrived(row: CompiledKernel) -> None:
+                seen.add((row.op, row.variant, row.arch))
+                update(completed=len(seen), doing=row.name)
 
-        try:
-            where = ("engine",) if axes else tuple(points)
-            return compile_for(archs, names, axes=axes, ops=ops, points=where, dump=dump, on_row=arrived)
-        except CompilationError as error:
-            raise ExperimentError([str(error)]) from None
+            rows = compile_for(archs, names, axes=axes, ops=ops, points=where, dump=dump, on_row=arrived)
+    except CompilationError as error:
+        raise ExperimentError([str(error)]) from None
+    return rows
 
 
 def _update_expected(rows: Sequence[CompiledKernel], variants: Sequence[Variant], archs: Sequence[str]) -> None:
@@ -111,8 +112,11 @@ def _find_worse(request: InspectRequest, rows: Sequence[CompiledKernel]) -> Fail
     if request.update_expected or request.axes:
         return {}
     table = expected.read(expected.table_path(triton.__version__))
-    pairs = [(table[expected.key(row)], row) for row in rows if expected.key(row) in table]
-    return {row.name: [f"{one} (expected table)" for one in expected.regressions(was, row)] for was, row in pairs}
+    worse: dict[str, list[str]] = {row.name: [] for row in rows}  # several launches may have one name
+    for row in rows:
+        if (was := table.get(expected.key(row))) is not None:
+            worse[row.name] += [f"{one} (expected table)" for one in expected.regressions(was, row)]
+    return worse
 
 
 def _dump(request: InspectRequest, kind: str, ops: Registry, variants: Sequence[Variant], archs: Sequence[str]) -> int:
