@@ -310,7 +310,7 @@ def _tabulate_details(rows: Sequence[CompiledKernel], found: Failures) -> Table:
     ops, archs = {row.op for row in rows}, {row.arch for row in rows}
     shared = [*(ops if len(ops) == 1 else ()), *(archs if len(archs) == 1 else ())]
     num_names = 1 if len(archs) == 1 else 2
-    lines = []
+    lines: list[list[str | Text]] = []
     for row in _in_order(rows):
         kernel = _label(row) if len(ops) == 1 else f"{row.op}.{_label(row)}"
         *names, marked = [kernel, row.arch][:num_names]
