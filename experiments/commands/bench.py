@@ -86,7 +86,7 @@ def _notes(rows: Sequence[Measurement], method: Method) -> Iterator[str]:
         yield f"{', '.join(names)}: {reason}"
     for words, names in sorted(_group_names(rows, _config_source, _name).items()):
         yield f"Configs ({words}): {', '.join(names)}"
-    for reason in _group_names(rows, lambda row: row.limit and row.limit.reason, _name):
+    for reason in _group_names(rows, lambda row: row.limit.reason if row.limit else None, _name):
         yield f"No roofline: {reason}"
 
 

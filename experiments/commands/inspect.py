@@ -242,8 +242,8 @@ def _tabulate_overview(
 ) -> Table:
     """A line for each kernel and point, a column for each architecture."""
     roomy = console.width >= _ROOMY
-    lines = [
-        (op, label, *(_format_registers(line.get(arch), found, roomy) for arch in archs))
+    lines: list[Sequence[str | Text]] = [
+        [op, label, *(_format_registers(line.get(arch), found, roomy) for arch in archs)]
         for (op, label), line in _group_lines(rows).items()
     ]
     title = "Registers of a thread" + (" and occupancy" if roomy else "")

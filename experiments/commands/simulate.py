@@ -38,8 +38,11 @@ def run(request: SimulateRequest) -> int:
     with progress_bar("simulate", of_arm * len(arms)) as update:
         for index, arm in enumerate(arms):
             update(doing=f"{arm.policy}, pool {arm.pool_blocks or 'by memory'}")
-            before = index * of_arm
-            rows.append(simulate(arm, setup, lambda finished, before=before: update(completed=before + finished)))
+
+            def on_progress(finished: int, before: int = index * of_arm) -> None:
+                update(completed=before + finished)
+
+            rows.append(simulate(arm, setup, on_progress))
     if request.as_json:
         print_json(rows)
     else:
