@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tkernels.batching import Inputs, lay_out_like
-from tkernels.contract import Axes, Axis, Choice, Constraint, Int, dtype_axis
+from tkernels.contract import Argument, Axes, Axis, Choice, Constraint, Int, Scalar, Tensor, dtype_axis
 from tkernels.device import DeviceFacts
 from tkernels.inputs import KINDS, Draws, dtype_of, on_grid, poison
 
@@ -73,6 +73,15 @@ OPTION_AXES: tuple[Axis, ...] = (
     # Of a thousand keys a peak leaves one, and nothing to compute.
     Choice("values", (*KINDS, "peaked"), legal=(*KINDS, "peaked", "sunken"), wide=KINDS),
 )
+
+OPTION_ARGUMENTS: dict[str, Argument] = {
+    "scale": Scalar(float, low=2.0**-126),
+    "max_context_len": Scalar(int, optional=True, low=0),
+    "window": Scalar(int, optional=True, low=1, axis=True),
+    "k_scale": Tensor("Hkv", "float32", optional=True),
+    "v_scale": Tensor("Hkv", "float32", optional=True),
+    "return_lse": Scalar(bool, axis=True),
+}
 
 CONSTRAINTS = (
     Constraint("S & (S - 1) == 0"),
@@ -385,6 +394,10 @@ def _laid_out_queries(q: torch.Tensor, axes: Axes, draws: Draws) -> torch.Tensor
 
 def _laid_out_tables(tables: torch.Tensor, axes: Axes, draws: Draws) -> torch.Tensor:
     return Draws(0, tables.device).laid_out(tables, "contiguous" if axes["layout"] == "contiguous" else "padded")
+
+
+def count_sequences(inputs: Inputs) -> int:
+    return int(inputs["context_lens"].shape[0])
 
 
 def loosen_bounds(inputs: Inputs) -> dict[str, Any]:

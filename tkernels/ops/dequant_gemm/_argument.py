@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tkernels.contract import Axes, ContractError, Tensor, Value, bind_axis
+from tkernels.device import DeviceFacts
 from tkernels.quantized.weight import QuantizedWeight
 
 
@@ -58,7 +59,7 @@ class QuantizedWeightArgument:
             bind_axis(op, f"{name}.{source}" if axis == "K" else name, axis, bound, axes)
 
 
-def needs_interleaved(axes: Axes) -> str | None:
+def needs_interleaved(axes: Axes, device: DeviceFacts) -> str | None:
     """Why a variant that reads interleaved words cannot take this weight, or None where it can.
 
     A weight that is yet to be loaded has no order: `prepare` sees to it.

@@ -10,6 +10,7 @@ from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Output, Tensor, Value, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
 from tkernels.ops.dequant_gemm._argument import QuantizedWeightArgument
+from tkernels.ops.matmul import contract as matmul
 from tkernels.quantized.codes import ORDERS, pack_codes
 from tkernels.quantized.outliers import Outliers, outliers_from
 from tkernels.quantized.weight import QuantizedWeight, dequantize, interleaved
@@ -108,11 +109,6 @@ def bytes_moved(case: Case) -> int:
     x, weight, bias = (case.inputs[name] for name in ("x", "weight", "bias"))
     elements = x.shape[0] * sum(weight.shape) + (bias.numel() if bias is not None else 0)
     return int(elements * x.element_size() + weight.nbytes)
-
-
-def flops(case: Case) -> int:
-    outputs, inputs = case.inputs["weight"].shape
-    return 2 * int(case.inputs["x"].shape[0]) * outputs * inputs
 
 
 _PADDINGS = (0, 3, 11, 24, 27, 56)
@@ -221,7 +217,7 @@ CONTRACT = Contract(
     outputs={"out": Output("M N", "activation")},
     make_inputs=make_inputs,
     bytes_moved=bytes_moved,
-    flops=flops,
+    flops=matmul.flops,
     default="auto",
     benchmarks=_benchmarks(),
     inspected={

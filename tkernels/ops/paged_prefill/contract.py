@@ -14,8 +14,10 @@ from tkernels.ops.paged_cache import (
     BENCHMARK_AXES,
     CONSTRAINTS,
     CORNERS,
+    OPTION_ARGUMENTS,
     OPTION_AXES,
     SIZE_AXES,
+    count_sequences,
     drawn_context_lens,
     gather_context,
     loosen_bounds,
@@ -219,10 +221,6 @@ def _benchmark(sequences: int, chunk: int, context: int) -> Axes:
     return {**BENCHMARK_AXES, **sizes, "Hq": 32, "Hkv": 8, "causal": True}
 
 
-def count_sequences(inputs: Inputs) -> int:
-    return int(inputs["context_lens"].shape[0])
-
-
 def take_sequences(inputs: Inputs, picks: Sequence[int]) -> dict[str, Any]:
     """The batch of the picked sequences, their query rows end to end, with as many rows of padding as before."""
     q, starts = inputs["q"], inputs["cu_seqlens_q"].tolist()
@@ -260,12 +258,7 @@ CONTRACT = Contract(
         "block_tables": Tensor("B N", "int32"),
         "cu_seqlens_q": Tensor("B+1", "int32"),
         "context_lens": Tensor("B", "int32"),
-        "scale": Scalar(float, low=2.0**-126),
-        "max_context_len": Scalar(int, optional=True, low=0),
-        "window": Scalar(int, optional=True, low=1, axis=True),
-        "k_scale": Tensor("Hkv", "float32", optional=True),
-        "v_scale": Tensor("Hkv", "float32", optional=True),
-        "return_lse": Scalar(bool, axis=True),
+        **OPTION_ARGUMENTS,
         "causal": Scalar(bool, axis=True),
     },
     outputs={"out": Output("T Hq Dv", "activation"), "lse": Output("T Hq", "float32", when="return_lse")},
