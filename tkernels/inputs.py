@@ -27,6 +27,11 @@ def dtype_of(name: Any) -> torch.dtype:
     return dtype
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float16" from torch.float16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def on_grid(values: torch.Tensor) -> torch.Tensor:
     """`values` rounded, in place, to multiples of 2**-8, so that fp32 sums of up to 256 of their products are exact in
     any order.

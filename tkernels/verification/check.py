@@ -207,9 +207,10 @@ def _judge_all(
 ) -> tuple[dict[str, Verdict], str]:
     original = widen_floats(arguments)
     oracle = _call_definition(contract, widen_floats(arguments), contract.reference)
-    if set_ones := sorted(set(contract.left_out_by_baseline).intersection(contract.set_options(axes))):
+    left_out = contract.options_left_out_by(contract.baseline)
+    if set_ones := sorted(set(left_out).intersection(contract.set_options(axes))):
         return {}, f"nothing measures the natural error: {contract.name}'s baseline does not take {', '.join(set_ones)}"
-    plain = {name: value for name, value in arguments.items() if name not in contract.left_out_by_baseline}
+    plain = {name: value for name, value in arguments.items() if name not in left_out}
     baseline = _call_definition(contract, clone_inputs(plain), contract.baseline)
     # The baseline measures natural error only if it is itself right. The definition, evaluated at the working dtype,
     # rounds after every operation, so no right baseline is much worse than it.

@@ -8,6 +8,7 @@ import torch
 
 from tkernels.contract import Axes, ContractError, Tensor, Value, bind_axis
 from tkernels.device import DeviceFacts
+from tkernels.inputs import dtype_name
 from tkernels.quantized.weight import QuantizedWeight
 
 
@@ -21,7 +22,7 @@ def axes_of(weight: QuantizedWeight) -> dict[str, Value]:
         "bits": weight.bits,
         "coding": weight.coding,
         "group_size": weight.group_size,
-        "weight": str(weight.dtype).removeprefix("torch."),
+        "weight": dtype_name(weight.dtype),
         "symmetric": weight.symmetric,
         "permuted": weight.permutation is not None,
         "sparse": weight.outliers is not None,

@@ -7,6 +7,7 @@ each call, on shapes alone: see `algorithms`.
 import torch
 
 from tkernels import Axes, Run, Variant
+from tkernels.inputs import dtype_name
 from tkernels.ops.algorithms import Algorithms
 from tkernels.ops.dequant_gemm._argument import axes_of, needs_interleaved
 from tkernels.quantized.weight import QuantizedWeight, interleaved
@@ -42,7 +43,7 @@ ALGORITHMS = Algorithms("dequant_gemm", ("gemv", "split_k", "tiled", "dequantize
 
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
-    axes = {"M": x.shape[0], "activation": str(x.dtype).removeprefix("torch."), **axes_of(weight)}
+    axes = {"M": x.shape[0], "activation": dtype_name(x.dtype), **axes_of(weight)}
     ALGORITHMS.launch(run, axes, out, x, weight, bias)
 
 
