@@ -122,6 +122,18 @@ def map_tensors(inputs: Mapping[str, Any], function: Callable[[torch.Tensor], An
     return {name: mapped(value) for name, value in inputs.items()}
 
 
+def tensors_in(inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """All tensors that `map_tensors` meets, in its order."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(inputs, note)
+    return found
+
+
 def clone_inputs(inputs: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
     """Copies of the tensors with the same strides, offsets and poison around them; views of one storage stay so."""
     storages: dict[int, torch.Tensor] = {}
@@ -198,15 +210,11 @@ def widen_floats(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def outside_views(tensors: Mapping[str, Any], names: Sequence[str]) -> dict[int, torch.Tensor]:
     """The bytes of each storage that none of the named tensors covers: storage address -> masked copy."""
-    storages: dict[int, torch.Tensor] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        storages.setdefault(storage.data_ptr(), torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
-        return tensor
-
-    map_tensors(tensors, note)
-    result = {address: whole.clone() for address, whole in storages.items()}
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors_in(tensors)}
+    result = {
+        address: torch.empty(0, dtype=torch.uint8, device=one.device).set_(one.untyped_storage()).clone()
+        for address, one in storages.items()
+    }
     for name in names:
         value = tensors[name]
         address = value.untyped_storage().data_ptr()

@@ -12,7 +12,7 @@ import torch
 from tkernels.config import Config
 from tkernels.contract import Axes, Case, Contract, Int, Value
 from tkernels.device import DeviceFacts, device_facts
-from tkernels.inputs import clone_inputs, map_tensors
+from tkernels.inputs import clone_inputs, tensors_in
 from tkernels.launch import Kernel
 from tkernels.roofline import Roofline, RooflineError, roofline
 from tkernels.timing import Cache, Launch, Timing, time_calls
@@ -319,12 +319,5 @@ def _copy_foreign_weight(value: Any) -> Any:
 
 def storage_bytes(inputs: Mapping[str, Any]) -> int:
     """Of all tensors among the inputs together; storage that several of them view counts once."""
-    storages: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage._cdata] = storage.nbytes()  # every meta tensor has the address 0
-        return tensor
-
-    map_tensors(inputs, note)
-    return sum(storages.values())
+    storages = [tensor.untyped_storage() for tensor in tensors_in(inputs)]
+    return sum({one._cdata: one.nbytes() for one in storages}.values())  # every meta tensor has the address 0

@@ -9,7 +9,7 @@ from tkernels.config import Config
 from tkernels.contract import Contract, unpack
 from tkernels.device import device_facts
 from tkernels.inputs import map_tensors, poison
-from tkernels.launch import Door, Run
+from tkernels.launch import Door, Kernel, Run
 from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
 from tkernels.verification.addresses import default_door
@@ -18,6 +18,10 @@ Place = Callable[[torch.Tensor], torch.Tensor]
 """Takes a tensor that was just filled and returns the one to use for it, with the same contents."""
 
 _FINITE = {torch.float16: 60000.0, torch.float8_e4m3fn: 448.0}
+
+
+class NotZeroError(RuntimeError):
+    """A launch did not leave its zeroed workspace at zero: the next one would begin with what is there."""
 
 
 def finite_poison(dtype: torch.dtype) -> float | int:
@@ -50,24 +54,31 @@ def call(
     The results are the outputs asked for and the written arguments. Every output and every workspace that is not
     declared zero begins as `fill` of its dtype, where `place` puts it. `door` replaces the default, which checks
     addresses where kernels are interpreted.
+
+    Raises:
+        NotZeroError: a workspace that is declared zero is not left so.
+        Whatever the variant raises.
     """
-    contract = variant.contract
+    contract, door = variant.contract, door or default_door()
     bound = contract.bind_arguments((), arguments)
+    written = {name: bound[name] for name in contract.writes}
     if variant.launch is None:
-        outputs = dict(zip(wanted_outputs(contract, bound), unpack(variant(**bound)), strict=True))
-    else:
-        axes, device = contract.bind_axes(bound)
-        facts = device_facts(device)
-        config = config if config is not None else NEAREST.resolve(variant, axes, facts)  # an empty one is false
-        allocated = contract.allocate_outputs(axes, bound, device)
-        filled = map_tensors(allocated, lambda tensor: place(tensor.fill_(fill(tensor.dtype))))
-        workspace = {
-            name: place(torch.full(b.shape, 0 if b.zeroed else fill(b.dtype), dtype=b.dtype, device=device))
-            for name, b in variant.workspace(axes, config, facts).items()
-        }
-        variant.run_launcher(Run(facts, config, workspace, door or default_door()), filled, bound)
-        outputs = {name: tensor for name, tensor in filled.items() if tensor is not None}
-    return outputs | {name: bound[name] for name in contract.writes}
+        results = unpack(Kernel(variant, NEAREST, {}, door)(**bound))
+        return dict(zip(wanted_outputs(contract, bound), results, strict=True)) | written
+    axes, device = contract.bind_axes(bound)
+    facts = device_facts(device)
+    config = config if config is not None else NEAREST.resolve(variant, axes, facts)  # an empty one is false
+    allocated = contract.allocate_outputs(axes, bound, device)
+    outputs = map_tensors(allocated, lambda tensor: place(tensor.fill_(fill(tensor.dtype))))
+    buffers = variant.workspace(axes, config, facts)
+    workspace = {
+        name: place(torch.full(b.shape, 0 if b.zeroed else fill(b.dtype), dtype=b.dtype, device=device))
+        for name, b in buffers.items()
+    }
+    variant.run_launcher(Run(facts, config, workspace, door), outputs, bound)
+    if left := sorted(name for name, b in buffers.items() if b.zeroed and workspace[name].any()):
+        raise NotZeroError(f"the launch did not leave its zeroed workspace at zero: {', '.join(left)}")
+    return {name: tensor for name, tensor in outputs.items() if tensor is not None} | written
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

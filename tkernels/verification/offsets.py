@@ -18,7 +18,7 @@ import torch
 from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.device import INTERPRETER
-from tkernels.inputs import map_tensors
+from tkernels.inputs import map_tensors, tensors_in
 from tkernels.interpreter import overflow_checks
 from tkernels.launch import Kernel, Run, jit_door
 from tkernels.tuning import NEAREST
@@ -55,15 +55,7 @@ def _fake_parts(value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return _fake_strides(value)
-    count = 0
-
-    def number(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        return tensor
-
-    value.map_tensors(number)
-    for wanted in range(count):
+    for wanted in range(len(tensors_in({"weight": value}))):
         seen = itertools.count()
 
         def one(tensor: torch.Tensor, wanted: int = wanted, seen: Iterator[int] = seen) -> torch.Tensor:
@@ -86,7 +78,7 @@ def check_offsets(variant: Variant, case: Case, config: Config) -> None:
     contract = case.contract
     real = contract.bind_arguments((), case.inputs)
     axes, device = contract.bind_axes(real)
-    arguments = {n: _fake_parts(v) if _has_tensors(v) else v for n, v in real.items()}
+    arguments = {name: _fake_parts(value) if tensors_in({name: value}) else value for name, value in real.items()}
     outputs = map_tensors(contract.allocate_outputs(axes, real, device), _fake_strides)
 
     def faking_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
@@ -100,7 +92,3 @@ def check_offsets(variant: Variant, case: Case, config: Config) -> None:
 
     kernel = Kernel(replace(variant, launch=launch), NEAREST, {}, faking_door)
     kernel.launch_into(outputs, arguments, axes, device, INTERPRETER, config)
-
-
-def _has_tensors(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or hasattr(value, "map_tensors")
