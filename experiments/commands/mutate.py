@@ -17,13 +17,10 @@ from experiments.commands.registry import matching, open_registry
 from experiments.document import ExperimentError
 from experiments.reporting.table_style import add_row, new_table
 from tkernels import Registry
-from tkernels.verification.mutation import (
-    KINDS,
+from tkernels.verification.mutation.campaign import (
     VERIFIED_CASES,
     Comparison,
-    MutationError,
     Outcome,
-    Pool,
     Score,
     Trial,
     compared,
@@ -34,6 +31,8 @@ from tkernels.verification.mutation import (
     score,
     trials,
 )
+from tkernels.verification.mutation.faults import KINDS
+from tkernels.verification.mutation.pool import MutationError, Pool
 
 LEAST_SHARE = 0.95
 LEAST_MUTANTS = 100
