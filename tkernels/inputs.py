@@ -73,13 +73,17 @@ class Draws:
         return values.to(dtype).to(self.device)
 
     def laid_out(self, values: torch.Tensor, layout: Any, padding: int = 3) -> torch.Tensor:
-        """The same values, in storage that has NaN (or the top integer) beyond and, if "padded", between its rows."""
+        """The same values, in storage that has NaN (or the top integer) beyond and, if "padded", between its rows; if
+        "head_major", values [T, heads, ...] lie head by head.
+        """
         if layout == "contiguous":
             return poisoned_views([values], dim=0)[0]
+        if layout == "head_major":
+            return poisoned_views([values.transpose(0, 1)], dim=0)[0].transpose(0, 1)
         if layout == "padded":
             gap = torch.full_like(values[..., :1], poison(values.dtype)).repeat_interleave(padding, dim=-1)
             return poisoned_views([values, gap], dim=-1)[0]
-        raise ValueError(f"layout {layout!r}: there is {', '.join(LAYOUTS)}")
+        raise ValueError(f"layout {layout!r}: there is {', '.join(LAYOUTS)}, head_major")
 
 
 def poison(dtype: torch.dtype) -> float | int:

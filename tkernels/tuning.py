@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import triton
@@ -18,14 +18,13 @@ from filelock import FileLock
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from tkernels.config import Config
+from tkernels.config import Config, TuningMode
 from tkernels.contract import Axes, Int
 from tkernels.device import INTERPRETER, DeviceFacts
 from tkernels.files import write_text
 from tkernels.timing import time_call
 from tkernels.variant import Variant
 
-TuningMode = Literal["nearest", "frozen", "search"]
 Match = Literal["exact", "other Triton version", "stale source", "default"]
 Measure = Callable[[Callable[[], None]], float]
 """Runs a launch as often as it wants and returns microseconds; raises OutOfResources for a config that does not fit."""
@@ -62,10 +61,7 @@ class Entry:
 
     def best(self, allowed: Sequence[Config]) -> Config | None:
         """The fastest config that its variant still offers: one that was taken out may have been wrong."""
-        timed = [
-            (us, index) for index, (config, us, _) in enumerate(self.timings) if us is not None and config in allowed
-        ]
-        return self.timings[min(timed)[1]][0] if timed else None
+        return _fastest_config([timing for timing in self.timings if timing[0] in allowed])
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:
@@ -133,22 +129,19 @@ def record(path: Path, device: DeviceFacts, entry: Entry) -> Entry:
         if before := entries.get(entry.key):
             tried = {config for config, _, _ in entry.timings}
             timings = (*entry.timings, *(t for t in before.timings if t[0] not in tried))
-            entry = replace(entry, config=_fastest_config(timings), timings=timings)
+            best = _fastest_config(timings)
+            assert best is not None, "an entry names a config that was timed"
+            entry = replace(entry, config=best, timings=timings)
         entries[entry.key] = entry
         rows = [entries[key].as_json() for key in sorted(entries)]
         write_text(path, json.dumps({"device": device.name, "arch": device.arch, "entries": rows}, indent=1) + "\n")
         return entry
 
 
-def _fastest_config(timings: Sequence[ConfigTiming]) -> Config:
+def _fastest_config(timings: Sequence[ConfigTiming]) -> Config | None:
+    """The first of the fastest; None where nothing was timed."""
     timed = [(us, index) for index, (_, us, _) in enumerate(timings) if us is not None]
-    if not timed:
-        raise TuningError(f"no config could be timed: {_format_reasons(timings)}")
-    return timings[min(timed)[1]][0]
-
-
-def _format_reasons(timings: Sequence[ConfigTiming]) -> str:
-    return "; ".join(f"{config.as_dict()}: {why}" for config, _, why in timings)
+    return timings[min(timed)[1]][0] if timed else None
 
 
 def median_us(launch: Callable[[], None]) -> float:
@@ -177,8 +170,8 @@ class Tuning:
     _files: dict[Path, dict[tuple[str, ...], Entry]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.mode not in ("nearest", "frozen", "search"):
-            raise TuningError(f"tuning {self.mode!r}: there is nearest, frozen, search")
+        if self.mode not in get_args(TuningMode):
+            raise TuningError(f"tuning {self.mode!r}: there is {', '.join(get_args(TuningMode))}")
 
     def resolve(
         self,
@@ -322,9 +315,8 @@ def search(
             known = record(path, device, Entry(*key, config=config, timings=tuple(pending)))
             pending = []
     if known is None:
-        raise TuningError(
-            f"{variant.contract.name}.{variant.name}: no config could be timed: {_format_reasons(pending)}"
-        )
+        reasons = "; ".join(f"{config.as_dict()}: {why}" for config, _, why in pending)
+        raise TuningError(f"{variant.contract.name}.{variant.name}: no config could be timed: {reasons}")
     return known
 
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -22,6 +22,12 @@ from experiments.schema.scheduler import SchedulerOptions
 from experiments.schema.values import Count, Strict, Swept, as_list
 from experiments.schema.workload import Workload
 from tsched.options import DtypeName
+from tsched.torch_free import load_from_file
+
+if TYPE_CHECKING:
+    from tkernels.config import TuningMode
+else:
+    TuningMode = load_from_file("config").TuningMode
 
 Batching = Literal["continuous", "static"]
 
@@ -118,7 +124,7 @@ class Experiment(Strict):
     architectures_from: list[Folder] = []
     kernels: Mapping[str, Choices] = {}
     shapes: Mapping[str, list[Mapping[str, Swept[int | bool | str]]]] = {}
-    tuning: Literal["nearest", "frozen", "search"] = "nearest"
+    tuning: TuningMode = "nearest"
     scheduler: Swept[SchedulerOptions] = [SchedulerOptions()]
     batching: Swept[Batching] = ["continuous"]
     workload: Annotated[list[Workload], BeforeValidator(as_list)] = []

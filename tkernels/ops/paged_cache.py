@@ -387,8 +387,6 @@ def _laid_out_queries(q: torch.Tensor, axes: Axes, draws: Draws) -> torch.Tensor
         fused = torch.full((rows, heads + 2 * int(axes["Hkv"]), dim), poison(q.dtype), dtype=q.dtype, device=q.device)
         fused[:, :heads] = q
         return fused[:, :heads]
-    if axes["layout"] == "head_major":
-        return draws.laid_out(q.transpose(0, 1).contiguous(), "contiguous").transpose(0, 1)
     return draws.laid_out(q, axes["layout"])
 
 

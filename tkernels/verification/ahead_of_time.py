@@ -75,11 +75,6 @@ def compile_for(
         return [row for rows in threads.map(compile_one, asked) for row in rows]
 
 
-def compile_variants(arch: str, names: Sequence[str], **options: Any) -> list[CompiledKernel]:
-    """`compile_for` one architecture."""
-    return compile_for([arch], names, **options)
-
-
 @contextmanager
 def _servers(count: int, about: Mapping[str, Any]) -> Iterator[list[Server]]:
     # Always compiled: from Triton's cache, times would be of reading files and lines those of another checkout.

@@ -113,7 +113,7 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
         q, k, _ = poisoned_views([q, k, torch.full_like(v, poison(dtype))], dim=1)
         cos, sin = poisoned_views([cos, sin], dim=-1)
     elif layout == "head_major":
-        q, k = (poisoned_views([x.transpose(0, 1)], dim=0)[0].transpose(0, 1) for x in (q, k))
+        q, k = draws.laid_out(q, "head_major"), draws.laid_out(k, "head_major")
         cos, sin = draws.laid_out(cos, "padded"), draws.laid_out(sin, "contiguous")
     else:  # "mixed": no two tensors share their strides
         first = "padded" if layout == "mixed" else "contiguous"
