@@ -185,16 +185,15 @@ class Variant:
 
     def axes_of_part(self, part: Contract, axes: AxisRanges) -> dict[str, Any]:
         """What a part is called at where the fusion is called at `axes` (values, or ranges of them)."""
-        given = self.part_axes.get(part.name, {})
         mine: dict[str, Any] = {name: axes[name] for name in (*part.axis_by_name, *part.options) if name in axes}
-        for name, what in given.items():
+        for name, what in self.part_axes.get(part.name, {}).items():
             dim = Dim.parse(what) if isinstance(what, str) else None
             if dim is None or dim.name not in self.contract.axis_by_name:
                 mine[name] = what
-            elif dim.name in axes:
-                value = axes[dim.name]
-                ends = [dim.size({dim.name: end}) for end in (value if isinstance(value, tuple) else (value,))]
-                mine[name] = tuple(ends) if isinstance(value, tuple) else ends[0]
+            elif isinstance(value := axes.get(dim.name), tuple):
+                mine[name] = tuple(dim.size({dim.name: end}) for end in value)
+            elif value is not None:
+                mine[name] = dim.size({dim.name: value})
         return mine
 
     def with_parts(self, ops: Mapping[str, "Op"]) -> "Variant":
@@ -303,16 +302,14 @@ def _check_launcher(variant: Variant) -> None:
         raise VariantError(f"{where}: configs must not be empty: they are what tuning tries; leave them out for none")
     if "" not in variant.default:
         raise VariantError(f"{where}: default must have an entry for every other architecture, named ''")
+    names = sorted(variant.default[""])
     for config in (*(variant.configs or ()), *variant.default.values()):
         variant.pinned(config, config.as_dict())
-        if set(config) != set(variant.default[""]):
-            raise VariantError(
-                f"{where}: configs differ in their names: {sorted(config)} and {sorted(variant.default[''])}"
-            )
-    if variant.batch_invariant:
-        batchy = [axis for axis in variant.key if contract.axis_by_name[axis].batch]
-        if batchy:
-            raise VariantError(f"{where}: a batch-invariant variant's config may not depend on {', '.join(batchy)}")
+        if sorted(config) != names:
+            raise VariantError(f"{where}: configs differ in their names: {sorted(config)} and {names}")
+    batchy = [axis for axis in variant.key if contract.axis_by_name[axis].batch]
+    if variant.batch_invariant and batchy:
+        raise VariantError(f"{where}: a batch-invariant variant's config may not depend on {', '.join(batchy)}")
     prefix = f"{contract.name}_{variant.name}"
     if variant.kernels and not any(name.startswith(prefix) for name in variant.kernels):
         raise VariantError(f"{where}: its kernel must be named {prefix} (found {', '.join(variant.kernels)})")

@@ -71,7 +71,7 @@ class Tensor:
             )
         if self.copied_in_boxes:
             steps = (stride * value.element_size() for stride in value.stride()[:-1])
-            axes[f"{name}_aligned"] = all(step % 16 == 0 for step in (value.data_ptr(), *steps))
+            axes[f"{name}_aligned"] = not any(step % 16 for step in (value.data_ptr(), *steps))
 
     def _check_form(self, op: str, name: str, value: Any, device: torch.device | None) -> None:
         if not isinstance(value, torch.Tensor):
@@ -112,15 +112,19 @@ class Scalar:
             if self.axis:
                 axes[name] = 0
             return
-        allowed = (int, float) if self.kind is float else (self.kind,)
-        if not isinstance(value, allowed) or (isinstance(value, bool) and self.kind is not bool):
-            raise ContractError(f"{op}: argument {name!r} must be {self.kind.__name__}, got {value!r}")
-        if not math.isfinite(value):
-            raise ContractError(f"{op}: argument {name!r} must be finite, got {value!r}")
-        if self.low is not None and value < self.low:
-            raise ContractError(f"{op}: argument {name!r} must be at least {self.low}, got {value!r}")
+        if rule := self._broken_rule(value):
+            raise ContractError(f"{op}: argument {name!r} must be {rule}, got {value!r}")
         if self.axis:
             axes[name] = math.ceil(value) if value > 0 else math.floor(value)
+
+    def _broken_rule(self, value: Any) -> str | None:
+        """What a value has to be and is not."""
+        allowed = (int, float) if self.kind is float else (self.kind,)
+        if not isinstance(value, allowed) or (isinstance(value, bool) and self.kind is not bool):
+            return self.kind.__name__
+        if not math.isfinite(value):
+            return "finite"
+        return f"at least {self.low}" if self.low is not None and value < self.low else None
 
 
 @dataclass(frozen=True)

@@ -168,16 +168,15 @@ class Contract:
         if device is None:
             raise ContractError(f"{self.name}: no tensor among the arguments")
         self.check_axes(axes)
-        for name, default in self.options.items():
-            if default == {name: False} and name not in axes and not self._is_default(name, arguments[name]):
-                axes[name] = True
-        if written := (*self.writes, *self.consumes):
-            shared = shared_memory(arguments, written)
-            if shared is not None:
-                raise ContractError(f"{self.name}: argument {shared[0]!r} {shared[1]}")
+        axes |= {name: True for name in self.options if name not in axes and not self._is_off(name, arguments[name])}
+        if (written := (*self.writes, *self.consumes)) and (shared := shared_memory(arguments, written)):
+            raise ContractError(f"{self.name}: argument {shared[0]!r} {shared[1]}")
         return axes, device
 
-    def _is_default(self, name: str, value: Any) -> bool:
+    def _is_off(self, name: str, value: Any) -> bool:
+        """Whether an option that has no axis of its name here needs none: its rule binds another, or it is not set."""
+        if self.options[name] != {name: False}:
+            return True
         default = self.signature.parameters[name].default
         return value is default or (not isinstance(value, torch.Tensor) and bool(value == default))
 
@@ -209,7 +208,8 @@ class Contract:
 
     def _candidates(self, axis: Axis, axes: Axes, wide: bool) -> list[Value]:
         """The values to draw an axis from beside those that are fixed or drawn already."""
-        ready = [c for c in self.constraints if axis.name in c.names and c.names <= axes.keys() | {axis.name}]
+        known = axes.keys() | {axis.name}
+        ready = [c for c in self.constraints if axis.name in c.names and c.names <= known]
         for values in (axis.wide, axis.draws) if wide else (axis.draws,):
             if fitting := [v for v in values if all(c.holds({**axes, axis.name: v}) for c in ready)]:
                 return fitting

@@ -23,6 +23,11 @@ class Instruction:
     bulk: bool = False
     matrix: str = ""
 
+    @property
+    def reads(self) -> bool:
+        """Whether it loads from global memory, a lane's bytes or a whole tile."""
+        return self.loads > 0 or self.bulk
+
 
 @dataclass(frozen=True)
 class Code:
@@ -36,21 +41,11 @@ class Code:
 
         A loop is what lies between a label and a later jump back to it.
         """
-        loops = {
-            (self.labels[one.target], end)
-            for end, one in enumerate(self.instructions)
-            if one.target in self.labels and self.labels[one.target] <= end
-        }
-        loading = [loop for loop in loops if any(one.loads or one.bulk for one in self._inside(loop))]
-        innermost = [
-            (start, end)
-            for start, end in loading
-            if not any((a, b) != (start, end) and start <= a and b <= end for a, b in loading)
-        ]
-        return [one for loop in sorted(innermost) for one in self._inside(loop)]
-
-    def _inside(self, loop: tuple[int, int]) -> Sequence[Instruction]:
-        return self.instructions[loop[0] : loop[1] + 1]
+        jumps = enumerate(self.instructions)
+        loops = {range(self.labels[one.target], end + 1) for end, one in jumps if one.target in self.labels}
+        loading = [loop for loop in loops if any(self.instructions[at].reads for at in loop)]
+        innermost = [loop for loop in loading if not any(_holds(loop, other) for other in loading)]
+        return [self.instructions[at] for loop in sorted(innermost, key=lambda loop: loop[0]) for at in loop]
 
     @property
     def matrix_instructions(self) -> dict[str, int]:
@@ -66,6 +61,11 @@ def access_shares(loop: Sequence[Instruction]) -> dict[str, float]:
             moved[width] += width
     total = sum(moved.values())
     return {str(width): round(moved[width] / total, 4) for width in sorted(moved, reverse=True) if width}
+
+
+def _holds(loop: range, other: range) -> bool:
+    """Whether the other loop lies in this one."""
+    return other != loop and other[0] in loop and other[-1] in loop
 
 
 # %k = tt.load %p, %mask, %other : tensor<64x128x!tt.ptr<bf16>> loc(#loc261)
