@@ -242,17 +242,16 @@ def nearest_entry(
     """Of a lockfile's entries, the one whose config a call gets: the exact one, else another Triton version's, else a
     stale source's, the newest version first; None where none has a config that is still offered.
     """
-    exact = entries.get(tuning_key(variant, point))
-    if exact and exact.best(offered) is not None:
-        return exact, "exact"
-    name = variant.contract.name
-    near = [e for e in entries.values() if (e.op, e.variant, e.bucket) == (name, variant.name, point)]
-    near = sorted((e for e in near if e.best(offered) is not None), key=lambda e: _version(e.triton), reverse=True)
-    matches: tuple[tuple[Match, list[Entry]], ...] = (
-        ("other Triton version", [e for e in near if e.source == variant.source]),
-        ("stale source", near),
+    op, name, source, triton_version, _ = tuning_key(variant, point)
+    fitting = [e for e in entries.values() if (e.op, e.variant, e.bucket) == (op, name, point)]
+    newest_first = sorted(fitting, key=lambda e: _version(e.triton), reverse=True)
+    near = [e for e in newest_first if e.best(offered) is not None]
+    wanted: tuple[tuple[Match, Callable[[Entry], bool]], ...] = (
+        ("exact", lambda e: (e.source, e.triton) == (source, triton_version)),
+        ("other Triton version", lambda e: e.source == source),
+        ("stale source", lambda e: True),
     )
-    return next(((fits[0], match) for match, fits in matches if fits), None)
+    return next(((e, match) for match, fits in wanted for e in near if fits(e)), None)
 
 
 def tuning_key(variant: Variant, point: str) -> tuple[str, str, str, str, str]:

@@ -69,10 +69,9 @@ def judge(
     allowed_max = 2 * float(natural.max()) + 2 * max(eps * float(truth.abs().max()), spacing)
     max_ratio = _ratio(float(error.max()), slack * allowed_max)
     rms_ratio = None
-    if int(finite.sum()) >= RMS_FROM_ELEMENTS:
-        count = int(finite.sum())
-        rms = [float((t.square().sum() / count).sqrt()) for t in (error, natural, truth)]
-        rms_ratio = _ratio(rms[0], slack * (1.25 * rms[1] + max(eps * rms[2], spacing) / 4))
+    if (count := int(finite.sum())) >= RMS_FROM_ELEMENTS:
+        rms_error, rms_natural, rms_truth = (float((t.square().sum() / count).sqrt()) for t in (error, natural, truth))
+        rms_ratio = _ratio(rms_error, slack * (1.25 * rms_natural + max(eps * rms_truth, spacing) / 4))
     flat = int(error.argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), error.shape))
     ok = max_ratio <= 1 and (rms_ratio is None or rms_ratio <= 1)

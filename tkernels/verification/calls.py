@@ -61,10 +61,23 @@ def call(
     """
     contract, door = variant.contract, door or default_door()
     bound = contract.bind_arguments((), arguments)
-    written = {name: bound[name] for name in contract.writes}
-    if variant.launch is None:
+    if variant.launch is not None:
+        outputs = _launch(variant, bound, config, door, fill, place)
+    else:
         results = unpack(Kernel(variant, NEAREST, {}, door)(**bound))
-        return dict(zip(wanted_outputs(contract, bound), results, strict=True)) | written
+        outputs = dict(zip(wanted_outputs(contract, bound), results, strict=True))
+    return outputs | {name: bound[name] for name in contract.writes}
+
+
+def _launch(
+    variant: Variant,
+    bound: Mapping[str, Any],
+    config: Config | None,
+    door: Door,
+    fill: Callable[[torch.dtype], float | int],
+    place: Place,
+) -> dict[str, torch.Tensor]:
+    contract = variant.contract
     axes, device = contract.bind_axes(bound)
     facts = device_facts(device)
     config = config if config is not None else NEAREST.resolve(variant, axes, facts)  # an empty one is false
@@ -78,7 +91,7 @@ def call(
     variant.run_launcher(Run(facts, config, workspace, door), outputs, bound)
     if left := sorted(name for name, b in buffers.items() if b.zeroed and workspace[name].any()):
         raise NotZeroError(f"the launch did not leave its zeroed workspace at zero: {', '.join(left)}")
-    return {name: tensor for name, tensor in outputs.items() if tensor is not None} | written
+    return {name: tensor for name, tensor in outputs.items() if tensor is not None}
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -110,32 +110,48 @@ def check_case(
     facts = device_facts(device)
     if variant.kind == "triton" and config is None:
         config = NEAREST.resolve(variant, axes, facts)
-
-    def result(status: str, reason: str = "", verdicts: Mapping[str, Verdict] | None = None) -> CheckResult:
-        named = (contract.name, variant.name, case.axes, case.seed, config)
-        return CheckResult(*named, status, reason, verdicts or {}, outside_folder(variant))
-
+    named = (contract.name, variant.name, case.axes, case.seed, config)
     if reason := variant.unsupported_reason(axes, device, facts):
-        return result("unsupported", reason)
-    mine = clone_inputs(arguments)
+        return CheckResult(*named, "unsupported", reason, {}, outside_folder(variant))
+    status, fault, verdicts = _run_and_judge(variant, arguments, axes, config, door, slack)
+    if status == "ok" and offsets and (fault := _offsets_fault(variant, case, config)):
+        status = "failed"
+    return CheckResult(*named, status, fault, verdicts, outside_folder(variant))
+
+
+def _run_and_judge(
+    variant: Variant,
+    arguments: Mapping[str, Any],
+    axes: Axes,
+    config: Config | None,
+    door: Door | None,
+    slack: float,
+) -> tuple[str, str, Mapping[str, Verdict]]:
+    """(status, reason, verdicts) of one call on copies of the arguments."""
+    contract, mine = variant.contract, clone_inputs(arguments)
     before = outside_views(mine, (*contract.writes, *contract.consumes))
     try:
         got = call(variant, mine, config, door=door)
     except NotZeroError as error:
-        return result("wrong", str(error))
+        return "wrong", str(error), {}
     except Exception as error:
-        return result("failed", f"{type(error).__name__}: {error}")
+        return "failed", f"{type(error).__name__}: {error}", {}
     if reason := _changed_outside(contract, before, arguments, mine) or _misshapen_output(contract, axes, got):
-        return result("wrong", reason)
+        return "wrong", reason, {}
     verdicts, reason = _judge_all(variant, contract, arguments, axes, got, slack)
-    if reason or not all(v.ok for v in verdicts.values()):
-        return result("wrong", reason, verdicts)
-    if offsets and MODE == "interpret" and variant.launch is not None and config is not None:
-        try:
-            check_offsets(variant, case, config)
-        except Exception as error:
-            return result("failed", f"offsets, on strides faked to 2**30: {type(error).__name__}: {error}", verdicts)
-    return result("ok", "", verdicts)
+    is_right = not reason and all(verdict.ok for verdict in verdicts.values())
+    return "ok" if is_right else "wrong", reason, verdicts
+
+
+def _offsets_fault(variant: Variant, case: Case, config: Config | None) -> str:
+    """What goes wrong in an interpreted kernel on faked strides; "" for nothing."""
+    if MODE != "interpret" or variant.launch is None or config is None:
+        return ""
+    try:
+        check_offsets(variant, case, config)
+    except Exception as error:
+        return f"offsets, on strides faked to 2**30: {type(error).__name__}: {error}"
+    return ""
 
 
 def _changed_outside(

@@ -72,12 +72,9 @@ def _parts(node: ast.AST) -> Iterator[ast.AST]:
         if field in ("decorator_list", "annotation", "returns") or name in _NO_EFFECT:
             continue
         children = value if isinstance(value, list) else [value]
-        if name in _PROMISES and field == "args":
-            children = children[:1]
-        for child in children:
-            if isinstance(child, ast.keyword) and child.arg in _HINT_KEYWORDS:
-                continue
-            if isinstance(child, ast.AST):
+        for child in children[:1] if name in _PROMISES and field == "args" else children:
+            is_hint = isinstance(child, ast.keyword) and child.arg in _HINT_KEYWORDS
+            if isinstance(child, ast.AST) and not is_hint:
                 yield from _parts(child)
 
 
@@ -116,28 +113,23 @@ def _strides_swapped(function: ast.FunctionDef) -> Iterator[Replacement]:
     for node in _body(function):
         if isinstance(node, ast.Name) and node.id in strides:
             tensor = node.id.rsplit("_", 1)[0]
-            others = [s for s in strides if s != node.id and s.rsplit("_", 1)[0] == tensor]
-            others += [s for s in strides if s != node.id and s not in others]
+            others = [stride for stride in strides if stride != node.id]
             if others:
-                yield node, ast.Name(others[0])
+                yield node, ast.Name(min(others, key=lambda stride: stride.rsplit("_", 1)[0] != tensor))
 
 
 def _axes_swapped(function: ast.FunctionDef) -> Iterator[Replacement]:
     """Of a reduction, of the grid, and of an expanded dim: x[:, None] and x[None, :]."""
     for node in _body(function):
-        if _called(node) in ("program_id", "num_programs"):
-            assert isinstance(node, ast.Call)
-            (axis,) = node.args
-            if isinstance(axis, ast.Constant):
+        match node:
+            case ast.Call(args=[ast.Constant() as axis]) if _called(node) in ("program_id", "num_programs"):
                 yield axis, ast.Constant(0 if axis.value else 1)
-        elif isinstance(node, ast.Call):
-            for keyword in node.keywords:
-                if keyword.arg == "axis" and isinstance(keyword.value, ast.Constant):
-                    yield keyword.value, ast.Constant(0 if keyword.value.value else 1)
-        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
-            dims = node.slice.elts[::-1]
-            if [ast.dump(dim) for dim in dims] != [ast.dump(dim) for dim in node.slice.elts]:
-                yield node, ast.Subscript(node.value, ast.Tuple(dims))
+            case ast.keyword(arg="axis", value=ast.Constant() as axis):
+                yield axis, ast.Constant(0 if axis.value else 1)
+            case ast.Subscript(value=value, slice=ast.Tuple(elts=dims) as index):
+                swapped = ast.Tuple(dims[::-1])
+                if ast.unparse(swapped) != ast.unparse(index):
+                    yield node, ast.Subscript(value, swapped)
 
 
 def _is_number(node: ast.AST) -> bool:
