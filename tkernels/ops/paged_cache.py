@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from tkernels.batching import Inputs, lay_out_like
 from tkernels.contract import Argument, Axes, Axis, Choice, Constraint, Int, Scalar, Tensor, dtype_axis
-from tkernels.device import DeviceFacts
+from tkernels.device import DeviceFacts, unsupported_e4m3
 from tkernels.inputs import KINDS, Draws, dtype_of, on_grid, poison
 
 LAYOUTS = ("contiguous", "head_major", "fused", "padded")
@@ -121,13 +121,7 @@ BENCHMARK_AXES: Axes = {
 
 def unsupported_kv(axes: Axes, device: DeviceFacts) -> str | None:
     """Why a Triton kernel cannot read or write this cache's dtype on a device, or None where it can."""
-    if axes["kv"] != "float8_e4m3fn":
-        return None
-    if device.arch in ("sm_80", "sm_86"):
-        return f"Triton converts e4m3 from sm_89 on; this is {device.arch}"
-    if device.arch.startswith("gfx9"):
-        return f"e4m3fn is not {device.arch}'s own fp8, which is e4m3fnuz"
-    return None
+    return unsupported_e4m3(device) if axes["kv"] == "float8_e4m3fn" else None
 
 
 def as_bits(cache: torch.Tensor) -> torch.Tensor:

@@ -121,18 +121,22 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
         torch.full((pages, page_size, heads, dim), poison(kv_dtype), dtype=kv_dtype, device=device)
         for dim in dims.values()
     ]
-    if axes["cache_layout"] == "joint":
-        caches = poisoned_views(caches, dim=-1)
-    elif axes["cache_layout"] == "head_major":
-        caches = [poisoned_views([cache.transpose(1, 2)], dim=0)[0].transpose(1, 2) for cache in caches]
-    else:
-        caches = [draws.laid_out(cache, "contiguous") for cache in caches]
+    k_cache, v_cache = _laid_out_caches(caches, str(axes["cache_layout"]))
     scales: dict[str, torch.Tensor | None] = {"k_scale": None, "v_scale": None}
     for name in scales:
         if axes[name]:
             scales[name] = draws.laid_out(draws.normal((heads,), torch.float32).abs() + 0.5, "contiguous")
-    inputs = {"k": k, "v": v, "k_cache": caches[0], "v_cache": caches[1]}
+    inputs = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
     return {**inputs, "slots": draws.laid_out(slots.to(device), "contiguous"), **scales}
+
+
+def _laid_out_caches(caches: list[torch.Tensor], layout: str) -> list[torch.Tensor]:
+    """The caches [P, S, Hkv, D] in poisoned storage: side by side, head by head, or each for itself."""
+    if layout == "joint":
+        return poisoned_views(caches, dim=-1)
+    if layout == "head_major":
+        return [poisoned_views([cache.transpose(1, 2)], dim=0)[0].transpose(1, 2) for cache in caches]
+    return [poisoned_views([cache], dim=0)[0] for cache in caches]
 
 
 def bytes_moved(case: Case) -> int:
