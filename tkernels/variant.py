@@ -34,18 +34,6 @@ AxisRanges = Mapping[str, Value | tuple[int, int]]
 """Axis -> its value, or (low, high) where a whole range is meant."""
 
 
-def _supports_all(axes: Axes, device: DeviceFacts) -> str | None:
-    return None
-
-
-def _no_workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
-    return {}
-
-
-def _keep_weight(weight: Any) -> Any:
-    return weight
-
-
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """A variant's declaration: the last object in its file, called VARIANT.
@@ -80,11 +68,11 @@ class Variant:
     part_axes: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
     configs: tuple[Config, ...] | None = None
     default: Mapping[str, Config] = field(default_factory=dict)
-    supports: Callable[[Axes, DeviceFacts], str | None] = _supports_all
-    workspace: Callable[[Axes, Config, DeviceFacts], Mapping[str, Buffer]] = _no_workspace
+    supports: Callable[[Axes, DeviceFacts], str | None] = lambda axes, device: None
+    workspace: Callable[[Axes, Config, DeviceFacts], Mapping[str, Buffer]] = lambda axes, config, device: {}
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     key: tuple[str, ...] = ()
-    prepare: Callable[[Any], Any] = _keep_weight
+    prepare: Callable[[Any], Any] = lambda weight: weight
     # Filled in when the file joins a registry:
     name: str = ""
     file: Path = field(default_factory=Path)

@@ -4,7 +4,6 @@ edges.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -242,22 +241,6 @@ def _exact_attention(
     return out.unflatten(2, (group, rows)).transpose(0, 1)
 
 
-@dataclass(frozen=True)
-class PagedInputs:
-    """Tensors over one pool: the queries' rows end to end, the caches, the tables, and the scale of the logits."""
-
-    q: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    block_tables: torch.Tensor
-    context_lens: torch.Tensor
-    scale: float
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-    max_context_len: int | None
-    window: int | None
-
-
 def drawn_context_lens(draws: Draws, axes: Axes, sequences: int) -> list[int]:
     """Contexts of nothing, of one token, at the edges of pages and of key blocks, and near the table's end."""
     page, most = int(axes["S"]), int(axes["N"]) * int(axes["S"])
@@ -274,8 +257,10 @@ def drawn_context_lens(draws: Draws, axes: Axes, sequences: int) -> list[int]:
 
 def paged_inputs(
     axes: Axes, draws: Draws, device: torch.device, query_lens: Sequence[int], rows: int, context_lens: Sequence[int]
-) -> PagedInputs:
-    """Inputs for `rows` query rows, of which the first sum(query_lens) belong to sequences and the rest are NaN."""
+) -> dict[str, Any]:
+    """Tensors over one pool: `rows` query rows, of which the first sum(query_lens) belong to sequences and the rest are
+    NaN, the caches, the tables, and the scale of the logits.
+    """
     dtype, kv_dtype, kind = dtype_of(axes["activation"]), dtype_of(axes["kv"]), str(axes["values"])
     page, pool, width = int(axes["S"]), int(axes["P"]), int(axes["N"])
     heads_q, heads, dim, dim_v = int(axes["Hq"]), int(axes["Hkv"]), int(axes["D"]), int(axes["Dv"])
@@ -312,18 +297,18 @@ def paged_inputs(
             fitting[length:] = poison(dtype)
             as_bits(cache)[pages] = as_bits(fitting.to(kv_dtype)).view(count, page, heads, values.shape[-1])
     longest = max(context_lens, default=0)
-    return PagedInputs(
-        q=_laid_out_queries((q * amplitude).to(dtype), axes, draws),
-        k_cache=k_cache,
-        v_cache=v_cache,
-        block_tables=_laid_out_tables(tables, axes, draws).to(device),
-        context_lens=torch.tensor(list(context_lens), dtype=torch.int32, device=device),
-        scale=scale / (amplitude * cached),
-        k_scale=_head_scales(draws, heads, device) if axes["k_scale"] else None,
-        v_scale=_head_scales(draws, heads, device) if axes["v_scale"] else None,
-        max_context_len={"none": None, "exact": longest, "loose": longest + 3 * page + 1}[str(axes["bound"])],
-        window=window,
-    )
+    return {
+        "q": _laid_out_queries((q * amplitude).to(dtype), axes, draws),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "block_tables": draws.laid_out(tables, "contiguous" if axes["layout"] == "contiguous" else "padded").to(device),
+        "context_lens": torch.tensor(list(context_lens), dtype=torch.int32, device=device),
+        "scale": scale / (amplitude * cached),
+        "k_scale": _head_scales(draws, heads, device) if axes["k_scale"] else None,
+        "v_scale": _head_scales(draws, heads, device) if axes["v_scale"] else None,
+        "max_context_len": {"none": None, "exact": longest, "loose": longest + 3 * page + 1}[str(axes["bound"])],
+        "window": window,
+    }
 
 
 def _normal(draws: Draws, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -382,10 +367,6 @@ def _laid_out_queries(q: torch.Tensor, axes: Axes, draws: Draws) -> torch.Tensor
         fused[:, :heads] = q
         return fused[:, :heads]
     return draws.laid_out(q, axes["layout"])
-
-
-def _laid_out_tables(tables: torch.Tensor, axes: Axes, draws: Draws) -> torch.Tensor:
-    return Draws(0, tables.device).laid_out(tables, "contiguous" if axes["layout"] == "contiguous" else "padded")
 
 
 def count_sequences(inputs: Inputs) -> int:

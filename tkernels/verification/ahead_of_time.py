@@ -59,7 +59,8 @@ def compile_for(
     ops = ops if ops is not None else builtin_ops()
     folder = str(dump) if dump is not None else None
     about = {"outside": ops.outside(), "axes": dict(axes or {}), "dump": folder, "seconds": KERNEL_SECONDS}
-    asked = [(arch, name) for arch in archs for name in names or _triton_variants(ops)]
+    every = [f"{op.name}.{v.name}" for op in ops.values() for v in op.variants.values() if v.kind == "triton"]
+    asked = [(arch, name) for arch in archs for name in names or every]
     with _servers(min(os.cpu_count() or 1, len(asked)), about) as servers, ThreadPoolExecutor(len(servers)) as threads:
         free: SimpleQueue[Server] = SimpleQueue()
         for server in servers:
@@ -120,10 +121,6 @@ def _compile(server: Server, arch: str, name: str, points: Sequence[str], on_row
         on_row(died)
         left = left[left.index(at) + 1 :]
     return rows
-
-
-def _triton_variants(ops: Registry) -> list[str]:
-    return [f"{op.name}.{v.name}" for op in ops.values() for v in op.variants.values() if v.kind == "triton"]
 
 
 def prepare_compilations(about: Mapping[str, Any]) -> Prepare:

@@ -166,7 +166,7 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     draws = Draws(seed, device)
     sequences = int(axes["B"])
     lens = drawn_context_lens(draws, axes, sequences)
-    inputs = vars(paged_inputs(axes, draws, device, [1] * sequences, sequences, lens))
+    inputs = paged_inputs(axes, draws, device, [1] * sequences, sequences, lens)
     return {**inputs, "return_lse": axes["return_lse"]}
 
 

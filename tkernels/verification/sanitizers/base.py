@@ -14,11 +14,6 @@ from tkernels.variant import Variant
 from tkernels.verification.check import chooser, draw, outside_folder, replay_command
 
 
-def never_unfit(variant: Variant) -> str | None:
-    """A sanitizer that any variant can be put under."""
-    return None
-
-
 def without_launches(variant: Variant) -> str | None:
     """A sanitizer that watches launches, which only Triton variants make."""
     if variant.launch is not None:
@@ -43,7 +38,7 @@ class Sanitizer:
     name: str
     finds: str
     run: Callable[[Variant, Case, Config | None], str | None]
-    unfit: Callable[[Variant], str | None] = never_unfit
+    unfit: Callable[[Variant], str | None] = lambda variant: None
     draws: int = 6
     max_programs: int = 16
     each_config: bool = False
