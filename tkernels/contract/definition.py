@@ -174,7 +174,7 @@ class Contract:
         return axes, device
 
     def _is_off(self, name: str, value: Any) -> bool:
-        """Whether an option that has no axis of its name here needs none: its rule binds another, or it is not set."""
+        """Whether an option is at its default, as far as only its own value says so: not where its rule binds axes."""
         if self.options[name] != {name: False}:
             return True
         default = self.signature.parameters[name].default
