@@ -1,7 +1,7 @@
 """One variant at one point: checked first, then timed, and placed on the roofline by the contract's own counts."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -91,20 +91,14 @@ class Measurement:
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON: what is not known is null, with the reason beside it."""
         timing, limit = self.timing, self.limit
-        row: dict[str, Any] = {
-            name: getattr(self, name) for name in ("op", "variant", "kind", "point", "status", "reason")
-        }
-        row |= {"axes": dict(self.axes), "dtype": self.dtype}
-        row |= {
-            "config": self.config.as_dict() if self.config is not None else None,
-            "config_source": self.config_source,
-        }
-        row |= {name: getattr(self, name) for name in ("bytes_moved", "flops", "bytes_per_s", "flops_per_s")}
+        row = {name: getattr(self, name) for name in ("op", "variant", "kind", "point", "status", "reason", "dtype")}
+        row |= {"axes": dict(self.axes), "config": None if self.config is None else self.config.as_dict()}
+        row |= {name: getattr(self, name) for name in ("config_source", "bytes_moved", "flops")}
+        row |= {name: getattr(self, name) for name in ("bytes_per_s", "flops_per_s", "prepare_us", "prepared_bytes")}
         row |= {name: getattr(timing, name, None) for name in ("median_us", "iqr_us", "min_us", "max_us", "timer")}
         row |= {name: getattr(timing, name, None) for name in ("calls_per_sample", "first_call_us")}
         row["samples_us"] = list(timing.samples_us) if timing else None
-        row["clocks"] = {when: vars(getattr(timing, when)) for when in ("before", "after")} if timing else None
-        row |= {"prepare_us": self.prepare_us, "prepared_bytes": self.prepared_bytes}
+        row["clocks"] = {"before": vars(timing.before), "after": vars(timing.after)} if timing else None
         row |= {f"roofline_{name}": getattr(limit, name, None) for name in ("fraction", "bound")}
         row["roofline_reason"] = limit.reason if limit else self.reason
         return row
@@ -289,13 +283,7 @@ def _timed(
     row: Measurement, kernel: Kernel, prepared: Mapping[str, Any], method: Method, facts: DeviceFacts,
     device: torch.device,
 ) -> Measurement:  # fmt: skip
-    wanted = 1
-    if method.launch == "graph" and method.l2 == "cold":
-        wanted = min(_MOST_SETS, max(1, -(-_BYTES_PER_SAMPLE // max(storage_bytes(prepared), 1))))
-    sets = (
-        {name: _copy_foreign_weight(value) for name, value in clone_inputs(prepared).items()} for _ in range(wanted)
-    )
-    calls = [timed_call(kernel, mine) for mine in sets]
+    calls = [timed_call(kernel, mine) for mine in _sets_of_data(prepared, method)]
     timing = time_calls(calls, device, samples=method.samples, launch=method.launch, l2=method.l2)
     assert row.bytes_moved is not None
     assert row.flops is not None
@@ -307,6 +295,15 @@ def _timed(
     except RooflineError as error:
         return replace(row, status="void", reason=str(error))
     return replace(row, status="ok", timing=timing, limit=limit)
+
+
+def _sets_of_data(prepared: Mapping[str, Any], method: Method) -> Iterator[dict[str, Any]]:
+    """A call's arguments, copied; behind a cold cache, for as many calls as one graph is to hold."""
+    wanted = 1
+    if method.launch == "graph" and method.l2 == "cold":
+        wanted = min(_MOST_SETS, max(1, -(-_BYTES_PER_SAMPLE // max(storage_bytes(prepared), 1))))
+    for _ in range(wanted):
+        yield {name: _copy_foreign_weight(value) for name, value in clone_inputs(prepared).items()}
 
 
 def _copy_foreign_weight(value: Any) -> Any:

@@ -284,8 +284,18 @@ def _check_declaration(variant: Variant) -> None:
 
 
 def _check_launcher(variant: Variant) -> None:
-    """The rules of a variant that launches kernels: its configs, and what they may depend on."""
+    """The rules of a variant that launches kernels: its configs, what they may depend on, and its kernels' names."""
     where, contract = variant.file, variant.contract
+    prefix = f"{contract.name}_{variant.name}"
+    if variant.kernels and not any(name.startswith(prefix) for name in variant.kernels):
+        raise VariantError(f"{where}: its kernel must be named {prefix} (found {', '.join(variant.kernels)})")
+    batchy = [axis for axis in variant.key if contract.axis_by_name[axis].batch]
+    if variant.batch_invariant and batchy:
+        raise VariantError(f"{where}: a batch-invariant variant's config may not depend on {', '.join(batchy)}")
+    _check_configs(variant, where)
+
+
+def _check_configs(variant: Variant, where: Path) -> None:
     if variant.configs == ():
         raise VariantError(f"{where}: configs must not be empty: they are what tuning tries; leave them out for none")
     if "" not in variant.default:
@@ -295,9 +305,3 @@ def _check_launcher(variant: Variant) -> None:
         variant.pinned(config, config.as_dict())
         if sorted(config) != names:
             raise VariantError(f"{where}: configs differ in their names: {sorted(config)} and {names}")
-    batchy = [axis for axis in variant.key if contract.axis_by_name[axis].batch]
-    if variant.batch_invariant and batchy:
-        raise VariantError(f"{where}: a batch-invariant variant's config may not depend on {', '.join(batchy)}")
-    prefix = f"{contract.name}_{variant.name}"
-    if variant.kernels and not any(name.startswith(prefix) for name in variant.kernels):
-        raise VariantError(f"{where}: its kernel must be named {prefix} (found {', '.join(variant.kernels)})")

@@ -70,8 +70,7 @@ class Tensor:
                 f"{op}: argument {name!r} needs unit stride in its last dim, got strides {value.stride()}"
             )
         if self.copied_in_boxes:
-            steps = (stride * value.element_size() for stride in value.stride()[:-1])
-            axes[f"{name}_aligned"] = not any(step % 16 for step in (value.data_ptr(), *steps))
+            axes[f"{name}_aligned"] = _is_aligned(value)
 
     def _check_form(self, op: str, name: str, value: Any, device: torch.device | None) -> None:
         if not isinstance(value, torch.Tensor):
@@ -93,6 +92,12 @@ class Tensor:
                 raise ContractError(f"{op}: argument {name!r} has shape {list(shape)}, where [{self.dims}] is needed")
             if dim.name is not None:
                 bind_axis(op, name, dim.name, solved, axes)
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether its address and all its strides but the last are multiples of 16 bytes."""
+    steps = (stride * tensor.element_size() for stride in tensor.stride()[:-1])
+    return not any(step % 16 for step in (tensor.data_ptr(), *steps))
 
 
 @dataclass(frozen=True)

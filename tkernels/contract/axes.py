@@ -85,3 +85,6 @@ class Constraint:
 
     def holds(self, axes: Axes) -> bool:
         return bool(eval(self.code, {"__builtins__": {}}, dict(axes)))
+
+    def __str__(self) -> str:
+        return self.text

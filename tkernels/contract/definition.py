@@ -210,10 +210,10 @@ class Contract:
         """The values to draw an axis from beside those that are fixed or drawn already."""
         known = axes.keys() | {axis.name}
         ready = [c for c in self.constraints if axis.name in c.names and c.names <= known]
-        for values in (axis.wide, axis.draws) if wide else (axis.draws,):
+        for values in (axis.wide if wide else (), axis.draws):
             if fitting := [v for v in values if all(c.holds({**axes, axis.name: v}) for c in ready)]:
                 return fitting
-        rules = ", ".join(c.text for c in ready)
+        rules = ", ".join(map(str, ready))
         raise ContractError(f"{self.name}: no value of {axis.name} satisfies {rules} at {axes}")
 
     def case(self, axes: Axes, seed: int, device: torch.device | str = "cpu") -> Case:

@@ -174,7 +174,7 @@ def _changed_outside(
         old, new = tensors_in({name: arguments[name]}), tensors_in({name: after[name]})
         if any(tensor.untyped_storage().data_ptr() in changed for tensor in new):
             beside.append(name)
-        if name not in written and not all(same_bits(*pair) for pair in zip(old, new, strict=True)):
+        if name not in written and not all(map(same_bits, old, new)):
             elements.append(name)
     where = "" if elements else "between or beyond the elements of "
     where += f"argument {' and '.join(map(repr, elements or beside))}"

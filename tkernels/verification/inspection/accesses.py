@@ -77,19 +77,20 @@ _NARROW = re.compile(r"bf16|f16|f8\w+|i8")
 def elements_by_line(ttir: str) -> dict[str, str]:
     """ "file.py:74" -> element type ("bf16") of each line that loads or stores 8-bit numbers or 16-bit floats."""
     places: dict[str, tuple[str, str]] = {}  # loc -> (the line it is, "") or ("", the loc that it is about)
+    accesses: list[tuple[str, str]] = []
     for text in ttir.splitlines():
         if found := _LOCATION.match(text):
             loc, file, line, named, callee = found.groups()
             places[loc] = (f"{file.rsplit('/', 1)[-1]}:{line}", "") if file else ("", named or callee)
+        elif found := _ACCESS.search(text):
+            accesses.append((found.group(1), found.group(2)))
     elements: dict[str, str] = {}
-    for text in ttir.splitlines():
-        if found := _ACCESS.search(text):
-            element, loc = found.groups()
-            line = ""
-            while not line and loc in places:
-                line, loc = places[loc]
-            if line and _NARROW.fullmatch(element):
-                elements[line] = element
+    for element, loc in accesses:
+        line = ""
+        while not line and loc in places:
+            line, loc = places[loc]
+        if line and _NARROW.fullmatch(element):
+            elements[line] = element
     return elements
 
 

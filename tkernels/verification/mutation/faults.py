@@ -181,12 +181,10 @@ def _fixed_parts(node: ast.AST) -> Iterable[ast.AST]:
             return [value] if node.arg != "other" or _is_number(value) else []
         case ast.BinOp(op=ast.BitAnd(), right=right) if _is_number(right):
             return [right]
-        case ast.Call(args=args):
-            name = _called(node)
-            if name in ("program_id", "num_programs", "arange", "float"):
-                return ast.iter_child_nodes(node)
-            if name in _SHAPED:
-                return args[:1] if name in _MADE else args[1:]
+        case ast.Call() if _called(node) in ("program_id", "num_programs", "arange", "float"):
+            return ast.iter_child_nodes(node)
+        case ast.Call(args=args) if _called(node) in _SHAPED:
+            return args[:1] if _called(node) in _MADE else args[1:]
     return []
 
 
