@@ -128,6 +128,11 @@ def as_bits(cache: torch.Tensor) -> torch.Tensor:
     return cache.view(torch.uint8) if cache.element_size() == 1 else cache
 
 
+def stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values as a cache of the dtype keeps them: rounded, and for fp8 saturated first."""
+    return (values.clamp(-448.0, 448.0) if dtype == torch.float8_e4m3fn else values).to(dtype)
+
+
 def select_pages(cache: torch.Tensor, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The pages [n] of a cache [P, S, H, D], contiguous, in a dtype that computes: [n, S, H, D]."""
     return as_bits(cache).index_select(0, pages).view(cache.dtype).to(dtype)
@@ -293,9 +298,9 @@ def paged_inputs(
         # Peaks take products past 2**8, of which fp32 has no room for the whole grid: theirs is coarser.
         k = on_grid(k / 4) * 4 if kind in ("peaked", "sunken") else on_grid(k)
         for cache, values in ((k_cache, k), (v_cache, v)):
-            fitting = (values * cached).clamp(-448.0, 448.0) if kv_dtype == torch.float8_e4m3fn else values * cached
-            fitting[length:] = poison(dtype)
-            as_bits(cache)[pages] = as_bits(fitting.to(kv_dtype)).view(count, page, heads, values.shape[-1])
+            rows_kept = values * cached
+            rows_kept[length:] = poison(dtype)
+            as_bits(cache)[pages] = as_bits(stored(rows_kept, kv_dtype)).view(count, *cache.shape[1:])
     longest = max(context_lens, default=0)
     return {
         "q": _laid_out_queries((q * amplitude).to(dtype), axes, draws),

@@ -57,7 +57,7 @@ def compile_for(
     if unknown := set(archs) - TARGETS.keys():
         raise CompilationError(f"unknown architecture {min(unknown)!r}: there is {', '.join(TARGETS)}")
     ops = ops if ops is not None else builtin_ops()
-    about = {"outside": ops.outside(), "axes": axes or {}, "dump": dump and str(dump), "seconds": KERNEL_SECONDS}
+    about = {"outside": ops.outside(), "axes": dict(axes or {}), "dump": dump and str(dump), "seconds": KERNEL_SECONDS}
     asked = list(product(archs, names or _triton_variants(ops)))
     with _servers(min(os.cpu_count() or 1, len(asked)), about) as servers, ThreadPoolExecutor(len(servers)) as threads:
         free: SimpleQueue[Server] = SimpleQueue()

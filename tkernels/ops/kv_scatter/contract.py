@@ -7,7 +7,7 @@ import torch
 from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Contract, Int, Tensor, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of, poison, poisoned_views
-from tkernels.ops.paged_cache import KV_DTYPE, as_bits
+from tkernels.ops.paged_cache import KV_DTYPE, as_bits, stored
 
 
 def reference(
@@ -40,11 +40,6 @@ def reference(
     for rows, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         values = rows[kept] if scale is None else rows[kept] / scale.unsqueeze(-1)  # [kept, Hkv, D]
         as_bits(cache)[pages, offsets] = as_bits(stored(values, cache.dtype))
-
-
-def stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values as the cache keeps them: rounded, and for fp8 saturated first."""
-    return (values.clamp(-448.0, 448.0) if dtype == torch.float8_e4m3fn else values).to(dtype)
 
 
 def baseline(
