@@ -52,7 +52,7 @@ def judge(
         slack: what the allowance is multiplied by: 1 for every variant; the check of the baseline itself takes more.
         exact: nothing is allowed, neither eps nor a baseline's error.
     """
-    eps, spacing = (0.0, 0.0) if exact else _precision(got.dtype)
+    eps, spacing = _precision(got.dtype, exact)
     wide, base = got.double(), baseline.double()
     odd = _mismatch(wide, oracle)
     if odd.any():
@@ -79,9 +79,9 @@ def judge(
     return Verdict(ok, max_ratio, rms_ratio, index, float(oracle[index]), float(wide[index]), reason)
 
 
-def _precision(dtype: torch.dtype) -> tuple[float, float]:
-    """The dtype's eps and its smallest subnormal number; zeros for integers."""
-    if not dtype.is_floating_point:
+def _precision(dtype: torch.dtype, exact: bool) -> tuple[float, float]:
+    """The dtype's eps and its smallest subnormal number; zeros for integers, and of what is to be exact."""
+    if exact or not dtype.is_floating_point:
         return 0.0, 0.0
     info = torch.finfo(dtype)
     return float(info.eps), float(info.smallest_normal) * float(info.eps)

@@ -44,8 +44,7 @@ class Code:
         jumps = enumerate(self.instructions)
         loops = {range(self.labels[one.target], end + 1) for end, one in jumps if one.target in self.labels}
         loading = [loop for loop in loops if any(self.instructions[at].reads for at in loop)]
-        innermost = [loop for loop in loading if not any(_holds(loop, other) for other in loading)]
-        return [self.instructions[at] for loop in sorted(innermost, key=lambda loop: loop[0]) for at in loop]
+        return [self.instructions[at] for loop in _innermost(loading) for at in loop]
 
     @property
     def matrix_instructions(self) -> dict[str, int]:
@@ -63,9 +62,10 @@ def access_shares(loop: Sequence[Instruction]) -> dict[str, float]:
     return {str(width): round(moved[width] / total, 4) for width in sorted(moved, reverse=True) if width}
 
 
-def _holds(loop: range, other: range) -> bool:
-    """Whether the other loop lies in this one."""
-    return other != loop and other[0] in loop and other[-1] in loop
+def _innermost(loops: Sequence[range]) -> list[range]:
+    """Those in which no other lies, in order."""
+    outer = {one for one in loops for other in loops if other != one and other[0] in one and other[-1] in one}
+    return sorted(set(loops) - outer, key=lambda loop: loop[0])
 
 
 # %k = tt.load %p, %mask, %other : tensor<64x128x!tt.ptr<bf16>> loc(#loc261)
