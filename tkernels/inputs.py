@@ -138,18 +138,21 @@ def tensors_in(inputs: Mapping[str, Any]) -> list[torch.Tensor]:
     return found
 
 
-def clone_inputs(inputs: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
+def whole_storage(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """All that a tensor's storage holds, [n] of a dtype: what lies between and beyond its elements too."""
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def clone_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of the tensors with the same strides, offsets and poison around them; views of one storage stay so."""
     storages: dict[int, torch.Tensor] = {}
 
     def clone(value: torch.Tensor) -> torch.Tensor:
         storage = value.untyped_storage()
         if storage.data_ptr() not in storages or storage.nbytes() == 0:
-            whole = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
-            storages[storage.data_ptr()] = whole.clone() if device is None else whole.to(device, copy=True)
-        copy = storages[storage.data_ptr()]
-        target = torch.empty(0, dtype=value.dtype, device=copy.device)
-        return target.set_(copy.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+            storages[storage.data_ptr()] = whole_storage(value, torch.uint8).clone()
+        typed = whole_storage(storages[storage.data_ptr()], value.dtype)
+        return typed.as_strided(value.shape, value.stride(), value.storage_offset())
 
     return map_tensors(inputs, clone)
 
@@ -163,7 +166,7 @@ def _map_storages(inputs: Mapping[str, Any], change: Callable[[torch.Tensor], to
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen and storage.nbytes():
             seen.add(storage.data_ptr())
-            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+            whole = whole_storage(tensor, tensor.dtype)
             whole.copy_(change(whole).to(tensor.dtype))
         return tensor
 
@@ -215,13 +218,9 @@ def widen_floats(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def outside_views(tensors: Mapping[str, Any], names: Sequence[str]) -> dict[int, torch.Tensor]:
     """The bytes of each storage that none of the named tensors covers: storage address -> masked copy."""
     storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors_in(tensors)}
-    result = {
-        address: torch.empty(0, dtype=torch.uint8, device=one.device).set_(one.untyped_storage()).clone()
-        for address, one in storages.items()
-    }
+    result = {address: whole_storage(one, torch.uint8).clone() for address, one in storages.items()}
     for name in names:
         value = tensors[name]
-        address = value.untyped_storage().data_ptr()
-        typed = torch.empty(0, dtype=value.dtype, device=value.device).set_(result[address].untyped_storage())
+        typed = whole_storage(result[value.untyped_storage().data_ptr()], value.dtype)
         typed.as_strided(value.shape, value.stride(), value.storage_offset()).zero_()
     return result

@@ -19,7 +19,7 @@ from tkernels import isolation
 from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.device import INTERPRETER
-from tkernels.inputs import clone_inputs
+from tkernels.inputs import clone_inputs, whole_storage
 from tkernels.isolation import Prepare
 from tkernels.registry import Registry, registry_of
 from tkernels.variant import Variant
@@ -101,7 +101,7 @@ class Cases:
 def _written_bytes(variant: Variant, case: Case, config: Config) -> list[torch.Tensor]:
     """Every output, and the whole storage of every written argument, as a variant leaves them: bytes."""
     results = call(variant, clone_inputs(case.inputs), config).values()
-    return [torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).clone() for tensor in results]
+    return [whole_storage(tensor, torch.uint8).clone() for tensor in results]
 
 
 def _limited(seconds: float) -> None:

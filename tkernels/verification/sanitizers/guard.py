@@ -15,7 +15,7 @@ import torch
 from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.device import device_facts
-from tkernels.inputs import map_tensors, tensors_in
+from tkernels.inputs import map_tensors, tensors_in, whole_storage
 from tkernels.isolation import Tell, run_forked
 from tkernels.launch import jit_door
 from tkernels.variant import Variant
@@ -75,7 +75,7 @@ def guarded_inputs(inputs: Mapping[str, Any], edge: Edge, align: int = 1) -> dic
         storage = tensor.untyped_storage()
         low, high = spans[storage.data_ptr()]
         if storage.data_ptr() not in copies:
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+            whole = whole_storage(tensor, torch.uint8)
             copies[storage.data_ptr()] = guarded_bytes(high - low, edge, align).copy_(whole[low:high])
         typed = copies[storage.data_ptr()].view(tensor.dtype)
         return typed.as_strided(
