@@ -72,7 +72,7 @@ class Draws:
         values = torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64) * _SCALE[str(kind)]
         return values.to(dtype).to(self.device)
 
-    def laid_out(self, values: torch.Tensor, layout: Any, padding: int = 3) -> torch.Tensor:
+    def laid_out(self, values: torch.Tensor, layout: Any = "contiguous", padding: int = 3) -> torch.Tensor:
         """The same values, in storage that has NaN (or the top integer) beyond and, if "padded", between its rows; if
         "head_major", values [T, heads, ...] lie head by head.
         """

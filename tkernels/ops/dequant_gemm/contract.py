@@ -95,13 +95,13 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
 
     def laid_out(part: torch.Tensor) -> torch.Tensor:
         if part.dim() == 1:
-            return draws.laid_out(part, "contiguous")
+            return draws.laid_out(part)
         return draws.laid_out(part, axes["weight_layout"], padding=next(paddings))
 
     weight = weight.map_tensors(laid_out)
     x = draws.laid_out(draws.normal((tokens, inputs), dtype, axes["values"]), axes["layout"])
     # Of the product's size: a GEMM that starts its sum from a far larger bias loses the product's own digits.
-    bias = draws.laid_out(draws.normal((outputs,), dtype, axes["values"]), "contiguous") if axes["bias"] else None
+    bias = draws.laid_out(draws.normal((outputs,), dtype, axes["values"])) if axes["bias"] else None
     return {"x": x, "weight": weight, "bias": bias}
 
 

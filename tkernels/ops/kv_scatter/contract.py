@@ -120,9 +120,9 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     scales: dict[str, torch.Tensor | None] = {"k_scale": None, "v_scale": None}
     for name in scales:
         if axes[name]:
-            scales[name] = draws.laid_out(draws.normal((heads,), torch.float32).abs() + 0.5, "contiguous")
+            scales[name] = draws.laid_out(draws.normal((heads,), torch.float32).abs() + 0.5)
     inputs = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
-    return {**inputs, "slots": draws.laid_out(slots.to(device), "contiguous"), **scales}
+    return {**inputs, "slots": draws.laid_out(slots.to(device)), **scales}
 
 
 def _laid_out_caches(caches: list[torch.Tensor], layout: str) -> list[torch.Tensor]:

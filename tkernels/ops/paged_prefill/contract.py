@@ -176,7 +176,7 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     counts = drawn_query_lens(draws, axes, context_lens)
     inputs = paged_inputs(axes, draws, device, counts, int(axes["T"]), context_lens)
     starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
-    cu_seqlens_q = draws.laid_out(starts, "contiguous").to(device)
+    cu_seqlens_q = draws.laid_out(starts).to(device)
     return {**inputs, "cu_seqlens_q": cu_seqlens_q, "return_lse": axes["return_lse"], "causal": axes["causal"]}
 
 

@@ -114,21 +114,21 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
         cos, sin = poisoned_views([cos, sin], dim=-1)
     elif layout == "head_major":
         q, k = draws.laid_out(q, "head_major"), draws.laid_out(k, "head_major")
-        cos, sin = draws.laid_out(cos, "padded"), draws.laid_out(sin, "contiguous")
+        cos, sin = draws.laid_out(cos, "padded"), draws.laid_out(sin)
     else:  # "mixed": no two tensors share their strides
         first = "padded" if layout == "mixed" else "contiguous"
         q, sin = draws.laid_out(q, first), draws.laid_out(sin, first)
-        k, cos = draws.laid_out(k, "contiguous"), draws.laid_out(cos, "contiguous")
+        k, cos = draws.laid_out(k), draws.laid_out(cos)
     weights: dict[str, torch.Tensor | None] = {"q_weight": None, "k_weight": None}
     for name in weights:
         if axes[name]:
-            weights[name] = draws.laid_out(draws.normal((head_dim,), dtype), "contiguous")
+            weights[name] = draws.laid_out(draws.normal((head_dim,), dtype))
     return {
         "q": q,
         "k": k,
         "cos": cos,
         "sin": sin,
-        "positions": draws.laid_out(positions, "contiguous"),
+        "positions": draws.laid_out(positions),
         **weights,
         "eps": 1e-6,
         "interleaved": bool(axes["interleaved"]),
