@@ -1,6 +1,5 @@
 """One variant at one point: checked first, then timed, and placed on the roofline by the contract's own counts."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from tkernels.contract import Axes, Case, Contract, Int, Value
 from tkernels.device import DeviceFacts, device_facts
 from tkernels.inputs import clone_inputs, tensors_in
 from tkernels.launch import Kernel
+from tkernels.preparation import timed_preparation
 from tkernels.roofline import Roofline, RooflineError, roofline
 from tkernels.timing import Cache, Launch, Timing, time_calls
 from tkernels.tuning import NEAREST, Match, Tuning
@@ -172,14 +172,12 @@ class Prepared:
 def prepare(variant: Variant, case: Case) -> Prepared:
     """Makes the weight that a variant keeps from the case's, as loading a model does."""
     given = case.contract.bind_arguments((), case.inputs)
-    started = time.perf_counter()
-    arguments = {name: variant.prepare(v) if hasattr(v, "map_tensors") else v for name, v in given.items()}
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    spent_us = (time.perf_counter() - started) * 1e6
-    made = {name: value for name, value in arguments.items() if value is not given[name]}
+    weights = {n: timed_preparation(variant, value) for n, value in given.items() if hasattr(value, "map_tensors")}
+    made = {name: weight for name, (weight, _) in weights.items() if weight is not given[name]}
+    arguments = {**given, **made}
     if not made:
         return Prepared(case, arguments, variant)
+    spent_us = sum(seconds for _, seconds in weights.values()) * 1e6
     ours = all(isinstance(value, type(given[name])) for name, value in made.items())
     taken, checked = (replace(case, inputs=arguments), variant) if ours else (case, _with_made_weight(variant, made))
     return Prepared(taken, arguments, checked, spent_us, storage_bytes(made))

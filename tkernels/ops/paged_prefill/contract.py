@@ -126,9 +126,8 @@ def baseline(
     v = gather_context(v_cache, tables, context_lens)[:, :longest].to(q.dtype)
     begins, sizes = cu_seqlens_q[:-1, None], cu_seqlens_q.diff().unsqueeze(1)  # [B, 1]
     places = torch.arange(most, device=q.device)
-    rows = torch.minimum(begins + places, begins + sizes - 1).clamp_min_(
-        0
-    )  # [B, M]; padding repeats a sequence's last row
+    # Padding repeats a sequence's last row.
+    rows = torch.minimum(begins + places, begins + sizes - 1).clamp_min_(0)  # [B, M]
     padded = q.index_select(0, rows.flatten()).unflatten(0, rows.shape)  # [B, M, Hq, D]
     fresh = counts == lens and causal and window is None
     visible = None if fresh else _visible(context_lens, sizes, places, longest, causal, window)
