@@ -44,6 +44,7 @@ def call(
     door: Door | None = None,
     fill: Callable[[torch.dtype], float | int] = poison,
     place: Place = lambda tensor: tensor,
+    watch_zeroed: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Calls a variant on exactly these arguments (what it writes changes) and returns each result by name.
 
@@ -52,13 +53,13 @@ def call(
     addresses where kernels are interpreted.
 
     Raises:
-        NotZeroError: a workspace that is declared zero is not left so.
+        NotZeroError: a workspace that is declared zero is not left so, where `watch_zeroed` asks for it.
         Whatever the variant raises.
     """
     contract, door = variant.contract, door or default_door()
     bound = contract.bind_arguments((), arguments)
     if variant.launch is not None:
-        outputs = _launch(variant, bound, config, door, fill, place)
+        outputs = _launch(variant, bound, config, door, fill, place, watch_zeroed)
     else:
         results = unpack(Kernel(variant, NEAREST, {}, door)(**bound))
         outputs = dict(zip(wanted_outputs(contract, bound), results, strict=True))
@@ -72,6 +73,7 @@ def _launch(
     door: Door,
     fill: Callable[[torch.dtype], float | int],
     place: Place,
+    watch_zeroed: bool,
 ) -> dict[str, torch.Tensor]:
     contract = variant.contract
     axes, device = contract.bind_axes(bound)
@@ -85,7 +87,8 @@ def _launch(
         for name, b in buffers.items()
     }
     variant.run_launcher(Run(facts, config, workspace, door), outputs, bound)
-    if left := sorted(name for name, b in buffers.items() if b.zeroed and workspace[name].any()):
+    left = sorted(name for name, b in buffers.items() if b.zeroed and watch_zeroed and workspace[name].any())
+    if left:
         raise NotZeroError(f"the launch did not leave its zeroed workspace at zero: {', '.join(left)}")
     return {name: tensor for name, tensor in outputs.items() if tensor is not None}
 

@@ -131,7 +131,7 @@ def _run_and_judge(
     contract, mine = variant.contract, clone_inputs(arguments)
     before = outside_views(mine, (*contract.writes, *contract.consumes))
     try:
-        got = call(variant, mine, config, door=door)
+        got = call(variant, mine, config, door=door, watch_zeroed=True)
     except NotZeroError as error:
         return "wrong", str(error), {}
     except Exception as error:
