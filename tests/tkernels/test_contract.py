@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.commands.check import parse_axes
+from experiments.commands.choices import parse_axes
 from tkernels import OPS, Constraint, ContractError
 from tkernels.dims import Dim
 from tkernels.inputs import clone_inputs
