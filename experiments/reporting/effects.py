@@ -144,10 +144,11 @@ def _arms_that_differ(op: str, engines: Sequence[Row]) -> list[_Pair]:
 def _timings(timed: Mapping[Any, Sequence[Row]], op: str, arms: _Pair) -> list[_Pair]:
     """Of both arms' variants, at each point that counts."""
     row = arms[1]
-    before, mine = (
-        {one.point: one for one in timed.get((op, arm.arm[op], row.dtype), ()) if _is_of(one.settings, row)}
-        for arm in arms
-    )
+
+    def by_point(variant: str) -> dict[str | None, Row]:
+        return {one.point: one for one in timed.get((op, variant, row.dtype), ()) if _is_of(one.settings, row)}
+
+    before, mine = by_point(arms[0].arm[op]), by_point(row.arm[op])
     both = [(before[point], mine[point]) for point in before if point in mine]
     own = [pair for pair in both if any(_is_of(served, row) for served in pair[1].serves or ())]
     return own or [pair for pair in both if not pair[1].serves]
@@ -209,7 +210,8 @@ def effects_table(rows: Sequence[Row], names: Sequence[str], every: Sequence[Row
     """The effects of the swept ops among `names`, as of `effects_of`; None where no op was swept, or no step was
     recorded.
     """
-    ops = [name for name in names if any(row.stage == "engine" and name in row.arm for row in rows)]
+    engines = select_stages(rows, "engine")
+    ops = [name for name in names if any(name in row.arm for row in engines)]
     effects = effects_of(rows, ops, every)
     if all(effect.share is None for effect in effects):
         return None
