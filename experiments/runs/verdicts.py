@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from experiments.document import ExperimentError
@@ -16,7 +16,7 @@ from experiments.runs.comparison import (
     judge,
     paired,
 )
-from experiments.runs.differences import changed_facts, circumstances, forbidding
+from experiments.runs.differences import changed_facts, circumstances, forbidding, share_yardstick
 from experiments.runs.drift import drift_of, slope_of
 from experiments.runs.reading import RecordedRun
 from experiments.runs.table import Figure, times_of
@@ -99,6 +99,10 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
         problem = f"{first.name} and {second.name} have no figure of time in common{why}"
         raise ExperimentError([problem, *cut_off(first, second)])
     pairs = {key: (mine[key], theirs[key]) for key in both}
+    if not share_yardstick(first, second):
+        pairs = {
+            key: (replace(one, yardsticks={}), replace(other, yardsticks={})) for key, (one, other) in pairs.items()
+        }
     enough = {key: pair for key, pair in pairs.items() if min(len(one.values) for one in pair) >= MIN_REPLICATES}
     series = {key: series_of_runs(*pair) for key, pair in enough.items()}
     drift = drift_of([values for one in series.values() for values in one.values])
