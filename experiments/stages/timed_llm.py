@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from itertools import compress, count
+from itertools import chain, compress, count
 
 from experiments.schema import Batching
 from experiments.serving.requests import Request
@@ -163,12 +163,17 @@ class TimedLLM(LLM):
         )
         are_late = [one.after > 0 for one in asked for _ in range(one.prepared.params.n)]
         return Timeline(
-            tokens=tuple(tuple(c.token_ids) if o.error is None else None for o in outputs for c in o.outputs),
+            tokens=tuple(chain.from_iterable(map(_list_tokens, outputs))),
             prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
             seconds=seconds,
-            moments=tuple(moments for one in asked for moments in one.moments),
+            moments=tuple(chain.from_iterable(one.moments for one in asked)),
             late=frozenset(compress(count(), are_late)),
             error=next((output.error for output in outputs if output.error is not None), None),
             outputs=outputs,
             peak_running=peak_running,
         )
+
+
+def _list_tokens(output: RequestOutput) -> list[tuple[int, ...] | None]:
+    """Each completion's tokens, None where the request failed."""
+    return [tuple(one.token_ids) if output.error is None else None for one in output.outputs]
