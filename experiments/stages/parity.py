@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from experiments.stages.served_figures import equal_requests
-
 
 @dataclass(frozen=True)
 class Completion:
@@ -47,7 +45,7 @@ def compare_answers(first: Answer, other: Answer) -> dict[str, Any]:
         for (index, a, b), place in zip(both, places, strict=True)
         if place is not None
     )
-    equal, is_finite = equal_requests(tokens_of(first), tokens_of(other)), math.isfinite(drift)
+    equal, is_finite = count_equal(tokens_of(first), tokens_of(other)), math.isfinite(drift)
     return {
         "status": "ok" if is_finite else "wrong",
         "reason": None if is_finite else "a log-probability is not finite",
@@ -57,6 +55,11 @@ def compare_answers(first: Answer, other: Answer) -> dict[str, Any]:
         "first_divergence": next(divergences, None),
         "logprob_drift": drift,
     }
+
+
+def count_equal(one: Sequence[Sequence[int] | None], other: Sequence[Sequence[int] | None]) -> int:
+    """How many requests have the same tokens in both; a request that failed in either does not count."""
+    return sum(a is not None and b is not None and list(a) == list(b) for a, b in zip(one, other, strict=True))
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:

@@ -83,8 +83,3 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
         return None
     ordered = sorted(values)
     return {f"p{share}": ordered[-(-share * len(ordered) // 100) - 1] for share in (50, 90, 99)}
-
-
-def equal_requests(one: Sequence[Sequence[int] | None], other: Sequence[Sequence[int] | None]) -> int:
-    """How many requests have the same tokens in both; a request that failed in either does not count."""
-    return sum(a is not None and b is not None and list(a) == list(b) for a, b in zip(one, other, strict=True))

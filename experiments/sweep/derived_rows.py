@@ -10,8 +10,7 @@ from experiments.runs.folder import RunFolder
 from experiments.runs.rows import COLUMNS, Row, Stage, Status
 from experiments.runs.table import spread
 from experiments.stages.context import task_fields
-from experiments.stages.parity import Answer, compare_answers, read_answer, tokens_of
-from experiments.stages.served_figures import equal_requests
+from experiments.stages.parity import Answer, compare_answers, count_equal, read_answer, tokens_of
 from experiments.stages.task import Task
 from experiments.sweep.listing import first_timed, follow_key, replicate_key, timed_row
 from experiments.sweep.tasks import Ended
@@ -84,7 +83,7 @@ def speedup_rows(sweep: Sweep, folder: RunFolder, engines: Sequence[Task], peers
         pairs = [[timed_row(folder.of_task(replicate_key(task, n))) for task in (mine, peer)] for n in numbers]
         speedups = [ours.tokens_per_s / its.tokens_per_s for ours, its in pairs if ours and its]
         tokens = tokens_of(read_answer(folder.samples(mine.key)))
-        equal = equal_requests(tokens, folder.samples(peer.key)["tokens"])
+        equal = count_equal(tokens, folder.samples(peer.key)["tokens"])
         about = _fields(sweep, folder, "speedup", mine) | {"task": follow_key("speedup", peer), "peer": peer.peer}
         yield Row(
             stage="speedup",

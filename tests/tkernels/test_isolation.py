@@ -56,6 +56,7 @@ WORKS: dict[str, Work] = {
     "is killed": lambda tell: os.kill(os.getpid(), signal.SIGKILL),
     "crashes": lambda tell: __import__("ctypes").string_at(0),
     "hangs": lambda tell: time.sleep(60),
+    "closes its pipes": lambda tell: (os.closerange(1, 64), time.sleep(60))[1],
     "hangs beside another": lambda tell: (_sleeper(300), time.sleep(60))[1],
     "ignores signals": lambda tell: (signal.signal(signal.SIGTERM, signal.SIG_IGN), time.sleep(60))[1],
     "ends its server": lambda tell: (os.kill(os.getppid(), signal.SIGKILL), time.sleep(60))[1],
@@ -73,6 +74,7 @@ DEATHS = {
     "leaves early": "its process left with exit status 0 before its end",
     "is killed": "killed by SIGKILL, as the kernel does when memory runs out",
     "hangs": "timeout: it took longer than 0.5 s",
+    "closes its pipes": "timeout: it took longer than 0.5 s",
     "ignores signals": "timeout: it took longer than 0.5 s",
     "is impatient": "timeout: it took longer than 0.2 s",
 }
@@ -134,7 +136,7 @@ def test_messages_arrive_in_order_and_whole(run: Callable[..., Any]) -> None:
 def test_whatever_ends_a_process_is_told(run: Callable[..., Any], name: str) -> None:
     ending = run(name, lambda message: None, 0.5)
     assert ending.death == DEATHS[name]
-    assert ending.timed_out == name.startswith(("hangs", "ignores", "is impatient"))
+    assert ending.timed_out == name.startswith(("hangs", "closes", "ignores", "is impatient"))
     assert ending.signal == (signal.SIGKILL if name == "is killed" or ending.timed_out else 0)
     assert ending.seconds < 5.0
 
