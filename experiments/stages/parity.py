@@ -29,37 +29,30 @@ def read_answer(samples: Mapping[str, Any]) -> Answer:
     ]
 
 
-def tokens_of(answer: Answer) -> list[Sequence[int] | None]:
-    """Each completion's tokens, None where the request failed."""
-    return [None if one is None else one.tokens for one in answer]
-
-
 def compare_answers(first: Answer, other: Answer) -> dict[str, Any]:
     """The columns of a parity row that say how `other` differs from `first`."""
-    both = [(i, a, b) for i, (a, b) in enumerate(zip(first, other, strict=True)) if a is not None and b is not None]
-    places = [first_difference(a.tokens, b.tokens) for _, a, b in both]
+    both = [
+        (index, a, b, first_difference(a.tokens, b.tokens))
+        for index, (a, b) in enumerate(zip(first, other, strict=True))
+        if a is not None and b is not None
+    ]
     # numpy's maximum is a NaN where one is, as Python's is not.
-    drift = float(np.max([_drift(a, b, place) for (_, a, b), place in zip(both, places, strict=True)], initial=0.0))
-    divergences = (
+    drift = float(np.max([_drift(a, b, place) for _, a, b, place in both], initial=0.0))
+    divergences = [
         {"request": index, "place": place, "margin": _margin(a, b, place)}
-        for (index, a, b), place in zip(both, places, strict=True)
+        for index, a, b, place in both
         if place is not None
-    )
-    equal, is_finite = count_equal(tokens_of(first), tokens_of(other)), math.isfinite(drift)
+    ]
+    is_finite = math.isfinite(drift)
     return {
         "status": "ok" if is_finite else "wrong",
         "reason": None if is_finite else "a log-probability is not finite",
-        "tokens_equal": equal == len(both),
-        "requests_equal": equal,
+        "tokens_equal": not divergences,
+        "requests_equal": len(both) - len(divergences),
         "requests": len(both),
-        "first_divergence": next(divergences, None),
+        "first_divergence": next(iter(divergences), None),
         "logprob_drift": drift,
     }
-
-
-def count_equal(one: Sequence[Sequence[int] | None], other: Sequence[Sequence[int] | None]) -> int:
-    """How many requests have the same tokens in both; a request that failed in either does not count."""
-    return sum(a is not None and b is not None and list(a) == list(b) for a, b in zip(one, other, strict=True))
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:

@@ -10,7 +10,7 @@ from experiments.runs.folder import RunFolder
 from experiments.runs.rows import COLUMNS, Row, Stage, Status
 from experiments.runs.table import spread
 from experiments.stages.context import task_fields
-from experiments.stages.parity import Answer, compare_answers, count_equal, read_answer, tokens_of
+from experiments.stages.parity import Answer, compare_answers, read_answer
 from experiments.stages.task import Task
 from experiments.sweep.listing import first_timed, follow_key, replicate_key, timed_row
 from experiments.sweep.tasks import Ended
@@ -79,25 +79,30 @@ def speedup_rows(sweep: Sweep, folder: RunFolder, engines: Sequence[Task], peers
         mine, theirs = first_timed(engines, peer, folder.of_task), timed_row(folder.of_task(peer.key))
         if mine is None or theirs is None:
             continue
-        numbers = range(sweep.experiment.replicates)
-        pairs = [[timed_row(folder.of_task(replicate_key(task, n))) for task in (mine, peer)] for n in numbers]
-        speedups = [ours.tokens_per_s / its.tokens_per_s for ours, its in pairs if ours and its]
-        tokens = tokens_of(read_answer(folder.samples(mine.key)))
-        equal = count_equal(tokens, folder.samples(peer.key)["tokens"])
+        speedups = _paired_speedups(sweep, folder, mine, peer)
+        answer, tokens = read_answer(folder.samples(mine.key)), folder.samples(peer.key)["tokens"]
+        equal = sum(one is not None and one.tokens == its for one, its in zip(answer, tokens, strict=True))
         about = _fields(sweep, folder, "speedup", mine) | {"task": follow_key("speedup", peer), "peer": peer.peer}
         yield Row(
             stage="speedup",
             **about,
             status="ok",
             peer_settings=theirs.peer_settings,
-            requests=len(tokens),
+            requests=len(answer),
             speedup=statistics.median(speedups),
             speedup_iqr=spread(speedups),
             speedups=speedups,
             speedup_of="median of replicates" if len(speedups) > 1 else "one replicate",
-            tokens_equal=equal == len(tokens),
+            tokens_equal=equal == len(answer),
             requests_equal=equal,
         )
+
+
+def _paired_speedups(sweep: Sweep, folder: RunFolder, mine: Task, peer: Task) -> list[float]:
+    """The arm's speed over the peer's in every replicate in which both were timed."""
+    numbers = range(sweep.experiment.replicates)
+    pairs = [[timed_row(folder.of_task(replicate_key(task, n))) for task in (mine, peer)] for n in numbers]
+    return [ours.tokens_per_s / theirs.tokens_per_s for ours, theirs in pairs if ours and theirs]
 
 
 def unrecorded_rows(sweep: Sweep, folder: RunFolder, engines: Sequence[Task]) -> Iterator[Row]:
