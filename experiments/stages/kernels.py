@@ -41,7 +41,7 @@ def _time(context: Context, at: Mapping[str, Any]) -> dict[str, Any]:
             axes, device = variant.contract.bind_axes(variant.contract.bind_arguments((), ready.case.inputs))
             figures["config"] = kernel.config(axes, device).as_dict()
             if plan.device.type == "cpu":
-                return figures | _NOT_TIMED
+                return {**figures, **_NOT_TIMED}
         yardstick = Yardstick() if plan.device.type == "cpu" else None
         call = timed_call(kernel, ready.arguments)
         count = _count_samples(call) if yardstick is not None else _FEWEST

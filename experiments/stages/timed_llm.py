@@ -111,8 +111,8 @@ class TimedLLM(LLM):
                     peak_running = max(peak_running, engine.scheduler.num_running + num_finished)
                     arrivals.early_tokens += self._note_tokens(running, time.perf_counter())
         except BaseException:
-            for one in running:
-                engine.abort(one.request.sequence.id)
+            for completion in running:
+                engine.abort(completion.request.sequence.id)
             raise
         return self._timeline(asked, time.perf_counter() - start, peak_running)
 

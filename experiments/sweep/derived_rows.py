@@ -107,7 +107,7 @@ def _paired_speedups(sweep: Sweep, folder: RunFolder, mine: Task, peer: Task) ->
 
 def unrecorded_rows(sweep: Sweep, folder: RunFolder, engines: Sequence[Task]) -> Iterator[Row]:
     """Of arms that serve and were not timed, why their steps were not recorded either."""
-    nothing = dict.fromkeys(set(COLUMNS["step"]["ok"]) - {"workload"})
+    nothing: dict[str, Any] = dict.fromkeys(set(COLUMNS["step"]["ok"]) - {"workload"})
     for task in engines:
         row = folder.of_task(task.key)[0]
         if row.status == "ok" and row.tokens_per_s is None:
