@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -48,7 +48,9 @@ class Cell:
 
 
 Item = TypeVar("Item")
-"""What a line of a table is about; no text."""
+"""What a line of a table is about."""
+
+Key = TypeVar("Key", bound=Hashable)
 
 Line = tuple[Cell, ...] | str
 """A cell for each column, or a heading over the lines below it."""
@@ -72,22 +74,20 @@ class PlainTable:
         columns = [self.columns[index] for index in shown]
         table = new_table(self.title, [one.name for one in columns], [one.name for one in columns if one.right])
         table.caption, table.caption_justify = escape(self.caption), "left"
-        headed = any(isinstance(line, str) for line in self.lines)
-        lines = [[line[index] for index in shown] for line in self.lines if not isinstance(line, str)]
-        widths = _widths([max([len(c.name), *(len(line[i].text) for line in lines)]) for i, c in enumerate(columns)],
-                         [one.right or one.whole for one in columns], _CONSOLE - 2 * headed)  # fmt: skip
+        body = [line for line in self.lines if not isinstance(line, str)]
+        headed = len(body) < len(self.lines)
+        wanted = [max([len(self.columns[i].name), *(len(line[i].text) for line in body)]) for i in shown]
+        widths = _widths(wanted, [one.right or one.whole for one in columns], _CONSOLE - 2 * headed)
         for one, column in zip(columns, table.columns, strict=True):
             column.no_wrap = column.no_wrap or one.whole
-        under = False
         for line in self.lines:
             if isinstance(line, str):
-                under = True
-                add_row(table, Text("\n".join(textwrap.wrap(line, max(_HEADING, 2 + widths[0]))), "bold"))
+                add_row(table, Text(textwrap.fill(line, max(_HEADING, 2 + widths[0])), "bold"))
                 continue
-            cells = [line[index].as_rich(width) for index, width in zip(shown, widths, strict=True)]
-            if under:
-                cells[0].plain = textwrap.indent(cells[0].plain, "  ")
-            add_row(table, *cells)
+            texts = [line[index].as_rich(width) for index, width in zip(shown, widths, strict=True)]
+            if headed:
+                texts[0].plain = textwrap.indent(texts[0].plain, "  ")
+            add_row(table, *texts)
         return table
 
 
@@ -122,17 +122,36 @@ def cells(*values: str | Cell) -> tuple[Cell, ...]:
     return tuple(value if isinstance(value, Cell) else Cell(value) for value in values)
 
 
+def group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """key -> its items; both in the order in which they first come."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def build_table(
-    title: str, show: Mapping[Column, Callable[[Item], str | Cell]], items: Iterable[Item | str], caption: str
+    title: str,
+    show: Mapping[Column, Callable[[Item], str | Cell]],
+    items: Iterable[Item],
+    caption: str = "",
+    heading: Callable[[Item], str] = lambda _: "",
 ) -> PlainTable:
-    """A line for each item, whose cells `show` makes; a text is a heading."""
-    lines = (one if isinstance(one, str) else cells(*(cell(one) for cell in show.values())) for one in items)
+    """A line for each item, whose cells `show` makes; those of one `heading` stand under it, where it is not empty."""
+    lines: list[Line] = []
+    for text, mine in group_by(items, heading).items():
+        lines += [text] if text else []
+        lines += [cells(*(cell(one) for cell in show.values())) for one in mine]
     return PlainTable(title, tuple(show), tuple(lines), caption)
 
 
-def figure(name: str, wide: bool = False) -> Column:
-    """A column of numbers."""
+def number_column(name: str, wide: bool = False) -> Column:
     return Column(name, right=True, wide=wide)
+
+
+def format_number(value: float | None, spec: str, otherwise: str = "-") -> str:
+    """The number as its format says; `otherwise` where there is none."""
+    return otherwise if value is None else format(value, spec)
 
 
 def format_value(value: object) -> str:
