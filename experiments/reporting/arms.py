@@ -1,22 +1,14 @@
 """Arms: what tells them apart, and their rows from several processes as one: the median, and how far they lie apart."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from experiments.reporting.table_style import Column, format_value, group_by, setting_name
-from experiments.runs.rows import Row
+from experiments.runs.rows import Row, Stage
 from experiments.runs.table import label_of, spread, swept_ops
 
 _REPEATED = ("kernels", "engine", "peers", "parity")
-
-_OVER_PROCESSES: Mapping[str, Callable[[Sequence[Any]], Any]] = {
-    **dict.fromkeys(("median_us", "roofline_fraction", "tokens_per_s", "ttft_s", "tpot_s", "gap_s"), statistics.median),
-    **dict.fromkeys(("max_us", "host_peak_bytes", "device_peak_bytes", "requests_failed"), max),
-    "min_us": min,
-    "requests_error": lambda errors: errors[0],
-}
-"""What a column of several processes comes to, key by key where it is a mapping; any other is the first one's."""
 
 
 def swept_names(engines: Sequence[Row]) -> list[str]:
@@ -46,6 +38,15 @@ def swept_columns(rows: Sequence[Row], names: Sequence[str]) -> dict[Column, Cal
     return show
 
 
+def select_stages(rows: Iterable[Row], *stages: Stage) -> list[Row]:
+    return [row for row in rows if row.stage in stages]
+
+
+def select_timed(rows: Iterable[Row]) -> list[Row]:
+    """The rows that have a time."""
+    return [row for row in rows if (row.median_us or row.tokens_per_s) is not None]
+
+
 def arm_key(row: Row) -> tuple[str, str]:
     """An arm at its place; the rows that compare it have another stage and the same key."""
     label = label_of(row)
@@ -73,14 +74,20 @@ def _merge(group: Sequence[Row]) -> Row:
         return bad
     if group[0].stage == "parity":  # the one that differs most
         return max(group, key=lambda row: (-(row.requests_equal or 0), row.logprob_drift or 0.0))
-    timed = [row for row in group if (row.median_us or row.tokens_per_s) is not None]
-    found: dict[str, Any] = {}
-    for name, of in _OVER_PROCESSES.items():
-        values = [value for row in group if (value := getattr(row, name)) is not None]
-        if values:
-            by_key = isinstance(values[0], Mapping)
-            found[name] = {key: of([one[key] for one in values]) for key in values[0]} if by_key else of(values)
+    timed = select_timed(group)
+    found = {name: of(values) for name, of in _OVER_PROCESSES.items() if (values := _values(group, name))}
     return (timed or group)[0].model_copy(update=found | (_spread_between(timed) if len(timed) > 1 else {}))
+
+
+def _values(group: Sequence[Row], column: str) -> list[Any]:
+    return [value for row in group if (value := getattr(row, column)) is not None]
+
+
+def _median(values: Sequence[Any]) -> Any:
+    """Key by key where they are mappings."""
+    if isinstance(values[0], Mapping):
+        return {key: statistics.median(one[key] for one in values) for key in values[0]}
+    return statistics.median(values)
 
 
 def _spread_between(timed: Sequence[Row]) -> dict[str, Any]:
@@ -90,3 +97,12 @@ def _spread_between(timed: Sequence[Row]) -> dict[str, Any]:
         return {"iqr_us": spread(medians), "samples_us": medians}
     rates = [row.tokens_per_s or 0.0 for row in timed]
     return {"tokens_per_s_iqr": spread(rates), "seconds": [(timed[0].output_tokens or 0) / rate for rate in rates]}
+
+
+_OVER_PROCESSES: Mapping[str, Callable[[Sequence[Any]], Any]] = {
+    **dict.fromkeys(("median_us", "roofline_fraction", "tokens_per_s", "ttft_s", "tpot_s", "gap_s"), _median),
+    **dict.fromkeys(("max_us", "host_peak_bytes", "device_peak_bytes", "requests_failed"), max),
+    "min_us": min,
+    "requests_error": lambda errors: errors[0],
+}
+"""What a column of several processes comes to; any other is the first one's."""

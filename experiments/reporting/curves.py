@@ -1,10 +1,11 @@
 """Sweep curves: a figure over the numeric axis that varies, a line for each of what else does."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from experiments.reporting.drawing import Line, draw_lines, format_tick, set_log_ticks
+from experiments.reporting.drawing import Line, Point, draw_lines, format_tick, set_log_ticks
 from experiments.reporting.measured import Factor, Measured, Plot
 from experiments.reporting.pictures import Picture
 from experiments.reporting.table_style import format_value, group_by, setting_name
@@ -44,21 +45,24 @@ class _Curve:
 
 def curves_of(plot: Plot) -> tuple[list[Picture], list[Measured]]:
     """Pictures over each number that varies, and the points that are on none."""
-    points = [point for point in plot.points if point.factors and plot.curve is not None]
+    points = [point for point in plot.points if point.factors] if plot.curve is not None else []
     curves = _curves_by_axis(points, plot.least)
-    on_curves = {id(point) for some in curves.values() for curve in some for point in curve.points}
-    alone = [point for point in points if id(point) not in on_curves]
+    alone = _not_on(points, [curve for some in curves.values() for curve in some])
     pictures: list[Picture] = []
-    shown: set[int] = set()
+    shown: list[_Curve] = []
     for axis, some in curves.items():
-        drawn = [*_lone_points(alone, some), *some]
-        parts = _divide(drawn)
-        for number, (ending, part) in enumerate([*parts.items()][:MOST_PICTURES], 1):
+        parts = _divide([*_lone_points(alone, some), *some])
+        left_out = sum(map(len, parts.values())) - MOST_LINES * MOST_PICTURES if len(parts) > MOST_PICTURES else 0
+        for number, (ending, part) in enumerate(list(parts.items())[:MOST_PICTURES], 1):
             suffix = f"-{number}" if len(parts) > 1 else ""
-            left_out = len(drawn) - MOST_LINES * MOST_PICTURES if number == MOST_PICTURES < len(parts) else 0
-            pictures.append(_picture(plot, axis, suffix, ending, part, left_out))
-            shown |= {id(point) for curve in part.values() for point in curve.points}
-    return pictures, [point for point in plot.points if id(point) not in shown]
+            pictures.append(_picture(plot, axis, suffix, ending, part, left_out if number == MOST_PICTURES else 0))
+            shown += part.values()
+    return pictures, _not_on(plot.points, shown)
+
+
+def _not_on(points: Sequence[Measured], curves: Sequence[_Curve]) -> list[Measured]:
+    on_curves = {id(point) for curve in curves for point in curve.points}
+    return [point for point in points if id(point) not in on_curves]
 
 
 def _curves_by_axis(points: Sequence[Measured], least: int) -> dict[str, list[_Curve]]:
@@ -80,12 +84,16 @@ def varying_factors(points: Sequence[Measured]) -> dict[str, list[Factor]]:
     kept: dict[str, list[Factor]] = {}
     for name in dict.fromkeys(name for point in points for name in point.factors):
         having = [point for point in points if name in point.factors]
-        alike = group_by(having, lambda point: tuple(point.factors.get(other) for other in kept))
-        follows = kept and all(len({point.factors[name] for point in mine}) == 1 for mine in alike.values())
         values = list(dict.fromkeys(point.factors[name] for point in having))
-        if len(values) > 1 and not follows:
+        if len(values) > 1 and not _follows(name, having, list(kept)):
             kept[name] = values
     return kept
+
+
+def _follows(name: str, points: Sequence[Measured], others: Sequence[str]) -> bool:
+    """Whether the others' values say what this one's is."""
+    alike = group_by(points, lambda point: tuple(point.factors.get(other) for other in others))
+    return bool(others) and all(len({point.factors[name] for point in mine}) == 1 for mine in alike.values())
 
 
 def _is_numeric(values: Sequence[Factor]) -> bool:
@@ -104,10 +112,14 @@ def _curves_over(axis: str, points: Sequence[Measured], others: Sequence[str]) -
     for key, mine in group_by(having, lambda point: tuple(point.factors.get(other) for other in others)).items():
         mine.sort(key=lambda point: float(point.factors[axis]))
         # Where a factor that is no number changes along with the number, the number alone explains nothing.
-        names = {tuple((n, v) for n, v in point.factors.items() if not _is_numeric([v])) for point in mine}
-        if len({point.factors[axis] for point in mine}) > 1 and len(names) == 1:
+        if len({point.factors[axis] for point in mine}) > 1 and len(set(map(_words, mine))) == 1:
             curves.append(_Curve(dict(zip(others, key, strict=True)), tuple(mine)))
     return curves
+
+
+def _words(point: Measured) -> tuple[tuple[str, Factor], ...]:
+    """The factors that are no numbers."""
+    return tuple((name, value) for name, value in point.factors.items() if not _is_numeric([value]))
 
 
 def _lone_points(alone: Sequence[Measured], curves: Sequence[_Curve]) -> list[_Curve]:
@@ -126,17 +138,18 @@ def _divide(curves: Sequence[_Curve]) -> dict[str, dict[str, _Curve]]:
     would share one, and not too many of any.
     """
     names = list(curves[0].key)
-    apart = [name for name in names if _is_size(name) or name in _APART or name.startswith("workload.")]
+    apart = [name for name in names if _is_size(name) or name.partition(".")[0] in _APART]
     facets = group_by(curves, lambda curve: _name(curve, apart))
     few = 1 < len(facets) <= MOST_PICTURES and all(1 < len(mine) <= MOST_LINES for mine in facets.values())
     if few and len(curves) > MOST_LINES // 2:
-        parts = {f", {facet}": mine for facet, mine in facets.items()}
-        names = [name for name in names if name not in apart]
-    else:
-        chunks = [[*curves[start : start + MOST_LINES]] for start in range(0, len(curves), MOST_LINES)]
-        ending = f" ({{}} of {len(chunks)})" if len(chunks) > 1 else ""
-        parts = {ending.format(number): chunk for number, chunk in enumerate(chunks, 1)}
-    return {ending: {_name(curve, names): curve for curve in part} for ending, part in parts.items()}
+        inside = [name for name in names if name not in apart]
+        return {f", {facet}": {_name(curve, inside): curve for curve in mine} for facet, mine in facets.items()}
+    named = [(_name(curve, names), curve) for curve in curves]
+    count = math.ceil(len(named) / MOST_LINES)
+    return {
+        f" ({number + 1} of {count})" * (count > 1): dict(named[number * MOST_LINES : (number + 1) * MOST_LINES])
+        for number in range(count)
+    }
 
 
 def _name(curve: _Curve, names: Sequence[str]) -> str:
@@ -156,12 +169,7 @@ def _picture(
     stem, title = plot.curve
     x_name = _AXES.get(axis, setting_name(axis))
     short = x_name.split(",")[0]
-    lines = [
-        Line(name, tuple(
-            (float(p.factors[axis]) if axis in p.factors else None, p.values[0], p.low, p.high) for p in curve.points
-        ))
-        for name, curve in curves.items()
-    ]  # fmt: skip
+    lines = [Line(name, tuple(_over(axis, point) for point in curve.points)) for name, curve in curves.items()]
     level = f"Dashed: what has no {short}, the same everywhere. " if any(line.is_level for line in lines) else ""
     bars = "p50; bars reach up to p90. " if len(plot.points[0].values) > 1 else ""
     return Picture(
@@ -177,6 +185,11 @@ def _picture(
     )
 
 
+def _over(axis: str, point: Measured) -> Point:
+    x = float(point.factors[axis]) if axis in point.factors else None
+    return x, point.values[0], point.low, point.high
+
+
 def _draw(figure: "Figure", lines: Sequence[Line], x_name: str, unit: str) -> None:
     """Doublings on a logarithmic axis, everything else from zero."""
     axes = draw_lines(figure, lines, x_name, unit)
@@ -186,8 +199,8 @@ def _draw(figure: "Figure", lines: Sequence[Line], x_name: str, unit: str) -> No
         axes.set_xscale("log", base=2)
         axes.minorticks_off()
     axes.margins(x=0.06)
-    shown = xs if len(xs) <= 7 else xs[:: -(-len(xs) // 7)]
-    axes.set_xticks(shown, [format_tick(x) for x in shown])
+    shown = xs[:: math.ceil(len(xs) / 7)]
+    axes.set_xticks(shown, list(map(format_tick, shown)))
     if min(ys) > 0 and max(ys) / min(ys) >= 2 * _LOG_FROM:
         axes.set_yscale("log")
         set_log_ticks(axes.yaxis)

@@ -37,23 +37,24 @@ def dots_of(plot: Plot) -> Picture | None:
     if plot.dots is None or len(plot.points) < 2:
         return None
     dots = [point for mine in group_by(plot.points, lambda point: point.group).values() for point in mine]
+    records = [{"group": dot.group, "name": dot.name, **_figures(dot), "unit": plot.unit} for dot in dots]
+    if any(dot.samples for dot in dots):
+        records = [record | {"samples": dot.samples} for record, dot in zip(records, dots, strict=True)]
+    shown = _best(dots, -1 if plot.unit == "tokens/s" else 1)
+    return Picture(*plot.dots, _caption(plot, dots), records, lambda figure: _draw(figure, shown, plot.unit))
+
+
+def _caption(plot: Plot, dots: Sequence[Measured]) -> str:
     caption = plot.about
     if len(dots[0].values) == 1:
         marks = "; small marks: what they are of" if any(map(_has_marks, dots)) else ""
         caption = f"Bars: quartiles{marks}. {caption}"
     if len(dots) > MOST:
         caption += f" {MOST} of {len(dots)}: the best and the first of each group; all are in the CSV."
-    with_samples = any(dot.samples for dot in dots)
-    records = [
-        {"group": dot.group, "name": dot.name, **_figures(dot), "unit": plot.unit}
-        | ({"samples": dot.samples} if with_samples else {})
-        for dot in dots
-    ]
-    shown = _best(dots, -1 if plot.unit == "tokens/s" else 1)
-    return Picture(*plot.dots, caption.strip(), records, lambda figure: _draw(figure, shown, plot.unit))
+    return caption.strip()
 
 
-def _figures(dot: Measured) -> dict[str, float]:
+def _figures(dot: Measured) -> dict[str, Any]:
     if len(dot.values) > 1:
         return dict(zip(_PERCENTILES, dot.values, strict=True))
     return {"median": dot.values[0], "low": dot.low, "high": dot.high}
@@ -76,29 +77,16 @@ def _best(dots: Sequence[Measured], sign: int) -> list[Measured]:
 
 
 def _draw(figure: "Figure", dots: Sequence[Measured], unit: str) -> None:
-    groups = group_by(dots, lambda dot: dot.group)
-    names: list[str] = []
-    places: list[float] = []
-    heads: list[tuple[float, str]] = []
-    at = 0.0
-    for group, mine in groups.items():
-        if len(groups) > 1:
-            at += 0.35 if places else 0.0
-            heads.append((at, group))
-            at += 1.0
-        for dot in mine:
-            names.append("\n".join(textwrap.wrap(printable(dot.name, 56), 28)) or "-")
-            extra = 0.55 * names[-1].count("\n")
-            places.append(at + extra / 2)
-            at += 1.0 + extra
-    figure.set_size_inches(WIDTH, 1.0 + _LINE * at)
+    names = ["\n".join(textwrap.wrap(printable(dot.name, 56), 28)) or "-" for dot in dots]
+    places, heads, height = _place(dots, names)
+    figure.set_size_inches(WIDTH, 1.0 + _LINE * height)
     axes = figure.subplots()
-    axes.set_ylim(at - 0.4, -0.7)
+    axes.set_ylim(height - 0.4, -0.7)
     for dot, place in zip(dots, places, strict=True):
         _draw_dot(axes, dot, place)
     axes.set_yticks(places, names)
     axes.tick_params(axis="y", labelcolor=INK)
-    for place, text in heads:
+    for text, place in heads.items():
         where: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center", "weight": "bold"}
         axes.text(0.0, place, f" {printable(text)}", color=SOFT, fontsize=8.5, **where)
     axes.grid(visible=False, axis="y")
@@ -114,6 +102,22 @@ def _draw(figure: "Figure", dots: Sequence[Measured], unit: str) -> None:
     axes.set_xlabel(unit)
     if len(dots[0].values) > 1:
         draw_legend(figure, [(name, _style(index)) for index, name in enumerate(_PERCENTILES)])
+
+
+def _place(dots: Sequence[Measured], names: Sequence[str]) -> tuple[list[float], dict[str, float], float]:
+    """In lines from the top, where each dot stands, and the heading of each of several groups; and all there are."""
+    places: list[float] = []
+    heads: dict[str, float] = {}
+    several = len({dot.group for dot in dots}) > 1
+    at = 0.0
+    for dot, name in zip(dots, names, strict=True):
+        if several and dot.group not in heads:
+            heads[dot.group] = at + 0.35 * bool(heads)
+            at = heads[dot.group] + 1.0
+        extra = 0.55 * name.count("\n")
+        places.append(at + extra / 2)
+        at += 1.0 + extra
+    return places, heads, at
 
 
 def _style(index: int) -> Mapping[str, Any]:

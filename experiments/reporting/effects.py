@@ -176,22 +176,18 @@ def _arms_that_differ(op: str, engines: Sequence[Row]) -> list[_Pair]:
 def _timings(timed: Mapping[Any, Sequence[Row]], op: str, first: Row, row: Row) -> list[_Pair]:
     """Of both arms' variants, at each point that counts."""
     before, mine = (
-        {
-            str(one.point): one
-            for one in timed.get((op, variant, row.dtype), ())
-            if all(row.settings.get(name, value) == value for name, value in one.settings.items())
-        }
+        {str(one.point): one for one in timed.get((op, variant, row.dtype), ()) if _is_of(one.settings, row)}
         for variant in (first.arm[op], row.arm[op])
     )
     both = [(before[point], mine[point]) for point in before if point in mine]
-    # Whether a point that serves something is one of the arm's steps. What is not swept, all share.
-    about = {"workload": row.workload, **row.settings}
-    own = [
-        pair
-        for pair in both
-        if any(all(about.get(name, v) == v for name, v in served.items()) for served in pair[1].serves or ())
-    ]
+    own = [pair for pair in both if any(_is_of(served, row) for served in pair[1].serves or ())]
     return own or [pair for pair in both if not pair[1].serves]
+
+
+def _is_of(served: Mapping[str, Any], row: Row) -> bool:
+    """Whether what was timed for this is one of the arm's steps. What is not swept, all share."""
+    about = {"workload": row.workload, **row.settings}
+    return all(about.get(name, value) == value for name, value in served.items())
 
 
 def _judge(rows: Sequence[Row], pairs: Sequence[_Pair]) -> _Judged:
@@ -208,7 +204,7 @@ def _judge(rows: Sequence[Row], pairs: Sequence[_Pair]) -> _Judged:
         return {}
     arms = dict.fromkeys(beside_the_first(figures))
     wanted = dict.fromkeys(_keys(pair) for pair in pairs if pair[0] is not pair[1])
-    rest = [keys for keys in wanted if keys not in arms and all(key in figures for key in keys)]
+    rest = [keys for keys in wanted if keys not in arms and figures.keys() >= {*keys}]
     found: dict[tuple[str, str], Paired] = {}
     for family in (arms, rest):
         found |= judge_pairs({keys: (figures[keys[0]], figures[keys[1]]) for keys in family})[0]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from experiments.reporting.arms import swept_names, title_of
+from experiments.reporting.arms import select_stages, select_timed, swept_names, title_of
 from experiments.reporting.table_style import group_by
 from experiments.runs.rows import Row
 from experiments.runs.table import quartiles
@@ -57,18 +57,20 @@ def kernel_plots(rows: Sequence[Row], asked: Mapping[str, object], about: str) -
         about: device, timer and spread, for the captions.
     """
     plots = []
-    timed = [row for row in rows if row.status == "ok" and row.median_us is not None]
-    for op, mine in group_by(timed, lambda row: str(row.op)).items():
-        points = []
-        for row in mine:
-            factors = label_factors(op, str(row.variant), several_ops=False)
-            factors |= {"dtype": row.dtype, **_scalars(row.settings), **_sizes(row.axes or {})}
-            low, high = _quartiles(row.samples_us or (), row.median_us or 0.0, row.iqr_us)
-            points.append(Measured(str(row.point), str(row.variant), factors, (row.median_us or 0.0,), low, high))
+    for op, mine in group_by(select_timed(rows), lambda row: str(row.op)).items():
+        points = list(map(_time_of_kernel, mine))
         several = len({point.name for point in points}) > 1
         dots = (f"variants-{op}", f"Variants of {op}") if several else None
         plots.append(Plot(points, "time, µs", about, (f"time-{op}", op), dots, 2 if op in asked else 3))
     return plots
+
+
+def _time_of_kernel(row: Row) -> Measured:
+    factors = label_factors(str(row.op), str(row.variant), several_ops=False)
+    factors |= {"dtype": row.dtype, **_scalars(row.settings), **_sizes(row.axes or {})}
+    median = row.median_us or 0.0
+    low, high = _quartiles(row.samples_us or (), median, row.iqr_us)
+    return Measured(str(row.point), str(row.variant), factors, (median,), low, high)
 
 
 def engine_plots(rows: Sequence[Row], about: str, waits: str) -> list[Plot]:
@@ -77,17 +79,12 @@ def engine_plots(rows: Sequence[Row], about: str, waits: str) -> list[Plot]:
     Args:
         rows: of the engine and peers stages, merged.
     """
-    engines = [row for row in rows if row.stage == "engine"]
+    engines, timed = select_stages(rows, "engine"), select_timed(rows)
     names = swept_names(engines)
     ops = [name for name in names if any(name in row.arm for row in engines)]
-    timed = [row for row in rows if row.status == "ok" and row.tokens_per_s is not None]
 
     def measured(row: Row, values: tuple[float, ...], low: float, high: float, *samples: float) -> Measured:
-        factors: dict[str, Factor] = {}
-        if row.stage == "engine":
-            factors = {"workload": str(row.workload), **_scalars(row.settings), "dtype": row.dtype}
-            for op in ops:
-                factors |= label_factors(op, row.arm[op], several_ops=len(ops) > 1) if op in row.arm else {}
+        factors = _factors_of_arm(row, ops) if row.stage == "engine" else {}
         return Measured(str(row.workload), title_of(row, names), factors, values, low, high, samples)
 
     points = []
@@ -98,15 +95,26 @@ def engine_plots(rows: Sequence[Row], about: str, waits: str) -> list[Plot]:
     title = "Output tokens per second"
     plots = [Plot(points, "tokens/s", about, ("engine-tokens-per-s", title), ("throughput", title))]
     for column, title in _WAITS.items():
-        points = []
-        for row in timed:
-            if waits_s := getattr(row, column):
-                p50, p90, p99 = (waits_s[key] * 1e3 for key in ("p50", "p90", "p99"))
-                points.append(measured(row, (p50, p90, p99), p50, p90))
+        percentiles = [(row, getattr(row, column)) for row in timed]
+        points = [measured(row, *_milliseconds(values)) for row, values in percentiles if values]
         stem, capital = column.removesuffix("_s"), title[:1].upper() + title[1:]
         curve = None if column == "gap_s" else (f"engine-{stem}-s", capital)
         plots.append(Plot(points, f"{title}, ms", waits, curve, (f"waiting-{stem}", capital)))
     return plots
+
+
+def _factors_of_arm(row: Row, ops: Sequence[str]) -> dict[str, Factor]:
+    factors: dict[str, Factor] = {"workload": str(row.workload), **_scalars(row.settings), "dtype": row.dtype}
+    for op in ops:
+        if op in row.arm:
+            factors |= label_factors(op, row.arm[op], several_ops=len(ops) > 1)
+    return factors
+
+
+def _milliseconds(seconds: Mapping[str, float]) -> tuple[tuple[float, ...], float, float]:
+    """The percentiles, and the ends of a curve's bars."""
+    p50, p90, p99 = (seconds[key] * 1e3 for key in ("p50", "p90", "p99"))
+    return (p50, p90, p99), p50, p90
 
 
 def _quartiles(values: Sequence[float], median: float, iqr: float | None) -> tuple[float, float]:

@@ -75,17 +75,17 @@ def _megabytes(row: Row) -> float:
     return (row.memory_bytes or 0) / 1e6
 
 
-def _draw(figure: "Figure", rows: Sequence[Row]) -> None:
+def _draw(figure: "Figure", rows: Sequence[Any]) -> None:
     lines = []
-    finite = [row for row in rows if math.isfinite(row.perplexity or math.inf)]
-    quantized = sorted((row for row in finite if row.bits is not None), key=_megabytes)
-    for method, mine in group_by(quantized, lambda row: str(row.method)).items():
-        points = tuple(point_without_spread(_megabytes(row), row.perplexity or 0.0) for row in mine)
-        lines.append(Line(method, points, tuple(str(row.bits) for row in mine)))
-    for row in finite:
-        if row.bits is None:
-            level = point_without_spread(None, row.perplexity or 0.0)
-            lines.append(Line(f"dense, {_megabytes(row):,.2f} MB", (level,)))
+    finite = [row for row in rows if math.isfinite(row.perplexity)]
+    dense_last = sorted(finite, key=lambda row: (row.bits is None, _megabytes(row)))
+    for method, mine in group_by(dense_last, lambda row: str(row.method)).items():
+        if mine[0].bits is None:
+            name = f"dense, {_megabytes(mine[0]):,.2f} MB"
+            lines.append(Line(name, (point_without_spread(None, mine[0].perplexity),)))
+        else:
+            points = tuple(point_without_spread(_megabytes(row), row.perplexity) for row in mine)
+            lines.append(Line(method, points, tuple(str(row.bits) for row in mine)))
     axes = draw_lines(figure, lines, "weights in memory, MB", "perplexity")
     axes.set_yscale("log")
     axes.margins(0.06, 0.14)

@@ -211,18 +211,23 @@ def _compiled(run: RecordedRun) -> Section:
 def _facts(found: _Findings) -> dict[str, str]:
     run, environment = found.run, found.run.environment
     versions, git = environment.get("versions", {}), environment.get("git", {})
-    commit = str(git.get("commit") or git.get("reason") or "unknown")[:12]
+    software = [f"{name} {version}" for name in ("torch", "triton") if (version := versions.get(name))]
     facts = {
         "Device": found.device,
         "Kernels": str(environment.get("device", {}).get("triton") or "unknown"),
         "Dtype": ", ".join(dict.fromkeys(row.dtype for row in found.merged)) or "none",
         "Processes": str(found.count),
-        "Software": ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton") if versions.get(name)),
-        "Code": commit + (", with changes" if git.get("dirty") else ""),
+        "Software": ", ".join(software),
+        "Code": _describe_code(git),
         "Took": _format_duration(run.meta["created"], run.meta["finished"]) if run.finished else "cut off",
         "Rows": f"{len(run.rows):,}",
     }
     return {label: value for label, value in facts.items() if value}
+
+
+def _describe_code(git: Mapping[str, Any]) -> str:
+    commit = str(git.get("commit") or git.get("reason") or "unknown")[:12]
+    return commit + (", with changes" if git.get("dirty") else "")
 
 
 def _format_moment(iso: object) -> str:

@@ -22,8 +22,8 @@ def resources_of(environment: Mapping[str, Any]) -> tuple[PlainTable | None, lis
     Args:
         environment: of the run: its "kernels" are "op.variant" -> hash of the code, None for one without a kernel.
     """
-    hashes = {name: value for name, value in (environment.get("kernels") or {}).items() if value is not None}
-    version = str(environment.get("versions", {}).get("triton") or "")
+    hashes = {name: value for name, value in environment.get("kernels", {}).items() if value is not None}
+    version = str(environment.get("versions", {}).get("triton") or "(unknown)")
     device = environment.get("device", {})
     arch = str(device.get("arch"))
     notes = []
@@ -35,18 +35,21 @@ def resources_of(environment: Mapping[str, Any]) -> tuple[PlainTable | None, lis
             "(H100, H200), ahead of time. Nothing of it was measured."
         )
         arch = STAND_IN
-    table = expected.read(expected.table_path(version)) if version else {}
-    compiled = group_by(table.values(), lambda row: (f"{row.op}.{row.variant}", row.arch, row.source))
+    compiled = group_by(
+        (row for row in expected.read(expected.table_path(version)).values() if row.point != "unaligned"),
+        lambda row: (f"{row.op}.{row.variant}", row.arch, row.source),
+    )
     found = {name: compiled.get((name, arch, source), []) for name, source in sorted(hashes.items())}
-    missing = [name for name, rows in found.items() if not rows]
-    if missing:
+    if missing := [name for name, rows in found.items() if not rows]:
         notes.append(
-            f"Not in the expected table of Triton {version or '(unknown)'} as the code was then, for {arch}: "
-            f"{', '.join(missing)}. tk inspect compiles what there is now."
+            f"Not in the expected table of Triton {version} as the code was then, for {arch}: {', '.join(missing)}. tk "
+            "inspect compiles what there is now."
         )
-    lines = [_line(name, row) for name, rows in found.items() for row in rows if row.point != "unaligned"]
-    if not lines:
-        return None, notes
+    lines = tuple(_line(name, row) for name, rows in found.items() for row in rows)
+    return _table(lines, arch, version) if lines else None, notes
+
+
+def _table(lines: tuple[tuple[Cell, ...], ...], arch: str, version: str) -> PlainTable:
     names = ("variant", "kernel", "dtype", "registers", "spilled", "shared KB", "occ.", "matrix", "config")
     columns = tuple(Column(name, right=name in _NUMBERS) for name in names)
     caption = (
@@ -55,7 +58,7 @@ def resources_of(environment: Mapping[str, Any]) -> tuple[PlainTable | None, lis
         "most there can be; matrix: instructions by kind. From the expected table of tk inspect, where the hash of the "
         "code is the run's."
     )
-    return PlainTable(f"Registers, spills and shared memory ({arch})", columns, tuple(lines), caption), notes
+    return PlainTable(f"Registers, spills and shared memory ({arch})", columns, lines, caption)
 
 
 def _line(name: str, row: CompiledKernel) -> tuple[Cell, ...]:

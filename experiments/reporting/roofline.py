@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from experiments.reporting.arms import select_timed
 from experiments.reporting.drawing import Line, draw_lines, format_tick, point_without_spread, set_log_ticks
 from experiments.reporting.pictures import SOFT, Picture
 from experiments.reporting.table_style import group_by
@@ -43,28 +44,30 @@ def roofline_pictures(rows: Sequence[Row], device: str, about: str) -> list[Pict
     """
     from tkernels.roofline import PEAKS
 
-    records = tuple(_rates_of(row, row.median_us) for row in rows if row.status == "ok" and row.median_us is not None)
-    if not records:
-        return []
-    peaks = PEAKS.get(device)
-    untimed = list(dict.fromkeys(f"{r.op}.{r.variant}" for r in rows if r.status == "ok" and r.median_us is None))
-    unknown = sorted({record.dtype for record in records} - set(peaks.flops_per_s)) if peaks else []
-    ending = f" {about}" + (f" Limits: {peaks.source}." if peaks else f" There is {NO_ROOFLINE}.")
-    ending += f" No peak is known for {', '.join(unknown)}." if unknown else ""
-    ending += f" Not measured, and so not shown: {', '.join(untimed)}." if untimed else ""
+    records = [_rates_of(row, row.median_us or 0.0) for row in select_timed(rows)]
     computing = [record for record in records if record.gflop_per_s]
-    figures = [record._asdict() for record in records]
+    peaks, figures = PEAKS.get(device), [record._asdict() for record in records]
+    ending = f" {about}{_explain_limits(rows, peaks)}"
     pictures = []
     if computing:
         caption = f"FLOPs by the contract's own count, over the median time.{ending}"
         title = "Roofline" if peaks else "FLOP/s achieved"
         pictures.append(Picture("roofline", title, caption, figures, lambda one: _draw_flops(one, computing, peaks)))
-    caption = "Bytes by the contract's own count, each unique byte once, over the median time."
-    if len(computing) < len(records):
-        caption += ' Ops that compute nothing stand at "none".'
-    title, caption = "Bandwidth achieved", caption + ending
-    pictures.append(Picture("bandwidth", title, caption, figures, lambda one: _draw_bytes(one, records, peaks)))
+    if records:
+        caption = "Bytes by the contract's own count, each unique byte once, over the median time."
+        caption += ' Ops that compute nothing stand at "none".' * (len(computing) < len(records)) + ending
+        title = "Bandwidth achieved"
+        pictures.append(Picture("bandwidth", title, caption, figures, lambda one: _draw_bytes(one, records, peaks)))
     return pictures
+
+
+def _explain_limits(rows: Sequence[Row], peaks: "Peaks | None") -> str:
+    """Where the limits come from, and what has none or is not shown."""
+    text = f" Limits: {peaks.source}." if peaks else f" There is {NO_ROOFLINE}."
+    if peaks and (unknown := {row.dtype for row in select_timed(rows)} - set(peaks.flops_per_s)):
+        text += f" No peak is known for {', '.join(sorted(unknown))}."
+    untimed = dict.fromkeys(f"{row.op}.{row.variant}" for row in rows if row.status == "ok" and row.median_us is None)
+    return text + (f" Not measured, and so not shown: {', '.join(untimed)}." if untimed else "")
 
 
 def _rates_of(row: Row, us: float) -> _Rates:

@@ -4,7 +4,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from experiments.reporting.arms import arm_key, swept_names, title_of
 from experiments.reporting.drawing import draw_legend, format_tick, printable
@@ -57,11 +57,11 @@ class Step:
 def steps_of(rows: Sequence[Row], engines: Sequence[Row]) -> list[Step]:
     """The recorded steps. On a GPU they are the device's time, of which what no range holds is a gap of its own."""
     names = swept_names(engines)
-    recorded = [row for row in rows if row.stage == "step" and row.status == "ok" and row.total_us is not None]
+    recorded = [row for row in rows if row.stage == "step" and row.total_us is not None and row.steps]
     return [_mean_step(mine, title_of(mine[0], names)) for mine in group_by(recorded, arm_key).values()]
 
 
-def _mean_step(rows: Sequence[Row], arm: str) -> Step:
+def _mean_step(rows: Sequence[Any], arm: str) -> Step:
     """Over the processes that recorded an arm's steps, of which each has the same ranges and as many steps."""
     clock = "device" if any(row.clock == "device" for row in rows) else "host"
     rows = [row for row in rows if row.clock == clock]
@@ -71,12 +71,11 @@ def _mean_step(rows: Sequence[Row], arm: str) -> Step:
     calls: Counter[str] = Counter()
     for row in rows:
         name = _OWN.get(str(row.category), str(row.range))
-        own_us = (row.self_us or 0.0) / len(firsts)
-        parts[name] += own_us / (row.steps or 1)
-        whole[_part_of(row)] += own_us / (row.step_us or 1.0)
-        calls[name] += row.calls or 0
-    steps = sum(row.steps or 1 for row in firsts)
-    mean_us = statistics.fmean((row.step_us or 0.0) / (row.steps or 1) for row in firsts)
+        parts[name] += row.self_us / row.steps / len(firsts)
+        whole[_part_of(row)] += row.self_us / row.step_us / len(firsts)
+        calls[name] += row.calls
+    steps = sum(row.steps for row in firsts)
+    mean_us = statistics.fmean(row.step_us / row.steps for row in firsts)
     ordered = dict(sorted(parts.items(), key=lambda part: -part[1]))
     return Step(str(rows[0].workload), arm, clock, steps, mean_us, ordered, calls, whole)
 

@@ -10,7 +10,15 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from experiments.reporting.arms import arm_key, count_processes, merge_processes, swept_columns, swept_names, title_of
+from experiments.reporting.arms import (
+    arm_key,
+    count_processes,
+    merge_processes,
+    select_stages,
+    swept_columns,
+    swept_names,
+    title_of,
+)
 from experiments.reporting.effects import effects_table
 from experiments.reporting.quantization import quantization_table
 from experiments.reporting.steps import steps_of, whole_steps_table
@@ -62,22 +70,23 @@ def tables_of(rows: Sequence[Row]) -> dict[str, PlainTable]:
     count = count_processes(rows)
     every, rows = rows, merge_processes(rows)
     stages: dict[str, list[Row]] = group_by(rows, lambda row: str(row.stage))
-    engines, peers = stages.get("engine", []), stages.get("peers", [])
+    checks, engines, peers = (stages.get(stage, []) for stage in ("check", "engine", "peers"))
+    quantized = stages.get("quantization", [])
     names = swept_names(engines)
-    timed = [row for row in (*engines, *peers) if row.status == "ok" and row.ttft_s is not None]
+    waited = [row for row in (*engines, *peers) if row.ttft_s is not None]
     scheduled = [row for row in engines if row.status == "ok" and row.settings]
     steps = steps_of(rows, engines)
-    found = {
-        "kernels": _kernel_table(stages["check"], stages.get("kernels", []), count) if "check" in stages else None,
-        "engine": _engine_table(engines, stages.get("parity", []), count) if engines else None,
-        "waiting": _waiting_table(timed, names) if timed else None,
-        "memory": _memory_table(scheduled, names) if scheduled else None,
-        "peers": _peer_table(peers, stages.get("speedup", [])) if peers else None,
-        "effects": effects_table(rows, names, every),
-        "steps": whole_steps_table(steps) if steps else None,
-        "quantization": quantization_table(stages["quantization"]) if "quantization" in stages else None,
+    makers: dict[str, tuple[Sequence[Any], Callable[[], PlainTable | None]]] = {
+        "kernels": (checks, lambda: _kernel_table(checks, stages.get("kernels", []), count)),
+        "engine": (engines, lambda: _engine_table(engines, stages.get("parity", []), count)),
+        "waiting": (waited, lambda: _waiting_table(waited, names)),
+        "memory": (scheduled, lambda: _memory_table(scheduled, names)),
+        "peers": (peers, lambda: _peer_table(peers, stages.get("speedup", []))),
+        "effects": (steps, lambda: effects_table(rows, names, every)),
+        "steps": (steps, lambda: whole_steps_table(steps)),
+        "quantization": (quantized, lambda: quantization_table(quantized)),
     }
-    return {name: table for name, table in found.items() if table is not None}
+    return {name: table for name, (shown, make) in makers.items() if shown and (table := make()) is not None}
 
 
 def _medians(count: int, what: str) -> str:
@@ -341,7 +350,7 @@ class Reason:
 def list_reasons(rows: Iterable[Row]) -> list[Reason]:
     """Each reason once, with what it concerns: of an arm, what tells it from the others."""
     rows = list(rows)
-    names = swept_names([row for row in rows if row.stage == "engine"])
+    names = swept_names(select_stages(rows, "engine"))
     found: dict[tuple[str, str, str | None], dict[str, None]] = {}
     for row in rows:
         unserved = row.unserved

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.reporting.arms import arm_key, swept_names, title_of
+from experiments.reporting.arms import arm_key, select_stages, select_timed, swept_names, title_of
 from experiments.reporting.comparison_tables import OUTCOMES
 from experiments.reporting.table_style import group_by, setting_name
 from experiments.runs import verdicts as judgement
@@ -43,23 +43,21 @@ def verdict_of(
         judged: its arms beside the first of their places, where there are processes enough to tell.
         environment: of the run: its cores, and the outside variants that `tk check` never saw.
     """
-    stages: dict[str, list[Row]] = group_by(rows, lambda row: str(row.stage))
-    checks, engines, parities = (stages.get(stage, []) for stage in ("check", "engine", "parity"))
-    served = [row for row in rows if row.stage in ("engine", "peers")]
+    served = select_stages(rows, "engine", "peers")
     unserved = _failed_requests(served)
-    parts = [*_checks(checks), *unserved, *_tokens(parities, engines)]
+    parts = [*_checks(select_stages(rows, "check")), *unserved, *_tokens(rows)]
     speeds = _judged_speeds(judged) if judged is not None else []
     first_speed, *more_speeds = [*(speeds or _unjudged_speeds(rows, count)), ""]
     lines = [
         " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]])),
-        _quantized(stages.get("quantization", [])),
+        _quantized(select_stages(rows, "quantization")),
         "; ".join(filter(None, [_timed(rows, served), first_speed])),
         *more_speeds,
         _unchecked(environment),
         _load(rows, environment),
         "" if finished else "the run has not ended: what follows is what it knew when it was cut off",
     ]
-    first, *others = [_sentence(line) for line in lines if line] or ["Nothing was measured."]
+    first, *others = list(map(_sentence, filter(None, lines))) or ["Nothing was measured."]
     bad = any(row.status in ("wrong", "failed") for row in rows)
     return Verdict(first, not bad and not unserved and bool(rows), tuple(others))
 
@@ -87,16 +85,16 @@ def _list_names(names: Sequence[str], most: int = 3) -> str:
 
 
 def _checks(checks: Sequence[Row]) -> list[str]:
-    judged = group_by((row for row in checks if row.status != "unsupported"), lambda row: f"{row.op}.{row.variant}")
-    wrong = [name for name, mine in judged.items() if any(row.status in ("wrong", "failed") for row in mine)]
-    points = len({place_of(row) for row in checks if row.status != "unsupported"})
-    at = f"at the {_count(points, 'point')} of this run"
+    judged = [row for row in checks if row.status != "unsupported"]
+    variants = group_by(judged, lambda row: f"{row.op}.{row.variant}")
+    wrong = list(dict.fromkeys(f"{row.op}.{row.variant}" for row in judged if row.status != "ok"))
+    at = f"at the {_count(len(set(map(place_of, judged))), 'point')} of this run"
     if not judged:
         return ["no variant could be checked"] if checks else []
     if wrong:
         verb = "is" if len(wrong) == 1 else "are"
-        return [f"{len(wrong)} of {len(judged)} variants {verb} not right {at} ({_list_names(wrong)})"]
-    return [f"all {len(judged)} variants were right {at}" if len(judged) > 1 else f"the variant was right {at}"]
+        return [f"{len(wrong)} of {len(variants)} variants {verb} not right {at} ({_list_names(wrong)})"]
+    return [f"all {len(variants)} variants were right {at}" if len(variants) > 1 else f"the variant was right {at}"]
 
 
 def _failed_requests(served: Sequence[Row]) -> list[str]:
@@ -108,49 +106,49 @@ def _failed_requests(served: Sequence[Row]) -> list[str]:
     counts = f"{worst.requests_failed} of {worst.requests}"
     if len(served) == 1:
         return [f"{counts} requests failed"]
-    names = swept_names([row for row in served if row.stage == "engine"])
+    names = swept_names(select_stages(served, "engine"))
     where = ", ".join(filter(None, [worst.workload, title_of(worst, names)]))
     if len(short) == 1:
         return [f"{counts} requests failed ({where})"]
     return [f"requests failed in {len(short)} of {len(served)} servings (the most: {counts}, {where})"]
 
 
-def _tokens(parities: Sequence[Row], engines: Sequence[Row]) -> list[str]:
+def _tokens(rows: Sequence[Row]) -> list[str]:
     """What was compared are the arms at one question each: the same workload, sizes and model."""
+    parities = select_stages(rows, "parity")
     if not parities:
         return []
     if other := sum(row.tokens_equal is False for row in parities):
         verb = "differs" if other == 1 else "differ"
         return [f"{other} of {len(parities)} comparisons with the first arm {verb} in some token"]
-    requests = {arm_key(row): row.requests or 0 for row in engines}
+    requests = {arm_key(row): row.requests or 0 for row in select_stages(rows, "engine")}
     partly = any((row.requests or 0) < requests.get(arm_key(row), 0) for row in parities)
-    same = "the same tokens" + (" to the requests that both served" if partly else "")
+    same = "the same tokens" + " to the requests that both served" * partly
     others = Counter(map(question_of, parities))
     if len(set(others.values())) > 1:
         return [f"all {len(parities)} arms that stand beside the first of their workload and model gave {same}"]
-    places = f" at each of {len(others)} workloads or models" if len(others) > 1 else ""
+    places = f" at each of {len(others)} workloads or models" * (len(others) > 1)
     return [f"all {1 + next(iter(others.values()))} arms gave {same}{places}"]
 
 
 def _timed(rows: Sequence[Row], served: Sequence[Row]) -> str:
     """ "2 of 6 arms timed (swiglu interpreted on a CPU: not measured)"; of a run without an engine, variants."""
-    arms = {str(arm_key(row)): row for row in served}
-    timed = {key for key, row in arms.items() if row.tokens_per_s is not None}
-    noun = "arm"
-    if not arms:
-        noun = "variant"
-        arms = {f"{row.op}.{row.variant}": row for row in rows if row.stage in ("check", "kernels")}
-        timed = {f"{row.op}.{row.variant}" for row in rows if row.stage == "kernels" and row.median_us is not None}
-    untimed = [row.speed_reason or row.reason for key, row in arms.items() if key not in timed and row.stage != "check"]
-    besides = f" ({untimed[0]})" if untimed and untimed[0] else ""
-    return f"{len(timed)} of {_count(len(arms), noun)} timed{besides}" if arms else ""
+    noun = "arm" if served else "variant"
+    groups: dict[object, list[Row]] = group_by(served, arm_key) if served else group_by(
+        select_stages(rows, "check", "kernels"), lambda row: (row.op, row.variant)
+    )  # fmt: skip
+    if not groups:
+        return ""
+    untimed = [mine[-1] for mine in groups.values() if not select_timed(mine)]
+    reasons = [row.speed_reason or row.reason for row in untimed if row.stage != "check"]
+    besides = f" ({reasons[0]})" if reasons and reasons[0] else ""
+    return f"{len(groups) - len(untimed)} of {_count(len(groups), noun)} timed{besides}"
 
 
 def _unjudged_speeds(rows: Sequence[Row], count: int) -> list[str]:
     """Of runs with too few processes for a test: how far apart what was timed lies, and no winner."""
     each = "one process an arm" if count == 1 else f"{count} processes an arm, and a test needs {MIN_REPLICATES}"
-    timed = [row for row in rows if row.stage in ("engine", "peers") and row.tokens_per_s]
-    served = group_by(timed, place_of)
+    served = group_by(select_timed(select_stages(rows, "engine", "peers")), place_of)
     swept, wheres = swept_ops(rows), distinct_parts(served)
     found = []
     for place, mine in served.items():
@@ -163,9 +161,8 @@ def _unjudged_speeds(rows: Sequence[Row], count: int) -> list[str]:
 
 def _unjudged_kernels(rows: Sequence[Row], each: str) -> list[str]:
     """Of each op, how far apart its variants lie at a point; of one whose only variant was timed, its times."""
-    timed = [row for row in rows if row.stage == "kernels" and row.median_us is not None]
     found = []
-    for op, mine in group_by(timed, lambda row: str(row.op)).items():
+    for op, mine in group_by(select_timed(select_stages(rows, "kernels")), lambda row: str(row.op)).items():
         places = [[row.median_us or 0.0 for row in some] for some in group_by(mine, place_of).values()]
         apart = [max(times) / min(times) for times in places if len(times) > 1]
         ratios = f"the slowest variant's time is {_range(apart)} times the fastest's at a point, " if apart else ""
@@ -181,13 +178,17 @@ def _range(values: Sequence[float]) -> str:
 
 def _judged_speeds(found: Comparison) -> list[str]:
     """Of arms that were compared process by process: which are faster than the first, and by how much."""
-    engines = [one for one in found.verdicts if one.place.startswith("engine")]
-    places = group_by((one for one in engines if one.figure == "tokens_per_s"), lambda one: one.place)
-    wheres = distinct_parts(places)
+    places = group_by(found.verdicts, lambda one: one.place)
+    rates = {
+        place: speeds
+        for place, mine in places.items()
+        if place.startswith("engine") and (speeds := [one for one in mine if one.figure == "tokens_per_s"])
+    }
+    wheres = distinct_parts(rates)
     shown = []
-    for place, mine in places.items():
-        ratio, text = _judged_place(mine)
-        besides = [*_judged_peers(mine), *_judged_waits([one for one in engines if one.place == place])]
+    for place, speeds in rates.items():
+        ratio, text = _judged_place(speeds)
+        besides = [*_judged_peers(speeds), *_judged_waits(places[place])]
         shown.append((ratio, _begin(wheres[place]) + "; ".join([text, *besides])))
     ordered = [text for _, text in sorted(shown, key=lambda pair: -pair[0])]
     return ordered + _judged_kernels([one for one in found.verdicts if one.figure == "median_us"])
@@ -220,25 +221,30 @@ def _judged_kernels(times: Sequence[judgement.Verdict]) -> list[str]:
     """Of each op, which variant is really faster than the first at which points; and how many differences are real."""
     lines = []
     for op, mine in group_by(times, lambda one: one.place.partition(", ")[0]).items():
-        points = group_by(mine, lambda one: one.place)
-        names = [_plain(name) for name in distinct_parts(points).values()]
-        wins: dict[str, dict[int, float]] = {}
-        for index, some in enumerate(points.values()):
-            if better := [one for one in some if one.effect.outcome == "better"]:
-                best = min(better, key=lambda one: one.effect.ratio)
-                wins.setdefault(best.arm, {})[index] = 1 / best.effect.ratio
-        parts = []
-        for arm, won in sorted(wins.items(), key=lambda pair: -len(pair[1])):
-            at = f" ({_list_names(_name_runs([*won], names))})" if len(won) < len(points) else ""
-            parts.append(f"{arm} at {len(won)}, up to {max(won.values()):.3g} times as fast{at}")
-        first = mine[0].beside or "the first variant"
-        which = f"{first} is beaten by {_list_names(parts)}" if parts else f"no variant is faster than {first}"
+        first, points = mine[0].beside or "the first variant", group_by(mine, lambda one: one.place)
+        wins = _wins(points)
+        which = f"{first} is beaten by {_list_names(wins)}" if wins else f"no variant is faster than {first}"
         lines.append(f"for {op}, of {len(points)} points, {which}")
     if times:
         counts = Counter(str(one.effect.outcome) for one in times)
         counted = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
         lines.append(f"of {len(times)} kernel times beside the first variant's, {counted}")
     return lines
+
+
+def _wins(points: Mapping[str, Sequence[judgement.Verdict]]) -> list[str]:
+    """ "fused at 2, up to 2.5 times as fast (T=1 to T=2)", of each variant that is the fastest at some points."""
+    wins: dict[str, dict[int, float]] = {}
+    for index, mine in enumerate(points.values()):
+        best = min(mine, key=lambda one: (one.effect.outcome != "better", one.effect.ratio))
+        if best.effect.outcome == "better":
+            wins.setdefault(best.arm, {})[index] = 1 / best.effect.ratio
+    names = list(map(_plain, distinct_parts(points).values()))
+    shown = []
+    for arm, won in sorted(wins.items(), key=lambda pair: -len(pair[1])):
+        at = f" ({_list_names(_name_runs([*won], names))})" if len(won) < len(points) else ""
+        shown.append(f"{arm} at {len(won)}, up to {max(won.values()):.3g} times as fast{at}")
+    return shown
 
 
 def _judged_peers(verdicts: Sequence[judgement.Verdict]) -> list[str]:
@@ -279,13 +285,15 @@ def _quantized(rows: Sequence[Row]) -> str:
     dense = judged.get(None)
     widths = sorted(bits for bits in judged if bits is not None)
     best = [min(judged[bits], key=lambda row: (row.perplexity, row.method)) for bits in widths]
-    shown = [
-        f"{method}'s at {', '.join(str(row.bits) for row in mine)} bits "
-        f"({', '.join(f'{row.perplexity:.4g}' for row in mine)})"
-        for method, mine in group_by(best, lambda row: row.method).items()
-    ]
+    shown = ", ".join(map(_lowest, group_by(best, lambda row: row.method).values()))
     beside = f"; the dense model's is {dense[0].perplexity:.4g}" if dense else ""
-    return f"the lowest perplexity is {', '.join(shown)}{beside}" if shown else ""
+    return f"the lowest perplexity is {shown}{beside}" if shown else ""
+
+
+def _lowest(rows: Sequence[Row]) -> str:
+    """ "rtn's at 3, 4 bits (28.1, 27)"."""
+    bits, values = ", ".join(str(row.bits) for row in rows), ", ".join(f"{row.perplexity:.4g}" for row in rows)
+    return f"{rows[0].method}'s at {bits} bits ({values})"
 
 
 def _unchecked(environment: Mapping[str, Any]) -> str:
