@@ -125,7 +125,7 @@ def parse_document(text: str, label: str, folder: Path, overrides: Sequence[str]
 
 
 def _make_document(text: str, label: str, folder: Path, overrides: Sequence[str], *, full: bool) -> Document:
-    reader = _Reader(label, lambda mark: f"{label}, line {mark.line + 1}, column {mark.column + 1}")
+    reader = _Reader(label)
     data = reader.read(text)
     if not isinstance(data, dict):
         raise ExperimentError([f"{label}: an experiment is a mapping of keys to values, got {type(data).__name__}"])
@@ -153,13 +153,16 @@ def _apply_sizes(data: dict[str, Any], places: dict[PathParts, str]) -> list[str
 
 
 class _Reader:
-    """Reads YAML text, and keeps the place of every path. `label` names the text, `place` a mark in it."""
+    """Reads YAML text, and keeps the place of every path: `label`, and the line and column in a text that has lines."""
 
-    def __init__(self, label: str, place: Callable[[yaml.Mark], str]) -> None:
+    def __init__(self, label: str, *, has_lines: bool = True) -> None:
         self.label = label
-        self.place = place
+        self.has_lines = has_lines
         self.places: dict[PathParts, str] = {}
         self.faults: list[str] = []
+
+    def place(self, mark: yaml.Mark) -> str:
+        return f"{self.label}, line {mark.line + 1}, column {mark.column + 1}" if self.has_lines else self.label
 
     def read(self, text: str) -> Any:
         """The text as plain data; ExperimentError where it is not YAML."""
@@ -255,7 +258,7 @@ def _apply_overrides(data: dict[str, Any], places: dict[PathParts, str], overrid
         if not equals or not key.strip():
             faults.append(f"{place}: must be key=value, as in --set scheduler.block_size=32")
             continue
-        reader = _Reader(place, lambda _, place=place: place)
+        reader = _Reader(place, has_lines=False)
         try:
             value = reader.read(text)
         except ExperimentError as error:

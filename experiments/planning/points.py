@@ -17,7 +17,7 @@ from experiments.planning.shape_points import (
     used_pages,
 )
 from experiments.schema import AnyWorkload, SyntheticWorkload, TraceWorkload
-from tkernels.contract import Contract, Value
+from tkernels.contract import Contract, Int, Value
 from tkernels.selection import ways
 from tkernels.variant import AxisRanges, Variant
 from tkernels.verification.check import count_programs
@@ -181,7 +181,7 @@ def _fit_point(
     contract: Contract, axes: dict[str, Value], dtype: str, interpreted: Sequence[tuple[Variant, Pick]]
 ) -> dict[str, Value]:
     """The point with every axis given; a batch that the interpreter would take minutes for is halved until it fits."""
-    batch = [axis.name for axis in contract.axes if axis.name in axes and getattr(axis, "batch", False)]
+    batch = [axis.name for axis in contract.axes if isinstance(axis, Int) and axis.batch and axis.name in axes]
     pool = int(axes.get("P", 1))
     while True:
         if "P" in axes:

@@ -41,7 +41,7 @@ def _as_choice(value: Any) -> Any:
     if isinstance(value, dict) and len(value) == 1:
         ((name, pins),) = value.items()
         if pins is None or isinstance(pins, dict):
-            return {"variant": name, "pins": {pin: _as_numbers(f"{name}.{pin}", pins[pin]) for pin in pins or ()}}
+            return {"variant": name, "pins": {pin: _as_numbers(f"{name}.{pin}", v) for pin, v in (pins or {}).items()}}
     raise ValueError(f"a variant is a name or {{name: {{config value: number}}}}, got {value!r}")
 
 
