@@ -10,7 +10,7 @@ from experiments.document import Document, ExperimentError, as_mapping, entries
 from experiments.schema import Experiment, VariantChoice
 from experiments.schema.experiment import written_choices
 from experiments.schema.names import KnownNames, unknown_name
-from experiments.simulation.trace_files import trace_lines
+from experiments.simulation.trace_files import read_trace
 
 
 def written_problems(document: Document, names: KnownNames) -> list[str]:
@@ -38,7 +38,7 @@ def _trace_problems(document: Document) -> Iterator[str]:
         if given.get("kind") != "trace" or not isinstance(file := given.get("file"), str):
             continue
         try:
-            count = len(trace_lines(document.folder / file))
+            count = len(list(read_trace(document.folder / file)))
         except (ExperimentError, OSError) as error:
             reason = f"{file}: {error.strerror}" if isinstance(error, OSError) else str(error)
             yield document.problem(("workload", index, "file"), reason)
