@@ -40,32 +40,17 @@ def source_files(plans: Sequence[Plan]) -> dict[Path, Path]:
     return files | {Path("imports", f"{name}.py"): file for name, file in imports_of(plans).items()}
 
 
-def source_hashes(plans: Iterable[Plan]) -> dict[str, str]:
-    """ "op.variant" -> SHA-256 of the file that it is defined in."""
-    return {name: sha256_of(variant.file) for name, variant in variants_of(plans).items()}
-
-
 def imports_of(plans: Iterable[Plan]) -> dict[str, Path]:
     """Module -> its file, of all that variants import from where neither this project nor an installed package is."""
     found: dict[str, Path] = {}
-    for file in foreign_files(plans):
-        found |= imported_files(file)
+    for variant in foreign_variants(plans).values():
+        found |= imported_files(variant.file)
     return dict(sorted(found.items()))
 
 
 def foreign_variants(plans: Iterable[Plan]) -> dict[str, Variant]:
     """Those of `variants_of` that are not built in: peers' and outside ones."""
     return {name: variant for name, variant in variants_of(plans).items() if outside_folder(variant) is not None}
-
-
-def foreign_files(plans: Iterable[Plan]) -> list[Path]:
-    """Where the foreign variants are defined."""
-    return [variant.file for variant in foreign_variants(plans).values()]
-
-
-def import_hashes(plans: Iterable[Plan]) -> dict[str, str]:
-    """Module -> SHA-256 of its file, of those that `imports_of` finds."""
-    return {name: sha256_of(file) for name, file in imports_of(plans).items()}
 
 
 def file_hashes(plan: Plan) -> dict[str, dict[str, str]]:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from experiments.runs.rows import ROW, Row
+from experiments.runs.rows import Row
 from experiments.stages.task import Task, TaskPoint
 
 
@@ -62,7 +62,7 @@ class Ended:
     def hear(self, kind: str, value: Any) -> None:
         """Take in one message of its process: a "row", "samples", "doing", "death", or "used", which is its last."""
         if kind == "row":
-            self.rows.append(ROW.validate_python(value))
+            self.rows.append(Row.model_validate(value))
         elif kind in ("samples", "used", "doing", "death"):
             setattr(self, kind, value)
         else:

@@ -228,7 +228,7 @@ def test_rows_whose_status_changed_are_said(tmp_path: Path) -> None:
     first = recorded(tmp_path, "a", [*timed(0, torch=1), kernel_row(1.0, "fused")])
     second = recorded(tmp_path, "b", [*timed(1, torch=1), failed(kernel_row(1.0, "fused"))])
     (line,) = compare_runs(first, second).changed
-    assert line == "kernels, swiglu, fused, decode, float32, process 0: ok, then failed (out of memory)"
+    assert line == "kernels, swiglu, decode, float32, fused, process 0: ok, then failed (out of memory)"
 
 
 def test_nothing_in_common_is_an_error_that_says_what_there_is(tmp_path: Path) -> None:
