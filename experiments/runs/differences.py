@@ -84,13 +84,14 @@ _OWN_CODE = ("sources.", "kernels.", "unchecked", "git.dirty", "git.untracked", 
 
 
 def unchanged_code(first: RecordedRun, second: RecordedRun) -> set[str] | None:
-    """ "op.variant" of those whose source is the same in both runs; None where that does not mean that their speed is,
-    for another circumstance differs.
+    """ "op.variant" of those whose file and kernels are the same in both runs; None where that does not mean that their
+    speed is, for another circumstance differs.
     """
-    if any(not path.startswith(_OWN_CODE) for path, *_ in _changes(first, second)):
+    changes = _changes(first, second)
+    if any(not path.startswith(_OWN_CODE) for path, *_ in changes):
         return None
-    sources, others = (run.environment.get("sources") or {} for run in (first, second))
-    return {name for name, code in sources.items() if others.get(name) == code}
+    changed = {path.partition(".")[2] for path, *_ in changes}
+    return set(first.environment.get("sources") or {}) - changed
 
 
 def _changes(first: RecordedRun, second: RecordedRun) -> list[tuple[str, Any, Any]]:

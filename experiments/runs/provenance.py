@@ -1,7 +1,7 @@
 """What a run was made of, so that it can be said later what made a difference: sources, tuned configs, files read."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from tkernels.verification.check import outside_folder
 
 _MODEL_FILES = ("*.json", "*.safetensors", "tokenizer.model")
 _SHOWN_FROM_BYTES = 10**9
-_READ_BYTES = 1 << 22
 
 
 def variants_of(plans: Iterable[Plan]) -> dict[str, Variant]:
@@ -105,7 +104,7 @@ def model_hashes(plans: Iterable[Plan], console: Console | None = None) -> dict[
         if plan.model is not None and (plan.experiment.workload or plan.experiment.quantization)
     }
     files = {
-        _told_apart(directory, served): sorted({file for one in _MODEL_FILES for file in directory.glob(one)})
+        _distinct_name(directory, served): sorted({file for one in _MODEL_FILES for file in directory.glob(one)})
         for directory in served
     }
     total = sum(file.stat().st_size for some in files.values() for file in some)
@@ -114,15 +113,17 @@ def model_hashes(plans: Iterable[Plan], console: Console | None = None) -> dict[
         TimeRemainingColumn(),
     )  # fmt: skip
     console = console if console is not None else Console(stderr=True)
+    found: dict[str, dict[str, str]] = {name: {} for name in files}
     with Progress(*columns, console=console, transient=True, disable=total < _SHOWN_FROM_BYTES) as progress:
         task = progress.add_task("", total=total)
-        return {
-            name: {file.name: sha256_of(file, lambda count: progress.advance(task, count)) for file in some}
-            for name, some in files.items()
-        }
+        for name, some in files.items():
+            for file in some:
+                with progress.open(file, "rb", total=total, task_id=task) as opened:
+                    found[name][file.name] = hashlib.file_digest(opened, "sha256").hexdigest()
+    return found
 
 
-def _told_apart(directory: Path, names: Mapping[Path, str]) -> str:
+def _distinct_name(directory: Path, names: Mapping[Path, str]) -> str:
     """What the model in a directory is called: its name or, where another has that too, as much of the directory as
     tells them apart.
     """
@@ -134,12 +135,7 @@ def _told_apart(directory: Path, names: Mapping[Path, str]) -> str:
     return "/".join(next(end for end in ends if all(other.parts[-len(end) :] != end for other in others)))
 
 
-def sha256_of(file: Path, read: Callable[[int], None] | None = None) -> str:
-    """Of a file's bytes, in hex. read: told how many bytes were taken in."""
-    digest = hashlib.sha256()
+def sha256_of(file: Path) -> str:
+    """Of a file's bytes, in hex."""
     with file.open("rb") as opened:
-        while block := opened.read(_READ_BYTES):
-            digest.update(block)
-            if read is not None:
-                read(len(block))
-    return digest.hexdigest()
+        return hashlib.file_digest(opened, "sha256").hexdigest()

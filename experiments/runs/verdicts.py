@@ -6,17 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from experiments.document import ExperimentError
-from experiments.runs.comparison import (
-    LEVEL,
-    MIN_REPLICATES,
-    POWER,
-    Difference,
-    Effect,
-    Key,
-    between_runs,
-    judge,
-    paired,
-)
+from experiments.runs.comparison import LEVEL, MIN_REPLICATES, POWER, Effect, Key, Sample, judge
 from experiments.runs.differences import changed_facts, circumstances, forbidding, unchanged_code
 from experiments.runs.drift import UNCHANGED, YARDSTICK, drift_of, slope_of
 from experiments.runs.reading import RecordedRun
@@ -199,42 +189,25 @@ def judge_pairs(
     drift = drift_of([values for one in samples.values() for values in one.series])
     differences = {key: one.difference(drift) for key, one in samples.items()}
     effects = judge(differences, {key: pairs[key][1].better for key in samples})
-    return {key: Paired(effects[key], one.by_replicate) for key, one in samples.items()}, drift
+    shared = {key: sorted(first.values.keys() & second.values.keys()) for key, (first, second) in pairs.items()}
+    return {
+        key: Paired(effects[key], {} if of_runs else dict(zip(shared[key], one.series[0], strict=True)))
+        for key, one in samples.items()
+    }, drift
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """series: values in the order in which the processes ran, beside the yardstick's where there is one: those of each
-    of two runs, or the differences of two arms; these also by_replicate. correction: the variance that the yardstick
-    gives the difference; spent: the degrees of freedom that went into it.
-    """
-
-    series: Sequence[Sequence[float]]
-    by_replicate: Mapping[int, float]
-    correction: float = 0.0
-    spent: float = 0.0
-
-    def difference(self, drift: float) -> Difference:
-        if len(self.series) == 1:
-            return paired(self.series[0], drift, self.correction, self.spent)
-        return between_runs(self.series[0], self.series[1], drift, self.correction, self.spent)
-
-
-def _sample(first: Figure, second: Figure, of_runs: bool) -> _Sample:
+def _sample(first: Figure, second: Figure, of_runs: bool) -> Sample:
+    """Beside the yardstick, where there is one."""
     series = _series(first.values, second.values, of_runs)
-    correction = spent = 0.0
-    if _beside_yardstick(first, second):
-        yardsticks = _series(first.yardsticks, second.yardsticks, of_runs)
-        follows = UNCHANGED if first.beside_unchanged else YARDSTICK
-        slope = slope_of(list(zip(series, yardsticks, strict=True)), follows)
-        spent = slope.spent
-        if of_runs:
-            correction = slope.variance_between_runs(*yardsticks)
-        else:
-            correction = statistics.fmean(yardsticks[0]) ** 2 * slope.variance
-        series = list(map(slope.take_off, series, yardsticks))
-    shared = sorted(first.values.keys() & second.values.keys())
-    return _Sample(series, {} if of_runs else dict(zip(shared, series[0], strict=True)), correction, spent)
+    if not _beside_yardstick(first, second):
+        return Sample(series)
+    yardsticks = _series(first.yardsticks, second.yardsticks, of_runs)
+    follows = UNCHANGED if first.beside_unchanged else YARDSTICK
+    slope = slope_of(list(zip(series, yardsticks, strict=True)), follows)
+    correction = (
+        slope.variance_between_runs(*yardsticks) if of_runs else statistics.fmean(yardsticks[0]) ** 2 * slope.variance
+    )
+    return Sample(list(map(slope.take_off, series, yardsticks)), correction, slope.spent)
 
 
 def _series(first: Mapping[int, float], second: Mapping[int, float], of_runs: bool) -> list[list[float]]:
