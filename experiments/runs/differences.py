@@ -71,6 +71,15 @@ def _workloads(run: RecordedRun) -> dict[str, Any]:
     return found
 
 
+def share_yardstick(first: RecordedRun, second: RecordedRun) -> bool:
+    """Whether the yardsticks of both runs were the same work: rows of version 1 took it of numpy's, on one thread."""
+    mine, theirs = (
+        (run.meta.get("rows_version"), run.environment.get("versions", {}).get("torch"), _conditions(run)["threads"])
+        for run in (first, second)
+    )
+    return mine == theirs
+
+
 def circumstances(first: RecordedRun, second: RecordedRun) -> list[str]:
     """What else differs: code, versions, lockfile, seeds, and other keys of the YAML, a line for each; files that git
     does not track come last, for a folder of them can be a thousand lines.

@@ -8,11 +8,10 @@ coefficients, which of white noise hold no more than any others), pooled over th
 on over the length of both runs as a random walk would. That brings them to 3% and 1% (five processes: 10% and 41% to 4%
 and 7%). Its price, where there is no drift: a change of 8 standard errors is found in 86% of tries instead of 99%.
 
-The yardstick. A slow machine slows a small matrix product less than an attention that the memory decides: on two cores
-that a dozen processes shared, within runs of ten processes, prefill's times rose by 2.4% for each 1% of the
-yardstick's, and a swiglu's by 1.5%. So the slope is estimated, from each comparison's own processes, beginning at 1.
-Taken off with that of 36 runs together, prefill's spread within them was 4.6% instead of 10.5% (with a slope of 1:
-7.1%), that of their levels 2.4% instead of 5.8% (3.8%).
+The yardstick. What slows it slows a kernel by more or less: the more of a call two threads hand to one another, the
+more; on two cores a swiglu's times rose by 0.9% for each 1% of the yardstick's, an attention's by 1.1%, a small norm's
+by 2.0% and a product with a [512, 512] matrix by 0.6% (`experiments.stages.yardstick`). So the slope is estimated, from
+each comparison's own processes, beginning at 1.
 """
 
 import math

@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.document import ExperimentError
 from experiments.runs.comparison import LEVEL, MIN_REPLICATES, POWER, Effect, Key, Sample, judge
-from experiments.runs.differences import changed_facts, circumstances, forbidding, unchanged_code
+from experiments.runs.differences import changed_facts, circumstances, forbidding, share_yardstick, unchanged_code
 from experiments.runs.drift import UNCHANGED, YARDSTICK, drift_of, slope_of
 from experiments.runs.reading import RecordedRun
 from experiments.runs.table import Figure, times_of
@@ -89,7 +89,13 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
     if not pairs:
         problem = f"{first.name} and {second.name} have no figure of time in common{_why_none(mine, theirs)}"
         raise ExperimentError([problem, *_cut_off(first, second)])
-    pairs = beside_unchanged(pairs, None if apart else unchanged_code(first, second))
+    unchanged = None if apart else unchanged_code(first, second)
+    if unchanged is not None:
+        pairs = beside_unchanged(pairs, unchanged)
+    elif not share_yardstick(first, second):
+        pairs = {
+            key: (replace(one, yardsticks={}), replace(other, yardsticks={})) for key, (one, other) in pairs.items()
+        }
     found, drift = judge_pairs(pairs, of_runs=True)
     return Comparison(
         first.name,
@@ -125,15 +131,15 @@ def compare_arms(run: RecordedRun, across: Collection[str] = ()) -> Comparison:
 
 
 def beside_unchanged(
-    pairs: Mapping[Key, tuple[Figure, Figure]], unchanged: Set[str] | None
+    pairs: Mapping[Key, tuple[Figure, Figure]], unchanged: Set[str]
 ) -> dict[Key, tuple[Figure, Figure]]:
     """Figures of two runs with a better yardstick, where there is one: what else was timed next to them and cannot have
     changed, for all of its code is `unchanged`. What slows cores, caches or threads down slows these alike.
 
-    unchanged: "op.variant"; None where anything else may have changed too.
+    unchanged: "op.variant".
     """
     found = dict(pairs)
-    for key, (first, second) in pairs.items() if unchanged is not None else ():
+    for key, (first, second) in pairs.items():
         controls = [
             pair
             for name, pair in pairs.items()

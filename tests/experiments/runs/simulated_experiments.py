@@ -47,10 +47,9 @@ def record(file: Path, processes: int) -> None:
 
     from experiments.stages.yardstick import Yardstick
     from tkernels import OPS
-    from tkernels.measurement import completed
+    from tkernels.measurement import complete_axes
     from tkernels.timing import time_call
 
-    torch.set_num_threads(1)
     with file.open("w", newline="") as opened:
         csv.writer(opened, lineterminator="\n").writerow(("op", "median_us", "yardstick_us"))
         for _ in range(processes):
@@ -58,7 +57,8 @@ def record(file: Path, processes: int) -> None:
             if (child := os.fork()) == 0:
                 for op, axes in _SHAPES.items():
                     contract = OPS[op].contract
-                    case = contract.case(completed(contract, {**axes, "activation": "float32"}), 0, torch.device("cpu"))
+                    at = complete_axes(contract, {**axes, "activation": "float32"})
+                    case = contract.case(at, 0, torch.device("cpu"))
                     yardstick = Yardstick()
                     call = functools.partial(OPS[op].variants["torch"], **case.inputs)
                     median = time_call(call, "cpu", samples=200, between=yardstick).median_us

@@ -74,6 +74,21 @@ def test_without_a_yardstick_the_machine_hides_it_and_the_smallest_change_says_s
     assert not found.verdicts[1].beside_yardstick
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"environment": {**ENVIRONMENT, "versions": {"torch": "2.14", "triton": "3.5"}}},
+        {"environment": {**ENVIRONMENT, "host": {"torch_threads": 2}}},
+    ],
+    ids=["torch", "threads"],
+)
+def test_yardsticks_of_other_work_are_left_out(tmp_path: Path, other: dict[str, Any]) -> None:
+    first = recorded(tmp_path, "a", timed(0, yardstick=True, torch=1, fused=2))
+    second = recorded(tmp_path, "b", timed(1, yardstick=True, torch=1, fused=2), **other)
+    found = compare_runs(first, second, across=["threads"])
+    assert not any(verdict.beside_yardstick for verdict in found.verdicts)
+
+
 def run_of(folder: Path, seed: int, machine: float, fused: float, code: str, **versions: str) -> RecordedRun:
     """A run on a machine that takes `machine` times as long for everything but the yardstick; `code`: fused's."""
     rows = timed(seed, 10, yardstick=True, torch=machine, plain=machine, fused=machine * fused)
@@ -95,11 +110,11 @@ def test_arms_whose_code_did_not_change_tell_what_the_machine_did_where_the_yard
 
 
 def test_where_anything_else_changed_too_every_arm_may_have(tmp_path: Path) -> None:
-    first = run_of(tmp_path, 0, 1.0, 2.0, "1", torch="2.13")
-    found = compare_runs(first, run_of(tmp_path, 1, 1.0, 2.3, "2", torch="2.14"))
+    first = run_of(tmp_path, 0, 1.0, 2.0, "1", triton="3.5")
+    found = compare_runs(first, run_of(tmp_path, 1, 1.0, 2.3, "2", triton="3.6"))
     assert not any(verdict.beside_unchanged for verdict in found.verdicts)
     assert outcomes(found)["fused"] == "worse"
-    slower = run_of(tmp_path, 2, 1.35, 2.0, "1", torch="2.14")  # another torch may be slower in all of it
+    slower = run_of(tmp_path, 2, 1.35, 2.0, "1", triton="3.6")  # which may be slower in all of it
     assert set(outcomes(compare_runs(first, slower)).values()) == {"worse"}
 
 
