@@ -19,8 +19,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 NUM_WAVES = 2
 
 _TRIMMED, _TRIMMED_FROM = 0.2, 8
@@ -50,7 +48,9 @@ without; the smallest change seen rose from 8.4% to 8.9%.
 """
 
 UNCHANGED = Follows(spread=0.25, levels=0.25)
-"""Figures of arms whose code is the same in both runs do the same kind of work as those beside them."""
+"""Arms at one place do the same work, though not in the same way: what hands more of it to other threads follows what
+these wait for one another more closely.
+"""
 
 _AS_WITHIN = 3.0
 """From how many standard errors on levels are another matter than what moves within. With 2, and levels of 1.4, 38 of
@@ -70,7 +70,7 @@ def winsorized(values: Sequence[float]) -> list[float]:
     from scipy.stats import mstats
 
     share = trimmed_share(len(values))
-    return [float(value) for value in mstats.winsorize(np.array(values), (share, share))]
+    return [float(value) for value in mstats.winsorize(list(values), (share, share))]
 
 
 def slow_share(values: Sequence[float]) -> float:

@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass, field, fields
 from typing import Any, Literal
 
 from experiments.document import ExperimentError
+from experiments.runs.drift import YARDSTICK, Follows
 from experiments.runs.rows import Row, unit_of
 
 Better = Literal["lower", "higher"]
@@ -85,9 +86,9 @@ def as_csv(table: Iterable[Entry]) -> str:
 class Figure:
     """A figure of time of one arm, from every process.
 
-    stage: of its rows. code: "op.variant" of all that it ran. values: replicate -> the figure's logarithm; yardsticks:
-    the yardstick's, its negative of a rate, which falls where times rise; of the replicates with one. beside_unchanged:
-    whether these are figures of arms whose code did not change, in the yardstick's place.
+    code: "op.variant" of all that it ran. values: replicate -> the figure's logarithm; yardsticks: the yardstick's, its
+    negative of a rate, which falls where times rise; of the replicates with one. follows: how the values follow these.
+    beside_unchanged: whether these are figures of arms whose code did not change, in the yardstick's place.
     """
 
     name: str
@@ -96,19 +97,14 @@ class Figure:
     place: str
     arm: str
     title: str
-    stage: str = ""
     code: frozenset[str] = frozenset()
     values: dict[int, float] = field(default_factory=dict)
     yardsticks: dict[int, float] = field(default_factory=dict)
+    follows: Follows = YARDSTICK
     beside_unchanged: bool = False
 
     def __str__(self) -> str:
         return f"{self.place}: {self.title}, {self.name}"
-
-    @property
-    def sign(self) -> int:
-        """1 where it rises on a slow machine, -1 where it falls."""
-        return 1 if self.better == "lower" else -1
 
     @property
     def has_yardstick(self) -> bool:
@@ -148,7 +144,7 @@ def times_of(
                 continue
             code = frozenset(f"{op}.{variant.partition('[')[0]}" for op, variant in row.arm.items())
             new = Figure(
-                name, str(unit_of(name)), better, label.place, label.arm, label.title, row.stage, code
+                name, str(unit_of(name)), better, label.place, label.arm, label.title, code
             )  # fmt: skip
             figure = found.setdefault(_key(label, name), new)
             if row.replicate in figure.values:
@@ -156,7 +152,8 @@ def times_of(
                 raise ExperimentError([f"process {row.replicate} has two rows of {what}: they cannot be told apart"])
             figure.values[row.replicate] = math.log(value)
             if row.yardstick_us is not None and row.yardstick_us > 0:
-                figure.yardsticks[row.replicate] = figure.sign * math.log(row.yardstick_us)
+                sign = -1 if better == "higher" else 1
+                figure.yardsticks[row.replicate] = sign * math.log(row.yardstick_us)
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from experiments.document import ExperimentError
 from experiments.runs.comparison import LEVEL, MIN_REPLICATES, POWER, Effect, Key, Sample, judge
 from experiments.runs.differences import changed_facts, circumstances, forbidding, share_yardstick, unchanged_code
-from experiments.runs.drift import UNCHANGED, YARDSTICK, drift_of, slope_of
+from experiments.runs.drift import UNCHANGED, YARDSTICK, Follows, drift_of, slope_of
 from experiments.runs.reading import RecordedRun
 from experiments.runs.table import Figure, times_of
 
@@ -133,35 +133,37 @@ def compare_arms(run: RecordedRun, across: Collection[str] = ()) -> Comparison:
 def beside_unchanged(
     pairs: Mapping[Key, tuple[Figure, Figure]], unchanged: Set[str]
 ) -> dict[Key, tuple[Figure, Figure]]:
-    """Figures of two runs with a better yardstick, where there is one: what else was timed next to them and cannot have
-    changed, for all of its code is `unchanged`. What slows cores, caches or threads down slows these alike.
+    """Figures of two runs with a better yardstick, where there is one: other arms whose code ("op.variant") is all among
+    `unchanged` and whose processes took turns with theirs. What slows cores, caches or threads down slows these too.
 
-    unchanged: "op.variant".
+    Those at the same place are taken; elsewhere they do another kind of work, which is enough for an arm that cannot
+    have changed itself.
     """
     found = dict(pairs)
     for key, (first, second) in pairs.items():
-        controls = [
+        others = [
             pair
             for name, pair in pairs.items()
             if name != key and pair[0].code <= unchanged and all(map(_took_turns, pair, (first, second)))
         ]
-        if controls:
-            found[key] = _beside(first, [one for one, _ in controls]), _beside(second, [one for _, one in controls])
+        near, follows = [pair for pair in others if pair[0].place == first.place], UNCHANGED
+        if not near and first.code <= unchanged:
+            near, follows = others, YARDSTICK
+        if near:
+            mine, theirs = ([pair[run] for pair in near] for run in (0, 1))
+            found[key] = _beside(first, mine, follows), _beside(second, theirs, follows)
     return found
 
 
 def _took_turns(one: Figure, other: Figure) -> bool:
-    """Whether they were timed next to each other, process by process."""
-    return (one.stage, one.values.keys()) == (other.stage, other.values.keys())
+    """Whether they are the same figure, of processes that followed each other."""
+    return (one.name, one.values.keys()) == (other.name, other.values.keys())
 
 
-def _beside(figure: Figure, controls: Sequence[Figure]) -> Figure:
-    """The figure with the mean of controls, process by process, for a yardstick."""
-    yardsticks = {
-        replicate: figure.sign * statistics.fmean(one.sign * one.values[replicate] for one in controls)
-        for replicate in figure.values
-    }
-    return replace(figure, yardsticks=yardsticks, beside_unchanged=True)
+def _beside(figure: Figure, others: Sequence[Figure], follows: Follows) -> Figure:
+    """The figure with the mean of others, process by process, for a yardstick."""
+    yardsticks = {replicate: statistics.fmean(one.values[replicate] for one in others) for replicate in figure.values}
+    return replace(figure, yardsticks=yardsticks, follows=follows, beside_unchanged=True)
 
 
 def beside_the_first(figures: Mapping[str, Figure]) -> list[tuple[str, str]]:
@@ -208,8 +210,7 @@ def _sample(first: Figure, second: Figure, of_runs: bool) -> Sample:
     if not _beside_yardstick(first, second):
         return Sample(series)
     yardsticks = _series(first.yardsticks, second.yardsticks, of_runs)
-    follows = UNCHANGED if first.beside_unchanged else YARDSTICK
-    slope = slope_of(list(zip(series, yardsticks, strict=True)), follows)
+    slope = slope_of(list(zip(series, yardsticks, strict=True)), first.follows)
     correction = (
         slope.variance_between_runs(*yardsticks) if of_runs else statistics.fmean(yardsticks[0]) ** 2 * slope.variance
     )

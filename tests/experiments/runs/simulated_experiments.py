@@ -5,8 +5,8 @@
 The record is of real processes that followed each other: `--record 600 --file FILE` takes the times of a few ops and of
 the yardstick in each, as a run does. A simulated experiment takes, for each of four figures, the drift of a stretch of
 it from a random place on, and off that what any process was off the drift around it: of arms, processes that took
-turns; of runs, those of one after those of the other, judged beside the yardstick, or, of an arm that was changed,
-beside the others, which drift with it. It is a false alarm where any of its figures is named. With one figure raised by
+turns; of runs, those of one after those of the other, of which an arm that was changed is judged beside one that was
+not, where there is one. It is a false alarm where any of its figures is named. With one figure raised by
 15%, the change is found where that figure is named, and named slower. Exit status 1 where more than 1% are false
 alarms, or fewer than 97% of the changes of an arm are found.
 """
@@ -78,10 +78,9 @@ class Recorded:
     slow: Sequence[Process]
     fast: Sequence[Process]
 
-    def stretch(self, draw: random.Random, length: int, start: int | None = None) -> list[Process]:
-        """So many processes that follow each other: the drift from one on, a random one, with the rest of any."""
-        if start is None:
-            start = draw.randrange(len(self.slow) - length + 1)
+    def stretch(self, draw: random.Random, length: int) -> list[Process]:
+        """So many processes that follow each other: the drift as it was from a random one on, with the rest of any."""
+        start = draw.randrange(len(self.slow) - length + 1)
         off = draw.choices(self.fast, k=length)
         return [(t + dt, y + dy) for (t, y), (dt, dy) in zip(self.slow[start : start + length], off, strict=True)]
 
@@ -102,22 +101,25 @@ def read_record(file: Path) -> list[Recorded]:
     return found
 
 
-def figure(processes: Sequence[Process], slower: float, code: str = "") -> Figure:
-    one = Figure("median_us", "us", "lower", "", "", "", code=frozenset({code}))
+def take_turns(processes: Sequence[Process]) -> list[Sequence[Process]]:
+    """A process of each of two arms in each replicate; every second time the other way round, as a run does it."""
+    pairs = zip(processes[::2], processes[1::2], strict=True)
+    return [pair[:: -1 if index % 2 else 1] for index, pair in enumerate(pairs)]
+
+
+def figure(processes: Sequence[Process], slower: float, op: int = 0, arm: int = 0) -> Figure:
+    one = Figure("median_us", "us", "lower", str(op), "", "", frozenset({f"{op}.{arm}"}))
     one.values = {index: time + math.log1p(slower) for index, (time, _) in enumerate(processes)}
     one.yardsticks = {index: yardstick for index, (_, yardstick) in enumerate(processes)}
     return one
 
 
 def simulate_arms(draw: random.Random, record: Sequence[Recorded], processes: int, slower: float) -> list[Effect]:
-    """Two arms of one run, at each of OPS ops, of which the first op's second arm is slower: every second replicate the
-    arms' order is reversed, as a run does it.
-    """
+    """Two arms of one run, at each of OPS ops, of which the first op's second arm is slower."""
     pairs = {}
     for op in range(OPS):
         mine = draw.choice(record).stretch(draw, 2 * processes)
-        turns = [mine[2 * index : 2 * index + 2][:: -1 if index % 2 else 1] for index in range(processes)]
-        first, second = zip(*turns, strict=True)
+        first, second = zip(*take_turns(mine), strict=True)
         pairs[op] = figure(first, 0.0), figure(second, slower if op == 0 else 0.0)
     found = judge_pairs(pairs)[0]
     return [found[op].effect for op in range(OPS)]
@@ -136,15 +138,18 @@ def simulate_runs(draw: random.Random, record: Sequence[Recorded], processes: in
 def simulate_changed_arm(
     draw: random.Random, record: Sequence[Recorded], processes: int, slower: float
 ) -> list[Effect]:
-    """Two runs of OPS arms that took turns, of which all but the first have the same code in both."""
-    start = draw.randrange(len(record[0].slow) - 4 * processes + 1)
+    """Two runs, the second after the first, each with two arms at half of OPS ops, of which only the first arm's code
+    is another one in the second run, and slower.
+    """
     pairs = {}
-    for op in range(OPS):
-        mine = draw.choice(record).stretch(draw, 4 * processes, start)[::2]
-        first, second = figure(mine[:processes], 0.0, str(op)), figure(mine[processes:], slower * (not op), str(op))
-        pairs[op] = first, second
-    found = judge_pairs(beside_unchanged(pairs, set(map(str, range(1, OPS)))), of_runs=True)[0]
-    return [found[op].effect for op in range(OPS)]
+    for op in range(OPS // 2):
+        turns = take_turns(draw.choice(record).stretch(draw, 4 * processes))
+        for arm, mine in enumerate(zip(*turns, strict=True)):
+            changed = slower if op == arm == 0 else 0.0
+            pairs[op, arm] = figure(mine[:processes], 0.0, op, arm), figure(mine[processes:], changed, op, arm)
+    unchanged = {f"{op}.{arm}" for op, arm in pairs} - {"0.0"}
+    found = judge_pairs(beside_unchanged(pairs, unchanged), of_runs=True)[0]
+    return [one.effect for one in found.values()]
 
 
 KINDS = {
