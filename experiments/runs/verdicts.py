@@ -133,10 +133,10 @@ def compare_arms(run: RecordedRun, across: Collection[str] = ()) -> Comparison:
 def beside_unchanged(
     pairs: Mapping[Key, tuple[Figure, Figure]], unchanged: Set[str]
 ) -> dict[Key, tuple[Figure, Figure]]:
-    """Figures of two runs with a better yardstick, where there is one: other arms whose code ("op.variant") is all among
+    """Figures of two runs with a better yardstick, where there is one: other arms, all of whose code ("op.variant") is
     `unchanged` and whose processes took turns with theirs. What slows cores, caches or threads down slows these too.
 
-    Those at the same place are taken; elsewhere they do another kind of work, which is enough for an arm that cannot
+    Those at the same place are taken. Elsewhere they do another kind of work, which is enough for an arm that cannot
     have changed itself.
     """
     found = dict(pairs)
