@@ -27,34 +27,17 @@ again, or twice as long, for as long as they were measured. Of fewer, too few wo
 """
 
 
-@dataclass(frozen=True)
-class Follows:
-    """How times follow something that is taken in the same processes, before any is known: with a slope of 1.
+_EXPECTED, _SPREAD = 1.0, 0.5
+"""Of slopes, before any is known: where the yardstick hardly moves, nothing else is to be had."""
 
-    spread: of such slopes, as a standard deviation. levels: how far the slope between the levels of two runs may be
-    from that within them, likewise.
-    """
-
-    spread: float
-    levels: float
-
-
-YARDSTICK = Follows(spread=0.5, levels=1.0)
-"""A machine that is steady within runs and another one between them shows no slope: the yardstick's own noise draws it
-to 0, and a level 10% away was taken for another figure in 920 of 1,000 simulated tries (slope 2.4, four figures, ten
-processes), with levels of 1 in none. Of 40 repetitions of `tests.experiments.runs.false_alarms` on two idle cores,
-whose levels were 1.4% apart in the median and 7.7% at most, all found a variant that took 15% longer, with this and
-without; the smallest change seen rose from 8.4% to 8.9%.
-"""
-
-UNCHANGED = Follows(spread=0.25, levels=0.25)
-"""Arms at one place do the same work, though not in the same way: what hands more of it to other threads follows what
-these wait for one another more closely.
-"""
-
-_AS_WITHIN = 3.0
-"""From how many standard errors on levels are another matter than what moves within. With 2, and levels of 1.4, 38 of
-those 40 were found.
+_LEVELS, _AS_WITHIN = 1.0, 3.0
+"""How far the slope between the levels of two runs may be from that within them, as a standard deviation, and from how
+many standard errors on levels are another matter than what moves within. A machine that is steady within runs and
+another one between them shows no slope: the yardstick's own noise draws it to 0, and a level 10% away was taken for
+another figure in 920 of 1,000 simulated tries (slope 2.4, four figures, ten processes), with this in none. Of
+40 repetitions of `tests.experiments.runs.false_alarms` on two idle cores, whose levels were 1.4% apart in the median
+and 7.7% at most, all found a variant that took 15% longer, with this and without; the smallest change seen rose from
+8.4% to 8.9%. With 1.4 and 2 standard errors, 38 of them did.
 """
 
 _ROUNDS = 20  # of a fixed point that is reached to 6 digits in 3 or 4
@@ -67,10 +50,11 @@ def trimmed_share(count: int) -> float:
 
 def winsorized(values: Sequence[float]) -> list[float]:
     """In their order, those that a trimmed mean leaves out replaced by the nearest that it keeps."""
+    import numpy as np
     from scipy.stats import mstats
 
     share = trimmed_share(len(values))
-    return [float(value) for value in mstats.winsorize(list(values), (share, share))]
+    return [float(value) for value in mstats.winsorize(np.array(values), (share, share))]
 
 
 def slow_share(values: Sequence[float]) -> float:
@@ -105,14 +89,15 @@ def carried_drift(count: int) -> float:
 class Slope:
     """By how much the logarithm of a figure rises with the yardstick's, and the variance of that.
 
-    levels: as of `Follows`. spent: how much of a degree of freedom of the figure's own processes went into it: 1 where
-    they alone tell it, 0 where it is what was expected. What is left of them lies too close together by that much.
+    levels: how far that between the levels of two runs may be from it, as a standard deviation. spent: how much of a
+    degree of freedom of the figure's own processes went into it: 1 where they alone tell it, 0 where it is what was
+    expected. What is left of them lies too close together by that much.
     """
 
     value: float
     variance: float
-    levels: float
-    spent: float
+    levels: float = 0.0
+    spent: float = 0.0
 
     def variance_between_runs(self, first: Sequence[float], second: Sequence[float]) -> float:
         """The variance of what is taken off the difference of two runs with these yardsticks."""
@@ -125,7 +110,14 @@ class Slope:
         return [figure - self.value * yardstick for figure, yardstick in zip(figures, yardsticks, strict=True)]
 
 
-def slope_of(groups: Sequence[tuple[Sequence[float], Sequence[float]]], follows: Follows = YARDSTICK) -> Slope:
+BESIDE, ELSEWHERE = Slope(1.0, 0.0, levels=0.25), Slope(1.0, 0.5**2)
+"""With which arms follow others, whose processes took turns with theirs: at one place they do the same work, though
+they may hand more or less of it to other threads; elsewhere it is other work. No process tells these: what is common to
+all is lost in what each has of its own, which would draw a slope that is estimated to 0.
+"""
+
+
+def slope_of(groups: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Slope:
     """The slope within groups of (figures, yardsticks), logarithms of the same processes, whose levels may be any.
 
     Least squares with a normal prior; what the trimmed means leave out is drawn in here too, figures and yardsticks
@@ -140,12 +132,12 @@ def slope_of(groups: Sequence[tuple[Sequence[float], Sequence[float]]], follows:
         yy += sum((y - y_mean) ** 2 for y in ys)
         xy += sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True))
         count += len(ys) - 1
-    prior = 1 / follows.spread**2
-    value, precision = 1.0, prior
+    prior = 1 / _SPREAD**2
+    value, precision = _EXPECTED, prior
     for _ in range(_ROUNDS):
         left = (yy - 2 * value * xy + value**2 * xx) / max(count - 1, 1)
         if left <= 0 or xx == 0:
             break
         precision = xx / left + prior
-        value = (xy / left + prior) / precision
-    return Slope(value, 1 / precision, follows.levels, 1 - prior / precision)
+        value = (xy / left + _EXPECTED * prior) / precision
+    return Slope(value, 1 / precision, _LEVELS, 1 - prior / precision)

@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass, field, fields
 from typing import Any, Literal
 
 from experiments.document import ExperimentError
-from experiments.runs.drift import YARDSTICK, Follows
+from experiments.runs.drift import Slope
 from experiments.runs.rows import Row, unit_of
 
 Better = Literal["lower", "higher"]
@@ -87,8 +87,8 @@ class Figure:
     """A figure of time of one arm, from every process.
 
     code: "op.variant" of all that it ran. values: replicate -> the figure's logarithm; yardsticks: the yardstick's, its
-    negative of a rate, which falls where times rise; of the replicates with one. follows: how the values follow these.
-    beside_unchanged: whether these are figures of arms whose code did not change, in the yardstick's place.
+    negative of a rate, which falls where times rise; of the replicates with one. slope: with which the values follow
+    these, where it is known, which it is of other arms' figures in the yardstick's place.
     """
 
     name: str
@@ -100,8 +100,7 @@ class Figure:
     code: frozenset[str] = frozenset()
     values: dict[int, float] = field(default_factory=dict)
     yardsticks: dict[int, float] = field(default_factory=dict)
-    follows: Follows = YARDSTICK
-    beside_unchanged: bool = False
+    slope: Slope | None = None
 
     def __str__(self) -> str:
         return f"{self.place}: {self.title}, {self.name}"

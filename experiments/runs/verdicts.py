@@ -8,7 +8,7 @@ from typing import Any
 from experiments.document import ExperimentError
 from experiments.runs.comparison import LEVEL, MIN_REPLICATES, POWER, Effect, Key, Sample, judge
 from experiments.runs.differences import changed_facts, circumstances, forbidding, share_yardstick, unchanged_code
-from experiments.runs.drift import UNCHANGED, YARDSTICK, Follows, drift_of, slope_of
+from experiments.runs.drift import BESIDE, ELSEWHERE, Slope, drift_of, slope_of
 from experiments.runs.reading import RecordedRun
 from experiments.runs.table import Figure, times_of
 
@@ -146,12 +146,12 @@ def beside_unchanged(
             for name, pair in pairs.items()
             if name != key and pair[0].code <= unchanged and all(map(_took_turns, pair, (first, second)))
         ]
-        near, follows = [pair for pair in others if pair[0].place == first.place], UNCHANGED
+        near, slope = [pair for pair in others if pair[0].place == first.place], BESIDE
         if not near and first.code <= unchanged:
-            near, follows = others, YARDSTICK
+            near, slope = others, ELSEWHERE
         if near:
             mine, theirs = ([pair[run] for pair in near] for run in (0, 1))
-            found[key] = _beside(first, mine, follows), _beside(second, theirs, follows)
+            found[key] = _beside(first, mine, slope), _beside(second, theirs, slope)
     return found
 
 
@@ -160,10 +160,10 @@ def _took_turns(one: Figure, other: Figure) -> bool:
     return (one.name, one.values.keys()) == (other.name, other.values.keys())
 
 
-def _beside(figure: Figure, others: Sequence[Figure], follows: Follows) -> Figure:
+def _beside(figure: Figure, others: Sequence[Figure], slope: Slope) -> Figure:
     """The figure with the mean of others, process by process, for a yardstick."""
     yardsticks = {replicate: statistics.fmean(one.values[replicate] for one in others) for replicate in figure.values}
-    return replace(figure, yardsticks=yardsticks, follows=follows, beside_unchanged=True)
+    return replace(figure, yardsticks=yardsticks, slope=slope)
 
 
 def beside_the_first(figures: Mapping[str, Figure]) -> list[tuple[str, str]]:
@@ -210,7 +210,7 @@ def _sample(first: Figure, second: Figure, of_runs: bool) -> Sample:
     if not _beside_yardstick(first, second):
         return Sample(series)
     yardsticks = _series(first.yardsticks, second.yardsticks, of_runs)
-    slope = slope_of(list(zip(series, yardsticks, strict=True)), first.follows)
+    slope = first.slope or slope_of(list(zip(series, yardsticks, strict=True)))
     correction = (
         slope.variance_between_runs(*yardsticks) if of_runs else statistics.fmean(yardsticks[0]) ** 2 * slope.variance
     )
@@ -251,7 +251,7 @@ def _verdicts(
         verdicts.append(
             Verdict(
                 second.place, second.title, second.name, second.unit, effect, first.mean, second.mean, processes,
-                _beside_yardstick(first, second), first.beside_unchanged, reason,
+                _beside_yardstick(first, second), first.slope is not None, reason,
                 first.title if first.arm != second.arm else "",
             )
         )  # fmt: skip
