@@ -8,7 +8,7 @@ from typing import Any
 from experiments.document import ExperimentError
 from experiments.runs.comparison import LEVEL, MIN_REPLICATES, POWER, Effect, Key, Sample, judge
 from experiments.runs.differences import changed_facts, circumstances, forbidding, share_yardstick, unchanged_code
-from experiments.runs.drift import BESIDE, ELSEWHERE, Slope, drift_of, slope_of
+from experiments.runs.drift import BESIDE, ELSEWHERE, Slope, drift_of, slope_of, slope_spread
 from experiments.runs.reading import RecordedRun
 from experiments.runs.table import Figure, times_of
 
@@ -96,7 +96,8 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
         pairs = {
             key: (replace(one, yardsticks={}), replace(other, yardsticks={})) for key, (one, other) in pairs.items()
         }
-    found, drift = judge_pairs(pairs, of_runs=True)
+    threads = first.environment.get("host", {}).get("torch_threads")
+    found, drift = judge_pairs(pairs, of_runs=True, spread=slope_spread(threads))
     return Comparison(
         first.name,
         second.name,
@@ -184,15 +185,17 @@ class Paired:
 
 
 def judge_pairs(
-    pairs: Mapping[Key, tuple[Figure, Figure]], *, of_runs: bool = False
+    pairs: Mapping[Key, tuple[Figure, Figure]], *, of_runs: bool = False, spread: float = slope_spread()
 ) -> tuple[dict[Key, Paired], float]:
     """Figures beside each other, judged together, and how much they drift; those of too few processes are left out.
 
     of_runs: of two runs, one after the other; if not, they are of arms of one run, whose replicates' processes followed
-    each other.
+    each other. spread: of slopes, as of `slope_spread`.
     """
     samples = {
-        key: _sample(*pair, of_runs) for key, pair in pairs.items() if min(_processes(*pair, of_runs)) >= MIN_REPLICATES
+        key: _sample(*pair, of_runs, spread)
+        for key, pair in pairs.items()
+        if min(_processes(*pair, of_runs)) >= MIN_REPLICATES
     }
     drift = drift_of([values for one in samples.values() for values in one.series])
     differences = {key: one.difference(drift) for key, one in samples.items()}
@@ -204,13 +207,13 @@ def judge_pairs(
     }, drift
 
 
-def _sample(first: Figure, second: Figure, of_runs: bool) -> Sample:
+def _sample(first: Figure, second: Figure, of_runs: bool, spread: float) -> Sample:
     """Beside the yardstick, where there is one."""
     series = _series(first.values, second.values, of_runs)
     if not _beside_yardstick(first, second):
         return Sample(series)
     yardsticks = _series(first.yardsticks, second.yardsticks, of_runs)
-    slope = first.slope or slope_of(list(zip(series, yardsticks, strict=True)))
+    slope = first.slope or slope_of(list(zip(series, yardsticks, strict=True)), spread)
     correction = (
         slope.variance_between_runs(*yardsticks) if of_runs else statistics.fmean(yardsticks[0]) ** 2 * slope.variance
     )
