@@ -119,7 +119,7 @@ def model_hashes(plans: Iterable[Plan], console: Console | None = None) -> dict[
         for name, some in files.items():
             for file in some:
                 with progress.open(file, "rb", total=total, task_id=task) as opened:
-                    found[name][file.name] = hashlib.file_digest(opened, "sha256").hexdigest()
+                    found[name][file.name] = _sha256(opened)
     return found
 
 
@@ -138,4 +138,8 @@ def _distinct_name(directory: Path, names: Mapping[Path, str]) -> str:
 def sha256_of(file: Path) -> str:
     """Of a file's bytes, in hex."""
     with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+        return _sha256(opened)
+
+
+def _sha256(opened: Any) -> str:
+    return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -199,7 +199,8 @@ def label_of(
 
 def _split_settings(row: Row, across: Collection[str], leave_out: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """The swept settings that a place is told by, and those that an arm is told by."""
-    shared, own = {}, {}
+    shared: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     for key, value in row.settings.items():
         if leave_out and key in across:
             continue
