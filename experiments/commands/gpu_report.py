@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from experiments.commands.choices import cuda_device
 from experiments.commands.requests import GpuReportRequest
-from experiments.commands.tune import cuda_device
 from experiments.document import ExperimentError
 from experiments.gpu_report import precompile
 from experiments.gpu_report.journal import Fact, Journal, done_steps, facts, read_lines

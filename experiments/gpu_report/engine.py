@@ -72,7 +72,7 @@ def models(
     longest, most = max(work.tokens for work in works), max(work.sequences for work in works)
     tokens = max(work.sequences * work.tokens for work in works)
     options = EngineOptions(max_num_batched_tokens=tokens, max_num_seqs=most, max_model_len=longest, block_size=_PAGE)
-    fitted = ResolvedOptions(options, longest, num_blocks=max(map(_blocks, works)), num_host_blocks=0)
+    fitted = ResolvedOptions(options, longest, _PAGE, num_blocks=max(map(_blocks, works)))
     axes = fitted.kernel_axes(config)
     kernels = select({}, device=device, dtype=dtype, axes=axes, tuning=tuning, ops=ops)
     weights = RandomWeights(theirs.state_dict(), device, dtype)

@@ -233,9 +233,15 @@ def _words(*parts: object, **settings: object) -> str:
     return ", ".join([*shown, *sorted(keyed)])
 
 
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The first and the third, of at least two values."""
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, third
+
+
 def spread(values: Sequence[float]) -> float | None:
     """The distance between the quartiles; a single value has none."""
     if len(values) < 2:
         return None
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    first, third = quartiles(values)
     return third - first
