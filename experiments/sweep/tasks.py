@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from experiments.runs.rows import ROW, Row
+from experiments.runs.rows import Row
 from experiments.stages.task import Task, TaskPoint
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Ended:
         """Takes in one message of its process: a "row", "samples", "doing", "death", or "used", which is its last."""
         ((kind, value),) = message.items()
         if kind == "row":
-            self.rows.append(ROW.validate_python(value))
+            self.rows.append(Row.model_validate(value))
         elif kind in ("samples", "used", "doing", "death"):
             setattr(self, kind, value)
         else:
