@@ -45,8 +45,8 @@ class RawLogprobs:
     """Log-probabilities of l entries on the device: of each the chosen token and the k most likely ones.
 
     Attributes:
-        entries: L places among the sampled.
-        num_top: L numbers, at most k, of most likely tokens that the request asks for.
+        entries: l places among the sampled.
+        num_top: l numbers, at most k, of most likely tokens that the request asks for.
         tensors: (chosen [l], ranks [l] int64, top_values [l, k], top_ids [l, k] int64).
     """
 
@@ -326,7 +326,7 @@ def token_logprobs(
     Args:
         logits: [n, V].
         tokens: [n] int64.
-        num_top: K, at most the whole vocabulary.
+        num_top: k, at most the whole vocabulary.
 
     Returns:
         (log-probability of `tokens` [n], their ranks [n] int64 from 1, the k largest log-probabilities [n, k], their
