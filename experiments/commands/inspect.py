@@ -17,7 +17,7 @@ from experiments.commands.choices import choose_variants, only_contract, open_re
 from experiments.commands.output import make_table, print_json, progress_bar
 from experiments.commands.requests import InspectRequest
 from experiments.document import ExperimentError
-from experiments.exits import check_name
+from experiments.exits import parse_names
 from tkernels import OPS, Registry
 from tkernels.contract import Axes
 from tkernels.device import TARGETS
@@ -37,12 +37,11 @@ Failures = Mapping[str, Sequence[str]]
 
 def run(request: InspectRequest) -> int:
     """Compiles, prints, and returns 1 where a gate fails, or a row is worse than the expected table's."""
-    archs = _named_archs(request.arch)
+    archs = list(TARGETS) if request.arch is None else parse_names("--arch", request.arch, TARGETS)
     if request.diff is not None:
         return _diff(request, request.diff, archs)
     ops = open_registry(request.variants_from)
-    variants = [one for one in choose_variants(ops, request.op, request.variant) if one.kind == "triton"]
-    _refuse_combinations(request, variants)
+    variants = _choose_triton_variants(request, ops)
     if request.dump is not None:
         return _dump(request, request.dump, ops, variants, archs)
     rows = _compile(request, ops, variants, archs)
@@ -54,15 +53,9 @@ def run(request: InspectRequest) -> int:
     return 0 if any(row.status == "ok" for row in rows) and not any(found.values()) else 1
 
 
-def _named_archs(text: str | None) -> list[str]:
-    names = list(TARGETS) if text is None else [name.strip() for name in text.split(",")]
-    for name in names:
-        check_name("--arch", name, TARGETS)
-    return names
-
-
-def _refuse_combinations(request: InspectRequest, variants: Sequence[Variant]) -> None:
-    """Raises ExperimentError with all that keeps the request from being carried out."""
+def _choose_triton_variants(request: InspectRequest, ops: Registry) -> list[Variant]:
+    """What is compiled; ExperimentError has all that keeps the request from being carried out."""
+    variants = [one for one in choose_variants(ops, request.op, request.variant) if one.kind == "triton"]
     dumps = request.dump is not None
     refusals = {
         "no Triton variant among those named: there is nothing to compile": not variants,
@@ -74,6 +67,7 @@ def _refuse_combinations(request: InspectRequest, variants: Sequence[Variant]) -
     }
     if problems := [problem for problem, applies in refusals.items() if applies]:
         raise ExperimentError(problems)
+    return variants
 
 
 def _compile(
