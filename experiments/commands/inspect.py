@@ -56,14 +56,12 @@ def run(request: InspectRequest) -> int:
 def _choose_triton_variants(request: InspectRequest, ops: Registry) -> list[Variant]:
     """What is compiled; ExperimentError has all that keeps the request from being carried out."""
     variants = [one for one in choose_variants(ops, request.op, request.variant) if one.kind == "triton"]
-    dumps = request.dump is not None
+    is_usual = not (request.axes or request.variants_from)
     refusals = {
         "no Triton variant among those named: there is nothing to compile": not variants,
-        f"--dump: {request.dump!r} is neither ptx nor sass": dumps and request.dump not in DUMPS,
-        "--dump prints thousands of lines a kernel: name an op with --op": dumps and request.op is None,
-        "--dump writes files of code: there is nothing of it that --json could print": dumps and request.as_json,
+        "--dump writes files of code: there is nothing of it that --json could print": request.dump and request.as_json,
         "--update-expected writes the built-in variants' rows at the points of every run": request.update_expected
-        and bool(request.axes or request.variants_from),
+        and not is_usual,
     }
     if problems := [problem for problem, applies in refusals.items() if applies]:
         raise ExperimentError(problems)
@@ -115,6 +113,10 @@ def _find_worse(request: InspectRequest, rows: Sequence[CompiledKernel]) -> Fail
 
 def _dump(request: InspectRequest, kind: str, ops: Registry, variants: Sequence[Variant], archs: Sequence[str]) -> int:
     """Prints the kernels' texts; AMD has one kind of assembler text, whichever was asked for."""
+    if kind not in DUMPS:
+        raise ExperimentError([f"--dump: {kind!r} is neither ptx nor sass"])
+    if request.op is None:
+        raise ExperimentError(["--dump prints thousands of lines a kernel: name an op with --op"])
     with tempfile.TemporaryDirectory() as folder:
         rows = _compile(request, ops, variants, archs, Path(folder))
         for row in rows:
