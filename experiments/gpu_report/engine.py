@@ -1,13 +1,13 @@
 """Prefill and decode of whole models on random weights, ours and transformers' on the same ones."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
 from tkernels import Registry, Tuning, select
-from tkernels.timing import Launch, time_call
+from tkernels.timing import Launch, Timing, time_call
 from tmodel import Batch, KVCache, Model, ModelConfig, allocate_kv_cache
 from tmodel.loading import parse_config
 from tmodel.transformers_models import new_transformers_model
@@ -142,22 +142,30 @@ def their_step(work: Work, theirs: Any, config: ModelConfig, device: torch.devic
     return step
 
 
+@dataclass(frozen=True)
+class Forward:
+    """One way of taking a step. peer: who took it, None for this engine. Without a timing, the reason."""
+
+    peer: str | None
+    settings: Mapping[str, Any]
+    timing: Timing | None
+    reason: str | None = None
+
+
 def compare(
-    model: str, work: Work, theirs: Any, ours: Model, device: torch.device, dtype: torch.dtype, samples: int = 10
-) -> dict[str, Any]:
-    """The fact of one work: microseconds of a step, ours eager and from a CUDA graph, and transformers'."""
+    work: Work, theirs: Any, ours: Model, device: torch.device, dtype: torch.dtype, samples: int = 10
+) -> Iterator[Forward]:
+    """The times of one work's step: ours launched kernel by kernel and, on a GPU, from a CUDA graph, and their own."""
     batch, cache = our_step(work, ours.config, device, dtype)
-    fact: dict[str, Any] = {"kind": "engine", "model": model, "work": work.name, "tokens": batch.token_ids.numel()}
 
-    def timed(name: str, call: Callable[[], object], launch: Launch) -> None:
+    def timed(call: Callable[[], object], peer: str | None, launch: Launch, **settings: Any) -> Forward:
         try:
-            timing = time_call(call, device, samples=samples, launch=launch, l2="warm")
-            fact[name], fact[f"{name}_iqr"] = timing.median_us, timing.iqr_us
+            return Forward(peer, settings, time_call(call, device, samples=samples, launch=launch, l2="warm"))
         except Exception as error:  # a capture may be refused for reasons of any library's
-            fact[name], fact[f"{name}_reason"] = None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            return Forward(peer, settings, None, reason)
 
-    timed("ours_us", lambda: ours(batch, cache), "eager")
+    yield timed(lambda: ours(batch, cache), None, "eager", cuda_graphs=False)
     if device.type == "cuda":
-        timed("ours_graph_us", lambda: ours(batch, cache), "graph")
-    timed("transformers_us", their_step(work, theirs, ours.config, device), "eager")
-    return fact
+        yield timed(lambda: ours(batch, cache), None, "graph", cuda_graphs=True)
+    yield timed(their_step(work, theirs, ours.config, device), "transformers", "eager")

@@ -2,8 +2,10 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -32,13 +34,14 @@ def processes() -> int:
     return max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) - 1))
 
 
-def in_parallel(device: torch.device, seconds: float) -> dict[str, Any]:
-    """Runs one share of the work in each process; one that dies or is too slow loses nothing but time."""
+def in_parallel(device: torch.device, seconds: float) -> list[str]:
+    """Compiles one share of the work in each process, and returns why some did not come to their end: that loses
+    nothing but time.
+    """
     count = processes()
     with ThreadPoolExecutor(count) as threads:
         found = threads.map(lambda index: _compile_elsewhere(device, index, count, max(seconds, 1.0)), range(count))
-        problems = [problem for problem in found if problem is not None]
-    return {"kind": "precompile", "processes": count, "problems": problems}
+        return [problem for problem in found if problem is not None]
 
 
 def _compile_elsewhere(device: torch.device, index: int, count: int, seconds: float) -> str | None:
@@ -70,29 +73,24 @@ def prepare_shares(device: str) -> Prepare:
 
 def compile_share(ops: Registry, device: torch.device, index: int, count: int) -> None:
     """Every `count`-th piece of the work, from `index` on. What does not compile is for its own step to report."""
-    for number, (variant, piece) in enumerate(_pieces(ops, device)):
-        if number % count != index:
-            continue
+    for variant, compile_piece in islice(_pieces(ops, device), index, None, count):
         try:
-            if isinstance(piece, int):
-                _compile_signature(variant, piece, device)
-            else:
-                _compile_config(variant, piece[0], piece[1], device)
+            compile_piece()
         except Exception as error:
             print(f"{variant.contract.name}.{variant.name}: {error}", file=sys.stderr)
 
 
-def _pieces(ops: Registry, device: torch.device) -> Iterator[tuple[Variant, Any]]:
-    arch = device_facts(device).arch
+def _pieces(ops: Registry, device: torch.device) -> Iterator[tuple[Variant, Callable[[], None]]]:
+    """Every variant at its signatures, and with its candidate configs at the marks' points."""
     triton = [v for op in ops.values() for v in op.variants.values() if v.kind == "triton"]
     for variant in triton:
         for place in range(SIGNATURES):
-            yield variant, place
+            yield variant, partial(_compile_signature, variant, place, device)
     for variant in triton:
         points = report_points(variant.contract)
         for name in dict.fromkeys(mark.point for mark in MARKS if mark.op == variant.contract.name):
-            for config in candidates(variant, arch) if name in points else ():
-                yield variant, (points[name], config)
+            for config in candidates(variant, device_facts(device).arch):
+                yield variant, partial(_compile_config, variant, points[name], config, device)
 
 
 def _compile_signature(variant: Variant, place: int, device: torch.device) -> None:

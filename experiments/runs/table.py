@@ -24,6 +24,7 @@ TIMES: Mapping[str, Mapping[str, Better]] = {
     "engine": {"tokens_per_s": "higher", "ttft_s.p50": "lower", "tpot_s.p50": "lower", "gap_s.p99": "lower"},
     "peers": {"tokens_per_s": "higher"},
     "quantization": {"tokens_per_s": "higher"},
+    "forward": {"median_us": "lower"},
 }
 """Stage -> the figures of time, which are judged, and which of their values are better. A process has few first tokens,
 whose percentiles beyond the median say little; it has a gap for every token, and what a long prompt or a swap does to
@@ -175,12 +176,12 @@ def label_of(
     shared = {key: value for key, value in settings.items() if key in alike or key.startswith("workload.")}
     own = {key: value for key, value in settings.items() if key not in shared}
     dtype = None if "dtype" in across or "dtype" in shared else row.dtype
-    if row.stage in ("check", "kernels"):
+    if row.op is not None:
         return _same_title(_words(row.op, row.point, dtype, **shared), _words(row.variant, **own))
     if row.stage == "quantization":
         codes = f"{row.method}, {row.bits} bits, group {row.group_size}" if row.bits else row.method
         return _same_title(_words("quantization", dtype, **shared), _words(codes, **own))
-    place = _words("engine", row.workload, dtype, **shared)
+    place = _words("engine" if row.workload is not None else row.stage, row.workload, dtype, **shared)
     if row.peer is not None:
         return _same_title(place, _words(f"peer {row.peer}", **own))
     named = sorted(row.arm.items())
