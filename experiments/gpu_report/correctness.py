@@ -100,7 +100,7 @@ def results_of(kernel: Kernel, arguments: Mapping[str, Any]) -> list[torch.Tenso
 def rerun(variant: Variant, axes: Axes, device: torch.device, runs: int, *, busy: bool = False) -> Tried:
     """Runs a call again and again and compares every bit, on the device and without waiting for it in between.
 
-    Every run must give the first one's bits where the variant is deterministic, and all must leave its counters at zero.
+    Every run must give the first one's bits where the variant is deterministic, and all must leave counters at zero.
 
     Args:
         busy: another stream keeps memory busy, so that programs arrive in other orders.

@@ -1,4 +1,4 @@
-"""Runs a report's steps one after the other, each in a process of its own, and records their rows, while time is left."""
+"""Runs a report's steps one after the other, each in a process of its own, and records their rows, until time is up."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
