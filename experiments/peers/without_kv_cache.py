@@ -6,13 +6,10 @@ writes into the engine's pages is read by that call alone.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import torch
-
-from experiments.peers.comparable import check_comparable
+from experiments.peers.serving import PeerTask
 from experiments.serving.requests import Request
 from experiments.serving.rounds import Served
 from tsched import LLM
@@ -49,28 +46,15 @@ class RecomputingPeer:
         return Served(tuple(map(tuple, outputs)), prompt_tokens, seconds, tuple(map(tuple, moments)))
 
 
-def make_peer(
-    name: str,
-    directory: Path,
-    requests: Sequence[Request],
-    device: torch.device,
-    dtype: torch.dtype,
-    settings: Mapping[str, str] | None = None,
-    architectures_from: Sequence[Path] = (),
-) -> RecomputingPeer:
-    """The peer for `requests` (token ids) with the default kernels; it has no settings to choose from.
-
-    Raises PeerUnsupportedError where a token would not depend on the tokens before it alone, or a request comes late.
-    """
-    check_comparable(requests)
-    longest = max(len(request.prompt) + int(request.params.max_tokens or 0) for request in requests)
+def make_peer(task: PeerTask) -> RecomputingPeer:
+    """The peer, with the default kernels; it has no settings to choose from."""
     llm = LLM(
-        directory,
-        device=device,
-        dtype=dtype,
-        max_num_seqs=len(requests),
-        max_model_len=longest,
+        task.directory,
+        device=task.device,
+        dtype=task.dtype,
+        max_num_seqs=len(task.requests),
+        max_model_len=max(len(request.prompt) + int(request.params.max_tokens or 0) for request in task.requests),
         prefix_cache="none",
-        architectures_from=architectures_from,
+        architectures_from=task.architectures_from,
     )
-    return RecomputingPeer(llm, tuple(requests))
+    return RecomputingPeer(llm, tuple(task.requests))

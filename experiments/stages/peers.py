@@ -1,9 +1,8 @@
 """A peer serves the token ids of a workload in timed rounds."""
 
 from dataclasses import replace
-from importlib import import_module
 
-from experiments.peers import PEERS, PeerUnsupportedError
+from experiments.peers.serving import PeerTask, PeerUnsupportedError, make_peer
 from experiments.runs.rows import Row
 from experiments.serving.requests import Request
 from experiments.serving.rounds import interleaved
@@ -21,11 +20,8 @@ def run(context: Context) -> None:
     common = context.common(**peer_fields(plan, context.served, task.peer))
     report.say("finding its best settings" if task.peer_settings is None else "loading")
     try:
-        make = import_module(PEERS[task.peer]).make_peer
-        directory, requests = plan.model.directory(), _by_ids(context)
-        server = make(
-            task.peer, directory, requests, plan.device, plan.dtype, task.peer_settings, plan.architecture_folders
-        )
+        where = (plan.model.directory(), _by_ids(context), plan.device, plan.dtype)
+        server = make_peer(PeerTask(task.peer, *where, task.peer_settings, plan.architecture_folders))
         repeats = plan.experiment.repeats
         yardstick = Yardstick() if plan.device.type == "cpu" else None
         rounds = interleaved([server], repeats, counted(report.say, 1 + repeats, yardstick))[0]
