@@ -74,7 +74,7 @@ def _mark_cells(row: MarkRow) -> list[str]:
         row.mark.text,
         reached,
         NOT_MEASURED if ours is None else f"{ours.median_us:,.1f} ({ours.iqr_us or 0:.2g}), {ours.variant}",
-        _or_not_measured(ours and ours.roofline_fraction, ".0%"),
+        _or_not_measured(ours.roofline_fraction if ours is not None else None, ".0%"),
         NOT_MEASURED if peer is None else f"{peer.variant} {peer.median_us:,.1f}",
         _or_not_measured(row.ratio, ".2f"),
         row.verdict,

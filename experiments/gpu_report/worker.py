@@ -26,7 +26,6 @@ from tkernels.isolation import Prepare, Tell, Work
 from tkernels.measurement import Measurement, Method, measure
 from tkernels.tuning_session import tune
 from tkernels.variant import Variant
-from tmodel import RANDOM_PRESETS
 
 METHOD = Method("graph", "cold", 30)
 
@@ -155,7 +154,7 @@ def _mark(job: Job) -> Iterator[Row]:
 
 def _engine(job: Job) -> Iterator[Row]:
     model, dtype = job.step.op, torch.bfloat16
-    theirs, ours = engine.models(RANDOM_PRESETS[model], job.device, dtype, job.ops, job.tuning, engine.WORKS)
+    theirs, ours = engine.load_models(model, job.device, dtype, job.ops, job.tuning, engine.WORKS)
     for work in engine.WORKS:
         for found in engine.compare(work, theirs, ours, job.device, dtype):
             about = {"settings": {"model": model, **found.settings}, "workload": work.name, "peer": found.peer}

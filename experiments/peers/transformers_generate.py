@@ -7,6 +7,7 @@ the workload itself, and the fastest is the peer.
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,10 +74,11 @@ def make_peer(task: PeerTask) -> TransformersPeer:
     batched, requests = task.name == "transformers_batched", tuple(task.requests)
     if task.settings is not None:
         attention = task.settings["attention"]
-        return TransformersPeer(_load(task, attention), requests, batched, task.settings["cache"], attention)
+        model = load_transformers(task.directory, attention, task.device, task.dtype)
+        return TransformersPeer(model, requests, batched, task.settings["cache"], attention)
     candidates = []
     for attention in ATTENTION:
-        model = _load(task, attention)
+        model = load_transformers(task.directory, attention, task.device, task.dtype)
         for cache in CACHES:
             peer = TransformersPeer(model, requests, batched, cache, attention)
             # Whatever is made on first use is made here: by the whole batch, or by one of the single requests.
@@ -96,14 +98,15 @@ def fastest(candidates: Sequence[Server]) -> int:
     return min(near, key=lambda index: statistics.median(trials[index]))
 
 
-def _load(task: PeerTask, attention: str) -> Any:
+def load_transformers(directory: Path, attention: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """transformers' model of a checkpoint, with one of its attention implementations."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
-        task.directory, dtype=task.dtype, attn_implementation=attention, use_safetensors=True, local_files_only=True
+        directory, dtype=dtype, attn_implementation=attention, use_safetensors=True, local_files_only=True
     )
     # The lengths are exact: no end-of-sequence token may cut one short.
     model.generation_config.eos_token_id = None
-    return model.to(task.device).eval()
+    return model.to(device).eval()

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from experiments.cli import app
 from experiments.gpu_report.correctness import Signature, Tried, cases, check, rerun, signatures
-from experiments.gpu_report.engine import Work, compare, models, our_step, their_step
+from experiments.gpu_report.engine import Work, compare, load_models, our_step, their_step
 from experiments.gpu_report.steps import new_step
 from experiments.gpu_report.worker import Job, timing_rows
 from experiments.runs.rows import Row
@@ -19,6 +19,7 @@ from tkernels import OPS, Config, Tuning
 from tkernels.contract import FLOATS
 from tkernels.measurement import Measurement, Method, measure
 from tkernels.variant import Variant
+from tmodel import RANDOM_PRESETS
 
 CPU = torch.device("cpu")
 AXES = {"T": 2, "I": 64, "activation": "float32", "layout": "contiguous", "values": "ordinary"}
@@ -100,16 +101,22 @@ def test_what_has_no_time_has_a_row_that_says_why(status: Any, stage: str) -> No
 
 
 TINY = {
-    "architectures": ["Qwen3ForCausalLM"],
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.4,
-    "tie_word_embeddings": True,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "tie_word_embeddings": True,
 }  # fmt: skip
 
 
+@pytest.fixture
+def _tiny_preset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setitem(RANDOM_PRESETS, "small", TINY)
+
+
+@pytest.mark.usefixtures("_tiny_preset")
 def test_our_model_and_transformers_compute_the_same_on_the_same_random_weights() -> None:
     works = (Work("prefill", 2, 24), Work("decode", 3, 20))
-    theirs, ours = models(TINY, CPU, torch.float32, OPS, Tuning(), works)
+    theirs, ours = load_models("small", CPU, torch.float32, OPS, Tuning(), works)
     batch, cache = our_step(works[0], ours.config, CPU, torch.float32)
     logits = ours(batch, cache)  # [B, vocab]
     expected = their_step(works[0], theirs, ours.config, CPU)()[:, 0]
@@ -122,9 +129,10 @@ def test_our_model_and_transformers_compute_the_same_on_the_same_random_weights(
     assert works[1].name == "decode B=3, 20 tokens"
 
 
+@pytest.mark.usefixtures("_tiny_preset")
 def test_a_step_that_cannot_be_taken_says_why() -> None:
     works = (Work("decode", 1, 20),)
-    _, ours = models(TINY, CPU, torch.float32, OPS, Tuning(), works)
+    _, ours = load_models("small", CPU, torch.float32, OPS, Tuning(), works)
 
     class Broken(torch.nn.Module):
         config = None
