@@ -11,7 +11,7 @@ from tkernels.contract import FLOATS, Axes, Case, ContractError, Value, unpack
 from tkernels.inputs import clone_inputs
 from tkernels.launch import Kernel
 from tkernels.measurement import prepare
-from tkernels.tuning import NEAREST, Tuning
+from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
 from tkernels.verification.calls import bits
 from tkernels.verification.check import check_case, chooser, draw
@@ -82,15 +82,7 @@ def check(variant: Variant, signature: Signature, count: int, device: torch.devi
     return Tried(len(judged), len(judged) - len(wrong), "\n".join(wrong[:3]))
 
 
-def prepared_call(
-    variant: Variant, axes: Axes, device: torch.device, tuning: Tuning = NEAREST
-) -> tuple[Kernel, dict[str, Any]]:
-    """A variant's public entry and the arguments of one call."""
-    case = prepare(variant, variant.contract.case(axes, 0, device)).case
-    return Kernel(variant, tuning, {}), variant.contract.bind_arguments((), case.inputs)
-
-
-def results_of(kernel: Kernel, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+def _results_of(kernel: Kernel, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
     """What one call returns and writes, on copies of what it writes."""
     contract = kernel.variant.contract
     mine = {**arguments, **clone_inputs({n: arguments[n] for n in (*contract.writes, *contract.consumes)})}
@@ -105,8 +97,9 @@ def rerun(variant: Variant, axes: Axes, device: torch.device, runs: int, *, busy
     Args:
         busy: another stream keeps memory busy, so that programs arrive in other orders.
     """
-    kernel, arguments = prepared_call(variant, axes, device)
-    first = results_of(kernel, arguments)
+    case = prepare(variant, variant.contract.case(axes, 0, device)).case
+    kernel, arguments = Kernel(variant, NEAREST, {}), variant.contract.bind_arguments((), case.inputs)
+    first = _results_of(kernel, arguments)
     different = torch.zeros((), dtype=torch.int64, device=device)
     noise = torch.empty(2**26 if busy else 0, dtype=torch.float32, device=device)
     side = torch.cuda.Stream(device) if busy and device.type == "cuda" else None
@@ -114,7 +107,7 @@ def rerun(variant: Variant, axes: Axes, device: torch.device, runs: int, *, busy
         if side is not None and run % 4 == 0:
             with torch.cuda.stream(side):
                 noise[: 2 ** (16 + run % 11)].mul_(1.0001)  # of lengths that fall out of step with the launches
-        again = results_of(kernel, arguments)
+        again = _results_of(kernel, arguments)
         different += torch.stack([(bits(a) != bits(b)).any() for a, b in zip(first, again, strict=True)]).any()
     count, left = int(different), variant.zeroed.not_zero()
     problems = [f"counters not at zero: {', '.join(left)}"] if left else []
