@@ -74,6 +74,16 @@ def forbidding(first: RecordedRun, second: RecordedRun) -> dict[str, str]:
     return found
 
 
+def share_yardstick(first: RecordedRun, second: RecordedRun) -> bool:
+    """Whether the yardsticks of both runs were the same work: rows of version 1 took it of numpy's, on one thread."""
+    torch = (run.environment.get("versions", {}).get("torch") for run in (first, second))
+    return (
+        first.rows_version == second.rows_version
+        and len(set(torch)) == 1
+        and "threads" not in forbidding(first, second)
+    )
+
+
 def circumstances(first: RecordedRun, second: RecordedRun) -> list[str]:
     """What else differs: code, versions, lockfile, seeds, and other keys of the YAML, a line for each; files that git
     does not track come last, for a folder of them can be a thousand lines.

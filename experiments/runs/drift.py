@@ -8,11 +8,10 @@ coefficients, which of white noise hold no more than any others), pooled over th
 on over the length of both runs as a random walk would. That brings them to 3% and 1% (five processes: 10% and 41% to 4%
 and 7%). Its price, where there is no drift: a change of 8 standard errors is found in 86% of tries instead of 99%.
 
-The yardstick. A slow machine slows a small matrix product less than an attention that the memory decides: on two cores
-that a dozen processes shared, within runs of ten processes, prefill's times rose by 2.4% for each 1% of the
-yardstick's, and a swiglu's by 1.5%. So the slope is estimated, from each comparison's own processes, beginning at 1.
-Taken off with that of 36 runs together, prefill's spread within them was 4.6% instead of 10.5% (with a slope of 1:
-7.1%), that of their levels 2.4% instead of 5.8% (3.8%).
+The yardstick. What slows it slows a kernel by more or less: the more of a call two threads hand to one another, the
+more; on two cores a swiglu's times rose by 0.9% for each 1% of the yardstick's, an attention's by 1.1%, a small norm's
+by 2.0% and a product with a [512, 512] matrix by 0.6% (`experiments.stages.yardstick`). So the slope is estimated, from
+each comparison's own processes, beginning at 1.
 """
 
 import math
@@ -29,20 +28,31 @@ _TRIMMED, _TRIMMED_FROM = 0.2, 8
 again, or twice as long, for as long as they were measured. Of fewer, too few would be left.
 """
 
-_EXPECTED, _SPREAD = 1.0, 0.5
-"""Of slopes, before any is known: where the yardstick hardly moves, nothing else is to be had."""
-
-_LEVELS, _AS_WITHIN = 1.0, 3.0
-"""How far the slope between the levels of two runs may be from that within them, as a standard deviation, and from how
-many standard errors on levels are another matter than what moves within. A machine that is steady within runs and
-another one between them shows no slope: the yardstick's own noise draws it to 0, and a level 10% away was taken for
-another figure in 920 of 1,000 simulated tries (slope 2.4, four figures, ten processes), with this in none. Of
-40 repetitions of `tests.experiments.runs.false_alarms` on two idle cores, whose levels were 1.4% apart in the median
-and 7.7% at most, all found a variant that took 15% longer, with this and without; the smallest change seen rose from
-8.4% to 8.9%. With 1.4 and 2 standard errors, 38 of them did.
+_NOISE = 0.01
+"""Of a process's yardstick, as a standard deviation of logarithms: what moves less than that moves no figure. Counted
+as movement, it draws slopes to 0: on one thread of a quiet machine, where figures moved between runs by 1.06 times what
+the yardstick did, the median of 154 slopes within runs was 0.81, and with this 1.00.
 """
 
+_AS_WITHIN = 3.0
+"""Standard errors from which on the levels of two runs are another matter than what moves within them. A machine that
+is steady within runs and another one between them shows no slope.
+"""
+
+_FAR = 7.0
+"""Times the median distance from the slope: what lies farther, 4.7 standard deviations of normal noise, is left out."""
+
 _ROUNDS = 20  # of a fixed point that is reached to 6 digits in 3 or 4
+
+
+def slope_spread(threads: int | None = None) -> float:
+    """How far slopes are from 1, as a standard deviation, before a comparison's own processes say more; and how far one
+    between the levels of two runs is from that within them.
+
+    Of pairs of runs whose yardsticks were 5 to 20% apart, they lay 0.12 from it on one thread (45 pairs, two ops). On
+    several, what threads wait for one another is more of one call than of another: from 0.6 to 2.0 (four ops).
+    """
+    return 0.15 if threads == 1 else 0.5
 
 
 def trimmed_share(count: int) -> float:
@@ -90,46 +100,48 @@ def carried_drift(count: int) -> float:
 class Slope:
     """By how much the logarithm of a figure rises with the yardstick's, and the variance of that.
 
-    spent: how much of a degree of freedom of the figure's own processes went into it: 1 where they alone tell it, 0
-    where it is what was expected. What is left of them lies too close together by that much.
+    spread: as of `slope_spread`. spent: how much of a degree of freedom of the figure's own processes went into it: 1
+    where they alone tell it, 0 where it is what was expected. What is left of them lies too close together by as much.
     """
 
     value: float
     variance: float
+    spread: float
     spent: float = 0.0
 
     def variance_between_runs(self, first: Sequence[float], second: Sequence[float]) -> float:
         """The variance of what is taken off the difference of two runs with these yardsticks."""
         moved = statistics.fmean(second) - statistics.fmean(first)
         within = sum(statistics.variance(winsorized(one)) / len(one) for one in (first, second))
-        return moved**2 * self.variance + max(0.0, moved**2 - _AS_WITHIN**2 * within) * _LEVELS**2
+        return moved**2 * self.variance + max(0.0, moved**2 - _AS_WITHIN**2 * within) * self.spread**2
 
     def take_off(self, figures: Sequence[float], yardsticks: Sequence[float]) -> list[float]:
         """What the yardstick does not explain."""
         return [figure - self.value * yardstick for figure, yardstick in zip(figures, yardsticks, strict=True)]
 
 
-def slope_of(groups: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Slope:
+def slope_of(groups: Sequence[tuple[Sequence[float], Sequence[float]]], spread: float) -> Slope:
     """The slope within groups of (figures, yardsticks), logarithms of the same processes, whose levels may be any.
 
-    Least squares with a normal prior; what the trimmed means leave out is drawn in here too, figures and yardsticks
-    apart, lest one disturbed process decide.
+    Least squares with a normal prior about 1, whose standard deviation is `spread`. What lies far off the slope weighs
+    less (Tukey's bisquare), lest one disturbed process decide; the yardstick's own noise is no movement (`_NOISE`).
     """
-    xx = xy = yy = 0.0
-    count = 0
-    for figures, yardsticks in groups:
-        ys, xs = winsorized(figures), winsorized(yardsticks)
-        y_mean, x_mean = statistics.fmean(ys), statistics.fmean(xs)
-        xx += sum((x - x_mean) ** 2 for x in xs)
-        yy += sum((y - y_mean) ** 2 for y in ys)
-        xy += sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True))
-        count += len(ys) - 1
-    prior = 1 / _SPREAD**2
-    value, precision = _EXPECTED, prior
+    figures, yardsticks = (
+        np.concatenate([np.array(group[which]) - statistics.median(group[which]) for group in groups])
+        for which in (0, 1)
+    )
+    prior = 1 / spread**2
+    value, precision = 1.0, prior
     for _ in range(_ROUNDS):
-        left = (yy - 2 * value * xy + value**2 * xx) / max(count - 1, 1)
-        if left <= 0 or xx == 0:
+        residuals = np.abs(figures - value * yardsticks)
+        usual = _FAR * float(np.median(residuals))
+        weights = np.maximum(0.0, 1 - (residuals / usual) ** 2) ** 2 if usual > 0 else np.ones_like(residuals)
+        moved = float(weights @ yardsticks**2)
+        noise = float(weights.sum()) * _NOISE**2
+        left = float(weights @ residuals**2) / max(len(residuals) - len(groups) - 1, 1)
+        if left == 0 or moved <= noise:
             break
-        precision = xx / left + prior
-        value = (xy / left + _EXPECTED * prior) / precision
-    return Slope(value, 1 / precision, 1 - prior / precision)
+        share = 1 - noise / moved
+        precision = share**2 * moved / left + prior
+        value = (share * float(weights @ (figures * yardsticks)) / left + prior) / precision
+    return Slope(value, 1 / precision, spread, 1 - prior / precision)

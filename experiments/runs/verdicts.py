@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from experiments.document import ExperimentError
@@ -16,8 +16,8 @@ from experiments.runs.comparison import (
     judge,
     paired,
 )
-from experiments.runs.differences import changed_facts, circumstances, forbidding
-from experiments.runs.drift import drift_of, slope_of
+from experiments.runs.differences import changed_facts, circumstances, forbidding, share_yardstick
+from experiments.runs.drift import drift_of, slope_of, slope_spread
 from experiments.runs.reading import RecordedRun
 from experiments.runs.table import Figure, times_of
 
@@ -99,8 +99,13 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
         problem = f"{first.name} and {second.name} have no figure of time in common{why}"
         raise ExperimentError([problem, *cut_off(first, second)])
     pairs = {key: (mine[key], theirs[key]) for key in both}
+    if not share_yardstick(first, second):
+        pairs = {
+            key: (replace(one, yardsticks={}), replace(other, yardsticks={})) for key, (one, other) in pairs.items()
+        }
     enough = {key: pair for key, pair in pairs.items() if min(len(one.values) for one in pair) >= MIN_REPLICATES}
-    series = {key: series_of_runs(*pair) for key, pair in enough.items()}
+    spread = slope_spread(first.environment.get("host", {}).get("torch_threads"))
+    series = {key: series_of_runs(*pair, spread) for key, pair in enough.items()}
     drift = drift_of([values for one in series.values() for values in one.values])
     differences = {
         key: between_runs(one.values[0], one.values[1], drift, one.correction, one.spent) for key, one in series.items()
@@ -197,8 +202,8 @@ class _Series:
     spent: float = 0.0
 
 
-def series_of_runs(first: Figure, second: Figure) -> _Series:
-    """One of each run."""
+def series_of_runs(first: Figure, second: Figure, spread: float) -> _Series:
+    """One of each run; spread: of slopes, as of `slope_spread`."""
     order = [sorted(one.values) for one in (first, second)]
     values = [[one.values[r] for r in replicates] for one, replicates in zip((first, second), order, strict=True)]
     if not _beside_yardstick(first, second):
@@ -206,7 +211,7 @@ def series_of_runs(first: Figure, second: Figure) -> _Series:
     yardsticks = [
         [one.yardsticks[r] for r in replicates] for one, replicates in zip((first, second), order, strict=True)
     ]
-    slope = slope_of(list(zip(values, yardsticks, strict=True)))
+    slope = slope_of(list(zip(values, yardsticks, strict=True)), spread)
     return _Series(
         tuple(map(slope.take_off, values, yardsticks)), slope.variance_between_runs(*yardsticks), slope.spent
     )
@@ -219,7 +224,7 @@ def _paired_series(first: Figure, second: Figure) -> _Series:
     if not _beside_yardstick(first, second):
         return _Series((values,))
     yardsticks = [second.yardsticks[r] - first.yardsticks[r] for r in replicates]
-    slope = slope_of([(values, yardsticks)])
+    slope = slope_of([(values, yardsticks)], slope_spread())
     correction = statistics.fmean(yardsticks) ** 2 * slope.variance
     return _Series((slope.take_off(values, yardsticks),), correction, slope.spent)
 

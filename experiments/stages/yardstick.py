@@ -3,31 +3,32 @@
 import statistics
 import time
 
-import numpy as np
+import torch
 
-# 64 x 64: the largest power of two that OpenBLAS keeps on one thread, so that a run's thread count does not matter.
-_SIDE, _ELEMENTS, _REPETITIONS = 64, 16_384, 8
+_SIDE, _ELEMENTS, _REPETITIONS = 128, 40_000, 2
+"""More elements than the 32,768 up to which torch keeps an elementwise op on one thread."""
 
 
 class Yardstick:
-    """Takes a sample each time it is called, 100 us or so: a multiplication of small matrices, and a pass over numbers
-    that a second-level cache holds.
+    """Takes a sample each time it is called, 100 us or so: products of small matrices and passes over numbers that a
+    second-level cache holds, by torch on the threads that the kernels have.
 
-    Numpy's, so that neither the kernels nor torch's version change it. Kernels' times follow it in part. On two cores
-    that others used too, the medians of 502 processes in two minutes spread by 11.5% (swiglu on [16, 512]), 10.3%
-    (rms_norm), 9.6% (a product with a [512, 512] matrix) and 2.7% (attention); divided by the yardstick's median, taken
-    in turns in the same process, by 8.1%, 7.1%, 8.4% and 1.9%. Means of ten processes, beside the next ten's: by 4.5%,
-    4.3%, 3.2% and 1.1%; divided, by 3.2%, 3.1%, 2.6% and 0.5%.
+    What a thread computes and what its threads wait for one another drift apart. On two cores of a virtual machine with
+    nothing beside it, one thread's work kept its speed, while handing work to the second thread and back took 2.5 us in
+    some seconds and 5 us in others. Over 60 s the medians of 30 calls spread by 16% (swiglu on [64, 1024], standard
+    deviation of logarithms), 19% (attention on [96, 64]) and 35% (rms_norm on [64, 512]); divided by this yardstick's,
+    by 2.8%, 3.4% and 19% (2.4%, 2.5% and 9.1% with the slopes that these times show, 0.9, 1.1 and 2.0); divided by that
+    of numpy's products on one thread, by 13%, 17% and 33%.
     """
 
     def __init__(self) -> None:
-        generator = np.random.default_rng(0)
-        self._matrix = generator.random((_SIDE, _SIDE), dtype=np.float32)
-        self._product = np.empty_like(self._matrix)
-        self._numbers = generator.random(_ELEMENTS, dtype=np.float32)
-        self._roots = np.empty_like(self._numbers)
+        generator = torch.Generator().manual_seed(0)
+        self._matrix = torch.rand(_SIDE, _SIDE, generator=generator)
+        self._product = torch.empty_like(self._matrix)
+        self._numbers = torch.rand(_ELEMENTS, generator=generator)
+        self._results = torch.empty_like(self._numbers)
         self.samples_us: list[float] = []
-        self._work()  # the first call allocates
+        self._work()  # the first call starts torch's threads
 
     def __call__(self) -> None:
         start = time.perf_counter()
@@ -36,9 +37,9 @@ class Yardstick:
 
     def _work(self) -> None:
         for _ in range(_REPETITIONS):
-            np.matmul(self._matrix, self._matrix, out=self._product)
-            np.multiply(self._numbers, self._numbers, out=self._roots)
-            np.sqrt(self._roots, out=self._roots)
+            torch.mm(self._matrix, self._matrix, out=self._product)
+            torch.exp(self._numbers, out=self._results)
+            torch.mul(self._numbers, self._numbers, out=self._results)
 
     @property
     def median_us(self) -> float:

@@ -15,7 +15,7 @@ RESOLVED: Mapping[str, Any] = {"name": "test", "kernels": {"swiglu": ["torch", "
 ENVIRONMENT: Mapping[str, Any] = {
     "device": {"name": "some CPU", "type": "cpu"},
     "host": {"torch_threads": 1},
-    "versions": {"torch": "2.13"},
+    "versions": {"torch": "2.13", "triton": "3.5"},
     "git": {"commit": "c" * 40, "dirty": False},
 }
 UNTIMED = {

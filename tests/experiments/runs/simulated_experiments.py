@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.runs.comparison import Effect, between_runs, judge
-from experiments.runs.drift import drift_of
+from experiments.runs.drift import drift_of, slope_spread
 from experiments.runs.table import Figure
 from experiments.runs.verdicts import judge_pairs, series_of_runs
 from tests.experiments.runs.false_alarms import SHAPES, SLOWER
@@ -37,32 +37,37 @@ _SHAPES: dict[str, dict[str, Any]] = {
 }
 _WINDOW = 9  # processes: what lasts for most of these is drift
 OPS, MOST_ALARMS, LEAST_FOUND = 4, 0.01, 0.97
+THREADS = 1, 2
 Process = tuple[float, float]
 """Logarithms of a process's time and of its yardstick's."""
 
 
 def record(file: Path, processes: int) -> None:
-    """Forks processes one after the other, and writes for each and each op: op, time, yardstick, both in us."""
+    """Forks processes one after the other, by turns with each of THREADS, and writes for each and each op: threads, op,
+    time, yardstick, both in us.
+    """
     import torch
 
     from experiments.stages.yardstick import Yardstick
     from tkernels import OPS
-    from tkernels.measurement import completed
+    from tkernels.measurement import complete_axes
     from tkernels.timing import time_call
 
-    torch.set_num_threads(1)
     with file.open("w", newline="") as opened:
-        csv.writer(opened, lineterminator="\n").writerow(("op", "median_us", "yardstick_us"))
-        for _ in range(processes):
+        csv.writer(opened, lineterminator="\n").writerow(("threads", "op", "median_us", "yardstick_us"))
+        for number in range(processes * len(THREADS)):
             opened.flush()
             if (child := os.fork()) == 0:
+                threads = THREADS[number % len(THREADS)]
+                torch.set_num_threads(threads)
                 for op, axes in _SHAPES.items():
                     contract = OPS[op].contract
-                    case = contract.case(completed(contract, {**axes, "activation": "float32"}), 0, torch.device("cpu"))
+                    at = complete_axes(contract, {**axes, "activation": "float32"})
+                    case = contract.case(at, 0, torch.device("cpu"))
                     yardstick = Yardstick()
                     call = functools.partial(OPS[op].variants["torch"], **case.inputs)
                     median = time_call(call, "cpu", samples=200, between=yardstick).median_us
-                    opened.write(f"{op},{median:.6g},{yardstick.median_us:.6g}\n")
+                    opened.write(f"{threads},{op},{median:.6g},{yardstick.median_us:.6g}\n")
                 opened.flush()
                 os._exit(0)
             if os.waitpid(child, 0)[1]:
@@ -85,19 +90,19 @@ class Recorded:
         return [(t + dt, y + dy) for (t, y), (dt, dy) in zip(self.slow[start : start + length], off, strict=True)]
 
 
-def read_record(file: Path) -> list[Recorded]:
-    """Of each op."""
-    ops: dict[str, list[Process]] = {}
+def read_record(file: Path) -> dict[int, list[Recorded]]:
+    """Number of threads -> each op's."""
+    ops: dict[tuple[str, str], list[Process]] = {}
     with file.open(newline="") as opened:
         for line in csv.DictReader(opened):
             times = math.log(float(line["median_us"])), math.log(float(line["yardstick_us"]))
-            ops.setdefault(line["op"], []).append(times)
-    found = []
-    for processes in ops.values():
+            ops.setdefault((line["threads"], line["op"]), []).append(times)
+    found: dict[int, list[Recorded]] = {}
+    for (threads, _), processes in ops.items():
         windows = [processes[max(0, at - _WINDOW // 2) : at + _WINDOW // 2 + 1] for at in range(len(processes))]
         slow = [(statistics.median(t for t, _ in one), statistics.median(y for _, y in one)) for one in windows]
         fast = [(t - ts, y - ys) for (t, y), (ts, ys) in zip(processes, slow, strict=True)]
-        found.append(Recorded(slow, fast))
+        found.setdefault(int(threads), []).append(Recorded(slow, fast))
     return found
 
 
@@ -122,12 +127,15 @@ def simulate_arms(draw: random.Random, record: Sequence[Recorded], processes: in
     return [found[op].effect for op in range(OPS)]
 
 
-def simulate_runs(draw: random.Random, record: Sequence[Recorded], processes: int, slower: float) -> list[Effect]:
+def simulate_runs(
+    draw: random.Random, record: Sequence[Recorded], processes: int, slower: float, threads: int
+) -> list[Effect]:
     """Two runs, the second after the first, each with an arm at each of OPS ops, of which the first is slower then."""
     series = {}
     for op in range(OPS):
         mine = draw.choice(record).stretch(draw, 4 * processes)[::2]  # the processes between were the other arm's
-        series[op] = series_of_runs(figure(mine[:processes], 0.0), figure(mine[processes:], slower if op == 0 else 0.0))
+        first, second = figure(mine[:processes], 0.0), figure(mine[processes:], slower if op == 0 else 0.0)
+        series[op] = series_of_runs(first, second, slope_spread(threads))
     drift = drift_of([values for one in series.values() for values in one.values])
     differences = {
         op: between_runs(one.values[0], one.values[1], drift, one.correction, one.spent) for op, one in series.items()
@@ -142,26 +150,30 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=10, help="of each arm, 5 at least")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--file", type=Path, default=RECORD, help="the record")
-    parser.add_argument("--record", type=int, metavar="PROCESSES", help="makes the record first")
+    parser.add_argument(
+        "--record", type=int, metavar="PROCESSES", help="of each number of threads: makes the record first"
+    )
     asked = parser.parse_args()
     if asked.record:
         record(asked.file, asked.record)
-    processes = read_record(asked.file)
-    print(f"{len(processes[0].slow)} recorded processes, {len(processes)} ops, seed {asked.seed}")
     missed = False
-    for what, simulate in (("arms of one run", simulate_arms), ("two runs", simulate_runs)):
-        draw = random.Random(asked.seed)
-        alarms = found = 0
-        for _ in range(asked.count):
-            equal = simulate(draw, processes, asked.processes, 0.0)
-            alarms += any(one.outcome != "within noise" for one in equal)
-            found += simulate(draw, processes, asked.processes, SLOWER)[0].outcome == "worse"
-        missed |= alarms > MOST_ALARMS * asked.count or (
-            simulate is simulate_arms and found < LEAST_FOUND * asked.count
-        )
-        print(f"{what}: {asked.count} experiments of {OPS} figures, {asked.processes} processes each", flush=True)
-        print(f"  false alarms: {alarms} ({alarms / asked.count:.2%})", flush=True)
-        print(f"  changes by {SLOWER:.0%} found: {found} ({found / asked.count:.2%})", flush=True)
+    for threads, recorded in read_record(asked.file).items():
+        print(f"{threads} threads: {len(recorded[0].slow)} recorded processes, {len(recorded)} ops, seed {asked.seed}")
+        for what, simulate in (
+            ("arms of one run", simulate_arms),
+            ("two runs", functools.partial(simulate_runs, threads=threads)),
+        ):
+            draw = random.Random(asked.seed)
+            alarms = found = 0
+            for _ in range(asked.count):
+                equal = simulate(draw, recorded, asked.processes, 0.0)
+                alarms += any(one.outcome != "within noise" for one in equal)
+                found += simulate(draw, recorded, asked.processes, SLOWER)[0].outcome == "worse"
+            missed |= alarms > MOST_ALARMS * asked.count
+            missed |= simulate is simulate_arms and found < LEAST_FOUND * asked.count
+            print(f"{what}: {asked.count} experiments of {OPS} figures, {asked.processes} processes each", flush=True)
+            print(f"  false alarms: {alarms} ({alarms / asked.count:.2%})", flush=True)
+            print(f"  changes by {SLOWER:.0%} found: {found} ({found / asked.count:.2%})", flush=True)
     return int(missed)
 
 

@@ -29,7 +29,7 @@ def tk(*arguments: Any) -> Result:
 @pytest.fixture
 def two(tmp_path: Path) -> tuple[Path, Path]:
     """A run, and one in which a variant is slower and a package newer."""
-    environment = changed(dict(ENVIRONMENT), "versions", "torch", to="2.14")
+    environment = changed(dict(ENVIRONMENT), "versions", "triton", to="3.6")
     return (
         write_run(tmp_path / "before", timed(0, yardstick=True, torch=1, fused=2)),
         write_run(tmp_path / "after", timed(2, yardstick=True, torch=1, fused=2.4), environment=environment),
@@ -82,7 +82,7 @@ def test_a_comparison_says_its_verdicts_and_what_else_differs(two: tuple[Path, P
     (fused,) = [line for line in lines if line[:1] == ["fused"]]
     assert fused[-1] == "worse"
     assert fused[3].startswith("+")
-    assert "versions.torch: 2.13, then 2.14" in result.stdout
+    assert "versions.triton: 3.5, then 3.6" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80 or "At least 8 processes" in result.stdout
 
 
@@ -94,7 +94,7 @@ def test_a_comparison_as_json_has_all_of_it(two: tuple[Path, Path]) -> None:
     assert fused["effect"]["outcome"] == "worse"
     assert fused["effect"]["low"] < fused["effect"]["ratio"] < fused["effect"]["high"]
     assert fused["processes"] == [8, 8]
-    assert found[0]["circumstances"] == ["versions.torch: 2.13, then 2.14"]
+    assert found[0]["circumstances"] == ["versions.triton: 3.5, then 3.6"]
     assert {one["effect"]["outcome"] for one in found[1]["verdicts"]} == {"within noise"}
 
 

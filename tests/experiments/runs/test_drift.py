@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from experiments.runs.comparison import LEVEL, between_runs, paired
-from experiments.runs.drift import slope_of
+from experiments.runs.drift import slope_of, slope_spread
 
-GROUPS = 4
+GROUPS, SPREAD = 4, slope_spread()
 
 
 def series(slope: float, moved: float, noise: float) -> list[tuple[list[float], list[float]]]:
@@ -22,13 +22,16 @@ def series(slope: float, moved: float, noise: float) -> list[tuple[list[float], 
 
 @pytest.mark.parametrize("true", [0.0, 1.0, 2.4])
 def test_the_slope_is_found_whatever_the_levels_are(true: float) -> None:
-    slope = slope_of(series(true, moved=0.1, noise=0.02))
+    slope = slope_of(series(true, moved=0.1, noise=0.02), SPREAD)
     assert slope.value == pytest.approx(true, abs=0.15)
     assert slope.variance < 0.1**2
 
 
 def test_what_the_slope_took_of_the_processes_is_counted() -> None:
-    steep, flat = slope_of(series(2.4, moved=0.1, noise=0.02)), slope_of(series(2.4, moved=0.0001, noise=0.02))
+    steep, flat = (
+        slope_of(series(2.4, moved=0.1, noise=0.02), SPREAD),
+        slope_of(series(2.4, moved=0.0001, noise=0.02), SPREAD),
+    )
     assert steep.spent == pytest.approx(1.0, abs=0.02)
     assert flat.spent == pytest.approx(0.0, abs=0.02)
     values = [1.0, 1.1, 0.9, 1.0, 1.05]
@@ -39,21 +42,34 @@ def test_what_the_slope_took_of_the_processes_is_counted() -> None:
 
 
 def test_where_the_yardstick_hardly_moves_it_is_one_and_hardly_known() -> None:
-    slope = slope_of(series(2.4, moved=0.0001, noise=0.02))
+    slope = slope_of(series(2.4, moved=0.0001, noise=0.02), SPREAD)
     assert slope.value == pytest.approx(1.0, abs=0.05)
     assert slope.variance == pytest.approx(0.25, rel=0.05)
-    still = slope_of([([1.0, 2.0, 3.0], [0.0, 0.0, 0.0])])
+    still = slope_of([([1.0, 2.0, 3.0], [0.0, 0.0, 0.0])], SPREAD)
     assert (still.value, still.variance) == (1.0, 0.25)
 
 
 def test_one_disturbed_process_does_not_decide() -> None:
     (figures, yardsticks), *others = series(1.0, moved=0.05, noise=0.01)
     figures[3], yardsticks[3] = figures[3] + 5.0, yardsticks[3] + 1.0
-    assert slope_of([(figures, yardsticks), *others]).value == pytest.approx(1.0, abs=0.15)
+    assert slope_of([(figures, yardsticks), *others], SPREAD).value == pytest.approx(1.0, abs=0.15)
+
+
+def test_the_yardsticks_own_noise_draws_no_slope_to_zero() -> None:
+    generator = np.random.default_rng(8)
+    moved = 0.015 * generator.standard_normal((20, 20))
+    noisy = moved + 0.01 * generator.standard_normal(moved.shape)
+    slope = slope_of(list(zip(moved.tolist(), noisy.tolist(), strict=True)), SPREAD)
+    assert slope.value == pytest.approx(1.0, abs=0.15)
+
+
+def test_slopes_on_one_thread_are_known_better() -> None:
+    still = [([1.0, 1.0, 1.0], [0.0, 0.0, 0.0])]
+    assert slope_of(still, slope_spread(1)).variance < slope_of(still, slope_spread(2)).variance
 
 
 def test_what_follows_exactly_leaves_nothing() -> None:
-    slope = slope_of([([0.0, 2.0, 4.0, 8.0, 6.0], [0.0, 1.0, 2.0, 4.0, 3.0])])
+    slope = slope_of([([0.0, 2.0, 4.0, 8.0, 6.0], [0.0, 1.0, 2.0, 4.0, 3.0])], SPREAD)
     assert slope.take_off([2.0, 4.0], [1.0, 2.0]) == pytest.approx([0.0, 0.0], abs=1e-3)
 
 
@@ -71,11 +87,11 @@ def test_a_machine_that_is_another_one_between_two_steady_runs_proves_nothing() 
         yardsticks, figures = (
             level + 0.01 * generator.standard_normal((2, 10)) for level in ([[0], [0.1]], [[0], [0.24]])
         )
-        slope = slope_of(list(zip(figures.tolist(), yardsticks.tolist(), strict=True)))
+        slope = slope_of(list(zip(figures.tolist(), yardsticks.tolist(), strict=True)), SPREAD)
         first, second = (slope.take_off(*one) for one in zip(figures.tolist(), yardsticks.tolist(), strict=True))
         found += between_runs(first, second, 0.0, slope.variance_between_runs(*yardsticks.tolist())).p < LEVEL / 4
     assert found == 0
-    steady = slope_of([(figures[0].tolist(), yardsticks[0].tolist())])
+    steady = slope_of([(figures[0].tolist(), yardsticks[0].tolist())], SPREAD)
     near = [*yardsticks[0].tolist()], [*yardsticks[0].tolist()]
     assert steady.variance_between_runs(*near) == 0.0
-    assert steady.variance_between_runs(near[0], [one + 0.1 for one in near[1]]) > 0.09**2
+    assert steady.variance_between_runs(near[0], [one + 0.1 for one in near[1]]) > 0.045**2

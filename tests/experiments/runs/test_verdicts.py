@@ -74,6 +74,21 @@ def test_without_a_yardstick_the_machine_hides_it_and_the_smallest_change_says_s
     assert not found.verdicts[1].beside_yardstick
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"environment": {**ENVIRONMENT, "versions": {"torch": "2.14", "triton": "3.5"}}},
+        {"environment": {**ENVIRONMENT, "host": {"torch_threads": 2}}},
+    ],
+    ids=["torch", "threads"],
+)
+def test_yardsticks_of_other_work_are_left_out(tmp_path: Path, other: dict[str, Any]) -> None:
+    first = recorded(tmp_path, "a", timed(0, yardstick=True, torch=1, fused=2))
+    second = recorded(tmp_path, "b", timed(1, yardstick=True, torch=1, fused=2), **other)
+    found = compare_runs(first, second, across=["threads"])
+    assert not any(verdict.beside_yardstick for verdict in found.verdicts)
+
+
 def test_arms_of_one_run_are_paired_by_their_processes(tmp_path: Path) -> None:
     found = compare_arms(recorded(tmp_path, "a", timed(0, torch=1, fused=1.15, same=1)))
     assert outcomes(found) == {"fused": "worse", "same": "within noise"}
