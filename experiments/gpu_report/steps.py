@@ -63,7 +63,9 @@ class Step(Task):
         subject = f"{self.op}.{self.variant}" if self.variant else self.op
         return " ".join(part for part in (self.kind, subject, self.point) if part)
 
-    def row(self, run_id: str, stage: Stage, status: Status = "ok", reason: str | None = None, **figures: Any) -> Row:
+    def row(
+        self, run_id: str, stage: Stage, status: Status = "ok", reason: str | None = None, /, **figures: Any
+    ) -> Row:
         """A row of what it found: `figures` are the columns of the stage and status, and axes where it has some."""
         axes = figures.get("axes") or {}
         if self.variant:

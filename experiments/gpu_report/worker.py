@@ -47,7 +47,7 @@ class Job:
     def variant(self) -> Variant:
         return self.ops[self.step.op].variants[self.step.variant]
 
-    def row(self, stage: Stage, status: Status = "ok", reason: str | None = None, **figures: Any) -> Row:
+    def row(self, stage: Stage, status: Status = "ok", reason: str | None = None, /, **figures: Any) -> Row:
         return self.step.row(self.run_id, stage, status, reason, **figures)
 
     def tried(self, test: str, point: str, tried: Tried, **more: Any) -> Row:

@@ -120,7 +120,7 @@ def test_our_model_and_transformers_compute_the_same_on_the_same_random_weights(
     batch, cache = our_step(works[0], ours.config, CPU, torch.float32)
     logits = ours(batch, cache)  # [B, vocab]
     expected = their_step(works[0], theirs, ours.config, CPU)()[:, 0]
-    assert torch.allclose(logits, expected, atol=1e-4)
+    assert torch.allclose(logits, expected, atol=1e-6)
     own, other = compare(works[1], theirs, ours, CPU, torch.float32, samples=2)
     assert (own.peer, own.settings, other.peer) == (None, {"cuda_graphs": False}, "transformers")
     for found in (own, other):
