@@ -1,16 +1,16 @@
 """`tk`, the command line. Commands are imported when they are called: `tk --help` loads no torch."""
 
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from importlib import import_module
 from inspect import Parameter, Signature
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import typer
 
 from experiments.commands import requests
 from experiments.engine_flags import EngineFlags
-from experiments.exits import end, import_torch, refusing
+from experiments.exits import end, import_torch
 
 app = typer.Typer(
     name="tk",
@@ -21,50 +21,52 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-RequestT = TypeVar("RequestT")
-
 
 def add_command(
-    name: str, request: type[RequestT], *, needs_torch: bool = True, first: Callable[[RequestT], None] | None = None
+    name: str, request: type[Any], *, needs_torch: bool = True, refuse_early: Callable[[Any], None] = lambda asked: None
 ) -> None:
     """Adds a command: its options are the fields of `request`, and `run` of its module in `commands` takes the record.
 
     Args:
-        first: what refuses a record before torch is imported.
+        refuse_early: called with the record before torch is imported.
     """
 
-    def run(asked: RequestT) -> int:
-        if first is not None:
-            first(asked)
+    def run(given: dict[str, Any]) -> int:
+        taken = {name: flags.take(given) for name, flags in _find_engine_flags(request).items()}
+        asked = request(**given, **taken)
+        refuse_early(asked)
         if needs_torch:
             import_torch()
         status: int = import_module(f"experiments.commands.{name.replace('-', '_')}").run(asked)
         return status
 
-    options: tuple[Field[Any], ...] = fields(request)  # type: ignore[arg-type]  # any frozen dataclass
-    engine = {one.name: flags for one in options for flags in get_args(one.type) if isinstance(flags, EngineFlags)}
-
     def command(**given: Any) -> None:
-        taken = {name: refusing(flags.take, given) for name, flags in engine.items()}
-        end(run, request(**given, **taken))
+        end(run, given)
 
-    kind = Parameter.KEYWORD_ONLY
-    parameters = [
-        Parameter(one.name, kind, default=_default_of(one), annotation=one.type)
-        for one in options
-        if one.name not in engine
-    ]
-    parameters += [one for flags in engine.values() for one in flags.parameters()]
+    parameters = _make_parameters(request)
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     command.__doc__ = request.__doc__
     app.command(name)(command)
 
 
-def _default_of(option: Field[Any]) -> Any:
-    if option.default_factory is not MISSING:
-        return option.default_factory()
-    return Parameter.empty if option.default is MISSING else option.default
+def _find_engine_flags(request: type[Any]) -> dict[str, EngineFlags]:
+    """By the name of the record's field."""
+    marks = ((one.name, mark) for one in fields(request) for mark in get_args(one.type))
+    return {name: mark for name, mark in marks if isinstance(mark, EngineFlags)}
+
+
+def _make_parameters(request: type[Any]) -> list[Parameter]:
+    """The parameters of a function from which typer makes the record's options."""
+    engine = _find_engine_flags(request)
+    parameters = []
+    for one in fields(request):
+        default = Parameter.empty if one.default is MISSING else one.default
+        if one.default_factory is not MISSING:
+            default = one.default_factory()
+        if one.name not in engine:
+            parameters.append(Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=one.type))
+    return [*parameters, *(one for flags in engine.values() for one in flags.parameters())]
 
 
 def _refuse_profile(asked: requests.ProfileRequest) -> None:
@@ -82,7 +84,7 @@ add_command("gpu-report", requests.GpuReportRequest)
 add_command("results-table", requests.ResultsTableRequest)
 add_command("inspect", requests.InspectRequest)
 add_command("run", requests.RunRequest, needs_torch=False)
-add_command("profile", requests.ProfileRequest, first=_refuse_profile)
+add_command("profile", requests.ProfileRequest, refuse_early=_refuse_profile)
 add_command("report", requests.ReportRequest, needs_torch=False)
 add_command("runs", requests.RunsRequest, needs_torch=False)
 add_command("compare", requests.CompareRequest, needs_torch=False)

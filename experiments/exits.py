@@ -2,14 +2,13 @@
 
 import sys
 import warnings
-from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 import typer
 
 from experiments.document import ExperimentError
-
-Result = TypeVar("Result")
+from tsched.torch_free import suggest_name
 
 
 def import_torch() -> None:
@@ -41,12 +40,11 @@ def end(command: Callable[..., int], *arguments: object) -> NoReturn:
     raise typer.Exit(status)
 
 
-def refusing(command: Callable[..., Result], *arguments: object) -> Result:
-    """What the command returns; exits with 2 where an experiment is refused."""
-    try:
-        return command(*arguments)
-    except ExperimentError as error:
-        raise _refused(*error.problems) from None
+def check_name(option: str, name: str, known: Iterable[str]) -> None:
+    """Raises ExperimentError for a name that an option does not know, with those that there are and the nearest."""
+    known = list(known)
+    if name not in known:
+        raise ExperimentError([f"{option} {name}: there is {', '.join(known)}{suggest_name(name, known)}"])
 
 
 def _is_meant_for_users(error: Exception) -> bool:

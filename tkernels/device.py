@@ -41,3 +41,8 @@ def device_facts(device: torch.device) -> DeviceFacts:
         arch = hip_arch.split(":")[0] if hip_arch else f"sm_{properties.major}{properties.minor}"
         return DeviceFacts(properties.name, arch, properties.multi_processor_count)
     raise ValueError(f"device {device}: tkernels runs on cpu (interpreted) and cuda devices")
+
+
+def first_device() -> torch.device:
+    """The first GPU; the CPU where there is none."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

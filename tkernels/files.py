@@ -1,6 +1,8 @@
-"""Files that are there whole or not at all, whenever the process that writes them is killed."""
+"""Files and folders that are there whole or not at all, whenever the process that writes them is killed."""
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,3 +42,32 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+@contextmanager
+def new_folder(path: Path, holds: str) -> Iterator[Path]:
+    """Gives a folder to fill. It takes the place of `path` when the block ends well, and is removed when it does not.
+
+    Args:
+        path: new, or an empty folder.
+        holds: what is written into it, for the error.
+
+    Raises:
+        FileExistsError: there is something at `path`.
+    """
+    check_new_folder(path, holds)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))  # beside `path`: one rename moves it
+    try:
+        yield unfinished
+        unfinished.chmod(0o755)  # mkdtemp's is for the owner alone
+        unfinished.rename(path)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def check_new_folder(path: Path, holds: str) -> None:
+    """Raises FileExistsError where there is something at `path` that is not an empty folder."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(f"{path} exists and is not an empty directory; {holds} is written to a new one")

@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -16,6 +14,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from tkernels.files import new_folder
 from tmodel.corpus import standard_library_corpus
 from tmodel.random_weights import PRESET_TABLE, RANDOM_PRESETS, VERSION, write_random
 from tmodel.train import Recipe, TrainingReport, train_on
@@ -37,7 +36,8 @@ def make_model(preset: str, directory: str | Path, *, seed: int = 0) -> Training
 def make_random_model(preset: str, directory: str | Path, *, seed: int = 0) -> None:
     """Save `preset`, one of RANDOM_PRESETS, with random weights as `directory`; like `make_model`."""
     shape = RANDOM_PRESETS[preset]
-    _make_whole(Path(directory), lambda unfinished: write_random(shape, unfinished, seed))
+    with new_folder(Path(directory), "a model") as unfinished:
+        write_random(shape, unfinished, seed)
 
 
 def preset_path(preset: str) -> Path:
@@ -79,36 +79,15 @@ def find_recipe(preset: str) -> Recipe:
 
 def make_from_recipe(recipe: Recipe, directory: Path, *, seed: int) -> TrainingReport:
     """`make_model` for a recipe without a name."""
-    reports: list[TrainingReport] = []
     state = directory.with_name(f".{directory.name}.training")
-
-    def make(unfinished: Path) -> None:
+    with new_folder(directory, "a model") as unfinished:
         corpus = standard_library_corpus(recipe.corpus_bytes)
         model, tokenizer, report = train_on(corpus, recipe, seed, state)
         with _no_progress_bars():
             model.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
         (unfinished / "training.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
-        reports.append(report)
-
-    _make_whole(directory, make)
-    return reports[0]
-
-
-def _make_whole(directory: Path, make: Callable[[Path], Any]) -> None:
-    """Have `make` fill `directory`, which is there whole or not at all; FileExistsError where it is in use."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise FileExistsError(f"{directory} exists and is not an empty directory; a model is written to a new one")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    # Beside its destination, so that one rename puts the whole model in place.
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
-        make(unfinished)
-        unfinished.chmod(0o755)  # mkdtemp's is for the owner alone
-        unfinished.rename(directory)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    return report
 
 
 @contextmanager

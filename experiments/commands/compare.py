@@ -1,18 +1,16 @@
 """`tk compare`: runs, or the arms of one, beside each other, with a verdict for every figure."""
 
-import json
-from collections.abc import Sequence
-
 from rich.console import Console
 from rich.text import Text
 
+from experiments.commands.output import print_json
 from experiments.commands.requests import CompareRequest
 from experiments.document import ExperimentError
+from experiments.exits import check_name
 from experiments.reporting.comparison_tables import print_comparison
 from experiments.runs.differences import WHATS
 from experiments.runs.reading import read_run
 from experiments.runs.verdicts import Comparison, compare_arms, compare_runs
-from tsched.torch_free import suggest_name
 
 
 def run(request: CompareRequest) -> int:
@@ -22,11 +20,27 @@ def run(request: CompareRequest) -> int:
         ExperimentError: a folder is no run, or may not be compared; what the others say has been printed by then.
     """
     for what in request.across:
-        if what not in WHATS:
-            there_is = f"there is {', '.join(WHATS)}{suggest_name(what, WHATS)}"
-            raise ExperimentError([f"--across {what}: unknown; {there_is}"])
+        check_name("--across", what, WHATS)
+    found, refused = _compare(request)
+    if request.as_json and found:
+        print_json({"comparisons": [one.as_json() for one in found], "refused": refused})
+    elif found:
+        console = Console()
+        for one in found:
+            print_comparison(console, one)
+        if len(request.folders) > 1:
+            console.print(Text("The smallest effects show between arms of one run: its processes take turns.", "dim"))
+    if refused:
+        raise ExperimentError(refused)
+    return 0
+
+
+def _compare(request: CompareRequest) -> tuple[list[Comparison], list[str]]:
+    """(the comparisons, why others are refused)."""
     first, *others = request.folders
     reference = read_run(first)
+    if not others:
+        return [compare_arms(reference, request.across)], []
     found: list[Comparison] = []
     refused: list[str] = []
     for other in others:
@@ -34,20 +48,4 @@ def run(request: CompareRequest) -> int:
             found.append(compare_runs(reference, read_run(other), request.across))
         except ExperimentError as error:
             refused += error.problems
-    if not others:
-        found.append(compare_arms(reference, request.across))
-    if request.as_json and found:
-        print(json.dumps({"comparisons": [one.as_json() for one in found], "refused": refused}, indent=1))
-    elif found:
-        _print(found, between_runs=bool(others))
-    if refused:
-        raise ExperimentError(refused)
-    return 0
-
-
-def _print(found: Sequence[Comparison], *, between_runs: bool) -> None:
-    console = Console()
-    for one in found:
-        print_comparison(console, one)
-    if between_runs:
-        console.print(Text("The smallest effects show between arms of one run: its processes take turns.", "dim"))
+    return found, refused

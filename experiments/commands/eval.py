@@ -1,19 +1,18 @@
 """`tk eval`: how well a model predicts a text, and how far it is from a dense one."""
 
-import json
 from dataclasses import asdict
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-import tkernels
+from experiments.commands.output import make_table, print_json, progress_bar
 from experiments.commands.requests import EvalRequest
 from experiments.document import ExperimentError
 from experiments.planning.models import named_model
 from experiments.quantization.evaluation import Evaluation, WindowReader, cut_windows, evaluate
 from experiments.quantization.texts import read_text, tokenize_text
-from experiments.reporting.table_style import add_row, new_table
+from tkernels import OPS
+from tkernels.device import first_device
 from tmodel import ModelPlan
 
 DEFAULT_WINDOW = 2048
@@ -27,6 +26,27 @@ def run(request: EvalRequest) -> int:
     reference = None
     if request.reference is not None:
         reference = named_model(request.reference, "--reference", request.architectures_from)
+    windows = _cut_windows(request, text, plan, reference)
+    length, dtype = windows.shape[1] - 1, plan.config.dtype
+
+    def open_reader(model: ModelPlan) -> WindowReader:
+        return WindowReader(
+            model.directory(), length, device=first_device(), dtype=dtype, ops=OPS, architectures=model.architectures
+        )
+
+    with progress_bar("reading windows", len(windows), stays=True) as update:
+        judge = None if reference is None else open_reader(reference)
+        found = evaluate(open_reader(plan), windows, judge, advance=lambda count: update(advance=count))
+    if request.as_json:
+        names = {"model": request.model, "reference": request.reference}
+        print_json({**names, "perplexity": found.perplexity, **asdict(found)})
+    else:
+        _print(Console(), request, found)
+    return 0
+
+
+def _cut_windows(request: EvalRequest, text: str, plan: ModelPlan, reference: ModelPlan | None) -> torch.Tensor:
+    """[n, window + 1] tokens of the text; one window of all of them where it is shorter."""
     longest = plan.config.max_position_embeddings
     window = min(DEFAULT_WINDOW, longest) if request.window is None else request.window
     if window > longest:
@@ -37,41 +57,16 @@ def run(request: EvalRequest) -> int:
     tokens = tokenize_text(text, plan.directory())
     if reference is not None and not torch.equal(tokens, tokenize_text(text, reference.directory())):
         raise ExperimentError([f"--reference {request.reference}: its tokenizer makes other tokens of the text"])
-    windows = cut_windows(tokens, window) if len(tokens) > window else tokens[None]
-    if windows.shape[1] < 2:
+    if len(tokens) < 2:
         raise ExperimentError([f"--text {request.text}: {len(tokens)} tokens; there is nothing to predict"])
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    length = windows.shape[1] - 1
-
-    def reader(model: ModelPlan, dtype: torch.dtype) -> WindowReader:
-        return WindowReader(
-            model.directory(), length, device=device, dtype=dtype, ops=tkernels.OPS, architectures=model.architectures
-        )
-
-    console = Console(stderr=True)
-    columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TextColumn("windows"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("reading", total=len(windows))
-        dtype = plan.config.dtype
-        judge = None if reference is None else reader(reference, dtype)
-        found = evaluate(reader(plan, dtype), windows, judge, advance=lambda count: progress.advance(task, count))
-    if request.as_json:
-        print(json.dumps({"model": request.model, "reference": request.reference, "perplexity": found.perplexity,
-                          **asdict(found)}))  # fmt: skip
-    else:
-        _print(Console(), request, found)
-    return 0
+    return cut_windows(tokens, window) if len(tokens) > window else tokens[None]
 
 
 def _print(console: Console, request: EvalRequest, found: Evaluation) -> None:
-    right = ["perplexity", "nats/token", *(["KL, nats", "top-1 agrees"] if found.kl is not None else [])]
-    table = new_table(f"{request.text}", ["model", *right], right)
-    cells = [f"{found.perplexity:.4f}", f"{found.nats:.5f}"]
-    if found.kl is not None and found.top1_agreement is not None:
-        cells += [f"{found.kl:.5f}", f"{found.top1_agreement:.2%}"]
-    add_row(table, request.model, *cells)
-    table.caption = f"Of {found.num_tokens:,} tokens, in windows of {found.window} that are each read alone." + (
-        f" KL, agreement: with {request.reference}." if found.kl is not None else ""
-    )
-    table.caption_justify = "left"
-    console.print(table)
+    figures = {"perplexity": f"{found.perplexity:.4f}", "nats/token": f"{found.nats:.5f}"}
+    caption = f"Of {found.num_tokens:,} tokens, in windows of {found.window} that are each read alone."
+    if found.kl is not None:
+        figures |= {"KL, nats": f"{found.kl:.5f}", "top-1 agrees": f"{found.top1_agreement:.2%}"}
+        caption += f" KL, agreement: with {request.reference}."
+    row, names = (request.model, *figures.values()), list(figures)
+    console.print(make_table(str(request.text), ["model", *names], [row], right=names, caption=caption))

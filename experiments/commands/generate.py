@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from experiments.commands.registry import open_registry
+from experiments.commands.choices import open_registry
 from experiments.commands.requests import GenerateRequest
 from experiments.document import ExperimentError
 from experiments.planning.models import open_architectures
@@ -35,9 +35,9 @@ def run(request: GenerateRequest) -> int:
     (output,) = llm.generate(request.prompt, params)
     if output.error is not None:
         raise ExperimentError([output.error])
-    print(output.outputs[0].text)
-    reason = output.outputs[0].finish_reason
-    print(f"[{len(output.outputs[0].token_ids)} tokens, finished by {reason}]", file=sys.stderr)
+    (continuation,) = output.outputs
+    print(continuation.text)
+    print(f"[{len(continuation.token_ids)} tokens, finished by {continuation.finish_reason}]", file=sys.stderr)
     return 0
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from experiments.commands.choices import cuda_device
 from experiments.commands.requests import GpuReportRequest
-from experiments.commands.tune import cuda_device
 from experiments.gpu_report import precompile
 from experiments.gpu_report.folder import open_report, read_report
 from experiments.gpu_report.steps import DOES, Step, make_steps, schedule, steps_left

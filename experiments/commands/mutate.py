@@ -1,132 +1,86 @@
 """`tk check --mutate`: faults planted in the kernels, and what notices them."""
 
-import json
 import os
-import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
-from experiments.commands.registry import matching, open_registry
+from experiments.commands.choices import choose_variants, open_registry
+from experiments.commands.output import make_table, print_json, progress_bar
+from experiments.commands.requests import CheckRequest
 from experiments.document import ExperimentError
-from experiments.reporting.table_style import add_row, new_table
 from tkernels import Registry
-from tkernels.verification.mutation import (
-    KINDS,
-    VERIFIED_CASES,
-    Comparison,
-    MutationError,
-    Outcome,
-    Pool,
-    Score,
-    Trial,
-    compared,
-    joined,
-    outcomes,
-    pieces,
-    sampled,
-    score,
-    trials,
-)
+from tkernels.verification.mutation import campaign
+from tkernels.verification.mutation.campaign import Comparison, Outcome, Score, Trial
+from tkernels.verification.mutation.faults import KINDS
+from tkernels.verification.mutation.pool import MutationError, Pool
 
 LEAST_SHARE = 0.95
 LEAST_MUTANTS = 100
 MOST_EQUIVALENT = 0.05
-_COLUMNS = ("value", "crash", "equivalent", "survived")
+_ENDS = ("value", "crash", "equivalent", "survived")
 
 
-@dataclass(frozen=True)
-class Request:
-    """What `tk check --mutate` was asked. quota: mutants of each op and kind of fault, at most."""
-
-    op: str | None
-    variant: str | None
-    quota: int
-    seed: int
-    variants_from: Sequence[Path]
-
-
-def run(request: Request, as_json: bool) -> int:
+def run(request: CheckRequest) -> int:
     """Tries the sampled mutants; 1 where too few were killed or tried, or a declared equivalent was killed."""
-    everything, ops = _trials(request)
-    chosen = sampled(everything, request.quota, request.seed)
+    everything, ops = _list_trials(request)
+    chosen = campaign.sampled(everything, request.quota, request.seed)
     ended: list[Outcome] = []
-    try:
-        with _pool(ops) as pool, _progress() as progress:
-            bar = progress.add_task("", total=len(chosen), doing="")
-            for outcome in outcomes(pool, chosen, request.seed):
-                ended.append(outcome)
-                progress.update(bar, advance=1, doing=outcome.trial.mutant.name)
-    except MutationError as error:
-        raise ExperimentError([f"--mutate: {error}"]) from None
-    total = score(ended)
-    complaints = problems(ended, total, whole=request.op is None and request.variant is None)
-    if as_json:
-        json.dump(_document(request, ended, total, complaints), sys.stdout, indent=1)
-        print()
+    with _open_pool(ops, "--mutate") as pool, progress_bar("mutate", len(chosen)) as update:
+        for outcome in campaign.outcomes(pool, chosen, request.seed):
+            ended.append(outcome)
+            update(advance=1, doing=outcome.trial.mutant.name)
+    total = campaign.score(ended)
+    complaints = problems(ended, total, whole=request.chosen_op is None and request.variant is None)
+    if request.as_json:
+        figures = {"mutants": total.counted, "killed": total.killed, "equivalent": total.equivalent}
+        asked, rows = {"seed": request.seed, "quota": request.quota}, [_describe(outcome) for outcome in ended]
+        print_json({**asked, **figures, "score": total.share, "problems": complaints, "rows": rows})
     else:
-        _print(ended, total, complaints)
+        _print(Console(), ended, total, complaints)
     return 1 if complaints else 0
 
 
-def verify(request: Request, as_json: bool) -> int:
+def verify(request: CheckRequest) -> int:
     """Compares the bits of every declared equivalent with its original's; 1 where any differ."""
-    everything, ops = _trials(request)
+    everything, ops = _list_trials(request)
     declared = [trial for trial in everything if trial.equivalent is not None]
     parts: list[Comparison] = []
-    try:
-        with _pool(ops) as pool, _progress() as progress:
-            bar = progress.add_task("", total=pieces(declared, VERIFIED_CASES), doing=f"{VERIFIED_CASES} cases each")
-            for part in compared(pool, declared, VERIFIED_CASES, request.seed):
-                parts.append(part)
-                progress.update(bar, advance=1, doing=part.trial.mutant.name)
-    except MutationError as error:
-        raise ExperimentError([f"--verify-equivalent: {error}"]) from None
-    whole = joined(declared, parts)
-    if as_json:
-        json.dump([_comparison_row(comparison) for comparison in whole], sys.stdout, indent=1)
-        print()
+    total = campaign.pieces(declared, campaign.VERIFIED_CASES)
+    with _open_pool(ops, "--verify-equivalent") as pool, progress_bar("mutate", total) as update:
+        update(doing=f"{campaign.VERIFIED_CASES} cases each")
+        for part in campaign.compared(pool, declared, campaign.VERIFIED_CASES, request.seed):
+            parts.append(part)
+            update(advance=1, doing=part.trial.mutant.name)
+    whole = campaign.joined(declared, parts)
+    if request.as_json:
+        print_json([_describe_comparison(comparison) for comparison in whole])
     else:
-        table = new_table("Declared equivalents", ["op", "fault", "cases", "bits"], ["cases"])
-        for one in whole:
-            bits = Text("different", "bold red") if one.reason else Text("the same", "green")
-            add_row(table, one.trial.op, one.trial.mutant.name, str(one.cases), bits)
-        Console().print(table)
-        for one in whole:
-            if one.reason:
-                Console().print(Text(f"\n{one.trial.op}: {one.trial.mutant.name}\n  {one.reason}"))
+        _print_comparisons(Console(), whole)
     return 1 if any(comparison.reason for comparison in whole) else 0
 
 
-def _trials(request: Request) -> tuple[list[Trial], Registry]:
+def _list_trials(request: CheckRequest) -> tuple[list[Trial], Registry]:
     """What there is to try, and the registry that it is of."""
     ops = open_registry(request.variants_from)
-    found = list(trials(matching(ops, request.op, request.variant)))
+    found = list(campaign.trials(choose_variants(ops, request.chosen_op, request.variant)))
     if not found:
         raise ExperimentError(["--mutate: none of these variants has a kernel"])
     return found, ops
 
 
-def _pool(ops: Registry) -> Pool:
-    return Pool(max(1, min(8, os.cpu_count() or 1)), ops)
-
-
-def _progress() -> Progress:
-    columns = (
-        TextColumn("mutate"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[doing]}", style="dim", markup=False),
-    )
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+@contextmanager
+def _open_pool(ops: Registry, option: str) -> Iterator[Pool]:
+    try:
+        with Pool(max(1, min(8, os.cpu_count() or 1)), ops) as pool:
+            yield pool
+    except MutationError as error:
+        raise ExperimentError([f"{option}: {error}"]) from None
 
 
 def problems(ended: Iterable[Outcome], total: Score, whole: bool) -> list[str]:
@@ -141,17 +95,9 @@ def problems(ended: Iterable[Outcome], total: Score, whole: bool) -> list[str]:
     return found
 
 
-def _comparison_row(comparison: Comparison) -> dict[str, Any]:
-    known = comparison.trial.equivalent
-    assert known is not None
-    same = not comparison.reason
-    row = {"op": known.op, "function": known.function, "kind": known.kind, "before": known.before}
-    return row | {"after": known.after, "cases": comparison.cases, "same": same, "why": known.reason}
-
-
-def _row(outcome: Outcome) -> dict[str, Any]:
-    trial, fate = outcome.trial, outcome.fate
-    mutant = trial.mutant
+def _describe(outcome: Outcome) -> dict[str, Any]:
+    """An outcome's row of --json."""
+    trial, fate, mutant = outcome.trial, outcome.fate, outcome.trial.mutant
     row = {"op": trial.op, "variant": fate.variant.name, "function": mutant.function, "kind": mutant.kind}
     row |= {"file": mutant.file.name, "line": str(mutant.line), "before": mutant.before, "after": mutant.after}
     row |= {"verdict": outcome.column, "reason": fate.reason}
@@ -160,50 +106,51 @@ def _row(outcome: Outcome) -> dict[str, Any]:
     return row if outcome.column != "survived" else {**row, "diff": mutant.diff}
 
 
-def _document(request: Request, ended: Sequence[Outcome], total: Score, complaints: Sequence[str]) -> dict[str, Any]:
-    return {
-        "seed": request.seed,
-        "quota": request.quota,
-        "mutants": total.counted,
-        "killed": total.killed,
-        "equivalent": total.equivalent,
-        "score": total.share,
-        "problems": list(complaints),
-        "rows": [_row(outcome) for outcome in ended],
-    }
+def _describe_comparison(comparison: Comparison) -> dict[str, Any]:
+    known = comparison.trial.equivalent
+    assert known is not None
+    row = {"op": known.op, "function": known.function, "kind": known.kind, "before": known.before}
+    same = not comparison.reason
+    return row | {"after": known.after, "cases": comparison.cases, "same": same, "why": known.reason}
 
 
-def _print(ended: Sequence[Outcome], total: Score, complaints: Sequence[str]) -> None:
-    console = Console()
-    right = ("mutants", *_COLUMNS)
-    table = new_table("Mutants", ["op", "fault", *right], right)
-    counts = Counter((outcome.trial.op, outcome.trial.mutant.kind, outcome.column) for outcome in ended)
-    ops = list(dict.fromkeys(outcome.trial.op for outcome in ended))
-    for op in ops:
-        label = op
-        for kind in KINDS:
-            found = [counts[op, kind, column] for column in _COLUMNS]
-            if not sum(found):
-                continue
-            cells = [
-                Text(str(n), "bold red" if n and c == "survived" else "") for n, c in zip(found, _COLUMNS, strict=True)
-            ]
-            add_row(table, label, kind.replace("_", " "), str(sum(found)), *cells)
-            label = ""
-    columns = Counter(outcome.column for outcome in ended)
-    table.caption = (
-        "value, crash: killed by a wrong result; by an exception, a signal or a time-out. Not counted: "
-        f"{columns['does_not_compile']} that do not compile, {columns['same_code']} that compile to the same code."
-    )
-    table.caption_justify = "left"
-    console.print(table)
-    style = "bold red" if complaints else "bold green"
+def _print(console: Console, ended: Sequence[Outcome], total: Score, complaints: Sequence[str]) -> None:
+    console.print(_tabulate(ended))
     left = f"{total.counted} mutants, {total.equivalent} of them equivalent"
+    style = "bold red" if complaints else "bold green"
     console.print(Text(f"{left}: {total.killed} killed, {total.share:.1%}", style))
     for complaint in complaints:
         console.print(Text(complaint, "red"))
-    for outcome in ended:
-        if outcome.column == "survived":
-            mutant = outcome.trial.mutant
-            console.print(Text(f"\nsurvived: {outcome.trial.op}: {mutant.name}", "bold"), soft_wrap=True)
-            console.print(Text(mutant.diff), soft_wrap=True)
+    for trial in (outcome.trial for outcome in ended if outcome.column == "survived"):
+        console.print(Text(f"\nsurvived: {trial.op}: {trial.mutant.name}", "bold"), soft_wrap=True)
+        console.print(Text(trial.mutant.diff), soft_wrap=True)
+
+
+def _tabulate(ended: Sequence[Outcome]) -> Table:
+    """How the mutants of each op and kind of fault ended."""
+    counts = Counter((outcome.trial.op, outcome.trial.mutant.kind, outcome.column) for outcome in ended)
+    ops = dict.fromkeys(outcome.trial.op for outcome in ended)
+    tried = [(op, kind) for op in ops for kind in KINDS if any(counts[op, kind, end] for end in _ENDS)]
+    rows = [(op, kind.replace("_", " "), *_cells([counts[op, kind, end] for end in _ENDS])) for op, kind in tried]
+    ends = Counter(outcome.column for outcome in ended)
+    caption = (
+        "value, crash: killed by a wrong result; by an exception, a signal or a time-out. Not counted: "
+        f"{ends['does_not_compile']} that do not compile, {ends['same_code']} that compile to the same code."
+    )
+    figures = ("mutants", *_ENDS)
+    return make_table("Mutants", ("op", "fault", *figures), rows, right=figures, once=1, caption=caption)
+
+
+def _cells(counts: Sequence[int]) -> list[str | Text]:
+    """How many there are, and how many ended in each way; that some survived is not overlooked."""
+    *killed, survived = counts
+    return [str(sum(counts)), *map(str, killed), Text(str(survived), "bold red" if survived else "")]
+
+
+def _print_comparisons(console: Console, found: Sequence[Comparison]) -> None:
+    bits = {True: Text("different", "bold red"), False: Text("the same", "green")}
+    rows = [(one.trial.op, one.trial.mutant.name, str(one.cases), bits[bool(one.reason)]) for one in found]
+    console.print(make_table("Declared equivalents", ("op", "fault", "cases", "bits"), rows, right=["cases"]))
+    for one in found:
+        if one.reason:
+            console.print(Text(f"\n{one.trial.op}: {one.trial.mutant.name}\n  {one.reason}"))

@@ -1,8 +1,7 @@
 """`tk ops`: what there is, what runs here, and when each variant should win."""
 
-import json
 import re
-import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -12,11 +11,11 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from experiments.commands.registry import open_registry
+from experiments.commands.choices import open_registry
+from experiments.commands.output import make_table, print_json
 from experiments.commands.requests import OpsRequest
-from experiments.reporting.table_style import add_row, new_table
 from tkernels.contract import Axes, Contract, Value
-from tkernels.device import device_facts
+from tkernels.device import device_facts, first_device
 from tkernels.mode import unavailable_reason
 from tkernels.tuning import tuned_devices
 from tkernels.variant import Variant
@@ -28,8 +27,7 @@ _MOST_DRAWS = 1000
 
 def run(request: OpsRequest) -> int:
     """Prints the registry; always 0."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    ops = open_registry(request.variants_from)
+    device, ops = first_device(), open_registry(request.variants_from)
     rows = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on inputs as small as the draws', threads only wait for each other
@@ -39,14 +37,13 @@ def run(request: OpsRequest) -> int:
             rows += [describe(variant, device, drawn) for variant in op.variants.values()]
     finally:
         torch.set_num_threads(threads)
-    rows += [_unavailable(file, reason) for file, reason in ops.broken.items()]
+    rows += [_describe_broken(file, reason) for file, reason in ops.broken.items()]
     order = [*ops, *ops.unavailable]
     rows.sort(key=lambda row: order.index(row["op"]))
     if request.as_json:
-        json.dump(rows, sys.stdout, indent=1)
-        print()
-        return 0
-    _print(rows, device)
+        print_json(rows)
+    else:
+        _print(Console(), rows, device)
     return 0
 
 
@@ -83,11 +80,7 @@ def describe(variant: Variant, device: torch.device, drawn: Callable[[int], Axes
     tuned_on: the devices in whose lockfiles it is; none means that its configs are defaults, by reasoning. Null for a
         variant without configs.
     """
-    facts = device_facts(device)
-    nowhere = unavailable_reason(device) if variant.kind == "triton" else None
-    reasons = [nowhere or variant.unsupported_reason(drawn(seed), device, facts) for seed in range(_DRAWS)]
-    while not nowhere and None not in reasons and len(reasons) < _MOST_DRAWS:  # one kind in many may not be drawn yet
-        reasons.append(variant.unsupported_reason(drawn(len(reasons)), device, facts))
+    reasons = _ask_support(variant, device, drawn)
     # "not M = 2" and "not M = 17" are one reason.
     refused = {re.sub(r"\d+", "0", reason): reason for reason in reversed(reasons) if reason is not None}
     return {
@@ -104,47 +97,53 @@ def describe(variant: Variant, device: torch.device, drawn: Callable[[int], Axes
     }
 
 
-def _unavailable(file: Path, reason: str) -> dict[str, Any]:
+def _ask_support(variant: Variant, device: torch.device, drawn: Callable[[int], Axes]) -> list[str | None]:
+    """Why the variant does not support a draw, or None where it does, for so many draws."""
+    facts = device_facts(device)
+    if variant.kind == "triton" and (nowhere := unavailable_reason(device)):
+        return [nowhere]
+    reasons = [variant.unsupported_reason(drawn(seed), device, facts) for seed in range(_DRAWS)]
+    while None not in reasons and len(reasons) < _MOST_DRAWS:  # one kind in many may not be drawn yet
+        reasons.append(variant.unsupported_reason(drawn(len(reasons)), device, facts))
+    return reasons
+
+
+def _describe_broken(file: Path, reason: str) -> dict[str, Any]:
     """The row of an outside file that is broken: what is not known of it is null."""
     row: dict[str, Any] = {"op": file.parent.name, "variant": file.stem, "kind": "unavailable", "supported": False}
     row |= {"reason": reason, "deterministic": None, "batch_invariant": None, "tuned_on": None}
     return {**row, "wins": "", "file": str(file)}
 
 
-def _print(rows: Sequence[dict[str, Any]], device: torch.device) -> None:
-    console = Console()
+_COLUMNS = ("variant", "kind", "here", "det.", "inv.", "when it should win")
+_YES_OR_NO = {None: "-", True: "yes", False: "no"}
+_CAPTION = (
+    "here: whether it runs on this machine. det.: the same bits on every run. inv.: the bits of a row do not depend on "
+    "the batch around it. --json adds files and reasons."
+)
+
+
+def _cells(row: Mapping[str, Any]) -> Sequence[str | Text]:
+    """The op, as a heading, and a cell for each column."""
+    here = Text("no", "yellow")
+    if row["supported"]:
+        here = Text("partly" if row["reason"] else "yes", "green")
+    flags = (_YES_OR_NO[row[key]] for key in ("deterministic", "batch_invariant"))
+    return row["op"], row["variant"], row["kind"], here, *flags, row["wins"]
+
+
+def _print(console: Console, rows: Sequence[Mapping[str, Any]], device: torch.device) -> None:
     where = device_facts(device).name if device.type == "cuda" else "CPU, Triton interpreted"
-    there = [row for row in rows if row["kind"] != "unavailable"]
-    title = f"{len({row['op'] for row in there})} ops, {len(there)} variants ({where})"
-    table = new_table(title, ["variant", "kind", "here", "det.", "inv.", "when it should win"])
+    kinds = Counter(row["kind"] for row in rows)
+    num_ops = len({row["op"] for row in rows if row["kind"] != "unavailable"})
+    title = f"{num_ops} ops, {len(rows) - kinds['unavailable']} variants ({where})"
+    table = make_table(title, _COLUMNS, map(_cells, rows), headed=True, caption=_CAPTION)
     for column in table.columns[:-1]:
         column.no_wrap = True
-    last = None
-    for row in rows:
-        if row["op"] != last:
-            add_row(table, Text(row["op"], "bold"))
-        here = Text("yes", "green") if row["supported"] else Text("no", "yellow")
-        if row["supported"] and row["reason"]:
-            here = Text("partly", "green")
-        flags = [
-            "-" if row[key] is None else "yes" if row[key] else "no" for key in ("deterministic", "batch_invariant")
-        ]
-        add_row(table, f"  {row['variant']}", row["kind"], here, *flags, row["wins"])
-        last = row["op"]
-    table.caption = (
-        "here: whether it runs on this machine. det.: the same bits on every run. inv.: the bits of a row do not "
-        "depend on the batch around it. --json adds files and reasons."
-    )
-    table.caption_justify = "left"
     console.print(table)
-    untuned = sum(row["tuned_on"] == [] for row in rows)
-    if untuned:
-        console.print(
-            Text(
-                f"{untuned} of {sum(row['kind'] == 'triton' for row in rows)} Triton variants are tuned on "
-                "no device: their configs are defaults, by reasoning."
-            )
-        )
+    if untuned := sum(row["tuned_on"] == [] for row in rows):
+        among = f"{untuned} of {kinds['triton']} Triton variants"
+        console.print(Text(f"{among} are tuned on no device: their configs are defaults, by reasoning."))
     for row in rows:
         if row["reason"]:
             console.print(Text(f"{row['op']}.{row['variant']}: {row['reason']}"))

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from experiments.commands.output import print_json
 from experiments.commands.requests import ProfileRequest
 from experiments.document import ExperimentError, read_document
 from experiments.planning.plan import Plan, make_sweep
@@ -26,6 +27,7 @@ from experiments.profiling.nsys_export import read_export
 from experiments.profiling.nsys_stats import read_stats
 from experiments.profiling.proton import profile_with_proton, unavailable
 from experiments.profiling.range_table import range_table
+from experiments.runs.folder import check_new
 from experiments.stages.engine import interpreted_ops
 from experiments.stages.steady import recorded
 from experiments.stages.steps import figures
@@ -47,46 +49,55 @@ class _Profile:
 
 def run(request: ProfileRequest) -> int:
     """Prints the table by range, or what a tool of another kind left; 1 where a tool failed."""
-    if request.proton + (request.ncu is not None) + (request.nsys_export is not None) > 1:
-        raise ExperimentError(["--nsys-export, --proton and --ncu are three different profiles: give one"])
+    _refuse_combinations(request)
     if request.nsys_export is not None:
-        if request.file is not None or request.overrides or request.out is not None:
-            raise ExperimentError(
-                ["--nsys-export reads what was recorded: it takes no EXPERIMENT, no --set and no --out"]
-            )
-        _show(_from_export(request.nsys_export), request.as_json)
+        _show(_read_export(request.nsys_export), request.as_json)
         return 0
-    if request.file is None:
-        raise ExperimentError(["EXPERIMENT is missing: only --nsys-export FILE does without one"])
+    assert request.file is not None
     sweep = make_sweep(read_document(request.file, request.overrides))
     plan = sweep.plans[0]
     if request.ncu is not None:
-        return _ncu(plan, request, request.file, request.ncu, request.as_json)
+        return _profile_launch(plan, request, request.file, request.ncu)
     if request.proton:
-        return _proton(plan, request, request.as_json)
-    out = _folder(plan, request.out)
-    process = tools.target("steps", request.file, request.overrides)
-    command = tools.nsys_profile(out / "steps", process)
-    if plan.device.type == "cuda" and shutil.which("nsys"):
+        return _profile_with_proton(plan, request)
+    out = _make_folder(plan, request.out)
+    command = tools.nsys_profile(out / "steps", tools.target("steps", request.file, request.overrides))
+    if missing := _why_missing("nsys", plan):
+        profile = _record(plan, out, command, missing, is_first=sweep.num_arms > 1)
+    else:
         for line in (command, tools.nsys_export(out / "steps")):
             if status := _call(line):
                 return status
-        profile = _from_export(out / "steps.sqlite")
-    else:
-        profile = _record(plan, out, command, is_first=sweep.num_arms > 1)
+        profile = _read_export(out / "steps.sqlite")
     (out / "ranges.json").write_text(json.dumps(_as_json(profile), indent=1) + "\n", encoding="utf-8")
     _show(profile, request.as_json)
     return 0
 
 
-def _folder(plan: Plan, out: Path | None) -> Path:
+def _refuse_combinations(request: ProfileRequest) -> None:
+    export = request.nsys_export is not None
+    if request.proton + (request.ncu is not None) + export > 1:
+        raise ExperimentError(["--nsys-export, --proton and --ncu are three different profiles: give one"])
+    if export and (request.file is not None or request.overrides or request.out is not None):
+        raise ExperimentError(["--nsys-export reads what was recorded: it takes no EXPERIMENT, no --set and no --out"])
+    if request.file is None and not export:
+        raise ExperimentError(["EXPERIMENT is missing: only --nsys-export FILE does without one"])
+
+
+def _make_folder(plan: Plan, out: Path | None) -> Path:
     """The folder of this profile, new or empty."""
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     path = out if out is not None else Path("profiles") / f"{plan.experiment.name}-{stamp}"
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ExperimentError([f"--out {path}: exists and is not an empty folder"])
+    check_new(path)
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def _why_missing(tool: str, plan: Plan) -> str | None:
+    """Why the profiler cannot run here; None where it can."""
+    if not shutil.which(tool):
+        return f"{tool} is not on PATH"
+    return None if plan.device.type == "cuda" else f"the device is {plan.device}, without CUDA"
 
 
 def _call(command: Sequence[str]) -> int:
@@ -98,29 +109,29 @@ def _call(command: Sequence[str]) -> int:
     return 1 if status else 0
 
 
-def _record(plan: Plan, out: Path, command: Sequence[str], *, is_first: bool) -> _Profile:
+def _record(plan: Plan, out: Path, command: Sequence[str], missing: str, *, is_first: bool) -> _Profile:
+    """The same ranges recorded here, with the command that has nsys do it elsewhere."""
     spans, steady = recorded(plan)
     settings = {**steady.arm.settings, **steady.workload.settings}
     arm = {"arm": steady.llm.arm, "settings": settings, "workload": steady.workload.name}
     about = {"experiment": plan.experiment.name, **arm, "dtype": plan.dtype_name, "device": str(plan.device)}
     trace = out / "trace.json"
     write_trace(trace, spans, about)
-    missing = "nsys is not on PATH" if not shutil.which("nsys") else f"the device is {plan.device}, without CUDA"
-    which = ", ".join(filter(None, (steady.arm.title, steady.workload.title)))
-    notes = [
+    first = f"The first arm and workload of {plan.experiment.name}; --set chooses others."
+    notes = (
+        *([first] if is_first else []),
         f"{missing}: the same ranges were recorded here. With Nsight Systems and a GPU:",
         f"  {shlex.join(command)}",
         f"{len(spans)} spans in {trace}: open it in https://ui.perfetto.dev",
-    ]
-    if is_first:
-        notes.insert(0, f"The first arm and workload of {plan.experiment.name}; --set chooses others.")
+    )
     slow = interpreted_ops(steady.llm)
     caption = f"{_RECORDED} Interpreted, so that no kernel was timed: {', '.join(slow)}." if slow else _RECORDED
     facts = {**about, "source": "recording", "interpreted": slow, "trace": str(trace), "nsys": shlex.join(command)}
-    return _Profile(breakdown(spans), f"{plan.experiment.name}: {which}", caption, facts, tuple(notes))
+    titles = ", ".join(filter(None, (steady.arm.title, steady.workload.title)))
+    return _Profile(breakdown(spans), f"{plan.experiment.name}: {titles}", caption, facts, notes)
 
 
-def _from_export(file: Path) -> _Profile:
+def _read_export(file: Path) -> _Profile:
     facts = {"source": "nsys", "file": str(file)}
     if file.suffix == ".csv":
         caption = "device us: from a range's first operation on the device to its last, as nsys stats projects it."
@@ -137,7 +148,7 @@ def _as_json(profile: _Profile) -> dict[str, Any]:
 
 def _show(profile: _Profile, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(_as_json(profile), indent=1))
+        print_json(_as_json(profile))
         return
     console = Console()
     console.print(range_table(profile.found, profile.title, profile.caption).as_rich())
@@ -145,32 +156,35 @@ def _show(profile: _Profile, as_json: bool) -> None:
         console.print(Text(note), soft_wrap=True)
 
 
-def _proton(plan: Plan, request: ProfileRequest, as_json: bool) -> int:
+def _profile_with_proton(plan: Plan, request: ProfileRequest) -> int:
     if reason := unavailable(plan.device):
         raise ExperimentError([f"--proton: {reason}"])
-    file = profile_with_proton(plan, _folder(plan, request.out), import_module("triton.profiler"))
+    file = profile_with_proton(plan, _make_folder(plan, request.out), import_module("triton.profiler"))
     viewer = f"proton-viewer -m time/us,count {shlex.quote(str(file))}"
-    if as_json:
-        print(json.dumps({"source": "proton", "file": str(file), "view": viewer}, indent=1))
+    if request.as_json:
+        print_json({"source": "proton", "file": str(file), "view": viewer})
     else:
         Console().print(Text(f"{file}\n{viewer}"), soft_wrap=True)
     return 0
 
 
-def _ncu(plan: Plan, request: ProfileRequest, file: Path, name: str, as_json: bool) -> int:
+def _profile_launch(plan: Plan, request: ProfileRequest, file: Path, name: str) -> int:
+    """One call of a kernel under Nsight Compute, or the command for it."""
     launch = find_launch(plan, name)
+    missing = _why_missing("ncu", plan)
+    out = (request.out or Path()) if missing else _make_folder(plan, request.out)
     process = tools.target("launch", file, request.overrides, name)
-    here = plan.device.type == "cuda" and shutil.which("ncu") is not None
-    out = _folder(plan, request.out) if here else request.out or Path()
     command = tools.ncu_launch(out / name, launch.launched, process)
-    if here and (status := _call(command)):
+    if not missing and (status := _call(command)):
         return status
-    if as_json:
+    if request.as_json:
         kernels = {"kernels": list(launch.launched), "point": launch.point.name, "axes": dict(launch.point.axes)}
-        print(json.dumps({"source": "ncu", "command": shlex.join(command), "ran": here, **kernels}, indent=1))
+        print_json({"source": "ncu", "command": shlex.join(command), "ran": not missing, **kernels})
         return 0
-    what = f"{name} at {launch.point.name}: one call launches {', '.join(launch.launched)}"
-    missing = "ncu is not on PATH" if not shutil.which("ncu") else f"the device is {plan.device}, without CUDA"
-    lines = [f"{out / name}.ncu-rep"] if here else [f"{missing}: on a machine with Nsight Compute and a GPU:"]
-    Console().print(Text("\n".join([what, *lines, *([] if here else [f"  {shlex.join(command)}"])])), soft_wrap=True)
+    lines = [f"{name} at {launch.point.name}: one call launches {', '.join(launch.launched)}"]
+    if missing:
+        lines += [f"{missing}: on a machine with Nsight Compute and a GPU:", f"  {shlex.join(command)}"]
+    else:
+        lines.append(f"{out / name}.ncu-rep")
+    Console().print(Text("\n".join(lines)), soft_wrap=True)
     return 0

@@ -8,16 +8,14 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.commands.requests import RepeatRequest, RunRequest
-from experiments.commands.run import reason_to_ask, resume_command
+from experiments.commands.run import print_ending, reason_to_ask, resume_command
 from experiments.document import ExperimentError, read_document
 from experiments.planning.plan import Sweep, make_sweep
 from experiments.reporting.comparison_tables import print_comparison, print_lines
-from experiments.reporting.rendering import write_report
-from experiments.reporting.report import report_of
 from experiments.runs.differences import changed_facts, circumstances
 from experiments.runs.reading import SOURCE, RecordedRun, check_version, read_run
 from experiments.runs.verdicts import compare_runs
-from experiments.sweep.runner import RunInterrupted, failures, run_experiment
+from experiments.sweep.runner import RunInterrupted, run_experiment
 
 
 def run(request: RepeatRequest) -> int:
@@ -48,14 +46,8 @@ def run(request: RepeatRequest) -> int:
             soft_wrap=True,
         )
         return 130
-    after = read_run(again.path)
-    print_changes(console, before, after)
-    bad = failures(again)
-    if bad:
-        console.print(Text(f"{len(bad)} of {len(again.rows)} results are not as they should be", "bold red"))
-    console.print(Text(f"{len(again.rows)} rows in {again.path / 'results.jsonl'}"), soft_wrap=True)
-    console.print(Text(f"Report: {write_report(report_of(after), again.path)}"), soft_wrap=True)
-    return 1 if bad else 0
+    print_changes(console, before, read_run(again.path))
+    return print_ending(console, again)
 
 
 def _as_asked(folder: Path, sweep: Sweep) -> Sweep:

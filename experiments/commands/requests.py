@@ -65,6 +65,11 @@ class CheckRequest:
     as_json: Json = False
     variants_from: VariantsFrom = field(default_factory=list)
 
+    @property
+    def chosen_op(self) -> str | None:
+        """The op by either of its two names."""
+        return self.only or self.op
+
 
 @dataclass(frozen=True)
 class BenchRequest:

@@ -19,6 +19,7 @@ from experiments.sweep.tasks import Executor
 
 if TYPE_CHECKING:
     from experiments.planning.plan import Sweep
+    from experiments.runs.folder import RunFolder
 
 MOST_ARMS = 64
 """More are asked about first: a list too many is soon written."""
@@ -57,8 +58,8 @@ def run(request: RunRequest) -> int:
     executor = make_executor(request.executor, serves)
     try:
         # Loading torch takes longer than anyone waits in silence: after an installation ten times as long as later.
-        told = f"{request.file}: no fault in the file; loading torch, then the model (a preset is trained on first use)"
-        Console(stderr=True).print(Text(told, "dim"), soft_wrap=True)
+        text = f"{request.file}: no fault in the file; loading torch, then the model (a preset is trained on first use)"
+        Console(stderr=True).print(Text(text, "dim"), soft_wrap=True)
         import_torch()
         from experiments.planning.plan import make_sweep
 
@@ -72,11 +73,8 @@ def run(request: RunRequest) -> int:
 
 def _carry_out(request: RunRequest, sweep: "Sweep", executor: Executor) -> int:
     # Where an experiment is refused, nobody waits for these to be imported: a fifth of the time that it takes.
-    from experiments.reporting.rendering import write_report
-    from experiments.reporting.report import report_of
     from experiments.reporting.tables import print_report
-    from experiments.runs.reading import read_run
-    from experiments.sweep.runner import RunInterrupted, failures, run_experiment
+    from experiments.sweep.runner import RunInterrupted, run_experiment
 
     progress = Console(stderr=True)
     if sweep.document.full is not None or sweep.is_full:
@@ -94,6 +92,16 @@ def _carry_out(request: RunRequest, sweep: "Sweep", executor: Executor) -> int:
     console = Console()
     prompts = {one.name: one.prompts for one in sweep.experiment.workload if one.kind == "prompts"}
     print_report(console, prompts, folder.rows)
+    return print_ending(console, folder)
+
+
+def print_ending(console: Console, folder: "RunFolder") -> int:
+    """Writes the report and says where things are; 1 where any row is wrong or failed."""
+    from experiments.reporting.rendering import write_report
+    from experiments.reporting.report import report_of
+    from experiments.runs.reading import read_run
+    from experiments.sweep.runner import failures
+
     bad = failures(folder)
     if bad:
         console.print(Text(f"{len(bad)} of {len(folder.rows)} results are not as they should be", "bold red"))
@@ -105,12 +113,11 @@ def _carry_out(request: RunRequest, sweep: "Sweep", executor: Executor) -> int:
 @contextmanager
 def _interrupted_by_signals() -> Iterator[None]:
     """Has SIGTERM and SIGHUP do what Ctrl-C does, where they are not ignored (as under nohup)."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    changed = {number: handler for number, handler in before.items() if handler == signal.SIG_DFL}
-    for number in changed:
+    numbers = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) == signal.SIG_DFL]
+    for number in numbers:
         signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        for number, handler in changed.items():
-            signal.signal(number, handler)
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)

@@ -1,17 +1,16 @@
 """`tk runs`: the runs in a folder, the newest last."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from experiments.commands.output import make_table, print_json
 from experiments.commands.requests import RunsRequest
 from experiments.document import ExperimentError
-from experiments.reporting.table_style import add_row, new_table
-from experiments.runs.reading import RecordedRun, read_run
+from experiments.runs.reading import read_run
 
 
 def run(request: RunsRequest) -> int:
@@ -22,42 +21,44 @@ def run(request: RunsRequest) -> int:
     # What has neither is no run at all: quantized checkpoints are kept there too.
     files = [folder.glob(f"[!.]*/{name}") for name in ("run.json", "results.jsonl")]
     names = sorted({file.parent for some in files for file in some})
-    listed = sorted(map(_about, names), key=lambda one: str(one.get("when") or ""))
+    listed = sorted(map(_describe, names), key=lambda one: str(one.get("when") or ""))
     if request.as_json:
-        print(json.dumps({"runs": listed}, indent=1))
-        return 0
-    console = Console()
-    if not listed:
-        console.print(Text(f"no runs in {folder}"))
-        return 0
-    table = new_table(f"Runs in {folder}", ["name", "when, where, code", "rows", "state"], ["rows"])
+        print_json({"runs": listed})
+    elif listed:
+        _print(Console(), folder, listed)
+    else:
+        Console().print(Text(f"no runs in {folder}"))
+    return 0
+
+
+def _print(console: Console, folder: Path, listed: Sequence[Mapping[str, Any]]) -> None:
+    columns = ("name", "when, where, code", "rows", "state")
+    table = make_table(f"Runs in {folder}", columns, map(_cells, listed), right=["rows"])
     table.columns[0].no_wrap = True  # it is what other commands are given
-    for one in listed:
-        if "reason" in one:
-            add_row(table, one["name"], "-", "-", Text("no run of schema 1", "yellow"))
-            continue
-        when = str(one["when"])[:16].replace("T", " ")
-        state = Text(one["state"], "" if one["finished"] else "yellow")
-        if one["failures"]:
-            state.append(f", {one['failures']} failed", "red")
-        add_row(table, one["name"], f"{when}\n{one['device']}, {one['git']}", str(one["rows"]), state)
     console.print(table)
     for one in listed:
         if "reason" in one:
             console.print(Text(f"{one['name']}: {one['reason']}", "yellow"), soft_wrap=True)
         for repair in one.get("repairs", ()):
             console.print(Text(repair, "dim"), soft_wrap=True)
-    return 0
 
 
-def _about(path: Path) -> dict[str, Any]:
+def _cells(one: Mapping[str, Any]) -> Sequence[str | Text]:
+    if "reason" in one:
+        return one["name"], "-", "-", Text("no run of schema 1", "yellow")
+    when = str(one["when"])[:16].replace("T", " ")
+    state = Text(one["state"], "" if one["finished"] else "yellow")
+    if one["failures"]:
+        state.append(f", {one['failures']} failed", "red")
+    return one["name"], f"{when}\n{one['device']}, {one['git']}", str(one["rows"]), state
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    """A run's entry of --json; its name and the reason where it cannot be read."""
     try:
-        return _row(read_run(path))
+        run = read_run(path)
     except ExperimentError as error:
         return {"name": path.name, "reason": "; ".join(error.problems)}
-
-
-def _row(run: RecordedRun) -> dict[str, Any]:
     device = run.environment.get("device", {})
     return {
         "name": run.name,
@@ -65,7 +66,7 @@ def _row(run: RecordedRun) -> dict[str, Any]:
         "experiment": run.meta["name"],
         "when": run.meta["created"],
         "device": device.get("name"),
-        "git": _git(run.environment.get("git", {})),
+        "git": _format_git(run.environment.get("git", {})),
         "rows": len(run.rows),
         "failures": sum(row.status in ("wrong", "failed") for row in run.rows),
         "finished": run.finished,
@@ -74,7 +75,7 @@ def _row(run: RecordedRun) -> dict[str, Any]:
     }
 
 
-def _git(state: Mapping[str, Any]) -> str:
+def _format_git(state: Mapping[str, Any]) -> str:
     if state.get("commit") is None:
         return "-"
     return f"{state['commit'][:8]}{' + diff' if state.get('dirty') else ''}"

@@ -1,27 +1,26 @@
 """`tk simulate`: the real scheduler and prefix cache under a trace of requests, on a GPU that need not be there."""
 
-import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from experiments.commands.output import print_json, progress_bar
 from experiments.commands.requests import SimulateRequest
 from experiments.document import ExperimentError
 from experiments.engine_flags import engine_options
+from experiments.exits import check_name
 from experiments.reporting.table_style import add_row, new_table
 from experiments.simulation.arms import CONTIGUOUS, UNBOUNDED, Arm, Setup, combine_arms, make_scheduler, simulate
 from experiments.simulation.hardware import find_gpu
 from experiments.simulation.metrics import sparkline
 from experiments.simulation.shapes import find_shape
 from experiments.simulation.traces import Trace, bound_hit_rate, limit_requests, measure_extent, open_trace, speed_up
-from tsched.options import OPTIONS
+from tsched.options import OPTIONS, EngineOptions
 from tsched.torch_free import suggest_name
 
 Row = Mapping[str, Any]
@@ -34,40 +33,32 @@ def run(request: SimulateRequest) -> int:
     setup, arms = _resolve(request)
     for arm in arms:
         make_scheduler(arm, setup)  # what cannot run is refused before anything does
-    console = Console(stderr=True)
-    columns = (TextColumn("simulate"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
-    doing = TextColumn("{task.fields[doing]}", style="dim", markup=False)
-    total = setup.extent.num_requests * len(arms)
     rows: list[dict[str, Any]] = []
-    with Progress(*columns, doing, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=total, doing="")
-        for i, arm in enumerate(arms):
-            progress.update(task, doing=f"{arm.policy}, pool {arm.pool_blocks or 'by memory'}")
-            done = i * setup.extent.num_requests
+    of_arm = setup.extent.num_requests
+    with progress_bar("simulate", of_arm * len(arms)) as update:
+        for index, arm in enumerate(arms):
+            update(doing=f"{arm.policy}, pool {arm.pool_blocks or 'by memory'}")
 
-            def on_progress(finished: int, done: int = done) -> None:
-                progress.update(task, completed=done + finished)
+            def on_progress(finished: int, before: int = index * of_arm) -> None:
+                update(completed=before + finished)
 
             rows.append(simulate(arm, setup, on_progress))
     if request.as_json:
-        json.dump(rows, sys.stdout, indent=1)
-        print()
+        print_json(rows)
     else:
-        _print(rows, setup)
+        _print(Console(), rows, setup)
     return 0
 
 
 def _resolve(request: SimulateRequest) -> tuple[Setup, list[Arm]]:
+    """What the arms share, and the arms; ExperimentError for what is wrong or does not go together."""
     gpu, model = find_gpu(request.gpu), find_shape(request.model, request.architectures_from)
-    options = engine_options(request.engine)
-    policies = _names("--policy", request.policy, OPTIONS["prefix_cache"].choices)
-    if "swap_bytes" in request.engine and options.preemption != "swap":
-        raise ExperimentError(["--swap-bytes hold what --preemption swap moves: give both"])
+    options, policies = _read_options(request), _named_policies(request.policy)
     trace = limit_requests(open_trace(request.trace), request.limit)
-    pools = _pools(request)
+    pools = _parse_pools(request)
     pages: list[int | str] = [trace.page_size]
     if request.page_size is not None:
-        pages = _sizes("--page-size", request.page_size, {CONTIGUOUS: CONTIGUOUS})
+        pages = _parse_sizes("--page-size", request.page_size, CONTIGUOUS)
     trace, factor, longest = _set_rate(request, trace)
     max_model_len = options.max_model_len or longest
     sizes = [page if isinstance(page, int) else max_model_len for page in pages]
@@ -86,13 +77,27 @@ def _resolve(request: SimulateRequest) -> tuple[Setup, list[Arm]]:
     return setup, combine_arms(policies, pools, pages)
 
 
-def _pools(request: SimulateRequest) -> list[int | str | None]:
+def _read_options(request: SimulateRequest) -> EngineOptions:
+    options = engine_options(request.engine)
+    if "swap_bytes" in request.engine and options.preemption != "swap":
+        raise ExperimentError(["--swap-bytes hold what --preemption swap moves: give both"])
+    return options
+
+
+def _named_policies(text: str) -> list[str]:
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        check_name("--policy", name, OPTIONS["prefix_cache"].choices)
+    return names
+
+
+def _parse_pools(request: SimulateRequest) -> list[int | str | None]:
     """The sizes of the pool, in blocks; None is what the memory holds."""
     if request.pool_blocks is None:
         return [None]
     if "kv_cache_bytes" in request.engine or "kv_cache_fraction" in request.engine:
         raise ExperimentError(["--pool-blocks and --kv-cache-bytes both say how large the pool is: give one"])
-    return [*_sizes("--pool-blocks", request.pool_blocks, {UNBOUNDED: UNBOUNDED})]
+    return [*_parse_sizes("--pool-blocks", request.pool_blocks, UNBOUNDED)]
 
 
 def _set_rate(request: SimulateRequest, trace: Trace) -> tuple[Trace, float, int]:
@@ -111,46 +116,36 @@ def _set_rate(request: SimulateRequest, trace: Trace) -> tuple[Trace, float, int
     return (speed_up(trace, factor) if factor != 1.0 else trace), factor, extent.longest
 
 
-def _names(option: str, text: str, known: Sequence[str]) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in names:
-        if name not in known:
-            raise ExperimentError([f"{option} {name}: there is {', '.join(sorted(known))}{suggest_name(name, known)}"])
-    return names
-
-
-def _sizes(option: str, text: str, words: Mapping[str, str]) -> list[int | str]:
-    """Whole numbers from 1, or one of `words`, separated by commas."""
+def _parse_sizes(option: str, text: str, word: str) -> list[int | str]:
+    """Whole numbers from 1, or `word`, separated by commas."""
     sizes: list[int | str] = []
     for part in (part.strip() for part in text.split(",")):
-        if part in words:
-            sizes.append(words[part])
-        elif part.isascii() and part.isdecimal() and len(part) < 20 and int(part) >= 1:
-            sizes.append(int(part))
-        else:
-            allowed = f"whole numbers from 1, or {', '.join(words)}, separated by commas"
-            raise ExperimentError([f"{option} {part}: there is {allowed}{suggest_name(part, words)}"])
+        is_size = part.isascii() and part.isdecimal() and len(part) < 20 and int(part) >= 1
+        if part != word and not is_size:
+            allowed = f"whole numbers from 1, or {word}, separated by commas"
+            raise ExperimentError([f"{option} {part}: there is {allowed}{suggest_name(part, [word])}"])
+        sizes.append(int(part) if is_size else word)
     return list(dict.fromkeys(sizes))
 
 
-def _print(rows: Sequence[Row], setup: Setup) -> None:
-    console = Console()
+def _print(console: Console, rows: Sequence[Row], setup: Setup) -> None:
     where = f"{setup.model.name} on {setup.gpu.name}, {setup.extent.num_requests:,} requests of {setup.trace.name}"
     console.print(Text(f"Simulated: {where}", "bold"))
-    pools = list(dict.fromkeys((row["page_size"], row["pool_blocks"]) for row in rows))
-    for pool in pools:
-        console.print(_table([row for row in rows if (row["page_size"], row["pool_blocks"]) == pool]))
+    pools: dict[tuple[int, int], list[Row]] = {}
+    for row in rows:
+        pools.setdefault((row["page_size"], row["pool_blocks"]), []).append(row)
+    for mine in pools.values():
+        console.print(_tabulate_pool(mine))
     if len(pools) > len({page for page, _ in pools}):
         console.print(Text("Hit rate by pool size", "bold"))
-        console.print(_curve(rows))
+        console.print(_tabulate_hit_rates(pools))
     console.print(Text(_LEGEND, "dim"))
-    refused = max(row["refused"] for row in rows)
-    if refused:
+    if refused := max(row["refused"] for row in rows):
         words = f"Refused, because they could never fit the pool or the longest sequence: up to {refused:,} requests."
         console.print(Text(words, "yellow"))
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _tabulate_pool(rows: Sequence[Row]) -> Table:
     """The policies over one pool, side by side: a column each."""
     first = rows[0]
     size = f"{first['pool_blocks']:,} blocks of {first['page_size']:,} tokens, {first['pool_bytes'] / 1e9:,.4g} GB"
@@ -158,19 +153,19 @@ def _table(rows: Sequence[Row]) -> Table:
     table = new_table(size, ["prefix cache", *names], names)
     table.columns[0].no_wrap = True
     for name, cell in _FACTS.items():
-        add_row(table, name, *(cell(row) for row in rows))
-        if name == "hits, blocks" and first["hit_rate_bound"] is not None:
-            add_row(table, "hits, at most", *(f"{row['hit_rate_bound']:.1%}" for row in rows))
+        if name != "hits, at most" or first["hit_rate_bound"] is not None:
+            add_row(table, name, *(cell(row) for row in rows))
     return table
 
 
 _FACTS: Mapping[str, Callable[[Row], str]] = {
     "requests/s": lambda row: f"{row['requests_per_s']:.3g}",
     "tokens/s": lambda row: f"{row['output_tokens_per_s']:,.0f}",
-    "TTFT s": lambda row: _three(row["time_to_first_token_s"], 1),
-    "TPOT ms": lambda row: _three(row["time_per_output_token_s"], 1e3),
-    "end to end s": lambda row: _three(row["end_to_end_s"], 1),
+    "TTFT s": lambda row: _percentiles(row["time_to_first_token_s"], 1),
+    "TPOT ms": lambda row: _percentiles(row["time_per_output_token_s"], 1e3),
+    "end to end s": lambda row: _percentiles(row["end_to_end_s"], 1),
     "hits, blocks": lambda row: f"{row['hit_rate']:.1%}",
+    "hits, at most": lambda row: f"{row['hit_rate_bound']:.1%}",
     "hits, tokens": lambda row: f"{row['hit_rate_tokens']:.1%}",
     "GB saved": lambda row: f"{row['bytes_saved'] / 1e9:,.0f}",
     "evicted blocks": lambda row: f"{row['evictions']:,}",
@@ -191,26 +186,22 @@ _LEGEND = (
 )
 
 
-def _curve(rows: Sequence[Row]) -> Table:
-    """Hit rate by pool size, the policies side by side."""
-    policies = list(dict.fromkeys(row["prefix_cache"] for row in rows))
-    pages = list(dict.fromkeys(row["page_size"] for row in rows))
-    columns = [*(["page"] if len(pages) > 1 else []), "blocks", *policies]
-    table = new_table("", columns, columns)
-    for page in pages:
-        mine = [row for row in rows if row["page_size"] == page]
-        for blocks in dict.fromkeys(row["pool_blocks"] for row in mine):
-            rates = {row["prefix_cache"]: row["hit_rate"] for row in mine if row["pool_blocks"] == blocks}
-            sizes = [*([f"{page:,}"] if len(pages) > 1 else []), f"{blocks:,}"]
-            add_row(table, *sizes, *(f"{rates[name]:.1%}" for name in policies))
+def _tabulate_hit_rates(pools: Mapping[tuple[int, int], Sequence[Row]]) -> Table:
+    """A line for each pool, the policies side by side."""
+    policies = list(dict.fromkeys(row["prefix_cache"] for rows in pools.values() for row in rows))
+    sizes = ["page", "blocks"] if len({page for page, _ in pools}) > 1 else ["blocks"]
+    table = new_table("", [*sizes, *policies], [*sizes, *policies])
+    for pool, rows in pools.items():
+        rates = {row["prefix_cache"]: row["hit_rate"] for row in rows}
+        add_row(table, *(f"{size:,}" for size in pool[-len(sizes) :]), *(f"{rates[name]:.1%}" for name in policies))
     return table
 
 
-def _three(summary: Mapping[str, float | None], scale: float) -> str:
-    return "/".join(_short(summary[name], scale) for name in ("p50", "p90", "p99"))
+def _percentiles(summary: Mapping[str, float | None], scale: float) -> str:
+    return "/".join(_format_figure(summary[name], scale) for name in ("p50", "p90", "p99"))
 
 
-def _short(value: float | None, scale: float) -> str:
+def _format_figure(value: float | None, scale: float) -> str:
     if value is None:
         return "-"
     return f"{value * scale:.3g}" if value * scale < 999.5 else f"{value * scale:,.0f}"

@@ -5,18 +5,15 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from experiments.commands.check import parse_axes
-from experiments.commands.registry import matching, open_registry
+from experiments.commands.choices import choose_variants, cuda_device, open_registry, parse_point
+from experiments.commands.output import make_table, progress_bar
 from experiments.commands.requests import TuneRequest
 from experiments.document import ExperimentError
-from experiments.reporting.table_style import add_row, format_microseconds, new_table
-from tkernels import ContractError
+from experiments.reporting.table_style import format_microseconds
 from tkernels.device import DeviceFacts, device_facts
-from tkernels.measurement import complete_axes
-from tkernels.tuning import TUNED_FOLDER, ConfigTiming, Measure, candidates, lockfile, median_us
+from tkernels.tuning import TUNED_FOLDER, ConfigTiming, Entry, Measure, candidates, lockfile, median_us
 from tkernels.tuning_session import Tuned, TuningPoint, in_tuning_order, one_per_bucket, points_of, tune
 from tkernels.variant import Variant
 from tsched.torch_free import suggest_name
@@ -31,47 +28,25 @@ def run(request: TuneRequest) -> int:
     return print_results(results, device_facts(device), TUNED_FOLDER)
 
 
-def cuda_device(name: str, command: str) -> torch.device:
-    """The CUDA device of that name; an ExperimentError says what is missing."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ExperimentError([f"--device {name}: not a device; cuda or cuda:1 is meant"]) from None
-    if device.type != "cuda":
-        raise ExperimentError([f"--device {name}: {command} times kernels on a CUDA device"])
-    if not torch.cuda.is_available():
-        build = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no GPU or no driver"
-        raise ExperimentError([f"{command} needs a CUDA device, and there is none here: {build}"])
-    index = device.index or 0
-    if index >= torch.cuda.device_count():
-        raise ExperimentError([f"--device {name}: there are {torch.cuda.device_count()} devices here"])
-    return torch.device("cuda", index)
-
-
 def plan(request: TuneRequest) -> list[TuningPoint]:
     """The points that were asked for; an ExperimentError names what is not one."""
-    variants = matching(open_registry(request.variants_from), request.op, request.variant)
-    tunable = in_tuning_order(variants)
+    tunable = in_tuning_order(choose_variants(open_registry(request.variants_from), request.op, request.variant))
     if not tunable:
         raise ExperimentError(["nothing to tune: none of these is a Triton variant"])
     every = points_of(tunable, torch.device("cuda"))
     if not request.shapes:
         return one_per_bucket(every)
-    return [point for shape in request.shapes for point in _shaped(shape, tunable, every)]
+    return [point for shape in request.shapes for point in _find_points(shape, tunable, every)]
 
 
-def _shaped(shape: str, variants: Sequence[Variant], every: Sequence[TuningPoint]) -> list[TuningPoint]:
+def _find_points(shape: str, variants: Sequence[Variant], every: Sequence[TuningPoint]) -> list[TuningPoint]:
+    """The realistic points of that name, else one of those axes for each variant."""
     if named := [point for point in every if point.name == shape]:
         return named
     if len({variant.contract.name for variant in variants}) != 1:
-        known = sorted({point.name for point in every})
-        hint = suggest_name(shape, known)
+        hint = suggest_name(shape, sorted({point.name for point in every}))
         raise ExperimentError([f"--shapes {shape}: no realistic point has that name{hint}; axes need an --op"])
-    contract = variants[0].contract
-    try:
-        axes = complete_axes(contract, {**next(iter(contract.benchmarks.values()), {}), **parse_axes(contract, shape)})
-    except ContractError as error:
-        raise ExperimentError([f"--shapes {shape}: {error}"]) from None
+    axes = parse_point(variants[0].contract, shape, f"--shapes {shape}")
     return [TuningPoint(variant, shape, axes) for variant in variants]
 
 
@@ -79,20 +54,16 @@ def carry_out(
     points: Sequence[TuningPoint], device: torch.device, facts: DeviceFacts, folder: Path, measure: Measure
 ) -> list[Tuned]:
     """Tunes under a progress bar of configs. What an interrupted run timed is kept, and the next one goes on there."""
-    console = Console(stderr=True)
-    columns = (TextColumn("tune"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
-    doing = TextColumn("{task.fields[doing]}", style="dim", markup=False)
-    total = sum(len(candidates(point.variant, facts.arch)) for point in points)
-    with Progress(*columns, doing, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=total, doing="")
+    counts = [len(candidates(point.variant, facts.arch)) for point in points]
+    results: list[Tuned] = []
+    with progress_bar("tune", sum(counts)) as update:
 
         def tried(point: TuningPoint, timing: ConfigTiming) -> None:
-            progress.update(task, advance=1, doing=point.title)
+            update(advance=1, doing=point.title)
 
-        results = []
         for result in tune(points, device, facts=facts, folder=folder, measure=measure, tried=tried):
-            progress.update(task, advance=len(candidates(result.point.variant, facts.arch)) - result.timed)
             results.append(result)
+            update(completed=sum(counts[: len(results)]))
     return results
 
 
@@ -100,21 +71,21 @@ def print_results(results: Sequence[Tuned], facts: DeviceFacts, folder: Path) ->
     """One row per point; 1 where any has no entry."""
     console = Console()
     right = ["timed", "kept", "skipped", "us", "default us"]
-    table = new_table(f"Tuned configs on {facts.name}", ["point", *right, "config"], right)
-    for result in results:
-        if result.entry is None:
-            continue
-        times = result.microseconds
-        default = times.get(result.point.variant.default_config(facts.arch))
-        config = ", ".join(f"{name}={value}" for name, value in result.entry.config.as_dict().items())
-        skipped = sum(us is None for _, us, _ in result.entry.timings)
-        cells = [str(result.timed), str(result.known), str(skipped), format_microseconds(times[result.entry.config])]
-        add_row(table, result.point.title, *cells, format_microseconds(default) if default is not None else "-", config)
-    console.print(table)
+    tuned = [(result, result.entry) for result in results if result.entry is not None]
+    rows = [_cells(result, entry, facts) for result, entry in tuned]
+    console.print(make_table(f"Tuned configs on {facts.name}", ["point", *right, "config"], rows, right=right))
     for result in results:
         if result.reason is not None:
             console.print(Text(f"{result.point.title}: {result.reason}"))
-    paths = {lockfile(result.point.variant, facts, folder) for result in results if result.entry is not None}
-    for path in sorted(paths):
+    for path in sorted({lockfile(result.point.variant, facts, folder) for result, _ in tuned}):
         console.print(Text(f"Lockfile: {path}"), soft_wrap=True)
-    return 1 if any(result.entry is None for result in results) else 0
+    return 0 if len(tuned) == len(results) else 1
+
+
+def _cells(result: Tuned, entry: Entry, facts: DeviceFacts) -> Sequence[str]:
+    times = result.microseconds
+    default = times.get(result.point.variant.default_config(facts.arch))
+    us = [format_microseconds(times[entry.config]), "-" if default is None else format_microseconds(default)]
+    skipped = sum(us is None for _, us, _ in entry.timings)
+    config = ", ".join(f"{name}={value}" for name, value in entry.config.as_dict().items())
+    return result.point.title, str(result.timed), str(result.known), str(skipped), *us, config

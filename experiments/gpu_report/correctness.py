@@ -1,6 +1,6 @@
 """Every variant on the hardware itself: drawn cases at few compile signatures, reruns, and last arrivers under load."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,20 +43,18 @@ class Signature:
 
 def signatures(variant: Variant, device: torch.device, most: int) -> list[Signature]:
     """Up to `most` different ones, of every dtype in turn; the same in every process."""
-    found: list[Signature] = []
-    fixed = [name for name in ("activation",) if name in variant.contract.axis_by_name]
+    contract = variant.contract
+    fixed = [name for name in contract.axis_by_name if not contract.axis_by_name[name].batch and name != "values"]
+    found: dict[str, Signature] = {}
     for seed in range(20 * most):
+        dtype = {"activation": FLOATS[seed % len(FLOATS)]} if "activation" in fixed else {}
+        drawn = draw(variant, chooser(seed), seed, dtype, device, _NO_LIMIT)
+        if drawn is not None:
+            signature = Signature({name: drawn[0].axes[name] for name in fixed}, drawn[1])
+            found.setdefault(signature.text, signature)
         if len(found) == most:
             break
-        dtype = {name: FLOATS[seed % len(FLOATS)] for name in fixed}
-        drawn = draw(variant, chooser(seed), seed, dtype, device, _NO_LIMIT)
-        if drawn is None:
-            continue
-        case, config = drawn
-        axes = {a.name: case.axes[a.name] for a in variant.contract.axes if not a.batch and a.name != "values"}
-        if (signature := Signature(axes, config)) not in found:
-            found.append(signature)
-    return found
+    return list(found.values())
 
 
 def cases(variant: Variant, signature: Signature, count: int, device: torch.device) -> Iterator[Case]:
@@ -107,10 +105,15 @@ def rerun(variant: Variant, axes: Axes, device: torch.device, runs: int, *, busy
         if side is not None and run % 4 == 0:
             with torch.cuda.stream(side):
                 noise[: 2 ** (16 + run % 11)].mul_(1.0001)  # of lengths that fall out of step with the launches
-        again = _results_of(kernel, arguments)
-        different += torch.stack([(bits(a) != bits(b)).any() for a, b in zip(first, again, strict=True)]).any()
+        different += _differ(first, _results_of(kernel, arguments))
     count, left = int(different), variant.zeroed.not_zero()
-    problems = [f"counters not at zero: {', '.join(left)}"] if left else []
-    if count and variant.deterministic:
-        problems.append(f"{count} runs gave other bits")
-    return Tried(runs, None, "; ".join(problems))
+    problems = {
+        f"counters not at zero: {', '.join(left)}": bool(left),
+        f"{count} runs gave other bits": count > 0 and variant.deterministic,
+    }
+    return Tried(runs, None, "; ".join(problem for problem, there_is in problems.items() if there_is))
+
+
+def _differ(first: Sequence[torch.Tensor], again: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whether any bit of any tensor differs, NaN's included; a tensor, so that nobody waits for it."""
+    return torch.stack([(bits(a) != bits(b)).any() for a, b in zip(first, again, strict=True)]).any()

@@ -12,7 +12,7 @@ import torch
 
 from experiments.gpu_report.correctness import cases, signatures
 from experiments.gpu_report.marks import MARKS
-from experiments.gpu_report.steps import SIGNATURES, report_points
+from experiments.gpu_report.steps import SIGNATURES, report_points, triton_variants
 from tkernels.config import Config
 from tkernels.device import device_facts
 from tkernels.inputs import map_tensors
@@ -82,11 +82,10 @@ def compile_share(ops: Registry, device: torch.device, index: int, count: int) -
 
 def _pieces(ops: Registry, device: torch.device) -> Iterator[tuple[Variant, Callable[[], None]]]:
     """Every variant at its signatures, and with its candidate configs at the marks' points."""
-    triton = [v for op in ops.values() for v in op.variants.values() if v.kind == "triton"]
-    for variant in triton:
+    for variant in triton_variants(ops):
         for place in range(SIGNATURES):
             yield variant, partial(_compile_signature, variant, place, device)
-    for variant in triton:
+    for variant in triton_variants(ops):
         points = report_points(variant.contract)
         for name in dict.fromkeys(mark.point for mark in MARKS if mark.op == variant.contract.name):
             for config in candidates(variant, device_facts(device).arch):

@@ -96,21 +96,38 @@ def report_points(contract: Contract) -> dict[str, dict[str, Value]]:
 
 def make_steps(ops: Registry, facts: DeviceFacts, processes: int) -> list[Step]:
     """Every step for a registry with peers, the most valuable first."""
-    mine = [v for op in ops.values() for v in op.variants.values() if not is_peer(v)]
-    triton = [variant for variant in mine if variant.kind == "triton"]
-    marked = dict.fromkeys((mark.op, mark.point) for mark in MARKS if mark.op in ops)
-    others = [(op.name, point) for op in ops.values() for point in report_points(op.contract)]
-    compiled = sum(SIGNATURES + len(candidates(variant, facts.arch)) for variant in triton)
-    steps = [new_step("device", 15.0), new_step("precompile", _PROCESS_S + compiled * _COMPILE_S / processes)]
-    steps += [_step("check", variant, _CHECK_S) for variant in triton]
-    steps += _measured(ops, facts, list(marked))
-    steps += [new_step("mark", run.seconds, point=name) for name, run in RUNS.items()]
-    steps += [new_step("engine", 40.0, op=model) for model in RANDOM_PRESETS]
-    steps += [_step("rerun", variant, 3.0) for variant in triton if variant.deterministic]
-    steps += [_step("stress", variant, 5.0) for variant in triton if has_counters(variant, facts)]
-    steps += [_step("sanitizer", variant, 25.0) for variant in triton]
-    steps += _measured(ops, facts, [place for place in others if place not in marked])
+    own = [variant for variant in triton_variants(ops) if not is_peer(variant)]
+    marked, others = _places(ops)
+    compiled = sum(SIGNATURES + len(candidates(variant, facts.arch)) for variant in own)
+    steps = [
+        new_step("device", 15.0),
+        new_step("precompile", _PROCESS_S + compiled * _COMPILE_S / processes),
+        *_steps("check", own, _CHECK_S),
+        *_measured(ops, facts, marked),
+        *(new_step("mark", run.seconds, point=name) for name, run in RUNS.items()),
+        *(new_step("engine", 40.0, op=model) for model in RANDOM_PRESETS),
+        *_steps("rerun", [variant for variant in own if variant.deterministic], 3.0),
+        *_steps("stress", [variant for variant in own if has_counters(variant, facts)], 5.0),
+        *_steps("sanitizer", own, 25.0),
+        *_measured(ops, facts, others),
+    ]
     return list({step.key: step for step in steps}.values())
+
+
+def _places(ops: Registry) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """(op, point) of the marks, and of what has none."""
+    marked = list(dict.fromkeys((mark.op, mark.point) for mark in MARKS if mark.op in ops))
+    every = [(op.name, point) for op in ops.values() for point in report_points(op.contract)]
+    return marked, [place for place in every if place not in marked]
+
+
+def triton_variants(ops: Registry) -> list[Variant]:
+    """All that have kernels of Triton, peers' too."""
+    return [variant for op in ops.values() for variant in op.variants.values() if variant.kind == "triton"]
+
+
+def _steps(kind: Kind, variants: Iterable[Variant], seconds: float) -> list[Step]:
+    return [_step(kind, variant, seconds) for variant in variants]
 
 
 def _measured(ops: Registry, facts: DeviceFacts, places: Sequence[tuple[str, str]]) -> list[Step]:

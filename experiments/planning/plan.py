@@ -19,6 +19,7 @@ from experiments.planning.registry_checks import part_problems, registry_problem
 from experiments.schema import Experiment
 from tkernels import Registry, SelectionError, VariantError
 from tkernels.contract import Value
+from tkernels.device import first_device
 from tkernels.outside import broken_files
 from tkernels.selection import OpAxes, with_parts
 from tkernels.variant import AxisRanges
@@ -245,7 +246,7 @@ def _find_device(layout: Layout, problems: list[str]) -> torch.device | None:
     """The device that is named, or the best there is; None where it is not there, which is a problem."""
     name = layout.experiment.device
     if name is None:
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        return first_device()
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         problems.append(layout.document.problem(("device",), f"{name!r} is not available here; there is cpu"))

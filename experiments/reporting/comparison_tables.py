@@ -1,30 +1,29 @@
 """A comparison as tables for people, in 80 columns."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
-from experiments.reporting.table_style import Cell, Column, Line, PlainTable, cells, setting_name
+from experiments.reporting.table_style import Cell, Column, PlainTable, build_table, number_column, setting_name
 from experiments.runs.comparison import LEVEL, MIN_REPLICATES, POWER
 from experiments.runs.verdicts import Comparison, Verdict
 
-_OUTCOMES = ("better", "worse", "within noise", "cannot tell")
+OUTCOMES = ("better", "worse", "within noise", "cannot tell")
 _SHOWN = 12
 """Lines of each kind of difference; --json has them all."""
 
 
 def print_comparison(console: Console, found: Comparison) -> None:
     """The verdict in a sentence, every figure's, and what else differs."""
-    console.print(Text.assemble("\n", (sentence(found), "bold")), soft_wrap=True)
+    console.print(Text.assemble("\n", (count_outcomes(found), "bold")), soft_wrap=True)
     for line in found.cut_off:
         console.print(Text(f"{line}.", "yellow"), soft_wrap=True)
     console.print(verdict_table(found).as_rich())
     for reason in dict.fromkeys(verdict.reason for verdict in found.verdicts if verdict.reason is not None):
         console.print(Text(f"Cannot tell: {reason}.", "yellow"))
-    print_lines(
-        console, "Not the same, and allowed with --across", [f"{what}: {how}" for what, how in found.across.items()]
-    )
+    across = [f"{what}: {how}" for what, how in found.across.items()]
+    print_lines(console, "Not the same, and allowed with --across", across)
     print_lines(console, "What else differs", found.circumstances)
     print_lines(console, "Rows that changed", found.changed)
     print_lines(console, f"Only in {found.first}", found.only_first)
@@ -32,51 +31,47 @@ def print_comparison(console: Console, found: Comparison) -> None:
     print_lines(console, "Recovered", found.repairs)
 
 
-def _places(found: Comparison) -> dict[str, list[Verdict]]:
-    """The verdicts by what they are about, each with its unit, and beside which arm."""
-    places: dict[str, list[Verdict]] = {}
-    for verdict in found.verdicts:
-        beside = f", beside {verdict.beside}" if verdict.beside else ""
-        place = ", ".join(map(setting_name, verdict.place.split(", ")))
-        places.setdefault(f"{place}: {verdict.figure}, {_unit(verdict)}{beside}", []).append(verdict)
-    return places
-
-
-def verdict_table(found: Comparison) -> PlainTable:
-    """A line for each figure, under its place."""
-    figures = ("first", "second", "change", "interval", "sees")
-    columns = (Column("arm"), *(Column(name, right=True) for name in figures), Column("verdict", whole=True))
-    lines: list[Line] = []
-    for place, verdicts in _places(found).items():
-        lines += [place, *(cells(verdict.arm, *_cells(verdict)) for verdict in verdicts)]
-    return PlainTable("", columns, tuple(lines), _caption(found))
-
-
-def sentence(found: Comparison) -> str:
-    """ "b beside a: 3 figures worse, 5 within noise"."""
-    counts = [f"{n} {outcome}" for outcome in _OUTCOMES if (n := found.count(outcome))]
+def count_outcomes(found: Comparison) -> str:
+    """ "b beside a: of 8 figures, 3 worse, 5 within noise"."""
+    counts = [f"{n} {outcome}" for outcome in OUTCOMES if (n := found.count(outcome))]
     total = len(found.verdicts)
     subject = f"{found.second} beside {found.first}" if found.second else f"The arms of {found.first}"
     return f"{subject}: of {total} figure{'s' if total != 1 else ''}, {', '.join(counts)}"
 
 
-def _unit(verdict: Verdict) -> str:
-    return "ms" if verdict.unit == "s" else verdict.unit
+def verdict_table(found: Comparison, title: str = "") -> PlainTable:
+    """A line for each figure, under its place."""
+    show: dict[Column, Callable[[Verdict], str | Cell]] = {
+        Column("arm"): lambda one: one.arm,
+        number_column("first"): lambda one: _value(one, one.first),
+        number_column("second"): lambda one: _value(one, one.second),
+        number_column("change"): lambda one: f"{one.effect.ratio - 1:+.1%}",
+        number_column("interval"): _interval,
+        number_column("sees"): _smallest,
+        Column("verdict", whole=True): lambda one: Cell(one.effect.outcome, one.effect.outcome),
+    }
+    return build_table(title, show, found.verdicts, _caption(found), _heading)
 
 
-def _cells(verdict: Verdict) -> list[str | Cell]:
-    effect = verdict.effect
-    scale = 1e3 if verdict.unit == "s" else 1
-    shown: list[str | Cell] = [f"{value * scale:,.4g}" for value in (verdict.first, verdict.second)]
-    shown.append(f"{effect.ratio - 1:+.1%}")
-    if effect.low is None or effect.high is None or effect.smallest is None:
-        shown += ["-", "-"]
-    else:
-        shown += [
-            f"{_percent(effect.low - 1)} {_percent(effect.high - 1)}",
-            _percent(effect.smallest).removeprefix("+"),
-        ]
-    return [*shown, Cell(effect.outcome, effect.outcome)]
+def _heading(verdict: Verdict) -> str:
+    """What a verdict is about, with its unit, and beside which arm."""
+    beside = f", beside {verdict.beside}" if verdict.beside else ""
+    place = ", ".join(map(setting_name, verdict.place.split(", ")))
+    return f"{place}: {verdict.figure}, {'ms' if verdict.unit == 's' else verdict.unit}{beside}"
+
+
+def _value(verdict: Verdict, value: float) -> str:
+    return f"{value * (1e3 if verdict.unit == 's' else 1):,.4g}"
+
+
+def _interval(verdict: Verdict) -> str:
+    low, high = verdict.effect.low, verdict.effect.high
+    return "-" if low is None or high is None else f"{_percent(low - 1)} {_percent(high - 1)}"
+
+
+def _smallest(verdict: Verdict) -> str:
+    least = verdict.effect.smallest
+    return "-" if least is None else _percent(least).removeprefix("+")
 
 
 def _percent(share: float) -> str:

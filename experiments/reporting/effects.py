@@ -1,35 +1,30 @@
-"""From a kernel alone to tokens a second: what swapping a variant did at every level, and what else a step consists of.
+"""From a kernel alone to tokens a second: what swapping a variant did at every level.
 
 All of it follows from a run's rows: checks, kernels' times, engines' rates, parity, and the ranges of recorded steps.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from experiments.reporting.arms import arm_key
-from experiments.reporting.judged import Judged
+from experiments.document import ExperimentError
+from experiments.reporting.arms import arm_key, count_processes
 from experiments.reporting.table_style import (
     Cell,
     Column,
-    Line,
     PlainTable,
     build_table,
-    cells,
-    figure,
+    format_number,
     format_value,
+    group_by,
+    number_column,
     setting_name,
 )
-from experiments.runs.comparison import Outcome
+from experiments.runs.comparison import MIN_REPLICATES, Outcome
 from experiments.runs.rows import Row
-from experiments.runs.table import spread
-from experiments.runs.verdicts import Paired
-from tkernels import OPS
-
-EFFECTS = "From a kernel alone to tokens"
-GEMMS = tuple(name for name, op in OPS.items() if op.contract.work == "gemm")
+from experiments.runs.table import figure_key, spread, times_of
+from experiments.runs.verdicts import Paired, beside_the_first, judge_pairs
 
 
 @dataclass(frozen=True)
@@ -110,78 +105,127 @@ class _Swap:
         return [(self.first, self.row)] if self.row.tokens_per_s and self.first.tokens_per_s else []
 
 
+_Judged = Mapping[tuple[str, str], Paired]
+"""The keys of two figures of time -> the second over the first."""
+
+
 def effects_of(rows: Sequence[Row], ops: Sequence[str], every: Sequence[Row] = ()) -> list[Effect]:
     """Of each of the swept `ops` and each set of arms that differ in it alone, every variant over the first; the
     first is there too, at 1. rows: merged. every: those of each process, which a test needs.
     """
-    swaps = []
-    by_stage: dict[str, list[Row]] = {}
-    for row in rows:
-        by_stage.setdefault(row.stage, []).append(row)
-    timed = _by_variant([row for row in by_stage.get("kernels", ()) if row.median_us])
-    for op in ops:
-        groups: dict[Any, list[Row]] = {}
-        for row in by_stage.get("engine", ()):
-            if row.status == "ok" and op in row.arm:
-                rest_of_arm = {name: label for name, label in row.arm.items() if name != op}
-                groups.setdefault(arm_key(row.model_copy(update={"arm": rest_of_arm})), []).append(row)
-        for first, *rest in groups.values():
-            if others := [row for row in rest if row.arm[op] != first.arm[op]]:
-                swaps += [_Swap(op, first, row, _timings(timed, op, first, row)) for row in (first, *others)]
-    judged = Judged.of(every, [pair for swap in swaps for pair in (*swap.engines, *swap.kernels)])
-    checks = _by_variant([row for row in by_stage.get("check", ()) if row.max_error_ratio is not None])
-    parities = {arm_key(row): row for row in reversed(by_stage.get("parity", ()))}
-    steps = _steps_by_arm(by_stage.get("step", ()))
-    return [_effect(swap, judged, checks, parities.get(arm_key(swap.row)), steps) for swap in swaps]
+    stages: dict[str, list[Row]] = group_by(rows, lambda row: str(row.stage))
+    timed = group_by((row for row in stages.get("kernels", ()) if row.median_us), _variant_of)
+    swaps = [
+        _Swap(op, first, row, _timings(timed, op, first, row))
+        for op in ops
+        for first, row in _arms_that_differ(op, stages.get("engine", ()))
+    ]
+    judged = _judge(every, [pair for swap in swaps for pair in (*swap.engines, *swap.kernels)])
+    errors = _worst_errors(stages.get("check", ()))
+    parities = {arm_key(row): row for row in reversed(stages.get("parity", []))}
+    # By the device's clock where it has one: that comes last.
+    steps = sorted(stages.get("step", ()), key=lambda row: row.clock == "device")
+    shares = {(arm_key(row), str(row.range)): row.share for row in steps}
+    return [_effect(swap, judged, errors, parities.get(arm_key(swap.row)), shares) for swap in swaps]
 
 
 def _effect(
     swap: _Swap,
-    judged: Judged,
-    checks: Mapping[Any, Sequence[Row]],
+    judged: _Judged,
+    errors: Mapping[Any, float],
     parity: Row | None,
-    steps: Mapping[tuple[str, str], Sequence[Row]],
+    shares: Mapping[tuple[tuple[str, str], str], float | None],
 ) -> Effect:
     op, row = swap.op, swap.row
     variant = row.arm[op]
     divergence = None if parity is None else parity.first_divergence
-    shares = {step.clock: step.share for step in steps.get(arm_key(row), ()) if step.range == f"{op}.{variant}"}
     return Effect(
         op, swap.first.arm[op], variant, row.arm, row.settings, str(row.workload),
         alone=_ratio(swap.kernels, judged),
-        share=shares.get("device", shares.get("host")),  # by the device's clock where it has one
+        share=shares.get((arm_key(row), f"{op}.{variant}")),
         end_to_end=_ratio(swap.engines, judged),
-        error=max((one.max_error_ratio or 0.0 for one in checks.get((op, variant, row.dtype), ())), default=None),
+        error=errors.get((op, variant, row.dtype)),
         drift=None if parity is None else parity.logprob_drift,
         differs=None if divergence is None else (int(divergence["request"] or 0), int(divergence["place"] or 0)),
     )  # fmt: skip
 
 
-def _by_variant(rows: Sequence[Row]) -> dict[Any, list[Row]]:
-    found: dict[Any, list[Row]] = {}
-    for row in rows:
-        found.setdefault((row.op, row.variant, row.dtype), []).append(row)
+def _variant_of(row: Row) -> tuple[str | None, str | None, str]:
+    return row.op, row.variant, row.dtype
+
+
+def _worst_errors(checks: Sequence[Row]) -> dict[Any, float]:
+    judged = group_by((row for row in checks if row.max_error_ratio is not None), _variant_of)
+    return {variant: max(row.max_error_ratio or 0.0 for row in mine) for variant, mine in judged.items()}
+
+
+def _arms_that_differ(op: str, engines: Sequence[Row]) -> list[_Pair]:
+    """In the op alone: each beside the first, which is beside itself too."""
+    served = [row for row in engines if row.status == "ok" and op in row.arm]
+
+    def rest_of_arm(row: Row) -> tuple[str, str]:
+        return arm_key(row.model_copy(update={"arm": {name: row.arm[name] for name in row.arm if name != op}}))
+
+    pairs: list[_Pair] = []
+    for first, *rest in group_by(served, rest_of_arm).values():
+        if others := [row for row in rest if row.arm[op] != first.arm[op]]:
+            pairs += [(first, row) for row in (first, *others)]
+    return pairs
+
+
+def _timings(timed: Mapping[Any, Sequence[Row]], op: str, first: Row, row: Row) -> list[_Pair]:
+    """Of both arms' variants, at each point that counts."""
+    before, mine = (
+        {str(one.point): one for one in timed.get((op, variant, row.dtype), ()) if _is_of(one.settings, row)}
+        for variant in (first.arm[op], row.arm[op])
+    )
+    both = [(before[point], mine[point]) for point in before if point in mine]
+    own = [pair for pair in both if any(_is_of(served, row) for served in pair[1].serves or ())]
+    return own or [pair for pair in both if not pair[1].serves]
+
+
+def _is_of(served: Mapping[str, Any], row: Row) -> bool:
+    """Whether what was timed for this is one of the arm's steps. What is not swept, all share."""
+    about = {"workload": row.workload, **row.settings}
+    return all(about.get(name, value) == value for name, value in served.items())
+
+
+def _judge(rows: Sequence[Row], pairs: Sequence[_Pair]) -> _Judged:
+    """What the processes say of the speeds of `pairs`. rows: those of each; where there are too few, nothing is found.
+
+    A pair that the comparison of the run's arms has too is judged there: an outcome depends on how many others it is
+    judged with, and a report must not say two things of one pair. The others are a comparison of their own.
+    """
+    if count_processes(rows) < MIN_REPLICATES:
+        return {}
+    try:
+        figures = times_of(rows)
+    except ExperimentError:  # two rows of one process that cannot be told apart: nothing can be said of them
+        return {}
+    arms = dict.fromkeys(beside_the_first(figures))
+    wanted = dict.fromkeys(_keys(pair) for pair in pairs if pair[0] is not pair[1])
+    rest = [keys for keys in wanted if keys not in arms and figures.keys() >= {*keys}]
+    found: dict[tuple[str, str], Paired] = {}
+    for family in (arms, rest):
+        found |= judge_pairs({keys: (figures[keys[0]], figures[keys[1]]) for keys in family})[0]
     return found
 
 
-def _steps_by_arm(steps: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in steps:
-        if row.status == "ok" and row.total_us is not None:
-            found.setdefault(arm_key(row), []).append(row)
-    return found
+def _keys(pair: _Pair) -> tuple[str, str]:
+    return figure_key(pair[0]), figure_key(pair[1])
 
 
-def _ratio(pairs: Sequence[_Pair], judged: Judged) -> Ratio | None:
+def _ratio(pairs: Sequence[_Pair], judged: _Judged) -> Ratio | None:
     """Of speeds: a second row's over its first one's."""
     if not pairs:
         return None
     if pairs[0][0] is pairs[0][1]:
         return Ratio(1.0)
-    if (found := judged.between(pairs)) is not None:
+    found = [judged[keys] for keys in map(_keys, pairs) if keys in judged]
+    if len(found) == len(pairs):
         return Ratio.judged(found, -1 if pairs[0][0].stage == "kernels" else 1)
     merged = Ratio.mean([(_speed(other), _speed(one)) for one, other in pairs])
-    return replace(merged, outcome="cannot tell") if judged.found else merged
+    return replace(merged, outcome="cannot tell") if judged else merged
 
 
 def _speed(row: Row) -> _Speed:
@@ -192,26 +236,6 @@ def _speed(row: Row) -> _Speed:
     return row.tokens_per_s or 0.0, row.tokens_per_s_iqr
 
 
-def _timings(timed: Mapping[Any, Sequence[Row]], op: str, first: Row, row: Row) -> Sequence[_Pair]:
-    before, mine = (
-        {
-            str(one.point): one
-            for one in timed.get((op, variant, row.dtype), ())
-            if all(row.settings.get(name, value) == value for name, value in one.settings.items())
-        }
-        for variant in (first.arm[op], row.arm[op])
-    )
-    both = [(before[point], mine[point]) for point in before if point in mine]
-    own = [pair for pair in both if any(_is_of(served, row) for served in pair[1].serves or ())]
-    return own or [pair for pair in both if not pair[1].serves]
-
-
-def _is_of(served: Mapping[str, Any], row: Row) -> bool:
-    """Whether a point that serves this is one of the arm's steps. What is not swept, all share."""
-    about = {"workload": row.workload, **row.settings}
-    return all(about.get(name, value) == value for name, value in served.items())
-
-
 def effects_table(rows: Sequence[Row], names: Sequence[str], every: Sequence[Row] = ()) -> PlainTable | None:
     """The effects of the swept ops among `names`, as of `effects_of`; None where no op was swept, or no step was
     recorded.
@@ -220,28 +244,26 @@ def effects_table(rows: Sequence[Row], names: Sequence[str], every: Sequence[Row
     effects = effects_of(rows, ops, every)
     if all(effect.share is None for effect in effects):
         return None
-    several = len(ops) > 1 or any(effect.settings for effect in effects)
     show: dict[Column, Callable[[Effect], str | Cell]] = {Column("variant"): lambda effect: effect.variant}
-    if several:
+    if len(ops) > 1 or any(effect.settings for effect in effects):
         show[Column("with")] = lambda effect: _others(effect, ops)
     show |= {
-        figure("alone"): lambda effect: _times(effect.alone),
-        figure("of step"): lambda effect: "n/m" if effect.share is None else f"{effect.share:.1%}",
-        figure("tokens/s"): lambda effect: _times(effect.end_to_end),
-        figure("error"): lambda effect: "-" if effect.error is None else f"{effect.error:.2f}",
-        figure("drift"): lambda effect: "-" if effect.drift is None else f"{effect.drift:.0e}",
-        figure("differs"): _divergence,
+        number_column("alone"): lambda effect: _ratio_cell(effect.alone),
+        number_column("of step"): lambda effect: format_number(effect.share, ".1%", "n/m"),
+        number_column("tokens/s"): lambda effect: _ratio_cell(effect.end_to_end),
+        number_column("error"): lambda effect: format_number(effect.error, ".2f"),
+        number_column("drift"): lambda effect: format_number(effect.drift, ".0e"),
+        number_column("differs"): _divergence,
     }
-    items: list[Effect | str] = []
-    for (workload, op), mine in itertools.groupby(effects, key=lambda effect: (effect.workload, effect.op)):
-        items += [": ".join(filter(None, [workload, op])), *mine]
     caption = (
         "alone: speed of the kernel over the first variant's, the geometric mean over the points of the arm's own "
         "workload; of step: its share of a step; tokens/s: over those with the first variant; in brackets the ratio's "
-        f"IQR.{_marks(effects)} error: over what is allowed; drift, differs: of log-probabilities, and request/token "
-        "of the first other token, beside the first arm of the same model and workload. n/m: not measured."
+        f"IQR.{_explain_marks(effects)} error: over what is allowed; drift, differs: of log-probabilities, and "
+        "request/token of the first other token, beside the first arm of the same model and workload. n/m: not "
+        "measured."
     )
-    return build_table(EFFECTS, show, items, caption)
+    title = "From a kernel alone to tokens"
+    return build_table(title, show, effects, caption, lambda one: ": ".join(filter(None, [one.workload, one.op])))
 
 
 def _others(effect: Effect, ops: Sequence[str]) -> str:
@@ -259,7 +281,7 @@ def _divergence(effect: Effect) -> str:
 _MARKS: Mapping[Outcome | None, str] = {"within noise": "~", "cannot tell": "?"}
 
 
-def _marks(effects: Sequence[Effect]) -> str:
+def _explain_marks(effects: Sequence[Effect]) -> str:
     """What the marks mean, where any ratio was put to a test."""
     outcomes = {ratio.outcome for effect in effects for ratio in (effect.alone, effect.end_to_end) if ratio is not None}
     if outcomes <= {None}:
@@ -269,50 +291,8 @@ def _marks(effects: Sequence[Effect]) -> str:
     return f"{tested} ~: within noise, of several points at each; the others are real differences.{untested}"
 
 
-def _times(ratio: Ratio | None) -> str | Cell:
+def _ratio_cell(ratio: Ratio | None) -> str | Cell:
     if ratio is None:
         return "n/m"
     text = f"{_MARKS.get(ratio.outcome, '')}{ratio.value:.2f}x"
     return Cell(text + (f" ({ratio.iqr:.2f})" if ratio.iqr is not None else ""), ratio.outcome or "")
-
-
-_WHOLE = ("ops", "GEMMs", "model", "sample", "prepare", "schedule", "commit", "gaps")
-
-
-def whole_step(steps: Sequence[Row]) -> dict[str, float]:
-    """Where the whole of one arm's step goes, as shares that add up to 1, of one clock's rows."""
-    found = dict.fromkeys(_WHOLE, 0.0)
-    for row in steps:
-        found[_part_of(row)] += (row.self_us or 0.0) / (row.step_us or 1.0)
-    return found
-
-
-def _part_of(row: Row) -> str:
-    if row.category == "op":
-        return "GEMMs" if row.op in GEMMS else "ops"
-    if row.category in ("layer", "part") or row.range == "forward":
-        return "model"
-    if row.range in ("sample", "prepare", "schedule"):
-        return str(row.range)
-    return "commit" if row.range in ("commit", "wait", "detokenize") else "gaps"
-
-
-def step_table(rows: Sequence[Row], titles: Mapping[tuple[str, str], str]) -> PlainTable | None:
-    """A line for each arm whose steps were recorded, and None where none was. titles: what arms are called."""
-    arms = _steps_by_arm([row for row in rows if row.stage == "step"])
-    lines: list[Line] = []
-    for key, mine in arms.items():
-        clock = "device" if any(row.clock == "device" for row in mine) else "host"
-        mean = (mine[0].step_us or 0.0) / max(mine[0].steps or 1, 1)
-        shares = whole_step([row for row in mine if row.clock == clock]).values()
-        lines.append(cells(titles.get(key, key[1]), f"{mean:,.0f}", *(f"{share:.0%}" for share in shares)))
-    if not lines:
-        return None
-    columns = (Column("arm"), *(figure(name) for name in ("us", *_WHOLE)))
-    caption = (
-        "Shares of a step that was recorded apart, without overlap. ops: kernels but GEMMs, which are "
-        f"{', '.join(GEMMS[:-1])} and {GEMMS[-1]}; model: what its layers do besides; commit: tokens to the host, the "
-        "scheduler and text; gaps: between these. On a GPU it is the device's time, and what the host does meanwhile "
-        "is in the gaps."
-    )
-    return PlainTable("Where a step goes", columns, tuple(lines), caption)

@@ -6,7 +6,6 @@ their place; a file keeps the light theme's colours, which any editor reads, and
 
 import csv
 import io
-import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,6 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 NEEDS_PLOT = "not drawn: pictures need matplotlib, `pip install 'tkernels[plot]'`"
@@ -25,9 +23,6 @@ WIDTH = 4.7
 
 INK, SOFT, RULE, PAPER = "#1c0a01", "#1c0a02", "#1c0a03", "#1c0a04"
 SERIES = tuple(f"#5e0a0{index}" for index in range(7))
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
-"""Nine, beside seven colours: a series is told by both, and no pair comes back before the 64th."""
-
 # Light, dark. The series differ in lightness too, for eyes that do not tell the hues apart, and have a contrast of
 # at least 3 to 1 with the paper of their theme.
 COLOURS: Mapping[str, tuple[str, str, str]] = {
@@ -79,7 +74,6 @@ _STYLE: dict[Any, Any] = {
     "legend.fontsize": 8.5,
     "svg.fonttype": "none",  # text stays text: it can be read aloud, searched and restyled
 }
-_LEGEND, _MOST_ENTRIES = 44, 18  # letters of a name in a legend, and names
 _FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 
 
@@ -87,48 +81,40 @@ _FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 class Picture:
     """One picture, not drawn yet.
 
-    name: of its files. caption: says device, timer and spread. columns, records: its figures, as the CSV has them;
-    several in one column, such as samples, are a tuple, with spaces between them there.
-    draw: fills a matplotlib figure, WIDTH inches wide unless it says otherwise.
+    name: of its files. caption: says device, timer and spread. records: its figures, column by column; several in one
+    column, such as samples, are a tuple.
+    draw: fills a matplotlib figure of WIDTH by 2.9 inches, which `draw_legend` makes higher.
     """
 
     name: str
     title: str
     caption: str
-    columns: tuple[str, ...]
-    records: tuple[tuple[Any, ...], ...]
+    records: Sequence[Mapping[str, Any]]
     draw: Callable[["Figure"], None]
 
     def as_csv(self) -> str:
-        """The figures, with a header."""
+        """The figures, with a header; those of a tuple with spaces between them."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(self.columns)
-        writer.writerows([_written(value) for value in record] for record in self.records)
+        writer.writerow(self.records[0])
+        for record in self.records:
+            writer.writerow(" ".join(map(str, one)) if isinstance(one, tuple) else one for one in record.values())
         return text.getvalue()
 
-    def as_svg(self) -> str | None:
-        """The picture in marks; None where matplotlib is not installed."""
-        try:
-            import matplotlib
-            from matplotlib.figure import Figure
-        except ImportError:
-            return None
+    def as_svg(self) -> str:
+        """The picture in marks; needs matplotlib."""
+        import matplotlib
+        from matplotlib.figure import Figure
+
         buffer = io.StringIO()
         with matplotlib.rc_context({**_STYLE, "svg.hashsalt": self.name}), warnings.catch_warnings():
             # A name in a script that the measuring font lacks is measured roughly; the browser's fonts have it.
             warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-            figure = Figure(figsize=(WIDTH, 3.1), layout="constrained")
+            figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
             self.draw(figure)
             nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
             figure.savefig(buffer, format="svg", metadata=nothing)
         return _cleaned(buffer.getvalue(), self.name, self.title)
-
-
-def _written(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return " ".join(map(str, value))
-    return "" if value is None else value
 
 
 def _cleaned(svg: str, name: str, title: str) -> str:
@@ -189,63 +175,6 @@ def for_file(svg: str) -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + svg.replace("<style>", f"<style>{style}", 1) + "\n"
 
 
-def variables(theme: int) -> str:
+def css_variables(theme: int) -> str:
     """The theme's CSS variables: 1 is light, 2 dark."""
     return "".join(f"{values[0]}:{values[theme]};" for values in COLOURS.values())
-
-
-def look(index: int) -> dict[str, Any]:
-    """The colour and marker of a series."""
-    return {"color": SERIES[index % len(SERIES)], "marker": MARKERS[index % len(MARKERS)]}
-
-
-def label(text: str, most: int = 40) -> str:
-    """A name as a picture can hold it: no control characters, which no SVG may have, and not too long."""
-    text = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
-    text = text if len(text) <= most else f"{text[: most - most // 3]}…{text[1 - most // 3 :]}"
-    return f" {text}" if text.startswith("_") else text  # matplotlib takes a leading underscore for "hide this"
-
-
-def compact(value: float) -> str:
-    """A tick's number: 4096 -> "4,096", 16777216 -> "16.8M", 0.25 -> "0.25"."""
-    for power, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if abs(value) >= power:
-            return f"{value / power:.3g}{letter}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def log_ticks(axis: "Axis") -> None:
-    """Labels on a logarithmic axis: powers of ten over a wide range, finer steps over a narrow one."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    low, high = axis.get_view_interval()
-    decades = math.log10(high / low)
-    steps = (1.0,) if decades > 2.5 else (1.0, 2.0, 5.0) if decades > 0.9 else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
-    axis.set_major_locator(LogLocator(10, steps, numticks=20))
-    axis.set_major_formatter(lambda value, _: compact(value))
-    axis.set_minor_locator(NullLocator())  # unseen ticks: 3.4 s instead of 2.8 for twenty pictures
-
-
-def _legend_columns(names: Sequence[str]) -> int:
-    return max(1, min(4, 54 // (max(map(len, names), default=1) + 6)))
-
-
-def legend_rows(names: Sequence[str]) -> int:
-    """How many lines a legend of these names takes, of which each is 0.17 inches high."""
-    shown = [label(name, _LEGEND) for name in names[:_MOST_ENTRIES]]
-    return -(-len(shown) // _legend_columns(shown))
-
-
-def legend(figure: "Figure", entries: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Above the plot, as many columns as fit; what does not fit is counted."""
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], **dict(style)) for _, style in entries[:_MOST_ENTRIES]]
-    names = [label(name, _LEGEND) for name, _ in entries[:_MOST_ENTRIES]]
-    if len(entries) > _MOST_ENTRIES:
-        handles.append(Line2D([], [], linestyle="none"))
-        names.append(f"and {len(entries) - _MOST_ENTRIES} more")
-    figure.legend(
-        handles, names, loc="outside upper left", ncols=_legend_columns(names), borderpad=0, handlelength=1.6,
-        columnspacing=1.4,
-    )  # fmt: skip

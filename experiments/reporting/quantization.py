@@ -1,90 +1,92 @@
 """What quantization costs and saves, for people: a table, and a plot."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from experiments.reporting.pictures import PAPER, SOFT, Picture, legend, log_ticks, look
-from experiments.reporting.table_style import Column, Line, PlainTable, cells, status_cell
+from experiments.reporting.drawing import Line, draw_lines, point_without_spread, set_log_ticks
+from experiments.reporting.pictures import Picture
+from experiments.reporting.table_style import (
+    Cell,
+    Column,
+    PlainTable,
+    build_table,
+    format_number,
+    group_by,
+    number_column,
+    status_cell,
+)
 from experiments.runs.rows import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def name_of(row: Row) -> str:
+def quantization_table(rows: Sequence[Row]) -> PlainTable:
+    """A line for each model."""
+    first = next((row for row in rows if row.status == "ok"), None)
+
+    def judged(show: Callable[[Any], str]) -> Callable[[Row], str]:
+        """`show` of a model that was judged."""
+        return lambda row: show(row) if row.status == "ok" else "-"
+
+    show: dict[Column, Callable[[Row], str | Cell]] = {
+        Column("model", whole=True): _title,
+        number_column("perplexity"): lambda row: (
+            format_number(row.perplexity, ".3f") if row.status == "ok" else status_cell(row.status)
+        ),
+        number_column("KL"): lambda row: format_number(row.kl, ".4f"),
+        number_column("top-1"): lambda row: format_number(row.top1_agreement, ".1%"),
+        number_column("disk"): judged(lambda row: f"{row.disk_bytes / 1e6:,.2f}"),
+        number_column("memory"): judged(lambda row: f"{row.memory_bytes / 1e6:,.2f}"),
+        number_column("tokens/s"): judged(lambda row: format_number(row.tokens_per_s, ",.0f", "n/m")),
+        number_column("x dense"): judged(lambda row: format_number(row.speedup, ".2f", "n/m")),
+    }
+    caption = "" if first is None else (
+        f"Of {first.num_tokens:,} tokens, in windows of {first.window} that are each read alone. KL in nats, and top-1 "
+        "agreement, with the dense model. disk, memory: MB of all weights. n/m: not measured."
+    )  # fmt: skip
+    return build_table("Quantization", show, rows, caption)
+
+
+def _title(row: Row) -> str:
     """ "gptq 4 bits g32"."""
     if row.bits is None:
         return str(row.method)
-    group = "" if row.group_size == -1 else f" g{row.group_size}"
-    return f"{row.method} {row.bits} bits{group}"
-
-
-def quantization_table(rows: Sequence[Row]) -> PlainTable:
-    """A line for each model."""
-    right = ("perplexity", "KL", "top-1", "disk", "memory", "tokens/s", "x dense")
-    columns = (Column("model", whole=True), *(Column(name, right=True) for name in right))
-    lines: list[Line] = []
-    for row in rows:
-        if row.status != "ok":
-            lines.append(cells(name_of(row), status_cell(row.status), *["-"] * 6))
-            continue
-        assert row.disk_bytes is not None
-        assert row.memory_bytes is not None
-        line = cells(name_of(row), f"{row.perplexity:.3f}")
-        line += cells("-", "-") if row.kl is None else cells(f"{row.kl:.4f}", f"{row.top1_agreement:.1%}")
-        line += cells(f"{row.disk_bytes / 1e6:,.2f}", f"{row.memory_bytes / 1e6:,.2f}")
-        timed = row.tokens_per_s is not None
-        line += cells(f"{row.tokens_per_s:,.0f}", f"{row.speedup:.2f}") if timed else cells("n/m", "n/m")
-        lines.append(line)
-    judged = [row for row in rows if row.status == "ok"]
-    caption = (
-        (
-            f"Of {judged[0].num_tokens:,} tokens, in windows of {judged[0].window} that are each read alone. KL in "
-            "nats, and top-1 agreement, with the dense model. disk, memory: MB of all weights. n/m: not measured."
-        )
-        if judged
-        else ""
-    )
-    return PlainTable("Quantization", columns, tuple(lines), caption)
+    return f"{row.method} {row.bits} bits" + ("" if row.group_size == -1 else f" g{row.group_size}")
 
 
 def quantization_picture(rows: Sequence[Row], device: str) -> Picture | None:
     """Perplexity over the weights' size in memory, a line for each method; None where no quantized model was judged."""
     judged = [row for row in rows if row.status == "ok" and row.perplexity is not None]
-    methods = list(dict.fromkeys(str(row.method) for row in judged if row.bits is not None))
-    if not methods:
+    if all(row.bits is None for row in judged):
         return None
-    records = tuple(
-        (row.method, row.bits, row.group_size, (row.memory_bytes or 0) / 1e6, row.perplexity) for row in judged
-    )
+    records = [
+        row.model_dump(include={"method", "bits", "group_size"})
+        | {"memory_mb": _megabytes(row), "perplexity": row.perplexity}
+        for row in judged
+    ]
     caption = f"Perplexity on {judged[0].num_tokens:,} tokens; beside each point its bits. {device}."
-
-    def draw(figure: "Figure") -> None:
-        _draw(figure, judged, methods)
-
-    columns = ("method", "bits", "group_size", "memory_mb", "perplexity")
-    return Picture("quantization", "Perplexity by size", caption, columns, records, draw)
+    title = "Perplexity by size"
+    return Picture("quantization", title, caption, records, lambda figure: _draw(figure, judged))
 
 
-def _draw(figure: "Figure", judged: Sequence[Row], methods: Sequence[str]) -> None:
-    axes = figure.subplots()
-    for index, method in enumerate(methods):
-        line = sorted((row for row in judged if row.method == method), key=lambda row: row.memory_bytes or 0)
-        sizes, perplexities = [(row.memory_bytes or 0) / 1e6 for row in line], [row.perplexity or 0 for row in line]
-        axes.plot(sizes, perplexities, markeredgecolor=PAPER, markeredgewidth=0.5, **look(index))
-        for row, size, perplexity in zip(line, sizes, perplexities, strict=True):
-            axes.annotate(f"{row.bits}", (size, perplexity), xytext=(4, 4), textcoords="offset points", fontsize=8)
-    for row in judged:
-        if row.bits is None and row.perplexity is not None:
-            axes.axhline(row.perplexity, linestyle="--", color=SOFT, linewidth=1)
-            text = f"dense, {(row.memory_bytes or 0) / 1e6:,.2f} MB"
-            axes.annotate(
-                text, (0, row.perplexity), xycoords=("axes fraction", "data"), va="top", xytext=(3, -3),
-                textcoords="offset points", color=SOFT, fontsize=8,
-            )  # fmt: skip
+def _megabytes(row: Row) -> float:
+    return (row.memory_bytes or 0) / 1e6
+
+
+def _draw(figure: "Figure", rows: Sequence[Any]) -> None:
+    lines = []
+    finite = [row for row in rows if math.isfinite(row.perplexity)]
+    dense_last = sorted(finite, key=lambda row: (row.bits is None, _megabytes(row)))
+    for method, mine in group_by(dense_last, lambda row: str(row.method)).items():
+        if mine[0].bits is None:
+            name = f"dense, {_megabytes(mine[0]):,.2f} MB"
+            lines.append(Line(name, (point_without_spread(None, mine[0].perplexity),)))
+        else:
+            points = tuple(point_without_spread(_megabytes(row), row.perplexity) for row in mine)
+            lines.append(Line(method, points, tuple(str(row.bits) for row in mine)))
+    axes = draw_lines(figure, lines, "weights in memory, MB", "perplexity")
     axes.set_yscale("log")
     axes.margins(0.06, 0.14)
-    log_ticks(axes.yaxis)
-    axes.set_xlabel("weights in memory, MB")
-    axes.set_title("perplexity")
-    legend(figure, [(method, look(index)) for index, method in enumerate(methods)])
+    set_log_ticks(axes.yaxis)

@@ -3,15 +3,15 @@
 import re
 from dataclasses import dataclass
 
-_LABEL = re.compile(r"[A-Z][a-z]+: ")
+_PARAGRAPH = re.compile(r"\n\s*\n|\n(?=[A-Z][a-z]+: )")
+"""Where one ends: at an empty line, and before a line that begins with a label ("Read: ...")."""
+
 _MOST_IN_A_HEADING = 220  # characters; a longer sentence is read better as text
 
 
 @dataclass(frozen=True)
 class Question:
-    """heading: the comment's first sentence, or the experiment's name. text: the rest, in paragraphs: one begins after
-    an empty line, and where a line begins with a label ("Read: ...").
-    """
+    """heading: the comment's first sentence, or the experiment's name. text: the rest, in paragraphs."""
 
     heading: str
     text: tuple[str, ...]
@@ -20,21 +20,12 @@ class Question:
 
 def question_of(source: str, name: str) -> Question:
     """The comment before the first key; `asked` is false where there is none."""
-    paragraphs: list[list[str]] = [[]]
-    for line in source.splitlines():
-        stripped = line.strip()
-        if stripped.startswith("#"):
-            if words := stripped.lstrip("#").strip():
-                if _LABEL.match(words):  # "Read: ..." is a paragraph of its own
-                    paragraphs.append([])
-                paragraphs[-1].append(words)
-            else:
-                paragraphs.append([])
-        elif stripped and stripped != "---":
+    comment = []
+    for line in map(str.strip, source.splitlines()):
+        if line and line != "---" and not line.startswith("#"):
             break
-        else:
-            paragraphs.append([])
-    texts = [" ".join(lines) for lines in paragraphs if lines]
+        comment.append(line.lstrip("#").strip() if line.startswith("#") else "")
+    texts = [text for part in _PARAGRAPH.split("\n".join(comment)) if (text := " ".join(part.split()))]
     if not texts:
         return Question(name, (), False)
     texts[0] = re.sub(r"^Question: *(.)", lambda match: match[1].upper(), texts[0])

@@ -5,13 +5,15 @@ that, so that no figure is of other code than what ran.
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.reporting.table_style import Cell, Column, Line, PlainTable, cells
+from experiments.reporting.table_style import Cell, Column, PlainTable, cells, format_number, group_by
 from tkernels.device import TARGETS
 from tkernels.verification.inspection import expected
 from tkernels.verification.inspection.rows import CompiledKernel
 
 STAND_IN = "sm_90"
 """Whose code is shown where the run's device compiles none, as a CPU: the H100's and H200's."""
+
+_NUMBERS = ("registers", "spilled", "shared KB", "occ.")
 
 
 def resources_of(environment: Mapping[str, Any]) -> tuple[PlainTable | None, list[str]]:
@@ -20,9 +22,9 @@ def resources_of(environment: Mapping[str, Any]) -> tuple[PlainTable | None, lis
     Args:
         environment: of the run: its "kernels" are "op.variant" -> hash of the code, None for one without a kernel.
     """
-    hashes = {name: value for name, value in (environment.get("kernels") or {}).items() if value is not None}
-    version = str((environment.get("versions") or {}).get("triton") or "")
-    device = environment.get("device") or {}
+    hashes = {name: value for name, value in environment.get("kernels", {}).items() if value is not None}
+    version = str(environment.get("versions", {}).get("triton") or "(unknown)")
+    device = environment.get("device", {})
     arch = str(device.get("arch"))
     notes = []
     if not hashes:
@@ -33,36 +35,30 @@ def resources_of(environment: Mapping[str, Any]) -> tuple[PlainTable | None, lis
             "(H100, H200), ahead of time. Nothing of it was measured."
         )
         arch = STAND_IN
-    lines: list[Line] = []
-    missing = []
-    table = expected.read(expected.table_path(version)) if version else {}
-    for name, source in sorted(hashes.items()):
-        op, _, variant = name.partition(".")
-        rows = [
-            row for row in table.values() if (row.op, row.variant, row.arch, row.source) == (op, variant, arch, source)
-        ]
-        lines += [_line(name, row) for row in rows if row.point != "unaligned"]
-        if not rows:
-            missing.append(name)
-    if missing:
+    compiled = group_by(
+        (row for row in expected.read(expected.table_path(version)).values() if row.point != "unaligned"),
+        lambda row: (f"{row.op}.{row.variant}", row.arch, row.source),
+    )
+    found = {name: compiled.get((name, arch, source), []) for name, source in sorted(hashes.items())}
+    if missing := [name for name, rows in found.items() if not rows]:
         notes.append(
-            f"Not in the expected table of Triton {version or '(unknown)'} as the code was then, for {arch}: "
-            f"{', '.join(missing)}. tk inspect compiles what there is now."
+            f"Not in the expected table of Triton {version} as the code was then, for {arch}: {', '.join(missing)}. tk "
+            "inspect compiles what there is now."
         )
-    if not lines:
-        return None, notes
-    columns = (
-        Column("variant"), Column("kernel"), Column("dtype"), Column("registers", right=True),
-        Column("spilled", right=True), Column("shared KB", right=True), Column("occ.", right=True),
-        Column("matrix"), Column("config"),
-    )  # fmt: skip
+    lines = tuple(_line(name, row) for name, rows in found.items() for row in rows)
+    return _table(lines, arch, version) if lines else None, notes
+
+
+def _table(lines: tuple[tuple[Cell, ...], ...], arch: str, version: str) -> PlainTable:
+    names = ("variant", "kernel", "dtype", "registers", "spilled", "shared KB", "occ.", "matrix", "config")
+    columns = tuple(Column(name, right=name in _NUMBERS) for name in names)
     caption = (
         f"{arch}, Triton {version}, each variant's default config at the engine's shapes; the run may have used "
         "another. Registers and bytes spilled: of a thread; shared memory: of a block; occ.: resident warps over the "
         "most there can be; matrix: instructions by kind. From the expected table of tk inspect, where the hash of the "
         "code is the run's."
     )
-    return PlainTable(f"Registers, spills and shared memory ({arch})", columns, tuple(lines), caption), notes
+    return PlainTable(f"Registers, spills and shared memory ({arch})", columns, lines, caption)
 
 
 def _line(name: str, row: CompiledKernel) -> tuple[Cell, ...]:
@@ -72,8 +68,7 @@ def _line(name: str, row: CompiledKernel) -> tuple[Cell, ...]:
     kernel = row.kernel.removeprefix(f"{row.op}_") or row.kernel
     matrix = ", ".join(f"{kind}:{count}" for kind, count in row.matrix_instructions.items()) or "-"
     config = ", ".join(f"{key} {value}" for key, value in row.config.items())
-    spilled = f"{row.spill_bytes:,}" if row.spill_bytes is not None else "-"
+    spilled = Cell(format_number(row.spill_bytes, ","), "partly" if row.spill_bytes else "")
     shared = f"{(row.shared_bytes or 0) / 1024:.3g}"
-    occupancy = f"{row.occupancy:.0%}" if row.occupancy is not None else "-"
-    tone = "partly" if row.spill_bytes else ""
-    return cells(name, kernel, dtype, f"{row.registers}", Cell(spilled, tone), shared, occupancy, matrix, config)
+    occupancy = format_number(row.occupancy, ".0%")
+    return cells(name, kernel, dtype, f"{row.registers}", spilled, shared, occupancy, matrix, config)

@@ -1,20 +1,12 @@
 """Every timed variant against the device's limits; where those are not known, against arithmetic intensity alone."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from experiments.reporting.pictures import (
-    INK,
-    PAPER,
-    SOFT,
-    WIDTH,
-    Picture,
-    compact,
-    legend,
-    legend_rows,
-    log_ticks,
-    look,
-)
+from experiments.reporting.arms import select_timed
+from experiments.reporting.drawing import Line, draw_lines, format_tick, point_without_spread, set_log_ticks
+from experiments.reporting.pictures import SOFT, Picture
+from experiments.reporting.table_style import group_by
 from experiments.runs.rows import Row
 
 if TYPE_CHECKING:
@@ -24,19 +16,21 @@ if TYPE_CHECKING:
     from tkernels.roofline import Peaks
 
 NO_ROOFLINE = "no roofline known for this device"
-_COLUMNS = (
-    "op",
-    "variant",
-    "point",
-    "dtype",
-    "flops_per_byte",
-    "gflop_per_s",
-    "gb_per_s",
-    "roofline_fraction",
-    "bound",
-)
-_INTENSITY, _GFLOPS, _GBYTES = 4, 5, 6
 _TERA_FROM = 10_000  # GFLOP/s, from which on the axis is in TFLOP/s
+
+
+class _Rates(NamedTuple):
+    """What a timed variant reached at one point, by the contract's counts."""
+
+    op: str
+    variant: str
+    point: str
+    dtype: str
+    flops_per_byte: float | None
+    gflop_per_s: float
+    gb_per_s: float
+    roofline_fraction: float | None
+    bound: str | None
 
 
 def roofline_pictures(rows: Sequence[Row], device: str, about: str) -> list[Picture]:
@@ -50,111 +44,114 @@ def roofline_pictures(rows: Sequence[Row], device: str, about: str) -> list[Pict
     """
     from tkernels.roofline import PEAKS
 
-    timed = [row for row in rows if row.status == "ok" and row.median_us is not None]
-    if not timed:
-        return []
-    records = tuple(_record(row) for row in timed)
-    peaks = PEAKS.get(device)
-    untimed = list(dict.fromkeys(f"{r.op}.{r.variant}" for r in rows if r.status == "ok" and r.median_us is None))
-    ending = f" {about}" + (f" Limits: {peaks.source}." if peaks else f" There is {NO_ROOFLINE}.")
-    unknown = sorted({record[3] for record in records} - set(peaks.flops_per_s)) if peaks else []
-    if unknown:
-        ending += f" No peak is known for {', '.join(unknown)}."
-    if untimed:
-        ending += f" Not measured, and so not shown: {', '.join(untimed)}."
-    computing = tuple(record for record in records if record[_GFLOPS])
+    records = [_rates_of(row, row.median_us or 0.0) for row in select_timed(rows)]
+    computing = [record for record in records if record.gflop_per_s]
+    peaks, figures = PEAKS.get(device), [record._asdict() for record in records]
+    ending = f" {about}{_explain_limits(rows, peaks)}"
     pictures = []
     if computing:
         caption = f"FLOPs by the contract's own count, over the median time.{ending}"
         title = "Roofline" if peaks else "FLOP/s achieved"
-        pictures.append(Picture("roofline", title, caption, _COLUMNS, records, _drawing(computing, peaks, flops=True)))
-    caption = "Bytes by the contract's own count, each unique byte once, over the median time."
-    if len(computing) < len(records):
-        caption += ' Ops that compute nothing stand at "none".'
-    draw = _drawing(records, peaks, flops=False)
-    pictures.append(Picture("bandwidth", "Bandwidth achieved", caption + ending, _COLUMNS, records, draw))
+        pictures.append(Picture("roofline", title, caption, figures, lambda one: _draw_flops(one, computing, peaks)))
+    if records:
+        caption = "Bytes by the contract's own count, each unique byte once, over the median time."
+        caption += ' Ops that compute nothing stand at "none".' * (len(computing) < len(records)) + ending
+        title = "Bandwidth achieved"
+        pictures.append(Picture("bandwidth", title, caption, figures, lambda one: _draw_bytes(one, records, peaks)))
     return pictures
 
 
-def _record(row: Row) -> tuple[Any, ...]:
-    assert row.median_us is not None
-    assert row.bytes_moved is not None
-    assert row.flops is not None
-    intensity = row.flops / row.bytes_moved if row.bytes_moved else None
-    rates = (row.flops / row.median_us / 1e3, row.bytes_moved / row.median_us / 1e3)
-    about = (row.op, row.variant, row.point, row.dtype)
-    return (*about, intensity, *rates, row.roofline_fraction, row.roofline_bound)
+def _explain_limits(rows: Sequence[Row], peaks: "Peaks | None") -> str:
+    """Where the limits come from, and what has none or is not shown."""
+    text = f" Limits: {peaks.source}." if peaks else f" There is {NO_ROOFLINE}."
+    if peaks and (unknown := {row.dtype for row in select_timed(rows)} - set(peaks.flops_per_s)):
+        text += f" No peak is known for {', '.join(sorted(unknown))}."
+    untimed = dict.fromkeys(f"{row.op}.{row.variant}" for row in rows if row.status == "ok" and row.median_us is None)
+    return text + (f" Not measured, and so not shown: {', '.join(untimed)}." if untimed else "")
 
 
-def _names(records: Sequence[tuple[Any, ...]]) -> dict[tuple[str, str], str]:
-    """(op, variant) -> what tells it apart: the variant where there is one op, the op where it has one variant."""
-    keys = list(dict.fromkeys((str(record[0]), str(record[1])) for record in records))
-    ops = [op for op, _ in keys]
-    if len(set(ops)) == 1:
-        return {key: key[1] for key in keys}
-    return {key: key[0] if ops.count(key[0]) == 1 else f"{key[0]}.{key[1]}" for key in keys}
+def _rates_of(row: Row, us: float) -> _Rates:
+    flops, size = row.flops or 0, row.bytes_moved or 0
+    return _Rates(
+        str(row.op), str(row.variant), str(row.point), row.dtype, flops / size if size else None, flops / us / 1e3,
+        size / us / 1e3, row.roofline_fraction, row.roofline_bound,
+    )  # fmt: skip
 
 
-def _drawing(records: Sequence[tuple[Any, ...]], peaks: "Peaks | None", *, flops: bool) -> Callable[["Figure"], None]:
-    column = _GFLOPS if flops else _GBYTES
-    dtypes = list(dict.fromkeys(str(record[3]) for record in records))
+def _draw_flops(figure: "Figure", records: Sequence[_Rates], peaks: "Peaks | None") -> None:
+    dtypes = dict.fromkeys(record.dtype for record in records)
     known = {name: peaks.flops_per_s[name] / 1e9 for name in dtypes if name in peaks.flops_per_s} if peaks else {}
-    highest = max([*known.values(), *(record[column] for record in records)])
-    scale, unit = (1e3, "TFLOP/s") if flops and highest >= _TERA_FROM else (1.0, "GFLOP/s" if flops else "GB/s")
-
-    def draw(figure: "Figure") -> None:
-        names = _names(records)
-        styles = {key: look(index) for index, key in enumerate(names)}
-        figure.set_size_inches(WIDTH, 3.1 + 0.17 * legend_rows(list(names.values())))
-        axes = figure.subplots()
-        positive = [record[_INTENSITY] for record in records if record[_INTENSITY]]
-        none_at = min(positive, default=4.0) / 4
-        for key, style in styles.items():
-            mine = [record for record in records if (record[0], record[1]) == key]
-            places = [record[_INTENSITY] or none_at for record in mine]
-            rates = [record[column] / scale for record in mine]
-            axes.plot(places, rates, linestyle="none", markeredgecolor=PAPER, markeredgewidth=0.5, **style)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.margins(0.06, 0.1)
-        axes.set_title(f"{unit}, by the contract's count", color=INK)
-        if peaks is None:
-            axes.text(0.99, 0.03, NO_ROOFLINE, transform=axes.transAxes, ha="right", color=SOFT, style="italic")
-        else:
-            _limits(axes, peaks, {name: peak / scale for name, peak in known.items()} if flops else None, scale, unit)
-        axes.set_xlabel("arithmetic intensity, FLOP per byte")
-        log_ticks(axes.yaxis)
-        log_ticks(axes.xaxis)
-        if len(positive) < len(records):
-            _none(axes, none_at)
-        legend(figure, [(name, {**styles[key], "linestyle": "none"}) for key, name in names.items()])
-
-    return draw
+    highest = max(*known.values(), *(record.gflop_per_s for record in records), 0.0)
+    scale, unit = (1e3, "TFLOP/s") if highest >= _TERA_FROM else (1.0, "GFLOP/s")
+    axes = _draw_rates(figure, records, [record.gflop_per_s / scale for record in records], unit, peaks)
+    if peaks is not None:
+        roof = {name: peak / scale for name, peak in known.items()}
+        _draw_roof(axes, roof, peaks.memory_bytes_per_s / 1e9 / scale, unit)
+    _set_ticks(axes)
 
 
-def _none(axes: "Axes", place: float) -> None:
-    """A tick for ops that compute nothing, left of all that do."""
-    low, high = min(axes.get_xlim()[0], place / 1.6), axes.get_xlim()[1]
-    ticks = [tick for tick in axes.get_xticks() if place * 1.5 < tick < high]
-    axes.set_xticks([place, *ticks], ["none", *map(compact, ticks)])
-    axes.set_xlim(low, high)
+def _draw_bytes(figure: "Figure", records: Sequence[_Rates], peaks: "Peaks | None") -> None:
+    axes = _draw_rates(figure, records, [record.gb_per_s for record in records], "GB/s", peaks)
+    if peaks is not None:
+        bandwidth, low = peaks.memory_bytes_per_s / 1e9, axes.get_xlim()[0] / 1.3
+        axes.axhline(bandwidth, color=SOFT, linewidth=1.2)
+        axes.text(low, bandwidth, f" {format_tick(bandwidth)} GB/s of memory", color=SOFT, va="bottom", fontsize=8)
+        axes.set_xlim(left=low)
+    _set_ticks(axes)
+    if any(not record.flops_per_byte for record in records):
+        _name_none(axes, _none_at(records))
 
 
-def _limits(axes: "Axes", peaks: "Peaks", flops: Mapping[str, float] | None, scale: float, unit: str) -> None:
-    """The roof: a line for each dtype's peak, whose slope is the memory's; of bytes (None), the memory's bandwidth."""
-    bandwidth = peaks.memory_bytes_per_s / 1e9
-    slope = bandwidth / scale
+def _none_at(records: Sequence[_Rates]) -> float:
+    """Where ops that compute nothing stand: left of all that do."""
+    return min((record.flops_per_byte for record in records if record.flops_per_byte), default=4.0) / 4
+
+
+def _draw_rates(
+    figure: "Figure", records: Sequence[_Rates], rates: Sequence[float], unit: str, peaks: "Peaks | None"
+) -> "Axes":
+    """A mark for each record, on logarithmic axes."""
+    variants = group_by(zip(records, rates, strict=True), lambda pair: (pair[0].op, pair[0].variant))
+    ops = [op for op, _ in variants]
+    none_at = _none_at(records)
+    lines = []
+    for (op, variant), mine in variants.items():
+        # What tells it apart: the variant where there is one op, the op where it has one variant.
+        name = variant if len(set(ops)) == 1 else op if ops.count(op) == 1 else f"{op}.{variant}"
+        points = tuple(point_without_spread(record.flops_per_byte or none_at, rate) for record, rate in mine)
+        lines.append(Line(name, points, joined=False))
+    axes = draw_lines(figure, lines, "arithmetic intensity, FLOP per byte", f"{unit}, by the contract's count")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.margins(0.06, 0.1)
+    if peaks is None:
+        axes.text(0.99, 0.03, NO_ROOFLINE, transform=axes.transAxes, ha="right", color=SOFT, style="italic")
+    return axes
+
+
+def _draw_roof(axes: "Axes", peaks: Mapping[str, float], slope: float, unit: str) -> None:
+    """A line for each dtype's peak, whose slope is the memory's; that alone where no peak is known."""
     low, high = axes.get_xlim()
     low /= 1.3
-    if flops is None:
-        axes.axhline(bandwidth, color=SOFT, linewidth=1.2)
-        axes.text(low, bandwidth, f" {compact(bandwidth)} {unit} of memory", color=SOFT, va="bottom", fontsize=8)
-    elif not flops:  # the memory's limit is known, and no peak of this dtype
+    if not peaks:
         axes.plot([low, high], [low * slope, high * slope], color=SOFT, linewidth=1.2)
-    for place, (dtype, peak) in enumerate((flops or {}).items()):
+    for place, (dtype, peak) in enumerate(peaks.items()):
         ridge = peak / slope
         high = max(high, ridge * 4)
         dashes = ("-", "--", ":")[place % 3]
         axes.plot([low, ridge, high], [low * slope, peak, peak], color=SOFT, linewidth=1.2, linestyle=dashes)
         axes.text(high, peak, f"{peak:,.4g} {unit}, {dtype} ", color=SOFT, ha="right", va="bottom", fontsize=8)
+    axes.set_xlim(low, high)
+
+
+def _set_ticks(axes: "Axes") -> None:
+    set_log_ticks(axes.yaxis)
+    set_log_ticks(axes.xaxis)
+
+
+def _name_none(axes: "Axes", place: float) -> None:
+    """A tick for ops that compute nothing, left of all that do."""
+    low, high = min(axes.get_xlim()[0], place / 1.6), axes.get_xlim()[1]
+    ticks = [tick for tick in axes.get_xticks() if place * 1.5 < tick < high]
+    axes.set_xticks([place, *ticks], ["none", *map(format_tick, ticks)])
     axes.set_xlim(low, high)

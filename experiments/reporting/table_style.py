@@ -2,8 +2,9 @@
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import TypeVar
 
 from rich import box
@@ -48,7 +49,9 @@ class Cell:
 
 
 Item = TypeVar("Item")
-"""What a line of a table is about; no text."""
+"""What a line of a table is about."""
+
+Key = TypeVar("Key", bound=Hashable)
 
 Line = tuple[Cell, ...] | str
 """A cell for each column, or a heading over the lines below it."""
@@ -68,36 +71,40 @@ class PlainTable:
         width of what is below it, for a console's table has no cell over several columns; so are names that figures
         leave no room for.
         """
-        shown = [index for index, column in enumerate(self.columns) if not column.wide]
-        columns = [self.columns[index] for index in shown]
+        room = [not column.wide for column in self.columns]
+        columns = list(compress(self.columns, room))
+        lines = [line if isinstance(line, str) else list(compress(line, room)) for line in self.lines]
+        headed = any(isinstance(line, str) for line in lines)
+        widths = _widths(columns, lines, _CONSOLE - 2 * headed)
         table = new_table(self.title, [one.name for one in columns], [one.name for one in columns if one.right])
         table.caption, table.caption_justify = escape(self.caption), "left"
-        headed = any(isinstance(line, str) for line in self.lines)
-        lines = [[line[index] for index in shown] for line in self.lines if not isinstance(line, str)]
-        widths = _widths([max([len(c.name), *(len(line[i].text) for line in lines)]) for i, c in enumerate(columns)],
-                         [one.right or one.whole for one in columns], _CONSOLE - 2 * headed)  # fmt: skip
         for one, column in zip(columns, table.columns, strict=True):
-            column.no_wrap = column.no_wrap or one.whole
-        under = False
-        for line in self.lines:
+            column.no_wrap = one.right or one.whole
+        for line in lines:
             if isinstance(line, str):
-                under = True
-                add_row(table, Text("\n".join(textwrap.wrap(line, max(_HEADING, 2 + widths[0]))), "bold"))
-                continue
-            cells = [line[index].as_rich(width) for index, width in zip(shown, widths, strict=True)]
-            if under:
-                cells[0].plain = textwrap.indent(cells[0].plain, "  ")
-            add_row(table, *cells)
+                add_row(table, Text(textwrap.fill(line, max(_HEADING, 2 + widths[0])), "bold"))
+            else:
+                add_row(table, *_fit(line, widths, "  " if headed else ""))
         return table
 
 
-def _widths(wanted: Sequence[int], fixed: Sequence[bool], room: int) -> list[int]:
-    """Of a table's columns, with two characters between them: what they want where there is room, and else of the
-    columns that are not fixed the widest are made narrower, alike.
+def _fit(line: Sequence[Cell], widths: Sequence[int], indent: str) -> list[Text]:
+    """The cells for columns of these widths, the first with an indent."""
+    texts = [cell.as_rich(width) for cell, width in zip(line, widths, strict=True)]
+    texts[0].plain = textwrap.indent(texts[0].plain, indent)
+    return texts
+
+
+def _widths(columns: Sequence[Column], lines: Sequence[Sequence[Cell] | str], room: int) -> list[int]:
+    """With two characters between columns: what they want where there is room, and else of those that may be broken
+    the widest are made narrower, alike.
     """
-    free = room - sum(width + 2 for width, whole in zip(wanted, fixed, strict=True) if whole)
-    flexible = sorted((width, index) for index, width in enumerate(wanted) if not fixed[index])
-    widths = list(wanted)
+    texts = [[column.name for column in columns]]
+    texts += [[cell.text for cell in line] for line in lines if not isinstance(line, str)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    fixed = [column.right or column.whole for column in columns]
+    free = room - sum(width + 2 for width in compress(widths, fixed))
+    flexible = sorted((width, index) for index, width in enumerate(widths) if not fixed[index])
     for place, (width, index) in enumerate(flexible):
         share = free // (len(flexible) - place) - 2
         widths[index] = max(min(width, share), min(width, _NARROWEST))
@@ -122,17 +129,36 @@ def cells(*values: str | Cell) -> tuple[Cell, ...]:
     return tuple(value if isinstance(value, Cell) else Cell(value) for value in values)
 
 
+def group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """key -> its items; both in the order in which they first come."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def build_table(
-    title: str, show: Mapping[Column, Callable[[Item], str | Cell]], items: Iterable[Item | str], caption: str
+    title: str,
+    show: Mapping[Column, Callable[[Item], str | Cell]],
+    items: Iterable[Item],
+    caption: str = "",
+    heading: Callable[[Item], str] = lambda _: "",
 ) -> PlainTable:
-    """A line for each item, whose cells `show` makes; a text is a heading."""
-    lines = (one if isinstance(one, str) else cells(*(cell(one) for cell in show.values())) for one in items)
+    """A line for each item, whose cells `show` makes; those of one `heading` stand under it, where it is not empty."""
+    lines: list[Line] = []
+    for text, mine in group_by(items, heading).items():
+        lines += [text] if text else []
+        lines += [cells(*(cell(one) for cell in show.values())) for one in mine]
     return PlainTable(title, tuple(show), tuple(lines), caption)
 
 
-def figure(name: str, wide: bool = False) -> Column:
-    """A column of numbers."""
+def number_column(name: str, wide: bool = False) -> Column:
     return Column(name, right=True, wide=wide)
+
+
+def format_number(value: float | None, spec: str, otherwise: str = "-") -> str:
+    """The number as its format says; `otherwise` where there is none."""
+    return otherwise if value is None else format(value, spec)
 
 
 def format_value(value: object) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.reporting.arms import arm_key, swept_names, title_of
-from experiments.reporting.table_style import setting_name
+from experiments.reporting.arms import arm_key, select_stages, select_timed, swept_names, title_of
+from experiments.reporting.comparison_tables import OUTCOMES
+from experiments.reporting.table_style import group_by, setting_name
 from experiments.runs import verdicts as judgement
 from experiments.runs.comparison import MIN_REPLICATES
 from experiments.runs.rows import Row
@@ -17,7 +18,6 @@ from experiments.runs.verdicts import Comparison
 _BUSY = 1.25
 """Times the machine's cores: a load of more is of processes that waited for others'."""
 
-_OUTCOMES = ("better", "worse", "within noise", "cannot tell")
 _WAITS = {"ttft_s.p50": "first token (p50)", "tpot_s.p50": "time per token (p50)", "gap_s.p99": "gap (p99)"}
 """What users wait for: the figures that are judged, and what they are called."""
 
@@ -43,20 +43,21 @@ def verdict_of(
         judged: its arms beside the first of their places, where there are processes enough to tell.
         environment: of the run: its cores, and the outside variants that `tk check` never saw.
     """
-    unserved = _failed_requests([row for row in rows if row.stage in ("engine", "peers")])
-    parts = [*_checks([row for row in rows if row.stage == "check"]), *unserved, *_tokens(rows)]
+    served = select_stages(rows, "engine", "peers")
+    unserved = _failed_requests(served)
+    parts = [*_checks(select_stages(rows, "check")), *unserved, *_tokens(rows)]
     speeds = _judged_speeds(judged) if judged is not None else []
     first_speed, *more_speeds = [*(speeds or _unjudged_speeds(rows, count)), ""]
     lines = [
         " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]])),
-        _quantized([row for row in rows if row.stage == "quantization"]),
-        "; ".join(filter(None, [_timed(rows), first_speed])),
+        _quantized(select_stages(rows, "quantization")),
+        "; ".join(filter(None, [_timed(rows, served), first_speed])),
         *more_speeds,
+        _unchecked(environment),
+        _load(rows, environment),
+        "" if finished else "the run has not ended: what follows is what it knew when it was cut off",
     ]
-    notes = [_unchecked(environment), _load(rows, environment)]
-    if not finished:
-        notes.append("the run has not ended: what follows is what it knew when it was cut off")
-    first, *others = [_sentence(line) for line in [*lines, *notes] if line] or ["Nothing was measured."]
+    first, *others = list(map(_sentence, filter(None, lines))) or ["Nothing was measured."]
     bad = any(row.status in ("wrong", "failed") for row in rows)
     return Verdict(first, not bad and not unserved and bool(rows), tuple(others))
 
@@ -65,9 +66,17 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")
 
 
-def _at(where: str) -> str:
+def _begin(where: str) -> str:
     """How a sentence about one of several places begins."""
-    return f"with “{where}”, " if where else ""
+    return f"with “{_plain(where)}”, " if where else ""
+
+
+def _plain(place: str) -> str:
+    return ", ".join(map(setting_name, place.split(", ")))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
 def _list_names(names: Sequence[str], most: int = 3) -> str:
@@ -76,106 +85,89 @@ def _list_names(names: Sequence[str], most: int = 3) -> str:
 
 
 def _checks(checks: Sequence[Row]) -> list[str]:
-    found: dict[str, set[str]] = {}
-    for row in checks:
-        found.setdefault(f"{row.op}.{row.variant}", set()).add(row.status)
-    judged = {name: statuses for name, statuses in found.items() if statuses != {"unsupported"}}
-    wrong = [name for name, statuses in judged.items() if statuses & {"wrong", "failed"}]
-    points = len({place_of(row) for row in checks if row.status != "unsupported"})
-    at = f"at the {points} point{'s' if points != 1 else ''} of this run"
+    judged = [row for row in checks if row.status != "unsupported"]
+    variants = group_by(judged, lambda row: f"{row.op}.{row.variant}")
+    wrong = list(dict.fromkeys(f"{row.op}.{row.variant}" for row in judged if row.status != "ok"))
+    at = f"at the {_count(len(set(map(place_of, judged))), 'point')} of this run"
     if not judged:
-        return ["no variant could be checked"] if found else []
+        return ["no variant could be checked"] if checks else []
     if wrong:
         verb = "is" if len(wrong) == 1 else "are"
-        return [f"{len(wrong)} of {len(judged)} variants {verb} not right {at} ({_list_names(wrong)})"]
-    return [f"all {len(judged)} variants were right {at}" if len(judged) > 1 else f"the variant was right {at}"]
+        return [f"{len(wrong)} of {len(variants)} variants {verb} not right {at} ({_list_names(wrong)})"]
+    return [f"all {len(variants)} variants were right {at}" if len(variants) > 1 else f"the variant was right {at}"]
 
 
-def _failed_requests(rows: Sequence[Row]) -> list[str]:
+def _failed_requests(served: Sequence[Row]) -> list[str]:
     """How many requests failed, where some did: rows that are ok all the same."""
-    short = [row for row in rows if row.requests_failed]
+    short = [row for row in served if row.requests_failed]
     if not short:
         return []
     worst = max(short, key=lambda row: (row.requests_failed or 0) / (row.requests or 1))
     counts = f"{worst.requests_failed} of {worst.requests}"
-    if len(rows) == 1:
+    if len(served) == 1:
         return [f"{counts} requests failed"]
-    names = swept_names([row for row in rows if row.stage == "engine"])
+    names = swept_names(select_stages(served, "engine"))
     where = ", ".join(filter(None, [worst.workload, title_of(worst, names)]))
     if len(short) == 1:
         return [f"{counts} requests failed ({where})"]
-    return [f"requests failed in {len(short)} of {len(rows)} servings (the most: {counts}, {where})"]
+    return [f"requests failed in {len(short)} of {len(served)} servings (the most: {counts}, {where})"]
 
 
 def _tokens(rows: Sequence[Row]) -> list[str]:
     """What was compared are the arms at one question each: the same workload, sizes and model."""
-    parities = [row for row in rows if row.stage == "parity"]
+    parities = select_stages(rows, "parity")
     if not parities:
         return []
-    other = [row for row in parities if row.tokens_equal is False]
-    if other:
-        verb = "differs" if len(other) == 1 else "differ"
-        return [f"{len(other)} of {len(parities)} comparisons with the first arm {verb} in some token"]
-    requests = {arm_key(row): row.requests or 0 for row in rows if row.stage == "engine"}
+    if other := sum(row.tokens_equal is False for row in parities):
+        verb = "differs" if other == 1 else "differ"
+        return [f"{other} of {len(parities)} comparisons with the first arm {verb} in some token"]
+    requests = {arm_key(row): row.requests or 0 for row in select_stages(rows, "engine")}
     partly = any((row.requests or 0) < requests.get(arm_key(row), 0) for row in parities)
-    same = "the same tokens" + (" to the requests that both served" if partly else "")
+    same = "the same tokens" + " to the requests that both served" * partly
     others = Counter(map(question_of, parities))
     if len(set(others.values())) > 1:
         return [f"all {len(parities)} arms that stand beside the first of their workload and model gave {same}"]
-    places = f" at each of {len(others)} workloads or models" if len(others) > 1 else ""
+    places = f" at each of {len(others)} workloads or models" * (len(others) > 1)
     return [f"all {1 + next(iter(others.values()))} arms gave {same}{places}"]
 
 
-def _timed(rows: Sequence[Row]) -> str:
+def _timed(rows: Sequence[Row], served: Sequence[Row]) -> str:
     """ "2 of 6 arms timed (swiglu interpreted on a CPU: not measured)"; of a run without an engine, variants."""
-    engines = [row for row in rows if row.stage in ("engine", "peers")]
-    arms = {str(arm_key(row)): row for row in engines}
-    timed = {key for key, row in arms.items() if row.tokens_per_s is not None}
-    noun = "arm"
-    if not engines:
-        noun = "variant"
-        arms = {f"{row.op}.{row.variant}": row for row in rows if row.stage in ("check", "kernels")}
-        timed = {f"{row.op}.{row.variant}" for row in rows if row.stage == "kernels" and row.median_us is not None}
-    if not arms:
+    noun = "arm" if served else "variant"
+    groups: dict[object, list[Row]] = group_by(served, arm_key) if served else group_by(
+        select_stages(rows, "check", "kernels"), lambda row: (row.op, row.variant)
+    )  # fmt: skip
+    if not groups:
         return ""
-    why = next(
-        (row.speed_reason or row.reason for key, row in arms.items() if key not in timed and row.stage != "check"), None
-    )
-    besides = f" ({why})" if why else ""
-    return f"{len(timed)} of {len(arms)} {noun}{'s' if len(arms) != 1 else ''} timed{besides}"
+    untimed = [mine[-1] for mine in groups.values() if not select_timed(mine)]
+    reasons = [row.speed_reason or row.reason for row in untimed if row.stage != "check"]
+    besides = f" ({reasons[0]})" if reasons and reasons[0] else ""
+    return f"{len(groups) - len(untimed)} of {_count(len(groups), noun)} timed{besides}"
 
 
 def _unjudged_speeds(rows: Sequence[Row], count: int) -> list[str]:
     """Of runs with too few processes for a test: how far apart what was timed lies, and no winner."""
     each = "one process an arm" if count == 1 else f"{count} processes an arm, and a test needs {MIN_REPLICATES}"
-    served: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.stage in ("engine", "peers") and row.tokens_per_s:
-            served.setdefault(place_of(row), []).append(row)
-    swept_labels = swept_ops(rows)
-    wheres = distinct_parts(served)
+    served = group_by(select_timed(select_stages(rows, "engine", "peers")), place_of)
+    swept, wheres = swept_ops(rows), distinct_parts(served)
     found = []
     for place, mine in served.items():
-        rates = sorted((row.tokens_per_s or 0.0, label_of(row, swept=swept_labels).title) for row in mine)
+        rates = sorted((row.tokens_per_s or 0.0, label_of(row, swept=swept).title) for row in mine)
         ends = [f"{rate:,.0f} tokens/s" + (f" ({name})" if len(rates) > 1 else "") for rate, name in rates]
         which = f"{ends[0]} to {ends[-1]}" if len(rates) > 1 else ends[0]
-        found.append(f"{_at(_plain(wheres[place]))}not judged: {each}; {which}")
+        found.append(f"{_begin(wheres[place])}not judged: {each}; {which}")
     return found or _unjudged_kernels(rows, each)
 
 
 def _unjudged_kernels(rows: Sequence[Row], each: str) -> list[str]:
     """Of each op, how far apart its variants lie at a point; of one whose only variant was timed, its times."""
-    ops: dict[str, dict[str, list[float]]] = {}
-    for row in rows:
-        if row.stage == "kernels" and row.median_us is not None:
-            ops.setdefault(str(row.op), {}).setdefault(place_of(row), []).append(row.median_us)
     found = []
-    for op, places in ops.items():
-        apart = [max(times) / min(times) for times in places.values() if len(times) > 1]
-        times = [time for some in places.values() for time in some]
-        span = f"{min(times):.3g} to {max(times):.3g} us" if max(times) > min(times) else f"{times[0]:.3g} us"
+    for op, mine in group_by(select_timed(select_stages(rows, "kernels")), lambda row: str(row.op)).items():
+        places = [[row.median_us or 0.0 for row in some] for some in group_by(mine, place_of).values()]
+        apart = [max(times) / min(times) for times in places if len(times) > 1]
         ratios = f"the slowest variant's time is {_range(apart)} times the fastest's at a point, " if apart else ""
-        found.append(f"for {op}, not judged: {each}; {ratios}{span}")
+        times = _range([time for some in places for time in some])
+        found.append(f"for {op}, not judged: {each}; {ratios}{times} us")
     return found
 
 
@@ -186,16 +178,18 @@ def _range(values: Sequence[float]) -> str:
 
 def _judged_speeds(found: Comparison) -> list[str]:
     """Of arms that were compared process by process: which are faster than the first, and by how much."""
-    places: dict[str, list[judgement.Verdict]] = {}
-    for one in found.verdicts:
-        if one.figure == "tokens_per_s" and one.place.startswith("engine"):
-            places.setdefault(one.place, []).append(one)
-    wheres = distinct_parts(places)
+    places = group_by(found.verdicts, lambda one: one.place)
+    rates = {
+        place: speeds
+        for place, mine in places.items()
+        if place.startswith("engine") and (speeds := [one for one in mine if one.figure == "tokens_per_s"])
+    }
+    wheres = distinct_parts(rates)
     shown = []
-    for place, mine in places.items():
-        ratio, text = _judged_place(mine)
-        besides = [*_judged_peers(mine), *_judged_waits([one for one in found.verdicts if one.place == place])]
-        shown.append((ratio, _at(_plain(wheres[place])) + "; ".join([text, *besides])))
+    for place, speeds in rates.items():
+        ratio, text = _judged_place(speeds)
+        besides = [*_judged_peers(speeds), *_judged_waits(places[place])]
+        shown.append((ratio, _begin(wheres[place]) + "; ".join([text, *besides])))
     ordered = [text for _, text in sorted(shown, key=lambda pair: -pair[0])]
     return ordered + _judged_kernels([one for one in found.verdicts if one.figure == "median_us"])
 
@@ -204,47 +198,53 @@ def _judged_place(verdicts: Sequence[judgement.Verdict]) -> tuple[float, str]:
     """By how much the best arm of a place beats the first (1 and less: none does), and what is said of that."""
     # The largest ratio need not be a real one: another arm's smaller one may be surer.
     best = max(verdicts, key=lambda one: (one.effect.outcome == "better", one.effect.ratio))
-    first = best.beside or "the first arm"
-    outcomes = [one.effect.outcome for one in verdicts]
-    if best.effect.outcome == "better":
+    outcomes = Counter(str(one.effect.outcome) for one in verdicts)
+    if outcomes["better"]:
         ratio = f"{best.effect.ratio:.{4 if best.effect.ratio < 1.005 else 3}g}"
-        text = f"the arm {best.arm} serves {ratio} times the tokens per second of {first} ({_interval(best)})"
+        text = f"the arm {best.arm} serves {ratio} times the tokens per second of {_first(best)} ({_interval(best)})"
         return best.effect.ratio, text
-    if "worse" in outcomes:
-        slower = f"{outcomes.count('worse')} of {len(verdicts)} others are slower"
-        return 1.0, f"no arm is faster than {first}, and {slower}"
-    if "cannot tell" in outcomes:
-        return 0.0, f"not judged: of {outcomes.count('cannot tell')} arms there are too few processes"
+    if outcomes["worse"]:
+        slower = f"{outcomes['worse']} of {len(verdicts)} others are slower"
+        return 1.0, f"no arm is faster than {_first(best)}, and {slower}"
+    if outcomes["cannot tell"]:
+        return 0.0, f"not judged: of {outcomes['cannot tell']} arms there are too few processes"
     least = max((one.effect.smallest or 0.0 for one in verdicts), default=0.0)
-    text = f"no arm's tokens per second differ from those of {first} by more than noise"
+    text = f"no arm's tokens per second differ from those of {_first(best)} by more than noise"
     return 0.0, f"{text} (a change of {least:.1%} would have been found)"
+
+
+def _first(verdict: judgement.Verdict) -> str:
+    return verdict.beside or "the first arm"
 
 
 def _judged_kernels(times: Sequence[judgement.Verdict]) -> list[str]:
     """Of each op, which variant is really faster than the first at which points; and how many differences are real."""
-    ops: dict[str, dict[str, list[judgement.Verdict]]] = {}
-    for one in times:
-        ops.setdefault(one.place.partition(", ")[0], {}).setdefault(one.place, []).append(one)
     lines = []
-    for op, points in ops.items():
-        wins: dict[str, list[tuple[int, float]]] = {}
-        for index, mine in enumerate(points.values()):
-            if better := [one for one in mine if one.effect.outcome == "better"]:
-                best = min(better, key=lambda one: one.effect.ratio)
-                wins.setdefault(best.arm, []).append((index, 1 / best.effect.ratio))
-        first = next(iter(points.values()))[0].beside or "the first variant"
-        names = [_plain(name) for name in distinct_parts(points).values()]
-        parts = []
-        for arm, won in sorted(wins.items(), key=lambda pair: -len(pair[1])):
-            at = f" ({_list_names(_runs([place for place, _ in won], names))})" if len(won) < len(points) else ""
-            parts.append(f"{arm} at {len(won)}, up to {max(ratio for _, ratio in won):.3g} times as fast{at}")
-        which = f"{first} is beaten by {_list_names(parts)}" if parts else f"no variant is faster than {first}"
+    for op, mine in group_by(times, lambda one: one.place.partition(", ")[0]).items():
+        first, points = mine[0].beside or "the first variant", group_by(mine, lambda one: one.place)
+        wins = _wins(points)
+        which = f"{first} is beaten by {_list_names(wins)}" if wins else f"no variant is faster than {first}"
         lines.append(f"for {op}, of {len(points)} points, {which}")
     if times:
         counts = Counter(str(one.effect.outcome) for one in times)
-        counted = ", ".join(f"{counts[outcome]} {outcome}" for outcome in _OUTCOMES if counts[outcome])
+        counted = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
         lines.append(f"of {len(times)} kernel times beside the first variant's, {counted}")
     return lines
+
+
+def _wins(points: Mapping[str, Sequence[judgement.Verdict]]) -> list[str]:
+    """ "fused at 2, up to 2.5 times as fast (T=1 to T=2)", of each variant that is the fastest at some points."""
+    wins: dict[str, dict[int, float]] = {}
+    for index, mine in enumerate(points.values()):
+        best = min(mine, key=lambda one: (one.effect.outcome != "better", one.effect.ratio))
+        if best.effect.outcome == "better":
+            wins.setdefault(best.arm, {})[index] = 1 / best.effect.ratio
+    names = list(map(_plain, distinct_parts(points).values()))
+    shown = []
+    for arm, won in sorted(wins.items(), key=lambda pair: -len(pair[1])):
+        at = f" ({_list_names(_name_runs([*won], names))})" if len(won) < len(points) else ""
+        shown.append(f"{arm} at {len(won)}, up to {max(won.values()):.3g} times as fast{at}")
+    return shown
 
 
 def _judged_peers(verdicts: Sequence[judgement.Verdict]) -> list[str]:
@@ -254,7 +254,7 @@ def _judged_peers(verdicts: Sequence[judgement.Verdict]) -> list[str]:
         low, high = one.effect.low, one.effect.high
         if one.arm.startswith("peer ") and one.effect.outcome in ("better", "worse") and low and high:
             times = f"{1 / one.effect.ratio:.3g} times the tokens per second of {one.arm.removeprefix('peer ')}"
-            lines.append(f"{one.beside or 'the first arm'} serves {times} ({1 / high:.3g} to {1 / low:.3g})")
+            lines.append(f"{_first(one)} serves {times} ({1 / high:.3g} to {1 / low:.3g})")
     return lines
 
 
@@ -264,7 +264,7 @@ def _judged_waits(verdicts: Sequence[judgement.Verdict]) -> list[str]:
     if not real:
         return []
     most = max(real, key=lambda one: abs(math.log(one.effect.ratio)))
-    ratio = f"{most.effect.ratio:.3g} times that of {most.beside or 'the first arm'} ({_interval(most)})"
+    ratio = f"{most.effect.ratio:.3g} times that of {_first(most)} ({_interval(most)})"
     return [f"of what users wait for, the {_WAITS[most.figure]} differs most: that of {most.arm} is {ratio}"]
 
 
@@ -273,40 +273,27 @@ def _interval(one: judgement.Verdict) -> str:
     return f"{low:.3g} to {high:.3g}" if low is not None and high is not None else "no interval"
 
 
-def _plain(place: str) -> str:
-    return ", ".join(map(setting_name, place.split(", ")))
-
-
-def _runs(indices: Sequence[int], names: Sequence[str]) -> list[str]:
+def _name_runs(indices: Sequence[int], names: Sequence[str]) -> list[str]:
     """ "T=1 to T=4", "T=64": neighbours are named by the first and the last."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and runs[-1][-1] == index - 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
+    runs = group_by(indices, lambda index: index - indices.index(index)).values()
     return [names[run[0]] + (f" to {names[run[-1]]}" if len(run) > 1 else "") for run in runs]
 
 
 def _quantized(rows: Sequence[Row]) -> str:
     """Whose perplexity is the lowest at each number of bits: that is no matter of noise."""
-    judged = [(row.bits, row.perplexity, str(row.method)) for row in rows if row.perplexity is not None]
-    best: dict[int, tuple[float, str]] = {}
-    for bits, perplexity, method in judged:
-        if bits is not None:
-            best[bits] = min(best.get(bits, (math.inf, method)), (perplexity, method))
-    if not best:
-        return ""
-    winners: dict[str, list[int]] = {}
-    for bits in sorted(best):
-        winners.setdefault(best[bits][1], []).append(bits)
-    shown = [
-        f"{method}'s at {', '.join(map(str, mine))} bits ({', '.join(f'{best[bits][0]:.4g}' for bits in mine)})"
-        for method, mine in winners.items()
-    ]
-    dense = next((perplexity for bits, perplexity, _ in judged if bits is None), None)
-    beside = f"; the dense model's is {dense:.4g}" if dense is not None else ""
-    return f"the lowest perplexity is {', '.join(shown)}{beside}"
+    judged = group_by((row for row in rows if row.perplexity is not None), lambda row: row.bits)
+    dense = judged.get(None)
+    widths = sorted(bits for bits in judged if bits is not None)
+    best = [min(judged[bits], key=lambda row: (row.perplexity, row.method)) for bits in widths]
+    shown = ", ".join(map(_lowest, group_by(best, lambda row: row.method).values()))
+    beside = f"; the dense model's is {dense[0].perplexity:.4g}" if dense else ""
+    return f"the lowest perplexity is {shown}{beside}" if shown else ""
+
+
+def _lowest(rows: Sequence[Row]) -> str:
+    """ "rtn's at 3, 4 bits (28.1, 27)"."""
+    bits, values = ", ".join(str(row.bits) for row in rows), ", ".join(f"{row.perplexity:.4g}" for row in rows)
+    return f"{rows[0].method}'s at {bits} bits ({values})"
 
 
 def _unchecked(environment: Mapping[str, Any]) -> str:
@@ -316,7 +303,7 @@ def _unchecked(environment: Mapping[str, Any]) -> str:
 
 def _load(rows: Sequence[Row], environment: Mapping[str, Any]) -> str:
     """That the machine had more to do than it has cores, where it had while something was timed."""
-    cores = (environment.get("host") or {}).get("cpus")
+    cores = environment.get("host", {}).get("cpus")
     loads = [load for row in rows for load in (row.load_before, row.load_after) if load is not None]
     if not cores or not loads or max(loads) <= _BUSY * cores:
         return ""

@@ -132,6 +132,7 @@ def test_check_shows_the_smallest_failing_case_first(tmp_path: Path) -> None:
         (("--axes", "T=3"), "name it with --op"),
         (("--op", "swiglu", "--axes", "U=3"), "swiglu has no axis 'U': there is T, I"),
         (("--op", "swiglu", "--axes", "T=many"), "T=many, but 0 <= T"),
+        (("--op", "swiglu", "--axes", "T=--5"), "T=--5, but 0 <= T"),
         (("--op", "swiglu", "--axes", "activation=int8"), "activation in (float32"),
         (("--op", "swiglu", "--axes", "T"), "must be name=value"),
         (("--op", "swiglu", "--variant", "fused", "--config", "BLOCK=3"), "config has no 'BLOCK'"),

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-import experiments.commands.convert
+import experiments.quantization.squeezellm_pickle
 from experiments.cli import app
 from tests.tmodel.formats.by_hand import Kind
 from tests.tmodel.formats.models import write_models
@@ -44,7 +44,7 @@ def original(tmp_path: Path) -> Path:
 
 
 def test_it_is_served_like_its_dense_twin(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiments.commands.convert, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(experiments.quantization.squeezellm_pickle, "SHARD_BYTES", 100_000)
     result = convert(original, tmp_path / "out")
     assert result.exit_code == 0, result.stderr
     shards = sorted((tmp_path / "out").glob("model-*.safetensors"))

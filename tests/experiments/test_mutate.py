@@ -52,7 +52,7 @@ def test_a_wrong_kernel_has_no_mutants(tmp_path: Path) -> None:
 
 
 def test_declared_equivalents_are_compared_with_their_originals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("experiments.commands.mutate.VERIFIED_CASES", 5)
+    monkeypatch.setattr("tkernels.verification.mutation.campaign.VERIFIED_CASES", 5)
     arguments = ["check", "--mutate", "--verify-equivalent", "add_rms_norm", "--variant", "row_per_program", "--json"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output

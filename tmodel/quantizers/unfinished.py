@@ -22,7 +22,7 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 
-from tkernels.files import PARTIAL, replacing, write_text
+from tkernels.files import PARTIAL, check_new_folder, replacing, write_text
 from tmodel.json_files import read_json
 
 
@@ -97,8 +97,7 @@ def open_unfinished(out: Path, num_layers: int, options: Mapping[str, Any]) -> I
         FileExistsError: `out` exists and is not empty.
         QuantizerError: the folder was begun with other options, which the message names, or another process writes it.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"{out} exists and is not an empty directory; a checkpoint is written to a new one")
+    check_new_folder(out, "a checkpoint")
     folder = out.parent / f".{out.name}.unfinished"
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(out.parent / f".{out.name}.lock", blocking=False)

@@ -27,7 +27,7 @@ def test_what_cannot_be_reported_is_refused(tmp_path: Path) -> None:
     folder = record(tmp_path / "mine", [check("swiglu", "fused")])
     wrong = tk("report", folder, "--format", "htm")
     assert wrong.exit_code == 2
-    assert "--format: no 'htm': there is html, md, json; did you mean 'html'?" in wrong.stderr
+    assert "--format htm: there is html, md, json; did you mean 'html'?" in wrong.stderr
     assert "no such folder; did you mean 'mine'?" in tk("report", tmp_path / "mime").stderr
     (folder / "run.json").unlink()
     refused = tk("report", folder)

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from experiments.reporting.arms import merged
-from experiments.reporting.effects import GEMMS, Ratio, effects_of, effects_table, step_table, whole_step
+from experiments.reporting.arms import merge_processes
+from experiments.reporting.effects import Ratio, effects_of, effects_table
+from experiments.reporting.steps import GEMMS, steps_of
 from experiments.reporting.tables import tables_of
 from experiments.runs.reading import read_run
 from experiments.runs.rows import COLUMNS, Row
@@ -144,7 +145,7 @@ def test_a_ratio_is_the_one_that_was_tested_and_says_what_the_test_said(
     rows = replicated(ratio, swing)
     run = read_run(record(tmp_path / "run", rows))
     verdicts = {one.figure: one.effect for one in compare_arms(run).verdicts}
-    (_, effect) = effects_of(merged(rows), ["swiglu"], rows)
+    (_, effect) = effects_of(merge_processes(rows), ["swiglu"], rows)
     assert effect.end_to_end is not None
     assert effect.alone is not None
     assert effect.end_to_end.value == pytest.approx(verdicts["tokens_per_s"].ratio)
@@ -162,9 +163,11 @@ def test_a_pair_that_the_runs_arms_are_not_compared_by_is_judged_all_the_same() 
         for decode, swiglu in ((d, s) for d in "ab" for s in ("torch", "fused")):
             rate = 1000.0 * noise * (1.2 if swiglu == "fused" else 1.0) * (1.5 if decode == "b" else 1.0)
             rows.append(engine(swiglu, decode, rate).model_copy(update={"replicate": replicate}))
-    found = [effect.end_to_end for effect in effects_of(merged(rows), ["swiglu"], rows) if effect.variant == "fused"]
+    found = [
+        effect.end_to_end for effect in effects_of(merge_processes(rows), ["swiglu"], rows) if effect.variant == "fused"
+    ]
     assert found == [Ratio(pytest.approx(1.2), pytest.approx(0), "better")] * 2
-    few = effects_of(merged(rows[:8]), ["swiglu"], rows[:8])[1].end_to_end
+    few = effects_of(merge_processes(rows[:8]), ["swiglu"], rows[:8])[1].end_to_end
     assert few is not None
     assert few.outcome is None  # of two processes no test is made
 
@@ -185,7 +188,7 @@ def test_what_was_not_measured_is_none_and_no_step_is_no_table() -> None:
     _, effect = effects_of(rows, ["swiglu"])
     assert (effect.alone, effect.share, effect.end_to_end, effect.differs) == (None, None, None, None)
     assert effects_table(rows, ["swiglu"]) is None
-    assert step_table(rows, {}) is None
+    assert steps_of(rows, rows) == []
 
 
 def test_the_whole_step_has_a_name_and_adds_up() -> None:
@@ -196,7 +199,7 @@ def test_the_whole_step_has_a_name_and_adds_up() -> None:
         ("swiglu.fused", "op", 110), ("device idle", "gap", 140),
     ]  # fmt: skip
     rows = [step(FUSED, name, category, own, own) for name, category, own in parts]
-    found = whole_step(rows)
+    found = steps_of(rows, [FUSED])[0].whole
     assert found == pytest.approx(
         {
             "ops": 0.11, "GEMMs": 0.48, "model": 0.1, "sample": 0.1, "prepare": 0.04, "schedule": 0.01, "commit": 0.02,

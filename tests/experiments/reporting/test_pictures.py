@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from experiments.reporting.breakdown import breakdown_picture, step_table, steps_of
-from experiments.reporting.curves import Curves
-from experiments.reporting.curves import engine_curves as engine_curves_of
-from experiments.reporting.curves import kernel_curves as kernel_curves_of
-from experiments.reporting.dots import MOST, throughput_picture, variant_pictures, waiting_pictures
-from experiments.reporting.pictures import COLOURS, MARKERS, SERIES, Picture, compact, for_file, for_page, label, look
-from experiments.reporting.points import kernel_points, label_factors, varying
+from experiments.reporting.curves import curves_of, varying_factors
+from experiments.reporting.dots import MOST, dots_of, pictures_of
+from experiments.reporting.drawing import MARKERS, format_tick, printable, series_style
+from experiments.reporting.measured import Plot, engine_plots, kernel_plots, label_factors
+from experiments.reporting.pictures import COLOURS, SERIES, Picture, for_file, for_page
+from experiments.reporting.quantization import quantization_picture
 from experiments.reporting.report import report_of
 from experiments.reporting.roofline import NO_ROOFLINE, roofline_pictures
+from experiments.reporting.steps import ranges_table, steps_of, steps_picture
 from experiments.runs.reading import read_run
 from experiments.runs.rows import Row
 from tests.experiments.reporting.recorded import EVIL, everything, kernel, record, served
@@ -29,27 +29,34 @@ def rows_of(*stages: str) -> list[Any]:
     return [row for row in everything() if row.stage in stages]
 
 
-def drawn(curves: dict[str, Curves]) -> list[Picture]:
-    return [picture for found in curves.values() for picture in found.pictures]
+def curves(plots: list[Plot]) -> list[Picture]:
+    return [picture for plot in plots for picture in curves_of(plot)[0]]
 
 
-def kernel_curves(*arguments: Any) -> list[Picture]:
-    return drawn(kernel_curves_of(*arguments))
+def dots(plots: list[Plot]) -> list[Picture]:
+    return [picture for plot in plots if (picture := dots_of(plot)) is not None]
 
 
-def engine_curves(*arguments: Any) -> list[Picture]:
-    return drawn(engine_curves_of(*arguments))
+def kernel_curves(rows: list[Any], asked: dict[str, Any]) -> list[Picture]:
+    return curves(kernel_plots(rows, asked, "some CPU"))
 
 
-def records(picture: Picture | None) -> list[dict[str, str]]:
-    assert picture is not None
+def engine_curves(rows: list[Any]) -> list[Picture]:
+    return curves(engine_plots(rows, "", ""))
+
+
+def engine_dots(rows: list[Any]) -> list[Picture]:
+    """The throughput first, then what users wait for."""
+    return dots(engine_plots(rows, "", ""))
+
+
+def records(picture: Picture) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(picture.as_csv())))
 
 
 def texts(picture: Picture) -> str:
-    svg = picture.as_svg()
-    assert svg is not None
-    return " ".join("".join(one.itertext()) for one in ElementTree.fromstring(for_file(svg)).iter(f"{SVG}text"))
+    svg = for_file(picture.as_svg())
+    return " ".join("".join(one.itertext()) for one in ElementTree.fromstring(svg).iter(f"{SVG}text"))
 
 
 def test_every_timed_variant_is_on_the_roofline_and_a_cpu_says_that_none_is_known() -> None:
@@ -90,7 +97,7 @@ def test_a_known_device_has_its_limits() -> None:
 
 
 def test_a_curve_goes_over_the_number_that_varies() -> None:
-    (picture,) = kernel_curves(rows_of("kernels"), {"swiglu": []}, "some CPU")
+    (picture,) = kernel_curves(rows_of("kernels"), {"swiglu": []})
     assert (picture.name, picture.title) == ("time-swiglu-by-T", "swiglu by tokens T")
     found = records(picture)
     assert [(row["series"], float(row["T"])) for row in found] == [
@@ -103,15 +110,15 @@ def test_a_curve_goes_over_the_number_that_varies() -> None:
 
 def test_pins_and_options_are_axes_too_and_two_sizes_need_to_be_asked_for() -> None:
     pinned = [kernel("swiglu", f"fused[num_warps={warps}]", 1.0 * warps, {"T": 4}) for warps in (4, 8)]
-    (picture,) = kernel_curves(pinned, {}, "")
+    (picture,) = kernel_curves(pinned, {})
     assert picture.name == "time-swiglu-by-num_warps"
     assert [row["series"] for row in records(picture)] == ["fused", "fused"]
     two = [kernel("swiglu", "torch", 1.0 * size, {"T": size}) for size in (4, 8)]
-    assert kernel_curves(two, {}, "") == []
-    assert len(kernel_curves(two, {"swiglu": []}, "")) == 1
+    assert kernel_curves(two, {}) == []
+    assert len(kernel_curves(two, {"swiglu": []})) == 1
     swept = [served("engine", 100.0 * size, "chat", settings={"block_size": size}) for size in (16, 32)]
     names = ["engine-tokens-per-s-by-block_size", "engine-ttft-s-by-block_size", "engine-tpot-s-by-block_size"]
-    assert [one.name for one in engine_curves(swept, "", "")] == names
+    assert [one.name for one in engine_curves(swept)] == names
 
 
 def test_a_number_that_changes_along_with_a_policy_makes_no_curve() -> None:
@@ -119,8 +126,9 @@ def test_a_number_that_changes_along_with_a_policy_makes_no_curve() -> None:
         {"max_num_batched_tokens": 1024, "chunked_prefill": False},
         {"max_num_batched_tokens": 128, "chunked_prefill": True},
     ]
-    assert engine_curves([served("engine", 100.0, "chat", settings=arm) for arm in arms], "", "") == []
-    named = throughput_picture([served("engine", 100.0, "chat", settings=arm) for arm in arms], "")
+    rows = [served("engine", 100.0, "chat", settings=arm) for arm in arms]
+    assert engine_curves(rows) == []
+    named = engine_dots(rows)[0]
     assert records(named)[1]["name"] == "max_num_batched_tokens 128, chunked_prefill true"
 
 
@@ -130,17 +138,17 @@ def test_what_follows_from_other_axes_is_none_of_its_own() -> None:
         for batch in (1, 8)
         for pages in (4, 8, 16)
     ]
-    (points,) = kernel_points(rows).values()
-    assert varying(points) == {"B": [1, 8], "context": [64, 128, 256]}
+    (plot,) = kernel_plots(rows, {}, "")
+    assert varying_factors(plot.points) == {"B": [1, 8], "context": [64, 128, 256]}
     pool = [kernel("kv_scatter", "torch", 1.0, {"T": 16, "P": 16 // page, "S": page}) for page in (4, 8, 16)]
-    assert varying(kernel_points(pool)["kv_scatter"]) == {"S": [4, 8, 16]}
-    by_context = next(one for one in kernel_curves(rows, {}, "") if one.name.endswith("by-context"))
+    assert varying_factors(kernel_plots(pool, {}, "")[0].points) == {"S": [4, 8, 16]}
+    by_context = next(one for one in kernel_curves(rows, {}) if one.name.endswith("by-context"))
     assert {row["series"] for row in records(by_context)} == {"torch, B 1", "torch, B 8"}
 
 
 def test_more_lines_than_can_be_told_apart_are_several_pictures() -> None:
     rows = [kernel("swiglu", f"v{number}", 1.0, {"T": size}) for number in range(40) for size in (1, 2, 4)]
-    pictures = kernel_curves(rows, {}, "")
+    pictures = kernel_curves(rows, {})
     assert len(pictures) == 4
     assert pictures[-1].title == "swiglu by tokens T (4 of 5)"
     assert "8 more lines are in results.jsonl" in pictures[-1].caption
@@ -153,7 +161,7 @@ def test_many_lines_are_a_picture_for_each_batch() -> None:
         for width in (64, 128)
         for size in (1, 2, 4)
     ]
-    found = {one.title: {row["series"] for row in records(one)} for one in kernel_curves(rows, {}, "")}
+    found = {one.title: {row["series"] for row in records(one)} for one in kernel_curves(rows, {})}
     names = {"torch", "fused", "tiled"}
     assert found == {"swiglu by tokens T, I 64": names, "swiglu by tokens T, I 128": names}
 
@@ -161,9 +169,9 @@ def test_many_lines_are_a_picture_for_each_batch() -> None:
 def test_an_arm_without_the_number_is_a_level_and_one_that_has_it_once_a_mark(tmp_path: Path) -> None:
     labels = ("torch", "split_kv[num_splits=4]", "split_kv[num_splits=8]")
     pinned: list[Row] = [served("engine", 1000.0, "w", arm={"paged_decode": label}) for label in labels]
-    curves = engine_curves_of(pinned, "", "")
-    assert all(found.complete for found in curves.values())
-    (picture,) = curves["tokens_per_s"].pictures
+    rates, *waits = engine_plots(pinned, "", "")
+    assert [curves_of(plot)[1] for plot in (rates, *waits[:2])] == [[], [], []]  # every point is on one
+    ((picture,), _) = curves_of(rates)
     assert [(row["series"], row["num_splits"]) for row in records(picture)] == [
         ("torch", ""), ("split_kv", "4.0"), ("split_kv", "8.0"),
     ]  # fmt: skip
@@ -171,10 +179,10 @@ def test_an_arm_without_the_number_is_a_level_and_one_that_has_it_once_a_mark(tm
     assert {"torch", "split_kv"} <= set(texts(picture).split())
     one_left = [("torch", 8), ("torch", 16), ("fused", 8)]
     sizes = [served("engine", 1000.0, "w", arm={"swiglu": a}, settings={"block_size": n}) for a, n in one_left]
-    (picture,) = engine_curves_of(sizes, "", "")["tokens_per_s"].pictures
+    ((picture,), _) = curves_of(engine_plots(sizes, "", "")[0])
     assert {row["series"] for row in records(picture)} == {"torch", "fused"}
     kernels = [kernel("paged_decode", label, 10.0, {"B": 1, "N": 8, "S": 16}) for label in labels]
-    (picture,) = kernel_curves(kernels, {}, "")
+    (picture,) = kernel_curves(kernels, {})
     assert {row["series"] for row in records(picture)} == {"torch", "split_kv"}
     names = {one.name for one in report_of(read_run(record(tmp_path / "run", [*pinned, *kernels]))).pictures}
     assert "engine-tokens-per-s-by-num_splits" in names
@@ -201,11 +209,10 @@ def test_what_no_curve_can_show_is_among_the_dots(tmp_path: Path) -> None:
 
 def test_of_many_dots_the_best_and_the_first_are_drawn() -> None:
     arms = [served("engine", 100.0 + number, "w", arm={"swiglu": f"v{number:03}"}) for number in range(200)]
-    picture = throughput_picture(arms, "")
-    assert picture is not None
+    picture = engine_dots(arms)[0]
     shown = {word for word in texts(picture).split() if word.startswith("v")}
     assert shown == {"v000", *(f"v{number:03}" for number in range(201 - MOST, 200))}
-    (waits, *_) = waiting_pictures([*arms[:50], *(a.model_copy(update={"workload": "x"}) for a in arms[:50])], "")
+    _, waits, *_ = engine_dots([*arms[:50], *(arm.model_copy(update={"workload": "x"}) for arm in arms[:50])])
     assert texts(waits).split().count("v000") == 2
     assert "40 of 100: the best and the first of each group" in waits.caption
 
@@ -216,7 +223,7 @@ def test_a_workloads_field_is_called_the_same_everywhere() -> None:
         for name in ("torch", "fused")
         for size in (1, 2)
     ]
-    picture = engine_curves(rows, "", "")[0]
+    picture = engine_curves(rows)[0]
     assert picture.title == "Output tokens per second by num_requests"
     assert picture.name == "engine-tokens-per-s-by-num_requests"
     assert "workload." not in texts(picture)
@@ -224,12 +231,9 @@ def test_a_workloads_field_is_called_the_same_everywhere() -> None:
 
 def test_a_name_is_shown_as_it_is_whatever_it_holds() -> None:
     for odd in ('id="q"', 'href="#a', "url(#a)", "fill: #1c0a01", "font: bold 3px a", 'style="fill: #1c0a01"'):
-        picture = throughput_picture([served("engine", 9.0, "w", arm={"swiglu": name}) for name in (odd, "b")], "")
-        assert picture is not None
+        picture = engine_dots([served("engine", 9.0, "w", arm={"swiglu": name}) for name in (odd, "b")])[0]
         assert odd in texts(picture)
-        svg = picture.as_svg()
-        assert svg is not None
-        assert odd in " ".join(ElementTree.fromstring(for_page(svg)).itertext())
+        assert odd in " ".join(ElementTree.fromstring(for_page(picture.as_svg())).itertext())
 
 
 def test_labels_as_factors() -> None:
@@ -240,56 +244,52 @@ def test_labels_as_factors() -> None:
 
 
 def test_arms_side_by_side() -> None:
-    rows = rows_of("engine", "peers")
-    found = records(throughput_picture(rows, ""))
-    assert [(row["name"], float(row["median"])) for row in found] == [
+    throughput, *waits = engine_dots(rows_of("engine", "peers"))
+    assert [(row["name"], float(row["median"])) for row in records(throughput)] == [
         ("torch", 1000), ("fused", 1500), ("transformers padded", 500),
     ]  # fmt: skip
-    waits = waiting_pictures(rows, "")
     assert [one.name for one in waits] == ["waiting-ttft", "waiting-tpot", "waiting-gap"]
     assert {(row["p50"], row["p99"]) for row in records(waits[0])} == {("1.0", "4.0")}
-    assert throughput_picture([served("engine", None, "chat")], "") is None
-    (variants,) = variant_pictures(rows_of("kernels"), ["swiglu"], "")
+    assert engine_dots([served("engine", None, "chat")]) == []
+    found = pictures_of(kernel_plots(rows_of("kernels"), {"swiglu": []}, ""))
+    (variants,) = [one for one in found if one.name.startswith("variants")]
     assert variants.name == "variants-rms_norm"
     assert [row["name"] for row in records(variants)] == ["torch", "one_pass"]
 
 
-def test_a_steps_parts_sum_up_to_the_step() -> None:
+def test_a_steps_parts_sum_up_to_the_step(tmp_path: Path) -> None:
     steps = steps_of(rows_of("step"), rows_of("engine"))
     assert [(one.arm, one.step_us) for one in steps] == [("torch", 1000.0), ("fused", 1000.0)]
     for one in steps:
         assert math.isclose(sum(one.parts.values()), one.step_us)
-    picture = breakdown_picture(steps, "")
-    assert picture is not None
-    assert "swiglu" in texts(picture)
-    table = step_table(steps)
-    line = next(line for line in table.lines if not isinstance(line, str))
+    assert "swiglu" in texts(steps_picture(steps, ""))
+    line = next(line for line in ranges_table(steps).lines if not isinstance(line, str))
     assert [cell.text for cell in line] == ["swiglu.torch", "20", "600.0", "60.0%"]
     twice = [row.model_copy(update={"replicate": index}) for row in rows_of("step") for index in (0, 1)]
     again = steps_of(twice, rows_of("engine"))
     assert [(one.arm, one.step_us, one.steps) for one in again] == [("torch", 1000.0, 20), ("fused", 1000.0, 20)]
-    assert again[0].parts == steps[0].parts
+    assert (again[0].parts, again[0].whole) == (steps[0].parts, steps[0].whole)
     assert steps_of([], []) == []
-    assert breakdown_picture([], "") is None
+    without = report_of(read_run(record(tmp_path / "run", rows_of("engine"))))
+    (section,) = [one for one in without.sections if one.name == "step-time"]
+    assert (section.notes, section.pictures) == (["Where a step's time goes: not measured."], ())
 
 
 def all_pictures() -> list[Picture]:
     kernels, engines = rows_of("kernels"), rows_of("engine")
     odd = served("engine", 700.0, EVIL, settings={"prefix_cache": EVIL})
-    found = [
+    return [
         *roofline_pictures([*kernels, kernel("swiglu", EVIL, 2.0, {"T": 9})], "some CPU", EVIL),
-        *kernel_curves([*kernels, *(kernel("swiglu", "_x$y", 2.0, {"T": size}) for size in (1, 2))], {"swiglu": 1}, ""),
-        throughput_picture([*engines, odd], ""),
-        *waiting_pictures([*engines, odd], ""),
-        breakdown_picture(steps_of(rows_of("step"), engines), ""),
+        *kernel_curves([*kernels, *(kernel("swiglu", "_x$y", 2.0, {"T": size}) for size in (1, 2))], {"swiglu": 1}),
+        *engine_dots([*engines, odd]),
+        steps_picture(steps_of(rows_of("step"), engines), ""),
+        *[one for one in [quantization_picture(rows_of("quantization"), "some CPU")] if one is not None],
     ]
-    return [one for one in found if one is not None]
 
 
 def test_pictures_are_whole_documents_with_texts_that_stay_texts() -> None:
     for picture in all_pictures():
         svg = picture.as_svg()
-        assert svg is not None
         root = ElementTree.fromstring(for_file(svg))
         assert root.tag == f"{SVG}svg"
         assert not list(root.iter(f"{SVG}script"))
@@ -329,12 +329,12 @@ def test_colours_are_readable_on_their_paper(theme: int) -> None:
 
 
 def test_series_are_told_apart_by_colour_and_marker() -> None:
-    looks = [tuple(look(index).values()) for index in range(len(SERIES) * len(MARKERS))]
+    looks = [tuple(series_style(index).values()) for index in range(len(SERIES) * len(MARKERS))]
     assert len(set(looks)) == len(looks)
 
 
 def test_numbers_and_names_as_a_picture_shows_them() -> None:
-    assert [compact(value) for value in (0.25, 16, 4096, 16_777_216, 2e9)] == ["0.25", "16", "4,096", "16.8M", "2G"]
-    assert label("a\x00b") == "a\ufffdb"
-    assert label("_hidden") == " _hidden"
-    assert len(label("long" * 30)) == 40
+    assert [format_tick(value) for value in (0.25, 16, 4096, 16_777_216, 2e9)] == ["0.25", "16", "4,096", "16.8M", "2G"]
+    assert printable("a\x00b") == "a\ufffdb"
+    assert printable("_hidden") == " _hidden"
+    assert len(printable("long" * 30)) == 40

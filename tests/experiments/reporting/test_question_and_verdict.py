@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from experiments.reporting.arms import merged, processes
-from experiments.reporting.numerics import parity_table
+from experiments.reporting.arms import count_processes, merge_processes
 from experiments.reporting.question import question_of
 from experiments.reporting.rendering import as_html
 from experiments.reporting.report import report_of
-from experiments.reporting.tables import tables_of
+from experiments.reporting.tables import parity_table, tables_of
 from experiments.reporting.verdict import Verdict, verdict_of
 from experiments.runs.reading import read_run
 from experiments.runs.rows import Row
@@ -42,7 +41,7 @@ def test_the_question_is_the_comment_at_the_top(source: str, heading: str, text:
 
 def judge(rows: Sequence[Row], finished: bool = True, **environment: Any) -> Verdict:
     """The verdict without a test of arms, as of a run with few processes."""
-    return verdict_of(merged(rows), processes(rows), finished, None, environment)
+    return verdict_of(merge_processes(rows), count_processes(rows), finished, None, environment)
 
 
 def verdict(rows: Sequence[Row], finished: bool = True, **environment: Any) -> str:
@@ -121,7 +120,8 @@ def test_only_arms_that_were_compared_gave_the_same_tokens(settings: list[dict[s
     assert said in verdict(rows).lower()
     lines = tables_of(rows)["engine"].lines
     assert [line[-2].text for line in lines if not isinstance(line, str)] == ["first arm", "yes"] * len(settings)
-    caption = parity_table([row for row in rows if row.stage == "parity"], []).caption
+    parities, engines = ([row for row in rows if row.stage == stage] for stage in ("parity", "engine"))
+    caption = parity_table(parities, engines).caption
     whose = "(swiglu torch)." if len(settings) == 1 else "of the same model, workload and sizes (swiglu torch)."
     assert caption.startswith(f"Beside the first arm {whose}")
 
@@ -248,7 +248,7 @@ def test_with_five_processes_a_test_says_what_is_noise(tmp_path: Path) -> None:
     )
     assert faster.verdict.notes == ()
     throughput = next(one for one in faster.pictures if one.name == "throughput")
-    assert throughput.records[0][-1] == pytest.approx((1000, 1010, 1020, 1000, 1010))  # of each process one
+    assert throughput.records[0]["samples"] == pytest.approx((1000, 1010, 1020, 1000, 1010))  # of each process one
     assert "small marks: what they are of. some CPU, 1 thread; wall clock; spread: quartiles of 5" in throughput.caption
     section = next(one for one in faster.sections if one.name == "differences")
     assert section.notes == ("The arms of a: of 4 figures, 1 better, 3 within noise.",)

@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments.reporting.rendering import MOST_LINES, as_html, as_json, as_markdown, drawn, shortened, write_report
+from experiments.reporting.rendering import (
+    MOST_LINES,
+    as_html,
+    as_json,
+    as_markdown,
+    draw_pictures,
+    shorten_table,
+    write_report,
+)
 from experiments.reporting.report import Section, report_of
 from experiments.reporting.table_style import Column, PlainTable, cells
 from experiments.runs.reading import read_run
@@ -44,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def page(folder: Path) -> Page:
     report = report_of(read_run(folder))
-    return Page(as_html(report, drawn(report)))
+    return Page(as_html(report, draw_pictures(report)))
 
 
 def test_a_report_holds_all_that_it_should(page: Page) -> None:
@@ -113,7 +121,7 @@ def test_without_matplotlib_the_tables_are_there_and_the_lack_is_said(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     report = report_of(read_run(folder))
-    assert drawn(report) == {}
+    assert draw_pictures(report) == {}
     without = Page(as_html(report, {}))
     assert "pictures need matplotlib" in without.text
     assert "tkernels[plot]" in without.text
@@ -219,10 +227,10 @@ def test_a_run_that_was_cut_off_has_a_report(tmp_path: Path) -> None:
 
 def test_a_long_table_says_what_it_leaves_out() -> None:
     table = PlainTable("t", (Column("a"),), tuple(cells(str(index)) for index in range(MOST_LINES + 5)), "What.")
-    short = shortened(table)
+    short = shorten_table(table)
     assert len(short.lines) == MOST_LINES
     assert short.caption == "What. 5 more of 405 lines are in results.jsonl."
-    assert shortened(short) is short
+    assert shorten_table(short) is short
 
 
 def test_a_name_that_figures_leave_no_room_for_is_broken_at_a_dot_or_an_underscore() -> None:
