@@ -43,8 +43,8 @@ ROOMS: dict[str, dict[str, str]] = {
         "sequences": "scheduling.block_pool scheduling.sequence scheduling.state_slots scheduling.step_plan "
         "scheduling.refusal scheduling.token_budget scheduling.waiting_queue scheduling.sibling_groups",
         "policies": "scheduling.policies",
-        "scheduling": "scheduling",
         "options": "options resolved_options",
+        "scheduling": "scheduling",
         "execution": "execution",
         "llm": "llm async_llm",
         "package": "__init__",

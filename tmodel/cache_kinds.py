@@ -43,8 +43,8 @@ class CacheKind(Protocol):
         """What a unit holds of each layer.
 
         Args:
-            block_size: tokens of a block.
-            dtype: the one that the engine serves the model in.
+            block_size: Tokens of a block.
+            dtype: The one that the engine serves the model in.
         """
 
 

@@ -25,11 +25,11 @@ class Limits:
     """The most that a model is asked for, which the kernels are chosen for.
 
     Attributes:
-        max_num_tokens: tokens in one step.
-        max_num_seqs: sequences in one step.
-        max_model_len: tokens of one sequence, prompt and output.
-        block_size: tokens of a cache block.
-        num_blocks: blocks of the KV cache.
+        max_num_tokens: Tokens in one step.
+        max_num_seqs: Sequences in one step.
+        max_model_len: Tokens of one sequence, prompt and output.
+        block_size: Tokens of a cache block.
+        num_blocks: Blocks of the KV cache.
     """
 
     max_num_tokens: int
@@ -64,14 +64,14 @@ class Architecture:
     """One architecture: how its config.json is read, what its tensors are called, what it computes and with which ops.
 
     Attributes:
-        name: the one in config.json's `architectures`; transformers' class of that name is what it must compute.
-        fields: the fields of config.json that decide what is computed, with that class's defaults.
+        name: The one in config.json's `architectures`; transformers' class of that name is what it must compute.
+        fields: The fields of config.json that decide what is computed, with that class's defaults.
         resolve: (fields, end-token ids) -> ModelConfig. ConfigError for what it would not compute as it was trained.
-        tensors: name -> shape of every tensor of a dense checkpoint. A layer's stand together, the first layer's first.
-        axes: the ops that the model calls, with their axes, within the limits.
-        build: takes the weights out of the checkpoint.
-        linears: the layers that may be quantized, in the order of computation; none where only dense models are served.
-        layers: what the names of the first layer's tensors begin with, ahead of ".0.".
+        tensors: Name -> shape of every tensor of a dense checkpoint. A layer's stand together, the first layer's first.
+        axes: The ops that the model calls, with their axes, within the limits.
+        build: Takes the weights out of the checkpoint.
+        linears: The layers that may be quantized, in the order of computation; none where only dense models are served.
+        layers: What the names of the first layer's tensors begin with, ahead of ".0.".
     """
 
     name: str
@@ -89,18 +89,18 @@ class ModelConfig:
     """What cache, engine, quantizers and simulation read of a model. What its layers alone read is in `fields`.
 
     Attributes:
-        architecture: what it is one of.
+        architecture: What it is one of.
         fields: config.json, as the architecture reads it.
-        num_layers: decoder layers.
-        num_heads: query heads, Hq.
-        num_kv_heads: key-value heads, Hkv.
-        head_dim: dims of a head, D.
-        windows: of each layer, the keys that a query sees, itself included, or None for all of them.
-        max_position_embeddings: tokens of the longest sequence that the model was made for.
-        eos_token_ids: the tokens that end a generation.
-        dtype: the one that the checkpoint was saved for; a caller is free to load it as another.
-        quantization: which linear layers are quantized, and how; None is none of them.
-        cache_kinds: what a sequence keeps, by groups that share the layers out. An architecture that gives none keeps
+        num_layers: Decoder layers.
+        num_heads: Query heads, Hq.
+        num_kv_heads: Key-value heads, Hkv.
+        head_dim: Dims of a head, D.
+        windows: Of each layer, the keys that a query sees, itself included, or None for all of them.
+        max_position_embeddings: Tokens of the longest sequence that the model was made for.
+        eos_token_ids: The tokens that end a generation.
+        dtype: The one that the checkpoint was saved for; a caller is free to load it as another.
+        quantization: Which linear layers are quantized, and how; None is none of them.
+        cache_kinds: What a sequence keeps, by groups that share the layers out. An architecture that gives none keeps
             pages of keys and values in every layer.
     """
 

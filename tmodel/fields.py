@@ -72,7 +72,7 @@ class RotaryConfig(HuggingFaceConfig):
         """The rotary base, from `rope_parameters` (transformers 5) or the top level (before).
 
         Raises:
-            ConfigError: the angles are scaled, which no part here computes.
+            ConfigError: The angles are scaled, which no part here computes.
         """
         kind = (self.rope_scaling or self.rope_parameters or RopeParameters()).kind
         if kind != "default":
@@ -91,7 +91,7 @@ def windows_of(layer_types: Sequence[LayerType], window: int | None, num_layers:
     """The window of each layer from its type: the keys that a query sees, itself included; None is all of them.
 
     Raises:
-        ConfigError: there are more or fewer types than layers, or a layer slides and `window` is None.
+        ConfigError: There are more or fewer types than layers, or a layer slides and `window` is None.
     """
     if len(layer_types) != num_layers:
         raise ConfigError(f"layer_types has {len(layer_types)} entries for num_hidden_layers={num_layers}")

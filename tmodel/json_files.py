@@ -15,7 +15,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`.
 
     Raises:
-        ConfigError: the file is missing, damaged, or holds something else than an object.
+        ConfigError: The file is missing, damaged, or holds something else than an object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

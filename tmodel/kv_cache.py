@@ -26,10 +26,10 @@ class CacheTensors(KVCache):
     """A KVCache in few tensors, so that one launch reaches a unit in all its layers.
 
     Args:
-        layers: the caches of each layer, views of the tensors below.
-        blocks: tensors [C, P, ...] with a unit for each of P blocks of tokens. C counts the caches of all layers: with
+        layers: The caches of each layer, views of the tensors below.
+        blocks: Tensors [C, P, ...] with a unit for each of P blocks of tokens. C counts the caches of all layers: with
             pages 2 x layers, each layer's keys, then its values.
-        states: tensors [C, P', ...] with a unit for each of P' states.
+        states: Tensors [C, P', ...] with a unit for each of P' states.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ def allocate_kv_cache(
     nothing, and no stale NaN can hide in a slot.
 
     Args:
-        config: of the model.
+        config: Of the model.
         num_blocks: P, units that hold a block of tokens.
         block_size: S, tokens of a block.
         num_states: P', states of sequences; 0 where no kind keeps states.
-        device: where the caches are.
-        dtype: that the model is served in.
+        device: Where the caches are.
+        dtype: That the model is served in.
 
     Raises:
-        ValueError: there is no block, no token in a block, or no state where a kind keeps states.
+        ValueError: There is no block, no token in a block, or no state where a kind keeps states.
     """
     if num_blocks < 1 or block_size < 1:
         raise ValueError(f"a KV cache needs at least one block of one token, got {num_blocks} blocks of {block_size}")
@@ -131,10 +131,10 @@ class CachePages:
     host's memory is pinned where the device is a GPU, which then reads and writes it without the CPU.
 
     Args:
-        caches: the device's units, tensors [C, P, ...] for the same P: [C, P, S, Hkv, D] of keys and values.
-        copy_pages: the op of the model's KernelSet; None where nothing is copied on the device.
+        caches: The device's units, tensors [C, P, ...] for the same P: [C, P, S, Hkv, D] of keys and values.
+        copy_pages: The op of the model's KernelSet; None where nothing is copied on the device.
         num_host_blocks: Q; with 0 nothing can be swapped.
-        staged_bytes: of the buffer, which holds one unit at least.
+        staged_bytes: Of the buffer, which holds one unit at least.
 
     Raises:
         ValueError: num_host_blocks is negative.
@@ -185,7 +185,7 @@ class CachePages:
         """Copies units of the device (pages[0]) to distinct others (pages[1]), none of which is in pages[0].
 
         Raises:
-            RuntimeError: the object was made without `copy_pages`.
+            RuntimeError: The object was made without `copy_pages`.
         """
         src, dst = self._send_to_device(pages).unbind()
         for cache in self._caches:
@@ -203,7 +203,7 @@ class CachePages:
             place of the first in the buffer)).
 
         Raises:
-            IndexError: there is no such host page.
+            IndexError: There is no such host page.
         """
         if host_pages.size and not 0 <= int(host_pages.min()) <= int(host_pages.max()) < self.num_host_blocks:
             raise IndexError(

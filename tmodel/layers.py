@@ -20,8 +20,8 @@ class Linear:
     """A linear layer, x [T, K] -> [T, N].
 
     Attributes:
-        range: names the layer while it runs, because one kernel serves every linear of a model.
-        matmul: the kernel for its kind of weight.
+        range: Names the layer while it runs, because one kernel serves every linear of a model.
+        matmul: The kernel for its kind of weight.
         weight: [N, K], dense or quantized.
         bias: [N], or None.
     """
@@ -97,9 +97,9 @@ class PagedAttention:
     A step makes it once, so layers do not slice the batch's tensors again.
 
     Args:
-        kernels: with paged_decode and paged_prefill.
-        batch: of the step.
-        scale: that scores are multiplied by.
+        kernels: With paged_decode and paged_prefill.
+        batch: Of the step.
+        scale: That scores are multiplied by.
     """
 
     __slots__ = (
@@ -138,7 +138,7 @@ class PagedAttention:
             q: [T, Hq, D].
             k_cache: [P, S, Hkv, D].
             v_cache: [P, S, Hkv, D].
-            window: tokens that a token attends to; None is all.
+            window: Tokens that a token attends to; None is all.
 
         Returns:
             [T, Hq, D]; the rows of padding are undefined.

@@ -23,9 +23,9 @@ class LinearReader:
     before the next shape is read, so a device holds two layouts of one shape at most.
 
     Args:
-        checkpoint: what is read.
-        kernels: that the layers call.
-        quantization: of the checkpoint; None where it is dense.
+        checkpoint: What is read.
+        kernels: That the layers call.
+        quantization: Of the checkpoint; None where it is dense.
     """
 
     def __init__(self, checkpoint: Checkpoint, kernels: KernelSet, quantization: Quantization | None) -> None:
@@ -38,7 +38,7 @@ class LinearReader:
         """Reads the linears of `shape` as one layer, x [T, K] -> [T, sum of outputs].
 
         Raises:
-            WeightError: a tensor is missing, damaged, or contradicts the configuration.
+            WeightError: A tensor is missing, damaged, or contradicts the configuration.
         """
         if self.quantization is None or self.quantization.is_dense(shape):
             return self._dense(shape, 0, len(shape.names))
@@ -63,7 +63,7 @@ class LinearReader:
         """Reads the gate and up projections of `shape`, with the SwiGLU over them: x [T, H] -> [T, I].
 
         Raises:
-            WeightError: as `linear`.
+            WeightError: As `linear`.
         """
         if fuses_swiglu(shape, self.quantization):
             return GateUp(self.kernels.gate_up_swiglu, self._dense_weight(shape, 0, len(shape.names)))
@@ -109,7 +109,7 @@ class LinearReader:
         """Casts scales, table and outliers to the model's dtype.
 
         Raises:
-            WeightError: the dtype makes a value infinite, or a scale 0, which would zero its whole group.
+            WeightError: The dtype makes a value infinite, or a scale 0, which would zero its whole group.
         """
         checkpoint = self.checkpoint
         dtype = str(checkpoint.dtype).removeprefix("torch.")

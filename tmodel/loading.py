@@ -26,11 +26,11 @@ def load_config(path: str | Path, architectures: Architectures | None = None) ->
     quant_config.json.
 
     Args:
-        path: a Hugging Face directory.
-        architectures: those that config.json may name; None is the built-in ones, see `architectures_with`.
+        path: A Hugging Face directory.
+        architectures: Those that config.json may name; None is the built-in ones, see `architectures_with`.
 
     Raises:
-        ConfigError: a file is missing or damaged, the architecture is unknown, or a field asks for something that the
+        ConfigError: A file is missing or damaged, the architecture is unknown, or a field asks for something that the
             model would not compute as it was trained. The message names the file, and the known architectures.
     """
     file = Path(path) / "config.json"
@@ -56,10 +56,10 @@ def parse_config(raw: Mapping[str, Any], architectures: Architectures | None = N
 
     Args:
         raw: config.json.
-        architectures: as for `load_config`.
+        architectures: As for `load_config`.
 
     Raises:
-        ConfigError: as `load_config`.
+        ConfigError: As `load_config`.
     """
     architecture = find_named_architecture(raw, architectures)
     fields = parse_fields(architecture.fields, raw)
@@ -71,10 +71,10 @@ def find_named_architecture(raw: Mapping[str, Any], architectures: Architectures
 
     Args:
         raw: config.json.
-        architectures: as for `load_config`.
+        architectures: As for `load_config`.
 
     Raises:
-        ConfigError: it names none, several or an unknown one.
+        ConfigError: It names none, several or an unknown one.
     """
     names = raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
@@ -88,14 +88,14 @@ def load_model(
     """Loads the model in directory `path`. Only safetensors are read.
 
     Args:
-        path: a Hugging Face directory.
-        config: its configuration, see `load_config`.
-        kernels: that the model calls.
-        device: where weights go.
-        dtype: of the model, whatever float dtype its file has.
+        path: A Hugging Face directory.
+        config: Its configuration, see `load_config`.
+        kernels: That the model calls.
+        device: Where weights go.
+        dtype: Of the model, whatever float dtype its file has.
 
     Raises:
-        WeightError: a tensor is missing, cut short, of another shape than `config` asks for, or not the model's. The
+        WeightError: A tensor is missing, cut short, of another shape than `config` asks for, or not the model's. The
             message names file and tensor.
     """
     with Checkpoint(Path(path), device=device, dtype=dtype) as checkpoint, torch.inference_mode():

@@ -13,7 +13,7 @@ def why_broken(folders: Sequence[PurePath | str]) -> str | None:
     """Why `architectures_with(folders)` would raise, hang or end the process; None where it would not.
 
     Args:
-        folders: of outside architectures.
+        folders: Of outside architectures.
     """
     if not folders:
         return None

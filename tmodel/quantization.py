@@ -18,8 +18,8 @@ class Feed:
     Nothing else reads these channels. So dividing its rows and multiplying the inputs by the same numbers cancels out.
 
     Attributes:
-        name: the beginning of its tensors' names, "model.layers.0.mlp.up_proj".
-        rows: the rows of its weight and bias that compute the inputs, run by run in the inputs' order; one row may
+        name: The beginning of its tensors' names, "model.layers.0.mlp.up_proj".
+        rows: The rows of its weight and bias that compute the inputs, run by run in the inputs' order; one row may
             compute several inputs. Empty: row i computes input i.
     """
 
@@ -32,12 +32,12 @@ class LinearShape:
     """Linear layers with one input, computed as one: query, key and value; gate and up. Most stand alone.
 
     Attributes:
-        names: the beginning of their tensors' names, "model.layers.0.mlp.down_proj".
+        names: The beginning of their tensors' names, "model.layers.0.mlp.down_proj".
         outputs: N of each.
         inputs: K of all.
-        bias: whether all have one; else none has.
-        gated: they are the gate and up projections of a SwiGLU.
-        fed_by: the layer that can take the inverse of a scale of the inputs, which AWQ needs; None where none can.
+        bias: Whether all have one; else none has.
+        gated: They are the gate and up projections of a SwiGLU.
+        fed_by: The layer that can take the inverse of a scale of the inputs, which AWQ needs; None where none can.
     """
 
     names: tuple[str, ...]
@@ -110,7 +110,7 @@ class Quantization:
         """The axes that dequant_gemm is called at.
 
         Args:
-            tokens: the fewest and the most tokens of a call.
+            tokens: The fewest and the most tokens of a call.
 
         Returns:
             For each kind of weight, axis -> its value or (lowest, highest).

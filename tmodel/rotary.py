@@ -27,10 +27,10 @@ class Rope:
         """cos and sin of the angles at positions 0 to length - 1, each [length, dim/2].
 
         Args:
-            length: the positions that there are.
-            dtype: of the model. The tables are float32 for float32, float16 and bfloat16 (in half precision they would
+            length: The positions that there are.
+            dtype: Of the model. The tables are float32 for float32, float16 and bfloat16 (in half precision they would
                 misplace distant tokens), float64 for float64.
-            device: where the tables lie.
+            device: Where the tables lie.
         """
         # The angles are rounded to float32 in every dtype, because that is what the published checkpoints were trained
         # with and what transformers computes. Near position 10,000 the exact angle is up to 7e-4 radians away: that is

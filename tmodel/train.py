@@ -122,7 +122,7 @@ def train(model: Any, tokens: torch.Tensor, recipe: Recipe, seed: int, state: Pa
     steps, AdamW alone at 4.09 after 432, and steps are what a minute is short of.
 
     Args:
-        state: a file that is written every few seconds and that training goes on from, after Ctrl-C or a kill, to the
+        state: A file that is written every few seconds and that training goes on from, after Ctrl-C or a kill, to the
             same weights; it stays until the caller removes it.
     """
     order = torch.Generator().manual_seed(seed)

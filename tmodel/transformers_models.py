@@ -15,11 +15,11 @@ def new_transformers_model(raw: Mapping[str, Any], **changes: Any) -> Any:
     """A model of the class that a config.json names, its weights from torch's current random state.
 
     Args:
-        raw: the config.json.
-        changes: fields that differ.
+        raw: The config.json.
+        changes: Fields that differ.
 
     Raises:
-        ConfigError: transformers has no such class.
+        ConfigError: Transformers has no such class.
     """
     import transformers
 

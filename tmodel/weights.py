@@ -62,12 +62,12 @@ class Checkpoint:
     that the model ignores means that another model was saved.
 
     Args:
-        directory: with model.safetensors, or an index and its shards.
-        device: where tensors go.
-        dtype: of `tensor` and `fused`.
+        directory: With model.safetensors, or an index and its shards.
+        device: Where tensors go.
+        dtype: Of `tensor` and `fused`.
 
     Raises:
-        WeightError: there are no safetensors, a file is damaged or cut short, or a tensor is in two files.
+        WeightError: There are no safetensors, a file is damaged or cut short, or a tensor is in two files.
     """
 
     def __init__(self, directory: Path, *, device: torch.device | str, dtype: torch.dtype) -> None:
@@ -106,14 +106,14 @@ class Checkpoint:
         """Reads a tensor.
 
         Args:
-            name: of the tensor.
-            shape: that it must have.
+            name: Of the tensor.
+            shape: That it must have.
 
         Returns:
             The tensor as `self.dtype` on `self.device`.
 
         Raises:
-            WeightError: it is missing, has another shape, holds no floats, or has values beyond the dtype's range.
+            WeightError: It is missing, has another shape, holds no floats, or has values beyond the dtype's range.
         """
         return self.fused([name], [shape])
 
@@ -121,14 +121,14 @@ class Checkpoint:
         """Reads tensors into one allocation, stacked along their first dim.
 
         Args:
-            names: of the tensors.
-            shapes: theirs, which differ in the first dim alone.
+            names: Of the tensors.
+            shapes: Theirs, which differ in the first dim alone.
 
         Returns:
             [sum of shapes[i][0], ...] as `self.dtype` on `self.device`.
 
         Raises:
-            WeightError: as `tensor`.
+            WeightError: As `tensor`.
         """
         for name, shape in zip(names, shapes, strict=True):
             self._check_entry(name, tuple(shape), "config.json asks for {}", _FLOATS.values())
@@ -148,16 +148,16 @@ class Checkpoint:
         """Reads a tensor in its stored dtype.
 
         Args:
-            name: of the tensor.
-            shape: that it must have.
-            dtypes: one of which it must be stored in.
-            layout: explains `shape` in the message, "a weight of 4 bits has [K/8, N] = {}".
+            name: Of the tensor.
+            shape: That it must have.
+            dtypes: One of which it must be stored in.
+            layout: Explains `shape` in the message, "a weight of 4 bits has [K/8, N] = {}".
 
         Returns:
             The tensor on `self.device`.
 
         Raises:
-            WeightError: it is missing, or has another shape or dtype.
+            WeightError: It is missing, or has another shape or dtype.
         """
         self._check_entry(name, tuple(shape), layout, dtypes)
         tensor = self.peek(name)
@@ -182,7 +182,7 @@ class Checkpoint:
         """The shape of tensor `name`.
 
         Raises:
-            WeightError: it is missing.
+            WeightError: It is missing.
         """
         return self._entry(name).shape
 
@@ -201,7 +201,7 @@ class Checkpoint:
         """Checks the values of tensor `name`.
 
         Raises:
-            WeightError: one of them is not finite.
+            WeightError: One of them is not finite.
         """
         if not _is_finite(values):
             place = (~torch.isfinite(values)).nonzero()[0].tolist()
@@ -212,7 +212,7 @@ class Checkpoint:
         """Reads tensor `name` where the checkpoint has it, and compares.
 
         Raises:
-            WeightError: it is not `expected`.
+            WeightError: It is not `expected`.
         """
         if name in self and not torch.equal(self.tensor(name, expected.shape), expected):
             raise WeightError(
@@ -232,7 +232,7 @@ class Checkpoint:
         """Checks that the model has read every tensor.
 
         Raises:
-            WeightError: it has not; the message names some of the others.
+            WeightError: It has not; the message names some of the others.
         """
         unused = sorted(self._entries.keys() - self._taken)
         if unused:

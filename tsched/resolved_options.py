@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tsched.options import BYTES_END, OPTIONS, EngineOptions, OptionError
-from tsched.scheduling.scheduler import Scheduler
+from tsched.options import BYTES_END, EngineOptions, OptionError
 
 if TYPE_CHECKING:
     from tkernels.selection import OpAxes
@@ -55,24 +53,20 @@ def split_bytes(num_bytes: int, sizes: UnitSizes, each: CacheUnits, most: CacheU
 class ResolvedOptions:
     """What options mean for one model: the sizes of its scheduler and cache.
 
+    max_model_len: tokens of a sequence, prompt and output together.
+    num_blocks, block_size: the KV cache: blocks, and tokens of a block.
     num_host_blocks, num_host_states: in host memory for preemption by swapping.
     num_states: slots for states of sequences, 0 where no layer keeps one; kept every `state_interval` blocks.
     """
 
     options: EngineOptions
     max_model_len: int
+    block_size: int
     num_blocks: int
-    num_host_blocks: int
+    num_host_blocks: int = 0
     num_states: int = 0
     num_host_states: int = 0
     state_interval: int = 1
-
-    @property
-    def scheduler_arguments(self) -> dict[str, Any]:
-        """The keyword arguments of a Scheduler, but for the model's end tokens."""
-        sizes = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "options"}
-        taken = [name for name in inspect.signature(Scheduler).parameters if name in OPTIONS]
-        return {name: getattr(self.options, name) for name in taken} | sizes
 
     def kernel_axes(self, config: ModelConfig) -> OpAxes:
         """The ops that the engine calls, with every axis that it calls them at, for `tkernels.select`."""
@@ -82,7 +76,7 @@ class ResolvedOptions:
             max_num_tokens=self.options.max_num_batched_tokens,
             max_num_seqs=self.options.max_num_seqs,
             max_model_len=self.max_model_len,
-            block_size=self.options.block_size,
+            block_size=self.block_size,
             num_blocks=self.num_blocks,
         )
         return kernel_axes(config, limits)
@@ -113,7 +107,14 @@ def resolve_options(
     units = _fit_cache(options, sizes, cache_bytes, longest)
     host = _fit_host(options, sizes, longest)
     return ResolvedOptions(
-        options, longest, units.num_blocks, host.num_blocks, units.num_states, host.num_states, sizes.state_interval
+        options,
+        longest,
+        options.block_size,
+        num_blocks=units.num_blocks,
+        num_host_blocks=host.num_blocks,
+        num_states=units.num_states,
+        num_host_states=host.num_states,
+        state_interval=sizes.state_interval,
     )
 
 

@@ -1,8 +1,8 @@
 """`tk simulate`: the real scheduler and prefix cache under a trace of requests, on a GPU that need not be there."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from experiments.document import ExperimentError
 from experiments.engine_flags import engine_options
 from experiments.exits import check_name
 from experiments.reporting.table_style import add_row, new_table
-from experiments.simulation.arms import CONTIGUOUS, UNBOUNDED, Arm, Setup, combine_arms, make_scheduler, simulate
+from experiments.simulation.arms import UNBOUNDED, Arm, Setup, make_scheduler, simulate
 from experiments.simulation.hardware import find_gpu
 from experiments.simulation.metrics import sparkline
 from experiments.simulation.shapes import find_shape
@@ -25,6 +25,7 @@ from tsched.torch_free import suggest_name
 
 Row = Mapping[str, Any]
 
+_CONTIGUOUS = "contiguous"  # one block for each sequence, as long as the longest may be
 _SPARK_WIDTH = 16
 
 
@@ -58,10 +59,10 @@ def _resolve(request: SimulateRequest) -> tuple[Setup, list[Arm]]:
     pools = _parse_pools(request)
     pages: list[int | str] = [trace.page_size]
     if request.page_size is not None:
-        pages = _parse_sizes("--page-size", request.page_size, CONTIGUOUS)
+        pages = _parse_sizes("--page-size", request.page_size, _CONTIGUOUS)
     trace, factor, longest = _set_rate(request, trace)
     max_model_len = options.max_model_len or longest
-    sizes = [page if isinstance(page, int) else max_model_len for page in pages]
+    sizes = list(dict.fromkeys(page if isinstance(page, int) else max_model_len for page in pages))
     # The blocks of all prompts are kept to count them, as an unbounded pool keeps them; no smaller run needs so much.
     bounds = {size: bound_hit_rate(trace, size) for size in sizes} if UNBOUNDED in pools else {}
     setup = Setup(
@@ -69,12 +70,13 @@ def _resolve(request: SimulateRequest) -> tuple[Setup, list[Arm]]:
         extent=measure_extent(trace, sizes),
         gpu=gpu,
         model=model,
-        options=replace(options, max_model_len=max_model_len),
+        options=options,
+        max_model_len=max_model_len,
         swaps_as_much=options.preemption == "swap" and "swap_bytes" not in request.engine,
         times_factor=factor,
         hit_bounds=bounds,
     )
-    return setup, combine_arms(policies, pools, pages)
+    return setup, [Arm(policy, pool, size) for size, pool, policy in itertools.product(sizes, pools, policies)]
 
 
 def _read_options(request: SimulateRequest) -> EngineOptions:

@@ -41,7 +41,7 @@ def load_models(
     longest, most = max(work.tokens for work in works), max(work.sequences for work in works)
     tokens = max(work.sequences * work.tokens for work in works)
     options = EngineOptions(max_num_batched_tokens=tokens, max_num_seqs=most, max_model_len=longest, block_size=_PAGE)
-    fitted = ResolvedOptions(options, longest, num_blocks=max(map(_blocks, works)), num_host_blocks=0)
+    fitted = ResolvedOptions(options, longest, _PAGE, num_blocks=max(map(_blocks, works)))
     kernels = select({}, device=device, dtype=dtype, axes=fitted.kernel_axes(config), tuning=tuning, ops=ops)
     theirs = load_transformers(directory, "sdpa", device, dtype)
     return theirs, load_model(directory, config, kernels, device=device, dtype=dtype)

@@ -74,7 +74,7 @@ def _written_at(document: Document, option: str, value: Any) -> PathParts:
 def _scheduler_problems(document: Document, fitted: ResolvedOptions) -> list[str]:
     """What a scheduler of these sizes says."""
     try:
-        Scheduler(**fitted.scheduler_arguments)
+        Scheduler(fitted)
     except ValueError as error:
         return [document.problem(("scheduler",), str(error))]
     except MemoryError:

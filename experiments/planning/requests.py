@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 
 from experiments.schema import AnyWorkload, LateRequests, Priorities, PromptsWorkload, SyntheticWorkload, TraceWorkload
 from experiments.serving.requests import Request
-from experiments.simulation.trace_files import MOONCAKE_BLOCK, trace_lines
+from experiments.simulation.trace_files import MOONCAKE_BLOCK, read_trace
 from tsched import SamplingParams
 
 
@@ -56,7 +57,7 @@ def traced_lengths(workload: TraceWorkload) -> list[tuple[int, int]]:
     scale = workload.block_tokens
     return [
         (-(-line.input_len * scale // MOONCAKE_BLOCK), -(-line.output_len * scale // MOONCAKE_BLOCK))
-        for line in trace_lines(workload.file)[: workload.num_requests]
+        for line in islice(read_trace(workload.file), workload.num_requests)
     ]
 
 
@@ -64,7 +65,7 @@ def _prompts(workload: TraceWorkload, vocab_size: int) -> list[list[int]]:
     """Random tokens, the same ones in blocks of the same hash id; each request its own where there are no ids."""
     blocks: dict[int, list[int]] = {}
     prompts = []
-    lines = trace_lines(workload.file)[: workload.num_requests]
+    lines = islice(read_trace(workload.file), workload.num_requests)
     for index, (line, (length, _)) in enumerate(zip(lines, traced_lengths(workload), strict=True)):
         if line.hash_ids is None:
             own = np.random.default_rng((workload.seed, 1, index))

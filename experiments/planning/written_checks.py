@@ -7,7 +7,7 @@ from experiments.document import Document, ExperimentError, PathParts, entries
 from experiments.schema import Experiment, VariantChoice
 from experiments.schema.experiment import written_choices
 from experiments.schema.names import KnownNames, unknown_name
-from experiments.simulation.trace_files import trace_lines
+from experiments.simulation.trace_files import read_trace
 
 
 def written_problems(document: Document, names: KnownNames) -> list[str]:
@@ -40,7 +40,7 @@ def _trace_problems(document: Document) -> list[str]:
         if isinstance(given.get("file"), str):
             where: PathParts = ("workload", index, "file")
             try:
-                count = len(trace_lines(document.folder / given["file"]))
+                count = len(list(read_trace(document.folder / given["file"])))
             except (ExperimentError, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) else None
                 problems.append(document.problem(where, f"{given['file']}: {reason}" if reason else str(error)))

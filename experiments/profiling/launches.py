@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from experiments.document import ExperimentError
 from experiments.planning.plan import Plan
 from experiments.planning.points import Point, points_of
@@ -78,14 +76,3 @@ def _pins(text: str) -> dict[str, int]:
     if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
         raise ValueError(f"{', '.join(twice)} is pinned more than once")
     return {key.strip(): int(value) for key, _, value in pairs}
-
-
-def run_under_ncu(plan: Plan, name: str) -> None:
-    """A call that compiles and tunes, then one between cudaProfilerStart and Stop."""
-    launch = find_launch(plan, name)
-    launch.kernel(**launch.inputs)
-    torch.cuda.synchronize(plan.device)
-    torch.cuda.profiler.start()
-    launch.kernel(**launch.inputs)
-    torch.cuda.synchronize(plan.device)
-    torch.cuda.profiler.stop()

@@ -3,25 +3,13 @@
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from experiments.planning.plan import Plan
 from experiments.stages.steady import open_steady
 from tkernels.ranges import SILENCE, CapturedRanges, Category
-
-
-class Profiler(Protocol):
-    """What is used of the module triton.profiler."""
-
-    def enter_scope(self, name: str) -> Any: ...
-
-    def exit_scope(self, name: str) -> Any: ...
-
-    def start(self, name: str, *, context: str, data: str, hook: str) -> Any: ...
-
-    def finalize(self) -> Any: ...
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -38,7 +26,7 @@ def unavailable(device: torch.device) -> str | None:
 class ProtonRange:
     __slots__ = ("_name", "_profiler")
 
-    def __init__(self, profiler: Profiler, name: str) -> None:
+    def __init__(self, profiler: Any, name: str) -> None:
         self._profiler, self._name = profiler, name
 
     def __enter__(self) -> None:
@@ -53,11 +41,11 @@ class ProtonRange:
 
 
 class ProtonRanges:
-    """Every range as a scope."""
+    """Every range as a scope of `profiler`, the module triton.profiler."""
 
     listening = True
 
-    def __init__(self, profiler: Profiler) -> None:
+    def __init__(self, profiler: Any) -> None:
         self._profiler = profiler
 
     def named(self, name: str, category: Category, *, launches: bool = True) -> ProtonRange:
@@ -67,7 +55,7 @@ class ProtonRanges:
         return SILENCE
 
 
-def profile_with_proton(plan: Plan, out: Path, profiler: Profiler) -> Path:
+def profile_with_proton(plan: Plan, out: Path, profiler: Any) -> Path:
     """A steady round of the first arm; returns Proton's file. Steps are launched one by one and graphs are not
     recorded: a scope is open while its kernels are launched, which a replay does not do.
     """

@@ -1,7 +1,8 @@
 """What the ranges of some steps took, as a table."""
 
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.reporting.table_style import Column, Line, PlainTable, cells
@@ -37,30 +38,36 @@ def category_of(name: str) -> Category:
 
 def range_table(found: Breakdown, title: str, note: str = "") -> PlainTable:
     """Per step: calls and times of every range, phases in their order, layers by number, the rest by time."""
-    on_device = any(total.clock == "device" for total in found.totals)
-    names = ["calls", "host us", *(["device us"] if on_device else []), "own us", "share"]
-    columns = (Column("range", whole=True), *(Column(name, right=True) for name in names))
-    by_name: dict[str, Clocks] = {}
-    for total in found.totals:
-        by_name.setdefault(total.name, {})[total.clock] = total
+    clocks: list[Clock] = sorted({"host", *(total.clock for total in found.totals)}, reverse=True)
+    share = "of the step" + (", the device time where there is one" if "device" in clocks else "")
+    names = ["calls", *(f"{clock} us" for clock in clocks), "own us", "share"]
+    ranges = _ranges_by_category(found)
     lines: list[Line] = []
     for category, heading in _SECTIONS.items():
-        mine = [clocks for clocks in by_name.values() if next(iter(clocks.values())).category == category]
-        if mine:
-            lines.append(heading)
-            lines += [_line(clocks, found, on_device) for clocks in sorted(mine, key=_order)]
-    steps = max(found.steps, 1)
-    whole = f"{title}: {found.steps} steps of {_us(found.step_ns / steps)} us" if found.steps else f"{title}: no steps"
+        if category in ranges:
+            lines += [heading, *(_line(totals, found, clocks) for totals in ranges[category])]
+    steps = f"{found.steps} steps of {_us(found.step_ns / found.steps)} us" if found.steps else "no steps"
     caption = (
         "calls, host us, device us: a step's, in the mean, with what is nested in the range; own us: without, and what "
-        "lies in steps alone; "
-        f"share: of the step{', the device time where there is one' if on_device else ''}.{note and ' ' + note}"
+        f"lies in steps alone; share: {share}. {note}"
     )
-    return PlainTable(whole, columns, tuple(lines), caption)
+    columns = (Column("range", whole=True), *(Column(name, right=True) for name in names))
+    return PlainTable(f"{title}: {steps}", columns, tuple(lines), caption.rstrip())
 
 
-def _order(clocks: Clocks) -> tuple[Any, ...]:
-    total = _leading(clocks)
+def _ranges_by_category(found: Breakdown) -> dict[str, list[Clocks]]:
+    """Each category's ranges in the order in which they are shown."""
+    by_name: dict[str, Clocks] = defaultdict(dict)
+    for total in found.totals:
+        by_name[total.name][total.clock] = total
+    by_category: dict[str, list[Clocks]] = defaultdict(list)
+    for totals in sorted(by_name.values(), key=_order):
+        by_category[_leading(totals).category].append(totals)
+    return by_category
+
+
+def _order(totals: Clocks) -> tuple[Any, ...]:
+    total = _leading(totals)
     if total.category == "phase" and total.name in PHASES:
         return 0, PHASES.index(total.name)
     if layer := _LAYER.fullmatch(total.name):
@@ -68,21 +75,18 @@ def _order(clocks: Clocks) -> tuple[Any, ...]:
     return 1, -total.total_ns
 
 
-def _leading(clocks: Clocks) -> RangeTotal:
+def _leading(totals: Clocks) -> RangeTotal:
     """The device's time where there is one, else the host's."""
-    return clocks.get("device") or clocks["host"]
+    return totals.get("device") or totals["host"]
 
 
-def _line(clocks: Clocks, found: Breakdown, on_device: bool) -> Line:
-    steps = max(found.steps, 1)
-    leading, host, device = _leading(clocks), clocks.get("host"), clocks.get("device")
-    calls = max(total.calls for total in clocks.values()) / steps
-    own = None if leading.self_ns is None else leading.self_ns / steps
+def _line(totals: Clocks, found: Breakdown, clocks: Sequence[Clock]) -> Line:
+    steps, leading = max(found.steps, 1), _leading(totals)
+    calls = max(total.calls for total in totals.values()) / steps
     values = [
         f"{calls:,.0f}" if calls == round(calls) else f"{calls:,.1f}",
-        _us(None if host is None else host.total_ns / steps),
-        *([_us(None if device is None else device.total_ns / steps)] if on_device else []),
-        _us(own),
+        *(_us(totals[clock].total_ns / steps if clock in totals else None) for clock in clocks),
+        _us(None if leading.self_ns is None else leading.self_ns / steps),
         f"{leading.total_ns / found.step_ns:.1%}" if found.step_ns else "-",
     ]
     return cells(leading.name, *values)

@@ -12,6 +12,8 @@ from pathlib import Path
 from tkernels.ranges import DOMAIN
 
 _TARGET = "experiments.profiling.target"
+STEADY = "steady"
+"""The range around the round that a profile is about; what comes before it warms up, and records graphs."""
 
 
 def target(mode: str, file: Path, overrides: Sequence[str], *more: str) -> list[str]:

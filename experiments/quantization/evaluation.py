@@ -71,7 +71,7 @@ class WindowReader:
         )
         size = self._block_size = options.block_size
         self._pages = -(-window // size)
-        fitted = ResolvedOptions(options, window, num_blocks=self.at_once * self._pages, num_host_blocks=0)
+        fitted = ResolvedOptions(options, window, size, num_blocks=self.at_once * self._pages)
         axes = fitted.kernel_axes(self.config)
         kernels = tkernels.select({}, device=device, dtype=dtype, axes=axes, ops=ops)
         self.model: Model = load_model(directory, self.config, kernels, device=device, dtype=dtype)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.document import ExperimentError
 from experiments.simulation.hardware import Gpu
-from experiments.simulation.metrics import Metrics
+from experiments.simulation.metrics import Metrics, summarize_times
 from experiments.simulation.replay import Replay
 from experiments.simulation.shapes import ModelShape
 from experiments.simulation.step_time import StepTime
@@ -20,26 +19,24 @@ from tsched.options import BYTES_END, GPU_FRACTION, EngineOptions
 from tsched.resolved_options import CacheUnits, ResolvedOptions, split_bytes
 from tsched.scheduling.scheduler import Scheduler
 
-CONTIGUOUS = "contiguous"
 UNBOUNDED = "unbounded"
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One run's settings. pool_blocks "unbounded" is as many as all requests fill; page_size "contiguous" is one block
-    for each sequence, as long as the longest may be.
-    """
+    """One run's settings. pool_blocks: UNBOUNDED is as many as all requests fill, None what the memory holds."""
 
     policy: str
     pool_blocks: int | str | None
-    page_size: int | str
+    page_size: int
 
 
 @dataclass(frozen=True)
 class Setup:
     """What all arms share.
 
-    options        the engine's, with max_model_len given; an arm has its own prefix cache, blocks and block size
+    options        the engine's; an arm has its own prefix cache, blocks and block size
+    max_model_len  tokens of the longest sequence
     swaps_as_much  swapped sequences have as many blocks on the host as the pool has, not swap_bytes
     times_factor   how many times as dense as the trace's own its arrivals are
     hit_bounds     by page size, where a pool is unbounded: what the trace itself has to give
@@ -50,20 +47,10 @@ class Setup:
     gpu: Gpu
     model: ModelShape
     options: EngineOptions
+    max_model_len: int
     swaps_as_much: bool
     times_factor: float
     hit_bounds: Mapping[int, float]
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of the longest sequence."""
-        assert self.options.max_model_len is not None, "it has the trace's longest"
-        return self.options.max_model_len
-
-
-def combine_arms(policies: Sequence[str], pools: Sequence[int | str | None], pages: Sequence[int | str]) -> list[Arm]:
-    """Every combination, the policies side by side."""
-    return [Arm(policy, pool, page) for page, pool, policy in itertools.product(pages, pools, policies)]
 
 
 def memory_left(setup: Setup) -> int:
@@ -76,31 +63,31 @@ def memory_left(setup: Setup) -> int:
     return left
 
 
-def find_page_size(arm: Arm, setup: Setup) -> int:
-    """Tokens of a block."""
-    return setup.max_model_len if isinstance(arm.page_size, str) else arm.page_size
-
-
 def fit_arm(arm: Arm, setup: Setup) -> ResolvedOptions:
     """The sizes of the arm's scheduler; ExperimentError where the bytes hold no block, or too few states."""
-    page_size, model = find_page_size(arm, setup), setup.model
-    options = replace(setup.options, prefix_cache=arm.policy)
-    sizes = model.unit_sizes(page_size)
-    if isinstance(arm.pool_blocks, int) or arm.pool_blocks == UNBOUNDED:
+    page_size, options = arm.page_size, replace(setup.options, prefix_cache=arm.policy)
+    sizes = setup.model.unit_sizes(page_size)
+    if arm.pool_blocks is None:
+        given = options.kv_cache_bytes
+        units = _fit_units("", memory_left(setup) if given is None else given, page_size, setup)
+    else:
         num_blocks = setup.extent.num_blocks[page_size] if isinstance(arm.pool_blocks, str) else arm.pool_blocks
         num_states = 2 * options.max_num_seqs + num_blocks // sizes.state_interval if sizes.state_bytes else 0
         units = CacheUnits(num_blocks, num_states)
-    else:
-        given = options.kv_cache_bytes
-        units = _fit_units("", memory_left(setup) if given is None else given, page_size, setup)
     host = CacheUnits(0, 0)
     if options.preemption == "swap":
         as_much = setup.swaps_as_much
         host = units if as_much else _fit_units("--swap-bytes: ", options.swap_bytes, page_size, setup)
     return ResolvedOptions(
-        options, setup.max_model_len, units.num_blocks, host.num_blocks, units.num_states, host.num_states,
-        sizes.state_interval,
-    )  # fmt: skip
+        options,
+        setup.max_model_len,
+        page_size,
+        num_blocks=units.num_blocks,
+        num_host_blocks=host.num_blocks,
+        num_states=units.num_states,
+        num_host_states=host.num_states,
+        state_interval=sizes.state_interval,
+    )
 
 
 def _fit_units(option: str, size: int, page_size: int, setup: Setup) -> CacheUnits:
@@ -121,7 +108,7 @@ def make_scheduler(arm: Arm, setup: Setup) -> Scheduler:
     """ExperimentError where the settings do not go together."""
     fitted = fit_arm(arm, setup)
     try:
-        return Scheduler(**{**fitted.scheduler_arguments, "block_size": find_page_size(arm, setup)})
+        return Scheduler(fitted)
     except ValueError as error:
         raise ExperimentError([str(error)]) from None
     except MemoryError:
@@ -152,7 +139,7 @@ def _row(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics) -> dict
     """Times in seconds. hit_rate: prompt blocks found over all prompt blocks, ceil(prompt / page_size) each.
     hit_rate_bound: what no cache can exceed on this trace; where the pool is unbounded, else null.
     """
-    pool, clock, options = scheduler.pool, metrics.clock, setup.options
+    pool, clock, options, used = scheduler.pool, metrics.clock, setup.options, metrics.used.means()
     return {
         "trace": setup.trace.name,
         "gpu": setup.gpu.name,
@@ -181,9 +168,9 @@ def _row(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics) -> dict
         "requests_per_s": _ratio(metrics.num_finished, clock),
         "prompt_tokens_per_s": _ratio(metrics.prompt_tokens, clock),
         "output_tokens_per_s": _ratio(metrics.output_tokens, clock),
-        "time_to_first_token_s": metrics.time_to_first_token.summary(),
-        "time_per_output_token_s": metrics.time_per_output_token.summary(),
-        "end_to_end_s": metrics.end_to_end.summary(),
+        "time_to_first_token_s": summarize_times(metrics.time_to_first_token),
+        "time_per_output_token_s": summarize_times(metrics.time_per_output_token),
+        "end_to_end_s": summarize_times(metrics.end_to_end),
         "hit_rate": _ratio(metrics.hit_blocks, metrics.wanted_blocks),
         "hit_rate_bound": setup.hit_bounds.get(pool.block_size) if arm.pool_blocks == UNBOUNDED else None,
         "hit_blocks": metrics.hit_blocks,
@@ -201,8 +188,8 @@ def _row(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics) -> dict
         "pool_used_peak": metrics.peak_used / pool.num_blocks,
         "empty_slots": 1.0 - _ratio(metrics.filled_slot_seconds, metrics.lent_slot_seconds),
         "pool_cached_mean": metrics.cached.mean / pool.num_blocks,
-        "pool_bin_seconds": metrics.used.bin_seconds,
-        "pool_used_over_time": [level / pool.num_blocks for level in metrics.used.means()],
+        "pool_bin_seconds": clock / len(used) if used else 0.0,
+        "pool_used_over_time": [level / pool.num_blocks for level in used],
         "pool_cached_over_time": [level / pool.num_blocks for level in metrics.cached.means()],
     }
 

@@ -1,98 +1,54 @@
-"""What is counted during a simulation, in memory that does not grow with the trace."""
+"""What is counted during a simulation: sums, the times of requests, and levels over time."""
 
 from __future__ import annotations
 
-import itertools
-import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 _BARS = "▁▂▃▄▅▆▇█"
+_NUM_BINS = 64
 
 
-class Percentiles:
-    """Quantiles of positive times, each right to a part in a thousand: a histogram whose buckets grow by that ratio.
-
-    Times under a microsecond count as one, times over 1e9 s as that.
-    """
-
-    _LOW, _HIGH, _RATIO = 1e-6, 1e9, 1.002  # a value is at most half a bucket from its bucket's middle
-
-    def __init__(self) -> None:
-        self._log_ratio = math.log(self._RATIO)
-        self._log_low = math.log(self._LOW)
-        size = int((math.log(self._HIGH) - self._log_low) / self._log_ratio) + 1
-        self._counts = np.zeros(size, dtype=np.int64)
-        self.count = 0
-        self.total = 0.0
-
-    def add(self, value: float) -> None:
-        """One time in seconds."""
-        bounded = min(max(value, self._LOW), self._HIGH)
-        place = int((math.log(bounded) - self._log_low) / self._log_ratio)
-        self._counts[min(place, self._counts.size - 1)] += 1
-        self.count += 1
-        self.total += value
-
-    def quantile(self, share: float) -> float | None:
-        """The smallest time that at least `share` of all are no longer than; None where there is none."""
-        if self.count == 0:
-            return None
-        rank = max(1, math.ceil(share * self.count))
-        place = int(np.searchsorted(np.cumsum(self._counts), rank))
-        return math.exp(self._log_low + (place + 0.5) * self._log_ratio)
-
-    def summary(self) -> dict[str, float | None]:
-        """mean, p50, p90 and p99, seconds."""
-        mean = self.total / self.count if self.count else None
-        return {"mean": mean, **{f"p{p}": self.quantile(p / 100) for p in (50, 90, 99)}}
+def summarize_times(seconds: Sequence[float]) -> dict[str, float | None]:
+    """mean, p50, p90 and p99: the shortest time that at least this share of all are no longer than. None of none."""
+    if not seconds:
+        return dict.fromkeys(("mean", "p50", "p90", "p99"))
+    p50, p90, p99 = np.quantile(seconds, (0.5, 0.9, 0.99), method="inverted_cdf").tolist()
+    return {"mean": float(np.mean(seconds)), "p50": p50, "p90": p90, "p99": p99}
 
 
 class OverTime:
-    """A level over time, as at most `num_bins` means; when they are full, two become one of twice the length."""
+    """A level over time, as the area under it at moments from 0 on."""
 
-    def __init__(self, num_bins: int = 64) -> None:
-        self._areas = [0.0] * num_bins
-        self._width = 1e-3
-        self._end = 0.0
+    def __init__(self) -> None:
+        self._moments, self._areas = array("d", [0.0]), array("d", [0.0])
 
-    def add(self, start: float, end: float, level: float) -> None:
-        """`level` from `start` to `end`, seconds; `start` is no earlier than the last `end`."""
-        while end > self._width * len(self._areas):
-            pairs = [a + b for a, b in zip(self._areas[::2], self._areas[1::2], strict=True)]
-            self._areas = pairs + [0.0] * len(pairs)
-            self._width *= 2
-        place = int(start / self._width)
-        while start < end:
-            until = min(end, (place + 1) * self._width)
-            self._areas[place] += level * (until - start)
-            start = until
-            place += 1
-        self._end = max(self._end, end)
+    def add(self, end: float, area: float) -> None:
+        """`area` more lies under the level up to `end`, seconds, which is later than the last one."""
+        self._moments.append(end)
+        self._areas.append(self._areas[-1] + area)
 
     @property
     def mean(self) -> float:
-        return sum(self._areas) / self._end if self._end else 0.0
+        return self._areas[-1] / self._moments[-1] if self._moments[-1] else 0.0
 
-    @property
-    def bin_seconds(self) -> float:
-        return self._width
-
-    def means(self) -> list[float]:
-        """One per bin, from time 0; the last may be shorter than the others."""
-        bins = math.ceil(self._end / self._width)
-        return [self._areas[i] / (min((i + 1) * self._width, self._end) - i * self._width) for i in range(bins)]
+    def means(self, num_bins: int = _NUM_BINS) -> list[float]:
+        """One for each of `num_bins` equal parts of the time; none where there was no time."""
+        if not self._moments[-1]:
+            return []
+        edges = np.linspace(0.0, self._moments[-1], num_bins + 1)
+        means: list[float] = (np.diff(np.interp(edges, self._moments, self._areas)) / np.diff(edges)).tolist()
+        return means
 
 
 def sparkline(values: Sequence[float], top: float, width: int) -> str:
     """`values` as at most `width` bars, full at `top`; neighbours are averaged."""
     if not values or top <= 0:
         return ""
-    width = min(width, len(values))
-    edges = [i * len(values) // width for i in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    means = [part.mean() for part in np.array_split(values, min(width, len(values)))]
     return "".join(_BARS[min(int(mean / top * len(_BARS)), len(_BARS) - 1)] for mean in means)
 
 
@@ -111,9 +67,7 @@ class Metrics:
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self.time_to_first_token = Percentiles()
-        self.time_per_output_token = Percentiles()
-        self.end_to_end = Percentiles()
+        self.time_to_first_token, self.time_per_output_token, self.end_to_end = array("d"), array("d"), array("d")
         self.used = OverTime()  # blocks that sequences hold
         self.cached = OverTime()  # blocks that only the prefix cache holds
         self.running = OverTime()  # sequences
@@ -144,12 +98,12 @@ class Metrics:
 
     def first_token(self, request: Arrived, moment: float) -> None:
         request.first_token = moment
-        self.time_to_first_token.add(moment - request.arrival)
+        self.time_to_first_token.append(moment - request.arrival)
 
     def finish(self, request: Arrived, num_output: int, moment: float) -> None:
         """`request` got its last token."""
         self.num_finished += 1
         self.output_tokens += num_output
-        self.end_to_end.add(moment - request.arrival)
+        self.end_to_end.append(moment - request.arrival)
         if num_output > 1 and request.first_token is not None:
-            self.time_per_output_token.add((moment - request.first_token) / (num_output - 1))
+            self.time_per_output_token.append((moment - request.first_token) / (num_output - 1))

@@ -6,8 +6,8 @@ ends are its own too, many at once, with the state of so many calls. Time in whi
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 import numpy as np
 
@@ -22,7 +22,12 @@ from tsched.scheduling.step_plan import StepPlan
 
 _SPAN = 16  # steps, at least, whose mean goes into the levels over time; sums and peaks are exact
 _MOST_SKIPPED = 256  # steps at once
-_KNOWN_PARAMS = 4096
+
+
+@lru_cache(maxsize=4096)
+def _params_of(output_len: int) -> SamplingParams:
+    """Greedy, to the length that the trace tells; parameters are checked as they are made, so they are kept."""
+    return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
 
 
 class Replay:
@@ -34,12 +39,7 @@ class Replay:
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        requests: Iterator[Request],
-        step_time: StepTime,
-        *,
-        lookahead: int | None,
+        self, scheduler: Scheduler, requests: Iterator[Request], step_time: StepTime, *, lookahead: int | None
     ) -> None:
         self.metrics = Metrics(scheduler.pool.block_size)
         self._scheduler = scheduler
@@ -48,7 +48,6 @@ class Replay:
         self._lookahead = lookahead
         self._next = next(requests, None)
         self._here: dict[int, Arrived] = {}  # unfinished, in the scheduler
-        self._params: OrderedDict[int, SamplingParams] = OrderedDict()
         self._row_epochs = np.full(scheduler.table.num_rows, -1, dtype=np.int64)
         self._last: StepPlan | None = None
         self._context = 0  # tokens of context in the last step, summed over its rows
@@ -86,23 +85,12 @@ class Replay:
             self._next = next(self._requests, None)
             metrics.num_requests += 1
             try:
-                scheduler.add(
-                    request.id, request.prompt(), self._params_of(request.output_len), priority=request.priority
-                )
+                params = _params_of(request.output_len)
+                scheduler.add(request.id, request.prompt(), params, priority=request.priority)
             except RefusedError:
                 metrics.num_refused += 1
                 continue
             self._here[request.id] = Arrived(request.arrival, request.input_len)
-
-    def _params_of(self, output_len: int) -> SamplingParams:
-        """Greedy, to the length that the trace tells; parameters are checked as they are made, so they are kept."""
-        params = self._params.get(output_len)
-        if params is None:
-            params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-            self._params[output_len] = params
-            if len(self._params) > _KNOWN_PARAMS:
-                self._params.popitem(last=False)
-        return params
 
     def _step(self) -> int:
         """One step; returns 1."""
@@ -165,12 +153,13 @@ class Replay:
         return self._lookahead is not None and self._scheduler.num_waiting >= self._lookahead
 
     def _end_span(self) -> None:
-        """Put the mean levels since the last call into the metrics."""
-        metrics, start, end = self.metrics, self._span_start, self.metrics.clock
-        if end > start:
-            metrics.used.add(start, end, self._used_area / (end - start))
-            metrics.running.add(start, end, self._running_area / (end - start))
-            metrics.cached.add(start, end, self._scheduler.pool.num_cached)
+        """Put the levels since the last call into the metrics."""
+        metrics, end = self.metrics, self.metrics.clock
+        seconds = end - self._span_start
+        if seconds > 0:
+            metrics.used.add(end, self._used_area)
+            metrics.running.add(end, self._running_area)
+            metrics.cached.add(end, self._scheduler.pool.num_cached * seconds)
         self._span_start = end
         self._used_area = self._running_area = 0.0
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from experiments.document import ExperimentError
 from tsched.resolved_options import UnitSizes
@@ -23,15 +23,15 @@ class ModelShape:
     """What a step's time and a pool's size depend on.
 
     Attributes:
-        name: as it was asked for.
-        num_layers: decoder layers.
-        query_width: of all query heads of a layer, Hq D.
-        layer_weights: elements of all layers' matrices.
-        head_weights: elements of the last projection.
-        weight_bytes: of all weights in memory.
-        kv_bytes_per_token: of what a token leaves in the cache, all layers together.
-        state_bytes: of a sequence's state, where layers keep one.
-        state_interval: blocks between two states of a sequence that are kept for later prefixes.
+        name: As it was asked for.
+        num_layers: Decoder layers.
+        query_width: Of all query heads of a layer, Hq D.
+        layer_weights: Elements of all layers' matrices.
+        head_weights: Elements of the last projection.
+        weight_bytes: Of all weights in memory.
+        kv_bytes_per_token: Of what a token leaves in the cache, all layers together.
+        state_bytes: Of a sequence's state, where layers keep one.
+        state_interval: Blocks between two states of a sequence that are kept for later prefixes.
     """
 
     name: str
@@ -53,28 +53,14 @@ class ModelShape:
         )
 
 
-_QWEN3: Mapping[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 151936,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
+_PUBLISHED: Mapping[str, tuple[int, int, int, int, bool]] = {
+    "Qwen3-1.7B": (2048, 6144, 28, 16, True),
+    "Qwen3-8B": (4096, 12288, 36, 32, False),
+    "Qwen3-14B": (5120, 17408, 40, 40, False),
+    "Qwen3-32B": (5120, 25600, 64, 64, False),
 }
-
-
-def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool) -> dict[str, Any]:
-    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-    return {**_QWEN3, **sizes, "num_attention_heads": heads, "tie_word_embeddings": tied}
-
-
-_PUBLISHED: Mapping[str, Mapping[str, Any]] = {
-    # config.json of Qwen/<name> on the Hugging Face hub
-    "Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
-    "Qwen3-8B": _qwen3(4096, 12288, 36, 32, tied=False),
-    "Qwen3-14B": _qwen3(5120, 17408, 40, 40, tied=False),
-    "Qwen3-32B": _qwen3(5120, 25600, 64, 64, tied=False),
-}
-"""Beside the presets."""
+"""Beside the presets: what config.json of Qwen/<name> on the Hugging Face hub has other than Qwen3-4B's."""
+_OWN_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
 
 
 def _llama_3_1_8b() -> ModelShape:
@@ -116,11 +102,11 @@ def find_shape(name: str, architectures_from: Sequence[Path] = ()) -> ModelShape
     """The shape of the Hugging Face directory `name`, else of a preset or a model published under that name.
 
     Args:
-        name: as it was asked for.
-        architectures_from: folders of more architectures that a directory may be of.
+        name: As it was asked for.
+        architectures_from: Folders of more architectures that a directory may be of.
 
     Raises:
-        ExperimentError: there is none, or it cannot be served; it lists the alternatives.
+        ExperimentError: There is none, or it cannot be served; it lists the alternatives.
     """
     from tmodel import PRESETS, RANDOM_PRESETS, architectures_with, load_config  # loads torch
     from tmodel.loading import parse_config
@@ -133,7 +119,9 @@ def find_shape(name: str, architectures_from: Sequence[Path] = ()) -> ModelShape
             return shape_of(load_config(directory, architectures), directory.resolve().name)
     except ValueError as error:
         raise ExperimentError([f"--model: {error}"]) from None
-    published = {**{preset: recipe.config for preset, recipe in PRESETS.items()}, **RANDOM_PRESETS, **_PUBLISHED}
+    published = {**{preset: recipe.config for preset, recipe in PRESETS.items()}, **RANDOM_PRESETS}
+    for other, sizes in _PUBLISHED.items():
+        published[other] = {**RANDOM_PRESETS["Qwen3-4B"], **dict(zip(_OWN_SIZES, sizes, strict=True))}
     preset = name.removeprefix(RANDOM) if name.removeprefix(RANDOM) in RANDOM_PRESETS else name
     if preset in published:
         return shape_of(parse_config(published[preset]), preset)

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.document import ExperimentError
-from experiments.simulation.trace_files import HASH_IDS, MOONCAKE_BLOCK, read_azure, read_mooncake
+from experiments.simulation.trace_files import HASH_IDS, MOONCAKE_BLOCK, read_trace
 
 # Three ranges of token values: contents that a trace names, prompts that are nobody else's, and sampled tokens.
 PRIVATE_TOKENS = HASH_IDS
 OUTPUT_TOKENS = 2**48
 
-_SYNTHETIC_PAGE = 16
+_PAGE = 16  # where a trace's own contents have no blocks
 _MOST_SYNTHETIC = 10**9  # requests
 _MOST_LEVELS = 10**6
 
@@ -75,15 +75,12 @@ def open_trace(name: str) -> Trace:
         count, more, levels = numbers.partition(":")
         number = _synthetic_number(name, "a number of requests N", count, _MOST_SYNTHETIC)
         num_levels = _synthetic_number(name, "a number of priorities P", levels, _MOST_LEVELS) if more else 1
-        return Trace(name, _SYNTHETIC_PAGE, lambda: _synthetic(number, num_levels))
+        return Trace(name, _PAGE, lambda: _synthetic(number, num_levels))
     path = Path(name)
     if not path.is_file():
         raise ExperimentError([f"--trace {name}: no such file; give a .csv, a .jsonl or synthetic:N"])
-    if path.suffix == ".csv":
-        return Trace(name, _SYNTHETIC_PAGE, lambda: _azure(path))
-    if path.suffix == ".jsonl":
-        return Trace(name, MOONCAKE_BLOCK, lambda: _mooncake(path))
-    raise ExperimentError([f"--trace {name}: the format follows from the suffix, .csv (Azure) or .jsonl (Mooncake)"])
+    read_trace(path)  # another suffix is refused now, and not with the first request
+    return Trace(name, MOONCAKE_BLOCK if path.suffix == ".jsonl" else _PAGE, lambda: _read_requests(path))
 
 
 def _synthetic_number(name: str, what: str, text: str, most: int) -> int:
@@ -104,7 +101,7 @@ def speed_up(trace: Trace, factor: float) -> Trace:
 
 
 def measure_extent(trace: Trace, page_sizes: Sequence[int]) -> Extent:
-    """One pass over `trace`; ExperimentError where it holds no request."""
+    """One pass over `trace`."""
     count, arrival, longest = 0, 0.0, 0
     num_blocks = dict.fromkeys(page_sizes, 0)
     for request in trace.requests():
@@ -114,8 +111,6 @@ def measure_extent(trace: Trace, page_sizes: Sequence[int]) -> Extent:
         longest = max(longest, total)
         for size in num_blocks:
             num_blocks[size] += -(-total // size)
-    if count == 0:
-        raise ExperimentError([f"--trace {trace.name}: holds no request"])
     return Extent(count, arrival, longest, num_blocks)
 
 
@@ -140,16 +135,11 @@ def bound_hit_rate(trace: Trace, page_size: int) -> float:
     return hits / wanted
 
 
-def _azure(path: Path) -> Iterator[Request]:
-    """Prompts share nothing."""
-    for id, line in enumerate(read_azure(path)):
-        yield Request(id, line.arrival, line.input_len, line.output_len, (PRIVATE_TOKENS + id,), line.input_len)
-
-
-def _mooncake(path: Path) -> Iterator[Request]:
-    for id, line in enumerate(read_mooncake(path)):
-        assert line.hash_ids is not None
-        yield Request(id, line.arrival, line.input_len, line.output_len, line.hash_ids, MOONCAKE_BLOCK, line.priority)
+def _read_requests(path: Path) -> Iterator[Request]:
+    """Where the format names no contents, prompts share nothing."""
+    for id, line in enumerate(read_trace(path)):
+        contents, length = (line.hash_ids, MOONCAKE_BLOCK) if line.hash_ids else ([PRIVATE_TOKENS + id], line.input_len)
+        yield Request(id, line.arrival, line.input_len, line.output_len, contents, length, line.priority)
 
 
 def _synthetic(count: int, num_levels: int) -> Iterator[Request]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.tsched.schedulers import build_scheduler
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.scheduler import Scheduler
 
@@ -17,7 +18,7 @@ NUM_BLOCKS = 4096
 def full_pool(seed: int = 0) -> Scheduler:
     """A scheduler whose pool is the bottleneck: more requests than fit, of 250 to 750 tokens when they end."""
     rng = np.random.default_rng(seed)
-    scheduler = Scheduler(
+    scheduler = build_scheduler(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
         max_num_seqs=1024,
@@ -65,7 +66,7 @@ def test_last_page_waste_of_a_full_pool(benchmark: Any) -> None:
 
 @pytest.mark.parametrize("num_seqs", [32, 256])
 def test_schedule_and_commit_of_a_decode_step(benchmark: Any, num_seqs: int) -> None:
-    scheduler = Scheduler(
+    scheduler = build_scheduler(
         num_blocks=num_seqs * 128, block_size=16, max_num_seqs=num_seqs, max_num_batched_tokens=4096, max_model_len=2048
     )
     for i in range(num_seqs):

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.tsched.schedulers import build_scheduler
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.block_pool import BlockPool
 from tsched.scheduling.policies import PREFIX_CACHES
 from tsched.scheduling.policies.base import PrefixCache
-from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.sequence import Sequence
 
 BLOCK_SIZE = 16
@@ -88,7 +88,7 @@ def test_schedule_and_commit_of_256_sequences_without_a_hit(benchmark: Any, name
     evict as much as they keep. The digests, made as a request arrives, are timed apart.
     """
     num_seqs, prompt_len, output_len = 256, 512, 256
-    scheduler = Scheduler(
+    scheduler = build_scheduler(
         num_blocks=num_seqs * 48,
         block_size=BLOCK_SIZE,
         max_num_seqs=num_seqs,

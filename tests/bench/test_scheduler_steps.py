@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.tsched.schedulers import build_scheduler
 from tsched.requests.sampling_params import SamplingParams
-from tsched.scheduling.scheduler import Scheduler
 
 NUM_SEQS = 256
 BLOCK_SIZE = 16
@@ -29,7 +29,7 @@ class Service:
         self.rng = np.random.default_rng(0)
         self.context, self.lag = context, lag
         blocks_each = -(-(context + LONGEST_OUTPUT) // BLOCK_SIZE)
-        self.scheduler = Scheduler(
+        self.scheduler = build_scheduler(
             num_blocks=(NUM_SEQS + 8) * blocks_each,
             block_size=BLOCK_SIZE,
             max_num_seqs=NUM_SEQS,

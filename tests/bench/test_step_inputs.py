@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.tsched.schedulers import build_scheduler
 from tmodel.batch import Batch
 from tsched.execution.batch_builder import BatchBuilder
 from tsched.execution.device_state import DeviceState
 from tsched.requests.sampling_params import SamplingParams
-from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.step_plan import StepPlan
 
 NUM_SEQS, BLOCK_SIZE = 256, 16
@@ -26,7 +26,7 @@ def test_building_a_decode_step(benchmark: Any, context: int, churn: int) -> Non
     another takes its row, whose prompt of 64 tokens is a part of the step.
     """
     longest = context + 2048
-    scheduler = Scheduler(
+    scheduler = build_scheduler(
         num_blocks=NUM_SEQS * (longest // BLOCK_SIZE + 1),
         block_size=BLOCK_SIZE,
         max_num_seqs=NUM_SEQS,

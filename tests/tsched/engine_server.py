@@ -12,6 +12,7 @@ import tkernels
 import tmodel
 from tests.tsched.random_model import random_qwen3
 from tests.tsched.random_schedules import MAX_MODEL_LEN, Request, Schedule
+from tests.tsched.schedulers import build_scheduler
 from tsched.execution.engine import Engine
 from tsched.execution.engine import Request as EngineRequest
 from tsched.requests.sampling_params import SamplingParams
@@ -44,7 +45,7 @@ class EngineServer:
         return Engine(
             model,
             kv_cache,
-            Scheduler(**options),
+            build_scheduler(**options),
             device=torch.device("cpu"),
             seed=0,
             eos_token_ids=options["eos_token_ids"],

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.tsched.random_schedules import EOS, MAX_MODEL_LEN, VOCAB_SIZE, Request, Schedule
+from tests.tsched.schedulers import build_scheduler
 from tests.tsched.simulated_device import check_plan
 from tsched.execution.random_numbers import UniformTable, draw_uniforms, philox_key
 from tsched.requests.sampling_params import SamplingParams
@@ -142,7 +143,7 @@ class HashServer:
         self._launches: deque[Launch] = deque()
 
     def make_scheduler(self, schedule: Schedule) -> Scheduler:
-        return Scheduler(**schedule.options)
+        return build_scheduler(**schedule.options)
 
     def make_device(self) -> PagedDevice:
         return PagedDevice(self.scheduler)

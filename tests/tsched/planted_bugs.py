@@ -23,7 +23,7 @@ from tsched.scheduling.kv_memory import KVMemory
 from tsched.scheduling.planner import Planner
 from tsched.scheduling.policies.hash_prefix_cache import HashPrefixCache
 from tsched.scheduling.policies.priority import Priority
-from tsched.scheduling.policies.radix_prefix_cache import RadixPrefixCache
+from tsched.scheduling.policies.run_cache import RunCache
 from tsched.scheduling.policies.run_queue import RunQueue
 from tsched.scheduling.scheduler import Scheduler
 
@@ -54,20 +54,18 @@ BUGS = (
                "self._waiting.remove(sequence); self._memory.cache.insert(sequence, blocks, sequence.tokens.size)"),
     PlantedBug("a fork writes to a block that others read", KVMemory, "enter",
                "copies = num_computed % self.pool.block_size != 0 and", "copies = 0 and"),
-    PlantedBug("a hash hit covers the last token too", HashPrefixCache, "match",
-               "count = (sequence.tokens.size - 1) //", "count = sequence.tokens.size //"),
-    PlantedBug("a radix hit covers the last token too", RadixPrefixCache, "match",
+    PlantedBug("a hit covers the last token too", RunCache, "match",
                "count = (sequence.tokens.size - 1) //", "count = sequence.tokens.size //"),
     PlantedBug("host blocks that were read back are never free", Scheduler, "commit",
                "self._memory.free_restored(under_way.copies)", "pass"),
     PlantedBug("swapped sequences miss their last block", KVMemory, "swap_out",
                "swap_outs.append(np.stack((blocks[:count], sequence.host_blocks)))",
                "swap_outs.append(np.stack((blocks[: count - 1], sequence.host_blocks[:-1])))"),
-    PlantedBug("equal content: the wrong one of two blocks is released", HashPrefixCache, "insert",
+    PlantedBug("equal content: the wrong one of two blocks is released", RunCache, "insert",
                "pool.release(blocks[start : start + known.size])", "pool.release(known)"),
     PlantedBug("blocks change in the table, and the plan does not say so", Planner, "note_inserted",
                "self._rewritten.append(row)", "pass"),
-    PlantedBug("a hit takes no reference", HashPrefixCache, "match",
+    PlantedBug("a hit takes no reference", RunCache, "match",
                "self._pool.share(blocks)", "self._pool._refs[blocks] = 1"),
     PlantedBug("a block in use is evicted", RunQueue, "_evict",
                "end = end[: is_used.argmax()]", "pass"),

@@ -19,12 +19,12 @@ from tests.tsched.page_contents import (
     token_after,
     values_after,
 )
+from tests.tsched.schedulers import build_scheduler
 from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.block_pool import BlockIds, BlockPool
 from tsched.scheduling.policies.hash_prefix_cache import DIGEST_SIZE, HashPrefixCache
 from tsched.scheduling.policies.radix_prefix_cache import RadixPrefixCache
-from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.sequence import NO_STATE, Sequence
 from tsched.scheduling.state_slots import StateSlots
 from tsched.scheduling.step_plan import StepPlan
@@ -52,7 +52,7 @@ class ServingWorld:
 
     def __init__(self, fired: Counter[str], **options: Any) -> None:
         self.fired = fired
-        self.scheduler = Scheduler(max_model_len=MAX_MODEL_LEN, eos_token_ids=(EOS,), **options)
+        self.scheduler = build_scheduler(max_model_len=MAX_MODEL_LEN, eos_token_ids=(EOS,), **options)
         self.pages = PageContents(self.scheduler)
         self.alive: dict[int, Life] = {}
         self.finished: list[NDArray[np.int64]] = []

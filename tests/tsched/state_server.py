@@ -13,6 +13,7 @@ import numpy as np
 
 from tests.tsched.hash_server import EMPTY, HashServer, PagedDevice, next_token
 from tests.tsched.random_schedules import Schedule
+from tests.tsched.schedulers import build_scheduler
 from tsched.scheduling.scheduler import Scheduler, StepPlan
 from tsched.scheduling.sequence import Ints
 
@@ -74,7 +75,7 @@ class StateServer(HashServer):
             "num_host_states": rng.choice((0, 1, rows, 4 * rows)),
             "state_interval": rng.choice((1, 1, 2, 5)),
         }
-        return Scheduler(**drawn | schedule.options)
+        return build_scheduler(**drawn | schedule.options)
 
     def make_device(self) -> PagedDevice:
         return StateDevice(self.scheduler)

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from tests.tsched.hash_model import HashModel, hash_cache
+from tests.tsched.schedulers import build_scheduler
 from tmodel.kv_cache import KVCache
 from tsched.execution.beam_search import BeamSearch, BeamSearchParams, Hypothesis, select_largest
 from tsched.execution.engine import Engine, Request
 from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
-from tsched.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 4
 LogprobsAfter = Callable[[list[int]], torch.Tensor]
@@ -65,7 +65,7 @@ class Pages:
 
 
 def make_engine(model: HashModel, num_blocks: int, *, max_num_seqs: int = 32, **options: object) -> Engine:
-    scheduler = Scheduler(
+    scheduler = build_scheduler(
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.tsched.hash_model import HashModel, HashPages, hash_cache
+from tests.tsched.schedulers import build_scheduler
 from tests.tsched.simulated_device import EOS, VOCAB, check_accounts, tokens_alone
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
@@ -16,7 +17,6 @@ from tsched.execution.engine import Engine, Forward, Request
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
-from tsched.scheduling.scheduler import Scheduler
 
 MAX_MODEL_LEN = 60
 
@@ -52,7 +52,7 @@ def build_engine(
     return Engine(
         model or HashModel(),
         cache,
-        Scheduler(**arguments),
+        build_scheduler(**arguments),
         pages=HashPages(cache, int(arguments.get("num_host_blocks", 0))),
         device=torch.device("cpu"),
         seed=seed,

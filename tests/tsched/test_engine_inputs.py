@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tkernels
+from tests.tsched.schedulers import build_scheduler
 from tests.tsched.simulated_device import VOCAB
 from tmodel.batch import Batch
 from tsched.execution.batch_builder import ArrangedPlan, BatchBuilder
@@ -31,7 +32,7 @@ def make_scheduler(**changes: object) -> Scheduler:
         "max_num_batched_tokens": 16,
         "max_model_len": 60,
     }
-    return Scheduler(**(arguments | changes))
+    return build_scheduler(**(arguments | changes))
 
 
 def add(scheduler: Scheduler, sequence_id: int, prompt_len: int, max_tokens: int = 30) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.tsched.hash_model import HashModel, hash_cache
+from tests.tsched.schedulers import build_scheduler
 from tests.tsched.simulated_device import EOS, VOCAB, check_accounts, tokens_alone
 from tests.tsched.test_engine import GREEDY, MAX_MODEL_LEN, build_engine, run, spell
 from tmodel.batch import Batch
@@ -19,7 +20,6 @@ from tsched.execution.readback import HostReader, Outcome, Readback
 from tsched.execution.sampler import Sampled
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.sampling_params import SamplingParams
-from tsched.scheduling.scheduler import Scheduler
 
 
 class Observed(HashModel):
@@ -262,7 +262,7 @@ def test_decode_steps_replay_one_graph_for_each_bucket() -> None:
 
 
 def test_an_engine_on_a_cpu_waits_for_each_token_unless_it_is_told_not_to() -> None:
-    scheduler = Scheduler(num_blocks=4, block_size=4, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=16)
+    scheduler = build_scheduler(num_blocks=4, block_size=4, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=16)
     engine = Engine(HashModel(), hash_cache(4, 4), scheduler, device=torch.device("cpu"), eos_token_ids=(EOS,))
     assert not engine.overlap
     assert engine._graphs is None

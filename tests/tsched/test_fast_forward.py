@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tsched.schedulers import build_scheduler
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.policies import PREFIX_CACHES
 from tsched.scheduling.scheduler import Scheduler
@@ -69,7 +70,7 @@ def test_skipped_steps_leave_the_state_of_real_ones(
 ) -> None:
     longest = max(-(-(prompt + output) // block_size) for prompt, output, *_ in [*lengths, *late])
     stepping, skipping = (
-        Scheduler(
+        build_scheduler(
             num_blocks=longest + spare,
             block_size=block_size,
             max_num_seqs=4,
@@ -108,7 +109,7 @@ def test_skipped_steps_leave_the_state_of_real_ones(
 
 
 def quiet(**params: object) -> Scheduler:
-    scheduler = Scheduler(
+    scheduler = build_scheduler(
         num_blocks=100,
         block_size=4,
         max_num_seqs=4,
@@ -148,7 +149,7 @@ def test_nothing_is_quiet_that_a_token_could_stop_or_that_is_under_way() -> None
 
 
 def test_blocks_bound_the_quiet_steps() -> None:
-    scheduler = Scheduler(
+    scheduler = build_scheduler(
         num_blocks=5, block_size=4, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=200
     )  # fmt: skip
     for i in range(2):

@@ -22,6 +22,7 @@ from experiments.schema import SchedulerOptions
 from tsched import LLM, AsyncLLM
 from tsched.options import OPTIONS, SCHEDULER_OPTIONS, EngineOptions, Option, OptionError, read_options
 from tsched.resolved_options import CacheUnits, UnitSizes, resolve_options, split_bytes
+from tsched.scheduling.scheduler import Scheduler
 
 NUMBERS = {"ge": lambda end: end - 1, "gt": lambda end: end, "le": lambda end: end + 1, "lt": lambda end: end}
 ANYTHING = st.one_of(
@@ -192,8 +193,8 @@ def test_options_are_resolved_for_a_model() -> None:
     assert (resolved.max_model_len, resolved.num_blocks, resolved.num_host_blocks) == (100, 10, 3)
     most = resolve_options(options, **sizes, cache_bytes=10**9)
     assert most.num_blocks == 4 * 100 // 8
-    arguments = resolved.scheduler_arguments
-    assert (arguments["num_blocks"], arguments["block_size"], arguments["preemption"]) == (10, 8, "swap")
+    scheduler = Scheduler(resolved)
+    assert (scheduler.pool.num_blocks, scheduler.pool.block_size, scheduler.host_pool.num_blocks) == (10, 8, 3)
     for wrong, name in (
         ({"max_model_len": 101}, "max_model_len"),
         ({"kv_cache_bytes": 299}, "kv_cache_bytes"),
@@ -232,7 +233,7 @@ def test_states_are_sized_beside_blocks() -> None:
     assert (half.num_host_blocks, half.num_host_states) == (26, 2)
     short = resolve_options(replace(options, expected_len=8), sizes=hybrid, **sizes)
     assert (short.num_blocks, short.num_states) == (10, 27)
-    assert short.scheduler_arguments["num_states"] == 27
+    assert Scheduler(short).states.pool.num_blocks == 27
     states_alone = UnitSizes(block_bytes=0, state_bytes=1000)
     resolved = resolve_options(options, sizes=states_alone, **sizes)
     assert (resolved.num_blocks, resolved.num_states, resolved.num_host_states) == (80 + 88, 30, 10)

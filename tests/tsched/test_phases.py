@@ -10,6 +10,7 @@ import torch
 
 from tests.tkernels.simulated_gpu import SimulatedGpu
 from tests.tsched.hash_model import HashModel, hash_cache
+from tests.tsched.schedulers import build_scheduler
 from tkernels.ranges import RECORD_GRAPH, Ranges
 from tkernels.recording import Recording
 from tkernels.spans import Span, breakdown
@@ -18,7 +19,6 @@ from tmodel.kv_cache import KVCache
 from tsched import LLM, SamplingParams
 from tsched.execution.engine import Engine
 from tsched.execution.phases import PHASES
-from tsched.scheduling.scheduler import Scheduler
 
 PARTS = {"embedding", "q_proj+k_proj+v_proj", "o_proj", "down_proj", "lm_head"}
 LAYERS = {"layer 0", "layer 1"}
@@ -120,10 +120,10 @@ def test_replayed_steps_have_the_ranges_of_their_graph() -> None:
     gpu = SimulatedGpu()
     recording = Recording("cpu", gpu)
     model = NamedModel(gpu, recording)
-    engine = Engine(
-        model, hash_cache(20, 4), Scheduler(num_blocks=20, block_size=4, max_num_seqs=4, max_num_batched_tokens=16,
-        max_model_len=20), device=torch.device("cpu"), cuda_graphs=True, ranges=recording,
-    )  # fmt: skip
+    scheduler = build_scheduler(
+        num_blocks=20, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=20
+    )
+    engine = Engine(model, hash_cache(20, 4), scheduler, device=torch.device("cpu"), cuda_graphs=True, ranges=recording)
     assert engine._graphs is not None
     engine._graphs._recorder = SimulatedRecorder(model, recording)
 

@@ -294,7 +294,7 @@ def test_a_tree_without_blocks_is_gone() -> None:
     cache.release(sequence_of(cache, [1]), cache.allocate(16), 0)
     assert not cache._roots
     assert not cache._unused
-    assert not cache._node_of
+    assert not cache._run_of
 
 
 def test_digests_of_evicted_blocks_are_gone() -> None:

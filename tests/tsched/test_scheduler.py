@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.tsched.schedulers import build_scheduler
 from tests.tsched.simulated_device import EOS, VOCAB, Launch, SimulatedDevice, check_accounts, check_plan, tokens_alone
 from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
@@ -30,7 +31,7 @@ def make_scheduler(**changes: object) -> Scheduler:
         "max_model_len": MAX_MODEL_LEN,
         "eos_token_ids": (EOS,),
     }
-    return Scheduler(**arguments | changes)
+    return build_scheduler(**arguments | changes)
 
 
 def drive(scheduler: Scheduler, device: SimulatedDevice, max_steps: int, lag: int = 0) -> int:
@@ -350,27 +351,6 @@ def test_abort_all_leaves_a_scheduler_that_works() -> None:
     again = scheduler.add(9, [1, 2], SamplingParams(max_tokens=9, ignore_eos=True))
     drive(scheduler, device, max_steps=20)
     assert len(again.output_token_ids) == 9
-
-
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
-def test_limits_below_one_are_named(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be at least 1"):
-        make_scheduler(**{name: 0})
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "hint"),
-    [
-        ("order", "fcsf", "did you mean 'fcfs'"),
-        ("preemption", "swop", "did you mean 'swap'"),
-        ("prefix_cache", "radiks", "did you mean 'radix'"),
-    ],
-)
-def test_unknown_policies_list_the_known_ones(kind: str, name: str, hint: str) -> None:
-    with pytest.raises(ValueError, match=f"unknown {kind} policy '{name}'.*{hint}"):
-        make_scheduler(**{kind: name})
-    with pytest.raises(ValueError, match=rf"unknown {kind} policy \['{name}'\]; there is"):
-        make_scheduler(**{kind: [name]})
 
 
 def test_the_scheduler_loads_neither_torch_nor_the_model() -> None:

@@ -26,34 +26,32 @@ def step(scheduler: Scheduler, device: SimulatedDevice) -> StepPlan:
 @pytest.mark.parametrize(
     ("budget", "wanted", "counts", "left"),
     [
-        (TokenBudget(8), [1, 1, 0], [1, 1, 0], (6, 6)),
-        (TokenBudget(8), [5, 1, 9], [5, 1, 2], (0, 0)),
-        (TokenBudget(8, max_chunk_tokens=3), [5, 1, 9], [3, 1, 3], (1, 1)),
-        (TokenBudget(8, decode_share=0.5), [5, 1, 9], [4, 1, 0], (3, 0)),
-        (TokenBudget(8, decode_share=0.5), [3, 1], [3, 1], (4, 1)),
-        (TokenBudget(8, decode_share=0.5), [5, 9], [5, 3], (0, 0)),
-        (TokenBudget(8, decode_share=0.25), [1] * 5 + [9], [1] * 5 + [3], (0, 0)),
-        (TokenBudget(3), [1, 9, 1, 1, 1], [1, 0, 1, 1, 0], (0, 0)),
-        (TokenBudget(2), [1, 1, 1], [1, 1, 0], (0, 0)),
-        (TokenBudget(5), [], [], (5, 5)),
+        ((8, None, 0.0), [1, 1, 0], [1, 1, 0], (6, 6)),
+        ((8, None, 0.0), [5, 1, 9], [5, 1, 2], (0, 0)),
+        ((8, 3, 0.0), [5, 1, 9], [3, 1, 3], (1, 1)),
+        ((8, None, 0.5), [5, 1, 9], [4, 1, 0], (3, 0)),
+        ((8, None, 0.5), [3, 1], [3, 1], (4, 1)),
+        ((8, None, 0.5), [5, 9], [5, 3], (0, 0)),
+        ((8, None, 0.25), [1] * 5 + [9], [1] * 5 + [3], (0, 0)),
+        ((3, None, 0.0), [1, 9, 1, 1, 1], [1, 0, 1, 1, 0], (0, 0)),
+        ((2, None, 0.0), [1, 1, 1], [1, 1, 0], (0, 0)),
+        ((5, None, 0.0), [], [], (5, 5)),
     ],
 )
 def test_decodes_come_first_and_prefills_share_the_rest(
-    budget: TokenBudget, wanted: list[int], counts: list[int], left: tuple[int, int]
+    budget: tuple[int, int | None, float], wanted: list[int], counts: list[int], left: tuple[int, int]
 ) -> None:
-    got, *rest = budget.share(np.array(wanted, dtype=np.int64))
+    got, *rest = TokenBudget(*budget, chunked=True).share(np.array(wanted, dtype=np.int64))
     assert (got.tolist(), tuple(rest)) == (counts, left)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_chunk_tokens": 0}, "max_chunk_tokens must be None or at least 1, got 0"),
-        ({"decode_share": 1.0}, "decode_share must be at least 0 and below 1, got 1.0"),
         ({"chunked_prefill": False}, "max_num_batched_tokens must be at least max_model_len, 40, got 16"),
         ({"chunked_prefill": False, "max_chunk_tokens": 4}, "they need chunked_prefill"),
         ({"chunked_prefill": False, "decode_share": 0.5}, "they need chunked_prefill"),
-        ({"num_host_blocks": -1}, "num_host_blocks must be at least 0, got -1"),
+        ({"num_host_blocks": -1}, "num_blocks >= 1 and block_size >= 1, got -1 and 4"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict, message: str) -> None:

@@ -24,6 +24,7 @@ from tsched.scheduling.kv_memory import KVMemory
 from tsched.scheduling.planner import Planner
 from tsched.scheduling.policies.hash_prefix_cache import HashPrefixCache, Run
 from tsched.scheduling.policies.radix_prefix_cache import RadixPrefixCache
+from tsched.scheduling.policies.run_cache import RunCache
 from tsched.scheduling.policies.run_queue import RunQueue
 from tsched.scheduling.scheduler import Scheduler
 
@@ -169,14 +170,11 @@ FAULTS = (
     # In the caches
     PlantedBug("a digest without the past", HashPrefixCache, "_chain", "last + data", "data"),
     PlantedBug("a digest without the salt", HashPrefixCache, "_root", "blake2b(salt,", "blake2b(b'',"),
-    PlantedBug("another salt's tree", RadixPrefixCache, "match", "self._roots.get(sequence.cache_salt)",
+    PlantedBug("another salt's tree", RadixPrefixCache, "_find", "self._roots.get(sequence.cache_salt)",
                "next(iter(self._roots.values()), None)"),
-    PlantedBug("a full hit leaves no token", HashPrefixCache, "match", "(sequence.tokens.size - 1)",
-               "sequence.tokens.size"),
-    PlantedBug("a full hit in the tree leaves no token", RadixPrefixCache, "match", "(sequence.tokens.size - 1)",
-               "sequence.tokens.size"),
-    PlantedBug("a hit takes no reference", HashPrefixCache, "match", "self._pool.share(blocks)", "pass"),
-    PlantedBug("an unfinished block is matchable", HashPrefixCache, "insert", "num_computed // pool.block_size",
+    PlantedBug("a full hit leaves no token", RunCache, "match", "(sequence.tokens.size - 1)", "sequence.tokens.size"),
+    PlantedBug("a hit takes no reference", RunCache, "match", "self._pool.share(blocks)", "pass"),
+    PlantedBug("an unfinished block is matchable", RunCache, "insert", "num_computed // pool.block_size",
                "-(-num_computed // pool.block_size)"),
     PlantedBug("an evicted block can be matched", HashPrefixCache, "_trim",
                "leaf.blocks = leaf.blocks[:-count]", "pass"),
@@ -186,7 +184,7 @@ FAULTS = (
     PlantedBug("a block in use is evicted", RunQueue, "_evict", "end = end[: is_used.argmax()]", "pass"),
     PlantedBug("the prefix goes before its leaves", RunQueue, "touch", "unused.move_to_end(above)",
                "unused.move_to_end(above, last=False)"),
-    PlantedBug("the digests of an output begin too late", HashPrefixCache, "insert", "tokens[num_digests *",
+    PlantedBug("the digests of an output begin too late", HashPrefixCache, "_append", "tokens[num_digests *",
                "tokens[(num_digests + 1) *"),
     PlantedBug("a split hash run takes the wrong blocks", HashPrefixCache, "_split", "run.blocks[:count]",
                "run.blocks[1 : count + 1]"),

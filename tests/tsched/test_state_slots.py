@@ -15,12 +15,12 @@ import pytest
 from tests.tsched.planted_bugs import PlantedBug, planted
 from tests.tsched.random_rules import run_world
 from tests.tsched.random_schedules import EOS, MAX_MODEL_LEN, Request, Schedule, draw_schedule
+from tests.tsched.schedulers import build_scheduler
 from tests.tsched.schedules import serve_or_say_how_to_replay, server_factory
 from tests.tsched.state_server import StateServer
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.block_pool import BlockPool
 from tsched.scheduling.kv_memory import KVMemory
-from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.sequence import Sequence, SequenceTable
 from tsched.scheduling.state_slots import StateSlots
 
@@ -292,14 +292,16 @@ def test_slots_bound_who_is_admitted() -> None:
     ("options", "message"),
     [
         ({"num_states": 1}, "num_states must be at least 2, a step reads one and writes another; got 1"),
-        ({"num_states": -1}, "num_states must be at least 0, got -1"),
+        ({"num_states": -1}, "num_states must be at least 2, a step reads one and writes another; got -1"),
         ({"num_states": 4, "state_interval": 0}, "state_interval must be at least 1, got 0"),
-        ({"num_states": 4, "num_host_states": -1}, "num_host_states must be at least 0, got -1"),
+        ({"num_states": 4, "num_host_states": -1}, "num_blocks >= 1 and block_size >= 1, got -1 and 1"),
     ],
 )
 def test_numbers_that_serve_nobody_are_refused(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Scheduler(num_blocks=4, block_size=4, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=16, **options)
+        build_scheduler(
+            num_blocks=4, block_size=4, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=16, **options
+        )
 
 
 def test_a_slot_asked_for_where_all_are_in_use() -> None:

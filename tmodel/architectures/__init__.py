@@ -38,7 +38,7 @@ def architectures_with(folders: Sequence[PurePath | str]) -> Architectures:
     Files whose name begins with an underscore or a dot are left alone.
 
     Raises:
-        ArchitectureError: no such folder, a file that cannot be imported or declares no Architecture, or one whose name
+        ArchitectureError: No such folder, a file that cannot be imported or declares no Architecture, or one whose name
             is taken.
     """
     if not folders:

@@ -24,11 +24,11 @@ class GroupedQueryAttention:
         num_heads: Hq.
         num_kv_heads: Hkv, a divisor of Hq.
         head_dim: D.
-        rope: how queries and keys are turned.
-        window: the keys that a query sees, itself included; None is all before it.
-        qkv_bias: whether the query, key and value projections have a bias.
-        output_bias: whether the output projection has one.
-        head_norm_eps: of an RMS norm of each query and each key head, ahead of the turn; None is no norm.
+        rope: How queries and keys are turned.
+        window: The keys that a query sees, itself included; None is all before it.
+        qkv_bias: Whether the query, key and value projections have a bias.
+        output_bias: Whether the output projection has one.
+        head_norm_eps: Of an RMS norm of each query and each key head, ahead of the turn; None is no norm.
     """
 
     hidden_size: int
@@ -86,8 +86,8 @@ class AttentionLayer:
 
         Args:
             hidden: [T, H].
-            step: the step's attention.
-            rotation: cos and sin, [L, R/2] each.
+            step: The step's attention.
+            rotation: Cos and sin, [L, R/2] each.
             k_cache: [P, S, Hkv, D], this layer's keys.
             v_cache: [P, S, Hkv, D], its values.
 

@@ -20,7 +20,7 @@ class GatedMLP:
     Attributes:
         hidden_size: H.
         intermediate_size: I.
-        bias: whether the three projections have one.
+        bias: Whether the three projections have one.
     """
 
     hidden_size: int

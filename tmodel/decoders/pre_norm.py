@@ -42,12 +42,12 @@ class PreNormDecoder:
     """The sizes of a pre-norm decoder.
 
     Attributes:
-        layers: from the first to the last. All have the same heads; windows may differ.
+        layers: From the first to the last. All have the same heads; windows may differ.
         hidden_size: H, what a token is between layers.
-        norm_eps: of all norms but the heads'.
-        vocab_size: tokens that there are.
-        tied_head: whether the head's weight is the embedding's.
-        max_position_embeddings: tokens of the longest sequence.
+        norm_eps: Of all norms but the heads'.
+        vocab_size: Tokens that there are.
+        tied_head: Whether the head's weight is the embedding's.
+        max_position_embeddings: Tokens of the longest sequence.
     """
 
     layers: tuple[DecoderLayer, ...]
@@ -194,9 +194,9 @@ def pre_norm_architecture(
     """The architecture of which `describe` gives the decoder from its config.json.
 
     Args:
-        name: transformers' class.
-        fields: what its config.json has.
-        describe: fields -> decoder; ConfigError for what it would not compute as it was trained.
+        name: Transformers' class.
+        fields: What its config.json has.
+        describe: Fields -> decoder; ConfigError for what it would not compute as it was trained.
     """
 
     def resolve(raw: HuggingFaceConfig, eos_token_ids: tuple[int, ...]) -> ModelConfig:

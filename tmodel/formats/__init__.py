@@ -42,13 +42,13 @@ def parse_format(raw: Mapping[str, Any]) -> QuantizationFormat:
     """Parses a `quantization_config`.
 
     Args:
-        raw: the mapping as config.json holds it, with its `quant_method`.
+        raw: The mapping as config.json holds it, with its `quant_method`.
 
     Returns:
         The format with the checkpoint's settings.
 
     Raises:
-        ConfigError: the method is unknown, or a setting of it is missing, wrong or not supported.
+        ConfigError: The method is unknown, or a setting of it is missing, wrong or not supported.
     """
     method = raw.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:
@@ -65,14 +65,14 @@ def find_format(directory: Path, raw: Mapping[str, Any]) -> tuple[Path, Quantiza
     """Finds how a checkpoint is quantized.
 
     Args:
-        directory: the checkpoint's.
-        raw: its config.json.
+        directory: The checkpoint's.
+        raw: Its config.json.
 
     Returns:
         (the file that names the format, the format); None where the checkpoint is dense.
 
     Raises:
-        ConfigError: settings are damaged or not supported, or two files disagree. The message names the file.
+        ConfigError: Settings are damaged or not supported, or two files disagree. The message names the file.
     """
     formats: dict[str, QuantizationFormat] = {}
     for name, settings in _read_settings(directory, raw).items():

@@ -41,13 +41,13 @@ class AWQ(BaseModel):
     """The settings that decide what is decoded. AutoAWQ's own quant_config.json names some otherwise (w_bit).
 
     Attributes:
-        bits: of a code; 4.
-        group_size: inputs that share a scale; -1 is all.
-        version: the packing, by AutoAWQ's name of the setting; "gemm".
-        format: the same by transformers' name.
-        checkpoint_format: the same by GPTQModel's name.
-        zero_point: whether weights are asymmetric. Where false, stored zero-points must be those of a symmetric weight.
-        modules_to_not_convert: parts of names; a layer whose name contains one is dense, as is the head.
+        bits: Of a code; 4.
+        group_size: Inputs that share a scale; -1 is all.
+        version: The packing, by AutoAWQ's name of the setting; "gemm".
+        format: The same by transformers' name.
+        checkpoint_format: The same by GPTQModel's name.
+        zero_point: Whether weights are asymmetric. Where false, stored zero-points must be those of a symmetric weight.
+        modules_to_not_convert: Parts of names; a layer whose name contains one is dense, as is the head.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)

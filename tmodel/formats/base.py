@@ -35,11 +35,11 @@ class Scheme:
     """How a linear layer is stored, as far as the config tells before any tensor is read.
 
     Attributes:
-        bits: of a code.
-        group_size: inputs that share a scale; -1 is all.
+        bits: Of a code.
+        group_size: Inputs that share a scale; -1 is all.
         coding: "uniform" (scale and zero-point) or "lookup" (a table).
-        permuted: the codes may lie in another order than the inputs.
-        sparse: some weights may be kept beside the codes.
+        permuted: The codes may lie in another order than the inputs.
+        sparse: Some weights may be kept beside the codes.
     """
 
     bits: int
@@ -56,11 +56,11 @@ class Scheme:
         """Checks that a layer of `inputs` inputs can be stored in this scheme.
 
         Args:
-            layer: its name, for the message.
+            layer: Its name, for the message.
             inputs: K.
 
         Raises:
-            ConfigError: the codes do not fill whole rows of words, or the group size does not divide the inputs.
+            ConfigError: The codes do not fill whole rows of words, or the group size does not divide the inputs.
         """
         row = codes_per_row(self.bits)
         if inputs % row:
@@ -88,7 +88,7 @@ class QuantizationFormat(Protocol):
         """Checks that the format can store `layer`, [outputs, inputs], where the layer is quantized.
 
         Raises:
-            ConfigError: it cannot store a layer of this size.
+            ConfigError: It cannot store a layer of this size.
         """
         ...
 
@@ -99,9 +99,9 @@ class QuantizationFormat(Protocol):
             The weight in sequential order, on the checkpoint's device, its scales in the dtype that the file has.
 
         Raises:
-            WeightError: a tensor is missing, has another shape or dtype, or holds an impossible value. The message
+            WeightError: A tensor is missing, has another shape or dtype, or holds an impossible value. The message
                 names file, tensor and rule.
-            ValueError: the format keeps the layer dense.
+            ValueError: The format keeps the layer dense.
         """
         ...
 
@@ -112,7 +112,7 @@ class QuantizationFormat(Protocol):
             The last part of a tensor's name ("qweight") -> the tensor.
 
         Raises:
-            ValueError: the weight does not match `scheme(layer)`, or the format cannot hold it.
+            ValueError: The weight does not match `scheme(layer)`, or the format cannot hold it.
         """
         ...
 
@@ -125,7 +125,7 @@ def parse_settings(kind: type[Parsed], raw: Mapping[str, Any]) -> Parsed:
     """Parses `raw` as a format's settings of class `kind`.
 
     Raises:
-        ConfigError: fields are wrong; the message lists every one.
+        ConfigError: Fields are wrong; the message lists every one.
     """
     try:
         return kind.model_validate(dict(raw))
@@ -146,7 +146,7 @@ def check_bits(bits: Any, supported: Sequence[int] = BITS) -> int:
     """Returns `bits`, an integer among `supported`.
 
     Raises:
-        ValueError: it is not.
+        ValueError: It is not.
     """
     choice = f"supported are {', '.join(map(str, supported))}"
     if type(bits) is not int:  # JSON's true is no number
@@ -161,7 +161,7 @@ def check_group_size(group_size: int, bits: int) -> None:
     """Checks that groups of `group_size` inputs, -1 for all, fill whole rows of words at `bits` a code.
 
     Raises:
-        ValueError: they do not.
+        ValueError: They do not.
     """
     if group_size != -1 and (group_size < 1 or group_size % codes_per_row(bits)):
         raise ValueError(
@@ -174,13 +174,13 @@ def read_words(checkpoint: Checkpoint, name: str, shape: Sequence[int], layout: 
     """Reads packed codes, an int32 tensor.
 
     Args:
-        checkpoint: where they are.
-        name: of the tensor.
-        shape: that it must have.
-        layout: the shape in symbols, for the message: "[K / 8, N]".
+        checkpoint: Where they are.
+        name: Of the tensor.
+        shape: That it must have.
+        layout: The shape in symbols, for the message: "[K / 8, N]".
 
     Raises:
-        WeightError: the tensor is missing or has another shape or dtype.
+        WeightError: The tensor is missing or has another shape or dtype.
     """
     return checkpoint.raw(name, shape, (torch.int32,), f"where {layout} = {{}} is expected")
 
@@ -189,7 +189,7 @@ def read_values(checkpoint: Checkpoint, name: str, shape: Sequence[int], layout:
     """Reads scales, a table or outliers, in the float dtype that the file has. Arguments as for `read_words`.
 
     Raises:
-        WeightError: the tensor is missing, has another shape, holds no floats, or a value that is not finite.
+        WeightError: The tensor is missing, has another shape, holds no floats, or a value that is not finite.
     """
     values = checkpoint.raw(name, shape, FLOATS, f"where {layout} = {{}} is expected")
     checkpoint.require_finite(name, values)
@@ -202,9 +202,9 @@ def pack_by_parts(
     """Packs codes for a sequential QuantizedWeight, with one part of the outputs unpacked at a time.
 
     Args:
-        codes: a slice of n outputs, which begins at a multiple of 8 -> its codes [Kp, n] uint8.
+        codes: A slice of n outputs, which begins at a multiple of 8 -> its codes [Kp, n] uint8.
         outputs: N.
-        bits: of a code.
+        bits: Of a code.
 
     Returns:
         (`packed`, `high`) of the QuantizedWeight.
@@ -229,17 +229,17 @@ def read_permutation(checkpoint: Checkpoint, name: str, inputs: int, group_size:
     Activation order: Frantar et al., 2023, "GPTQ", section 3.3 of the repository's README (`--act-order`).
 
     Args:
-        checkpoint: where the tensor is.
-        name: of the tensor, [K] int32 or int64, the group of each input.
+        checkpoint: Where the tensor is.
+        name: Of the tensor, [K] int32 or int64, the group of each input.
         inputs: K.
-        group_size: inputs of a group.
+        group_size: Inputs of a group.
 
     Returns:
         [K] int32, the input at each place, where a group's inputs lie side by side in ascending order; None where that
         is the identity.
 
     Raises:
-        WeightError: the tensor names a group that does not exist, or gives one more or fewer inputs than group_size.
+        WeightError: The tensor names a group that does not exist, or gives one more or fewer inputs than group_size.
     """
     groups = inputs // group_size
     group_of = checkpoint.raw(name, (inputs,), (torch.int32, torch.int64), "where [K] = {} is expected")
@@ -266,7 +266,7 @@ def invert_permutation(weight: QuantizedWeight) -> torch.Tensor:
     """[K] int64: the place of each input's code.
 
     Raises:
-        ValueError: some places are padding, which no checkpoint has.
+        ValueError: Some places are padding, which no checkpoint has.
     """
     if weight.places != weight.inputs:
         raise ValueError(f"a checkpoint has no padding: {weight.places} places for {weight.inputs} inputs")
@@ -279,7 +279,7 @@ def check_scheme(weight: QuantizedWeight, layer: str, scheme: Scheme) -> None:
     """Checks that the weight of `layer` is stored as `scheme` says.
 
     Raises:
-        ValueError: its bits, group size or coding differ, or it has a permutation or outliers that the scheme lacks.
+        ValueError: Its bits, group size or coding differ, or it has a permutation or outliers that the scheme lacks.
     """
     group_size = weight.inputs if scheme.group_size == -1 else scheme.group_size
     if (weight.bits, weight.group_size, weight.coding) != (scheme.bits, group_size, scheme.coding):
@@ -302,7 +302,7 @@ def check_zeros_fit(layer: str, zeros: torch.Tensor, bits: int, added: int = 0) 
     """Checks that zero-points fit `bits` once `added` is taken off to store them.
 
     Raises:
-        ValueError: they do not.
+        ValueError: They do not.
     """
     low, high = int(zeros.min()), int(zeros.max())
     if low < added or high >= 2**bits + added:

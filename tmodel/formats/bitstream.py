@@ -22,9 +22,9 @@ def unpack_stream(words: torch.Tensor, dim: int, bits: int, count: int) -> torch
 
     Args:
         words: int32, num_words(count, bits) of them along `dim`.
-        dim: along which the stream runs.
-        bits: of a code.
-        count: codes along `dim`.
+        dim: Along which the stream runs.
+        bits: Of a code.
+        count: Codes along `dim`.
 
     Returns:
         uint8 codes, `count` of them along `dim`; the other dims as in `words`.
@@ -48,9 +48,9 @@ def pack_stream(codes: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
     """The inverse of `unpack_stream`.
 
     Args:
-        codes: integers below 2**bits.
-        dim: along which they are packed.
-        bits: of a code.
+        codes: Integers below 2**bits.
+        dim: Along which they are packed.
+        bits: Of a code.
 
     Returns:
         int32 words, contiguous, num_words(codes.shape[dim], bits) of them along `dim`.

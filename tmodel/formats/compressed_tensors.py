@@ -45,11 +45,11 @@ class Weights(BaseModel):
     """A group's `weights`.
 
     Attributes:
-        num_bits: of a code.
+        num_bits: Of a code.
         type: "int".
-        symmetric: all zero-points are 2**(bits - 1), and none is stored.
+        symmetric: All zero-points are 2**(bits - 1), and none is stored.
         strategy: "group", or "channel": all inputs share a scale.
-        group_size: inputs that share a scale.
+        group_size: Inputs that share a scale.
         actorder: "group" stores codes by input and the group of each; "weight" ("static") changed only how the
             quantizer chose the codes.
         dynamic: false.

@@ -60,17 +60,17 @@ class GPTQ(BaseModel):
     """The settings that decide what is decoded. The rest of a config (damp_percent, meta, ...) was for the quantizer.
 
     Attributes:
-        bits: of a code.
-        group_size: inputs that share a scale; -1 is all.
-        desc_act: the activations ordered the inputs, so that g_idx is no plain count.
-        sym: all zero-points are 2**(bits - 1).
+        bits: Of a code.
+        group_size: Inputs that share a scale; -1 is all.
+        desc_act: The activations ordered the inputs, so that g_idx is no plain count.
+        sym: All zero-points are 2**(bits - 1).
         checkpoint_format: "gptq" (v1) or "gptq_v2".
-        format: another name of the same setting; transformers writes both. It is kept only where the two contradict
+        format: Another name of the same setting; transformers writes both. It is kept only where the two contradict
             each other: the checkpoint is refused then, unless its words show which is right.
-        lm_head: whether the head is quantized too.
+        lm_head: Whether the head is quantized too.
         dynamic: GPTQModel's overrides, a regular expression -> settings. The first that matches from the beginning of a
             layer's name counts; "-:" before it keeps the layer dense, "+:" or nothing changes its settings.
-        modules_in_block_to_quantize: where given, the only layers that are quantized, by the last parts of their names.
+        modules_in_block_to_quantize: Where given, the only layers that are quantized, by the last parts of their names.
         pack_dtype: "int32".
         is_marlin_format: false.
     """
@@ -181,16 +181,16 @@ class GPTQ(BaseModel):
         """Decodes stored zero-points and checks them against `sym`.
 
         Args:
-            checkpoint: theirs, for the message.
-            name: of their tensor, for the message.
+            checkpoint: Theirs, for the message.
+            name: Of their tensor, for the message.
             stored: [G, N] uint8, as unpacked.
-            added: to each stored one, 1 in v1 and 0 in v2.
+            added: To each stored one, 1 in v1 and 0 in v2.
 
         Returns:
             [G, N] int16; None where all are 2**(bits - 1).
 
         Raises:
-            WeightError: sym is true, and they are not all 2**(bits - 1).
+            WeightError: `sym` is true, and they are not all 2**(bits - 1).
         """
         zeros, middle = drop_symmetric_zeros(stored.short() + added, self.bits), 2 ** (self.bits - 1)
         if self.sym and zeros is not None:
@@ -206,17 +206,7 @@ class GPTQ(BaseModel):
 
         A checkpoint has one format, which most tensors' words do not show. So all are read before the first is decoded.
         """
-        evidence: dict[CheckpointFormat, list[tuple[str, int, int]]] = {}  # format -> (tensor, bits, its value) of each
-        for name in checkpoint.names:
-            layer, _, part = name.rpartition(".")
-            settings = self.find_settings(layer) if part == "qzeros" else None
-            words = None if settings is None else checkpoint.peek(name)
-            if settings is None or words is None or words.dtype != torch.int32 or words.dim() != 2 or not words.numel():
-                continue  # `read` refuses it
-            stored = unpack_stream(words, 1, settings.bits, words.shape[1] * 32 // settings.bits)
-            by_words = settings.detect_tensor_format(stored)
-            if by_words is not None:
-                evidence.setdefault(by_words, []).append((name, settings.bits, int(stored[0, 0])))
+        evidence = self._find_evidence(checkpoint)
         named = [self.checkpoint_format] if self.format is None else [self.checkpoint_format, self.format]
         if not evidence and len(named) == 1:
             return named[0]
@@ -235,11 +225,8 @@ class GPTQ(BaseModel):
                 f"{its_value} at {its_bits} bits): a checkpoint must be of one",
             )
         if named != [detected]:
-            of = (
-                f"not {named[0]} as"
-                if len(named) == 1
-                else f"of {named[0]} (checkpoint_format) and {named[1]} (format)"
-            )
+            both = " and ".join(map("{} ({})".format, named, ("checkpoint_format", "format")))
+            of = f"not {named[0]} as" if len(named) == 1 else f"of {both}"
             warnings.warn(
                 checkpoint.error(
                     name,
@@ -251,6 +238,21 @@ class GPTQ(BaseModel):
                 stacklevel=2,
             )
         return detected
+
+    def _find_evidence(self, checkpoint: Checkpoint) -> dict[CheckpointFormat, list[tuple[str, int, int]]]:
+        """Format -> the tensors whose words show it, each with its bits and the value of all its zero-points."""
+        evidence: dict[CheckpointFormat, list[tuple[str, int, int]]] = {}
+        for name in checkpoint.names:
+            layer, _, part = name.rpartition(".")
+            settings = self.find_settings(layer) if part == "qzeros" else None
+            words = None if settings is None else checkpoint.peek(name)
+            if settings is None or words is None or words.dtype != torch.int32 or words.dim() != 2 or not words.numel():
+                continue  # `read` refuses it
+            stored = unpack_stream(words, 1, settings.bits, words.shape[1] * 32 // settings.bits)
+            by_words = settings.detect_tensor_format(stored)
+            if by_words is not None:
+                evidence.setdefault(by_words, []).append((name, settings.bits, int(stored[0, 0])))
+        return evidence
 
     def detect_tensor_format(self, stored: torch.Tensor) -> CheckpointFormat | None:
         """The format that stored zero-points [G, N] show; None where they are not those of a symmetric file."""

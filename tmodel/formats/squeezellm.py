@@ -41,7 +41,7 @@ class SqueezeLLM(BaseModel):
     """The one setting that decides what is decoded.
 
     Attributes:
-        wbits: of a code; 3 or 4.
+        wbits: Of a code; 3 or 4.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)

@@ -41,7 +41,7 @@ def output_error(weights: Sequence[torch.Tensor], changed: Sequence[torch.Tensor
     Args:
         weights: W of each linear, [N, K].
         changed: W' of each, [N, K].
-        inputs: of X [tokens, K].
+        inputs: Of X [tokens, K].
     """
     total = 0.0
     for weight, other in zip(weights, changed, strict=True):
@@ -56,11 +56,11 @@ def search_scales(
     """Searches the scales that leave the least output error of linears with one input.
 
     Args:
-        weights: of the linears, [N, K] each.
-        inputs: that they were seen to multiply.
+        weights: Of the linears, [N, K] each.
+        inputs: That they were seen to multiply.
         magnitude: [K] float64, mean |X|, averaged over inputs that must share a scale.
-        bits: of a code.
-        group_size: inputs that share a step; -1 is all.
+        bits: Of a code.
+        group_size: Inputs that share a step; -1 is all.
 
     Returns:
         [K] float64.
@@ -87,8 +87,8 @@ def clip_groups(weight: torch.Tensor, second_moment: torch.Tensor, bits: int, gr
     Args:
         weight: [N, K].
         second_moment: [K, K] float64, of the inputs that the weight multiplies.
-        bits: of a code.
-        group_size: inputs that share a step; -1 is all.
+        bits: Of a code.
+        group_size: Inputs that share a step; -1 is all.
 
     Returns:
         [N, K], `weight` clipped.
@@ -134,10 +134,10 @@ def fold_scales(
     original weights also hold for the changed ones. A group without a feed keeps scales of 1.
 
     Args:
-        layer: the dense layer.
-        seen: place of a group -> the inputs that it multiplies.
-        bits: of a code.
-        group_size: inputs that share a step; -1 is all.
+        layer: The dense layer.
+        seen: Place of a group -> the inputs that it multiplies.
+        bits: Of a code.
+        group_size: Inputs that share a step; -1 is all.
 
     Returns:
         (all weights of the layer, float32; those that stay dense and changed, in the checkpoint's dtype; each group's

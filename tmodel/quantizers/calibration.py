@@ -26,7 +26,7 @@ class Inputs:
 
     Attributes:
         second_moment: X^T X, [K, K] float64; times two it is the Hessian of the layer's squared error.
-        mean_abs: the mean of |X| over tokens, [K] float64.
+        mean_abs: The mean of |X| over tokens, [K] float64.
     """
 
     second_moment: torch.Tensor
@@ -44,7 +44,7 @@ def choose_windows(tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
         [n, S + 1] int64: S inputs and the target of the last.
 
     Raises:
-        ValueError: the text is shorter than one window.
+        ValueError: The text is shorter than one window.
     """
     most = (len(tokens) - 1) // num_tokens
     if most < 1:
@@ -70,11 +70,11 @@ def collect_inputs(
     """Collects statistics of what linears multiply in one layer.
 
     Args:
-        layers: the model.
-        weights: of the layer.
-        index: which layer it is.
+        layers: The model.
+        weights: Of the layer.
+        index: Which layer it is.
         hidden: [n, S, H], its input.
-        groups: places of the groups of linears that are wanted; None is all.
+        groups: Places of the groups of linears that are wanted; None is all.
 
     Returns:
         Place of a group -> its inputs.
@@ -99,7 +99,7 @@ def head_gradient(layers: TransformersLayers, hidden: torch.Tensor, targets: tor
     """The gradient [n, S, H] of each window's summed loss in nats by the last layer's output.
 
     Args:
-        layers: the model.
+        layers: The model.
         hidden: [n, S, H], that output.
         targets: [n, S] int64, the token after each.
     """
@@ -122,9 +122,9 @@ def sensitivities(
     graph, one window at a time, so memory holds no other layer's graph.
 
     Args:
-        layers: the model.
-        weights: of the layer.
-        index: which layer it is.
+        layers: The model.
+        weights: Of the layer.
+        index: Which layer it is.
         hidden: [n, S, H], its input.
         gradient: [n, S, H], of each window's loss by its output.
 

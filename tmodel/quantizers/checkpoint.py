@@ -39,11 +39,11 @@ class Job:
     """A checkpoint to quantize, and how.
 
     Attributes:
-        source: the dense model's directory.
-        config: its configuration.
-        method: how codes are chosen.
-        bits: of a code.
-        group_size: inputs that share a scale; -1 is all.
+        source: The dense model's directory.
+        config: Its configuration.
+        method: How codes are chosen.
+        bits: Of a code.
+        group_size: Inputs that share a scale; -1 is all.
         windows: [n, S + 1] int64 tokens, see calibration.choose_windows; None where the method's walk is "none".
     """
 
@@ -85,16 +85,16 @@ def plan_job(
     """Makes a job without its windows. Reads configurations alone.
 
     Args:
-        source: the dense model's directory.
-        method: how codes are chosen.
-        bits: of a code.
-        group_size: inputs that share a scale; -1 is all.
-        architectures: those that the model may be of; None is the built-in ones.
+        source: The dense model's directory.
+        method: How codes are chosen.
+        bits: Of a code.
+        group_size: Inputs that share a scale; -1 is all.
+        architectures: Those that the model may be of; None is the built-in ones.
 
     Raises:
-        QuantizerError: the model is quantized already, the method does not write such bits, or a linear's size does not
+        QuantizerError: The model is quantized already, the method does not write such bits, or a linear's size does not
             fit the bits or the group size.
-        ConfigError: the model cannot be served.
+        ConfigError: The model cannot be served.
     """
     raw = read_json(source / "config.json")
     reasons = ["config.json has a quantization_config"] if raw.get("quantization_config") is not None else []
@@ -110,13 +110,13 @@ def check_settings(config: ModelConfig, method: Method, bits: int, group_size: i
     """Checks that a method can quantize every linear layer of a model.
 
     Args:
-        config: of the model.
-        method: how codes are chosen.
-        bits: of a code.
-        group_size: inputs that share a scale; -1 is all.
+        config: Of the model.
+        method: How codes are chosen.
+        bits: Of a code.
+        group_size: Inputs that share a scale; -1 is all.
 
     Raises:
-        QuantizerError: the method does not write such bits or groups, the architecture names no linears, or a linear's
+        QuantizerError: The method does not write such bits or groups, the architecture names no linears, or a linear's
             size does not fit the bits or the group size.
     """
     if bits not in method.bits:
@@ -149,7 +149,7 @@ def choose_calibration_windows(config: ModelConfig, tokens: torch.Tensor, num_to
     A second moment of K inputs has an inverse only with K tokens or more, so the text must have as many.
 
     Args:
-        config: of the model.
+        config: Of the model.
         tokens: [T] int64, the calibration text.
         num_tokens: S, inputs of a window.
 
@@ -157,7 +157,7 @@ def choose_calibration_windows(config: ModelConfig, tokens: torch.Tensor, num_to
         [n, S + 1] int64, see calibration.choose_windows.
 
     Raises:
-        QuantizerError: the text is too short, or a window is longer than the model's context.
+        QuantizerError: The text is too short, or a window is longer than the model's context.
     """
     if not 1 <= num_tokens <= config.max_position_embeddings:
         raise QuantizerError(f"windows of {num_tokens} tokens; the model was made for {config.max_position_embeddings}")
@@ -173,14 +173,14 @@ def quantize_checkpoint(job: Job, out: Path, progress: Progress) -> None:
     A run that was stopped keeps its finished layers, and the next run goes on with them.
 
     Args:
-        job: what to quantize, and how.
-        out: the new directory.
-        progress: called after each step.
+        job: What to quantize, and how.
+        out: The new directory.
+        progress: Called after each step.
 
     Raises:
         FileExistsError: `out` exists and is not empty.
-        QuantizerError: the stopped run had other options, or another process writes `out`.
-        WeightError: a tensor of the model is missing or not finite. Nothing is written then.
+        QuantizerError: The stopped run had other options, or another process writes `out`.
+        WeightError: A tensor of the model is missing or not finite. Nothing is written then.
     """
     config, method = job.config, job.method
     _check_weights(job)

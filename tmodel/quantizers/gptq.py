@@ -37,18 +37,18 @@ def gptq(
     Args:
         weight: [N, K], float32 or float64.
         second_moment: X^T X, [K, K], of the inputs seen.
-        bits: of a code.
-        group_size: inputs that share a step; -1 is all.
-        symmetric: every zero-point is 2**(bits - 1).
-        act_order: the inputs with the largest moments go first, while most weights are left to make up for them.
+        bits: Of a code.
+        group_size: Inputs that share a step; -1 is all.
+        symmetric: Every zero-point is 2**(bits - 1).
+        act_order: The inputs with the largest moments go first, while most weights are left to make up for them.
             Neighbours in this order share a group, so the result has a permutation.
-        lowest_zero: no zero-point is below it, see rtn.compute_steps.
+        lowest_zero: No zero-point is below it, see rtn.compute_steps.
 
     Returns:
         The weight in codes.
 
     Raises:
-        ValueError: the second moment is not positive semidefinite, or not finite.
+        ValueError: The second moment is not positive semidefinite, or not finite.
     """
     outputs, inputs = weight.shape
     size = inputs if group_size == -1 else group_size

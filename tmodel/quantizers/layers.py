@@ -64,13 +64,13 @@ class TransformersLayers:
     """The model of `config`, for windows of `num_tokens` that begin at position 0.
 
     Args:
-        config: of the checkpoint.
-        raw: its config.json.
+        config: Of the checkpoint.
+        raw: Its config.json.
         num_tokens: S, of a window.
-        outer: the tensors outside layers, by their names in the checkpoint.
+        outer: The tensors outside layers, by their names in the checkpoint.
 
     Raises:
-        ConfigError: transformers has no such architecture, or not with the layers and linears that are declared.
+        ConfigError: Transformers has no such architecture, or not with the layers and linears that are declared.
     """
 
     def __init__(self, config: ModelConfig, raw: Mapping[str, Any], num_tokens: int, outer: Weights) -> None:
@@ -111,10 +111,10 @@ class TransformersLayers:
         """Computes one layer.
 
         Args:
-            weights: of the layer.
-            index: which layer it is.
+            weights: Of the layer.
+            index: Which layer it is.
             hidden: [n, S, H], its input. Windows do not attend to one another.
-            observe: called with the input of each group of linears.
+            observe: Called with the input of each group of linears.
 
         Returns:
             [n, S, H].

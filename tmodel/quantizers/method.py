@@ -21,12 +21,12 @@ class Layer:
     """One dense decoder layer, and what the walk over the model brings to it.
 
     Attributes:
-        index: which layer it is.
-        groups: its linears in the order of computation; the linears of one shape share an input, see
+        index: Which layer it is.
+        groups: Its linears in the order of computation; the linears of one shape share an input, see
             layers.layer_groups.
-        weights: by the names of layers.Weights, float32.
-        dtype: of the checkpoint; tensors that stay dense keep it.
-        layers: computes the layer; None, as the two below, where the method's walk is "none".
+        weights: By the names of layers.Weights, float32.
+        dtype: Of the checkpoint; tensors that stay dense keep it.
+        layers: Computes the layer; None, as the two below, where the method's walk is "none".
         hidden: [n, S, H], the layer's input in the calibration windows.
         gradient: [n, S, H], of each window's loss by the layer's output; only where the walk is "backward".
     """
@@ -51,8 +51,8 @@ class QuantizedLayer:
     """A layer after quantization.
 
     Attributes:
-        linears: every linear of its groups, by name.
-        changed: tensors that stay dense and have new values.
+        linears: Every linear of its groups, by name.
+        changed: Tensors that stay dense and have new values.
         carry: [n, S, H], what the next layer of the walk gets: hidden states for the layer after in a forward walk,
             gradients for the layer before in a backward walk; None where the walk is "none".
     """
@@ -67,11 +67,11 @@ class Method:
     """How codes are chosen, and the format that holds them.
 
     Attributes:
-        name: of the method, as users type it.
-        bits: sizes of a code that it can write.
+        name: Of the method, as users type it.
+        bits: Sizes of a code that it can write.
         format: (bits, group size) -> the format of its checkpoints.
-        grouped: whether it takes a group size other than -1.
-        walk: the order of the layers; "forward" is from the first to the last, with hidden states, "backward" from the
+        grouped: Whether it takes a group size other than -1.
+        walk: The order of the layers; "forward" is from the first to the last, with hidden states, "backward" from the
             last to the first, with gradients too.
         quantize: (layer, bits, group size) -> the quantized layer.
     """

@@ -21,9 +21,9 @@ def compute_steps(
 
     Args:
         groups: [..., group_size, N].
-        bits: of a code.
-        symmetric: every zero-point is 2**(bits - 1).
-        lowest_zero: no zero-point is below it. A GPTQ file of format v1 cannot hold 0, so a group that would have it
+        bits: Of a code.
+        symmetric: Every zero-point is 2**(bits - 1).
+        lowest_zero: No zero-point is below it. A GPTQ file of format v1 cannot hold 0, so a group that would have it
             (no weight is below minus half a step) gets 1 and the codes from there up.
 
     Returns:
@@ -49,10 +49,10 @@ def round_to_nearest(
 
     Args:
         weight: [N, K], float32 or float64.
-        bits: of a code.
-        group_size: inputs that share a step; -1 is all K.
-        symmetric: every zero-point is 2**(bits - 1).
-        lowest_zero: no zero-point is below it, see `compute_steps`.
+        bits: Of a code.
+        group_size: Inputs that share a step; -1 is all K.
+        symmetric: Every zero-point is 2**(bits - 1).
+        lowest_zero: No zero-point is below it, see `compute_steps`.
     """
     size = weight.shape[1] if group_size == -1 else group_size
     groups = weight.t().unflatten(0, (-1, size))  # [G, size, N]

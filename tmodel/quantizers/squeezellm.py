@@ -30,9 +30,9 @@ def squeezellm(
     Args:
         weight: [N, K].
         sensitivity: [N, K], at least 0: an error of a weight raises the loss by sensitivity * error^2.
-        bits: of a code.
-        sensitive: the share of weights that become outliers for their sensitivity.
-        large: the share that become outliers for their magnitude.
+        bits: Of a code.
+        sensitive: The share of weights that become outliers for their sensitivity.
+        large: The share that become outliers for their magnitude.
 
     Returns:
         The weight in codes; its table and outliers are float32, as SqueezeLLM's files have them.

@@ -89,13 +89,13 @@ def open_unfinished(out: Path, num_layers: int, options: Mapping[str, Any]) -> I
     """Opens the folder for `out`, new or left by a run with the same options, and locks other processes out.
 
     Args:
-        out: the checkpoint's destination.
-        num_layers: of the model.
-        options: of this run.
+        out: The checkpoint's destination.
+        num_layers: Of the model.
+        options: Of this run.
 
     Raises:
         FileExistsError: `out` exists and is not empty.
-        QuantizerError: the folder was begun with other options, which the message names, or another process writes it.
+        QuantizerError: The folder was begun with other options, which the message names, or another process writes it.
     """
     check_new_folder(out, "a checkpoint")
     folder = out.parent / f".{out.name}.unfinished"

@@ -106,7 +106,7 @@ class ServedModel:
         directory = self.directory = plan.directory()
         fitted, self.kernels = self._choose(options, directory)
         self.max_model_len = fitted.max_model_len
-        scheduler = Scheduler(**fitted.scheduler_arguments, eos_token_ids=self.config.eos_token_ids)
+        scheduler = Scheduler(fitted, self.config.eos_token_ids)
         # tkernels decides at import how Triton runs, so transformers, which imports Triton too, comes after it.
         self.tokenizer = load_tokenizer(directory)
         self._detokenize = self.kernels.ranges.named("detokenize", "phase", launches=False)

@@ -264,14 +264,19 @@ class Planner:
             room = min(left, room if wanted == 1 else room - counts[-1])
         if not rows:
             return NO_ROWS, NO_ROWS
-        self._placed += rows
         new = np.array(rows, dtype=np.int64)
+        self._start_running(new)
+        return new, np.array(counts, dtype=np.int64)
+
+    def _start_running(self, new: Ints) -> None:
+        """The rows `new` [a], a >= 1, run from now on, each at its place in the order."""
+        table = self._table
+        self._placed += new.tolist()
         running = np.concatenate((self.running, new))
-        key = table.key[running[-len(rows) - 1 :]]  # those who ran are in order
+        key = table.key[running[-new.size - 1 :]]  # those who ran are in order
         if np.count_nonzero(key[1:] <= key[:-1]):
             running = running[np.lexsort((table.serial[running], table.key[running]))]
         self.running = running
-        return new, np.array(counts, dtype=np.int64)
 
     def _blocks_for(self, sequence: Sequence, num_running: int, num_growing: int) -> BlockIds | None:
         """Blocks for all tokens of `sequence`; None where there are not enough of them, with one kept back for each

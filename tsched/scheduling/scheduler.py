@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from tsched.requests.errors import RefusedError
 from tsched.requests.prompts import check_priority
 from tsched.requests.sampling_params import SamplingParams
+from tsched.resolved_options import ResolvedOptions
 from tsched.scheduling.block_pool import BlockPool
 from tsched.scheduling.fast_forward import count_quiet_steps, skip_steps
 from tsched.scheduling.kv_memory import NO_COPIES, KVMemory
 from tsched.scheduling.planner import Counters, Planner, UnderWay
-from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES, find_policy
+from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
 from tsched.scheduling.policies.base import CacheStats
 from tsched.scheduling.refusal import as_token_ids, find_max_length
 from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
@@ -40,75 +41,38 @@ __all__ = ["Counters", "Scheduler", "StepPlan"]
 class Scheduler:
     """Makes plans and takes in their outcome. `commit` may lag `schedule` by one plan.
 
-    num_blocks, block_size   the KV cache: blocks, and tokens a block
-    num_host_blocks          blocks in host memory for preemption by swapping; 0 is none
-    num_states               slots for states of sequences, where layers keep some; 0 where none does
-    num_host_states          such slots in host memory
-    state_interval           blocks between two states of a sequence that are kept for later prefixes
-    max_num_seqs             sequences running at once
-    max_num_batched_tokens   tokens a plan
-    max_model_len            tokens a sequence, prompt and output together
-    max_chunk_tokens, decode_share, chunked_prefill   how a plan's tokens are shared, see TokenBudget
-    eos_token_ids            end a sequence unless its parameters say ignore_eos
-    order, preemption, prefix_cache   policies by name, see tsched.scheduling.policies
+    Args:
+        resolved: The engine's options, and the sizes that follow from them for one model.
+        eos_token_ids: End a sequence unless its parameters say ignore_eos.
+
+    Raises:
+        ValueError: The options do not go together, or too few blocks or states serve nobody.
     """
 
-    def __init__(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        max_chunk_tokens: int | None = None,
-        decode_share: float = 0.0,
-        chunked_prefill: bool = True,
-        num_host_blocks: int = 0,
-        num_states: int = 0,
-        num_host_states: int = 0,
-        state_interval: int = 1,
-        eos_token_ids: tuple[int, ...] = (),
-        order: str = "fcfs",
-        preemption: str = "recompute",
-        prefix_cache: str = "none",
-    ) -> None:
-        limits = {
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "max_model_len": max_model_len,
-        }
-        for name, value in limits.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        slots = {"num_host_blocks": num_host_blocks, "num_states": num_states, "num_host_states": num_host_states}
-        for name, value in slots.items():
-            if value < 0:
-                raise ValueError(f"{name} must be at least 0, got {value}")
-        budget = TokenBudget(max_num_batched_tokens, max_chunk_tokens, decode_share, chunked_prefill)
-        budget.check(max_model_len)
-        self.pool = BlockPool(num_blocks, block_size)
-        self.host_pool = BlockPool(num_host_blocks, block_size) if num_host_blocks else None
-        self.table = SequenceTable(max_num_seqs, max_model_len, block_size)
-        self.counters = Counters()
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
-        self._eos_token_ids = eos_token_ids
-        self._order = find_policy("order", order, ORDERS)()
-        self._cache = find_policy("prefix_cache", prefix_cache, PREFIX_CACHES)(self.pool)
-        self.states = (
-            StateSlots(num_states, num_host_states, state_interval, self.table, self.pool) if num_states else None
+    def __init__(self, resolved: ResolvedOptions, eos_token_ids: tuple[int, ...] = ()) -> None:
+        options, block_size = resolved.options, resolved.block_size
+        budget = TokenBudget(
+            options.max_num_batched_tokens, options.max_chunk_tokens, options.decode_share, options.chunked_prefill
         )
+        budget.check(resolved.max_model_len)
+        self.pool = BlockPool(resolved.num_blocks, block_size)
+        self.host_pool = BlockPool(resolved.num_host_blocks, block_size) if resolved.num_host_blocks else None
+        self.table = SequenceTable(options.max_num_seqs, resolved.max_model_len, block_size)
+        self.counters = Counters()
+        self.max_num_batched_tokens = options.max_num_batched_tokens
+        self.max_model_len = resolved.max_model_len
+        self._eos_token_ids = eos_token_ids
+        self._order = ORDERS[options.order]()
+        self._cache = PREFIX_CACHES[options.prefix_cache](self.pool)
+        self.states: StateSlots | None = None
+        if resolved.num_states:
+            self.states = StateSlots(
+                resolved.num_states, resolved.num_host_states, resolved.state_interval, self.table, self.pool
+            )
         self._memory = KVMemory(self.pool, self._cache, self.host_pool, self.states)
         self._waiting = WaitingQueue()
-        self._planner = Planner(
-            self.table,
-            self._memory,
-            self._waiting,
-            budget,
-            find_policy("preemption", preemption, PREEMPTIONS)(),
-            self.counters,
-        )
+        preemption = PREEMPTIONS[options.preemption]()
+        self._planner = Planner(self.table, self._memory, self._waiting, budget, preemption, self.counters)
         self._groups = SiblingGroups()
         self._unfinished: dict[int, Sequence] = {}
         self._in_flight: deque[UnderWay] = deque()

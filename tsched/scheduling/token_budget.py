@@ -21,16 +21,12 @@ class TokenBudget:
     """
 
     num_tokens: int
-    max_chunk_tokens: int | None = None
-    decode_share: float = 0.0
-    chunked: bool = True
+    max_chunk_tokens: int | None
+    decode_share: float
+    chunked: bool
 
     def check(self, max_model_len: int) -> None:
         """ValueError where the options do not go together."""
-        if self.max_chunk_tokens is not None and self.max_chunk_tokens < 1:
-            raise ValueError(f"max_chunk_tokens must be None or at least 1, got {self.max_chunk_tokens}")
-        if not 0.0 <= self.decode_share < 1.0:
-            raise ValueError(f"decode_share must be at least 0 and below 1, got {self.decode_share}")
         if self.chunked:
             return
         if self.max_chunk_tokens is not None or self.decode_share:

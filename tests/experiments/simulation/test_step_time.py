@@ -10,9 +10,9 @@ from experiments.document import ExperimentError
 from experiments.simulation.hardware import Gpu, find_gpu
 from experiments.simulation.shapes import find_shape, shape_of
 from experiments.simulation.step_time import StepTime, Work
+from tests.tsched.schedulers import build_scheduler
 from tmodel.loading import parse_config
 from tsched.requests.sampling_params import SamplingParams
-from tsched.scheduling.scheduler import Scheduler
 
 GPU = Gpu("slow", 10**9, memory_bytes_per_s=1e9, flops_per_s=1e12, host_bytes_per_s=1e8)
 CONFIG = {
@@ -52,7 +52,7 @@ def test_copies_take_their_bytes_time() -> None:
 
 
 def test_work_of_a_plan_counts_each_pair_of_a_token_and_a_key() -> None:
-    scheduler = Scheduler(num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=9, max_model_len=40)
+    scheduler = build_scheduler(num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=9, max_model_len=40)
     for i, length in enumerate((3, 17, 5)):
         scheduler.add(i, list(range(length)), SamplingParams(max_tokens=6, ignore_eos=True))
     kinds = set()

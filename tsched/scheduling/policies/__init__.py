@@ -8,7 +8,6 @@ prefix_cache  which blocks a new sequence may take over, and who owns the free o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
 
 from tsched.scheduling.policies.base import Order, Preemption, PrefixCache
 from tsched.scheduling.policies.fcfs import FirstComeFirstServed
@@ -18,7 +17,6 @@ from tsched.scheduling.policies.priority import Priority
 from tsched.scheduling.policies.radix_prefix_cache import RadixPrefixCache
 from tsched.scheduling.policies.recompute import Recompute
 from tsched.scheduling.policies.swap import Swap
-from tsched.torch_free import suggest_name
 
 ORDERS: Mapping[str, type[Order]] = {"fcfs": FirstComeFirstServed, "priority": Priority}
 PREEMPTIONS: Mapping[str, type[Preemption]] = {"recompute": Recompute, "swap": Swap}
@@ -27,13 +25,3 @@ PREFIX_CACHES: Mapping[str, type[PrefixCache]] = {
     "hash": HashPrefixCache,
     "radix": RadixPrefixCache,
 }
-
-PolicyT = TypeVar("PolicyT")
-
-
-def find_policy(kind: str, name: str, known: Mapping[str, PolicyT]) -> PolicyT:
-    """`known[name]`; ValueError names the alternatives, and the nearest one."""
-    if isinstance(name, str) and name in known:  # a list, say, cannot even be looked for
-        return known[name]
-    hint = suggest_name(name, known)
-    raise ValueError(f"unknown {kind} policy {name!r}; there is {', '.join(map(repr, sorted(known)))}{hint}")

@@ -14,8 +14,11 @@ _MOST_AT_A_TIME = 64
 
 
 class Run(Protocol):
-    """Blocks that follow each other in one history, and the run before them; a root has none of either."""
+    """Blocks that follow each other in one history from its place `first` on, and the run before them; a root has none
+    of either.
+    """
 
+    first: int
     blocks: BlockIds
 
     @property

@@ -1,0 +1,139 @@
+"""What the prefix caches that keep runs of blocks share: all but how tokens lead to runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic
+
+import numpy as np
+
+from tsched.scheduling.block_pool import BlockIds, BlockPool
+from tsched.scheduling.policies.base import CacheStats
+from tsched.scheduling.policies.run_queue import AnyRun, RunQueue
+from tsched.scheduling.sequence import Sequence
+
+
+class Lookups:
+    """Lookups and hits. A sequence that is looked up again and again because there is no room for it counts once."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._last: Sequence | None = None
+        self._last_size = self._last_hits = 0
+        self._num_lookups = 0
+        self._lookup_blocks = 0
+        self._hit_blocks = 0
+        self._lookup_tokens = 0
+
+    def record(self, sequence: Sequence, num_hits: int) -> None:
+        """`num_hits` blocks of the sequence's were found."""
+        if sequence is self._last and sequence.tokens.size == self._last_size:
+            self._hit_blocks -= self._last_hits
+        else:
+            self._num_lookups += 1
+            self._lookup_blocks += -(-sequence.tokens.size // self._block_size)
+            self._lookup_tokens += sequence.tokens.size
+            self._last, self._last_size = sequence, sequence.tokens.size
+        self._last_hits = num_hits
+        self._hit_blocks += num_hits
+
+    def stats(self, num_evictions: int) -> CacheStats:
+        return CacheStats(
+            num_lookups=self._num_lookups,
+            lookup_blocks=self._lookup_blocks,
+            hit_blocks=self._hit_blocks,
+            lookup_tokens=self._lookup_tokens,
+            hit_tokens=self._hit_blocks * self._block_size,
+            num_evictions=num_evictions,
+        )
+
+
+class RunCache(ABC, Generic[AnyRun]):
+    """A prefix cache of runs, which are split where histories part, so that a run's end can be evicted before what
+    others go on using. Eviction takes the last blocks of the least recently used leaf.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._run_of: dict[int, AnyRun] = {}  # by the number of the run's first block
+        self._first_of = np.zeros(pool.num_blocks, dtype=np.int32)  # each kept block's run, by its first block
+        self._unused = RunQueue(pool, self._trim)
+        self._lookups = Lookups(pool.block_size)
+
+    @abstractmethod
+    def _find(self, sequence: Sequence, start: int, end: int, before: AnyRun | None) -> tuple[BlockIds, AnyRun | None]:
+        """[n] the kept blocks of the sequence's places `start` to `start + n`, at most to `end`, where the next one is
+        not kept; and the run of the last block before there. `before` is the run of the block before `start`.
+        """
+
+    @abstractmethod
+    def _append(self, sequence: Sequence, start: int, blocks: BlockIds, parent: AnyRun | None) -> None:
+        """A new run of `blocks` from the sequence's place `start` on follows all of `parent`."""
+
+    @abstractmethod
+    def _split(self, run: AnyRun, count: int) -> AnyRun:
+        """Part `run` after its first `count` blocks and return the run of those, new; the old one now follows it, with
+        its place in the order of use.
+        """
+
+    @abstractmethod
+    def _trim(self, leaf: AnyRun, count: int) -> None:
+        """Take the last `count` blocks from `leaf`, and the leaf from the cache when none is left."""
+
+    @property
+    def num_available(self) -> int:
+        return self._pool.num_free + self._pool.num_cached
+
+    def match(self, sequence: Sequence, usable: Callable[[BlockIds], int] | None = None) -> BlockIds:
+        count = (sequence.tokens.size - 1) // self._pool.block_size  # whoever is admitted runs a token at least
+        blocks = self._find(sequence, 0, count, None)[0]
+        if usable is not None:
+            blocks = blocks[: usable(blocks)]
+        if blocks.size:
+            self._pool.share(blocks)
+        self._lookups.record(sequence, blocks.size)
+        return blocks
+
+    def allocate(self, count: int) -> BlockIds:
+        self._unused.make_room(count)
+        return self._pool.allocate(count)
+
+    def insert(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> BlockIds:
+        pool = self._pool
+        end = num_computed // pool.block_size
+        # The blocks that are kept came out of the cache, and so did all before them.
+        start = int(np.count_nonzero(pool.is_kept(blocks[:end])))
+        if start == end:
+            return blocks
+        known, parent = self._find(sequence, start, end, self._run(blocks[start - 1]) if start else None)
+        if known.size:
+            pool.share(known)
+            pool.release(blocks[start : start + known.size])
+            blocks = np.concatenate((blocks[:start], known, blocks[start + known.size :]))
+            start += known.size
+        # A block that a fork has too waits for the last who has it: the others may have other blocks before it.
+        new = pool.prefix_before_shared(blocks[start:end]).copy()
+        if new.size:
+            pool.keep(new)
+            if parent is not None and start < parent.first + parent.blocks.size:
+                parent = self._split(parent, start - parent.first)
+            self._append(sequence, start, new, parent)
+        return blocks
+
+    def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
+        cached = self._pool.release(self.insert(sequence, blocks, num_computed))
+        if cached.size:
+            self._unused.touch(self._run(cached[-1]))
+
+    def stats(self) -> CacheStats:
+        return self._lookups.stats(self._unused.num_evictions)
+
+    def _run(self, block: np.int32) -> AnyRun:
+        """The run of the kept `block`."""
+        return self._run_of[int(self._first_of[block])]
+
+    def _note(self, run: AnyRun) -> None:
+        """`run` has these blocks, and this first one, from now on."""
+        self._run_of[int(run.blocks[0])] = run
+        self._first_of[run.blocks.astype(np.intp)] = run.blocks[0]
