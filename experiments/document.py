@@ -13,6 +13,9 @@ from yaml.reader import ReaderError
 
 PathParts = tuple[str | int, ...]
 
+Report = Callable[[PathParts, str], None]
+"""Takes a path of a document and what is wrong there."""
+
 Nodes = tuple[yaml.Node, ...]
 
 _MERGE = "tag:yaml.org,2002:merge"
@@ -38,6 +41,11 @@ def format_path(parts: Iterable[str | int]) -> str:
 def entries(value: Any) -> list[Any]:
     """The entries of a section that may be one thing without brackets, or nothing."""
     return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def as_mapping(value: Any) -> dict[str, Any]:
+    """The value; an empty mapping where it is none, which is the schema's to refuse."""
+    return value if isinstance(value, dict) else {}
 
 
 def sort_problems(problems: Iterable[str]) -> list[str]:
@@ -112,47 +120,49 @@ def read_document(file: Path, overrides: Sequence[str] = ()) -> Document:
 def parse_document(text: str, label: str, folder: Path, overrides: Sequence[str] = ()) -> Document:
     """`read_document` for YAML text; `label` is what its lines are called by in errors."""
     made = _make_document(text, label, folder, overrides, full=False)
-    has_full = isinstance(made.data.get("full"), dict) and made.data["full"]
+    has_full = as_mapping(made.data.get("full"))
     return replace(made, full=_make_document(text, label, folder, overrides, full=True)) if has_full else made
 
 
 def _make_document(text: str, label: str, folder: Path, overrides: Sequence[str], *, full: bool) -> Document:
-    reader = _Reader(label, lambda mark: f"{label}, line {mark.line + 1}, column {mark.column + 1}")
+    reader = _Reader(label)
     data = reader.read(text)
     if not isinstance(data, dict):
         raise ExperimentError([f"{label}: an experiment is a mapping of keys to values, got {type(data).__name__}"])
-    faults = reader.faults
-
-    def change(overrides: Iterable[str]) -> None:
-        for override in overrides:
-            try:
-                _apply_override(data, reader.places, override)
-            except ExperimentError as error:
-                faults.extend(error.problems)
-
-    change(one for one in overrides if _is_of_full(one))
-    sizes = data.get("full")
-    for key, value in sizes.items() if full and isinstance(sizes, dict) else ():
-        at = ("full", key)
-        inside = {path[len(at) :]: place for path, place in reader.places.items() if path[: len(at)] == at}
-        try:
-            if _parse_path(key)[0] == "full":
-                raise ExperimentError(["is not one of the sizes, but where they are"])
-            _put_value(data, reader.places, _parse_path(key), copy.deepcopy(value), inside)
-        except ExperimentError as error:
-            faults.append(f"full.{key} ({reader.places[at]}): {error}")
-    change(one for one in overrides if not _is_of_full(one))
+    of_full, others = ([one for one in overrides if _is_of_full(one) == wanted] for wanted in (True, False))
+    faults = [*reader.faults, *_apply_overrides(data, reader.places, of_full)]
+    if full:
+        faults += _apply_sizes(data, reader.places)
+    faults += _apply_overrides(data, reader.places, others)
     return Document(data, folder, reader.places, text, tuple(faults))
 
 
-class _Reader:
-    """Reads YAML text, and keeps the place of every path. `label` names the text, `place` a mark in it."""
+def _apply_sizes(data: dict[str, Any], places: dict[PathParts, str]) -> list[str]:
+    """Puts what the section `full` holds at its paths; returns what is wrong with it."""
+    faults = []
+    for key, value in as_mapping(data.get("full")).items():
+        at = ("full", key)
+        inside = {path[len(at) :]: place for path, place in places.items() if path[: len(at)] == at}
+        try:
+            if _parse_path(key)[0] == "full":
+                raise ExperimentError(["is not one of the sizes, but where they are"])
+            _put_value(data, places, _parse_path(key), copy.deepcopy(value), inside)
+        except ExperimentError as error:
+            faults.append(f"full.{key} ({places[at]}): {error}")
+    return faults
 
-    def __init__(self, label: str, place: Callable[[yaml.Mark], str]) -> None:
+
+class _Reader:
+    """Reads YAML text, and keeps the place of every path: `label`, and the line and column in a text that has lines."""
+
+    def __init__(self, label: str, *, has_lines: bool = True) -> None:
         self.label = label
-        self.place = place
+        self.has_lines = has_lines
         self.places: dict[PathParts, str] = {}
         self.faults: list[str] = []
+
+    def place(self, mark: yaml.Mark) -> str:
+        return f"{self.label}, line {mark.line + 1}, column {mark.column + 1}" if self.has_lines else self.label
 
     def read(self, text: str) -> Any:
         """The text as plain data; ExperimentError where it is not YAML."""
@@ -186,8 +196,13 @@ class _Reader:
         outer = (*outer, node)
         if isinstance(node, yaml.SequenceNode):
             return [self._value(loader, item, (*path, i), outer) for i, item in enumerate(node.value)]
-        if not isinstance(node, yaml.MappingNode):
-            return self._scalar(loader, node, path)
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(loader, node, path, outer)
+        return self._scalar(loader, node, path)
+
+    def _mapping(
+        self, loader: yaml.SafeLoader, node: yaml.MappingNode, path: PathParts, outer: Nodes
+    ) -> dict[str, Any]:
         mapping: dict[str, Any] = {}
         merged: list[yaml.Node] = []
         for key_node, item in node.value:
@@ -234,20 +249,29 @@ class _Reader:
         self.faults.append(f"{format_path(path) or self.label} ({self.places.get(path, self.label)}): {message}")
 
 
-def _apply_override(data: dict[str, Any], places: dict[PathParts, str], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key.strip():
-        raise ExperimentError([f"--set {override}: must be key=value, as in --set scheduler.block_size=32"])
-    place = f"--set {override}"
-    reader = _Reader(place, lambda _: place)
-    value = reader.read(text)
-    if reader.faults:
-        raise ExperimentError(reader.faults)
-    reader.places[()] = place
-    try:
-        _put_value(data, places, _parse_path(key.strip()), value, reader.places)
-    except ExperimentError as error:
-        raise ExperimentError([f"{place}: {error}"]) from None
+def _apply_overrides(data: dict[str, Any], places: dict[PathParts, str], overrides: Iterable[str]) -> list[str]:
+    """Puts the values of overrides at their paths; returns what is wrong with them."""
+    faults: list[str] = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        place = f"--set {override}"
+        if not equals or not key.strip():
+            faults.append(f"{place}: must be key=value, as in --set scheduler.block_size=32")
+            continue
+        reader = _Reader(place, has_lines=False)
+        try:
+            value = reader.read(text)
+        except ExperimentError as error:
+            reader.faults += error.problems
+        if reader.faults:
+            faults += reader.faults
+            continue
+        reader.places[()] = place
+        try:
+            _put_value(data, places, _parse_path(key.strip()), value, reader.places)
+        except ExperimentError as error:
+            faults.append(f"{place}: {error}")
+    return faults
 
 
 def _parse_path(key: str) -> PathParts:

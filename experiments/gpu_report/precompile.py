@@ -46,14 +46,12 @@ def in_parallel(device: torch.device, seconds: float) -> list[str]:
 
 def _compile_elsewhere(device: torch.device, index: int, count: int, seconds: float) -> str | None:
     """Compiles a share in a process of its own; says why where that did not come to its end."""
-    server = Server({"TRITON_INTERPRET": "0"})
     try:
-        server.load("experiments.gpu_report.precompile:prepare_shares", str(device))
-        return server.run([index, count], lambda message: None, seconds).death
+        with Server({"TRITON_INTERPRET": "0"}) as server:
+            server.load("experiments.gpu_report.precompile:prepare_shares", str(device))
+            return server.run([index, count], lambda message: None, seconds).death
     except ServerError as error:
         return f"its server {error}"
-    finally:
-        server.end()
 
 
 def prepare_shares(device: str) -> Prepare:

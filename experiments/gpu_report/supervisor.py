@@ -56,19 +56,15 @@ def run_steps(
 @contextmanager
 def step_runner(folder: RunFolder, device: str) -> Iterator[RunStep]:
     """Runs steps in children of one server that compiles; what they print goes to worker.log."""
-    server = Server({"TRITON_INTERPRET": "0"})
     about = {"out": str(folder.path.resolve()), "run_id": folder.run_id, "device": device}
-    server.load("experiments.gpu_report.worker:prepare_steps", about)
+    with Server({"TRITON_INTERPRET": "0"}) as server:
+        server.load("experiments.gpu_report.worker:prepare_steps", about)
 
-    def run_step(step: Step) -> Ended:
-        printed: list[str] = []
-        ended = run_task(server, step, lambda task, doing: None, lambda task, text: printed.append(text))
-        if printed or ended.death is not None:
-            with open(folder.path / "worker.log", "a", encoding="utf-8") as log:
-                log.write("\n".join([step.key, *printed, ended.death or "ended", ""]))
-        return ended
+        def run_step(step: Step) -> Ended:
+            ended = run_task(server, step, lambda task, doing: None)
+            if ended.printed or ended.death is not None:
+                with open(folder.path / "worker.log", "a", encoding="utf-8") as log:
+                    log.write(f"{step.key}\n{ended.printed}\n{ended.death or 'ended'}\n")
+            return ended
 
-    try:
         yield run_step
-    finally:
-        server.end()

@@ -19,7 +19,7 @@ from experiments.gpu_report.steps import CASES, RERUNS, SIGNATURES, Kind, Step, 
 from experiments.gpu_report.supervisor import GRACE_S
 from experiments.peers import is_peer, slack_of, with_peers
 from experiments.runs.rows import COLUMNS, Row, Stage, Status
-from experiments.stages.context import one_line
+from experiments.stages.context import Send, describe_error
 from tkernels import OPS, Registry, Tuning
 from tkernels.device import device_facts
 from tkernels.isolation import Prepare, Tell, Work
@@ -41,7 +41,7 @@ class Job:
     ops: Registry
     device: torch.device
     tuning: Tuning
-    send: Callable[[Mapping[str, Any]], None]
+    send: Send
 
     @property
     def variant(self) -> Variant:
@@ -76,7 +76,7 @@ def carry_out(job: Job, actions: Mapping[Kind, Action] | None = None) -> None:
             job.require_device()
             job.send({"row": json.loads(row.as_json())})
     except Exception as error:
-        job.send({"death": one_line(error)[:500]})
+        job.send({"death": describe_error(error)[:500]})
     job.send({"used": job.tuning.used})
 
 

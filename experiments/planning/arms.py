@@ -1,12 +1,10 @@
 """A sweep's arms: what differs between them, and what each serves."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
-from experiments.schema import AnyWorkload, Batching, VariantChoice
+from experiments.schema import AnyWorkload, Batching
 
 
 @dataclass(frozen=True)
@@ -89,29 +87,3 @@ class Arm:
         parts = [self.picks[key].label for key in self.swept if key in self.picks]
         parts += [f"{key}={value}" for key, value in self.settings.items()]
         return ", ".join(parts) or ("defaults" if self.swept else "the only arm")
-
-
-def num_picks(choice: VariantChoice, together: Sequence[Sequence[str]] = ()) -> int:
-    """How many `picks_of` lays out."""
-    return math.prod(len(choice.pins[names[0]]) for names in _dimensions(choice, together))
-
-
-def picks_of(choice: VariantChoice, together: Sequence[Sequence[str]] = ()) -> Iterator[Pick]:
-    """Every pinning of a choice, the last pin in the alphabet varying fastest; pins of one group of `together` vary
-    together where the choice has all of them with as many values each.
-    """
-    dimensions = _dimensions(choice, together)
-    for indices in product(*(range(len(choice.pins[names[0]])) for names in dimensions)):
-        pins = ((n, choice.pins[n][i]) for names, i in zip(dimensions, indices, strict=True) for n in names)
-        yield Pick(choice.variant, tuple(sorted(pins)))
-
-
-def _dimensions(choice: VariantChoice, together: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The pins that vary independently: one alone, or those of a group."""
-    groups = [
-        sorted(group)
-        for group in together
-        if group and all(name in choice.pins for name in group) and len({len(choice.pins[n]) for n in group}) == 1
-    ]
-    grouped = {name for group in groups for name in group}
-    return sorted([*groups, *([name] for name in choice.pins if name not in grouped)])

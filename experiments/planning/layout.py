@@ -1,16 +1,16 @@
 """Round one: a document laid out as parts and arms, every type, name and axis checked. Nothing here needs torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments.document import Document, ExperimentError, PathParts, entries, read_document, sort_problems
-from experiments.planning.arms import Arm, ServedWorkload
-from experiments.planning.axes import Combination, arm_grid, multiply, shape_grids
-from experiments.planning.model_names import whole_sources
+from experiments.planning.arms import Arm, Pick, ServedWorkload
+from experiments.planning.axes import Point, is_pin, values_below
+from experiments.planning.model_names import whole_source
 from experiments.planning.written_checks import written_problems
-from experiments.planning.zip_and_exclude import sound_groups, without_excluded, written_groups
+from experiments.planning.zip_and_exclude import find_points
 from experiments.schema import AnyWorkload, Experiment, ModelSource, SchedulerOptions
 from experiments.schema.experiment import read_experiment
 from experiments.schema.names import known_names
@@ -89,61 +89,54 @@ def _lay_out_sizes(document: Document, problems: list[str]) -> Layout | None:
     """The layout, or None and what is wrong with it."""
     names = known_names(document.folder, document.data.get("variants_from"))
     found = [*document.faults, *written_problems(document, names)]
-    arms, shapes = arm_grid(document, [group for _, group in written_groups(document)], found), shape_grids(document)
-    grids = [arms, *shapes.values()]
-    groups = sound_groups(document, grids, found)
-    points = {grid.section: multiply(document, grid, groups, found) for grid in grids}
-    points = without_excluded(document, grids, points, found)
-    served = _served_points(points[""])
-    data = dict(document.data)
-    if entries(data.get("model")):
-        data["model"] = whole_sources(data["model"], document.folder)
-    if served:
-        data["workload"] = [_make_single_workload(document, point) for point in served.values()]
-
-    def written(path: PathParts) -> PathParts:
-        return _written_path(path, list(served.values()))
-
-    experiment, faults = read_experiment(document, data, names, written)
+    points = find_points(document, lambda parts, message: found.append(document.problem(parts, message)))
+    arms = points.pop("")
+    served = {_workload_key(point): point for point in reversed(arms) if "workload" in point}
+    singles = [served[key] for key in sorted(served)]
+    data = _make_single(document, singles)
+    experiment, faults = read_experiment(document, data, names, lambda path: _written_path(path, singles))
     problems += [*found, *faults]
     if experiment is None or found:
         return None
-    workloads = dict(zip(served, experiment.workload, strict=True))
-    swept = _swept_axes(points[""])
-    parts = tuple(_make_part(experiment, some, workloads, swept) for some in _by_model_and_dtype(points[""]))
-    typed = {op: tuple(_make_shape(experiment, op, one) for one in points[grid.section]) for op, grid in shapes.items()}
-    return Layout(document, experiment, parts, typed)
+    workloads = dict(zip(sorted(served), experiment.workload, strict=True))
+    shapes = {section.removeprefix("shapes."): some for section, some in points.items()}
+    return Layout(
+        document,
+        experiment,
+        _make_parts(experiment, arms, workloads),
+        {op: tuple(_make_shape(experiment, op, point) for point in some) for op, some in shapes.items()},
+    )
+
+
+def _make_single(document: Document, served: Sequence[Point]) -> dict[str, Any]:
+    """The document's data with one entry of `workload` for each of the points, and models found from anywhere."""
+    data = dict(document.data)
+    if models := entries(data.get("model")):
+        data["model"] = [whole_source(one, document.folder) for one in models]
+    if served:
+        data["workload"] = [_make_single_workload(document, point) for point in served]
+    return data
 
 
 WorkloadKey = tuple[int, ...]
 """An entry of `workload`, and which value of each of its axes."""
 
 
-def _workload_key(point: Combination) -> WorkloadKey:
-    return (point.branch.entry or 0, *(point.picked[name] for name in point.axes_below("workload").values()))
+def _workload_key(point: Point) -> WorkloadKey:
+    return (point["workload"].index, *(value.index for value in values_below(point, "workload").values()))
 
 
-def _served_points(points: Sequence[Combination]) -> dict[WorkloadKey, Combination]:
-    """The first point of every workload, in order; of none where the experiment has none."""
-    served: dict[WorkloadKey, Combination] = {}
-    for point in points:
-        if point.branch.entry is not None:
-            served.setdefault(_workload_key(point), point)
-    return dict(sorted(served.items()))
-
-
-def _make_single_workload(document: Document, point: Combination) -> Any:
+def _make_single_workload(document: Document, point: Point) -> Any:
     """The point's entry of `workload` with one value in every field."""
-    assert point.branch.entry is not None
-    entry = entries(document.data["workload"])[point.branch.entry]
+    entry = point["workload"].value
     single = with_whole_path(entry, document.folder) if isinstance(entry, dict) else entry
-    for field, name in point.axes_below("workload").items():
+    for field, value in values_below(point, "workload").items():
         *outer, last = field.split(".")
         target = single
         for part in outer:
             target[part] = dict(target[part])
             target = target[part]
-        target[last] = point.value(name)
+        target[last] = value.value
     return single
 
 
@@ -153,94 +146,93 @@ def with_whole_path(workload: Mapping[str, Any], folder: Path) -> dict[str, Any]
     return {**workload, "file": str((folder / file).resolve())} if isinstance(file, str) else dict(workload)
 
 
-def _written_path(path: PathParts, served: Sequence[Combination]) -> PathParts:
+def _written_path(path: PathParts, singles: Sequence[Point]) -> PathParts:
     """The path in the document of one in its data with single workloads: a swept field's is that of its value."""
-    if path[:1] != ("workload",) or len(path) < 2 or not served:
+    if path[:1] != ("workload",) or len(path) < 2 or not singles:
         return path
-    point = served[int(path[1])]
-    inside = path[2:]
-    for field, name in point.axes_below("workload").items():
+    point, inside = singles[int(path[1])], path[2:]
+    for field, value in values_below(point, "workload").items():
         parts = tuple(field.split("."))
-        place = point.place(name)
-        if inside[: len(parts)] == parts and place is not None:
-            inside = (*parts, place, *inside[len(parts) :])
-    return ("workload", point.branch.entry or 0, *inside)
+        if inside[: len(parts)] == parts:
+            inside = (*parts, value.place, *inside[len(parts) :])
+    return ("workload", point["workload"].place, *inside)
 
 
-def _swept_axes(points: Sequence[Combination]) -> tuple[str, ...]:
+def _swept_axes(points: Sequence[Point]) -> tuple[str, ...]:
     """The axes of engines that have several values in the points, to lack one being another value: model and dtype,
     kernels, scheduler options as the schema orders them, batching.
     """
-    names = dict.fromkeys(name for point in points for name in point.branch.axes)
-    ordered = [name for name in names if name.partition(".")[0] in ("model", "dtype", "kernels")]
-    ordered += [name for option in SchedulerOptions.model_fields if (name := f"scheduler.{option}") in names]
+    kernels = dict.fromkeys(
+        path for point in points for path in point if path.startswith("kernels.") and not is_pin(path)
+    )
+    options = (f"scheduler.{option}" for option in SchedulerOptions.model_fields)
     return tuple(
         name
-        for name in [*ordered, "batching"]
-        if len({repr(point.value(name)) if name in point.picked else None for point in points}) > 1
+        for name in ("model", "dtype", *kernels, *options, "batching")
+        if len({repr(point[name].value) if name in point else None for point in points}) > 1
     )
 
 
-def _by_model_and_dtype(points: Sequence[Combination]) -> list[list[Combination]]:
-    groups: dict[tuple[int | None, int | None], list[Combination]] = {}
+def _group_points(points: Sequence[Point], key: Callable[[Point], tuple[int, ...]]) -> list[list[Point]]:
+    """The points that have one key together, in the order of the first of each."""
+    groups: dict[tuple[int, ...], list[Point]] = {}
     for point in points:
-        groups.setdefault((point.picked.get("model"), point.picked.get("dtype")), []).append(point)
+        groups.setdefault(key(point), []).append(point)
     return list(groups.values())
 
 
-def _by_engine(points: Sequence[Combination]) -> list[list[Combination]]:
-    """The points that differ in nothing but the workload, together."""
-    engines: dict[tuple[int, ...], list[Combination]] = {}
-    for point in points:
-        engine = [point.picked[name] for name in point.branch.axes if name.partition(".")[0] != "workload"]
-        engines.setdefault((point.branch.options, *engine), []).append(point)
-    return list(engines.values())
+def _part_key(point: Point) -> tuple[int, ...]:
+    return tuple(point[name].index for name in ("model", "dtype") if name in point)
 
 
-def _make_part(
-    experiment: Experiment,
-    points: Sequence[Combination],
-    workloads: Mapping[WorkloadKey, AnyWorkload],
-    swept: Sequence[str],
-) -> Part:
-    """The part of points that have one model and one dtype."""
-    first = points[0]
-    places = {name: first.place(name) or 0 if name in first.picked else 0 for name in ("model", "dtype")}
-    return Part(
-        model=experiment.model[places["model"]] if experiment.model else None,
-        model_place=("model", places["model"]),
-        dtype=experiment.dtype[places["dtype"]] if experiment.dtype else None,
-        arms=tuple(_make_arm(same, workloads, swept) for same in _by_engine(points)),
-    )
+def _engine_key(point: Point) -> tuple[int, ...]:
+    """What points have in common that differ in nothing but the workload."""
+    return tuple(value.index for path, value in point.items() if not path.startswith("workload") and not is_pin(path))
 
 
-def _make_arm(points: Sequence[Combination], workloads: Mapping[WorkloadKey, AnyWorkload], swept: Sequence[str]) -> Arm:
+def _make_parts(
+    experiment: Experiment, points: Sequence[Point], workloads: Mapping[WorkloadKey, AnyWorkload]
+) -> tuple[Part, ...]:
+    swept = _swept_axes(points)
+    parts = []
+    for part in _group_points(points, _part_key):
+        model, dtype = part[0].get("model"), part[0].get("dtype")
+        parts.append(
+            Part(
+                model=experiment.model[model.place] if experiment.model and model else None,
+                model_place=("model", model.place if model else 0),
+                dtype=experiment.dtype[dtype.place] if experiment.dtype and dtype else None,
+                arms=tuple(_make_arm(same, workloads, swept) for same in _group_points(part, _engine_key)),
+            )
+        )
+    return tuple(parts)
+
+
+def _make_arm(points: Sequence[Point], workloads: Mapping[WorkloadKey, AnyWorkload], swept: Sequence[str]) -> Arm:
     """The arm of one engine's points."""
     first = points[0]
-    outer = {name: str(first.label(name)) for name in ("model", "dtype") if name in swept}
     return Arm(
-        picks={op: first.value(name) for op, name in first.axes_below("kernels").items()},
-        scheduler={option: first.value(name) for option, name in first.axes_below("scheduler").items()},
+        picks={
+            op: value.value for op, value in values_below(first, "kernels").items() if isinstance(value.value, Pick)
+        },
+        scheduler={option: value.value for option, value in values_below(first, "scheduler").items()},
         swept=tuple(name.removeprefix("kernels.") for name in swept),
-        batching=first.value("batching"),
+        batching=first["batching"].value,
         workloads=tuple(
-            _make_served_workload(point, workloads[_workload_key(point)])
-            for point in points
-            if point.branch.entry is not None
+            _make_served_workload(point, workloads[_workload_key(point)]) for point in points if "workload" in point
         ),
-        **outer,
+        **{name: str(first[name].label) for name in ("model", "dtype") if name in swept},
     )
 
 
-def _make_served_workload(point: Combination, workload: AnyWorkload) -> ServedWorkload:
-    names = point.axes_below("workload").values()
-    settings = {name: point.value(name) for name in names if len(point.branch.axes[name].values) > 1}
-    return ServedWorkload(workload.name, settings, workload, point.branch.entry or 0)
+def _make_served_workload(point: Point, workload: AnyWorkload) -> ServedWorkload:
+    fields = values_below(point, "workload").items()
+    settings = {f"workload.{field}": value.value for field, value in fields if value.is_swept}
+    return ServedWorkload(workload.name, settings, workload, point["workload"].index)
 
 
-def _make_shape(experiment: Experiment, op: str, point: Combination) -> Shape:
-    entry = point.branch.entry or 0
-    typed = experiment.shapes[op][entry]
-    places = {axis: point.place(name) for axis, name in point.axes_below(f"shapes.{op}").items()}
-    values = {axis: typed[axis][place or 0] for axis, place in places.items()}
-    return Shape(entry, values, {axis: place for axis, place in places.items() if place is not None})
+def _make_shape(experiment: Experiment, op: str, point: Point) -> Shape:
+    entry = point[f"shapes.{op}"].index
+    places = {axis: value.place for axis, value in values_below(point, f"shapes.{op}").items()}
+    values = {axis: experiment.shapes[op][entry][axis][place] for axis, place in places.items()}
+    return Shape(entry, values, places)

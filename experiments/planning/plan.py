@@ -12,19 +12,18 @@ import tkernels
 from experiments.document import Document, ExperimentError, sort_problems
 from experiments.peers import with_peers
 from experiments.planning.arms import Arm, Pick, ServedWorkload
-from experiments.planning.engine_options import kernel_ranges
 from experiments.planning.layout import Layout, Part, lay_out
 from experiments.planning.models import ModelPlan, check_headers, plan_model
-from experiments.planning.registry_checks import part_problems, registry_problems
+from experiments.planning.plan_checks import kernel_ranges, part_problems, registry_problems
 from experiments.schema import Experiment
 from tkernels import Registry, SelectionError, VariantError
 from tkernels.contract import Value
-from tkernels.device import first_device
 from tkernels.outside import broken_files
 from tkernels.selection import OpAxes, with_parts
 from tkernels.variant import AxisRanges
 from tmodel import Architectures, architectures_with, known_architectures
 from tmodel.outside import why_broken
+from tsched.execution.placement import find_device
 
 
 @dataclass(frozen=True)
@@ -34,29 +33,47 @@ class Plan:
     Attributes:
         folder: where the experiment's paths start.
         shapes: op -> the points of `shapes`.
-        unsupported: why an arm cannot run here, by its index.
     """
 
     experiment: Experiment
     folder: Path
     ops: Registry
-    variant_folders: tuple[Path, ...]
-    architecture_folders: tuple[Path, ...]
     arms: tuple[Arm, ...]
     shapes: Mapping[str, Sequence[Mapping[str, Value]]]
     model: ModelPlan | None
     device: torch.device
     dtype: torch.dtype
-    unsupported: Mapping[int, str]
 
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def variant_folders(self) -> tuple[Path, ...]:
+        return tuple((self.folder / one).resolve() for one in self.experiment.variants_from)
+
+    @property
+    def architecture_folders(self) -> tuple[Path, ...]:
+        return tuple((self.folder / one).resolve() for one in self.experiment.architectures_from)
+
     def engine_options(self, arm: Arm) -> dict[str, Any]:
         """The options of LLM that `arm` has; how configs are tuned is its runner's to say."""
         own = {"kernels": arm.choices, "dtype": self.dtype, "device": self.device, "ops": self.ops}
         return {**own, "architectures_from": self.architecture_folders, **arm.scheduler}
+
+    @cached_property
+    def unsupported(self) -> dict[int, str]:
+        """Why an arm cannot run here, by its index."""
+        found: dict[int, str] = {}
+        if self.model is None:
+            return found
+        for index, arm in enumerate(self.arms):
+            try:
+                axes = kernel_ranges(self.model, arm.scheduler, self.dtype)
+                tkernels.select(arm.choices, device=self.device, dtype=self.dtype, axes=axes, ops=self.ops)
+            except SelectionError as error:
+                found[index] = str(error)
+        return found
 
     @cached_property
     def ranges(self) -> OpAxes:
@@ -148,11 +165,12 @@ def make_sweep(document: Document, *, full: bool | None = None, broken: Mapping[
     device = _find_device(asked, problems)
     is_full = len(layouts) > 1 and (device is not None and device.type == "cuda" if full is None else full)
     layout = layouts[1] if is_full else layouts[0]
-    problems += [problem for one in layouts for problem in registry_problems(one, ops)]
+    for one in layouts:
+        problems += registry_problems(one, ops)
     plans = [_make_plan(layout, part, ops, architectures, device, problems) for part in layout.parts]
     if problems:
         raise ExperimentError(sort_problems(problems))
-    return Sweep(layout.document, tuple(plan for plan in plans if plan is not None), is_full)
+    return Sweep(layout.document, tuple(filter(None, plans)), is_full)
 
 
 def _make_plan(
@@ -165,34 +183,30 @@ def _make_plan(
 ) -> Plan | None:
     """The part's plan; None, and what is wrong, where there can be none."""
     model = _read_model(layout, part, architectures, problems)
-    dtype = getattr(torch, part.dtype) if part.dtype else model.config.dtype if model is not None else None
-    if dtype is None and part.model is None:
-        dtype = torch.float32
+    dtype = _find_dtype(part, model)
     problems += part_problems(layout, part, model, ops, dtype, device or torch.device("cpu"))
     if problems or device is None or dtype is None:
         return None
-    unsupported: dict[int, str] = {}
-    if model is not None:
-        for index, arm in enumerate(part.arms):
-            try:
-                axes = kernel_ranges(model, arm.scheduler, dtype)
-                tkernels.select(arm.choices, device=device, dtype=dtype, axes=axes, ops=ops)
-            except SelectionError as error:
-                unsupported[index] = str(error)
-    folder = layout.document.folder
     return Plan(
         experiment=layout.experiment,
-        folder=folder,
+        folder=layout.document.folder,
         ops=ops,
-        variant_folders=tuple((folder / one).resolve() for one in layout.experiment.variants_from),
-        architecture_folders=tuple((folder / one).resolve() for one in layout.experiment.architectures_from),
         arms=part.arms,
         shapes={op: [shape.values for shape in shapes] for op, shapes in layout.shapes.items()},
         model=model,
         device=device,
         dtype=dtype,
-        unsupported=unsupported,
     )
+
+
+def _find_dtype(part: Part, model: ModelPlan | None) -> torch.dtype | None:
+    """The dtype that is named, else the model's, which is None where it cannot be read; float32 without a model."""
+    if part.dtype is not None:
+        dtype: torch.dtype = getattr(torch, part.dtype)
+        return dtype
+    if part.model is None:
+        return torch.float32
+    return model.config.dtype if model is not None else None
 
 
 def _read_model(layout: Layout, part: Part, architectures: Architectures, problems: list[str]) -> ModelPlan | None:
@@ -244,11 +258,9 @@ def _open_architectures(layout: Layout, is_first: bool, problems: list[str]) -> 
 
 def _find_device(layout: Layout, problems: list[str]) -> torch.device | None:
     """The device that is named, or the best there is; None where it is not there, which is a problem."""
-    name = layout.experiment.device
-    if name is None:
-        return first_device()
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        problems.append(layout.document.problem(("device",), f"{name!r} is not available here; there is cpu"))
+    try:
+        device = find_device(layout.experiment.device)
+    except ValueError as error:
+        problems.append(layout.document.problem(("device",), str(error)))
         return None
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

@@ -1,6 +1,6 @@
 """Where each op is checked and timed: the shapes that the workload gives it, and those that the YAML asks for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -16,7 +16,7 @@ from experiments.planning.shape_points import (
     name_points,
     used_pages,
 )
-from experiments.schema import SyntheticWorkload, TraceWorkload
+from experiments.schema import AnyWorkload, SyntheticWorkload, TraceWorkload
 from tkernels.contract import Contract, Int, Value
 from tkernels.selection import ways
 from tkernels.variant import AxisRanges, Variant
@@ -45,42 +45,63 @@ class Point:
     serves: tuple[Mapping[str, Any], ...] = ()
 
 
+Sizes = tuple[int, int, int]
+"""Of a workload: requests at once, prompt tokens, and tokens of a context halfway through the outputs."""
+
+Typical = Mapping[Sizes, tuple[str, Sequence[Mapping[str, Any]]]]
+"""The sizes of the first workload's points -> what tells them from its first, " input_len=512", and the workloads that
+have them, of any name, by name and settings.
+"""
+
+
 def points_of(plan: Plan) -> dict[str, list[Point]]:
     """op -> its points, each complete and within the contract's constraints.
 
     Raises:
         ContractError: A point of the YAML's `shapes` breaks a constraint.
     """
-    return {op: _make_points(plan, op) for op in plan.ranges}
+    typical = _typical_sizes(plan)
+    return {op: _make_points(plan, op, typical) for op in plan.ranges}
 
 
-def _make_points(plan: Plan, op: str) -> list[Point]:
+def _make_points(plan: Plan, op: str, typical: Typical) -> list[Point]:
     contract = plan.ops[op].contract
     asked = [dict(point) for point in plan.shapes.get(op, ())]
-    variants = [(plan.ops[op].variants[pick.variant], pick) for pick in plan.picks[op]]
-    points = []
+    points: list[Point] = []
     if plan.model is not None:
-        # A swept page size is another shape to every op that sees pages.
-        pages = list(dict.fromkeys(arm.scheduler.get("block_size") for arm in plan.arms))
-        paged = "S" in contract.axis_by_name
-        for page in pages if paged else pages[:1]:
-            mine = {"block_size": page} if paged and page is not None else {}
-            for way, (typical, (swept, served)) in product(ways(plan.ranges[op]), _typical_sizes(plan).items()):
-                for name, axes in _workload_points(contract, way, page, typical):
-                    label = f"{name} S={page}" if page != pages[0] else name
-                    label += _way_label(way, ways(plan.ranges[op])) + swept
-                    serves = tuple({**one, **mine} for one in served)
-                    points.append(Point(label, _fit_point(plan, contract, axes, variants), serves))
-    elif not asked and plan.device.type == "cpu":
-        points.append(Point("drawn", complete_point(contract, {}, plan.dtype_name)))  # a benchmark's sizes are a GPU's
+        points += _make_served_points(plan, op, typical)
     elif not asked:
-        for name, benchmark in contract.benchmarks.items():
-            # The experiment's dtype, or its default, stands above the benchmark's.
-            sizes = {axis: value for axis, value in benchmark.items() if axis not in DTYPE_ROLES}
-            points.append(Point(name, complete_point(contract, sizes, plan.dtype_name)))
-    for name, asked_axes in name_points(asked).items():
-        points.append(Point(name, asked_point(contract, asked_axes, plan.dtype_name)))
+        points += _make_default_points(plan, contract)
+    points += [Point(name, asked_point(contract, axes, plan.dtype_name)) for name, axes in name_points(asked).items()]
     return list({point.name: point for point in points}.values())
+
+
+def _make_default_points(plan: Plan, contract: Contract) -> list[Point]:
+    """Those of an op that neither a model nor `shapes` gives one: its benchmarks', on a CPU a draw."""
+    if plan.device.type == "cpu":
+        return [Point("drawn", complete_point(contract, {}, plan.dtype_name))]
+    points = []
+    for name, benchmark in contract.benchmarks.items():
+        # The experiment's dtype, or its default, stands above the benchmark's.
+        sizes = {axis: value for axis, value in benchmark.items() if axis not in DTYPE_ROLES}
+        points.append(Point(name, complete_point(contract, sizes, plan.dtype_name)))
+    return points
+
+
+def _make_served_points(plan: Plan, op: str, typical: Typical) -> Iterator[Point]:
+    """The points that the workloads' steps give the op: for each of its page sizes, ways of calling it and lengths."""
+    contract, all_ways = plan.ops[op].contract, ways(plan.ranges[op])
+    interpreted = _interpreted_variants(plan, op)
+    # A swept page size is another shape to every op that sees pages; None is LLM's default.
+    pages = list(dict.fromkeys(arm.scheduler.get("block_size") for arm in plan.arms))
+    is_paged = "S" in contract.axis_by_name
+    all_pages = pages if is_paged else pages[:1]
+    for page, way, (sizes, (swept, served)) in product(all_pages, all_ways, typical.items()):
+        own, fixed = ({"block_size": page}, {"S": page}) if is_paged and page is not None else ({}, {})
+        suffix = (f" S={page}" if page != pages[0] else "") + _way_label(way, all_ways) + swept
+        for step, axes in _step_axes(contract, {**way, **fixed}, sizes).items():
+            axes = _fit_point(contract, axes, plan.dtype_name, interpreted)
+            yield Point(step + suffix, axes, tuple({**one, **own} for one in served))
 
 
 def _way_label(way: AxisRanges, others: Sequence[AxisRanges]) -> str:
@@ -89,59 +110,47 @@ def _way_label(way: AxisRanges, others: Sequence[AxisRanges]) -> str:
     return "".join(f" {axis}={way[axis]}" for axis in differing if not isinstance(way[axis], tuple))
 
 
-def _workload_points(
-    contract: Contract, way: AxisRanges, page: int | None, typical: tuple[int, int, int]
-) -> list[tuple[str, dict[str, Value]]]:
-    """The model's own sizes, with the batch of a decode step and that of a prefill step. `page` None: LLM's default."""
-    ranges = {**way}
-    if page is not None and "S" in ranges:
-        ranges["S"] = page
-    requests, prompt, context = typical
+def _step_axes(contract: Contract, ranges: AxisRanges, sizes: Sizes) -> dict[str, dict[str, Value]]:
+    """ "decode" or "prefill" -> the model's own sizes, with the batch of such a step."""
+    steps = _batch_sizes(ranges, sizes)
+    if contract.work in steps or "T" not in contract.axis_by_name:
+        only = contract.work if contract.work in steps else "decode"
+        steps = {only: steps[only]}
+    served = {axis: value for axis, value in AS_SERVED.items() if axis in contract.axis_by_name}
+    known = {axis: bounds for axis, bounds in ranges.items() if axis in contract.axis_by_name}
+    return {
+        name: served | {axis: _clip(step.get(axis), bounds) for axis, bounds in known.items()}
+        for name, step in steps.items()
+    }
+
+
+def _batch_sizes(ranges: AxisRanges, sizes: Sizes) -> dict[str, dict[str, int]]:
+    """ "decode" and "prefill" -> the sizes that such a step of a workload has."""
+    requests, prompt, context = sizes
     page_size = ranges.get("S", 1)
     assert isinstance(page_size, int)
     pages = -(-context // page_size)
     if isinstance(pool := ranges.get("P"), int):  # a pool too small for all serves fewer at once
         pages = min(pages, pool)
         requests = max(1, min(requests, pool // pages))
-    sizes: dict[str, int] = {"B": requests, "N": pages, "pairs": requests}
-    steps = {"decode": {**sizes, "T": requests}, "prefill": {**sizes, "T": requests * prompt}}
-    if contract.work in steps:
-        steps = {contract.work: steps[contract.work]}
-    elif "T" not in contract.axis_by_name:
-        steps = {"decode": steps["decode"]}
-    points = []
-    for name, step in steps.items():
-        axes = {axis: value for axis, value in AS_SERVED.items() if axis in contract.axis_by_name}
-        for axis, bounds in ranges.items():
-            low, high = bounds if isinstance(bounds, tuple) else (bounds, bounds)
-            if axis not in contract.axis_by_name:
-                continue
-            axes[axis] = min(max(step[axis], int(low)), int(high)) if axis in step else high
-        points.append((name, axes))
-    return points
+    batch = {"B": requests, "N": pages, "pairs": requests}
+    return {"decode": {**batch, "T": requests}, "prefill": {**batch, "T": requests * prompt}}
 
 
-def _typical_sizes(plan: Plan) -> dict[tuple[int, int, int], tuple[str, list[Mapping[str, Any]]]]:
-    """The sizes of the first workload's points (requests at once, prompt tokens, tokens of a context halfway through
-    the outputs) -> what tells them from its first, " input_len=512", and the workloads that have them, by name and
-    settings: of any name.
-    """
+def _clip(size: int | None, bounds: Value | tuple[int, int]) -> Value:
+    """The size within the bounds of its axis; the upper one where a step gives none."""
+    low, high = bounds if isinstance(bounds, tuple) else (bounds, bounds)
+    return high if size is None else min(max(size, int(low)), int(high))
+
+
+def _typical_sizes(plan: Plan) -> Typical:
     if not plan.workloads:
         return {(4, _TEXT_TOKENS, 2 * _TEXT_TOKENS): ("", [])}
-    found: dict[tuple[int, int, int], tuple[str, list[Mapping[str, Any]]]] = {}
+    found: dict[Sizes, tuple[str, list[Mapping[str, Any]]]] = {}
     first = plan.workloads[0]
     # Of other names there are no points of their own: these come last, to those that there are.
     for served in sorted(plan.workloads, key=lambda one: one.name != first.name):
-        workload = served.workload
-        if isinstance(workload, TraceWorkload):
-            lengths = traced_lengths(workload)
-            prompt, outputs = (sum(column) // len(lengths) for column in zip(*lengths, strict=True))
-            sizes = (len(lengths), prompt, prompt + outputs // 2)
-        elif isinstance(workload, SyntheticWorkload):
-            prompt = sum(workload.input_len.uniform) // 2
-            sizes = (workload.num_requests, prompt, prompt + sum(workload.output_len.uniform) // 4)
-        else:
-            sizes = (len(workload.prompts), _TEXT_TOKENS, _TEXT_TOKENS + workload.max_tokens // 2)
+        sizes = _workload_sizes(served.workload)
         if served.name == first.name and sizes not in found:
             differing = {key: value for key, value in served.settings.items() if value != first.settings.get(key)}
             label = "".join(f" {key.removeprefix('workload.')}={value}" for key, value in differing.items())
@@ -151,28 +160,41 @@ def _typical_sizes(plan: Plan) -> dict[tuple[int, int, int], tuple[str, list[Map
     return found
 
 
+def _workload_sizes(workload: AnyWorkload) -> Sizes:
+    if isinstance(workload, TraceWorkload):
+        lengths = traced_lengths(workload)
+        prompt, outputs = (sum(column) // len(lengths) for column in zip(*lengths, strict=True))
+        return len(lengths), prompt, prompt + outputs // 2
+    if isinstance(workload, SyntheticWorkload):
+        prompt = sum(workload.input_len.uniform) // 2
+        return workload.num_requests, prompt, prompt + sum(workload.output_len.uniform) // 4
+    return len(workload.prompts), _TEXT_TOKENS, _TEXT_TOKENS + workload.max_tokens // 2
+
+
+def _interpreted_variants(plan: Plan, op: str) -> list[tuple[Variant, Pick]]:
+    """The op's variants that Triton's interpreter runs here."""
+    picked = [(plan.ops[op].variants[pick.variant], pick) for pick in plan.picks[op]]
+    return [(variant, pick) for variant, pick in picked if variant.kind == "triton" and plan.device.type == "cpu"]
+
+
 def _fit_point(
-    plan: Plan, contract: Contract, axes: dict[str, Value], variants: list[tuple[Variant, Pick]]
+    contract: Contract, axes: dict[str, Value], dtype: str, interpreted: Sequence[tuple[Variant, Pick]]
 ) -> dict[str, Value]:
     """The point with every axis given; a batch that the interpreter would take minutes for is halved until it fits."""
-    interpreted = [(v, p) for v, p in variants if v.kind == "triton"] if plan.device.type == "cpu" else []
     batch = [axis.name for axis in contract.axes if isinstance(axis, Int) and axis.batch and axis.name in axes]
     pool = int(axes.get("P", 1))
     while True:
         if "P" in axes:
             # The pages that the point uses: an engine's whole pool can be gigabytes of nothing but poison.
             axes["P"] = max(1, min(used_pages(axes), pool))
-        point = complete_point(contract, axes, plan.dtype_name)
-        if (
-            all(int(axes[name]) <= 1 for name in batch)
-            or _count_most_programs(point, interpreted) <= MOST_INTERPRETED_PROGRAMS
-        ):
+        point = complete_point(contract, axes, dtype)
+        is_least = all(int(axes[name]) <= 1 for name in batch)
+        if is_least or _count_most_programs(point, interpreted) <= MOST_INTERPRETED_PROGRAMS:
             return point
-        for name in batch:
-            axes[name] = max(1, int(axes[name]) // 2)
+        axes |= {name: max(1, int(axes[name]) // 2) for name in batch}
 
 
-def _count_most_programs(point: Mapping[str, Value], variants: list[tuple[Variant, Pick]]) -> int:
+def _count_most_programs(point: Mapping[str, Value], variants: Sequence[tuple[Variant, Pick]]) -> int:
     counts = [0]
     for variant, pick in variants:
         try:

@@ -1,6 +1,6 @@
 """A workload's requests, drawn or read from its trace."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -11,45 +11,57 @@ from experiments.serving.requests import Request
 from experiments.simulation.trace_files import MOONCAKE_BLOCK, read_trace
 from tsched import SamplingParams
 
+Drawn = tuple[str | list[int], int, int]
+"""A request's prompt, its most tokens out, and how many the others have when it comes."""
+
 
 def requests_of(workload: AnyWorkload, vocab_size: int) -> list[Request]:
     """The workload's requests, the same ones on every machine.
 
     A request that samples has a seed of its own (`sampling.seed`, or the workload's, plus its index), so that its
-    tokens depend on nothing around it.
+    tokens depend on nothing around it. All but texts run to their length, whatever the model's end token is.
     """
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": None, **workload.sampling, "n": workload.n})
-    first_seed = params.seed if params.seed is not None else getattr(workload, "seed", 0)
+    ignore_eos = params.ignore_eos or not isinstance(workload, PromptsWorkload)
+    seed = getattr(workload, "seed", 0)
+    first_seed = params.seed if params.seed is not None else seed
+    drawn = list(_draw_requests(workload, vocab_size))
+    # Priorities are drawn apart, so that the prompts are the same with and without.
+    late = workload.late if isinstance(workload, SyntheticWorkload) else None
+    num_late = late.num_requests if late is not None else 0
+    generator = np.random.default_rng((seed, 1))
+    ranks = _draw_ranks(generator, workload.priority, len(drawn) - num_late)
+    ranks += _draw_ranks(generator, late.priority, num_late) if late is not None else []
+    requests = []
+    for index, ((prompt, most, after), rank) in enumerate(zip(drawn, ranks, strict=True)):
+        own = replace(params, seed=first_seed + index, max_tokens=most, ignore_eos=ignore_eos)
+        requests.append(Request(prompt, own, after, rank, index % workload.tenants))
+    return requests
 
-    def of(index: int, prompt: str | list[int], max_tokens: int, *, exact: bool, after: int = 0) -> Request:
-        mine = replace(params, seed=first_seed + index, max_tokens=max_tokens)
-        mine = replace(mine, ignore_eos=True) if exact else mine
-        return Request(prompt, mine, after, ranks[index], index % workload.tenants)
 
-    ranks = _ranks(workload)
+def _draw_requests(workload: AnyWorkload, vocab_size: int) -> Iterator[Drawn]:
     if isinstance(workload, PromptsWorkload):
-        texts = enumerate(workload.prompts)
-        return [of(index, text, workload.max_tokens, exact=False) for index, text in texts]
-    if isinstance(workload, TraceWorkload):
-        traced = zip(_prompts(workload, vocab_size), traced_lengths(workload), strict=True)
-        return [of(index, prompt, outputs, exact=True) for index, (prompt, (_, outputs)) in enumerate(traced)]
+        yield from ((text, workload.max_tokens, 0) for text in workload.prompts)
+    elif isinstance(workload, TraceWorkload):
+        prompts = _draw_trace_prompts(workload, vocab_size)
+        yield from ((prompt, most, 0) for prompt, (_, most) in zip(prompts, traced_lengths(workload), strict=True))
+    else:
+        yield from _draw_synthetic(workload, vocab_size)
+
+
+def _draw_synthetic(workload: SyntheticWorkload, vocab_size: int) -> Iterator[Drawn]:
     generator = np.random.default_rng(workload.seed)
-    lengths = _lengths(generator, workload, workload.num_requests)
+    lengths = _draw_lengths(generator, workload)
     prompts = [generator.integers(0, vocab_size, inputs).tolist() for inputs, _ in lengths]
     if workload.shared_prefix:
         text = generator.integers(0, vocab_size, workload.input_len.uniform[1]).tolist()
         for prompt in prompts:
             shared = int(workload.shared_prefix * len(prompt))
             prompt[:shared] = text[:shared]
-    found = [
-        of(index, prompt, outputs, exact=True)
-        for index, (prompt, (_, outputs)) in enumerate(zip(prompts, lengths, strict=True))
-    ]
+    yield from ((prompt, outputs, 0) for prompt, (_, outputs) in zip(prompts, lengths, strict=True))
     if workload.late is not None:
-        for place, (inputs, outputs) in enumerate(_lengths(generator, workload.late, workload.late.num_requests), 1):
-            prompt = generator.integers(0, vocab_size, inputs).tolist()
-            found.append(of(len(found), prompt, outputs, exact=True, after=place * workload.late.every))
-    return found
+        for place, (inputs, outputs) in enumerate(_draw_lengths(generator, workload.late), 1):
+            yield generator.integers(0, vocab_size, inputs).tolist(), outputs, place * workload.late.every
 
 
 def traced_lengths(workload: TraceWorkload) -> list[tuple[int, int]]:
@@ -61,7 +73,7 @@ def traced_lengths(workload: TraceWorkload) -> list[tuple[int, int]]:
     ]
 
 
-def _prompts(workload: TraceWorkload, vocab_size: int) -> list[list[int]]:
+def _draw_trace_prompts(workload: TraceWorkload, vocab_size: int) -> list[list[int]]:
     """Random tokens, the same ones in blocks of the same hash id; each request its own where there are no ids."""
     blocks: dict[int, list[int]] = {}
     prompts = []
@@ -79,34 +91,17 @@ def _prompts(workload: TraceWorkload, vocab_size: int) -> list[list[int]]:
     return prompts
 
 
-def _ranks(workload: AnyWorkload) -> list[int]:
-    """The priorities, those of late requests last; drawn apart, so that the prompts are the same with and without."""
-    if isinstance(workload, PromptsWorkload):
-        drawn: list[tuple[Priorities | None, int]] = [(workload.priority, len(workload.prompts))]
-    elif isinstance(workload, TraceWorkload):
-        drawn = [(workload.priority, len(traced_lengths(workload)))]
-    else:
-        drawn = [(workload.priority, workload.num_requests)]
-        if workload.late is not None:
-            drawn.append((workload.late.priority, workload.late.num_requests))
-    generator = np.random.default_rng((getattr(workload, "seed", 0), 1))
-    ranks: list[int] = []
-    for priorities, count in drawn:
-        if priorities is None:
-            ranks += [0] * count
-        else:
-            ranks += priorities.each or [_drawn(generator, priorities.uniform) for _ in range(count)]
-    return ranks
+def _draw_ranks(generator: np.random.Generator, priorities: Priorities | None, count: int) -> list[int]:
+    if priorities is None:
+        return [0] * count
+    return list(priorities.each) or [_draw_number(generator, priorities.uniform) for _ in range(count)]
 
 
-def _lengths(
-    generator: np.random.Generator, drawn: SyntheticWorkload | LateRequests, count: int
-) -> list[tuple[int, int]]:
-    """[count] times the tokens in and out."""
-    return [
-        (_drawn(generator, drawn.input_len.uniform), _drawn(generator, drawn.output_len.uniform)) for _ in range(count)
-    ]
+def _draw_lengths(generator: np.random.Generator, drawn: SyntheticWorkload | LateRequests) -> list[tuple[int, int]]:
+    """Of each request, the tokens in and out."""
+    bounds = (drawn.input_len.uniform, drawn.output_len.uniform)
+    return [(_draw_number(generator, bounds[0]), _draw_number(generator, bounds[1])) for _ in range(drawn.num_requests)]
 
 
-def _drawn(generator: np.random.Generator, bounds: Sequence[int]) -> int:
+def _draw_number(generator: np.random.Generator, bounds: Sequence[int]) -> int:
     return int(generator.integers(bounds[0], bounds[1] + 1))

@@ -1,7 +1,6 @@
 """A point of an op from the sizes that are given of it: what is left open is as an engine's calls have it."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from tkernels.contract import Contract, Int, Value
 
@@ -18,9 +17,13 @@ def name_points(asked: Sequence[Mapping[str, Value]]) -> dict[str, Mapping[str, 
         return {_format_sizes(asked[0], asked[0]): asked[0]}
     telling: list[str] = []
     for axis in dict.fromkeys(axis for axes in asked for axis in axes):
-        apart = [{tuple(axes.get(name) for name in names) for axes in asked} for names in (telling, [*telling, axis])]
-        telling += [axis] if len(apart[1]) > len(apart[0]) else []
+        if _count_distinct(asked, [*telling, axis]) > _count_distinct(asked, telling):
+            telling.append(axis)
     return {_format_sizes(axes, telling) or _format_sizes(axes, axes): axes for axes in asked}
+
+
+def _count_distinct(asked: Sequence[Mapping[str, Value]], names: Sequence[str]) -> int:
+    return len({tuple(axes.get(name) for name in names) for axes in asked})
 
 
 def _format_sizes(axes: Mapping[str, Value], names: Iterable[str]) -> str:
@@ -28,34 +31,30 @@ def _format_sizes(axes: Mapping[str, Value], names: Iterable[str]) -> str:
 
 
 def asked_point(contract: Contract, asked: Mapping[str, Value], dtype: str) -> dict[str, Value]:
-    """A point of `shapes` with every axis given; ContractError where it breaks a constraint."""
-    return complete_point(contract, _as_served(contract, asked), dtype)
+    """A point of `shapes` with every axis given: what it leaves open as an engine's calls have it, and no more pages
+    than it uses.
 
-
-def _as_served(contract: Contract, axes: Mapping[str, Value]) -> dict[str, Value]:
-    """The point of `shapes` with what it leaves open as an engine's calls have it, and no more pages than it uses."""
-    given = {axis: value for axis, value in AS_SERVED.items() if axis in contract.axis_by_name}
-    given |= axes
-    is_sized = {"B", "N"} <= axes.keys() or ("B" not in axes and {"T", "S"} <= axes.keys())
-    if "P" in contract.axis_by_name and "P" not in axes and is_sized:
-        given["P"] = max(1, used_pages(axes))
-    return given
+    Raises:
+        ContractError: It breaks a constraint.
+    """
+    given = {axis: value for axis, value in AS_SERVED.items() if axis in contract.axis_by_name} | dict(asked)
+    is_sized = {"B", "N"} <= asked.keys() or ("B" not in asked and {"T", "S"} <= asked.keys())
+    if "P" in contract.axis_by_name and "P" not in asked and is_sized:
+        given["P"] = max(1, used_pages(asked))
+    return complete_point(contract, given, dtype)
 
 
 def complete_point(contract: Contract, axes: Mapping[str, Value], dtype: str) -> dict[str, Value]:
-    """The point with every axis given: the dtype where it gives none itself, and plain draws of the rest."""
+    """The point with every axis given: the dtype where it gives none itself, and what an op is mostly called with, the
+    first of an enum (values are ordinary there) and the largest size.
+    """
     dtype = str(axes.get("activation", dtype))
     roles = {role: dtype for role in DTYPE_ROLES if role in contract.axis_by_name}
-    return contract.draw_axes(_plain_chooser(contract), {**roles, **axes})
-
-
-def _plain_chooser(contract: Contract) -> Any:
-    """Draws what an op is mostly called with: the first of an enum (values are ordinary there), the largest size."""
 
     def choose(name: str, candidates: Sequence[Value]) -> Value:
         return max(candidates) if isinstance(contract.axis_by_name[name], Int) else candidates[0]
 
-    return choose
+    return contract.draw_axes(choose, {**roles, **axes})
 
 
 def used_pages(axes: Mapping[str, Value]) -> int:

@@ -3,7 +3,10 @@
 Read from the data as it was written, so that other faults hide none of it.
 """
 
-from experiments.document import Document, ExperimentError, PathParts, entries
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from experiments.document import Document, ExperimentError, as_mapping, entries
 from experiments.schema import Experiment, VariantChoice
 from experiments.schema.experiment import written_choices
 from experiments.schema.names import KnownNames, unknown_name
@@ -15,61 +18,57 @@ def written_problems(document: Document, names: KnownNames) -> list[str]:
     return [*_variant_problems(document, names), *_trace_problems(document), *_section_problems(document)]
 
 
-def _variant_problems(document: Document, names: KnownNames) -> list[str]:
+def _variant_problems(document: Document, names: KnownNames) -> Iterator[str]:
     """Ops and variants that do not exist."""
-    problems = []
     perhaps = "" if names.is_complete else " (unless it is in the folder that is missing)"
     for section in ("kernels", "shapes"):
-        written = document.data.get(section)
-        for op in written if isinstance(written, dict) else ():
+        for op in as_mapping(document.data.get(section)):
             if op not in names.variants:
-                problems.append(document.problem((section, op), unknown_name("op", op, names.variants) + perhaps))
+                yield document.problem((section, op), unknown_name("op", op, names.variants) + perhaps)
                 continue
             for index, choice in enumerate(written_choices(document, op) if section == "kernels" else ()):
                 if isinstance(choice, VariantChoice) and choice.variant not in names.variants[op]:
                     message = unknown_name(f"{op} variant", choice.variant, names.variants[op])
-                    problems.append(document.problem((section, op, index), message + perhaps))
-    return problems
+                    yield document.problem((section, op, index), message + perhaps)
 
 
-def _trace_problems(document: Document) -> list[str]:
+def _trace_problems(document: Document) -> Iterator[str]:
     """Traces that cannot be read, or have fewer requests than are asked for."""
-    problems = []
-    for index, entry in enumerate(entries(document.data.get("workload"))):
-        given = entry if isinstance(entry, dict) and entry.get("kind") == "trace" else {}
-        if isinstance(given.get("file"), str):
-            where: PathParts = ("workload", index, "file")
-            try:
-                count = len(list(read_trace(document.folder / given["file"])))
-            except (ExperimentError, OSError) as error:
-                reason = error.strerror if isinstance(error, OSError) else None
-                problems.append(document.problem(where, f"{given['file']}: {reason}" if reason else str(error)))
-                continue
-            asked = [one for one in entries(given.get("num_requests")) if isinstance(one, int)]
-            if any(one > count for one in asked):
-                message = f"{max(asked)} of a trace of {count}"
-                problems.append(document.problem(("workload", index, "num_requests"), message))
-    return problems
+    for index, given in enumerate(map(as_mapping, entries(document.data.get("workload")))):
+        if given.get("kind") != "trace" or not isinstance(file := given.get("file"), str):
+            continue
+        try:
+            count = len(list(read_trace(document.folder / file)))
+        except (ExperimentError, OSError) as error:
+            reason = f"{file}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            yield document.problem(("workload", index, "file"), reason)
+            continue
+        most = max((one for one in entries(given.get("num_requests")) if isinstance(one, int)), default=0)
+        if most > count:
+            yield document.problem(("workload", index, "num_requests"), f"{most} of a trace of {count}")
 
 
-def _section_problems(document: Document) -> list[str]:
+def _section_problems(document: Document) -> Iterator[str]:
     """Sections that do not go together, told from what is written, be it as it should be or not."""
     given = document.data
-    workloads, batching = entries(given.get("workload")), entries(given.get("batching"))
-    messages = []
     if not given.keys() - Experiment.model_fields.keys():  # else what is missing may be there by a wrong name
-        if workloads and not given.get("model"):
-            messages.append("a workload needs a model")
-        if given.get("quantization") and not given.get("model"):
-            messages.append("quantization needs a model")
-        if given.get("peers") and not workloads:
-            messages.append("peers serve a workload; there is none")
-        if not given.get("model") and not given.get("kernels"):
-            messages.append("there is nothing to do: neither a model nor kernels are given")
-    if "static" in batching and any(isinstance(one, dict) and one.get("late") for one in workloads):
-        messages.append("static batching is of requests that are all there: it goes with no late ones")
-    problems = [document.problem((), message) for message in messages]
-    names = [repr(one.get("name", "")) for one in workloads if isinstance(one, dict)]
+        yield from (document.problem((), message) for message in _missing_sections(given))
+    workloads = [as_mapping(one) for one in entries(given.get("workload"))]
+    if "static" in entries(given.get("batching")) and any(one.get("late") for one in workloads):
+        yield document.problem((), "static batching is of requests that are all there: it goes with no late ones")
+    names = [repr(one.get("name", "")) for one in workloads]
     if len(set(names)) < len(names):
-        problems.append(document.problem(("workload",), "each workload of a list needs a name of its own"))
-    return problems
+        yield document.problem(("workload",), "each workload of a list needs a name of its own")
+
+
+def _missing_sections(given: Mapping[str, Any]) -> Iterator[str]:
+    has = {section for section, value in given.items() if value}
+    if "model" not in has:
+        if "workload" in has:
+            yield "a workload needs a model"
+        if "quantization" in has:
+            yield "quantization needs a model"
+        if "kernels" not in has:
+            yield "there is nothing to do: neither a model nor kernels are given"
+    if "peers" in has and "workload" not in has:
+        yield "peers serve a workload; there is none"

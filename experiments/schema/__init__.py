@@ -2,14 +2,12 @@
 
 from experiments.schema.experiment import (
     Batching,
-    Choice,
     Experiment,
     ModelSource,
     Quantization,
-    QuantizationSettings,
+    SchedulerOptions,
     VariantChoice,
 )
-from experiments.schema.scheduler import SchedulerOptions
 from experiments.schema.workload import (
     AnyWorkload,
     LateRequests,
@@ -18,13 +16,11 @@ from experiments.schema.workload import (
     PromptsWorkload,
     SyntheticWorkload,
     TraceWorkload,
-    Workload,
 )
 
 __all__ = [
     "AnyWorkload",
     "Batching",
-    "Choice",
     "Experiment",
     "LateRequests",
     "Length",
@@ -32,10 +28,8 @@ __all__ = [
     "Priorities",
     "PromptsWorkload",
     "Quantization",
-    "QuantizationSettings",
     "SchedulerOptions",
     "SyntheticWorkload",
     "TraceWorkload",
     "VariantChoice",
-    "Workload",
 ]

@@ -3,25 +3,26 @@
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
     Field,
     PlainSerializer,
+    PlainValidator,
     TypeAdapter,
     ValidationError,
     ValidationInfo,
+    create_model,
     model_validator,
 )
 
-from experiments.document import Document, PathParts, entries
+from experiments.document import Document, PathParts, as_mapping, entries
 from experiments.schema.faults import A_MODEL, explain
 from experiments.schema.names import Device, File, Folder, KnownNames, Peer, preset_names, unknown_name
-from experiments.schema.scheduler import SchedulerOptions
 from experiments.schema.values import Count, Strict, Swept, as_list
 from experiments.schema.workload import Workload
-from tsched.options import DtypeName
+from tsched.options import SCHEDULER_OPTIONS, DtypeName
 
 Batching = Literal["continuous", "static"]
 
@@ -32,9 +33,6 @@ class VariantChoice(Strict):
     variant: str
     pins: Mapping[str, list[int]] = {}
 
-    def as_yaml(self) -> Any:
-        return {self.variant: {name: list(values) for name, values in self.pins.items()}} if self.pins else self.variant
-
 
 def _as_choice(value: Any) -> Any:
     """A name, or {name: {config value: number or list}}, in the one form that VariantChoice has."""
@@ -43,16 +41,52 @@ def _as_choice(value: Any) -> Any:
     if isinstance(value, dict) and len(value) == 1:
         ((name, pins),) = value.items()
         if pins is None or isinstance(pins, dict):
-            for pin, values in (pins or {}).items():
-                if not as_list(values) or not all(type(number) is int for number in as_list(values)):
-                    raise ValueError(f"{name}.{pin} must be a number or a list of numbers, got {values!r}")
-            return {"variant": name, "pins": {pin: as_list(values) for pin, values in (pins or {}).items()}}
+            return {"variant": name, "pins": {pin: _as_numbers(f"{name}.{pin}", v) for pin, v in (pins or {}).items()}}
     raise ValueError(f"a variant is a name or {{name: {{config value: number}}}}, got {value!r}")
 
 
-Choice = Annotated[VariantChoice, BeforeValidator(_as_choice), PlainSerializer(lambda choice: choice.as_yaml())]
-Choices = Swept[Choice]
+def _as_numbers(pin: str, value: Any) -> list[int]:
+    numbers: list[int] = as_list(value)
+    if not numbers or not all(type(number) is int for number in numbers):
+        raise ValueError(f"{pin} must be a number or a list of numbers, got {value!r}")
+    return numbers
+
+
+def _as_yaml(choice: VariantChoice) -> Any:
+    return {choice.variant: dict(choice.pins)} if choice.pins else choice.variant
+
+
+Choice = Annotated[VariantChoice, BeforeValidator(_as_choice), PlainSerializer(_as_yaml)]
 _CHOICE: TypeAdapter[VariantChoice] = TypeAdapter(Choice)
+
+
+def _check_size(value: Any) -> int | str:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, int | str):
+        raise ValueError(f"must be a whole number, true, false or a name, got {value!r}")
+    return value
+
+
+Size = Annotated[int | bool | str, PlainValidator(_check_size)]
+"""A value of an axis of an op's contract."""
+
+
+if TYPE_CHECKING:
+
+    class SchedulerOptions(Strict):
+        def __getattr__(self, option: str) -> list[Any] | None: ...
+
+else:
+    SchedulerOptions = create_model(
+        "SchedulerOptions",
+        __base__=Strict,
+        __doc__="The options of tsched's engine. A key that is absent has its default, a list is an axis.",
+        **{
+            name: (Swept[Annotated[Any, PlainValidator(option.check_value)]] | None, None)
+            for name, option in SCHEDULER_OPTIONS.items()
+        },
+    )
 
 
 class ModelSource(Strict):
@@ -116,8 +150,8 @@ class Experiment(Strict):
     device: Device | None = None
     variants_from: list[Folder] = []
     architectures_from: list[Folder] = []
-    kernels: Mapping[str, Choices] = {}
-    shapes: Mapping[str, list[Mapping[str, Swept[int | bool | str]]]] = {}
+    kernels: Mapping[str, Swept[Choice]] = {}
+    shapes: Mapping[str, list[Mapping[str, Swept[Size]]]] = {}
     tuning: Literal["nearest", "frozen", "search"] = "nearest"
     scheduler: Swept[SchedulerOptions] = [SchedulerOptions()]
     batching: Swept[Batching] = ["continuous"]
@@ -135,9 +169,8 @@ class Experiment(Strict):
 
 def written_choices(document: Document, op: str) -> list[VariantChoice | str]:
     """The op's choices; as a text where one has not the form of a choice."""
-    kernels = document.data.get("kernels")
     choices: list[VariantChoice | str] = []
-    for choice in entries(kernels.get(op) if isinstance(kernels, dict) else None):
+    for choice in entries(as_mapping(document.data.get("kernels")).get(op)):
         try:
             choices.append(_CHOICE.validate_python(choice))
         except ValidationError:
@@ -157,5 +190,4 @@ def read_experiment(
     try:
         return Experiment.model_validate(data, context=names), []
     except ValidationError as error:
-        # A value of a union is reported once for each of its types.
-        return None, list(dict.fromkeys(explain(document, Experiment, dict(e), written) for e in error.errors()))
+        return None, [explain(document, Experiment, dict(one), written) for one in error.errors()]

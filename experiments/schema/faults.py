@@ -1,8 +1,7 @@
 """Pydantic's errors in the words of the YAML, with the place of each."""
 
 from collections.abc import Callable, Iterator, Mapping
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -12,15 +11,11 @@ from experiments.schema.workload import A_LENGTH, A_PRIORITY, WORKLOAD_KINDS
 from tsched.torch_free import suggest_name
 
 A_MODEL = "a model is exactly one of {preset: NAME}, {path: DIRECTORY} and {hub: ORG/NAME}"
+_A_MAPPING = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
 _WORDING: Mapping[str, str] = {
-    "model_type": "must be a mapping of keys to values",
-    "model_attributes_type": "must be a mapping of keys to values",
-    "dict_type": "must be a mapping of keys to values",
-    "mapping_type": "must be a mapping of keys to values",
+    **dict.fromkeys(_A_MAPPING, "must be a mapping of keys to values"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
     "list_type": "must be a list",
-    "int_type": "must be a whole number",
-    "int_parsing": "must be a whole number",
-    "int_from_float": "must be a whole number",
     "string_type": "must be a text",
     "path_type": "must be a path",
     "too_short": "must be a list of at least {min_length}",
@@ -47,7 +42,7 @@ def explain(
         model: what was validated.
         written: the path in the document of a path in the validated data.
     """
-    path = written(_without_types(error["loc"]))
+    path = written(_without_kind(error["loc"]))
     match error["type"]:
         case "extra_forbidden":
             known = _keys_beside(model, error["loc"])
@@ -55,9 +50,7 @@ def explain(
         case "missing":
             return document.problem(path, "is required")
         case "union_tag_invalid":
-            tag = error["ctx"]["tag"]
-            known = error["ctx"]["expected_tags"].replace("'", "").split(", ")
-            return document.problem((*path, "kind"), unknown_name("kind", tag, known))
+            return document.problem((*path, "kind"), unknown_name("kind", error["ctx"]["tag"], WORKLOAD_KINDS))
         case "union_tag_not_found":
             return document.problem((*path, "kind"), f"is required: there is {', '.join(WORKLOAD_KINDS)}")
         case "literal_error":
@@ -70,11 +63,8 @@ def explain(
 
 def _wording(error: dict[str, Any]) -> str:
     """What a value must be, in the words of the YAML."""
-    loc = error["loc"]
-    if loc[0] == "shapes" and len(loc) > 4:
-        return "must be a whole number, true, false or a name"
     if error["type"] in ("model_type", "model_attributes_type"):
-        key = next(part for part in reversed(loc) if isinstance(part, str))
+        key = next(part for part in reversed(error["loc"]) if isinstance(part, str))
         return _SECTION_FORMS.get(key, _WORDING[error["type"]])
     if error["type"] in _WORDING:
         wording = _WORDING[error["type"]].format(**error.get("ctx", {}))
@@ -83,33 +73,30 @@ def _wording(error: dict[str, Any]) -> str:
     return message[:1].lower() + message[1:]
 
 
-def _without_types(loc: PathParts) -> PathParts:
-    """The path without what pydantic puts into it: a workload's kind, and a union's type."""
-    if loc[:1] == ("workload",) and len(loc) > 2 and loc[2] in WORKLOAD_KINDS:
-        return (*loc[:2], *loc[3:])
-    return loc[:5] if loc[:1] == ("shapes",) else loc
+def _without_kind(loc: PathParts) -> PathParts:
+    """The path without a workload's kind, which pydantic puts into it."""
+    is_of_kind = loc[0] == "workload" and len(loc) > 2 and loc[2] in WORKLOAD_KINDS
+    return (*loc[:2], *loc[3:]) if is_of_kind else loc
 
 
 def _keys_beside(model: type[BaseModel], loc: PathParts) -> list[str]:
     """The keys that the mapping which holds the last of `loc` may have."""
-    candidates = [model]
-    for part in loc[:-1]:
-        if isinstance(part, int):
-            continue
-        tagged = [
-            c for c in candidates if "kind" in c.model_fields and part in get_args(c.model_fields["kind"].annotation)
-        ]
-        if tagged:
-            candidates = tagged
-            continue
-        found = [m for c in candidates if part in c.model_fields for m in _models(c.model_fields[str(part)].annotation)]
-        candidates = found or candidates
-    return list(dict.fromkeys(name for candidate in candidates for name in candidate.model_fields))
+    models = [model]
+    for part in (part for part in loc[:-1] if isinstance(part, str)):
+        models = [found for one in models for found in _models_below(one, part)] or models
+    return list(dict.fromkeys(name for one in models for name in one.model_fields))
+
+
+def _models_below(model: type[BaseModel], part: str) -> list[type[BaseModel]]:
+    """The models that a field of a model may hold; of the kind that it is itself, the model."""
+    fields = model.model_fields
+    if "kind" in fields and part in get_args(fields["kind"].annotation):
+        return [model]
+    return list(_models(fields[part].annotation)) if part in fields else []
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and not get_origin(annotation) and issubclass(annotation, BaseModel):
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    elif get_origin(annotation) in (Union, UnionType, Annotated, list) or get_args(annotation):
-        for argument in get_args(annotation):
-            yield from _models(argument)
+    for argument in get_args(annotation):
+        yield from _models(argument)

@@ -3,14 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from experiments.schema.values import Count, Strict
 from tsched.requests.prompts import MAX_PRIORITY
 from tsched.requests.sampling_params import SamplingParams
 from tsched.torch_free import suggest_name
+
+RequestsT = TypeVar("RequestsT", "SyntheticWorkload", "LateRequests", "PromptsWorkload")
 
 A_LENGTH = "a length is a number of tokens, or {uniform: [LOW, HIGH]}"
 A_PRIORITY = f"a priority is a whole number to +-{MAX_PRIORITY}, a list of one each, or {{uniform: [LOW, HIGH]}}"
@@ -63,15 +65,6 @@ class Priorities(Strict):
             raise ValueError(A_PRIORITY)
         return self
 
-    def check(self, num_requests: int) -> None:
-        if self.each and len(self.each) != num_requests:
-            raise ValueError(
-                f"priority is a list of {len(self.each)} for {num_requests} requests: give one, or one each"
-            )
-
-    def as_yaml(self) -> Any:
-        return list(self.each) or {"uniform": list(self.uniform)}
-
 
 def _as_priorities(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
@@ -81,7 +74,17 @@ def _as_priorities(value: Any) -> Any:
     return {"each": value} if isinstance(value, list) and value else value
 
 
-PriorityField = Annotated[Priorities, BeforeValidator(_as_priorities), PlainSerializer(lambda some: some.as_yaml())]
+PriorityField = Annotated[Priorities, BeforeValidator(_as_priorities)]
+
+
+def _check_priorities(requests: RequestsT) -> RequestsT:
+    """Refuses a list of priorities that is not one for each of the requests."""
+    each = requests.priority.each if requests.priority is not None else []
+    count = len(requests.prompts) if isinstance(requests, PromptsWorkload) else requests.num_requests
+    if each and len(each) != count:
+        raise ValueError(f"priority is a list of {len(each)} for {count} requests: give one, or one each")
+    return requests
+
 
 # Set elsewhere in the experiment (n, max_tokens, output_len), by the stages themselves (logprobs), or code.
 _NOT_SAMPLING = frozenset({"n", "max_tokens", "logprobs", "logits_processors", "stopping_criteria"})
@@ -130,11 +133,7 @@ class LateRequests(Strict):
     every: Count
     priority: PriorityField | None = None
 
-    @model_validator(mode="after")
-    def _one_priority_each(self) -> Self:
-        if self.priority is not None:
-            self.priority.check(self.num_requests)
-        return self
+    _one_priority_each = model_validator(mode="after")(_check_priorities)
 
 
 class SyntheticWorkload(_Workload):
@@ -153,11 +152,7 @@ class SyntheticWorkload(_Workload):
     late: LateRequests | None = None
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
 
-    @model_validator(mode="after")
-    def _one_priority_each(self) -> Self:
-        if self.priority is not None:
-            self.priority.check(self.num_requests)
-        return self
+    _one_priority_each = model_validator(mode="after")(_check_priorities)
 
     @model_validator(mode="after")
     def _late_ones_meet_others(self) -> "SyntheticWorkload":
@@ -172,8 +167,7 @@ class SyntheticWorkload(_Workload):
     @property
     def longest(self) -> int:
         """The most tokens, in and out, that a request may have."""
-        drawn: list[SyntheticWorkload | LateRequests] = [self] if self.late is None else [self, self.late]
-        return max(one.input_len.uniform[1] + one.output_len.uniform[1] for one in drawn)
+        return max(one.input_len.uniform[1] + one.output_len.uniform[1] for one in (self, self.late or self))
 
 
 class PromptsWorkload(_Workload):
@@ -183,11 +177,7 @@ class PromptsWorkload(_Workload):
     prompts: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
     max_tokens: Count = 16
 
-    @model_validator(mode="after")
-    def _one_priority_each(self) -> Self:
-        if self.priority is not None:
-            self.priority.check(len(self.prompts))
-        return self
+    _one_priority_each = model_validator(mode="after")(_check_priorities)
 
 
 class TraceWorkload(_Workload):

@@ -90,7 +90,7 @@ def _servers(count: int, about: Mapping[str, Any]) -> Iterator[list[Server]]:
         yield servers
     finally:
         for server in servers:
-            server.end(patience=0.0)
+            server.end()
 
 
 def _compile(server: Server, arch: str, name: str, points: Sequence[str], on_row: OnRow) -> list[CompiledKernel]:

@@ -112,5 +112,5 @@ def test_a_step_goes_to_its_process_as_json() -> None:
     step = new_step("time", 1.0, "swiglu", "fused", "0", "T=1,I=8")
     assert step.key == "time swiglu.fused@0 T=1,I=8"
     assert step.title == "time swiglu.fused T=1,I=8"
-    again = Step(**json.loads(json.dumps(step.as_json())))
+    again = Step(**json.loads(json.dumps(asdict(step))))
     assert {**asdict(again), "points": ()} == asdict(step)

@@ -61,13 +61,8 @@ def in_process(actions: Mapping[str, Action], asked: list[str] | None = None) ->
         ended = Ended(step)
         if asked is not None:
             asked.append(step.kind)
-
-        def send(message: Mapping[str, Any]) -> None:
-            ((kind, value),) = message.items()
-            ended.hear(kind, value)
-
         action = actions.get(step.kind, note)
-        carry_out(Job(step, "r1", OPS, CPU, Tuning(), send), {step.kind: action})
+        carry_out(Job(step, "r1", OPS, CPU, Tuning(), ended.hear), {step.kind: action})
         return ended
 
     return run_step

@@ -20,7 +20,7 @@ from experiments.runs.rows import ROW
 from experiments.stages.task import Task
 from experiments.sweep.local import Local
 from experiments.sweep.runner import run_experiment
-from experiments.sweep.tasks import Ended, Tell
+from experiments.sweep.tasks import Ended, OnDoing
 from tests.experiments.conftest import Write
 from tests.experiments.sweep.kill_runs import MARK, left_over, marked
 from tests.tkernels.outside import write_variant
@@ -105,8 +105,8 @@ def test_what_dies_at_one_point_goes_on_at_the_others_and_leaves_nothing_behind(
     left: list[list[str]] = []
 
     class Watched(Local):
-        def run(self, tasks: Sequence[Task], doing: Tell, printed: Tell) -> Iterator[Ended]:
-            for ended in super().run(tasks, doing, printed):
+        def run(self, tasks: Sequence[Task], doing: OnDoing) -> Iterator[Ended]:
+            for ended in super().run(tasks, doing):
                 left.append([line for line in left_over(run_id, seconds=0.0) if "sleep" in line])
                 yield ended
 

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -340,4 +341,4 @@ def test_a_task_is_on_disk_whole_or_not_at_all(start: Start, tmp_path: Path, mon
 
 def test_a_setup_goes_to_another_process_and_back() -> None:
     setup = Setup("name: a", "0a", "interpret", "nearest", "/x", "/y", on_cuda=False, serves=True, replicates=3)
-    assert Setup.of(json.loads(json.dumps(setup.as_json()))) == setup
+    assert Setup(**json.loads(json.dumps(asdict(setup)))) == setup
