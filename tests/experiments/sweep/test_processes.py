@@ -16,7 +16,7 @@ from rich.console import Console
 
 from experiments.document import read_document
 from experiments.planning.plan import make_sweep
-from experiments.runs.rows import ROW
+from experiments.runs.rows import Row
 from experiments.stages.task import Task
 from experiments.sweep.local import Local
 from experiments.sweep.runner import run_experiment
@@ -65,7 +65,7 @@ def test_whatever_ends_a_task_is_its_row_and_the_others_go_on(tmp_path: Path, ru
     out = tmp_path / "out"
     done = subprocess.run(command(file, out), capture_output=True, text=True, check=False, env=marked(run_id))
     assert done.returncode == 1, done.stderr
-    rows = [ROW.validate_json(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    rows = [Row.model_validate_json(line) for line in (out / "results.jsonl").read_text().splitlines()]
     checks = {row.variant: row for row in rows if row.stage == "check"}
     assert set(checks) == set(kernels["swiglu"])
     reasons = {name: str(checks[name].reason) for name in DEATHS if checks[name].status == "failed"}
