@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from experiments.gpu_report.steps import CASES, RERUNS, SIGNATURES, Kind, Step, 
 from experiments.gpu_report.supervisor import GRACE_S
 from experiments.peers import is_peer, slack_of, with_peers
 from experiments.runs.rows import COLUMNS, Row, Stage, Status
-from experiments.stages.context import Send, describe_error
+from experiments.stages.context import Send, describe_error, measure_load, measure_process
 from tkernels import OPS, Registry, Tuning
 from tkernels.device import device_facts
 from tkernels.isolation import Prepare, Tell, Work
@@ -34,7 +34,7 @@ SANITIZED_CASES = 4
 
 @dataclass(frozen=True)
 class Job:
-    """What a step is done with. tuning: of the report's own lockfile. send: takes messages as `Ended.hear` does."""
+    """What a step is done with. tuning: of the report's own lockfile. load: of the machine, when it began."""
 
     step: Step
     run_id: str
@@ -42,12 +42,14 @@ class Job:
     device: torch.device
     tuning: Tuning
     send: Send
+    load: float = field(default_factory=measure_load)
 
     @property
     def variant(self) -> Variant:
         return self.ops[self.step.op].variants[self.step.variant]
 
     def row(self, stage: Stage, status: Status = "ok", reason: str | None = None, /, **figures: Any) -> Row:
+        figures |= measure_process(self.device, self.load)
         return self.step.row(self.run_id, stage, status, reason, **figures)
 
     def tried(self, test: str, point: str, tried: Tried, **more: Any) -> Row:

@@ -31,6 +31,20 @@ def measure_load() -> float:
     return os.getloadavg()[0]
 
 
+def measure_process(device: torch.device, load: float) -> dict[str, Any]:
+    """The columns of the memory that this process held, and of how busy the machine is.
+
+    Args:
+        load: when the task began.
+    """
+    return {
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "device_peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "load_before": load,
+        "load_after": measure_load(),
+    }
+
+
 @dataclass(frozen=True)
 class Context:
     """A task under way. cache: the folder of quantized checkpoints. load: of the machine, when it began."""
@@ -71,14 +85,10 @@ class Context:
 
     def record(self, status: Status = "ok", **columns: Any) -> None:
         """Records a row: these columns, what it is of, the memory that this process held, how busy the machine is."""
-        on_cuda = self.plan.device.type == "cuda"
         row = Row(
             stage=self.task.phase,
             status=status,
-            host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            device_peak_bytes=torch.cuda.max_memory_allocated(self.plan.device) if on_cuda else None,
-            load_before=self.load,
-            load_after=measure_load(),
+            **measure_process(self.plan.device, self.load),
             **task_fields(self.plan, self.task, self.run_id, columns.get("axes")),
             **columns,
         )

@@ -82,6 +82,8 @@ def test_a_step_that_raises_is_recorded_with_what_it_knew_and_the_next_begins(re
     assert run(report, in_process({"check": raises})) == ["check"]
     known, failed = report.of_task(STEPS[1].key)
     assert (known.stage, known.runs_right) == ("hardware", 2)
+    assert (known.host_peak_bytes or 0) > 1e6
+    assert None not in (known.load_before, known.load_after)
     assert (failed.stage, failed.reason) == ("report", "ValueError: no such thing")
 
 
