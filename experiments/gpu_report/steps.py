@@ -98,10 +98,9 @@ def make_steps(ops: Registry, facts: DeviceFacts, processes: int) -> list[Step]:
     """Every step for a registry with peers, the most valuable first."""
     own = [variant for variant in triton_variants(ops) if not is_peer(variant)]
     marked, others = _places(ops)
-    compiled = sum(SIGNATURES + len(candidates(variant, facts.arch)) for variant in own)
     steps = [
         new_step("device", 15.0),
-        new_step("precompile", _PROCESS_S + compiled * _COMPILE_S / processes),
+        new_step("precompile", _precompile_seconds(own, facts, processes)),
         *_steps("check", own, _CHECK_S),
         *_measured(ops, facts, marked),
         *(new_step("mark", run.seconds, point=name) for name, run in RUNS.items()),
@@ -112,6 +111,11 @@ def make_steps(ops: Registry, facts: DeviceFacts, processes: int) -> list[Step]:
         *_measured(ops, facts, others),
     ]
     return list({step.key: step for step in steps}.values())
+
+
+def _precompile_seconds(variants: Iterable[Variant], facts: DeviceFacts, processes: int) -> float:
+    compiled = sum(SIGNATURES + len(candidates(variant, facts.arch)) for variant in variants)
+    return _PROCESS_S + compiled * _COMPILE_S / processes
 
 
 def _places(ops: Registry) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
