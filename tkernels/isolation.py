@@ -1,16 +1,15 @@
 """One way to run something in a process of its own: a crash, a hang or an exit harms that process alone, and is told.
 
-`Server` is a process image: it imports torch, Triton and the house once, and forks a child for each task. `run_forked`
-forks the calling process itself. Either way the child has a process group of its own, nothing on stdin, and dies with
-its starter; its messages come over a pipe, its output is kept apart, and an `Ending` says how it ended. Whatever a
-server's child started, in whatever session, becomes the server's child and is ended before the next task; elsewhere
-than on Linux, and after `run_forked`, only the process group is. When a server itself is killed, the kernel ends its
-child on Linux; what that child had started stays.
+`Server` is a process that imports torch, Triton and the house once, and forks a child for each task. `run_forked` forks
+the calling process itself. Either way the child has a process group of its own, nothing on stdin, and dies with its
+starter; its messages come over a pipe, its output is kept apart, and an `Ending` says how it ended. Whatever a server's
+child started, in whatever session, becomes the server's child and is ended before the next task; after `run_forked`
+only the process group is. When a server itself is killed, the kernel ends its child; what that had started stays.
 
 Forking is safe because a server runs no op of torch on several threads, which a child would not have, and does not
 touch CUDA. Even to ask whether there is CUDA would break it in every child: the environment says how Triton runs.
 
-This file is also the program of a server, and needs nothing but Python.
+This file is also the program of a server, and needs nothing but Python on Linux, the system that Triton is made for.
 """
 
 import contextlib
@@ -20,6 +19,7 @@ import importlib
 import json
 import math
 import os
+import pkgutil
 import selectors
 import signal
 import subprocess
@@ -27,15 +27,17 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_CHUNK = 1 << 16
-_LAST_WORDS = 300
-_POLL_S = 0.02
-"""How often a child is asked whether it has ended, where the system has no pidfd."""
+_PIPE_BYTES = 1 << 20
+"""No pipe holds more."""
+_KEPT_BYTES, _LAST_WORDS = 1 << 16, 300
+"""Of a child's output, what is kept, and the characters of it that a reason has."""
+_POLL_S, _SOON_S = 0.05, 0.001
+"""How often a child is asked whether it has ended: while its messages' pipe is open, and after."""
 
 
 class ServerError(RuntimeError):
@@ -69,10 +71,6 @@ class Tell:
         """From now on the child has so many seconds, whatever its time-out was."""
         _send(self._pipe, "within", seconds)
 
-    def done(self) -> None:
-        """The work is done. A child that exits without this did not come to its own end."""
-        _send(self._pipe, "done", None)
-
 
 Work = Callable[[Tell], None]
 """What a child does."""
@@ -83,25 +81,25 @@ Prepare = Callable[[Any], Work]
 OnMessage = Callable[[Any], None]
 
 
-class Server:
-    """A process that forks a child for each task, one at a time. It ends when this object's pipe to it closes, or the
-    thread that made it ends.
-    """
+class Server(contextlib.AbstractContextManager["Server"]):
+    """A process that forks a child for each task, one at a time. It ends with the thread that made it, or before."""
 
-    def __init__(
-        self,
-        environment: Mapping[str, str] | None = None,
-        imports: Sequence[str] = (),
-        begun: "subprocess.Popen[bytes] | None" = None,
-    ) -> None:
-        """Starts it as `start_server` does; or takes what that began."""
-        self._process = begun if begun is not None else start_server(environment, imports)
-        self._is_ready = False
+    def __init__(self, environment: Mapping[str, str] | None = None, imports: Sequence[str] = ()) -> None:
+        """Starts the process, which imports torch and then waits for `load`.
 
-    @property
-    def _answers(self) -> IO[bytes]:
+        Args:
+            environment: variables beside this process's own.
+            imports: modules that the tasks will want. They are imported at once where the environment, or a torch that
+                knows no GPU, has decided how Triton runs.
+        """
+        # -P: the files beside this one are no modules. A session of its own: Ctrl-C is for the one that starts it.
+        command = (sys.executable, "-P", __file__, str(os.getpid()), json.dumps(sys.path), *imports)
+        variables, pipe = {**os.environ, **(environment or {})}, subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True, env=variables)
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
-        return self._process.stdout
+        self._orders, self._answers = self._process.stdin, self._process.stdout
+        self._is_ready = False
 
     def load(self, prepare: str, about: Any = None, environment: Mapping[str, str] | None = None) -> None:
         """Says what its tasks are; it then imports and takes them.
@@ -130,52 +128,36 @@ class Server:
         raise ServerError(f"ended: {describe_exit(self._process.wait())}")
 
     def _order(self, order: list[Any]) -> None:
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it is dead, which its answers tell
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
-            self._process.stdin.flush()
+            write_whole(self._orders.fileno(), json.dumps(order).encode() + b"\n")
 
     @property
     def is_dead(self) -> bool:
         return self._process.poll() is not None
 
-    def end(self, patience: float = 1.0) -> None:
-        """Ends it and the child that it may have, after so many seconds by force."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+    def end(self) -> None:
+        """Ends it, the child that it may have, and all that this has started."""
+        self._process.terminate()
         try:
-            self._process.wait(timeout=patience)
-        except subprocess.TimeoutExpired:  # it still imports; a child of it dies with it
+            self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._orders.close()
         self._answers.close()
 
-
-def start_server(
-    environment: Mapping[str, str] | None = None, imports: Sequence[str] = ()
-) -> "subprocess.Popen[bytes]":
-    """Starts the process of a server, which imports torch and then waits to be told what its tasks are.
-
-    Args:
-        environment: variables beside this process's own.
-        imports: modules that the tasks will want. They are imported at once where the environment, or a torch that
-            knows no GPU, has decided how Triton runs.
-    """
-    # A session of its own: Ctrl-C is for the one that starts it. -P: the files beside this one are no modules.
-    command = (sys.executable, "-P", __file__, str(os.getpid()), json.dumps(sys.path), *imports)
-    variables, pipe = {**os.environ, **(environment or {})}, subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True, env=variables)
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
 
 def run_forked(work: Work, on_message: OnMessage, timeout: float | None = None) -> Ending:
     """Runs `work` in a fork of this process; it must not touch CUDA there, nor use threads that were there before."""
-    child = _fork(work, timeout, ())
+    child = _Child(work, on_message, timeout)
     try:
-        _watch(child, on_message, None)
+        child.watch()
     finally:
         child.kill()
-    return child.ending(on_message)
+    return child.ending()
 
 
 def describe_exit(status: int) -> str:
@@ -198,81 +180,77 @@ def _send(pipe: int, kind: str, value: Any) -> None:
     write_whole(pipe, json.dumps([kind, value]).encode() + b"\n")
 
 
-@dataclass
-class _Lines:
-    """The whole lines of a pipe."""
-
-    pipe: int
-    ended: bool = False
-    _rest: bytearray = field(default_factory=bytearray)
-
-    def read(self) -> list[bytes]:
-        """Those that are there now; waits where nothing is."""
-        data = os.read(self.pipe, _CHUNK)
-        self.ended = not data
-        if b"\n" not in data:
-            self._rest += data
-            return []
-        *whole, rest = bytes(self._rest + data).split(b"\n")
-        self._rest = bytearray(rest)
-        return whole
-
-    def __iter__(self) -> Iterator[bytes]:
-        while not self.ended:
-            yield from self.read()
+def _read(pipe: int) -> bytes:
+    """What is in the pipe; nothing also where it has ended."""
+    with contextlib.suppress(BlockingIOError):
+        return os.read(pipe, _PIPE_BYTES)
+    return b""
 
 
-@dataclass
 class _Child:
-    """A task's process and what is known of it. exit: a pidfd of it, -1 where there is no such thing.
+    """A fork of this process at a task, and what is known of it. status: as waitpid gives it, once it has ended."""
 
-    limit: the seconds that it was given last. done: whether it said so. status: as waitpid gives it, at its end.
-    """
-
-    pid: int
-    exit: int
-    messages: _Lines
-    output: int
-    began: float
-    deadline: float = math.inf
-    limit: float = math.inf
-    printed: bytes = b""
-    garbage: str = ""
-    timed_out: bool = False
-    done: bool = False
-    status: int | None = None
+    def __init__(self, work: Work, on_message: OnMessage, timeout: float | None) -> None:
+        self.began, self.on_message = time.monotonic(), on_message
+        self.give(math.inf if timeout is None else timeout)
+        self.unfinished, self.printed, self.garbage = bytearray(), b"", ""
+        self.timed_out = self.is_done = False
+        self.status: int | None = None
+        (self.messages, sending), (self.output, printing), starter = os.pipe(), os.pipe(), os.getpid()
+        self.pid = os.fork()
+        if not self.pid:
+            os.close(self.messages)
+            os.close(self.output)
+            _live(work, sending, printing, starter)
+        os.close(sending)
+        os.close(printing)
+        os.set_blocking(self.messages, False)
+        os.set_blocking(self.output, False)
 
     def give(self, seconds: float) -> None:
         """It has so many seconds from now on."""
         self.limit, self.deadline = seconds, time.monotonic() + seconds
 
-    def hear(self, on_message: OnMessage) -> None:
-        """Takes in the messages that are there."""
-        for line in self.messages.read():
-            try:
-                kind, value = json.loads(line)
-            except (ValueError, TypeError):
-                kind, value = "", None
-            if kind == "message":
-                on_message(value)
-            elif kind == "within":
-                self.give(value)
-            elif kind == "done":
-                self.done = True
-            else:  # something else in the process has written into the pipe
-                self.garbage = self.garbage or line.decode(errors="replace")[:_LAST_WORDS]
+    def watch(self) -> None:
+        """Waits until it has ended, by itself or by its time-out, and takes in what it sends and prints."""
+        with selectors.DefaultSelector() as pipes:
+            pipes.register(self.messages, selectors.EVENT_READ, self.hear)
+            pipes.register(self.output, selectors.EVENT_READ, self.listen)
+            while self.status is None:
+                # Its pipe ends when it does, unless something that it forked holds it open.
+                pause = _POLL_S if self.messages in pipes.get_map() else _SOON_S
+                for key, _ in pipes.select(max(0.0, min(pause, self.deadline - time.monotonic()))):
+                    if not key.data():
+                        pipes.unregister(key.fileobj)
+                ended, status = os.waitpid(self.pid, os.WNOHANG)
+                if ended:
+                    self.status = status
+                elif time.monotonic() >= self.deadline:
+                    self.timed_out = True
+                    self.kill()
+
+    def hear(self) -> bool:
+        """Takes in the messages that are there; returns whether anything was."""
+        data = _read(self.messages)
+        self.unfinished += data
+        *lines, self.unfinished = self.unfinished.split(b"\n") if b"\n" in data else [self.unfinished]
+        for line in lines:
+            match _parsed(line):
+                case ["message", value]:
+                    self.on_message(value)
+                case ["within", float() | int() as seconds]:
+                    self.give(seconds)
+                case ["done", _]:
+                    self.is_done = True
+                case _:  # something else in the process has written into the pipe
+                    self.garbage = self.garbage or line.decode(errors="replace")[:_LAST_WORDS]
+        return bool(data)
 
     def listen(self) -> bool:
-        """Takes in what it printed, and keeps the end; returns whether there may be more."""
-        text = os.read(self.output, _CHUNK)
-        self.printed = (self.printed + text)[-_CHUNK:]
+        """Takes in what it printed, and keeps the end; returns whether anything was there."""
+        text = _read(self.output)
+        self.printed = (self.printed + text)[-_KEPT_BYTES:]
         return bool(text)
-
-    def reap(self, options: int = os.WNOHANG) -> None:
-        """Notes its status where it has ended."""
-        if self.status is None:
-            pid, status = os.waitpid(self.pid, options)
-            self.status = status if pid else None
 
     def kill(self) -> None:
         """Ends it, with its process group."""
@@ -280,36 +258,35 @@ class _Child:
             os.killpg(self.pid, signal.SIGKILL)
         if self.status is None:
             os.kill(self.pid, signal.SIGKILL)
-            self.reap(0)
+            _, self.status = os.waitpid(self.pid, 0)
 
-    def ending(self, on_message: OnMessage) -> Ending:
-        """How it ended, once it has, and after its last messages; something that it started may hold the pipes open."""
-        os.set_blocking(self.messages.pipe, False)
-        os.set_blocking(self.output, False)
-        with contextlib.suppress(BlockingIOError):
-            while not self.messages.ended:
-                self.hear(on_message)
-        with contextlib.suppress(BlockingIOError):
-            while self.listen():
-                pass
-        for pipe in (self.messages.pipe, self.output, self.exit):
-            if pipe >= 0:
-                os.close(pipe)
+    def ending(self) -> Ending:
+        """How it ended, once it has, and after its last messages; what it started may still hold the pipes open."""
+        self.hear()
+        self.listen()
+        os.close(self.messages)
+        os.close(self.output)
         assert self.status is not None
         code, printed = os.waitstatus_to_exitcode(self.status), self.printed.decode(errors="replace").strip()
-        death = self._death(code)
+        death = None
+        if self.timed_out:
+            death = f"timeout: it took longer than {self.limit:g} s"
+        elif code < 0:
+            death = describe_exit(code)
+        elif code or not self.is_done:  # anything may call exit(0), and what was to come is missing
+            death = f"its process left with {describe_exit(code)}{'' if code else ' before its end'}"
+        elif self.garbage:
+            death = f"its process sent what is no message: {self.garbage!r}"
         if death is not None and printed:
             death += f"; last printed: {_last_words(printed)}"
         return Ending(time.monotonic() - self.began, death, self.timed_out, max(0, -code), printed)
 
-    def _death(self, code: int) -> str | None:
-        if self.timed_out:
-            return f"timeout: it took longer than {self.limit:g} s"
-        if code < 0:
-            return describe_exit(code)
-        if code or not self.done:  # anything may call exit(0), and what was to come is missing
-            return f"its process left with {describe_exit(code)}{'' if code else ' before its end'}"
-        return f"its process sent what is no message: {self.garbage!r}" if self.garbage else None
+
+def _parsed(line: bytearray) -> Any:
+    """A line of JSON; None where it is none."""
+    with contextlib.suppress(ValueError):
+        return json.loads(line)
+    return None
 
 
 def _last_words(text: str) -> str:
@@ -317,23 +294,6 @@ def _last_words(text: str) -> str:
     _, crash, stack = text.rpartition("Fatal Python error")
     stack = stack.partition("Extension modules:")[0]
     return " ".join(f"{crash}{stack}".split())[:_LAST_WORDS] if crash else " ".join(text.split())[-_LAST_WORDS:]
-
-
-def _fork(work: Work, timeout: float | None, private: tuple[int, ...]) -> _Child:
-    """A child at work. private: pipes that are not for it: what it leaves behind would hold them open."""
-    (messages, sending), (output, printing), starter = os.pipe(), os.pipe(), os.getpid()
-    began = time.monotonic()
-    pid = os.fork()
-    if not pid:
-        for pipe in (messages, output, *private):
-            os.close(pipe)
-        _live(work, sending, printing, starter)
-    os.close(sending)
-    os.close(printing)
-    child = _Child(pid, os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1, _Lines(messages), output, began)
-    if timeout is not None:
-        child.give(timeout)
-    return child
 
 
 def _live(work: Work, sending: int, printing: int, starter: int) -> NoReturn:
@@ -351,9 +311,8 @@ def _live(work: Work, sending: int, printing: int, starter: int) -> NoReturn:
         # Anew: what its starter has printed, and not yet written, is the starter's to write.
         sys.stdout, sys.stderr = (os.fdopen(target, "w", closefd=False) for target in (1, 2))
         faulthandler.enable(2)
-        tell = Tell(sending)
-        work(tell)
-        tell.done()
+        work(Tell(sending))
+        _send(sending, "done", None)
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -365,99 +324,70 @@ def _live(work: Work, sending: int, printing: int, starter: int) -> NoReturn:
         os._exit(status)
 
 
-def _watch(child: _Child, on_message: OnMessage, orders: _Lines | None) -> None:
-    """Waits until the child has ended, by itself or by its time-out. Raises EOFError where `orders` end before."""
-    pipes = {child.messages.pipe, child.output, child.exit, orders.pipe if orders is not None else -1} - {-1}
-    with selectors.DefaultSelector() as waiting:
-        for pipe in pipes:
-            waiting.register(pipe, selectors.EVENT_READ)
-        while child.status is None:
-            left = max(0.0, child.deadline - time.monotonic()) if child.exit >= 0 else _POLL_S
-            ready = {key.fd for key, _ in waiting.select(left if left < math.inf else None)}
-            if child.messages.pipe in ready:
-                child.hear(on_message)
-                if child.messages.ended:
-                    waiting.unregister(child.messages.pipe)
-            if child.output in ready and not child.listen():
-                waiting.unregister(child.output)
-            if orders is not None and orders.pipe in ready:
-                orders.read()
-                if orders.ended:
-                    raise EOFError
-            child.reap()
-            if child.status is None and time.monotonic() >= child.deadline:
-                child.timed_out = True
-                child.kill()
-
-
-def _import(*modules: str) -> Any:
-    """Imports them in order, tkernels before anything that imports Triton; returns the last."""
-    return [importlib.import_module(module) for module in modules][-1]
+def _die_with(starter: int, number: int) -> None:
+    """Has the kernel send this process a signal when its starter is gone, however that came."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != starter:  # it was gone before that
+        os._exit(1)
 
 
 def serve(starter: int, imports: Sequence[str]) -> None:
     """The life of a server: its orders come on stdin, a line each, until that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches a whole terminal; the starter decides what it means
-    _die_with(starter, signal.SIGTERM)  # what it imports takes seconds, in which it reads no stdin
-    if sys.platform == "linux":  # what a child leaves behind shall be this process's
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    answers, orders = os.dup(1), _Lines(0)
+    _die_with(starter, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a child leaves behind shall be this process's
+    answers = os.dup(1)
     os.dup2(2, 1)  # whatever a library prints is no answer
     import torch  # half of the time that it takes to be ready
 
+    modules = ("tkernels", *imports)  # in this order: tkernels before anything that imports Triton
     if "TRITON_INTERPRET" in os.environ or (torch.version.cuda is None and torch.version.hip is None):
-        _import("tkernels", *imports)
-    prepare: Prepare | None = None
-    with contextlib.suppress(BrokenPipeError):  # the starter is gone, and nobody is left to be told
-        for line in orders:
-            order = json.loads(line)
-            if prepare is not None:
-                task, timeout = order
-                _serve_task(prepare, task, timeout, orders, answers)
-                continue
-            name, about, environment = order
-            os.environ.update(environment)
-            module, _, function = name.partition(":")
-            prepare = getattr(_import("tkernels", *imports, module), function)(about)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # stdin tells now, and there may be a child to end first
-            write_whole(answers, b"ready\n")
+        for module in modules:
+            importlib.import_module(module)
+    if not (order := sys.stdin.buffer.readline()):
+        return
+    name, about, environment = json.loads(order)
+    os.environ.update(environment)
+    for module in modules:
+        importlib.import_module(module)
+    prepare: Prepare = pkgutil.resolve_name(name)(about)
+    signal.signal(signal.SIGTERM, lambda *_: _leave())
+    try:
+        write_whole(answers, b"ready\n")
+        for order in sys.stdin.buffer:
+            task, timeout = json.loads(order)
+            ending = _carry_out(prepare, task, timeout, answers)
+            _end_children()
+            _send(answers, "ended", asdict(ending))
+    except BrokenPipeError:  # the starter no longer listens
+        _leave()
 
 
-def _serve_task(prepare: Prepare, task: Any, timeout: float | None, orders: _Lines, answers: int) -> None:
-    """Has a child do the task, hands on its messages and tells how it ended. Leaves where the starter is gone."""
+def _carry_out(prepare: Prepare, task: Any, timeout: float | None, answers: int) -> Ending:
+    """Has a child do the task, and hands on its messages."""
     try:
         work = prepare(task)
-    except Exception as error:
-        work = _raising(error)
-    child = _fork(work, timeout, (answers,))
+    except Exception:
+        return Ending(0.0, f"cannot be prepared: {_last_words(traceback.format_exc())}")
 
-    def forward(message: Any) -> None:
-        _send(answers, "message", message)
+    def work_alone(tell: Tell) -> None:
+        os.close(answers)  # what the child leaves behind would hold it open
+        work(tell)
 
-    try:
-        _watch(child, forward, orders)
-    except (EOFError, BrokenPipeError):
-        _end_with_all_it_started(child)
-        os._exit(1)
-    _end_with_all_it_started(child)
-    _send(answers, "ended", asdict(child.ending(forward)))
+    return run_forked(work_alone, lambda message: _send(answers, "message", message), timeout)
 
 
-def _raising(error: Exception) -> Work:
-    def work(tell: Tell) -> None:
-        raise error
+def _leave() -> NoReturn:
+    """Ends a server and all that it has started."""
+    _end_children()
+    os._exit(1)
 
-    return work
 
-
-def _end_with_all_it_started(child: _Child) -> None:
-    """Ends a server's child, and then the server's other children, which are what it started, until there are none."""
-    child.kill()
+def _end_children() -> None:
+    """Ends this process's children, and then those whose parents these were, which are its own by then."""
     with contextlib.suppress(ChildProcessError):  # there is none left
-        while True:
-            ended, _ = os.waitpid(-1, os.WNOHANG)
-            if not ended and not any(_end(pid) for pid in _children()):
-                return
+        while os.waitpid(-1, os.WNOHANG)[0] or any(map(_end, _children())):
+            pass
 
 
 def _end(pid: int) -> bool:
@@ -470,23 +400,13 @@ def _end(pid: int) -> bool:
     return True
 
 
-def _children() -> list[int]:
+def _children() -> Iterator[int]:
     """The processes whose parent is this one."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
+    for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just ended
-            _, _, facts = (process / "stat").read_text(errors="replace").rpartition(")")
+            _, _, facts = file.read_text(errors="replace").rpartition(")")
             if int(facts.split()[1]) == os.getpid():
-                found.append(int(process.name))
-    return found
-
-
-def _die_with(starter: int, number: int) -> None:
-    """Has the kernel send this process a signal when its starter is gone, however that came; Linux alone can."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != starter:  # it was gone before that
-        os._exit(1)
+                yield int(file.parent.name)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 alone, and the others of its folder join the ops.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tkernels.contract import ContractError
 from tkernels.folders import op_folders
@@ -13,7 +15,30 @@ from tkernels.registry import builtin_ops
 from tkernels.variant import VariantError
 
 IMPORT_SECONDS = 60.0
-"""For one file, which may import a large library."""
+"""For one task, which may import a large library."""
+
+
+@contextmanager
+def importing(prepare: str) -> Iterator[Callable[[Any, str], str | None]]:
+    """Gives a function that has a task's files imported in a process of their own.
+
+    Args:
+        prepare: as for `Server.load`; a task's work tells what is wrong.
+
+    Yields:
+        Maps a task, and what it is called, to why its files cannot be imported; to None where they can.
+    """
+
+    def import_fault(task: Any, name: str) -> str | None:
+        faults: list[str] = []
+        ending = server.run(task, faults.append, IMPORT_SECONDS)
+        if ending.death is not None:
+            faults.append(f"{name}: cannot be imported: {ending.death}")
+        return faults[0] if faults else None
+
+    with Server({"TRITON_INTERPRET": "1" if MODE == "interpret" else "0"}) as server:
+        server.load(prepare)
+        yield import_fault
 
 
 def broken_files(folders: Sequence[Path]) -> dict[Path, str]:
@@ -26,19 +51,11 @@ def broken_files(folders: Sequence[Path]) -> dict[Path, str]:
     broken: dict[Path, str] = {}
     if not files:
         return broken
-    server = Server({"TRITON_INTERPRET": "1" if MODE == "interpret" else "0"})
-    try:
-        server.load("tkernels.outside:prepare_imports")
+    with importing("tkernels.outside:prepare_imports") as import_fault:
         for folder, file in files:
-            if (contract := file.with_name("contract.py")) in broken:
-                broken[file] = broken[contract]
-                continue
-            said: list[str] = []
-            ending = server.run({"folder": str(folder), "file": str(file)}, said.append, IMPORT_SECONDS)
-            if said or ending.death is not None:
-                broken[file] = said[0] if said else f"{file}: cannot be imported: {ending.death}"
-    finally:
-        server.end(patience=0.0)
+            fault = broken.get(file.with_name("contract.py")) or import_fault([str(folder), str(file)], str(file))
+            if fault is not None:
+                broken[file] = fault
     return broken
 
 
@@ -49,10 +66,10 @@ def variant_files(folder: Path) -> list[Path]:
 
 
 def prepare_imports(about: None) -> Prepare:
-    """In a server: each task is one file, which joins the ops without the other variants of its folder."""
+    """In a server: each task is a folder and one file of it, which joins the ops without the other variants."""
 
-    def prepare(task: Mapping[str, str]) -> Work:
-        folder, file = Path(task["folder"]), Path(task["file"])
+    def prepare(task: Sequence[str]) -> Work:
+        folder, file = map(Path, task)
         needed = (file, file.with_name("contract.py"))
         others = dict.fromkeys((one for one in variant_files(folder) if one not in needed), "not asked for")
 

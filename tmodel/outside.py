@@ -1,11 +1,10 @@
 """Outside architecture files are imported in a process of their own first: one that hangs or exits is named."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
 
-from tkernels.isolation import Prepare, Server, Tell, Work
-from tkernels.mode import MODE
-from tkernels.outside import IMPORT_SECONDS
+from tkernels.isolation import Prepare, Tell, Work
+from tkernels.outside import importing
 from tmodel.architectures import ArchitectureError, architectures_with
 
 
@@ -17,25 +16,18 @@ def why_broken(folders: Sequence[PurePath | str]) -> str | None:
     """
     if not folders:
         return None
-    server = Server({"TRITON_INTERPRET": "1" if MODE == "interpret" else "0"})
-    try:
-        server.load("tmodel.outside:prepare_imports")
-        said: list[str] = []
-        ending = server.run({"folders": [str(folder) for folder in folders]}, said.append, IMPORT_SECONDS)
-    finally:
-        server.end(patience=0.0)
-    if said:
-        return said[0]
-    return None if ending.death is None else f"{', '.join(map(str, folders))}: cannot be imported: {ending.death}"
+    names = [str(folder) for folder in folders]
+    with importing("tmodel.outside:prepare_imports") as import_fault:
+        return import_fault(names, ", ".join(names))
 
 
 def prepare_imports(about: None) -> Prepare:
     """In a server: the task is a list of folders, which join the house's architectures."""
 
-    def prepare(task: Mapping[str, list[str]]) -> Work:
+    def prepare(folders: Sequence[str]) -> Work:
         def work(tell: Tell) -> None:
             try:
-                architectures_with(task["folders"])
+                architectures_with(folders)
             except ArchitectureError as error:
                 tell(str(error))
 

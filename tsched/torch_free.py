@@ -5,7 +5,6 @@ To import such a module by its name imports the package, and so torch; until tha
 
 import importlib.util
 import sys
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -22,18 +21,16 @@ def folder_of(package: str) -> Path:
     return Path(spec.origin).parent
 
 
-@cache
 def load_from_file(name: str) -> ModuleType:
-    """The module tkernels.`name`."""
-    if f"tkernels.{name}" in sys.modules:
-        return sys.modules[f"tkernels.{name}"]
-    spec = importlib.util.spec_from_file_location(f"tkernels_{name}", folder_of("tkernels") / f"{name}.py")
-    if spec is None or spec.loader is None:
-        raise ModuleNotFoundError(f"no module tkernels.{name}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    """The module tkernels.`name`. An import of it later finds the same one, with the same classes."""
+    full_name = f"tkernels.{name}"
+    if full_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full_name, folder_of("tkernels") / f"{name}.py")
+        if spec is None or spec.loader is None:
+            raise ModuleNotFoundError(f"no module {full_name}")
+        sys.modules[full_name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[full_name])
+    return sys.modules[full_name]
 
 
 def suggest_name(name: object, known: "Iterable[str]") -> str:

@@ -30,7 +30,7 @@ from experiments.profiling.range_table import range_table
 from experiments.runs.folder import check_new
 from experiments.stages.engine import interpreted_ops
 from experiments.stages.steady import recorded
-from experiments.stages.steps import figures
+from experiments.stages.steps import range_columns
 from tkernels.spans import Breakdown, breakdown
 
 _RECORDED = "Recording takes time of its own, most where ranges are short: compare shares, not speeds."
@@ -142,7 +142,7 @@ def _read_export(file: Path) -> _Profile:
 
 def _as_json(profile: _Profile) -> dict[str, Any]:
     steps = {"steps": profile.found.steps, "step_us": profile.found.step_ns / 1000}
-    ranges = [{k: v for k, v in row.items() if k not in steps} for row in figures(profile.found)]
+    ranges = [{k: v for k, v in row.items() if k not in steps} for row in range_columns(profile.found)]
     return {**profile.facts, **steps, "ranges": ranges}
 
 

@@ -43,8 +43,8 @@ def select_stages(rows: Iterable[Row], *stages: Stage) -> list[Row]:
 
 
 def select_timed(rows: Iterable[Row]) -> list[Row]:
-    """The rows that have a time."""
-    return [row for row in rows if (row.median_us or row.tokens_per_s) is not None]
+    """The rows that have a time; an arm that brought forth no token has none."""
+    return [row for row in rows if row.median_us or row.tokens_per_s]
 
 
 def arm_key(row: Row) -> tuple[str, str]:
@@ -72,11 +72,16 @@ def count_processes(rows: Sequence[Row]) -> int:
 def _merge(group: Sequence[Row]) -> Row:
     if bad := next((row for row in group if row.status != "ok"), None):
         return bad
-    if group[0].stage == "parity":  # the one that differs most
-        return max(group, key=lambda row: (-(row.requests_equal or 0), row.logprob_drift or 0.0))
+    if group[0].stage == "parity":
+        return max(group, key=_difference)
     timed = select_timed(group)
     found = {name: of(values) for name, of in _OVER_PROCESSES.items() if (values := _values(group, name))}
     return (timed or group)[0].model_copy(update=found | (_spread_between(timed) if len(timed) > 1 else {}))
+
+
+def _difference(parity: Row) -> tuple[int, float]:
+    """The larger, the more it differs."""
+    return -(parity.requests_equal or 0), parity.logprob_drift or 0.0
 
 
 def _values(group: Sequence[Row], column: str) -> list[Any]:

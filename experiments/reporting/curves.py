@@ -1,8 +1,9 @@
 """Sweep curves: a figure over the numeric axis that varies, a line for each of what else does."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from experiments.reporting.drawing import Line, Point, draw_lines, format_tick, set_log_ticks
@@ -47,7 +48,7 @@ def curves_of(plot: Plot) -> tuple[list[Picture], list[Measured]]:
     """Pictures over each number that varies, and the points that are on none."""
     points = [point for point in plot.points if point.factors] if plot.curve is not None else []
     curves = _curves_by_axis(points, plot.least)
-    alone = _not_on(points, [curve for some in curves.values() for curve in some])
+    alone = _not_on(points, chain(*curves.values()))
     pictures: list[Picture] = []
     shown: list[_Curve] = []
     for axis, some in curves.items():
@@ -60,7 +61,7 @@ def curves_of(plot: Plot) -> tuple[list[Picture], list[Measured]]:
     return pictures, _not_on(plot.points, shown)
 
 
-def _not_on(points: Sequence[Measured], curves: Sequence[_Curve]) -> list[Measured]:
+def _not_on(points: Sequence[Measured], curves: Iterable[_Curve]) -> list[Measured]:
     on_curves = {id(point) for curve in curves for point in curve.points}
     return [point for point in points if id(point) not in on_curves]
 
@@ -140,16 +141,24 @@ def _divide(curves: Sequence[_Curve]) -> dict[str, dict[str, _Curve]]:
     names = list(curves[0].key)
     apart = [name for name in names if _is_size(name) or name.partition(".")[0] in _APART]
     facets = group_by(curves, lambda curve: _name(curve, apart))
-    few = 1 < len(facets) <= MOST_PICTURES and all(1 < len(mine) <= MOST_LINES for mine in facets.values())
-    if few and len(curves) > MOST_LINES // 2:
+    if len(curves) > MOST_LINES // 2 and _are_few(facets):
         inside = [name for name in names if name not in apart]
         return {f", {facet}": {_name(curve, inside): curve for curve in mine} for facet, mine in facets.items()}
-    named = [(_name(curve, names), curve) for curve in curves]
-    count = math.ceil(len(named) / MOST_LINES)
+    return _number([(_name(curve, names), curve) for curve in curves])
+
+
+def _number(named: Sequence[tuple[str, _Curve]]) -> dict[str, dict[str, _Curve]]:
+    """As many in each part as a picture holds."""
+    starts = range(0, len(named), MOST_LINES)
     return {
-        f" ({number + 1} of {count})" * (count > 1): dict(named[number * MOST_LINES : (number + 1) * MOST_LINES])
-        for number in range(count)
+        f" ({number} of {len(starts)})" * (len(starts) > 1): dict(named[start : start + MOST_LINES])
+        for number, start in enumerate(starts, 1)
     }
+
+
+def _are_few(facets: Mapping[str, Sequence[_Curve]]) -> bool:
+    """Whether a picture for each can be drawn, with some curves to compare in it."""
+    return 1 < len(facets) <= MOST_PICTURES and all(1 < len(mine) <= MOST_LINES for mine in facets.values())
 
 
 def _name(curve: _Curve, names: Sequence[str]) -> str:

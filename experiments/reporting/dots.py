@@ -91,6 +91,14 @@ def _draw(figure: "Figure", dots: Sequence[Measured], unit: str) -> None:
         axes.text(0.0, place, f" {printable(text)}", color=SOFT, fontsize=8.5, **where)
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
+    _scale(axes, dots)
+    axes.set_xlabel(unit)
+    if len(dots[0].values) > 1:
+        draw_legend(figure, [(name, _style(index)) for index, name in enumerate(_PERCENTILES)])
+
+
+def _scale(axes: "Axes", dots: Sequence[Measured]) -> None:
+    """From zero, or logarithmic over a wide range."""
     largest = max(max(*dot.values, dot.high, *dot.samples) for dot in dots)
     smallest = min(min(dot.values) for dot in dots)
     if smallest > 0 and largest / smallest > 30:
@@ -99,9 +107,6 @@ def _draw(figure: "Figure", dots: Sequence[Measured], unit: str) -> None:
     else:
         axes.set_xlim(0, largest * 1.08)
         axes.xaxis.set_major_formatter(lambda value, _: format_tick(value))
-    axes.set_xlabel(unit)
-    if len(dots[0].values) > 1:
-        draw_legend(figure, [(name, _style(index)) for index, name in enumerate(_PERCENTILES)])
 
 
 def _place(dots: Sequence[Measured], names: Sequence[str]) -> tuple[list[float], dict[str, float], float]:

@@ -6,10 +6,11 @@ All of it follows from a run's rows: checks, kernels' times, engines' rates, par
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from experiments.document import ExperimentError
-from experiments.reporting.arms import arm_key, count_processes
+from experiments.reporting.arms import arm_key, count_processes, select_stages, select_timed
 from experiments.reporting.table_style import (
     Cell,
     Column,
@@ -31,26 +32,25 @@ from experiments.runs.verdicts import Paired, beside_the_first, judge_pairs
 class Effect:
     """A variant of an op in the place of another, in two arms that differ in nothing else. None: not measured.
 
-    alone: its speed over the other's, the geometric mean over the points of its arm's own workload and sizes at which
-    both were timed; where there are none, over those that no workload asks for. share: of its arm's
-    step. end_to_end: tokens a second over the other arm's; both ratios with their spread, which of a thing beside
-    itself is None. error: the largest error ratio of its checks. drift, differs: its arm beside the first of its model
-    and workload, the log-probabilities' largest difference and (request, token) of the first token that is another one;
-    differs is None where none is.
+    first, row: the other's arm and its own, as they were served. alone: its speed over the other's, the geometric mean
+    over the points of its arm's own workload and sizes at which both were timed; where there are none, over those that
+    no workload asks for. share: of its arm's step. end_to_end: tokens a second over the other arm's; both ratios with
+    their spread, which of a thing beside itself is None. error: the largest error ratio of its checks. parity: its arm
+    beside the first of its model and workload.
     """
 
     op: str
-    before: str
-    variant: str
-    arm: Mapping[str, str]
-    settings: Mapping[str, Any]
-    workload: str
+    first: Row
+    row: Row
     alone: "Ratio | None"
     share: float | None
     end_to_end: "Ratio | None"
     error: float | None
-    drift: float | None
-    differs: tuple[int, int] | None
+    parity: Row | None
+
+    @property
+    def variant(self) -> str:
+        return self.row.arm[self.op]
 
 
 @dataclass(frozen=True)
@@ -91,20 +91,6 @@ _Pair = tuple[Row, Row]
 """What a swap is judged by: a row of the first variant, and one of the other."""
 
 
-@dataclass(frozen=True)
-class _Swap:
-    """kernels: timings of both variants at each point that counts."""
-
-    op: str
-    first: Row
-    row: Row
-    kernels: Sequence[_Pair]
-
-    @property
-    def engines(self) -> Sequence[_Pair]:
-        return [(self.first, self.row)] if self.row.tokens_per_s and self.first.tokens_per_s else []
-
-
 _Judged = Mapping[tuple[str, str], Paired]
 """The keys of two figures of time -> the second over the first."""
 
@@ -113,41 +99,23 @@ def effects_of(rows: Sequence[Row], ops: Sequence[str], every: Sequence[Row] = (
     """Of each of the swept `ops` and each set of arms that differ in it alone, every variant over the first; the
     first is there too, at 1. rows: merged. every: those of each process, which a test needs.
     """
-    stages: dict[str, list[Row]] = group_by(rows, lambda row: str(row.stage))
-    timed = group_by((row for row in stages.get("kernels", ()) if row.median_us), _variant_of)
-    swaps = [
-        _Swap(op, first, row, _timings(timed, op, first, row))
-        for op in ops
-        for first, row in _arms_that_differ(op, stages.get("engine", ()))
-    ]
-    judged = _judge(every, [pair for swap in swaps for pair in (*swap.engines, *swap.kernels)])
-    errors = _worst_errors(stages.get("check", ()))
-    parities = {arm_key(row): row for row in reversed(stages.get("parity", []))}
+    timed = group_by(select_timed(select_stages(rows, "kernels")), _variant_of)
+    errors = _worst_errors(select_stages(rows, "check"))
+    parities = {arm_key(row): row for row in reversed(select_stages(rows, "parity"))}
     # By the device's clock where it has one: that comes last.
-    steps = sorted(stages.get("step", ()), key=lambda row: row.clock == "device")
-    shares = {(arm_key(row), str(row.range)): row.share for row in steps}
-    return [_effect(swap, judged, errors, parities.get(arm_key(swap.row)), shares) for swap in swaps]
-
-
-def _effect(
-    swap: _Swap,
-    judged: _Judged,
-    errors: Mapping[Any, float],
-    parity: Row | None,
-    shares: Mapping[tuple[tuple[str, str], str], float | None],
-) -> Effect:
-    op, row = swap.op, swap.row
-    variant = row.arm[op]
-    divergence = None if parity is None else parity.first_divergence
-    return Effect(
-        op, swap.first.arm[op], variant, row.arm, row.settings, str(row.workload),
-        alone=_ratio(swap.kernels, judged),
-        share=shares.get((arm_key(row), f"{op}.{variant}")),
-        end_to_end=_ratio(swap.engines, judged),
-        error=errors.get((op, variant, row.dtype)),
-        drift=None if parity is None else parity.logprob_drift,
-        differs=None if divergence is None else (int(divergence["request"] or 0), int(divergence["place"] or 0)),
-    )  # fmt: skip
+    steps = sorted(select_stages(rows, "step"), key=lambda row: row.clock == "device")
+    shares = {(arm_key(row), row.range): row.share for row in steps}
+    swaps = [(op, pair) for op in ops for pair in _arms_that_differ(op, select_stages(rows, "engine"))]
+    kernels = [_timings(timed, op, pair) for op, pair in swaps]
+    engines = [[pair] if len(select_timed(pair)) == 2 else [] for _, pair in swaps]
+    judged = _judge(every, list(chain(*kernels, *engines)))
+    return [
+        Effect(
+            op, first, row, _ratio(alone, judged), shares.get((arm_key(row), f"{op}.{row.arm[op]}")),
+            _ratio(together, judged), errors.get((op, row.arm[op], row.dtype)), parities.get(arm_key(row)),
+        )
+        for (op, (first, row)), alone, together in zip(swaps, kernels, engines, strict=True)
+    ]  # fmt: skip
 
 
 def _variant_of(row: Row) -> tuple[str | None, str | None, str]:
@@ -173,12 +141,14 @@ def _arms_that_differ(op: str, engines: Sequence[Row]) -> list[_Pair]:
     return pairs
 
 
-def _timings(timed: Mapping[Any, Sequence[Row]], op: str, first: Row, row: Row) -> list[_Pair]:
+def _timings(timed: Mapping[Any, Sequence[Row]], op: str, arms: _Pair) -> list[_Pair]:
     """Of both arms' variants, at each point that counts."""
-    before, mine = (
-        {str(one.point): one for one in timed.get((op, variant, row.dtype), ()) if _is_of(one.settings, row)}
-        for variant in (first.arm[op], row.arm[op])
-    )
+    row = arms[1]
+
+    def by_point(variant: str) -> dict[str | None, Row]:
+        return {one.point: one for one in timed.get((op, variant, row.dtype), ()) if _is_of(one.settings, row)}
+
+    before, mine = by_point(arms[0].arm[op]), by_point(row.arm[op])
     both = [(before[point], mine[point]) for point in before if point in mine]
     own = [pair for pair in both if any(_is_of(served, row) for served in pair[1].serves or ())]
     return own or [pair for pair in both if not pair[1].serves]
@@ -240,19 +210,22 @@ def effects_table(rows: Sequence[Row], names: Sequence[str], every: Sequence[Row
     """The effects of the swept ops among `names`, as of `effects_of`; None where no op was swept, or no step was
     recorded.
     """
-    ops = [name for name in names if any(row.stage == "engine" and name in row.arm for row in rows)]
+    engines = select_stages(rows, "engine")
+    ops = [name for name in names if any(name in row.arm for row in engines)]
     effects = effects_of(rows, ops, every)
     if all(effect.share is None for effect in effects):
         return None
     show: dict[Column, Callable[[Effect], str | Cell]] = {Column("variant"): lambda effect: effect.variant}
-    if len(ops) > 1 or any(effect.settings for effect in effects):
+    if len(ops) > 1 or any(effect.row.settings for effect in effects):
         show[Column("with")] = lambda effect: _others(effect, ops)
     show |= {
         number_column("alone"): lambda effect: _ratio_cell(effect.alone),
         number_column("of step"): lambda effect: format_number(effect.share, ".1%", "n/m"),
         number_column("tokens/s"): lambda effect: _ratio_cell(effect.end_to_end),
         number_column("error"): lambda effect: format_number(effect.error, ".2f"),
-        number_column("drift"): lambda effect: format_number(effect.drift, ".0e"),
+        number_column("drift"): lambda effect: format_number(
+            effect.parity.logprob_drift if effect.parity else None, ".0e"
+        ),
         number_column("differs"): _divergence,
     }
     caption = (
@@ -263,19 +236,20 @@ def effects_table(rows: Sequence[Row], names: Sequence[str], every: Sequence[Row
         "measured."
     )
     title = "From a kernel alone to tokens"
-    return build_table(title, show, effects, caption, lambda one: ": ".join(filter(None, [one.workload, one.op])))
+    return build_table(title, show, effects, caption, lambda one: ": ".join(filter(None, [one.row.workload, one.op])))
 
 
 def _others(effect: Effect, ops: Sequence[str]) -> str:
     """What else the arm is made of."""
-    others = [effect.arm[name] for name in ops if name != effect.op]
-    return ", ".join([*others, *(f"{setting_name(name)} {format_value(v)}" for name, v in effect.settings.items())])
+    settings = [f"{setting_name(name)} {format_value(value)}" for name, value in effect.row.settings.items()]
+    return ", ".join([*(effect.row.arm[name] for name in ops if name != effect.op), *settings])
 
 
 def _divergence(effect: Effect) -> str:
-    if effect.differs is not None:
-        return f"{effect.differs[0]}/{effect.differs[1]}"
-    return "-" if effect.drift is None else "never"
+    if effect.parity is None:
+        return "-"
+    first = effect.parity.first_divergence
+    return f"{first['request']}/{first['place']}" if first else "never"
 
 
 _MARKS: Mapping[Outcome | None, str] = {"within noise": "~", "cannot tell": "?"}

@@ -11,7 +11,13 @@ from experiments.runs.table import quartiles
 
 Factor = str | int | float | bool
 
-_WAITS = {"ttft_s": "time to first token", "tpot_s": "time per output token", "gap_s": "gap between two tokens"}
+_SERVED = {
+    "tokens_per_s": ("throughput", "Output tokens per second", "tokens/s"),
+    "ttft_s": ("waiting-ttft", "Time to first token", "time to first token, ms"),
+    "tpot_s": ("waiting-tpot", "Time per output token", "time per output token, ms"),
+    "gap_s": ("waiting-gap", "Gap between two tokens", "gap between two tokens, ms"),
+}
+"""Column -> its picture's name and title, and its unit."""
 
 
 @dataclass(frozen=True)
@@ -79,31 +85,24 @@ def engine_plots(rows: Sequence[Row], about: str, waits: str) -> list[Plot]:
     Args:
         rows: of the engine and peers stages, merged.
     """
-    engines, timed = select_stages(rows, "engine"), select_timed(rows)
+    engines = select_stages(rows, "engine")
     names = swept_names(engines)
     ops = [name for name in names if any(name in row.arm for row in engines)]
-
-    def measured(row: Row, values: tuple[float, ...], low: float, high: float, *samples: float) -> Measured:
-        factors = _factors_of_arm(row, ops) if row.stage == "engine" else {}
-        return Measured(str(row.workload), title_of(row, names), factors, values, low, high, samples)
-
-    points = []
-    for row in timed:
-        rates = [(row.output_tokens or 0) / second for second in row.seconds or ()]
-        median = row.tokens_per_s or 0.0
-        points.append(measured(row, (median,), *_quartiles(rates, median, row.tokens_per_s_iqr), *rates))
-    title = "Output tokens per second"
-    plots = [Plot(points, "tokens/s", about, ("engine-tokens-per-s", title), ("throughput", title))]
-    for column, title in _WAITS.items():
-        percentiles = [(row, getattr(row, column)) for row in timed]
-        points = [measured(row, *_milliseconds(values)) for row, values in percentiles if values]
-        stem, capital = column.removesuffix("_s"), title[:1].upper() + title[1:]
-        curve = None if column == "gap_s" else (f"engine-{stem}-s", capital)
-        plots.append(Plot(points, f"{title}, ms", waits, curve, (f"waiting-{stem}", capital)))
+    plots = []
+    for column, (name, title, unit) in _SERVED.items():
+        points = [
+            Measured(str(row.workload), title_of(row, names), _factors_of_arm(row, ops), *figures)
+            for row in select_timed(rows)
+            if (figures := _rates(row) if column == "tokens_per_s" else _waits(getattr(row, column)))
+        ]
+        curve = None if column == "gap_s" else (f"engine-{column.replace('_', '-')}", title)
+        plots.append(Plot(points, unit, about if column == "tokens_per_s" else waits, curve, (name, title)))
     return plots
 
 
 def _factors_of_arm(row: Row, ops: Sequence[str]) -> dict[str, Factor]:
+    if row.stage == "peers":
+        return {}
     factors: dict[str, Factor] = {"workload": str(row.workload), **_scalars(row.settings), "dtype": row.dtype}
     for op in ops:
         if op in row.arm:
@@ -111,10 +110,19 @@ def _factors_of_arm(row: Row, ops: Sequence[str]) -> dict[str, Factor]:
     return factors
 
 
-def _milliseconds(seconds: Mapping[str, float]) -> tuple[tuple[float, ...], float, float]:
-    """The percentiles, and the ends of a curve's bars."""
+def _rates(row: Row) -> tuple[tuple[float, ...], float, float, tuple[float, ...]]:
+    """The median of tokens per second, its quartiles, and what these are of."""
+    rates = tuple((row.output_tokens or 0) / second for second in row.seconds or ())
+    median = row.tokens_per_s or 0.0
+    return (median,), *_quartiles(rates, median, row.tokens_per_s_iqr), rates
+
+
+def _waits(seconds: Mapping[str, float] | None) -> tuple[tuple[float, ...], float, float, tuple[float, ...]] | None:
+    """The percentiles in milliseconds, and the ends of a curve's bars."""
+    if not seconds:
+        return None
     p50, p90, p99 = (seconds[key] * 1e3 for key in ("p50", "p90", "p99"))
-    return (p50, p90, p99), p50, p90
+    return (p50, p90, p99), p50, p90, ()
 
 
 def _quartiles(values: Sequence[float], median: float, iqr: float | None) -> tuple[float, float]:

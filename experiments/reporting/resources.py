@@ -2,7 +2,7 @@
 that, so that no figure is of other code than what ran.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.reporting.table_style import Cell, Column, PlainTable, cells, format_number, group_by
@@ -22,13 +22,13 @@ def resources_of(environment: Mapping[str, Any]) -> tuple[PlainTable | None, lis
     Args:
         environment: of the run: its "kernels" are "op.variant" -> hash of the code, None for one without a kernel.
     """
-    hashes = {name: value for name, value in environment.get("kernels", {}).items() if value is not None}
+    used = {name: source for name, source in environment.get("kernels", {}).items() if source is not None}
+    if not used:
+        return None, ["No variant of this run has a Triton kernel."]
     version = str(environment.get("versions", {}).get("triton") or "(unknown)")
     device = environment.get("device", {})
     arch = str(device.get("arch"))
     notes = []
-    if not hashes:
-        return None, ["No variant of this run has a Triton kernel."]
     if arch not in TARGETS:
         notes.append(
             f"{device.get('name')} runs no compiled kernel: this is what the same code compiles to for {STAND_IN} "
@@ -36,20 +36,22 @@ def resources_of(environment: Mapping[str, Any]) -> tuple[PlainTable | None, lis
         )
         arch = STAND_IN
     compiled = group_by(
-        (row for row in expected.read(expected.table_path(version)).values() if row.point != "unaligned"),
+        expected.read(expected.table_path(version)).values(),
         lambda row: (f"{row.op}.{row.variant}", row.arch, row.source),
     )
-    found = {name: compiled.get((name, arch, source), []) for name, source in sorted(hashes.items())}
+    found = {name: compiled.get((name, arch, source), []) for name, source in sorted(used.items())}
     if missing := [name for name, rows in found.items() if not rows]:
         notes.append(
             f"Not in the expected table of Triton {version} as the code was then, for {arch}: {', '.join(missing)}. tk "
             "inspect compiles what there is now."
         )
-    lines = tuple(_line(name, row) for name, rows in found.items() for row in rows)
-    return _table(lines, arch, version) if lines else None, notes
+    return _table(found, arch, version), notes
 
 
-def _table(lines: tuple[tuple[Cell, ...], ...], arch: str, version: str) -> PlainTable:
+def _table(found: Mapping[str, Sequence[CompiledKernel]], arch: str, version: str) -> PlainTable | None:
+    lines = tuple(_line(name, row) for name, rows in found.items() for row in rows if row.point != "unaligned")
+    if not lines:
+        return None
     names = ("variant", "kernel", "dtype", "registers", "spilled", "shared KB", "occ.", "matrix", "config")
     columns = tuple(Column(name, right=name in _NUMBERS) for name in names)
     caption = (

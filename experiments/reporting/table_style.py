@@ -75,17 +75,23 @@ class PlainTable:
         columns = list(compress(self.columns, room))
         lines = [line if isinstance(line, str) else list(compress(line, room)) for line in self.lines]
         headed = any(isinstance(line, str) for line in lines)
-        widths = _widths(columns, lines, _CONSOLE - 2 * headed)
-        table = new_table(self.title, [one.name for one in columns], [one.name for one in columns if one.right])
-        table.caption, table.caption_justify = escape(self.caption), "left"
-        for one, column in zip(columns, table.columns, strict=True):
-            column.no_wrap = one.right or one.whole
+        wanted = _wanted_widths(columns, lines)
+        widths = _widths(wanted, [one.right or one.whole for one in columns], _CONSOLE - 2 * headed)
+        table = _start_table(self.title, columns, self.caption)
         for line in lines:
             if isinstance(line, str):
                 add_row(table, Text(textwrap.fill(line, max(_HEADING, 2 + widths[0])), "bold"))
             else:
                 add_row(table, *_fit(line, widths, "  " if headed else ""))
         return table
+
+
+def _start_table(title: str, columns: Sequence[Column], caption: str) -> Table:
+    table = new_table(title, [one.name for one in columns], [one.name for one in columns if one.right])
+    table.caption, table.caption_justify = escape(caption), "left"
+    for one, column in zip(columns, table.columns, strict=True):
+        column.no_wrap = one.right or one.whole
+    return table
 
 
 def _fit(line: Sequence[Cell], widths: Sequence[int], indent: str) -> list[Text]:
@@ -95,16 +101,19 @@ def _fit(line: Sequence[Cell], widths: Sequence[int], indent: str) -> list[Text]
     return texts
 
 
-def _widths(columns: Sequence[Column], lines: Sequence[Sequence[Cell] | str], room: int) -> list[int]:
-    """With two characters between columns: what they want where there is room, and else of those that may be broken
-    the widest are made narrower, alike.
-    """
+def _wanted_widths(columns: Sequence[Column], lines: Sequence[Sequence[Cell] | str]) -> list[int]:
     texts = [[column.name for column in columns]]
     texts += [[cell.text for cell in line] for line in lines if not isinstance(line, str)]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    fixed = [column.right or column.whole for column in columns]
-    free = room - sum(width + 2 for width in compress(widths, fixed))
-    flexible = sorted((width, index) for index, width in enumerate(widths) if not fixed[index])
+    return [max(map(len, column)) for column in zip(*texts, strict=True)]
+
+
+def _widths(wanted: Sequence[int], fixed: Sequence[bool], room: int) -> list[int]:
+    """Of a table's columns, with two characters between them: what they want where there is room, and else of the
+    columns that are not fixed the widest are made narrower, alike.
+    """
+    widths = list(wanted)
+    free = room - sum(width + 2 for width in compress(wanted, fixed))
+    flexible = sorted((width, index) for index, width in enumerate(wanted) if not fixed[index])
     for place, (width, index) in enumerate(flexible):
         share = free // (len(flexible) - place) - 2
         widths[index] = max(min(width, share), min(width, _NARROWEST))

@@ -140,8 +140,8 @@ def _timed(rows: Sequence[Row], served: Sequence[Row]) -> str:
     if not groups:
         return ""
     untimed = [mine[-1] for mine in groups.values() if not select_timed(mine)]
-    reasons = [row.speed_reason or row.reason for row in untimed if row.stage != "check"]
-    besides = f" ({reasons[0]})" if reasons and reasons[0] else ""
+    why = next((row.speed_reason or row.reason for row in untimed if row.stage != "check"), None)
+    besides = f" ({why})" if why else ""
     return f"{len(groups) - len(untimed)} of {_count(len(groups), noun)} timed{besides}"
 
 

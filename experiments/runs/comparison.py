@@ -74,9 +74,45 @@ class Effect:
     smallest: float | None = None
 
 
-def _mean(values: Sequence[float], spent: float) -> tuple[float, float, float]:
-    """The trimmed mean, its variance and that one's degrees of freedom, of independent values (Tukey and McLaughlin,
-    1963); untrimmed, Student's. spent: degrees of freedom that went into what was taken off the values.
+@dataclass(frozen=True)
+class Sample:
+    """What two figures are compared by: logarithms in the order in which their processes ran, at least two of each.
+
+    series: the values of two runs, one after the other; or those of one run alone, which are the differences of two
+    arms, one from each replicate, whose processes followed each other: what both share cancels.
+    correction: the variance that what was taken off the values gives their difference; spent: the degrees of freedom
+    that went into that, of all series together.
+    """
+
+    series: Sequence[Sequence[float]]
+    correction: float = 0.0
+    spent: float = 0.0
+
+    def difference(self, drift: float) -> Difference:
+        """Of the second run, or arm, from the first.
+
+        The white part is Welch's, of trimmed means (Yuen, 1974). `drift` is what goes on for longer than the processes
+        tell: slow waves hold (1 + drift) times their share. From one run into the other it goes on as a random walk,
+        which moves the difference of two adjacent means by `carried_drift` times that.
+        """
+        means, variances, freedoms = zip(
+            *(_trimmed_mean(one, self.spent / len(self.series)) for one in self.series), strict=True
+        )
+        slow, known = sum(variances) * drift, self.correction
+        if len(self.series) == 2:
+            slow *= carried_drift(min(map(len, self.series)))
+            known += 2 * RUN_SPREAD**2
+        # The slow waves are those of all figures together, which drift together.
+        freedom = _freedom(
+            [*zip(variances, freedoms, strict=True), (slow, NUM_WAVES * len(self.series)), (known, math.inf)]
+        )
+        mean = means[0] if len(self.series) == 1 else means[1] - means[0]
+        return Difference(mean, sum(variances) + slow + known, freedom)
+
+
+def _trimmed_mean(values: Sequence[float], spent: float) -> tuple[float, float, float]:
+    """The mean, its variance and that one's degrees of freedom, of independent values (Tukey and McLaughlin, 1963);
+    untrimmed, Student's. spent: degrees of freedom that went into what was taken off the values.
     """
     from scipy.stats import trim_mean
 
@@ -85,39 +121,6 @@ def _mean(values: Sequence[float], spent: float) -> tuple[float, float, float]:
     freedom = kept - 1 - spent
     variance = statistics.variance(winsorized(values)) * (count - 1) / (kept * freedom)
     return float(trim_mean(values, share)), variance, freedom
-
-
-def between_runs(
-    first: Sequence[float], second: Sequence[float], drift: float, correction: float = 0.0, spent: float = 0.0
-) -> Difference:
-    """Two runs, one after the other, at least two values each, in the order in which they were taken.
-
-    The white part is Welch's, of trimmed means (Yuen, 1974). `drift` is what goes on from one run into the other: a
-    random walk whose slow waves hold (1 + drift) times their share moves the difference of two adjacent means by
-    `carried_drift` times that.
-    correction: the variance of the difference of what was taken off the values; spent: degrees of freedom that went
-    into that, of both together.
-    """
-    (mean, *one), (other_mean, *other) = _mean(first, spent / 2), _mean(second, spent / 2)
-    slow = (one[0] + other[0]) * drift * carried_drift(min(len(first), len(second)))
-    known = 2 * RUN_SPREAD**2 + correction
-    return Difference(
-        other_mean - mean,
-        one[0] + other[0] + slow + known,
-        # Two slow waves of each run: of all figures together, which drift together.
-        _freedom([(one[0], one[1]), (other[0], other[1]), (slow, 2 * NUM_WAVES), (known, math.inf)]),
-    )
-
-
-def paired(differences: Sequence[float], drift: float, correction: float = 0.0, spent: float = 0.0) -> Difference:
-    """Two arms of one run: at least two differences, one from each replicate, whose processes followed each other.
-
-    What both share cancels; `drift` is that of the differences, whose mean over a longer time is meant.
-    correction, spent: as of `between_runs`.
-    """
-    mean, white, df = _mean(differences, spent)
-    freedom = _freedom([(white, df), (white * drift, NUM_WAVES), (correction, math.inf)])
-    return Difference(mean, white * (1 + drift) + correction, freedom)
 
 
 def judge(differences: Mapping[Key, Difference], better: Mapping[Key, Better]) -> dict[Key, Effect]:

@@ -1,27 +1,55 @@
 """How the circumstances of two runs differ: what forbids comparing their speeds, and what only has to be said."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from experiments.runs.reading import RecordedRun, workload_key
 from experiments.runs.rows import Row
+from experiments.runs.table import label_of
+
+WHATS = ("device", "dtype", "model", "threads", "workload")
+"""What a difference of speed would be no news across: the names under which `--across` allows it."""
+
+_SEVERAL = ("dtype", "model", "workload")
+"""Of which a run may have several, by name: those that both have are compared, and must be the same."""
+
+_SAID_ELSEWHERE = ("name", "device", "dtype", "model", "workload")
+_NO_CIRCUMSTANCE = ("run_id", "model")
 
 
-def _device(run: RecordedRun) -> Any:
+def forbidding(first: RecordedRun, second: RecordedRun) -> dict[str, str]:
+    """Name of WHATS -> the two values, for each that the runs do not share."""
+    found = {}
+    conditions, others = _conditions(first), _conditions(second)
+    for what in WHATS:
+        one, other = conditions[what], others[what]
+        if what in _SEVERAL and (shared := one.keys() & other.keys()):
+            one, other = ({name: some[name] for name in sorted(shared)} for some in (one, other))
+        if one != other and what == "dtype":
+            found[what] = _change("", ", ".join(one), ", ".join(other))
+        elif one != other:
+            found[what] = "; ".join(_change(*leaf) for leaf in _leaves(one, other))
+    return found
+
+
+def _conditions(run: RecordedRun) -> dict[str, dict[str, Any]]:
+    """Each of WHATS, its parts by their names; what has a single value has it under no name."""
     device = run.environment.get("device", {})
-    return {key: device.get(key) for key in ("name", "type", "arch", "triton")}
+    return {
+        "device": {key: device.get(key) for key in ("name", "type", "arch", "triton")},
+        "dtype": {str(name): True for name in _listed(run.resolved.get("dtype"))},
+        "model": _models(run),
+        "threads": {"": run.environment.get("host", {}).get("torch_threads")},
+        "workload": _workloads(run),
+    }
 
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _dtypes(run: RecordedRun) -> Any:
-    return {str(name): True for name in _listed(run.resolved.get("dtype"))}
-
-
-def _models(run: RecordedRun) -> Any:
+def _models(run: RecordedRun) -> dict[str, Any]:
     """Each by its name, and its files' hashes where they are known: a directory may hold other weights next month. An
     only one has no name, for its directory may have another.
     """
@@ -31,7 +59,7 @@ def _models(run: RecordedRun) -> Any:
     return files if len(files) > 1 else {"": next(iter(files.values()))}
 
 
-def _workloads(run: RecordedRun) -> Any:
+def _workloads(run: RecordedRun) -> dict[str, Any]:
     """Each by its name; of a trace not where it lies, but what was in it, where that is known."""
     files = run.environment.get("files") or {}
     found = {}
@@ -43,57 +71,45 @@ def _workloads(run: RecordedRun) -> Any:
     return found
 
 
-WHATS: Mapping[str, Callable[[RecordedRun], Any]] = {
-    "device": _device,
-    "dtype": _dtypes,
-    "model": _models,
-    "threads": lambda run: run.environment.get("host", {}).get("torch_threads"),
-    "workload": _workloads,
-}
-"""What a difference of speed would be no news across, by the name under which `--across` allows it."""
-
-_SAID_ELSEWHERE = ("name", "device", "dtype", "model", "workload")
-_NO_CIRCUMSTANCE = ("run_id", "model")
-
-
-_SEVERAL = ("dtype", "model", "workload")
-"""Of which a run may have several, by name: those that both have are compared, and must be the same."""
-
-
-def forbidding(first: RecordedRun, second: RecordedRun) -> dict[str, str]:
-    """Name of WHATS -> the two values, for each that the runs do not share."""
-    found = {}
-    for what, of in WHATS.items():
-        one, other = of(first), of(second)
-        if what in _SEVERAL and (shared := one.keys() & other.keys()):
-            one, other = ({name: some[name] for name in sorted(shared)} for some in (one, other))
-        if one != other:
-            if what == "dtype":
-                one, other = ", ".join(one), ", ".join(other)
-            found[what] = "; ".join(_change(path, a, b) for path, a, b in _leaves(one, other))
-    return found
-
-
 def share_yardstick(first: RecordedRun, second: RecordedRun) -> bool:
     """Whether the yardsticks of both runs were the same work: rows of version 1 took it of numpy's, on one thread."""
-    torch = (run.environment.get("versions", {}).get("torch") for run in (first, second))
-    return (
-        first.rows_version == second.rows_version
-        and len(set(torch)) == 1
-        and "threads" not in forbidding(first, second)
+    mine, theirs = (
+        (run.meta.get("rows_version"), run.environment.get("versions", {}).get("torch"), _conditions(run)["threads"])
+        for run in (first, second)
     )
+    return mine == theirs
 
 
 def circumstances(first: RecordedRun, second: RecordedRun) -> list[str]:
     """What else differs: code, versions, lockfile, seeds, and other keys of the YAML, a line for each; files that git
     does not track come last, for a folder of them can be a thousand lines.
     """
-    changes = [
+    found = _changes(first, second)
+    return [_change(*change) for change in sorted(found, key=lambda change: change[0].startswith("git.untracked"))]
+
+
+_OWN_CODE = ("sources.", "kernels.", "unchecked", "git.dirty", "git.untracked", "device.clocks")
+"""Circumstances that leave a variant whose own source is the same as it was."""
+
+
+def unchanged_code(first: RecordedRun, second: RecordedRun) -> set[str] | None:
+    """ "op.variant" of those whose file and kernels are the same in both runs; None where that does not mean that their
+    speed is, for another circumstance differs.
+    """
+    changes = _changes(first, second)
+    if any(not path.startswith(_OWN_CODE) for path, *_ in changes):
+        return None
+    changed = {path.partition(".")[2] for path, *_ in changes}
+    return set(first.environment.get("sources") or {}) - changed
+
+
+def _changes(first: RecordedRun, second: RecordedRun) -> list[tuple[str, Any, Any]]:
+    """(dotted path, value, value) of every circumstance that differs."""
+    return [
         *_leaves({"executor": first.meta["executor"]}, {"executor": second.meta["executor"]}),
         *_leaves(_surroundings(first), _surroundings(second)),
         *_leaves(_without(first.resolved, _SAID_ELSEWHERE), _without(second.resolved, _SAID_ELSEWHERE)),
     ]
-    return [_change(*change) for change in sorted(changes, key=lambda change: change[0].startswith("git.untracked"))]
 
 
 def _surroundings(run: RecordedRun) -> dict[str, Any]:
@@ -119,33 +135,28 @@ _FACTS: Mapping[str, tuple[str, ...]] = {
 
 def changed_facts(first: RecordedRun, second: RecordedRun) -> list[str]:
     """Rows of the same thing, process by process, whose status, tokens or counts are others; a line for each."""
-    rows = [{_thing(row): row for row in run.rows} for run in (first, second)]
+    rows, others = ({_name_row(row): row for row in run.rows} for run in (first, second))
     lines = []
-    for thing in rows[0].keys() & rows[1].keys():
-        before, after = rows[0][thing], rows[1][thing]
-        about = ", ".join(part for part in thing if part)
+    for name in rows.keys() & others.keys():
+        before, after = rows[name], others[name]
         if before.status != after.status:
-            lines.append(f"{about}: {_said(before)}, then {_said(after)}")
+            lines.append(f"{name}: {_name_status(before)}, then {_name_status(after)}")
             continue
-        facts = _FACTS.get(before.stage, ()) if before.status == "ok" else ()
-        for name in facts:
-            if (one := getattr(before, name)) != (other := getattr(after, name)):
-                lines.append(f"{about}: {_change(name, one, other)}")
+        for fact in _FACTS.get(before.stage, ()) if before.status == "ok" else ():
+            if (one := getattr(before, fact)) != (other := getattr(after, fact)):
+                lines.append(f"{name}: {_change(fact, one, other)}")
     return sorted(lines)
 
 
-def _said(row: Row) -> str:
+def _name_status(row: Row) -> str:
     return f"{row.status} ({row.reason})" if row.reason else row.status
 
 
-def _thing(row: Row) -> tuple[str, ...]:
+def _name_row(row: Row) -> str:
     """What a row is about, its process included."""
-    arm = ", ".join(f"{op}={label}" for op, label in sorted(row.arm.items()))
-    settings = ", ".join(f"{key}={value}" for key, value in sorted(row.settings.items()))
-    named = [getattr(row, name, None) for name in ("op", "variant", "point", "workload", "peer", "method", "bits")]
-    codes = [getattr(row, "group_size", None), getattr(row, "range", None), getattr(row, "clock", None)]
-    parts = [row.stage, "" if row.op else arm, settings, *named, *codes, row.dtype, f"process {row.replicate}"]
-    return tuple("" if part is None else str(part) for part in parts)
+    label = label_of(row)
+    timed = (row.range, row.clock and f"{row.clock} clock")
+    return ", ".join(filter(None, (row.stage, label.place, label.arm, *timed, f"process {row.replicate}")))
 
 
 def _leaves(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -162,10 +173,10 @@ _ABSENT = object()
 
 
 def _change(path: str, one: Any, other: Any) -> str:
-    return f"{path + ': ' if path else ''}{_short(one)}, then {_short(other)}"
+    return f"{path}{': ' if path else ''}{_shorten(one)}, then {_shorten(other)}"
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     if value is _ABSENT:
         return "nothing"
     text = value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,5 +1,6 @@
 """What a run's figures depend on besides its YAML: versions, machine, code and seeds."""
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -20,13 +21,12 @@ from experiments.runs.checked import unchecked_variants
 from experiments.runs.imports import imported_names
 from experiments.runs.provenance import (
     file_hashes,
-    foreign_files,
-    import_hashes,
+    foreign_variants,
     imports_of,
     lockfile_hashes,
     model_hashes,
     sha256_of,
-    source_hashes,
+    variants_of,
 )
 from experiments.runs.reading import workload_key
 from tkernels.clocks import read_clocks
@@ -49,7 +49,7 @@ def environment_of(sweep: Sweep, run_id: str, overrides: list[str]) -> dict[str,
     Reads the weights of the models that are served, for their hashes.
     """
     plan = sweep.plans[0]
-    facts = device_facts(plan.device)
+    facts, variants = device_facts(plan.device), variants_of(sweep.plans)
     seeds = {"inputs": plan.experiment.seed}
     for workload in plan.experiment.workload:
         if workload.kind in ("synthetic", "trace"):
@@ -76,27 +76,18 @@ def environment_of(sweep: Sweep, run_id: str, overrides: list[str]) -> dict[str,
         "seeds": seeds,
         "model": model_hashes(sweep.plans),
         "files": file_hashes(plan),
-        "sources": source_hashes(sweep.plans),
+        "sources": {name: sha256_of(variant.file) for name, variant in variants.items()},
         "unchecked": unchecked_variants(sweep.plans),
-        "imports": import_hashes(sweep.plans),
+        "imports": {name: sha256_of(file) for name, file in imports_of(sweep.plans).items()},
         "lockfiles": lockfile_hashes(sweep.plans, facts),
-        "kernels": {name: code for each in sweep.plans for name, code in kernel_hashes(each).items()},
-    }
-
-
-def kernel_hashes(plan: Plan) -> dict[str, str | None]:
-    """ "op.variant" -> hash of its kernels' code; None for one that has no Triton kernel."""
-    variants = {(op, pick.variant): plan.ops[op].variants[pick.variant] for op in plan.picks for pick in plan.picks[op]}
-    return {
-        f"{op}.{name}": source_hash(variant.kernels) if variant.kernels else None
-        for (op, name), variant in sorted(variants.items(), key=lambda item: item[0])
+        "kernels": {name: source_hash(one.kernels) if one.kernels else None for name, one in variants.items()},
     }
 
 
 def package_versions(plans: Sequence[Plan]) -> dict[str, str]:
     """Module -> its package's version, of the installed ones that variants import: peers', and outside ones'."""
     own = imports_of(plans)
-    files = [*foreign_files(plans), *own.values()]
+    files = [*(variant.file for variant in foreign_variants(plans).values()), *own.values()]
     modules = {name.partition(".")[0] for file in files for name in imported_names(file)}
     modules -= {*sys.stdlib_module_names, *_PROJECT, *_PACKAGES, *(name.partition(".")[0] for name in own)}
     found = {name: _version_of_module(name) for name in sorted(modules)}
@@ -134,13 +125,13 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 def _outside_made_folders(top: Path, names: Iterable[str]) -> Iterator[str]:
     """Those of the file names, relative to `top`, that are in no virtual environment and in no cache."""
-    made: dict[Path, bool] = {top: False}
 
+    @functools.cache
     def is_made(folder: Path) -> bool:
-        if folder not in made:
-            marked = folder.name in _NAMES_OF_MADE_FOLDERS or any((folder / m).exists() for m in _MARKS_OF_MADE_FOLDERS)
-            made[folder] = marked or is_made(folder.parent)
-        return made[folder]
+        if folder == top:
+            return False
+        marked = folder.name in _NAMES_OF_MADE_FOLDERS or any((folder / m).exists() for m in _MARKS_OF_MADE_FOLDERS)
+        return marked or is_made(folder.parent)
 
     return (name for name in names if not is_made((top / name).parent))
 
@@ -177,10 +168,7 @@ def _version_of_module(name: str) -> str | None:
 
 
 def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    about = Path("/proc/cpuinfo")
+    text = about.read_text() if about.exists() else ""
+    named = re.search(r"^model name\s*:\s*(.+)", text, re.MULTILINE)
+    return named.group(1).strip() if named else platform.processor() or platform.machine()

@@ -26,45 +26,54 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from experiments.document import ExperimentError
 from experiments.planning.plan import Sweep
 from experiments.planning.resolved import resolved_text
-from experiments.runs.columns import columns
 from experiments.runs.provenance import source_files
-from experiments.runs.reading import SCHEMA, SOURCE, check_version, read_meta, read_object, read_run
-from experiments.runs.rows import VERSION, Row
-from experiments.runs.rows_file import RowsFile
-from tkernels.files import PARTIAL, write_text
+from experiments.runs.reading import SOURCE, check_version, read_meta, read_object, read_run
+from experiments.runs.rows import SCHEMA, VERSION, Row, describe_columns
+from tkernels.files import PARTIAL, naming, replacing, write_text
+from tkernels.isolation import write_whole
 
 
 class RunFolder:
-    """Open for the length of a run. `rows` holds what was recorded so far, in order; `repairs` says what was cut off
-    when it was opened again.
+    """Open for the length of a run, and locked: who has it is the only one that writes there.
+
+    meta: run.json. recorded: what was there when it was opened. rows: that and what was recorded since, in order.
+    repairs: a sentence for whatever was not as a run leaves it.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        meta: dict[str, Any],
-        rows: Sequence[Row],
-        repairs: Sequence[str] = (),
-        file: RowsFile | None = None,
-    ) -> None:
-        """Opens a folder that `new_folder` made; ExperimentError where another process writes into it.
-
-        file: its results.jsonl, where that is open already.
-        """
+    def __init__(self, path: Path) -> None:
+        """Opens a run's folder; ExperimentError where it is none, or where another process has it."""
+        read_meta(path)  # what is no run is given no lock and no results.jsonl
+        self._lock = FileLock(path / ".lock", blocking=False)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise ExperimentError([f"{path}: another process is running it"]) from None
         self.path = path
-        self.meta = meta
-        self.repairs = tuple(repairs)
-        self.rows: list[Row] = list(rows)
+        self._results = path / "results.jsonl"
+        self._file = self._open_results()
+        try:  # to read only now: another process may just have been writing the end of it
+            for left in path.rglob(f"*{PARTIAL}"):
+                left.unlink()
+            self.recorded = read_run(path)
+            tuned = path / "tuned.json"
+            self._used: dict[str, Any] = dict(read_object(tuned).get("used", {})) if tuned.exists() else {}
+        except BaseException:
+            self.close()
+            raise
+        self.meta = dict(self.recorded.meta)
+        self.repairs = self.recorded.repairs
+        self.rows = list(self.recorded.rows)
         self._of_task: dict[str, list[Row]] = {}
-        for row in rows:
+        for row in self.rows:
             self._of_task.setdefault(row.task, []).append(row)
-        self._used: dict[str, Any] = {}
-        if (path / "tuned.json").exists():
-            self._used = dict(read_object(path / "tuned.json").get("used", {}))
-        self._file = file if file is not None else RowsFile(path / "results.jsonl")
+
+    def _open_results(self) -> int:
+        return os.open(self._results, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     @property
     def run_id(self) -> str:
@@ -91,25 +100,34 @@ class RunFolder:
         if self.done(task):
             raise ValueError(f"task {task!r} is recorded already")  # nobody could read the folder again
         if samples is not None:
-            (self.path / "samples").mkdir(exist_ok=True)
-            write_text(self.samples_file(task), json.dumps({"task": task, **samples}, separators=(",", ":")))
+            self._samples_file(task).parent.mkdir(exist_ok=True)
+            write_text(self._samples_file(task), json.dumps({"task": task, **samples}, separators=(",", ":")))
         whole = [row.model_copy(update={"task_rows": len(rows)}) for row in rows]
-        self._file.append(whole)
+        with naming(self._results):
+            write_whole(self._file, _lines(whole))
+            os.fsync(self._file)
         self.rows += whole
         self._of_task[task] = whole
 
-    def samples_file(self, task: str) -> Path:
-        return self.path / "samples" / f"{hashlib.sha256(task.encode()).hexdigest()[:16]}.json"
+    def rewrite(self) -> None:
+        """Leaves exactly `rows` in results.jsonl, each on a line that ends."""
+        with replacing(self._results) as partial:
+            partial.write_bytes(_lines(self.rows))
+        os.close(self._file)
+        self._file = self._open_results()
 
     def samples(self, task: str) -> Mapping[str, Any]:
-        data: Mapping[str, Any] = json.loads(self.samples_file(task).read_text(encoding="utf-8"))
-        return data
+        """What was recorded beside the rows of a task, by its key."""
+        return read_object(self._samples_file(task))
+
+    def _samples_file(self, task: str) -> Path:
+        return self.path / "samples" / f"{hashlib.sha256(task.encode()).hexdigest()[:16]}.json"
 
     def use(self, mode: str, used: Mapping[str, Any]) -> None:
         """Notes tuned configs that a task used."""
         if new := {key: value for key, value in used.items() if self._used.get(key) != value}:
             self._used |= new
-            write_text(self.path / "tuned.json", json.dumps({"mode": mode, "used": self._used}, indent=2) + "\n")
+            _write_json(self.path / "tuned.json", {"mode": mode, "used": self._used})
 
     @property
     def used(self) -> Mapping[str, Any]:
@@ -121,17 +139,29 @@ class RunFolder:
         device's, now.
         """
         if self._used:
-            about = {"mode": mode, "used": self._used, "entries": entries}
-            write_text(self.path / "tuned.json", json.dumps(about, indent=2) + "\n")
-        environment = json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
+            _write_json(self.path / "tuned.json", {"mode": mode, "used": self._used, "entries": entries})
+        environment = dict(read_object(self.path / "environment.json"))
         environment["tuning"] = {**environment.get("tuning", {}), "mode": mode, "used": self._used}
         environment["device"]["clocks_after"] = clocks
-        write_text(self.path / "environment.json", json.dumps(environment, indent=2, default=str) + "\n")
+        _write_json(self.path / "environment.json", environment)
         self.meta |= {"finished": _now(), "tasks": len(self._of_task)}
-        write_text(self.path / "run.json", json.dumps(self.meta, indent=2) + "\n")
+        self.write_meta()
+
+    def write_meta(self) -> None:
+        _write_json(self.path / "run.json", self.meta)
 
     def close(self) -> None:
-        self._file.close()
+        os.close(self._file)
+        Path(self._lock.lock_file).unlink(missing_ok=True)  # while it is ours: nobody else holds what we take away
+        self._lock.release()
+
+
+def _lines(rows: Sequence[Row]) -> bytes:
+    return "".join(row.as_json() + "\n" for row in rows).encode()
+
+
+def _write_json(file: Path, value: Any) -> None:
+    write_text(file, json.dumps(value, indent=2, default=str) + "\n")
 
 
 def new_path(sweep: Sweep, out: Path | None, run_id: str) -> Path:
@@ -151,7 +181,6 @@ def new_folder(
 
     tasks: how many there will be where nothing goes wrong.
     """
-    check_new(path)
     text = resolved_text(sweep)
     meta = {
         "schema": SCHEMA, "rows_version": VERSION, "run_id": run_id, "name": sweep.experiment.name, "created": _now(),
@@ -163,19 +192,18 @@ def new_folder(
         begun.mkdir(parents=True)
         (begun / SOURCE).write_text(sweep.document.text, encoding="utf-8")
         (begun / "resolved.yaml").write_text(text, encoding="utf-8")
-        (begun / "environment.json").write_text(json.dumps(environment, indent=2, default=str) + "\n", "utf-8")
-        (begun / "columns.json").write_text(json.dumps(columns(), indent=2) + "\n", encoding="utf-8")
-        (begun / "run.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+        for name, value in (("environment", environment), ("columns", describe_columns()), ("run", meta)):
+            _write_json(begun / f"{name}.json", value)
         (begun / "results.jsonl").touch()
-        for name, file in source_files(sweep.plans).items():
-            target = begun / "sources" / name
+        for place, file in source_files(sweep.plans).items():
+            target = begun / "sources" / place
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
         os.rename(begun, path)  # over an empty folder too
     except OSError as error:
         shutil.rmtree(begun, ignore_errors=True)
         raise ExperimentError([f"{path}: cannot be made: {error.strerror}"]) from None
-    return RunFolder(path, meta, ())
+    return RunFolder(path)
 
 
 def check_new(path: Path) -> None:
@@ -191,40 +219,37 @@ def open_again(sweep: Sweep, path: Path, environment: Mapping[str, Any], executo
     Raises ExperimentError where `path` is no run, or one of another experiment, device, version or kernel's code: rows
     of both would stand in one file as if they were of one run.
     """
-    check_version(path, read_meta(path), "resumed")  # what is no run is given no results.jsonl
+    check_version(path, read_meta(path), "resumed")
     with contextlib.ExitStack() as failed:
-        # Before anything is read: another process may just be writing the end of it.
-        file = RowsFile(path / "results.jsonl")
-        failed.callback(file.close)
-        for left in path.rglob(f"*{PARTIAL}"):
-            left.unlink()
-        run = read_run(path)
+        folder = RunFolder(path)
+        failed.callback(folder.close)
+        run = folder.recorded
         its_own = ("lockfiles",) if sweep.experiment.tuning == "search" else ()
         differences = _text_differences(path, resolved_text(sweep)) + _changes(run.environment, environment, its_own)
         if differences:
             raise ExperimentError([f"{path}: cannot be resumed: {difference}" for difference in differences])
+        folder.repairs += _other_code(run.environment["git"], environment["git"])
         now = {name: environment["git"].get(name) for name in ("commit", "dirty")}
-        resumed = [*run.meta.get("resumed", []), {"at": _now(), "executor": executor, "git": now}]
-        meta = {**run.meta, "finished": None if run.lost_rows else run.meta["finished"], "resumed": resumed}
-        notes = [*run.repairs, *_other_code(run.environment["git"], environment["git"])]
-        if meta["finished"] is None:
+        folder.meta["resumed"] = [*run.meta.get("resumed", []), {"at": _now(), "executor": executor, "git": now}]
+        if run.lost_rows:
+            folder.meta["finished"] = None
+        if not folder.is_finished:
             # Before the rows are mended: a kill between the two must not leave a run that has ended without them.
-            write_text(path / "run.json", json.dumps(meta, indent=2) + "\n")
+            folder.write_meta()
         if run.repairs:
-            file.rewrite(run.rows)
-        folder = RunFolder(path, meta, run.rows, notes, file)
+            folder.rewrite()
         failed.pop_all()
     return folder
 
 
-def _other_code(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _other_code(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
     """That the code around the kernels, whose own is the same, is another one: no reason not to go on, but said."""
     if all(then.get(name) == now.get(name) for name in ("commit", "diff")):
-        return []
+        return ()
     commits = " and ".join(
         f"{str(git.get('commit'))[:12]}{' with changes' * bool(git.get('dirty'))}" for git in (then, now)
     )
-    return [f"the code around the kernels has changed since the run began: its rows are of {commits}"]
+    return (f"the code around the kernels has changed since the run began: its rows are of {commits}",)
 
 
 def _text_differences(path: Path, now: str) -> list[str]:

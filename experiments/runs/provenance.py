@@ -1,7 +1,7 @@
 """What a run was made of, so that it can be said later what made a difference: sources, tuned configs, files read."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from tkernels.verification.check import outside_folder
 
 _MODEL_FILES = ("*.json", "*.safetensors", "tokenizer.model")
 _SHOWN_FROM_BYTES = 10**9
-_READ_BYTES = 1 << 22
 
 
 def variants_of(plans: Iterable[Plan]) -> dict[str, Variant]:
@@ -40,32 +39,17 @@ def source_files(plans: Sequence[Plan]) -> dict[Path, Path]:
     return files | {Path("imports", f"{name}.py"): file for name, file in imports_of(plans).items()}
 
 
-def source_hashes(plans: Iterable[Plan]) -> dict[str, str]:
-    """ "op.variant" -> SHA-256 of the file that it is defined in."""
-    return {name: sha256_of(variant.file) for name, variant in variants_of(plans).items()}
-
-
 def imports_of(plans: Iterable[Plan]) -> dict[str, Path]:
     """Module -> its file, of all that variants import from where neither this project nor an installed package is."""
     found: dict[str, Path] = {}
-    for file in foreign_files(plans):
-        found |= imported_files(file)
+    for variant in foreign_variants(plans).values():
+        found |= imported_files(variant.file)
     return dict(sorted(found.items()))
 
 
 def foreign_variants(plans: Iterable[Plan]) -> dict[str, Variant]:
     """Those of `variants_of` that are not built in: peers' and outside ones."""
     return {name: variant for name, variant in variants_of(plans).items() if outside_folder(variant) is not None}
-
-
-def foreign_files(plans: Iterable[Plan]) -> list[Path]:
-    """Where the foreign variants are defined."""
-    return [variant.file for variant in foreign_variants(plans).values()]
-
-
-def import_hashes(plans: Iterable[Plan]) -> dict[str, str]:
-    """Module -> SHA-256 of its file, of those that `imports_of` finds."""
-    return {name: sha256_of(file) for name, file in imports_of(plans).items()}
 
 
 def file_hashes(plan: Plan) -> dict[str, dict[str, str]]:
@@ -120,7 +104,7 @@ def model_hashes(plans: Iterable[Plan], console: Console | None = None) -> dict[
         if plan.model is not None and (plan.experiment.workload or plan.experiment.quantization)
     }
     files = {
-        _told_apart(directory, served): sorted({file for one in _MODEL_FILES for file in directory.glob(one)})
+        _distinct_name(directory, served): sorted({file for one in _MODEL_FILES for file in directory.glob(one)})
         for directory in served
     }
     total = sum(file.stat().st_size for some in files.values() for file in some)
@@ -129,15 +113,17 @@ def model_hashes(plans: Iterable[Plan], console: Console | None = None) -> dict[
         TimeRemainingColumn(),
     )  # fmt: skip
     console = console if console is not None else Console(stderr=True)
+    found: dict[str, dict[str, str]] = {name: {} for name in files}
     with Progress(*columns, console=console, transient=True, disable=total < _SHOWN_FROM_BYTES) as progress:
         task = progress.add_task("", total=total)
-        return {
-            name: {file.name: sha256_of(file, lambda count: progress.advance(task, count)) for file in some}
-            for name, some in files.items()
-        }
+        for name, some in files.items():
+            for file in some:
+                with progress.open(file, "rb", total=total, task_id=task) as opened:
+                    found[name][file.name] = _sha256(opened)
+    return found
 
 
-def _told_apart(directory: Path, names: Mapping[Path, str]) -> str:
+def _distinct_name(directory: Path, names: Mapping[Path, str]) -> str:
     """What the model in a directory is called: its name or, where another has that too, as much of the directory as
     tells them apart.
     """
@@ -149,12 +135,11 @@ def _told_apart(directory: Path, names: Mapping[Path, str]) -> str:
     return "/".join(next(end for end in ends if all(other.parts[-len(end) :] != end for other in others)))
 
 
-def sha256_of(file: Path, read: Callable[[int], None] | None = None) -> str:
-    """Of a file's bytes, in hex. read: told how many bytes were taken in."""
-    digest = hashlib.sha256()
+def sha256_of(file: Path) -> str:
+    """Of a file's bytes, in hex."""
     with file.open("rb") as opened:
-        while block := opened.read(_READ_BYTES):
-            digest.update(block)
-            if read is not None:
-                read(len(block))
-    return digest.hexdigest()
+        return _sha256(opened)
+
+
+def _sha256(opened: Any) -> str:
+    return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -12,20 +12,16 @@ import yaml
 from pydantic import ValidationError
 
 from experiments.document import ExperimentError
-from experiments.runs.rows import ROW, VERSION, Row
-from experiments.runs.version_1 import from_version_1
+from experiments.runs.rows import SCHEMA, VERSION, Row, from_version_1
 from tsched.torch_free import suggest_name
-
-SCHEMA = 1
-"""Of the folder: which files there are, and what they hold. A reader refuses a newer one."""
 
 SOURCE = "experiment.yaml"
 """The experiment as it was written, comments and all."""
 
-META_KEYS = ("run_id", "name", "created", "finished", "resolved_sha256", "tasks", "executor")
+_META_KEYS = ("run_id", "name", "created", "finished", "resolved_sha256", "tasks", "executor")
 """What run.json has besides "schema". finished: when, or null where the run was cut off and can be resumed."""
 
-ENVIRONMENT_PARTS = ("device", "host", "versions", "git")
+_ENVIRONMENT_PARTS = ("device", "host", "versions", "git")
 """Of environment.json, what is an object of facts where it is there."""
 
 
@@ -51,11 +47,6 @@ class RecordedRun:
     lost_rows: bool = False
 
     @property
-    def rows_version(self) -> int:
-        """Of the rows as they lie in the folder; `rows` are of the newest."""
-        return version_of(self.meta)
-
-    @property
     def name(self) -> str:
         """What messages call it: the folder's name, which two runs of one experiment do not share."""
         return self.path.resolve().name
@@ -67,9 +58,7 @@ class RecordedRun:
     @property
     def progress(self) -> str:
         """ "2 of 5 tasks"."""
-        tasks = self.meta["tasks"]
-        expected = len(tasks) if isinstance(tasks, Mapping) else tasks
-        return f"{len({row.task for row in self.rows if row.task})} of {expected} tasks"
+        return f"{len({row.task for row in self.rows if row.task})} of {self.meta['tasks']} tasks"
 
 
 def read_run(path: Path) -> RecordedRun:
@@ -79,26 +68,34 @@ def read_run(path: Path) -> RecordedRun:
         ExperimentError: it is no run's folder, of a newer schema, or damaged; names the file and the line.
     """
     meta = read_meta(path)
-    text = _read(path / "resolved.yaml")
-    repairs = []
-    if hashlib.sha256(text).hexdigest() != meta["resolved_sha256"]:
-        repairs.append(f"{path / 'resolved.yaml'}: changed since the run: its hash is not the one in run.json")
+    resolved, repairs = _read_resolved(path / "resolved.yaml", meta["resolved_sha256"])
+    environment = read_object(path / "environment.json")
+    if odd_parts := [part for part in _ENVIRONMENT_PARTS if not isinstance(environment.get(part, {}), dict)]:
+        raise ExperimentError([f"{path / 'environment.json'}: {', '.join(odd_parts)}: must be an object"])
+    file, ended, tasks = path / "results.jsonl", meta["finished"] is not None, meta["tasks"]
+    rows: list[Row] = []
+    losses: list[str] = []
+    if ended or file.exists():  # what was cut off before its first row may have none
+        rows, mended, losses = _read_rows(file, _version_of(meta))
+        repairs += mended
+    done = len({row.task for row in rows})
+    if ended and not losses and done < tasks:
+        losses.append(f"{file}: has the rows of {done} of the {tasks} tasks that the run ended with")
+    return RecordedRun(path, meta, environment, resolved, tuple(rows), (*repairs, *losses), bool(losses))
+
+
+def _read_resolved(file: Path, sha256: str) -> tuple[Mapping[str, Any], list[str]]:
+    """The resolved experiment, and that it is not the one whose hash this is, where it is not."""
+    text = _read(file)
     try:
         resolved = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError as error:
-        raise ExperimentError([f"{path / 'resolved.yaml'}: not YAML: {error}"]) from None
+        raise ExperimentError([f"{file}: not YAML: {error}"]) from None
     if not isinstance(resolved, dict):
-        raise ExperimentError([f"{path / 'resolved.yaml'}: must be a mapping of keys to values"])
-    environment = read_object(path / "environment.json")
-    if odd_parts := [part for part in ENVIRONMENT_PARTS if not isinstance(environment.get(part, {}), dict)]:
-        raise ExperimentError([f"{path / 'environment.json'}: {', '.join(odd_parts)}: must be an object"])
-    file, ended = path / "results.jsonl", meta["finished"] is not None
-    rows, odd, lost = _rows(file, version_of(meta), must_exist=ended)
-    done, tasks = len({row.task for row in rows}), meta["tasks"]
-    if ended and not lost and isinstance(tasks, int) and done < tasks:
-        odd.append(f"{file}: has the rows of {done} of the {tasks} tasks that the run ended with")
-        lost = True
-    return RecordedRun(path, meta, environment, resolved, rows, (*repairs, *odd), lost)
+        raise ExperimentError([f"{file}: must be a mapping of keys to values"])
+    if hashlib.sha256(text).hexdigest() == sha256:
+        return resolved, []
+    return resolved, [f"{file}: changed since the run: its hash is not the one in run.json"]
 
 
 def read_meta(path: Path) -> Mapping[str, Any]:
@@ -120,20 +117,20 @@ def read_meta(path: Path) -> Mapping[str, Any]:
     version = meta.get("rows_version", 1)
     if type(version) is not int or not 1 <= version <= VERSION:
         raise ExperimentError([f'{file}: "rows_version" must be a number from 1 to {VERSION}, got {version!r}'])
-    missing = [key for key in META_KEYS if key not in meta]
+    missing = [key for key in _META_KEYS if key not in meta]
     if missing:
         raise ExperimentError([f"{file}: lacks {', '.join(map(repr, missing))}"])
     return meta
 
 
-def version_of(meta: Mapping[str, Any]) -> int:
+def _version_of(meta: Mapping[str, Any]) -> int:
     """Of a run's rows; run.json did not name the first."""
     return int(meta.get("rows_version", 1))
 
 
 def check_version(path: Path, meta: Mapping[str, Any], what: str) -> None:
     """Raises ExperimentError where the run's rows are of an older version; what: that is not done with them."""
-    if (version := version_of(meta)) != VERSION:
+    if (version := _version_of(meta)) != VERSION:
         reads = "tk report, tk compare and tk runs read it"
         raise ExperimentError([f"{path}: cannot be {what}: its rows are of version {version}, not {VERSION}; {reads}"])
 
@@ -164,43 +161,41 @@ def read_object(file: Path) -> Mapping[str, Any]:
     return data
 
 
-def _rows(file: Path, version: int, *, must_exist: bool) -> tuple[tuple[Row, ...], list[str], bool]:  # noqa: C901  each fault of a line in turn
-    """The rows of whole tasks, a sentence for each thing that is not as it was written, and whether any is left out."""
-    if not file.exists() and not must_exist:
-        return (), [], False  # cut off before its first row
+def _read_rows(file: Path, version: int) -> tuple[list[Row], list[str], list[str]]:
+    """The rows of whole tasks, a sentence for what is kept although it was not written whole, and for what is not."""
     lines = _read(file).split(b"\n")
     ends_whole = not lines[-1]
     lines = lines[:-1] if ends_whole else lines
-    rows: list[Row] = []
-    repairs: list[str] = []
+    rows, mended, losses = [], [], []
     for number, line in enumerate(lines, 1):
+        where = f"{file}: line {number}"
         try:
             data = json.loads(line)
         except ValueError as error:
             # Only the end of a file is ever half written: a torn line in its middle is damage of another kind.
-            if number == len(lines):
-                repairs.append(f"{file}: line {number}, the last, is half written ({len(line)} bytes): left out")
-                continue
-            raise ExperimentError([f"{file}: line {number} is no row: Invalid JSON: {error}"]) from None
-        try:
-            rows.append(ROW.validate_python(from_version_1(data) if version == 1 else data))
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            message = f"line {number} is no row: {place}{': ' if place else ''}{first['msg']}"
-            raise ExperimentError([f"{file}: {message}"]) from None
-        except (TypeError, ValueError) as error:
-            raise ExperimentError([f"{file}: line {number} is no row of version {version}: {error}"]) from None
-    lost = bool(repairs)
-    if not ends_whole and not lost:
-        repairs.append(f"{file}: line {len(lines)}, the last, is a whole row without its line's end: kept")
+            if number < len(lines):
+                raise ExperimentError([f"{where} is no row: Invalid JSON: {error}"]) from None
+            losses.append(f"{where}, the last, is half written ({len(line)} bytes): left out")
+        else:
+            rows.append(_validated_row(data, version, where))
+    if not ends_whole and not losses:
+        mended.append(f"{file}: line {len(lines)}, the last, is a whole row without its line's end: kept")
     written = Counter(row.task for row in rows)
     wanted = {row.task: row.task_rows for row in rows if row.task}
     for task, count in wanted.items():
         if written[task] > count:
             raise ExperimentError([f"{file}: task {task!r} has {written[task]} rows, and says that it wrote {count}"])
         if written[task] < count:
-            repairs.append(f"{file}: task {task!r} has {written[task]} of its {count} rows: they are left out")
-            lost = True
-    whole = tuple(row for row in rows if not row.task or written[row.task] == wanted[row.task])
-    return whole, repairs, lost
+            losses.append(f"{file}: task {task!r} has {written[task]} of its {count} rows: they are left out")
+    return [row for row in rows if not row.task or written[row.task] == wanted[row.task]], mended, losses
+
+
+def _validated_row(data: Any, version: int, where: str) -> Row:
+    try:
+        return Row.model_validate(from_version_1(data) if version == 1 else data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ExperimentError([f"{where} is no row: {place}{': ' if place else ''}{first['msg']}"]) from None
+    except (TypeError, ValueError) as error:
+        raise ExperimentError([f"{where} is no row of version {version}: {error}"]) from None

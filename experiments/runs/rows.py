@@ -2,7 +2,8 @@
 
 A figure that is known not to exist is null, with its reason beside it; one that the status does not allow is absent, so
 that no speed of a wrong kernel can be written down. What each column means, and in what unit, is said at its field:
-columns.json in a run's folder is made of that, and so is the table of figures (`experiments.runs.table`).
+columns.json in a run's folder says it to those who read the rows without this code, and the table of figures
+(`experiments.runs.table`) takes its units from there.
 """
 
 import math
@@ -10,10 +11,13 @@ from collections.abc import Iterator, Mapping
 from types import NoneType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+SCHEMA = 1
+"""Of a run's folder: which files there are, and what they hold. A reader refuses a newer one."""
 
 VERSION = 2
-"""Of the rows, as run.json has it under "rows_version". Version 1 is read through `experiments.runs.version_1`."""
+"""Of the rows, as run.json has it under "rows_version"; `from_version_1` reads the first."""
 
 Status = Literal["ok", "wrong", "unsupported", "failed"]
 Stage = Literal["check", "kernels", "engine", "parity", "step", "peers", "speedup", "quantization"]
@@ -29,14 +33,12 @@ it, beside the dense one, whose own row has method "dense" and no bits.
 def column(meaning: str, unit: str | None = None, default: Any = None) -> Any:
     """A field that columns.json documents. unit: of a number, "count" and "ratio" included; None of everything else."""
     extra: dict[str, JsonValue] = {"unit": unit}
-    if default is ...:
-        return Field(description=meaning, json_schema_extra=extra)
     return Field(default, description=meaning, json_schema_extra=extra)
 
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
-_WORDS: Mapping[str, float] = {"infinite": math.inf, "minus infinity": -math.inf, "not a number": math.nan}
+_ODD_FIGURES: Mapping[str, float] = {"infinite": math.inf, "minus infinity": -math.inf, "not a number": math.nan}
 
 _SERVED = (
     "workload", "requests", "requests_failed", "requests_error", "prompt_tokens", "output_tokens", "tokens_per_s",
@@ -283,9 +285,9 @@ class Row(BaseModel):
         for one in said.split("; "):
             path, _, words = one.partition(" is ")
             name, _, key = path.partition(".")
-            if words not in _WORDS or not isinstance(row.get(name), Mapping if key else NoneType):
+            if words not in _ODD_FIGURES or not isinstance(row.get(name), Mapping if key else NoneType):
                 raise ValueError(f"not_finite tells of no figure: {one!r}")
-            row[name] = {**row[name], key: _WORDS[words]} if key else _WORDS[words]
+            row[name] = {**row[name], key: _ODD_FIGURES[words]} if key else _ODD_FIGURES[words]
         return row
 
     @model_validator(mode="after")
@@ -330,8 +332,14 @@ class Row(BaseModel):
 SHARED = frozenset(Row.model_fields) - {name for stage in COLUMNS.values() for some in stage.values() for name in some}
 """The columns that every row has."""
 
-ROW: TypeAdapter[Row] = TypeAdapter(Row)
-"""Reads a line of results.jsonl: `ROW.validate_json(line)`."""
+_ADDED_IN_2 = ("host_peak_bytes", "device_peak_bytes", "load_before", "load_after")
+
+
+def from_version_1(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of version 1 as version 2 has it: what memory it took and how busy the machine was is null."""
+    if known := [name for name in _ADDED_IN_2 if name in row]:
+        raise ValueError(f"{', '.join(known)}: not of version 1")
+    return {**row, **dict.fromkeys(_ADDED_IN_2)}
 
 
 def is_odd(value: object) -> bool:
@@ -342,3 +350,42 @@ def is_odd(value: object) -> bool:
 def in_words(value: float) -> str:
     """What an odd number is called."""
     return "not a number" if math.isnan(value) else "infinite" if value > 0 else "minus infinity"
+
+
+_PROPERTIES: Mapping[str, Any] = Row.model_json_schema()["properties"]
+
+
+def unit_of(figure: str) -> str | None:
+    """The unit of a column's numbers, "ttft_s.p50" included; None of what is no number."""
+    unit: str | None = _PROPERTIES[figure.partition(".")[0]]["unit"]
+    return unit
+
+
+def describe_columns() -> dict[str, Any]:
+    """columns.json: {"schema", "rows_version", "every row": {column: about}, "stages": {stage: {column: about}}}.
+
+    about: type, unit, meaning, and of a stage's own columns "given": the statuses of the rows that have them. type: as
+    JSON has it, "or null" where it may be. A number is a finite one: "not_finite" says which are null for it.
+    """
+    about = {
+        name: {"type": _type_name(one), "unit": one["unit"], "meaning": one["description"]}
+        for name, one in _PROPERTIES.items()
+    }
+    stages = {
+        stage: {
+            name: {**about[name], "given": [status for status, names in given.items() if name in names]}
+            for name in dict.fromkeys(name for names in given.values() for name in names)
+        }
+        for stage, given in COLUMNS.items()
+    }
+    every = {name: one for name, one in about.items() if name in SHARED}
+    return {"schema": SCHEMA, "rows_version": VERSION, "every row": every, "stages": stages}
+
+
+def _type_name(schema: Mapping[str, Any]) -> str:
+    """ "number or null", "array of number", "object of string" of a JSON schema."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(map(_type_name, schema["anyOf"])))
+    kind = str(schema.get("type", "any"))
+    inner = schema.get("items") or schema.get("additionalProperties")
+    return f"{kind} of {_type_name(inner)}" if isinstance(inner, Mapping) else kind

@@ -11,11 +11,11 @@ import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from experiments.document import ExperimentError
-from experiments.runs.columns import unit_of
-from experiments.runs.rows import Row
+from experiments.runs.drift import Slope
+from experiments.runs.rows import Row, unit_of
 
 Better = Literal["lower", "higher"]
 
@@ -86,8 +86,9 @@ def as_csv(table: Iterable[Entry]) -> str:
 class Figure:
     """A figure of time of one arm, from every process.
 
-    values: replicate -> the figure's logarithm; yardsticks: the yardstick's, its negative of a rate, which falls where
-    times rise; of the replicates with one.
+    code: "op.variant" of all that it ran. values: replicate -> the figure's logarithm; yardsticks: the yardstick's, its
+    negative of a rate, which falls where times rise; of the replicates with one. slope: with which the values follow
+    these, where it is known, which it is of other arms' figures in the yardstick's place.
     """
 
     name: str
@@ -96,8 +97,13 @@ class Figure:
     place: str
     arm: str
     title: str
+    code: frozenset[str] = frozenset()
     values: dict[int, float] = field(default_factory=dict)
     yardsticks: dict[int, float] = field(default_factory=dict)
+    slope: Slope | None = None
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.title}, {self.name}"
 
     @property
     def has_yardstick(self) -> bool:
@@ -135,9 +141,11 @@ def times_of(
             value = values.get(name)
             if value is None or not 0 < value < math.inf:
                 continue
-            key = _key(label, name)
-            unit = str(unit_of(name))
-            figure = found.setdefault(key, Figure(name, unit, better, label.place, label.arm, label.title))
+            code = frozenset(f"{op}.{variant.partition('[')[0]}" for op, variant in row.arm.items())
+            new = Figure(
+                name, str(unit_of(name)), better, label.place, label.arm, label.title, code
+            )  # fmt: skip
+            figure = found.setdefault(_key(label, name), new)
             if row.replicate in figure.values:
                 what = f"{name} of {label.arm}, {label.place}"
                 raise ExperimentError([f"process {row.replicate} has two rows of {what}: they cannot be told apart"])
@@ -170,23 +178,35 @@ def label_of(
     row: Row, across: Collection[str] = (), leave_out: bool = False, swept: Collection[tuple[str, str]] = ()
 ) -> Label:
     """What a row is of; `across` and `leave_out` are those of `times_of`, `swept` the ops that a title names."""
-    settings = {key: value for key, value in row.settings.items() if not (leave_out and key in across)}
-    alike = [key for key in _ALIKE if key not in across]
-    shared = {key: value for key, value in settings.items() if key in alike or key.startswith("workload.")}
-    own = {key: value for key, value in settings.items() if key not in shared}
-    dtype = None if "dtype" in across or "dtype" in shared else row.dtype
+    shared, own = _split_settings(row, across, leave_out)
+    dtype = None if "dtype" in (*across, *shared) else row.dtype
     if row.stage in ("check", "kernels"):
-        return _same_title(_words(row.op, row.point, dtype, **shared), _words(row.variant, **own))
+        place, arm = _words(row.op, row.point, dtype, **shared), _words(row.variant, **own)
+        return Label(place, arm, arm)
     if row.stage == "quantization":
         codes = f"{row.method}, {row.bits} bits, group {row.group_size}" if row.bits else row.method
-        return _same_title(_words("quantization", dtype, **shared), _words(codes, **own))
+        place, arm = _words("quantization", dtype, **shared), _words(codes, **own)
+        return Label(place, arm, arm)
     place = _words("engine", row.workload, dtype, **shared)
     if row.peer is not None:
-        return _same_title(place, _words(f"peer {row.peer}", **own))
+        arm = _words(f"peer {row.peer}", **own)
+        return Label(place, arm, arm)
     named = sorted(row.arm.items())
     arm = _words(*(f"{op}={label}" for op, label in named), **own)
     title = _words(*(label for op, label in named if (row.stage, op) in swept), **own)
     return Label(place, arm, title or "the only arm")
+
+
+def _split_settings(row: Row, across: Collection[str], leave_out: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The swept settings that a place is told by, and those that an arm is told by."""
+    shared: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    for key, value in row.settings.items():
+        if leave_out and key in across:
+            continue
+        alike = key in _ALIKE and key not in across
+        (shared if alike or key.startswith("workload.") else own)[key] = value
+    return shared, own
 
 
 def place_of(row: Row) -> str:
@@ -204,10 +224,6 @@ def distinct_parts(places: Iterable[str]) -> dict[str, str]:
     parts = {place: place.split(", ") for place in places}
     common = set.intersection(*map(set, parts.values())) if parts else set()
     return {place: ", ".join(one for one in some if one not in common) for place, some in parts.items()}
-
-
-def _same_title(place: str, arm: str) -> Label:
-    return Label(place, arm, arm)
 
 
 def _words(*parts: object, **settings: object) -> str:

@@ -1,23 +1,14 @@
 """Runs, or the arms of one, beside each other: a verdict for each figure."""
 
 import statistics
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from experiments.document import ExperimentError
-from experiments.runs.comparison import (
-    LEVEL,
-    MIN_REPLICATES,
-    POWER,
-    Effect,
-    Key,
-    between_runs,
-    judge,
-    paired,
-)
-from experiments.runs.differences import changed_facts, circumstances, forbidding, share_yardstick
-from experiments.runs.drift import drift_of, slope_of, slope_spread
+from experiments.runs.comparison import LEVEL, MIN_REPLICATES, POWER, Effect, Key, Sample, judge
+from experiments.runs.differences import changed_facts, circumstances, forbidding, share_yardstick, unchanged_code
+from experiments.runs.drift import BESIDE, ELSEWHERE, Slope, drift_of, slope_of, slope_spread
 from experiments.runs.reading import RecordedRun
 from experiments.runs.table import Figure, times_of
 
@@ -28,8 +19,8 @@ class Verdict:
 
     first, second: its values, in `unit`, geometric means over processes. processes: how many of each there were.
     beside_yardstick: whether the effect is that of the figure over the yardstick's, so that it need not be
-    second / first. reason: why it cannot tell, and what would help. beside: the arm that `first` is of, where it is of
-    another one.
+    second / first; beside_unchanged: over those of arms whose code did not change, in the yardstick's place. reason:
+    why it cannot tell, and what would help. beside: the arm that `first` is of, where it is of another one.
     """
 
     place: str
@@ -41,6 +32,7 @@ class Verdict:
     second: float
     processes: tuple[int, int]
     beside_yardstick: bool
+    beside_unchanged: bool
     reason: str | None = None
     beside: str = ""
 
@@ -59,13 +51,13 @@ class Comparison:
     second: str
     verdicts: tuple[Verdict, ...]
     drift: float
-    across: Mapping[str, str]
-    circumstances: tuple[str, ...]
-    changed: tuple[str, ...]
-    only_first: tuple[str, ...]
-    only_second: tuple[str, ...]
-    repairs: tuple[str, ...]
-    cut_off: tuple[str, ...]
+    across: Mapping[str, str] = field(default_factory=dict)
+    circumstances: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    only_first: tuple[str, ...] = ()
+    only_second: tuple[str, ...] = ()
+    repairs: tuple[str, ...] = ()
+    cut_off: tuple[str, ...] = ()
 
     def count(self, outcome: str) -> int:
         return sum(verdict.effect.outcome == outcome for verdict in self.verdicts)
@@ -90,39 +82,34 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
         if what not in across
     ]
     if problems:
-        raise ExperimentError([*problems, *cut_off(first, second)])
+        raise ExperimentError([*problems, *_cut_off(first, second)])
     among = (*first.rows, *second.rows)
     mine, theirs = (times_of(run.rows, across=across, leave_out=True, among=among) for run in (first, second))
-    both = [key for key in mine if key in theirs]
-    if not both:
-        why = _why_none(mine, theirs)
-        problem = f"{first.name} and {second.name} have no figure of time in common{why}"
-        raise ExperimentError([problem, *cut_off(first, second)])
-    pairs = {key: (mine[key], theirs[key]) for key in both}
-    if not share_yardstick(first, second):
+    pairs = {key: (mine[key], theirs[key]) for key in mine if key in theirs}
+    if not pairs:
+        problem = f"{first.name} and {second.name} have no figure of time in common{_why_none(mine, theirs)}"
+        raise ExperimentError([problem, *_cut_off(first, second)])
+    unchanged = None if apart else unchanged_code(first, second)
+    if unchanged is not None:
+        pairs = beside_unchanged(pairs, unchanged)
+    elif not share_yardstick(first, second):
         pairs = {
             key: (replace(one, yardsticks={}), replace(other, yardsticks={})) for key, (one, other) in pairs.items()
         }
-    enough = {key: pair for key, pair in pairs.items() if min(len(one.values) for one in pair) >= MIN_REPLICATES}
-    spread = slope_spread(first.environment.get("host", {}).get("torch_threads"))
-    series = {key: series_of_runs(*pair, spread) for key, pair in enough.items()}
-    drift = drift_of([values for one in series.values() for values in one.values])
-    differences = {
-        key: between_runs(one.values[0], one.values[1], drift, one.correction, one.spent) for key, one in series.items()
-    }
-    counts = {key: (len(one.values), len(other.values)) for key, (one, other) in pairs.items()}
+    threads = first.environment.get("host", {}).get("torch_threads")
+    found, drift = judge_pairs(pairs, of_runs=True, spread=slope_spread(threads))
     return Comparison(
         first.name,
         second.name,
-        _verdicts(pairs, judge(differences, {key: pairs[key][1].better for key in differences}), counts),
+        _verdicts(pairs, found, of_runs=True),
         drift,
-        {what: how for what, how in apart.items() if what in across},
-        tuple(circumstances(first, second)),
-        tuple(changed_facts(first, second)),
-        tuple(_told(mine[key]) for key in mine if key not in theirs),
-        tuple(_told(theirs[key]) for key in theirs if key not in mine),
-        (*first.repairs, *second.repairs),
-        cut_off(first, second),
+        across={what: how for what, how in apart.items() if what in across},
+        circumstances=tuple(circumstances(first, second)),
+        changed=tuple(changed_facts(first, second)),
+        only_first=tuple(str(mine[key]) for key in mine if key not in theirs),
+        only_second=tuple(str(theirs[key]) for key in theirs if key not in mine),
+        repairs=(*first.repairs, *second.repairs),
+        cut_off=_cut_off(first, second),
     )
 
 
@@ -138,11 +125,46 @@ def compare_arms(run: RecordedRun, across: Collection[str] = ()) -> Comparison:
     pairs = {mine: (figures[first], figures[mine]) for first, mine in beside_the_first(figures)}
     if not pairs:
         problem = f"{run.name} has no two arms with a figure of time in common{_why_none(figures, {})}"
-        raise ExperimentError([problem, *cut_off(run)])
+        raise ExperimentError([problem, *_cut_off(run)])
     found, drift = judge_pairs(pairs)
-    counts = {key: (len(both), len(both)) for key, pair in pairs.items() for both in [_replicates(*pair)]}
-    verdicts = _verdicts(pairs, {key: one.effect for key, one in found.items()}, counts)
-    return Comparison(run.name, "", verdicts, drift, {}, (), (), (), (), run.repairs, cut_off(run))
+    verdicts = _verdicts(pairs, found, of_runs=False)
+    return Comparison(run.name, "", verdicts, drift, repairs=run.repairs, cut_off=_cut_off(run))
+
+
+def beside_unchanged(
+    pairs: Mapping[Key, tuple[Figure, Figure]], unchanged: Set[str]
+) -> dict[Key, tuple[Figure, Figure]]:
+    """Figures of two runs with a better yardstick, where there is one: other arms, all of whose code ("op.variant") is
+    `unchanged` and whose processes took turns with theirs. What slows cores, caches or threads down slows these too.
+
+    Those at the same place are taken. Elsewhere they do another kind of work, which is enough for an arm that cannot
+    have changed itself.
+    """
+    found = dict(pairs)
+    for key, (first, second) in pairs.items():
+        others = [
+            pair
+            for name, pair in pairs.items()
+            if name != key and pair[0].code <= unchanged and all(map(_took_turns, pair, (first, second)))
+        ]
+        near, slope = [pair for pair in others if pair[0].place == first.place], BESIDE
+        if not near and first.code <= unchanged:
+            near, slope = others, ELSEWHERE
+        if near:
+            mine, theirs = ([pair[run] for pair in near] for run in (0, 1))
+            found[key] = _beside(first, mine, slope), _beside(second, theirs, slope)
+    return found
+
+
+def _took_turns(one: Figure, other: Figure) -> bool:
+    """Whether they are the same figure, of processes that followed each other."""
+    return (one.name, one.values.keys()) == (other.name, other.values.keys())
+
+
+def _beside(figure: Figure, others: Sequence[Figure], slope: Slope) -> Figure:
+    """The figure with the mean of others, process by process, for a yardstick."""
+    yardsticks = {replicate: statistics.fmean(one.values[replicate] for one in others) for replicate in figure.values}
+    return replace(figure, yardsticks=yardsticks, slope=slope)
 
 
 def beside_the_first(figures: Mapping[str, Figure]) -> list[tuple[str, str]]:
@@ -154,112 +176,99 @@ def beside_the_first(figures: Mapping[str, Figure]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Paired:
-    """effect: of the second figure over the first. values: replicate -> the logarithm of that ratio, there alone."""
+    """effect: of the second figure over the first. values: replicate -> the logarithm of that ratio, there alone; of
+    two runs none, whose replicates have nothing in common.
+    """
 
     effect: Effect
     values: Mapping[int, float]
 
 
-def judge_pairs(pairs: Mapping[Key, tuple[Figure, Figure]]) -> tuple[dict[Key, Paired], float]:
-    """Figures of one run beside each other, judged together, and how much they drift; those of too few processes are
-    left out.
+def judge_pairs(
+    pairs: Mapping[Key, tuple[Figure, Figure]], *, of_runs: bool = False, spread: float = slope_spread()
+) -> tuple[dict[Key, Paired], float]:
+    """Figures beside each other, judged together, and how much they drift; those of too few processes are left out.
+
+    of_runs: of two runs, one after the other; if not, they are of arms of one run, whose replicates' processes followed
+    each other. spread: of slopes, as of `slope_spread`.
     """
-    enough = {key: pair for key, pair in pairs.items() if len(_replicates(*pair)) >= MIN_REPLICATES}
-    series = {key: _paired_series(*pair) for key, pair in enough.items()}
-    drift = drift_of([values for one in series.values() for values in one.values])
-    differences = {key: paired(one.values[0], drift, one.correction, one.spent) for key, one in series.items()}
-    effects = judge(differences, {key: enough[key][1].better for key in enough})
-    found = {
-        key: Paired(effects[key], dict(zip(_replicates(*pair), series[key].values[0], strict=True)))
-        for key, pair in enough.items()
+    samples = {
+        key: _sample(*pair, of_runs, spread)
+        for key, pair in pairs.items()
+        if min(_processes(*pair, of_runs)) >= MIN_REPLICATES
     }
-    return found, drift
+    drift = drift_of([values for one in samples.values() for values in one.series])
+    differences = {key: one.difference(drift) for key, one in samples.items()}
+    effects = judge(differences, {key: pairs[key][1].better for key in samples})
+    shared = {key: sorted(first.values.keys() & second.values.keys()) for key, (first, second) in pairs.items()}
+    return {
+        key: Paired(effects[key], {} if of_runs else dict(zip(shared[key], one.series[0], strict=True)))
+        for key, one in samples.items()
+    }, drift
 
 
-def _replicates(first: Figure, second: Figure) -> list[int]:
-    """Those that both were timed in, in the order in which they ran."""
-    return sorted(first.values.keys() & second.values.keys())
+def _sample(first: Figure, second: Figure, of_runs: bool, spread: float) -> Sample:
+    """Beside the yardstick, where there is one."""
+    series = _series(first.values, second.values, of_runs)
+    if not _beside_yardstick(first, second):
+        return Sample(series)
+    yardsticks = _series(first.yardsticks, second.yardsticks, of_runs)
+    slope = first.slope or slope_of(list(zip(series, yardsticks, strict=True)), spread)
+    correction = (
+        slope.variance_between_runs(*yardsticks) if of_runs else statistics.fmean(yardsticks[0]) ** 2 * slope.variance
+    )
+    return Sample(list(map(slope.take_off, series, yardsticks)), correction, slope.spent)
 
 
-def cut_off(*runs: RecordedRun) -> tuple[str, ...]:
-    """A sentence for each of the runs that did not come to its end: what it lacks is no fault of its variants."""
-    return tuple(f"{run.name} was cut off after {run.progress}" for run in runs if not run.finished)
+def _series(first: Mapping[int, float], second: Mapping[int, float], of_runs: bool) -> list[list[float]]:
+    """By replicate: the values of each run, or the differences in those that both arms were timed in."""
+    if of_runs:
+        return [[one[replicate] for replicate in sorted(one)] for one in (first, second)]
+    return [[second[replicate] - first[replicate] for replicate in sorted(first.keys() & second.keys())]]
+
+
+def _processes(first: Figure, second: Figure, of_runs: bool) -> tuple[int, int]:
+    """How many of each are compared."""
+    counts = [len(values) for values in _series(first.values, second.values, of_runs)]
+    return counts[0], counts[-1]
 
 
 def _beside_yardstick(first: Figure, second: Figure) -> bool:
     return first.has_yardstick and second.has_yardstick
 
 
-@dataclass(frozen=True)
-class _Series:
-    """Values in the order in which the processes ran, beside the yardstick's where there is one; and the variance that
-    this gives the difference of the means, or their mean where it is one series; and the degrees of freedom that went
-    into it.
-    """
-
-    values: tuple[list[float], ...]
-    correction: float = 0.0
-    spent: float = 0.0
-
-
-def series_of_runs(first: Figure, second: Figure, spread: float) -> _Series:
-    """One of each run; spread: of slopes, as of `slope_spread`."""
-    order = [sorted(one.values) for one in (first, second)]
-    values = [[one.values[r] for r in replicates] for one, replicates in zip((first, second), order, strict=True)]
-    if not _beside_yardstick(first, second):
-        return _Series(tuple(values))
-    yardsticks = [
-        [one.yardsticks[r] for r in replicates] for one, replicates in zip((first, second), order, strict=True)
-    ]
-    slope = slope_of(list(zip(values, yardsticks, strict=True)), spread)
-    return _Series(
-        tuple(map(slope.take_off, values, yardsticks)), slope.variance_between_runs(*yardsticks), slope.spent
-    )
-
-
-def _paired_series(first: Figure, second: Figure) -> _Series:
-    """The differences within replicates."""
-    replicates = _replicates(first, second)
-    values = [second.values[r] - first.values[r] for r in replicates]
-    if not _beside_yardstick(first, second):
-        return _Series((values,))
-    yardsticks = [second.yardsticks[r] - first.yardsticks[r] for r in replicates]
-    slope = slope_of([(values, yardsticks)], slope_spread())
-    correction = statistics.fmean(yardsticks) ** 2 * slope.variance
-    return _Series((slope.take_off(values, yardsticks),), correction, slope.spent)
-
-
 def _verdicts(
-    pairs: Mapping[str, tuple[Figure, Figure]],
-    effects: Mapping[str, Effect],
-    counts: Mapping[str, tuple[int, int]],
+    pairs: Mapping[str, tuple[Figure, Figure]], found: Mapping[str, Paired], of_runs: bool
 ) -> tuple[Verdict, ...]:
-    found = []
+    verdicts = []
     for key, (first, second) in pairs.items():
-        one, other = counts[key]
-        reason = None
-        if key not in effects:
+        one, other = processes = _processes(first, second, of_runs)
+        if key in found:
+            effect, reason = found[key].effect, None
+        else:
+            effect = Effect("cannot tell", second.mean / first.mean)
             reason = (
                 f"{one} and {other} processes; {MIN_REPLICATES} each are needed: put `replicates: {MIN_REPLICATES}` or "
                 "more into the YAML"
             )
-        effect = effects.get(key) or Effect("cannot tell", second.mean / first.mean)
-        found.append(
+        verdicts.append(
             Verdict(
-                second.place, second.title, second.name, second.unit, effect, first.mean, second.mean, (one, other),
-                _beside_yardstick(first, second), reason, first.title if first.arm != second.arm else "",
+                second.place, second.title, second.name, second.unit, effect, first.mean, second.mean, processes,
+                _beside_yardstick(first, second), first.slope is not None, reason,
+                first.title if first.arm != second.arm else "",
             )
         )  # fmt: skip
-    return tuple(found)
+    return tuple(verdicts)
 
 
-def _told(figure: Figure) -> str:
-    return f"{figure.place}: {figure.title}, {figure.name}"
+def _cut_off(*runs: RecordedRun) -> tuple[str, ...]:
+    """A sentence for each of the runs that did not come to its end: what it lacks is no fault of its variants."""
+    return tuple(f"{run.name} was cut off after {run.progress}" for run in runs if not run.finished)
 
 
 def _why_none(first: Mapping[str, Figure], second: Mapping[str, Figure]) -> str:
     """What there is instead; a figure of an interpreted kernel is never one."""
     if not first and not second:
         return ": nothing was timed (an interpreted kernel is not)"
-    names: Sequence[str] = list(dict.fromkeys(_told(one) for one in (*first.values(), *second.values())))
+    names = list(dict.fromkeys(map(str, (*first.values(), *second.values()))))
     return f": there is {'; '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,8 +13,8 @@ class Served:
     requests here. Seconds are the whole round's.
 
     moments: of each request, when each of its tokens was there, seconds after it came; None where nobody knows.
-    late: the requests that came while others ran; where there are some, first_token_s is of them, the rest of the
-    others. error: why the first that failed did; None where nobody knows.
+    late: the requests that came while others ran; where there are some, ttft_s is of them, the rest of the others.
+    error: why the first that failed did; None where nobody knows.
     """
 
     tokens: tuple[tuple[int, ...] | None, ...]
@@ -25,24 +25,23 @@ class Served:
     error: str | None = None
 
     @property
-    def first_token_s(self) -> list[float]:
+    def ttft_s(self) -> list[float]:
         """Seconds to the first token of each request."""
-        return [m[0] for i, m in enumerate(self.moments or ()) if m and (not self.late or i in self.late)]
+        return [moments[0] for moments in self._moments_of(late=bool(self.late)) if moments]
 
     @property
-    def per_token_s(self) -> list[float]:
+    def tpot_s(self) -> list[float]:
         """Of each request with several tokens, the mean of the seconds between them."""
-        return [
-            (m[-1] - m[0]) / (len(m) - 1) for i, m in enumerate(self.moments or ()) if len(m) > 1 and self._early(i)
-        ]
+        return [(m[-1] - m[0]) / (len(m) - 1) for m in self._moments_of(late=False) if len(m) > 1]
 
     @property
-    def gaps_s(self) -> list[float]:
+    def gap_s(self) -> list[float]:
         """The seconds between any two tokens of a request that follow each other."""
-        return [b - a for i, m in enumerate(self.moments or ()) if self._early(i) for a, b in itertools.pairwise(m)]
+        return [after - before for m in self._moments_of(late=False) for before, after in itertools.pairwise(m)]
 
-    def _early(self, request: int) -> bool:
-        return request not in self.late
+    def _moments_of(self, *, late: bool) -> Iterator[tuple[float, ...]]:
+        """The moments of the late requests, or of the others."""
+        return (moments for index, moments in enumerate(self.moments or ()) if (index in self.late) == late)
 
     @property
     def output_tokens(self) -> int:
@@ -66,24 +65,18 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-def interleaved(servers: Sequence[Server], repeats: int, done: Callable[[], None]) -> list[list[Served] | Exception]:
-    """Per server its rounds, or what it raised in one, after which it has no more. One round of each server follows the
-    other, so that a machine that slows down slows all.
+def interleaved(servers: Sequence[Server], repeats: int, done: Callable[[], None]) -> list[list[Served]]:
+    """Per server its rounds. One round of each server follows the other, so that a machine that slows down slows all.
 
     A first round of each, which is not counted, warms up whatever is made on first use. Every second time the order is
     reversed: nobody's rounds all follow those of one other server, which leave their own state in caches and allocator.
     """
     rounds: list[list[Served]] = [[] for _ in servers]
-    failures: dict[int, Exception] = {}
     for index in range(repeats + 1):
         places = range(len(servers))
         for place in places if index % 2 else reversed(places):
-            if place not in failures:
-                try:
-                    served = servers[place]()
-                except Exception as error:  # anyone's engine, and the others go on
-                    failures[place] = error
-                else:
-                    rounds[place] += [served] if index else []
+            served = servers[place]()
+            if index:
+                rounds[place].append(served)
             done()
-    return [failures.get(place, mine) for place, mine in enumerate(rounds)]
+    return rounds

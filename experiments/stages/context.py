@@ -1,46 +1,34 @@
-"""What every task is given."""
+"""A task under way: what it is given, what its rows say of it, and where they go."""
 
+import json
 import os
 import resource
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from experiments.planning.arms import Arm, Pick, ServedWorkload
 from experiments.planning.plan import Plan
 from experiments.planning.requests import requests_of
-from experiments.runs.rows import Row
+from experiments.quantization.models import QuantizedModel, list_quantized_models
+from experiments.runs.rows import Row, Status
 from experiments.serving.requests import Request
 from experiments.stages.task import Task
 from tkernels import Tuning
 from tkernels.variant import Variant
 
-
-class Report(Protocol):
-    """Where a task's findings go. Each is known at once, so that what a crash leaves behind is not lost."""
-
-    def record(self, row: Row) -> None: ...
-
-    def keep(self, samples: Mapping[str, Any]) -> None:
-        """Raw figures that are too big for rows, once."""
-
-    def say(self, doing: str) -> None: ...
+Send = Callable[[Mapping[str, Any]], None]
+"""Takes a message of a task: what kind it is -> its value, which JSON can hold. They are sent at once, so that what a
+crash leaves behind is not lost.
+"""
 
 
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes of what getrusage counts memory in."""
-
-
-def machine_load() -> float | None:
-    """The machine's mean number of processes that run or wait to run over the last minute; None where none is known."""
-    try:
-        return os.getloadavg()[0]
-    except OSError:
-        return None
+def measure_load() -> float:
+    """The machine's mean number of processes that run or wait to run over the last minute."""
+    return os.getloadavg()[0]
 
 
 @dataclass(frozen=True)
@@ -52,8 +40,8 @@ class Context:
     run_id: str
     tuning: Tuning
     cache: Path
-    report: Report
-    load: float | None = field(default_factory=machine_load)
+    send: Send
+    load: float = field(default_factory=measure_load)
 
     @property
     def arm(self) -> Arm:
@@ -70,40 +58,72 @@ class Context:
         """The task's workload."""
         return self.plan.workloads[self.task.workload]
 
+    @property
+    def directory(self) -> Path:
+        """The model's."""
+        assert self.plan.model is not None
+        return self.plan.model.directory()
+
     def requests(self) -> list[Request]:
         """Those of the task's workload."""
         assert self.plan.model is not None
         return requests_of(self.served.workload, self.plan.model.config.vocab_size)
 
-    def common(self, **more: Any) -> dict[str, Any]:
-        return common_fields(self.plan, self.task, self.run_id, **more)
-
-    def record(self, row: Row) -> None:
-        """Records a row with the memory that this process has held, and how busy the machine is."""
+    def record(self, status: Status = "ok", **columns: Any) -> None:
+        """Records a row: these columns, what it is of, the memory that this process held, how busy the machine is."""
         on_cuda = self.plan.device.type == "cuda"
-        peaks = {
-            "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
-            "device_peak_bytes": torch.cuda.max_memory_allocated(self.plan.device) if on_cuda else None,
-        }
-        loads = {"load_before": self.load, "load_after": machine_load()}
-        self.report.record(row.model_copy(update=peaks | loads))
+        row = Row(
+            stage=self.task.phase,
+            status=status,
+            host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            device_peak_bytes=torch.cuda.max_memory_allocated(self.plan.device) if on_cuda else None,
+            load_before=self.load,
+            load_after=measure_load(),
+            **task_fields(self.plan, self.task, self.run_id, columns.get("axes")),
+            **columns,
+        )
+        self.send({"row": json.loads(row.as_json())})
+
+    def keep(self, samples: Mapping[str, Any]) -> None:
+        """Keeps raw figures that are too big for rows, once."""
+        self.send({"samples": samples})
+
+    def say(self, doing: str) -> None:
+        """Says what the task is at."""
+        self.send({"doing": doing})
 
 
-def common_fields(plan: Plan, task: Task, run_id: str, **more: Any) -> dict[str, Any]:
-    """The fields that every row of a task shares."""
-    return {
-        "run_id": run_id,
-        "task": task.key,
-        "replicate": task.replicate,
-        "dtype": str((more.get("axes") or {}).get("activation", plan.dtype_name)),
-        "device": plan.device.type,
-        **more,
-    }
+def task_fields(plan: Plan, task: Task, run_id: str, axes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The columns by which every row of a task says what it is of.
+
+    Args:
+        axes: of the row, where it is about a point.
+    """
+    fields: dict[str, Any] = {"run_id": run_id, "task": task.key, "replicate": task.replicate}
+    fields |= {"dtype": dtype_at(plan, axes or {}), "device": plan.device.type, "settings": plan_settings(plan)}
+    match task.phase:
+        case "check" | "kernels":
+            return {**fields, "arm": {task.op: task.variant}, "op": task.op, "variant": task.variant}
+        case "quantization":
+            model = quantized_model(plan, task)
+            return {
+                **fields,
+                "arm": label_running_variants(plan, plan.arms[0]),
+                "method": "dense" if model is None else model.method,
+                "bits": None if model is None else model.bits,
+                "group_size": None if model is None else model.group_size,
+            }
+    served = plan.workloads[task.workload]
+    fields["workload"] = served.name
+    if task.phase == "peers":  # it knows no arm, but is of its plan's model and dtype
+        return {**fields, "arm": {}, "settings": {**fields["settings"], **served.settings}, "peer": task.peer}
+    arm = plan.arms[task.arm]
+    return {**fields, "arm": label_running_variants(plan, arm), "settings": {**arm.settings, **served.settings}}
 
 
-def served_fields(plan: Plan, arm: Arm, served: ServedWorkload) -> dict[str, Any]:
-    """Of an arm at a workload, the fields that say which they are."""
-    return {"arm": labels_of(plan, arm), "settings": {**arm.settings, **served.settings}, "workload": served.name}
+def dtype_at(plan: Plan, axes: Mapping[str, Any]) -> str:
+    """The name of the activations' dtype at a point of an op."""
+    return str(axes.get("activation", plan.dtype_name))
 
 
 def plan_settings(plan: Plan) -> dict[str, Any]:
@@ -111,30 +131,24 @@ def plan_settings(plan: Plan) -> dict[str, Any]:
     return {name: value for name, value in plan.arms[0].settings.items() if name in ("model", "dtype")}
 
 
-def op_fields(plan: Plan, op: str, variant: str) -> dict[str, Any]:
-    """Of a variant, by its label, the fields that say which it is."""
-    return {"arm": {op: variant}, "settings": plan_settings(plan), "op": op, "variant": variant}
-
-
-def peer_fields(plan: Plan, served: ServedWorkload, peer: str) -> dict[str, Any]:
-    """Of a peer at a workload, the fields that say which they are. It knows no arm, but is of its plan's model and
-    dtype.
-    """
-    return {"arm": {}, "settings": {**plan_settings(plan), **served.settings}, "workload": served.name, "peer": peer}
-
-
-def labels_of(plan: Plan, arm: Arm) -> dict[str, str]:
+def label_running_variants(plan: Plan, arm: Arm) -> dict[str, str]:
     """op -> the label of the variant that an arm calls: of all that serve it, also those that it does not name."""
     return {op: pick.label for op, pick in sorted(plan.running(arm).items())}
 
 
-def one_line(error: BaseException) -> str:
-    """An exception as a row's reason."""
+def quantized_model(plan: Plan, task: Task) -> QuantizedModel | None:
+    """The quantized model that a task is about; None is the dense one."""
+    assert plan.experiment.quantization is not None
+    return [None, *list_quantized_models(plan.experiment.quantization)][task.checkpoint]
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception as a row's reason, in one line."""
     text = " ".join(str(error).split())
-    return in_words(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+    return name_lack_of_memory(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
-def in_words(reason: str) -> str:
+def name_lack_of_memory(reason: str) -> str:
     """The reason; that memory ran out is said in the same words, whoever says it."""
     unsaid = "out of memory" not in reason and any(sign in reason for sign in ("MemoryError", "can't allocate memory"))
     return f"out of memory: {reason}" if unsaid else reason

@@ -1,11 +1,36 @@
-"""What rows and samples say of a workload's timed rounds."""
+"""Timed rounds of a workload in a task, and what rows and samples say of them."""
 
 import statistics
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 from experiments.runs.table import spread
-from experiments.serving.rounds import Served
+from experiments.serving.rounds import Served, Server, interleaved
+from experiments.stages.context import Context
+from experiments.stages.yardstick import Yardstick
+
+_YARDSTICK_SAMPLES = 100  # 10 ms after each round
+
+
+def time_rounds(context: Context, server: Server) -> tuple[list[Served], float | None]:
+    """Has a server serve the experiment's rounds; on a CPU, samples of the yardstick are taken between them.
+
+    Returns:
+        The rounds, and the yardstick's median in microseconds; None on a GPU.
+    """
+    repeats = context.plan.experiment.repeats
+    yardstick = Yardstick() if context.plan.device.type == "cpu" else None
+    numbers = count(1)
+
+    def end_round() -> None:
+        if yardstick is not None:
+            for _ in range(_YARDSTICK_SAMPLES):
+                yardstick()
+        context.say(f"{next(numbers)} of {1 + repeats} rounds")
+
+    (rounds,) = interleaved([server], repeats, end_round)
+    return rounds, yardstick.median_us if yardstick is not None else None
 
 
 def raw_rounds(rounds: Sequence[Served]) -> list[dict[str, Any]]:
@@ -21,32 +46,35 @@ def raw_rounds(rounds: Sequence[Served]) -> list[dict[str, Any]]:
     ]
 
 
-def figures(rounds: Sequence[Served], not_timed: str | None = None) -> dict[str, Any]:
-    """The fields that an engine row and a peer row share. `not_timed`: why there is no speed, or None."""
-    last = rounds[-1]
-    result: dict[str, Any] = {
+def count_served(last: Served) -> dict[str, Any]:
+    """The columns of an engine's or a peer's row that say what was served, by the last round."""
+    return {
         "requests": len(last.tokens),
         "requests_failed": sum(tokens is None for tokens in last.tokens),
         "requests_error": last.error,
         "prompt_tokens": last.prompt_tokens,
         "output_tokens": last.output_tokens,
-        "speed_reason": not_timed,
     }
-    if not_timed is not None:
-        return {**result, **dict.fromkeys(_TIMES)}
+
+
+def summarize_times(rounds: Sequence[Served]) -> dict[str, Any]:
+    """The columns of an engine's or a peer's row that say how fast it was served."""
     rates = [served.tokens_per_s for served in rounds]
     return {
-        **result,
+        "speed_reason": None,
         "tokens_per_s": statistics.median(rates),
         "tokens_per_s_iqr": spread(rates),
         "seconds": [served.seconds for served in rounds],
-        "ttft_s": percentiles([wait for served in rounds for wait in served.first_token_s]),
-        "tpot_s": percentiles([mean for served in rounds for mean in served.per_token_s]),
-        "gap_s": percentiles([gap for served in rounds for gap in served.gaps_s]),
+        "ttft_s": percentiles([wait for served in rounds for wait in served.ttft_s]),
+        "tpot_s": percentiles([mean for served in rounds for mean in served.tpot_s]),
+        "gap_s": percentiles([gap for served in rounds for gap in served.gap_s]),
     }
 
 
-_TIMES = ("tokens_per_s", "tokens_per_s_iqr", "seconds", "ttft_s", "tpot_s", "gap_s")
+def no_times(reason: str) -> dict[str, Any]:
+    """The same columns where nothing was timed."""
+    names = ("tokens_per_s", "tokens_per_s_iqr", "seconds", "ttft_s", "tpot_s", "gap_s")
+    return {**dict.fromkeys(names), "speed_reason": reason}
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
@@ -55,8 +83,3 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
         return None
     ordered = sorted(values)
     return {f"p{share}": ordered[-(-share * len(ordered) // 100) - 1] for share in (50, 90, 99)}
-
-
-def equal_requests(one: Sequence[tuple[int, ...] | None], other: Sequence[tuple[int, ...] | None]) -> int:
-    """How many requests have the same tokens in both; a request that failed in either does not count."""
-    return sum(a is not None and a == b for a, b in zip(one, other, strict=True))

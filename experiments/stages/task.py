@@ -1,7 +1,7 @@
 """What one process of a sweep has to do: plain data, which goes from process to process as JSON."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Phase = Literal["check", "kernels", "engine", "peers", "step", "quantization"]
@@ -26,7 +26,7 @@ class Task:
     timeout: float | None = None
     op: str = ""
     variant: str = ""
-    points: tuple[TaskPoint, ...] = ()
+    points: Sequence[TaskPoint] = ()
     serves: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     arm: int = 0
     workload: int = 0
@@ -38,10 +38,3 @@ class Task:
     def is_timed(self) -> bool:
         """Whether its rows compare speeds, so that nothing else may run beside it."""
         return self.phase != "check"
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def of(data: Mapping[str, Any]) -> "Task":
-        return Task(**{**data, "points": tuple((name, axes) for name, axes in data["points"])})

@@ -3,14 +3,12 @@
 import statistics
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from experiments.stages.task import Task
-from experiments.sweep.tasks import Ended
 
 
 class Display(AbstractContextManager["Display"]):
@@ -33,31 +31,29 @@ class Display(AbstractContextManager["Display"]):
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.update(self._bar, doing="", left="")
         self._progress.stop()
 
     def plan(self, done: int, left: Sequence[Task]) -> None:
         """So many tasks are over, and these, as far as can be known, are left."""
         seconds = time_left(self._seconds, left)
-        text = "" if seconds is None or not left else f"{clock(seconds)} left"
+        text = "" if seconds is None or not left else f"{format_clock(seconds)} left"
         self._progress.update(self._bar, completed=done, total=done + len(left), left=text)
 
     def doing(self, task: Task, text: str) -> None:
         self._progress.update(self._bar, description=task.phase, doing=f"{task.key} {text}".strip())
 
-    def ended(self, ended: Ended) -> None:
-        for name in _names(ended.task):
-            self._seconds.setdefault(name, []).append(ended.seconds)
+    def ended(self, task: Task, seconds: float) -> None:
+        for group in _groups(task):
+            self._seconds.setdefault(group, []).append(seconds)
 
     def say(self, text: str) -> None:
         """A line above the bar."""
         self._progress.console.print(Text(text, "dim"), soft_wrap=True)
 
 
-def _names(task: Task) -> tuple[str, ...]:
+def _groups(task: Task) -> tuple[str, ...]:
     """What its time may tell of others' times: of its own replicates first, then of its phase, then of any."""
     return task.key.rpartition("#")[0] or task.key, f"phase {task.phase}", "all"
 
@@ -70,10 +66,10 @@ def time_left(seconds: dict[str, list[float]], left: Sequence[Task]) -> float | 
     """
     if "all" not in seconds:
         return None
-    return sum(statistics.fmean(next(seconds[n] for n in _names(task) if n in seconds)) for task in left)
+    return sum(statistics.fmean(next(seconds[group] for group in _groups(task) if group in seconds)) for task in left)
 
 
-def clock(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     """ "0:07", "1:02:03"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

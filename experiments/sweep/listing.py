@@ -1,6 +1,6 @@
 """The tasks of a run's phases: from its plan, and from what the rows before say can be done at all."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +8,7 @@ from experiments.planning.arms import ServedWorkload
 from experiments.planning.plan import Plan, Sweep
 from experiments.planning.points import Point
 from experiments.quantization.models import list_quantized_models
-from experiments.runs.rows import Row, Status
+from experiments.runs.rows import Row
 from experiments.stages.context import plan_settings
 from experiments.stages.task import Task
 
@@ -18,9 +18,9 @@ RowsOf = Callable[[str], Sequence[Row]]
 
 def check_tasks(sweep: Sweep, points: Sequence[Mapping[str, Sequence[Point]]]) -> list[Task]:
     """One for each variant of each op that some arm of a plan calls: all its points, of each plan."""
-    return _told_apart(
+    return _with_unique_keys(
         Task(
-            f"check/{_of_plan(plan)}{op}.{pick.label}", "check", number, timeout=sweep.experiment.timeout,
+            f"check/{_plan_prefix(plan)}{op}.{pick.label}", "check", number, timeout=sweep.experiment.timeout,
             op=op, variant=pick.label, points=tuple((point.name, dict(point.axes)) for point in points[number][op]),
             serves={point.name: point.serves for point in points[number][op] if point.serves},
         )
@@ -32,28 +32,28 @@ def check_tasks(sweep: Sweep, points: Sequence[Mapping[str, Sequence[Point]]]) -
 
 def kernel_tasks(checks: Sequence[Task], rows_of: RowsOf) -> list[Task]:
     """Of the first replicate: each variant at the points where its check was ok."""
-    tasks = []
-    for task in checks:
-        right = {row.point for row in rows_of(task.key) if row.stage == "check" and row.status == "ok"}
-        points = tuple(point for point in task.points if point[0] in right)
-        if points:
-            key = f"kernels/{task.key.removeprefix('check/')}#0"
-            tasks.append(replace(task, key=key, phase="kernels", points=points))
-    return tasks
+    right = {task.key: {row.point for row in rows_of(task.key) if row.status == "ok"} for task in checks}
+    return _kernel_tasks((task, [point for point in task.points if point[0] in right[task.key]]) for task in checks)
+
+
+def _kernel_tasks(checks: Iterable[tuple[Task, Sequence[Any]]]) -> list[Task]:
+    return [
+        replace(task, key=f"kernels/{task.key.removeprefix('check/')}#0", phase="kernels", points=points)
+        for task, points in checks
+        if points
+    ]
 
 
 def engine_tasks(sweep: Sweep) -> list[Task]:
     """Of the first replicate: each arm at each workload that it serves, a workload's arms side by side."""
-    return _told_apart(
+    return _with_unique_keys(
         Task(
-            f"engine/{_slug(plan.arms[index].title)}{_named(served)}#0", "engine", number,
+            f"engine/{_slug(arm.title)}{_workload_suffix(served)}#0", "engine", number,
             timeout=sweep.experiment.timeout, arm=index, workload=place,
         )
-        for number, plan in enumerate(sweep.plans)
-        if plan.model is not None
-        for place, served in enumerate(plan.workloads)
-        for index in range(len(plan.arms))
-        if served in plan.arms[index].workloads
+        for number, plan, place, served in _served(sweep)
+        for index, arm in enumerate(plan.arms)
+        if served in arm.workloads
     )  # fmt: skip
 
 
@@ -64,16 +64,21 @@ def peer_tasks(sweep: Sweep, engines: Sequence[Task], rows_of: RowsOf) -> list[T
 
 def all_peer_tasks(sweep: Sweep) -> list[Task]:
     """Each peer at each workload."""
-    return _told_apart(
+    return _with_unique_keys(
         Task(
-            f"peers/{_of_plan(plan)}{peer}{_named(served)}#0", "peers", number,
+            f"peers/{_plan_prefix(plan)}{peer}{_workload_suffix(served)}#0", "peers", number,
             timeout=sweep.experiment.timeout, workload=place, peer=peer,
         )
-        for number, plan in enumerate(sweep.plans)
-        if plan.model is not None
-        for place, served in enumerate(plan.workloads)
+        for number, plan, place, served in _served(sweep)
         for peer in plan.experiment.peers
     )  # fmt: skip
+
+
+def _served(sweep: Sweep) -> Iterator[tuple[int, Plan, int, ServedWorkload]]:
+    """Each plan with each of its workloads, and their indices."""
+    for number, plan in enumerate(sweep.plans):
+        if plan.model is not None:
+            yield from ((number, plan, place, served) for place, served in enumerate(plan.workloads))
 
 
 def later_replicates(tasks: Sequence[Task], replicates: int, rows_of: RowsOf) -> list[Task]:
@@ -82,20 +87,22 @@ def later_replicates(tasks: Sequence[Task], replicates: int, rows_of: RowsOf) ->
     Every second one goes the other way round: whatever drifts hurts all alike, and nobody always follows the same one.
     What has no speed (it failed, or is interpreted) would have none again.
     """
-    again = []
-    for task in tasks:
-        rows = rows_of(task.key)
-        if task.phase == "kernels":
-            timed = {row.point for row in rows if row.stage == "kernels" and row.median_us is not None}
-            again += [replace(task, points=tuple(p for p in task.points if p[0] in timed))] if timed else []
-        elif _timed(rows):
-            settings = next((row.peer_settings for row in rows if row.stage == "peers"), None)
-            again.append(replace(task, peer_settings=settings))
+    again = [timed for task in tasks if (timed := _timed_part(task, rows_of(task.key))) is not None]
     return [
         replace(task, key=replicate_key(task, number), replicate=number)
         for number in range(1, replicates)
         for task in (reversed(again) if number % 2 else again)
     ]
+
+
+def _timed_part(task: Task, rows: Sequence[Row]) -> Task | None:
+    """The task at the points where it was timed, a peer with the settings that it had then; None where nothing was."""
+    if task.phase == "kernels":
+        timed = {row.point for row in rows if row.median_us is not None}
+        points = tuple(point for point in task.points if point[0] in timed)
+        return replace(task, points=points) if points else None
+    row = timed_row(rows)
+    return None if row is None else replace(task, peer_settings=row.peer_settings)
 
 
 def replicate_key(task: Task, number: int) -> str:
@@ -105,11 +112,16 @@ def replicate_key(task: Task, number: int) -> str:
 
 def step_tasks(engines: Sequence[Task], rows_of: RowsOf) -> list[Task]:
     """Of each arm and workload that was timed, once: recording takes time itself, so that it is no timed round."""
-    return [_step_task(task) for task in engines if _timed(rows_of(task.key))]
+    return [_step_task(task) for task in engines if timed_row(rows_of(task.key)) is not None]
 
 
 def _step_task(engine: Task) -> Task:
-    return replace(engine, key=f"step/{engine.key.removesuffix('#0').partition('/')[2]}", phase="step")
+    return replace(engine, key=follow_key("step", engine), phase="step")
+
+
+def follow_key(stage: str, task: Task) -> str:
+    """The key of what follows from a task's first replicate."""
+    return f"{stage}/{task.key.removesuffix('#0').partition('/')[2]}"
 
 
 def quantization_tasks(sweep: Sweep) -> list[Task]:
@@ -118,9 +130,9 @@ def quantization_tasks(sweep: Sweep) -> list[Task]:
     if quantization is None:
         return []
     names = ["dense", *(one.label for one in list_quantized_models(quantization))]
-    return _told_apart(
+    return _with_unique_keys(
         Task(
-            f"quantization/{_of_plan(plan)}{_slug(name)}", "quantization", number,
+            f"quantization/{_plan_prefix(plan)}{_slug(name)}", "quantization", number,
             timeout=sweep.experiment.timeout, checkpoint=index,
         )
         for number, plan in enumerate(sweep.plans)
@@ -130,58 +142,25 @@ def quantization_tasks(sweep: Sweep) -> list[Task]:
 
 def expected_tasks(sweep: Sweep, points: Sequence[Mapping[str, Sequence[Point]]]) -> list[Task]:
     """Every task that there will be where all goes well and is timed."""
-    checks = check_tasks(sweep, points)
-    timed = [replace(t, key=f"kernels/{t.key.removeprefix('check/')}#0", phase="kernels") for t in checks if t.points]
-    timed += [*engine_tasks(sweep), *all_peer_tasks(sweep)]
+    checks, engines = check_tasks(sweep, points), engine_tasks(sweep)
+    timed = [*_kernel_tasks((task, task.points) for task in checks), *engines, *all_peer_tasks(sweep)]
     replicates = range(sweep.experiment.replicates)
     each = [replace(task, key=replicate_key(task, number)) for number in replicates for task in timed]
-    return [*checks, *each, *map(_step_task, engine_tasks(sweep)), *quantization_tasks(sweep)]
-
-
-Verdicts = Mapping[tuple[int, str, str], tuple[Status, str]]
-"""(plan, op, variant label) -> the first check that was wrong or failed, with the reason."""
-
-
-def verdicts(checks: Sequence[Task], rows_of: RowsOf) -> Verdicts:
-    """What the checks say against variants."""
-    found: dict[tuple[int, str, str], tuple[Status, str]] = {}
-    for task in checks:
-        for row in rows_of(task.key):
-            if row.status in ("wrong", "failed"):
-                found.setdefault((task.plan, task.op, task.variant), (row.status, row.reason or ""))
-    return found
-
-
-def refusal(plan: Plan, task: Task, verdicts: Verdicts) -> tuple[Status, str] | None:
-    """Why an engine's task is not begun: its arm is unsupported, or a kernel of it was wrong, and is not let loose on a
-    real cache.
-    """
-    if task.arm in plan.unsupported:
-        return "unsupported", plan.unsupported[task.arm]
-    for op, pick in plan.running(plan.arms[task.arm]).items():
-        if (task.plan, op, pick.label) in verdicts:
-            status, reason = verdicts[task.plan, op, pick.label]
-            return status, f"not run, its {op}.{pick.label} is {status}: {reason}"
-    return None
+    return [*checks, *each, *map(_step_task, engines), *quantization_tasks(sweep)]
 
 
 def first_timed(engines: Sequence[Task], peer: Task, rows_of: RowsOf) -> Task | None:
     """The arm that a peer is compared with, in its first replicate."""
-    place = (peer.plan, peer.workload)
-    return next((t for t in engines if (t.plan, t.workload) == place and _timed(rows_of(t.key))), None)
+    beside = (task for task in engines if (task.plan, task.workload) == (peer.plan, peer.workload))
+    return next((task for task in beside if timed_row(rows_of(task.key)) is not None), None)
 
 
 def timed_row(rows: Sequence[Row]) -> Any:
     """The row of an arm or a peer that was timed, or None."""
-    served = [row for row in rows if row.stage in ("engine", "peers")]
-    return next((row for row in served if row.status == "ok" and row.tokens_per_s is not None), None)
+    return next((row for row in rows if row.status == "ok" and row.tokens_per_s is not None), None)
 
 
-def _timed(rows: Sequence[Row]) -> bool:
-    return timed_row(rows) is not None
-
-
-def _told_apart(tasks: Iterable[Task]) -> list[Task]:
+def _with_unique_keys(tasks: Iterable[Task]) -> list[Task]:
     """The tasks of a phase. What would have the key of one before (names that differ in " " and "_", equal sets of
     scheduler options) is numbered: a row is known by its task's key, and there is no reading rows of two tasks as one.
     """
@@ -196,12 +175,12 @@ def _told_apart(tasks: Iterable[Task]) -> list[Task]:
     return list(found.values())
 
 
-def _of_plan(plan: Plan) -> str:
+def _plan_prefix(plan: Plan) -> str:
     """What tells a plan from the others of its sweep: "dtype=bfloat16/"."""
     return "".join(f"{name}={_slug(str(value))}/" for name, value in plan_settings(plan).items())
 
 
-def _named(served: ServedWorkload) -> str:
+def _workload_suffix(served: ServedWorkload) -> str:
     return f"/{_slug(served.title)}" if served.title else ""
 
 

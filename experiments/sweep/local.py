@@ -1,71 +1,63 @@
 """Tasks on this machine, one after the other: each in a child of its replicate's server.
 
-`Local.begin` is for a process that has not imported torch yet: the server imports it at the same time.
+Needs no torch: a server imports it at the same time as the process that begins it.
 """
 
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from experiments.document import ExperimentError
 from experiments.stages.task import Task
-from experiments.sweep.tasks import Ended, Setup, Tell
+from experiments.sweep.tasks import Ended, OnDoing, Setup
 from tsched.torch_free import load_from_file
 
 if TYPE_CHECKING:
-    from tkernels.isolation import Server
+    from tkernels import isolation
+else:
+    isolation = load_from_file("isolation")
 
 _MOST_SERVERS = 5
 """At once. One holds about 0.4 GB while it waits; starting one takes seconds, in which nothing can be measured."""
 
 
-def start_server(setup: Setup, begun: "subprocess.Popen[bytes] | None" = None) -> "Server":
-    """A server for a run's tasks; of a process that was begun, where there is one."""
-    from tkernels.isolation import Server
+def begin_server(serves: bool) -> isolation.Server:
+    """A server that imports what a run's tasks want: with a model, also most of what a small engine's start takes."""
+    tokenizer = ("transformers.models.auto.tokenization_auto",) if serves else ()
+    return isolation.Server(imports=("experiments.sweep.work", *tokenizer))
 
+
+def load_tasks(server: isolation.Server, setup: Setup) -> None:
+    """Says which run's tasks they will be."""
     environment = {"TRITON_INTERPRET": "1" if setup.mode == "interpret" else "0"}
-    server = Server(environment, _imports(setup.serves), begun)
-    server.load("experiments.sweep.work:prepare_tasks", setup.as_json(), environment)
-    return server
+    server.load("experiments.sweep.work:prepare_tasks", asdict(setup), environment)
 
 
-def _imports(serves: bool) -> tuple[str, ...]:
-    """What a run's tasks want: with a model, also most of what a small engine's start would take."""
-    return ("experiments.sweep.work", *(["transformers.models.auto.tokenization_auto"] if serves else []))
-
-
-def run_task(server: "Server", task: Task, doing: Tell, printed: Tell) -> Ended:
+def run_task(server: isolation.Server, task: Task, doing: OnDoing) -> Ended:
     """Runs one task to its end."""
-    from tkernels.isolation import ServerError
-
     wait_for(server)
     ended = Ended(task)
 
     def hear(message: Any) -> None:
-        ((kind, value),) = message.items()
-        ended.hear(kind, value)
-        if kind == "doing":
-            doing(task, value)
+        ended.hear(message)
+        if "doing" in message:
+            doing(task, message["doing"])
 
     try:
-        ending = server.run(task.as_json(), hear, task.timeout)
-    except ServerError as error:
+        ending = server.run(asdict(task), hear, task.timeout)
+    except isolation.ServerError as error:
         ended.death = f"the server of its replicate {error}"
         return ended
-    if ending.printed:
-        printed(task, ending.printed)
-    ended.seconds, ended.death = ending.seconds, ending.death or ended.death
+    ended.seconds, ended.death, ended.printed = ending.seconds, ending.death or ended.death, ending.printed
     return ended
 
 
-def wait_for(server: "Server") -> None:
+def wait_for(server: isolation.Server) -> None:
     """Waits until a server can take a task; ExperimentError where it never will, and no other would."""
-    from tkernels.isolation import ServerError
-
     try:
         server.wait()
-    except ServerError as error:
+    except isolation.ServerError as error:
         raise ExperimentError([f"the process that tasks are forked from {error}"]) from None
 
 
@@ -75,22 +67,20 @@ class Local:
     name = "local"
 
     def __init__(self) -> None:
-        self._servers: dict[int, Server] = {}
-        self._begun: list[subprocess.Popen[bytes]] = []
+        self._servers: dict[int, isolation.Server] = {}  # by replicate
         self._setup: Setup | None = None
 
     def begin(self, serves: bool) -> None:
-        """Starts a server's process for the run that `start` will tell of; without one it ends with this process.
+        """Starts the first replicate's server, for the run that `start` will tell of.
 
         serves: whether the run has tasks with a model.
         """
-        self._begun.append(load_from_file("isolation").start_server(imports=_imports(serves)))
+        self._servers[0] = begin_server(serves)
 
     def end(self) -> None:
-        for process in self._begun:
-            process.kill()  # it has no child
-            process.communicate()
-        self._begun.clear()
+        for server in self._servers.values():
+            server.end()
+        self._servers.clear()
 
     @contextmanager
     def start(self, setup: Setup) -> Iterator[None]:
@@ -101,39 +91,35 @@ class Local:
                 self._start(replicate)
             yield
         finally:
-            for server in self._servers.values():
-                server.end()
-            self._servers.clear()
+            self.end()
 
-    def run(self, tasks: Sequence[Task], doing: Tell, printed: Tell) -> Iterator[Ended]:
+    def run(self, tasks: Sequence[Task], doing: OnDoing) -> Iterator[Ended]:
         for task in tasks:
             left: Task | None = task
             while left is not None:
-                ended = self._run(left, doing, printed)
+                ended = self._run(left, doing)
                 yield ended
                 left = ended.rest
 
-    def _run(self, task: Task, doing: Tell, printed: Tell) -> Ended:
+    def _run(self, task: Task, doing: OnDoing) -> Ended:
         server = self._server(task.replicate)
         if task.is_timed:
             for other in self._servers.values():  # what imports would be measured too
                 wait_for(other)
-        return run_task(server, task, doing, printed)
+        return run_task(server, task, doing)
 
-    def _server(self, replicate: int) -> "Server":
+    def _server(self, replicate: int) -> isolation.Server:
         """The replicate's server, started where it is not there or has died."""
         server = self._servers.get(replicate)
-        if server is not None and server.is_dead:
-            self._servers.pop(replicate).end()
-            server = None
-        if server is None:
-            if len(self._servers) == _MOST_SERVERS:
-                self._servers.pop(next(iter(self._servers))).end()
-            server = self._start(replicate)
-        return server
+        if server is not None and not server.is_dead:
+            return server
+        if server is not None or len(self._servers) == _MOST_SERVERS:
+            self._servers.pop(replicate if server is not None else next(iter(self._servers))).end()
+        return self._start(replicate)
 
-    def _start(self, replicate: int) -> "Server":
+    def _start(self, replicate: int) -> isolation.Server:
         assert self._setup is not None
-        server = start_server(self._setup, self._begun.pop() if self._begun else None)
+        server = self._servers.get(replicate) or begin_server(self._setup.serves)
         self._servers[replicate] = server
+        load_tasks(server, self._setup)
         return server

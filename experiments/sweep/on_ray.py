@@ -13,26 +13,22 @@ ran on nodes of one kind, and had no neighbours: a core is not alone on its mach
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from experiments.document import ExperimentError
 from experiments.stages.task import Task
-from experiments.sweep.local import run_task, start_server
-from experiments.sweep.tasks import Ended, Setup, Tell
+from experiments.sweep.local import begin_server, load_tasks, run_task
+from experiments.sweep.tasks import Ended, OnDoing, Setup
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 
-def carry_out(setup: Mapping[str, Any], task: Mapping[str, Any]) -> tuple[Ended, list[str]]:
-    """In a Ray worker: the task in a process of its own; what it came to, and what it printed."""
-    printed: list[str] = []
-    server = start_server(Setup.of(setup))
-    try:
-        ended = run_task(server, Task.of(task), lambda task, text: None, lambda task, text: printed.append(text))
-    finally:
-        server.end()
-    return ended, printed
+def carry_out(setup: Setup, task: Task) -> Ended:
+    """In a Ray worker: the task in a process of its own."""
+    with begin_server(setup.serves) as server:
+        load_tasks(server, setup)
+        return run_task(server, task, lambda task, text: None)
 
 
 class OnRay:
@@ -44,7 +40,7 @@ class OnRay:
 
     def __init__(self) -> None:
         """Raises ExperimentError where Ray is not installed."""
-        self._ray: ModuleType = _ray()
+        self._ray: ModuleType = _import_ray()
         self._setup: Setup | None = None
 
     @contextmanager
@@ -64,7 +60,7 @@ class OnRay:
     def end(self) -> None:
         pass
 
-    def run(self, tasks: Sequence[Task], doing: Tell, printed: Tell) -> Iterator[Ended]:
+    def run(self, tasks: Sequence[Task], doing: OnDoing) -> Iterator[Ended]:
         """All at once, begun in the order given; Ray waits with those that there is no room for. What is left of a task
         that died comes after them.
         """
@@ -72,23 +68,20 @@ class OnRay:
         share = {"num_gpus": 1, "num_cpus": 0} if self._setup.on_cuda else {"num_cpus": 1}
         self._check_room(share)
         remote = self._ray.remote(max_retries=0, **share)(carry_out)
-        setup = self._setup.as_json()
-        pending = {remote.remote(setup, task.as_json()): task for task in tasks}
+        pending = {remote.remote(self._setup, task): task for task in tasks}
         try:
             while pending:
-                self._say(pending, doing)
+                doing(next(iter(pending.values())), f"and {len(pending) - 1} more" if len(pending) > 1 else "")
                 (done,), _ = self._ray.wait(list(pending), num_returns=1)
                 task = pending.pop(done)
                 try:
-                    ended, texts = self._ray.get(done)
+                    ended = self._ray.get(done)
                 except self._ray.exceptions.RayError as error:
                     # The worker itself is gone: its node died, or Ray ended it because the node had no memory left.
                     reason = " ".join(str(error).split())[:300]
-                    ended, texts = Ended(task, death=f"its Ray worker: {type(error).__name__}: {reason}"), []
-                for text in texts:
-                    printed(task, text)
+                    ended = Ended(task, death=f"its Ray worker: {type(error).__name__}: {reason}")
                 if ended.rest is not None:
-                    pending[remote.remote(setup, ended.rest.as_json())] = ended.rest
+                    pending[remote.remote(self._setup, ended.rest)] = ended.rest
                 yield ended
         finally:
             for reference in pending:
@@ -99,12 +92,8 @@ class OnRay:
         if share.get("num_gpus") and not self._ray.cluster_resources().get("GPU"):
             raise ExperimentError(["--executor ray: device is cuda, and no node of the cluster has a GPU"])
 
-    def _say(self, pending: Mapping[Any, Task], doing: Tell) -> None:
-        task = next(iter(pending.values()))
-        doing(task, f"and {len(pending) - 1} more" if len(pending) > 1 else "")
 
-
-def _ray() -> "ModuleType":
+def _import_ray() -> "ModuleType":
     try:
         import ray
     except ImportError:

@@ -1,9 +1,9 @@
 """One run: the tasks of its sweep, carried out by an executor, into one folder, and what follows from their rows."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -17,22 +17,20 @@ from experiments.runs.environment import environment_of
 from experiments.runs.folder import RunFolder, check_new, new_folder, new_path, new_run_id, open_again
 from experiments.runs.provenance import lockfile_entries, sha256_of, source_files
 from experiments.runs.reading import read_meta
-from experiments.runs.rows import COLUMNS, Row
-from experiments.stages import parity, speedups
-from experiments.stages.context import common_fields, served_fields
-from experiments.stages.parity import Answer
-from experiments.stages.quantization import CACHE
+from experiments.runs.rows import Row
 from experiments.stages.task import Phase, Task
 from experiments.sweep import listing
+from experiments.sweep.derived_rows import failed_rows, parity_rows, refused_rows, speedup_rows, unrecorded_rows
 from experiments.sweep.display import Display
-from experiments.sweep.failing import failed_rows
-from experiments.sweep.listing import Verdicts
 from experiments.sweep.local import Local
 from experiments.sweep.tasks import Ended, Executor, Setup
 from tkernels import ContractError, Tuning
 from tkernels.clocks import read_clocks
 from tkernels.device import device_facts
 from tkernels.mode import MODE
+
+CACHE = "quantized"
+"""The folder of quantized checkpoints, beside the run's: another run finds them there."""
 
 Points = Sequence[Mapping[str, Sequence[Point]]]
 """Of each plan, op -> its points."""
@@ -67,32 +65,21 @@ def run_experiment(
     """
     points = [_points_of(plan) for plan in sweep.plans]
     for plan in sweep.plans:
-        if plan.model is not None and (plan.experiment.workload or plan.experiment.quantization):
+        if plan.model is not None and _serves(sweep):
             # A preset that has to be trained first shows progress of its own.
             check_headers(plan.model.directory())
     executor = executor if executor is not None else Local()
     tuning = tuning if tuning is not None else Tuning(sweep.experiment.tuning)
-    folder = _folder(sweep, points, out, resume, overrides, executor.name)
-    try:
+    folder = _open_folder(sweep, points, out, resume, overrides, executor.name)
+    with _closing(folder):
         for repair in folder.repairs:
             console.print(Text(repair, "dim"), soft_wrap=True)
-        if folder.is_finished:
-            return folder
-        with Display(console) as display:
-            _Run(sweep, points, folder, executor, tuning, display).run()
-        device = sweep.plans[0].device
-        entries = lockfile_entries(sweep.plans, device_facts(device), folder.used, tuning.folder)
-        folder.finish(tuning.mode, entries, asdict(read_clocks(device)))
-    except KeyboardInterrupt:
-        raise RunInterrupted(folder.path) from None
-    except BrokenPipeError:
-        raise  # of whoever reads the display
-    except OSError as error:
-        what = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
-        kept = f"{folder.path}: what is done is kept, and goes on with --resume {folder.path}"
-        raise ExperimentError([what, kept]) from error
-    finally:
-        folder.close()
+        if not folder.is_finished:
+            with Display(console) as display:
+                _Run(sweep, points, folder, executor, tuning, display).run()
+            device = sweep.plans[0].device
+            entries = lockfile_entries(sweep.plans, device_facts(device), folder.used, tuning.folder)
+            folder.finish(tuning.mode, entries, asdict(read_clocks(device)))
     return folder
 
 
@@ -103,14 +90,12 @@ def _points_of(plan: Plan) -> dict[str, list[Point]]:
         raise ExperimentError([str(error)]) from None
 
 
-def _is_cut_off(sweep: Sweep, out: Path) -> bool:
-    """Whether `out` is the folder of this experiment's run, and has not ended."""
-    if not (out / "run.json").is_file() or read_meta(out)["finished"] is not None:
-        return False
-    return (out / "resolved.yaml").read_text(encoding="utf-8") == resolved_text(sweep)
+def _serves(sweep: Sweep) -> bool:
+    """Whether some task has a model."""
+    return sweep.plans[0].model is not None and bool(sweep.experiment.workload or sweep.experiment.quantization)
 
 
-def _folder(
+def _open_folder(
     sweep: Sweep, points: Points, out: Path | None, resume: Path | None, overrides: Sequence[str], executor: str
 ) -> RunFolder:
     again = resume if resume is not None else out if out is not None and _is_cut_off(sweep, out) else None
@@ -122,6 +107,30 @@ def _folder(
     check_new(path)
     tasks = len(listing.expected_tasks(sweep, points))
     return new_folder(sweep, path, run_id, environment_of(sweep, run_id, list(overrides)), executor, tasks)
+
+
+def _is_cut_off(sweep: Sweep, out: Path) -> bool:
+    """Whether `out` is the folder of this experiment's run, and has not ended."""
+    if not (out / "run.json").is_file() or read_meta(out)["finished"] is not None:
+        return False
+    return (out / "resolved.yaml").read_text(encoding="utf-8") == resolved_text(sweep)
+
+
+@contextmanager
+def _closing(folder: RunFolder) -> Iterator[None]:
+    """Closes the folder in the end; where the run is cut short, says what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise RunInterrupted(folder.path) from None
+    except BrokenPipeError:
+        raise  # of whoever reads the display
+    except OSError as error:
+        what = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
+        kept = f"{folder.path}: what is done is kept, and goes on with --resume {folder.path}"
+        raise ExperimentError([what, kept]) from error
+    finally:
+        folder.close()
 
 
 @dataclass
@@ -138,46 +147,32 @@ class _Run:
 
     def run(self) -> None:
         """Every phase, less what is done already."""
-        self.expected = listing.expected_tasks(self.sweep, self.points)
-        rows_of, replicates = self.folder.of_task, self.sweep.experiment.replicates
+        sweep, folder = self.sweep, self.folder
+        self.expected = listing.expected_tasks(sweep, self.points)
         with self.executor.start(self._setup()):
-            checks = listing.check_tasks(self.sweep, self.points)
+            checks = listing.check_tasks(sweep, self.points)
             self._do(checks)
-            kernels = listing.kernel_tasks(checks, rows_of)
+            kernels = listing.kernel_tasks(checks, folder.of_task)
             self._do(kernels)
-            again = listing.later_replicates(kernels, replicates, rows_of)
-            self._settle("kernels", [*kernels, *again])
-            self._do(again)
-            self._serve(listing.verdicts(checks, rows_of))
-            self._do(listing.quantization_tasks(self.sweep))
-
-    def _serve(self, verdicts: Verdicts) -> None:
-        """Arms and peers, and what follows from both."""
-        engines, rows_of = listing.engine_tasks(self.sweep), self.folder.of_task
-        for task in engines:
-            refused = listing.refusal(self.sweep.plans[task.plan], task, verdicts)
-            if refused is not None and not self.folder.done(task.key):
-                self.folder.record([self._refused_row(task, *refused)])
-        self._do(engines)
-        peers = listing.peer_tasks(self.sweep, engines, rows_of)
-        self._do(peers)
-        again = listing.later_replicates([*engines, *peers], self.sweep.experiment.replicates, rows_of)
-        self._settle("engine", [*engines, *again])
-        self._settle("peers", [*peers, *again])
-        self._do(again)
-        recorded = listing.step_tasks(engines, rows_of)
-        self._settle("step", recorded)
-        self._do(recorded)
-        derived: list[Row] = [
-            *self._parity_rows(engines), *self._speedup_rows(engines, peers), *self._unrecorded_rows(engines)
-        ]  # fmt: skip
-        for row in derived:
-            if not self.folder.done(row.task):
-                self.folder.record([row])
+            self._repeat(kernels, "kernels")
+            engines = listing.engine_tasks(sweep)
+            self._derive(refused_rows(sweep, folder, engines, checks))
+            self._do(engines)
+            peers = listing.peer_tasks(sweep, engines, folder.of_task)
+            self._do(peers)
+            self._repeat([*engines, *peers], "engine", "peers")
+            steps = listing.step_tasks(engines, folder.of_task)
+            self._settle(steps, "step")
+            self._do(steps)
+            self._derive(parity_rows(sweep, folder, engines))
+            self._derive(speedup_rows(sweep, folder, engines, peers))
+            self._derive(unrecorded_rows(sweep, folder, engines))
+            self._do(listing.quantization_tasks(sweep))
 
     def _setup(self) -> Setup:
-        plan, experiment = self.sweep.plans[0], self.sweep.experiment
-        serves = plan.model is not None and bool(experiment.workload or experiment.quantization)
+        plan = self.sweep.plans[0]
+        # Of what the folder keeps: rows are of that code, or there are none.
+        kept = {str(file): self.folder.path / "sources" / name for name, file in source_files(self.sweep.plans).items()}
         return Setup(
             resolved=resolved_text(self.sweep),
             run_id=self.folder.run_id,
@@ -186,14 +181,9 @@ class _Run:
             tuning_folder=str(self.tuning.folder.resolve()),
             cache=str((self.folder.path.parent / CACHE).resolve()),
             on_cuda=plan.device.type == "cuda",
-            serves=serves,
-            replicates=experiment.replicates,
-            # Of what the folder keeps: rows are of that code, or there are none.
-            sources={
-                str(file): sha256_of(kept)
-                for name, file in source_files(self.sweep.plans).items()
-                if (kept := self.folder.path / "sources" / name).is_file()
-            },
+            serves=_serves(self.sweep),
+            replicates=self.sweep.experiment.replicates,
+            sources={file: sha256_of(copy) for file, copy in kept.items() if copy.is_file()},
             broken={str(file): reason for file, reason in plan.ops.broken.items()},
         )
 
@@ -203,23 +193,28 @@ class _Run:
         self._show()
         if todo:
             processes: dict[str, list[Ended]] = {}
-            for ended in self.executor.run(todo, self.display.doing, self._printed):
+            for ended in self.executor.run(todo, self.display.doing):
                 processes.setdefault(ended.task.key, []).append(ended)
+                if ended.printed:
+                    self.display.say(f"{ended.task.key}: {ended.printed}")
                 if ended.rest is None:
                     self._record(processes.pop(ended.task.key))
                     self._show()
 
-    def _settle(self, phase: Phase, tasks: Sequence[Task]) -> None:
-        """It is known now which tasks of a phase there are."""
+    def _repeat(self, tasks: Sequence[Task], *phases: Phase) -> None:
+        """The later replicates of these phases' tasks."""
+        again = listing.later_replicates(tasks, self.sweep.experiment.replicates, self.folder.of_task)
+        self._settle([*tasks, *again], *phases)
+        self._do(again)
+
+    def _settle(self, tasks: Sequence[Task], *phases: Phase) -> None:
+        """It is known now which tasks of these phases there are."""
         keys = {task.key for task in tasks}
-        self.expected = [task for task in self.expected if task.phase != phase or task.key in keys]
+        self.expected = [task for task in self.expected if task.phase not in phases or task.key in keys]
 
     def _show(self) -> None:
         left = [task for task in self.expected if not self.folder.done(task.key)]
         self.display.plan(len(self.expected) - len(left), left)
-
-    def _printed(self, task: Task, text: str) -> None:
-        self.display.say(f"{task.key}: {text}")
 
     def _record(self, processes: Sequence[Ended]) -> None:
         """A task's rows in one write: a kill between its processes leaves none of them, and all is done again."""
@@ -227,89 +222,28 @@ class _Run:
         for ended in processes:
             rows += ended.rows
             if ended.death is not None or not ended.rows:
-                rows += failed_rows(self.sweep.plans[ended.task.plan], self.folder.run_id, ended)
+                rows += failed_rows(self.sweep, self.folder.run_id, ended)
             self.folder.use(self.tuning.mode, ended.used)
         self.folder.record(rows, processes[-1].samples)
-        self.display.ended(replace(processes[-1], seconds=sum(ended.seconds for ended in processes)))
+        self.display.ended(processes[0].task, sum(ended.seconds for ended in processes))
 
-    def _refused_row(self, task: Task, status: Any, reason: str) -> Row:
-        plan = self.sweep.plans[task.plan]
-        about = served_fields(plan, plan.arms[task.arm], plan.workloads[task.workload])
-        return Row(
-            stage="engine", **common_fields(plan, task, self.folder.run_id, **about), status=status, reason=reason
-        )
-
-    def _derived(self, stage: str, task: Task, **fields: Any) -> dict[str, Any]:
-        """The fields that a row which follows from a task's shares with every row."""
-        key = f"{stage}/{task.key.removesuffix('#0').partition('/')[2]}"
-        plan = self.sweep.plans[task.plan]
-        return common_fields(plan, Task(key, task.phase, task.plan), self.folder.run_id, **fields)
-
-    def _parity_rows(self, engines: Sequence[Task]) -> list[Row]:
-        """Of each model and workload, every arm after the first that answered, beside it: of another dtype too."""
-        firsts: list[tuple[Any, Answer]] = []
-        rows = []
-        for task in engines:
-            row = self.folder.of_task(task.key)[0]
-            if row.status != "ok":
-                continue
-            plan = self.sweep.plans[task.plan]
-            asked = (plan.arms[task.arm].model, plan.workloads[task.workload])
-            answer = Answer.of(row.arm, row.settings, self.folder.samples(task.key))
-            first = next((one for place, one in firsts if place == asked), None)
-            if first is None:
-                firsts.append((asked, answer))
-            else:
-                common = self._derived("parity", task, workload=asked[1].name)
-                rows.append(parity.compare(first, answer, common))
-        return rows
-
-    def _speedup_rows(self, engines: Sequence[Task], peers: Sequence[Task]) -> list[Row]:
-        """Of each peer that was timed, the first arm that was."""
-        rows = []
-        for peer in peers:
-            mine = listing.first_timed(engines, peer, self.folder.of_task)
-            if mine is None or listing.timed_row(self.folder.of_task(peer.key)) is None:
-                continue
-            plan = self.sweep.plans[peer.plan]
-            about = served_fields(plan, plan.arms[mine.arm], plan.workloads[peer.workload])
-            answer = Answer.of(about["arm"], about["settings"], self.folder.samples(mine.key))
-            theirs = self.folder.samples(peer.key)["tokens"]
-            common = self._derived("speedup", peer, **about, peer=peer.peer)
-            rows.append(speedups.compare(self._pairs(mine, peer), answer.tokens, theirs, common))
-        return rows
-
-    def _unrecorded_rows(self, engines: Sequence[Task]) -> list[Row]:
-        """Of arms that serve and were not timed, why their steps were not recorded either."""
-        rows = []
-        for task in engines:
-            row = self.folder.of_task(task.key)[0]
-            if row.stage == "engine" and row.status == "ok" and row.tokens_per_s is None:
-                about = {"arm": row.arm, "settings": row.settings, "workload": row.workload}
-                nothing: dict[str, Any] = dict.fromkeys(set(COLUMNS["step"]["ok"]) - {"workload", "speed_reason"})
-                nothing |= {"range": "step", "category": "step", "clock": "host"}
-                common = self._derived("step", task, **about)
-                rows.append(Row(stage="step", **common, status="ok", **nothing, speed_reason=row.speed_reason))
-        return rows
-
-    def _pairs(self, mine: Task, peer: Task) -> list[tuple[Row, Row]]:
-        pairs = []
-        for number in range(self.sweep.experiment.replicates):
-            keys = [listing.replicate_key(task, number) for task in (mine, peer)]
-            of_arm, of_peer = (listing.timed_row(self.folder.of_task(key)) for key in keys)
-            if of_arm is not None and of_peer is not None:
-                pairs.append((of_arm, of_peer))
-        return pairs
+    def _derive(self, rows: Iterator[Row]) -> None:
+        """Records the rows that the folder does not have, each of which is all of its task's."""
+        for row in rows:
+            if not self.folder.done(row.task):
+                self.folder.record([row])
 
 
 def failures(folder: RunFolder) -> list[str]:
     """What makes a run's exit status non-zero: every row that is wrong or failed, or some of whose requests failed; or
     that no engine ran at all.
     """
-    bad = [f"{row.stage} {row.status}: {row.reason}" for row in folder.rows if row.status in ("wrong", "failed")]
-    served = [row for row in folder.rows if row.stage in ("engine", "peers")]
-    bad += [f"{row.stage}: {row.unserved}" for row in served if row.unserved is not None]
-    engines = [row for row in folder.rows if row.stage == "engine"]
-    if engines and not bad and all(row.status == "unsupported" for row in engines):
+    bad = []
+    for row in folder.rows:
+        if row.status in ("wrong", "failed"):
+            bad.append(f"{row.stage} {row.status}: {row.reason}")
+        elif row.unserved is not None:
+            bad.append(f"{row.stage}: {row.unserved}")
+    if not bad and {row.status for row in folder.rows if row.stage == "engine"} == {"unsupported"}:
         bad.append("no arm is supported here")
     return bad

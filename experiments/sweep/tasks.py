@@ -5,11 +5,14 @@ Needs no torch: a machine that only hands tasks on has none to import.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from experiments.runs.rows import ROW, Row
+from experiments.runs.rows import Row
 from experiments.stages.task import Task, TaskPoint
+
+if TYPE_CHECKING:
+    from tkernels.config import TuningMode
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Setup:
     resolved: str
     run_id: str
     mode: Literal["interpret", "compile"]
-    tuning_mode: Literal["nearest", "frozen", "search"]
+    tuning_mode: "TuningMode"
     tuning_folder: str
     cache: str
     on_cuda: bool
@@ -34,13 +37,6 @@ class Setup:
     sources: Mapping[str, str] = field(default_factory=dict)
     broken: Mapping[str, str] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def of(data: Mapping[str, Any]) -> "Setup":
-        return Setup(**data)
-
 
 @dataclass
 class Ended:
@@ -48,7 +44,7 @@ class Ended:
     Tuning.used.
 
     seconds: of its process, from its start to its end. death: why it did not come to its end, or would not begin;
-    `doing`: what it was at.
+    `doing`: what it was at. printed: the end of its output.
     """
 
     task: Task
@@ -58,31 +54,33 @@ class Ended:
     seconds: float = 0.0
     death: str | None = None
     doing: str = ""
+    printed: str = ""
 
-    def hear(self, kind: str, value: Any) -> None:
-        """Take in one message of its process: a "row", "samples", "doing", "death", or "used", which is its last."""
+    def hear(self, message: Mapping[str, Any]) -> None:
+        """Takes in one message of its process: a "row", "samples", "doing", "death", or "used", which is its last."""
+        ((kind, value),) = message.items()
         if kind == "row":
-            self.rows.append(ROW.validate_python(value))
+            self.rows.append(Row.model_validate(value))
         elif kind in ("samples", "used", "doing", "death"):
             setattr(self, kind, value)
         else:
             raise ValueError(f"a task sent {kind!r}")
 
     @property
-    def without_row(self) -> tuple[TaskPoint, ...]:
+    def points_without_row(self) -> Sequence[TaskPoint]:
         """Of the task's points, those that no row is about. The first is where the process died, once it had begun."""
         done = {row.point for row in self.rows if row.stage in ("check", "kernels")}
-        return tuple(point for point in self.task.points if point[0] not in done)
+        return [point for point in self.task.points if point[0] not in done]
 
     @property
     def rest(self) -> Task | None:
         """What another process goes on with: the points after the one where this one died."""
-        later = self.without_row[1:]
+        later = self.points_without_row[1:]
         return replace(self.task, points=later) if self.death is not None and self.doing and later else None
 
 
-Tell = Callable[[Task, str], None]
-"""Hears what a task is doing, or what it printed."""
+OnDoing = Callable[[Task, str], None]
+"""Hears what a task is doing."""
 
 
 class Executor(Protocol):
@@ -98,7 +96,7 @@ class Executor(Protocol):
         """Ends what was begun before `start`, where that was not called."""
         ...
 
-    def run(self, tasks: Sequence[Task], doing: Tell, printed: Tell) -> Iterator[Ended]:
+    def run(self, tasks: Sequence[Task], doing: OnDoing) -> Iterator[Ended]:
         """Every task, as its process ends; and its `Ended.rest`, until there is none. Those that compare speeds are
         begun in the order given.
         """

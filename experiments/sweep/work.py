@@ -1,6 +1,5 @@
 """Carrying a task out, in whatever process it was given to."""
 
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +10,8 @@ from experiments.document import ExperimentError, parse_document
 from experiments.planning.plan import Plan, make_sweep
 from experiments.runs.imports import imported_files
 from experiments.runs.provenance import sha256_of
-from experiments.runs.rows import Row
 from experiments.stages import check, engine, kernels, peers, quantization, steps
-from experiments.stages.context import Context
+from experiments.stages.context import Context, Send
 from experiments.stages.task import Phase, Task
 from experiments.sweep.tasks import Setup
 from tkernels import Tuning
@@ -27,25 +25,6 @@ _STAGES: Mapping[Phase, Callable[[Context], None]] = {
     "step": steps.run,
     "quantization": quantization.run,
 }
-
-Send = Callable[[Mapping[str, Any]], None]
-"""Takes a message: what kind it is -> its value, which JSON can hold."""
-
-
-@dataclass(frozen=True)
-class _Messages:
-    """A report whose every line is sent as soon as it is known."""
-
-    send: Send
-
-    def record(self, row: Row) -> None:
-        self.send({"row": json.loads(row.as_json())})
-
-    def keep(self, samples: Mapping[str, Any]) -> None:
-        self.send({"samples": samples})
-
-    def say(self, doing: str) -> None:
-        self.send({"doing": doing})
 
 
 @dataclass(frozen=True)
@@ -62,11 +41,11 @@ def prepare_tasks(about: Mapping[str, Any]) -> Prepare:
     """In a server: plans what every task of a run needs. For a GPU each child plans for itself."""
     # An interpreted kernel's exp overflows to infinity, as a GPU's does, and says so through numpy.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
-    setup = Setup.of(about)
+    setup = Setup(**about)
     planned = None if setup.on_cuda else plans_of(setup)
 
     def prepare(task: Mapping[str, Any]) -> Work:
-        return lambda tell: carry_out(Task.of(task), planned or plans_of(setup), setup, tell)
+        return lambda tell: carry_out(Task(**task), planned or plans_of(setup), setup, tell)
 
     return prepare
 
@@ -80,14 +59,14 @@ def plans_of(setup: Setup) -> Planned:
         broken = {Path(file): reason for file, reason in setup.broken.items()}
         plans = make_sweep(parse_document(setup.resolved, "resolved.yaml", Path("/"), ()), broken=broken).plans
     except ExperimentError:
-        if changed := _changed(setup):
+        if changed := _changed_files(setup):
             return Planned((), changed)
         raise
     # Now, and not before: a file that is as it was when the run began was that while it was imported, too.
-    return Planned(plans, _changed(setup))
+    return Planned(plans, _changed_files(setup))
 
 
-def _changed(setup: Setup) -> frozenset[str]:
+def _changed_files(setup: Setup) -> frozenset[str]:
     found = ((file, Path(file)) for file in setup.sources)
     return frozenset(f for f, path in found if not path.is_file() or sha256_of(path) != setup.sources[f])
 
@@ -100,8 +79,8 @@ def carry_out(task: Task, planned: Planned, setup: Setup, send: Send) -> None:
     tuning = Tuning(setup.tuning_mode, Path(setup.tuning_folder))
     changed, context = planned.changed, None
     if planned.plans:  # else all that is known is that something has changed
-        context = Context(task, planned.plans[task.plan], setup.run_id, tuning, Path(setup.cache), _Messages(send))
-        changed = changed and changed & _called(context)
+        context = Context(task, planned.plans[task.plan], setup.run_id, tuning, Path(setup.cache), send)
+        changed = changed and changed & _called_files(context)
     if context is None or changed:
         send({"death": f"not run: {', '.join(sorted(changed))} has changed since the run began"})
     else:
@@ -109,7 +88,7 @@ def carry_out(task: Task, planned: Planned, setup: Setup, send: Send) -> None:
     send({"used": tuning.used})
 
 
-def _called(context: Context) -> set[str]:
+def _called_files(context: Context) -> set[str]:
     """The files of the variants that a task calls, and what those import."""
     plan, task = context.plan, context.task
     if task.phase == "peers":

@@ -3,9 +3,10 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 
 from experiments.stages.task import Task
-from experiments.sweep.tasks import Ended, Setup, Tell
+from experiments.sweep.tasks import Ended, OnDoing, Setup
 from experiments.sweep.work import carry_out, plans_of
 
 
@@ -25,7 +26,7 @@ class InProcess:
     def end(self) -> None:
         pass
 
-    def run(self, tasks: Sequence[Task], doing: Tell, printed: Tell) -> Iterator[Ended]:
+    def run(self, tasks: Sequence[Task], doing: OnDoing) -> Iterator[Ended]:
         planned = plans_of(self._setup) if tasks else None
         for task in tasks:
             assert planned is not None
@@ -33,8 +34,7 @@ class InProcess:
             ended = Ended(task)
 
             def send(message: object, ended: Ended = ended) -> None:
-                ((kind, value),) = json.loads(json.dumps(message)).items()
-                ended.hear(kind, value)
+                ended.hear(json.loads(json.dumps(message)))
 
-            carry_out(Task.of(json.loads(json.dumps(task.as_json()))), planned, self._setup, send)
+            carry_out(Task(**json.loads(json.dumps(asdict(task)))), planned, self._setup, send)
             yield ended

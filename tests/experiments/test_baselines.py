@@ -17,7 +17,7 @@ from experiments.runs.folder import RunFolder
 from experiments.schema import LateRequests, Length, SyntheticWorkload
 from experiments.serving.requests import Request
 from experiments.serving.rounds import Served
-from experiments.stages.served_figures import figures, percentiles
+from experiments.stages.served_figures import percentiles, summarize_times
 from experiments.stages.timed_llm import TimedLLM, Timeline
 from experiments.sweep.runner import failures
 from tests.experiments.planning.single_plan import make_plan
@@ -124,10 +124,10 @@ def test_times_are_of_those_whom_they_concern() -> None:
     """Late: first tokens of the late request, times between tokens of the other."""
     moments = ((1.0, 2.0, 5.0), (0.5, 0.75))
     both = Served(((1, 1, 1), (1, 1)), 9, 5.0, moments)
-    assert (both.first_token_s, both.per_token_s, both.gaps_s) == ([1.0, 0.5], [2.0, 0.25], [1.0, 3.0, 0.25])
+    assert (both.ttft_s, both.tpot_s, both.gap_s) == ([1.0, 0.5], [2.0, 0.25], [1.0, 3.0, 0.25])
     late = Served(both.tokens, 9, 5.0, moments, late=frozenset({1}))
-    assert (late.first_token_s, late.per_token_s, late.gaps_s) == ([0.5], [2.0], [1.0, 3.0])
-    assert figures([both, late])["gap_s"] == {"p50": 1.0, "p90": 3.0, "p99": 3.0}
+    assert (late.ttft_s, late.tpot_s, late.gap_s) == ([0.5], [2.0], [1.0, 3.0])
+    assert summarize_times([both, late])["gap_s"] == {"p50": 1.0, "p90": 3.0, "p99": 3.0}
     assert percentiles(range(1, 201)) == {"p50": 100, "p90": 180, "p99": 198}
     assert percentiles([]) is None
 

@@ -15,7 +15,7 @@ from experiments.planning.plan import Plan, make_sweep
 from experiments.planning.resolved import resolved_text
 from experiments.reporting.tables import print_report
 from experiments.runs.folder import RunFolder
-from experiments.runs.rows import ROW
+from experiments.runs.rows import Row
 from experiments.stages.parity import first_difference
 from experiments.stages.timed_llm import TimedLLM
 from experiments.sweep.runner import failures
@@ -49,7 +49,7 @@ def test_a_kernel_only_run_fills_its_folder(run: Run, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert (folder.path / "experiment.yaml").read_text() == (tmp_path / "experiment.yaml").read_text()
     lines = (folder.path / "results.jsonl").read_text().splitlines()
-    assert [ROW.validate_json(line) for line in lines] == folder.rows
+    assert [Row.model_validate_json(line) for line in lines] == folder.rows
     assert [(row.stage, row.variant, row.status) for row in folder.rows] == [
         ("check", "torch", "ok"), ("check", "fused", "ok"), ("kernels", "torch", "ok"), ("kernels", "fused", "ok"),
     ]  # fmt: skip

@@ -1,6 +1,5 @@
 """Whatever a process does to itself is told in words, harms no other task, and leaves nothing behind."""
 
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.experiments.sweep.kill_runs import MARK, left_over
-from tkernels.isolation import Prepare, Server, ServerError, Tell, Work, describe_exit, run_forked, start_server
+from tkernels.isolation import Prepare, Server, ServerError, Tell, Work, describe_exit, run_forked
 
 HERE = "tests.tkernels.test_isolation:prepare"
 
@@ -57,6 +56,8 @@ WORKS: dict[str, Work] = {
     "is killed": lambda tell: os.kill(os.getpid(), signal.SIGKILL),
     "crashes": lambda tell: __import__("ctypes").string_at(0),
     "hangs": lambda tell: time.sleep(60),
+    "closes its pipes": lambda tell: (os.closerange(1, 64), time.sleep(60))[1],
+    "hangs beside another": lambda tell: (_sleeper(300), time.sleep(60))[1],
     "ignores signals": lambda tell: (signal.signal(signal.SIGTERM, signal.SIG_IGN), time.sleep(60))[1],
     "ends its server": lambda tell: (os.kill(os.getppid(), signal.SIGKILL), time.sleep(60))[1],
     "is patient": _patient,
@@ -73,6 +74,7 @@ DEATHS = {
     "leaves early": "its process left with exit status 0 before its end",
     "is killed": "killed by SIGKILL, as the kernel does when memory runs out",
     "hangs": "timeout: it took longer than 0.5 s",
+    "closes its pipes": "timeout: it took longer than 0.5 s",
     "ignores signals": "timeout: it took longer than 0.5 s",
     "is impatient": "timeout: it took longer than 0.2 s",
 }
@@ -134,7 +136,7 @@ def test_messages_arrive_in_order_and_whole(run: Callable[..., Any]) -> None:
 def test_whatever_ends_a_process_is_told(run: Callable[..., Any], name: str) -> None:
     ending = run(name, lambda message: None, 0.5)
     assert ending.death == DEATHS[name]
-    assert ending.timed_out == name.startswith(("hangs", "ignores", "is impatient"))
+    assert ending.timed_out == name.startswith(("hangs", "closes", "ignores", "is impatient"))
     assert ending.signal == (signal.SIGKILL if name == "is killed" or ending.timed_out else 0)
     assert ending.seconds < 5.0
 
@@ -238,17 +240,26 @@ server.run("hangs", print)
 
 
 def test_a_server_whose_starter_no_longer_listens_ends_with_its_task_and_says_nothing(mark: str) -> None:
-    with start_server({MARK: f"{mark}-deaf"}) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for order in ([HERE, None, {}], ["tells much", None]):
-            process.stdin.write(json.dumps(order).encode() + b"\n")
-            process.stdin.flush()
-            if order[0] == HERE:
-                assert process.stdout.readline() == b"ready\n"
-                process.stdout.close()
-        assert process.wait(timeout=60) == 1
+    with Server({MARK: f"{mark}-deaf"}) as server:
+        server.load(HERE)
+        server.wait()
+        server._answers.close()
+        server._order(["tells much", None])
+        assert server._process.wait(timeout=60) == 1
     assert left_over(f"{mark}-deaf", seconds=10.0) == []
+
+
+def test_a_server_that_is_ended_at_work_ends_with_all_that_it_started(mark: str) -> None:
+    with Server({MARK: f"{mark}-ended"}) as server:
+        server.load(HERE)
+        server.run("tells", lambda message: None)
+        server._order(["hangs beside another", None])
+        deadline = time.monotonic() + 30
+        while len(left_over(f"{mark}-ended", seconds=0.0)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(left_over(f"{mark}-ended", seconds=0.0)) == 3  # the server, its task, what that started
+    assert server.is_dead
+    assert left_over(f"{mark}-ended", seconds=0.0) == []
 
 
 def test_what_a_signal_means() -> None:

@@ -9,7 +9,7 @@ from experiments.document import ExperimentError
 from experiments.profiling.nsys_export import read_export
 from experiments.profiling.nsys_stats import read_stats
 from experiments.profiling.range_table import category_of, range_table
-from experiments.stages.steps import figures
+from experiments.stages.steps import range_columns
 from tests.experiments.profiling.nsys_files import GLOBAL_TID, NsysFile, two_steps
 from tkernels.spans import Breakdown
 
@@ -141,7 +141,7 @@ def test_nsys_stats_csv_gives_host_and_projected_times(tmp_path: Path) -> None:
     assert by_clock(found, "host") == {
         "step": (2, 150, None), "paged_decode.one_pass": (4, 3, None), "schedule": (2, 5, None),
     }  # fmt: skip
-    assert [row["share"] for row in figures(found) if row["clock"] == "device"] == [10 / 150]
+    assert [row["share"] for row in range_columns(found) if row["clock"] == "device"] == [10 / 150]
     host_only = tmp_path / "host.csv"
     host_only.write_text(
         "Time (%),Total Time (ns),Instances,Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (ns),Style,Range\n"

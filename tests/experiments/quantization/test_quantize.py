@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from experiments.cli import app
 from experiments.document import ExperimentError
 from experiments.planning.plan import Plan
-from experiments.stages import quantization
+from experiments.sweep.runner import CACHE
 from tests.experiments.conftest import Run
 from tests.tsched.conftest import TEXT, checkpoint
 
@@ -147,7 +147,7 @@ def test_the_stage_judges_every_model_beside_the_dense_one(
         raise AssertionError("the checkpoints are in the cache")
 
     monkeypatch.setattr("experiments.quantization.models.quantize_checkpoint", made_again)
-    cached = sorted(path.name for path in (tmp_path / quantization.CACHE).iterdir())
+    cached = sorted(path.name for path in (tmp_path / CACHE).iterdir())
     assert len(cached) == 3
     done = tk("run", tmp_path / "experiment.yaml", "--out", tmp_path / "again")
     assert done.exit_code == 0, done.output

@@ -6,14 +6,14 @@ import pytest
 
 from experiments.reporting.arms import count_processes, merge_processes
 from experiments.reporting.measured import engine_plots
-from experiments.runs.rows import COLUMNS, ROW, Row
+from experiments.runs.rows import COLUMNS, Row
 from tests.experiments.runs.folders import kernel_row
 
 COMMON: dict[str, Any] = {"run_id": "a", "arm": {"swiglu": "torch"}, "dtype": "float32", "device": "cpu"}
 
 
 def timed(median: float, replicate: int, **more: Any) -> Row:
-    return ROW.validate_python(kernel_row(median, replicate=replicate, **more))
+    return Row.model_validate(kernel_row(median, replicate=replicate, **more))
 
 
 def test_the_figure_is_the_median_over_processes_and_its_spread_lies_between_them() -> None:
@@ -28,7 +28,7 @@ def test_the_figure_is_the_median_over_processes_and_its_spread_lies_between_the
 def test_of_what_failed_in_one_process_no_speed_is_left() -> None:
     failed = {key: value for key, value in kernel_row(1.0).items() if key in ("run_id", "stage", "arm", "op", "point")}
     failed |= {"variant": "torch", "dtype": "float32", "device": "cpu", "status": "failed", "reason": "crash"}
-    bad = ROW.validate_python({**failed, "replicate": 1})
+    bad = Row.model_validate({**failed, "replicate": 1})
     assert merge_processes([timed(2.0, 0), bad]) == [bad]
 
 

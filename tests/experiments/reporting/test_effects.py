@@ -85,7 +85,7 @@ def test_one_line_says_alone_of_the_step_and_end_to_end() -> None:
     assert effect.alone.value == pytest.approx(1.4)
     assert effect.share == 0.11
     assert effect.end_to_end == Ratio(pytest.approx(1.03))
-    assert (effect.error, effect.drift, effect.differs) == (0.7, 2e-4, (2, 5))
+    assert (effect.error, effect.parity) == (0.7, ROWS[-1])  # whose drift and first difference the table shows
     table = effects_table(ROWS, ["swiglu"])
     assert table is not None
     heading, before, line = table.lines
@@ -175,18 +175,19 @@ def test_a_pair_that_the_runs_arms_are_not_compared_by_is_judged_all_the_same() 
 def test_only_arms_that_differ_in_nothing_else_are_compared() -> None:
     arms = [engine(s, d, 100.0, block_size=size) for size in (8, 16) for d in ("a", "b") for s in ("torch", "fused")]
     found = effects_of([*arms, kernel("torch", "decode S=16", 3.0, model="x")], ["swiglu", "paged_decode"])
-    assert [(e.op, e.before, e.variant, e.settings["block_size"]) for e in found] == [
+    assert [(e.op, e.first.arm[e.op], e.variant, e.row.settings["block_size"]) for e in found] == [
         *[("swiglu", "torch", variant, size) for size in (8, 8, 16, 16) for variant in ("torch", "fused")],
         *[("paged_decode", "a", variant, size) for size in (8, 8, 16, 16) for variant in "ab"],
     ]
-    assert all(e.arm[other] == arm for e in found for other, arm in e.arm.items() if other == "rms_norm")
+    assert all(e.row.arm[name] == e.first.arm[name] for e in found for name in e.row.arm if name != e.op)
+    assert all(e.row.settings == e.first.settings for e in found)
 
 
 def test_what_was_not_measured_is_none_and_no_step_is_no_table() -> None:
     rows: list[Row] = [kernel("torch", "decode", 28.0), kernel("fused", "decode", None), engine("torch", "a", 100.0)]
     rows.append(engine("fused", "a", None))
     _, effect = effects_of(rows, ["swiglu"])
-    assert (effect.alone, effect.share, effect.end_to_end, effect.differs) == (None, None, None, None)
+    assert (effect.alone, effect.share, effect.end_to_end, effect.parity) == (None, None, None, None)
     assert effects_table(rows, ["swiglu"]) is None
     assert steps_of(rows, rows) == []
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import yaml
 
-from experiments.runs.reading import SCHEMA
-from experiments.runs.rows import VERSION
+from experiments.runs.rows import SCHEMA, VERSION
 
 RESOLVED: Mapping[str, Any] = {"name": "test", "kernels": {"swiglu": ["torch", "fused"]}, "dtype": "float32"}
 ENVIRONMENT: Mapping[str, Any] = {

@@ -5,7 +5,8 @@
 The record is of real processes that followed each other: `--record 600 --file FILE` takes the times of a few ops and of
 the yardstick in each, as a run does. A simulated experiment takes, for each of four figures, the drift of a stretch of
 it from a random place on, and off that what any process was off the drift around it: of arms, processes that took
-turns; of runs, those of one after those of the other. It is a false alarm where any of its figures is named. With one
+turns; of runs, those of one after those of the other, of which an arm that was changed is judged beside one that was
+not, where there is one. It is a false alarm where any of its figures is named. With one
 figure raised by 15%, the change is found where that figure is named, and named slower. Exit status 1 where more than 1%
 are false alarms, or fewer than 97% of the changes of an arm are found.
 """
@@ -23,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.runs.comparison import Effect, between_runs, judge
-from experiments.runs.drift import drift_of, slope_spread
+from experiments.runs.comparison import Effect
+from experiments.runs.drift import slope_spread
 from experiments.runs.table import Figure
-from experiments.runs.verdicts import judge_pairs, series_of_runs
+from experiments.runs.verdicts import beside_unchanged, judge_pairs
 from tests.experiments.runs.false_alarms import SHAPES, SLOWER
 
 RECORD = Path(__file__).parent / "data" / "drift.csv"
@@ -106,22 +107,26 @@ def read_record(file: Path) -> dict[int, list[Recorded]]:
     return found
 
 
-def figure(processes: Sequence[Process], slower: float) -> Figure:
-    one = Figure("median_us", "us", "lower", "", "", "")
+def take_turns(processes: Sequence[Process]) -> list[Sequence[Process]]:
+    """A process of each of two arms in each replicate; every second time the other way round, as a run does it."""
+    pairs = zip(processes[::2], processes[1::2], strict=True)
+    return [pair[:: -1 if index % 2 else 1] for index, pair in enumerate(pairs)]
+
+
+def figure(processes: Sequence[Process], slower: float, op: int = 0, arm: int = 0) -> Figure:
+    one = Figure("median_us", "us", "lower", str(op), "", "", frozenset({f"{op}.{arm}"}))
     one.values = {index: time + math.log1p(slower) for index, (time, _) in enumerate(processes)}
     one.yardsticks = {index: yardstick for index, (_, yardstick) in enumerate(processes)}
     return one
 
 
-def simulate_arms(draw: random.Random, record: Sequence[Recorded], processes: int, slower: float) -> list[Effect]:
-    """Two arms of one run, at each of OPS ops, of which the first op's second arm is slower: every second replicate the
-    arms' order is reversed, as a run does it.
-    """
+def simulate_arms(
+    draw: random.Random, record: Sequence[Recorded], processes: int, slower: float, threads: int
+) -> list[Effect]:
+    """Two arms of one run, at each of OPS ops, of which the first op's second arm is slower."""
     pairs = {}
     for op in range(OPS):
-        mine = draw.choice(record).stretch(draw, 2 * processes)
-        turns = [mine[2 * index : 2 * index + 2][:: -1 if index % 2 else 1] for index in range(processes)]
-        first, second = zip(*turns, strict=True)
+        first, second = zip(*take_turns(draw.choice(record).stretch(draw, 2 * processes)), strict=True)
         pairs[op] = figure(first, 0.0), figure(second, slower if op == 0 else 0.0)
     found = judge_pairs(pairs)[0]
     return [found[op].effect for op in range(OPS)]
@@ -131,17 +136,36 @@ def simulate_runs(
     draw: random.Random, record: Sequence[Recorded], processes: int, slower: float, threads: int
 ) -> list[Effect]:
     """Two runs, the second after the first, each with an arm at each of OPS ops, of which the first is slower then."""
-    series = {}
+    pairs = {}
     for op in range(OPS):
         mine = draw.choice(record).stretch(draw, 4 * processes)[::2]  # the processes between were the other arm's
-        first, second = figure(mine[:processes], 0.0), figure(mine[processes:], slower if op == 0 else 0.0)
-        series[op] = series_of_runs(first, second, slope_spread(threads))
-    drift = drift_of([values for one in series.values() for values in one.values])
-    differences = {
-        op: between_runs(one.values[0], one.values[1], drift, one.correction, one.spent) for op, one in series.items()
-    }
-    effects = judge(differences, dict.fromkeys(differences, "lower"))
-    return [effects[op] for op in range(OPS)]
+        pairs[op] = figure(mine[:processes], 0.0), figure(mine[processes:], slower if op == 0 else 0.0)
+    found = judge_pairs(pairs, of_runs=True, spread=slope_spread(threads))[0]
+    return [found[op].effect for op in range(OPS)]
+
+
+def simulate_changed_arm(
+    draw: random.Random, record: Sequence[Recorded], processes: int, slower: float, threads: int
+) -> list[Effect]:
+    """Two runs, the second after the first, each with two arms at half of OPS ops, of which only the first arm's code
+    is another one in the second run, and slower.
+    """
+    pairs = {}
+    for op in range(OPS // 2):
+        turns = take_turns(draw.choice(record).stretch(draw, 4 * processes))
+        for arm, mine in enumerate(zip(*turns, strict=True)):
+            changed = slower if op == arm == 0 else 0.0
+            pairs[op, arm] = figure(mine[:processes], 0.0, op, arm), figure(mine[processes:], changed, op, arm)
+    unchanged = {f"{op}.{arm}" for op, arm in pairs} - {"0.0"}
+    found = judge_pairs(beside_unchanged(pairs, unchanged), of_runs=True, spread=slope_spread(threads))[0]
+    return [one.effect for one in found.values()]
+
+
+KINDS = {
+    "arms of one run": simulate_arms,
+    "two runs": simulate_runs,
+    "two runs, one arm changed between them": simulate_changed_arm,
+}
 
 
 def main() -> int:
@@ -159,18 +183,15 @@ def main() -> int:
     missed = False
     for threads, recorded in read_record(asked.file).items():
         print(f"{threads} threads: {len(recorded[0].slow)} recorded processes, {len(recorded)} ops, seed {asked.seed}")
-        for what, simulate in (
-            ("arms of one run", simulate_arms),
-            ("two runs", functools.partial(simulate_runs, threads=threads)),
-        ):
+        for what, simulate in KINDS.items():
             draw = random.Random(asked.seed)
             alarms = found = 0
             for _ in range(asked.count):
-                equal = simulate(draw, recorded, asked.processes, 0.0)
+                equal = simulate(draw, recorded, asked.processes, 0.0, threads)
                 alarms += any(one.outcome != "within noise" for one in equal)
-                found += simulate(draw, recorded, asked.processes, SLOWER)[0].outcome == "worse"
+                found += simulate(draw, recorded, asked.processes, SLOWER, threads)[0].outcome == "worse"
             missed |= alarms > MOST_ALARMS * asked.count
-            missed |= simulate is simulate_arms and found < LEAST_FOUND * asked.count
+            missed |= simulate is not simulate_runs and found < LEAST_FOUND * asked.count
             print(f"{what}: {asked.count} experiments of {OPS} figures, {asked.processes} processes each", flush=True)
             print(f"  false alarms: {alarms} ({alarms / asked.count:.2%})", flush=True)
             print(f"  changes by {SLOWER:.0%} found: {found} ({found / asked.count:.2%})", flush=True)

@@ -2,12 +2,23 @@
 
 import math
 import statistics
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from experiments.runs.comparison import LEVEL, RUN_SPREAD, Difference, between_runs, judge, paired, two_sided_quantile
+from experiments.runs.comparison import LEVEL, RUN_SPREAD, Difference, Sample, judge, two_sided_quantile
 from experiments.runs.drift import drift_of, slow_share
+
+
+def between_runs(
+    first: Sequence[float], second: Sequence[float], drift: float, correction: float = 0.0, spent: float = 0.0
+) -> Difference:
+    return Sample((first, second), correction, spent).difference(drift)
+
+
+def paired(differences: Sequence[float], drift: float, correction: float = 0.0, spent: float = 0.0) -> Difference:
+    return Sample((differences,), correction, spent).difference(drift)
 
 
 @pytest.mark.parametrize(

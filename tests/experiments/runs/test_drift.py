@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from experiments.runs.comparison import LEVEL, between_runs, paired
+from experiments.runs.comparison import LEVEL
 from experiments.runs.drift import slope_of, slope_spread
+from tests.experiments.runs.test_comparison import between_runs, paired
 
 GROUPS, SPREAD = 4, slope_spread()
 

@@ -15,15 +15,13 @@ from rich.console import Console
 import experiments.runs.provenance
 from experiments.document import read_document
 from experiments.planning.plan import Plan, make_sweep
-from experiments.runs.environment import git_state, package_versions
+from experiments.runs.environment import environment_of, git_state, package_versions
 from experiments.runs.provenance import (
     file_hashes,
-    import_hashes,
     lockfile_entries,
     lockfile_hashes,
     model_hashes,
     source_files,
-    source_hashes,
 )
 from tests.experiments.conftest import Write
 from tests.experiments.test_workloads import write_trace
@@ -50,11 +48,12 @@ def test_the_sources_are_those_of_every_variant_used_outside_ones_too(outside: P
     files = source_files([outside])
     assert list(map(str, files)) == ["swiglu/doubled.py", "swiglu/fused.py", "swiglu/torch.py"]
     mine = tmp_path / "mine" / "swiglu" / "doubled.py"
+    sweep = make_sweep(read_document(tmp_path / "experiment.yaml"))
     assert files[Path("swiglu/doubled.py")] == mine.resolve()
-    before = source_hashes([outside])
+    before = environment_of(sweep, "r0", [])["sources"]
     assert before["swiglu.doubled"] == sha256(mine)
     mine.write_text(mine.read_text() + "# changed\n")
-    after = source_hashes([outside])
+    after = environment_of(sweep, "r0", [])["sources"]
     assert {name for name in after if after[name] != before[name]} == {"swiglu.doubled"}
 
 
@@ -68,10 +67,11 @@ def test_what_an_outside_variant_imports_is_known_and_kept(
     variant.write_text(f"from my_helper import FACTOR\n{variant.read_text()}\n\ndef later():\n    import yaml\n")
     monkeypatch.syspath_prepend(helper.parent)
     used = plan(kernels={"swiglu": ["torch", "doubled"]}, variants_from=["mine"])
-    assert import_hashes([used]) == {"my_helper": sha256(helper)}
+    sweep = make_sweep(read_document(tmp_path / "experiment.yaml"))
+    assert environment_of(sweep, "r0", [])["imports"] == {"my_helper": sha256(helper)}
     assert source_files([used])[Path("imports/my_helper.py")] == helper
     helper.write_text("FACTOR = 2\n")
-    assert import_hashes([used]) == {"my_helper": sha256(helper)}
+    assert environment_of(sweep, "r0", [])["imports"] == {"my_helper": sha256(helper)}
     assert package_versions([used]) == {"yaml": importlib.metadata.version("PyYAML")}
     assert package_versions([plan(kernels={"swiglu": ["torch", "fused"]})]) == {}
 

@@ -34,7 +34,7 @@ def test_a_repeated_run_says_what_changed(tmp_path: Path) -> None:
     text = " ".join(result.stdout.split())
     assert "again beside first: of 3 figures, 3 cannot tell" in text
     assert "1 and 1 processes; 5 each are needed: put `replicates: 5` or more into the YAML" in text
-    assert "check, swiglu, mine, T=64,I=1024, float32, process 0: ok, then wrong" in text
+    assert "check, swiglu, T=64,I=1024, float32, mine, process 0: ok, then wrong" in text
     assert "sources.swiglu.mine: " in text
     assert "swiglu, T=64,I=1024, float32: mine, median_us" in text.partition("Only in first")[2]
     first, again = (read_run(tmp_path / name) for name in ("first", "again"))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from experiments.runs.rows import ROW, Row
+from experiments.runs.rows import Row
 
 COMMON: dict[str, Any] = {
     "run_id": "a", "arm": {"swiglu": "fused"}, "op": "swiglu", "variant": "fused", "dtype": "float32", "device": "cpu",
@@ -32,7 +32,7 @@ def test_a_row_is_read_back_as_it_was_written() -> None:
         ),
     ]  # fmt: skip
     for row in rows:
-        assert ROW.validate_json(row.as_json()) == row
+        assert Row.model_validate_json(row.as_json()) == row
 
 
 def test_what_is_no_finite_number_is_null_and_told_in_words() -> None:
@@ -40,7 +40,7 @@ def test_what_is_no_finite_number_is_null_and_told_in_words() -> None:
     check = Row(stage="check", **COMMON, status="wrong", reason="max error", **figures)
     line = json.loads(check.as_json(), parse_constant=pytest.fail)
     assert (line["max_error_ratio"], line["not_finite"]) == (None, "max_error_ratio is infinite")
-    assert ROW.validate_json(check.as_json()) == ROW.validate_python(line) == check
+    assert Row.model_validate_json(check.as_json()) == Row.model_validate(line) == check
     common = {key: COMMON[key] for key in ("run_id", "arm", "dtype", "device")}
     parity = Row(stage="parity",
         **common, status="wrong", reason="not finite", workload="", first_arm={}, tokens_equal=False, requests_equal=0,
@@ -49,7 +49,7 @@ def test_what_is_no_finite_number_is_null_and_told_in_words() -> None:
     line = json.loads(parity.as_json(), parse_constant=pytest.fail)
     assert line["first_divergence"] == {"request": 0, "place": 2, "margin": None}
     assert line["not_finite"] == "first_divergence.margin is minus infinity; logprob_drift is not a number"
-    again = ROW.validate_json(parity.as_json())
+    again = Row.model_validate_json(parity.as_json())
     assert again.stage == "parity"
     assert again.logprob_drift is not None
     assert math.isnan(again.logprob_drift)
@@ -57,7 +57,7 @@ def test_what_is_no_finite_number_is_null_and_told_in_words() -> None:
     for wrong in ("speed is infinite", "median_us", "samples_us.1 is infinite", "median_us is infinite"):
         row = json.loads(Row(stage="kernels", **COMMON, status="ok", **TIMED).as_json())
         with pytest.raises(ValidationError, match="not_finite tells of no figure|Extra inputs"):
-            ROW.validate_python({**row, "not_finite": wrong})
+            Row.model_validate({**row, "not_finite": wrong})
 
 
 def test_no_sample_is_infinite() -> None:
@@ -104,6 +104,6 @@ def test_a_range_of_a_step_has_its_times_or_why_it_has_none() -> None:
     times = {"calls": 8, "total_us": 5.0, "self_us": 4.0, "steps": 2, "step_us": 50.0, "share": 0.1}
     names = {"workload": "w", "range": "swiglu.fused", "category": "op", "clock": "host"}
     row = Row(stage="step", **common, status="ok", op="swiglu", variant="fused", **names, **times, speed_reason=None)
-    assert ROW.validate_json(row.as_json()) == row
+    assert Row.model_validate_json(row.as_json()) == row
     with pytest.raises(ValidationError, match="total_us is either given or null with its speed_reason"):
         Row(stage="step", **common, status="ok", **names, **times, speed_reason="interpreted")

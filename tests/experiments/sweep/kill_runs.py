@@ -19,8 +19,7 @@ from typing import Any
 
 import yaml
 
-from experiments.runs.columns import columns
-from experiments.runs.rows import ROW
+from experiments.runs.rows import Row, describe_columns
 
 MARK = "TKERNELS_TEST_RUN"
 """In the environment of what a test starts, and of whatever that starts."""
@@ -56,7 +55,7 @@ def _with(mark: str) -> list[str]:
 
 def untimed_columns() -> frozenset[str]:
     """The columns that two runs of the same experiment have in common."""
-    about = columns()
+    about = describe_columns()
     parts = [about["every row"], *about["stages"].values()]
     timed = {name for part in parts for name, one in part.items() if one["unit"] in _TIMES}
     return frozenset(name for part in parts for name in part) - timed - _RATIOS_OF_TIMES - _OF_THE_MACHINE - {"run_id"}
@@ -67,7 +66,7 @@ def facts_of(folder: Path) -> Counter[str]:
     kept = untimed_columns()
     rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     for row in rows:
-        ROW.validate_python(row)
+        Row.model_validate(row)
     return Counter(json.dumps({key: row[key] for key in sorted(kept & set(row))}) for row in rows)
 
 

@@ -18,7 +18,7 @@ from rich.console import Console  # noqa: E402
 
 from experiments.stages.task import Task  # noqa: E402
 from experiments.sweep.local import Local  # noqa: E402
-from experiments.sweep.tasks import Ended, Tell  # noqa: E402
+from experiments.sweep.tasks import Ended, OnDoing  # noqa: E402
 
 
 class Counting(Local):
@@ -30,8 +30,8 @@ class Counting(Local):
         self.seconds = 0.0
         self.first = 0.0
 
-    def run(self, tasks: Sequence[Task], doing: Tell, printed: Tell) -> Iterator[Ended]:
-        for ended in super().run(tasks, doing, printed):
+    def run(self, tasks: Sequence[Task], doing: OnDoing) -> Iterator[Ended]:
+        for ended in super().run(tasks, doing):
             if not self.count:
                 self.first = time.monotonic() - ended.seconds
             self.count += 1

@@ -5,8 +5,7 @@ import io
 from rich.console import Console
 
 from experiments.stages.task import Phase, Task
-from experiments.sweep.display import Display, clock, time_left
-from experiments.sweep.tasks import Ended
+from experiments.sweep.display import Display, format_clock, time_left
 
 
 def task(key: str, phase: Phase = "engine") -> Task:
@@ -24,7 +23,8 @@ def test_a_task_will_take_what_its_replicates_took_or_else_its_phase_or_else_any
 
 
 def test_a_clock() -> None:
-    assert [clock(seconds) for seconds in (0.2, 7, 60, 3599.6, 3723)] == ["0:00", "0:07", "1:00", "1:00:00", "1:02:03"]
+    assert [format_clock(seconds) for seconds in (0.2, 7, 60, 3599.6)] == ["0:00", "0:07", "1:00", "1:00:00"]
+    assert format_clock(3723) == "1:02:03"
 
 
 def test_it_shows_the_task_the_count_and_the_time_left() -> None:
@@ -33,7 +33,7 @@ def test_it_shows_the_task_the_count_and_the_time_left() -> None:
     tasks = [task(f"engine/a#{number}") for number in range(4)]
     with Display(console) as display:
         display.doing(tasks[0], "answers")
-        display.ended(Ended(tasks[0], seconds=30.0))
+        display.ended(tasks[0], 30.0)
         display.plan(1, tasks[1:])
         display.doing(tasks[1], "2 of 4 rounds")
         display._progress.refresh()

@@ -16,11 +16,11 @@ from rich.console import Console
 
 from experiments.document import read_document
 from experiments.planning.plan import make_sweep
-from experiments.runs.rows import ROW
+from experiments.runs.rows import Row
 from experiments.stages.task import Task
 from experiments.sweep.local import Local
 from experiments.sweep.runner import run_experiment
-from experiments.sweep.tasks import Ended, Tell
+from experiments.sweep.tasks import Ended, OnDoing
 from tests.experiments.conftest import Write
 from tests.experiments.sweep.kill_runs import MARK, left_over, marked
 from tests.tkernels.outside import write_variant
@@ -65,7 +65,7 @@ def test_whatever_ends_a_task_is_its_row_and_the_others_go_on(tmp_path: Path, ru
     out = tmp_path / "out"
     done = subprocess.run(command(file, out), capture_output=True, text=True, check=False, env=marked(run_id))
     assert done.returncode == 1, done.stderr
-    rows = [ROW.validate_json(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    rows = [Row.model_validate_json(line) for line in (out / "results.jsonl").read_text().splitlines()]
     checks = {row.variant: row for row in rows if row.stage == "check"}
     assert set(checks) == set(kernels["swiglu"])
     reasons = {name: str(checks[name].reason) for name in DEATHS if checks[name].status == "failed"}
@@ -105,8 +105,8 @@ def test_what_dies_at_one_point_goes_on_at_the_others_and_leaves_nothing_behind(
     left: list[list[str]] = []
 
     class Watched(Local):
-        def run(self, tasks: Sequence[Task], doing: Tell, printed: Tell) -> Iterator[Ended]:
-            for ended in super().run(tasks, doing, printed):
+        def run(self, tasks: Sequence[Task], doing: OnDoing) -> Iterator[Ended]:
+            for ended in super().run(tasks, doing):
                 left.append([line for line in left_over(run_id, seconds=0.0) if "sleep" in line])
                 yield ended
 

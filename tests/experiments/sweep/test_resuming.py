@@ -5,13 +5,14 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-import experiments.runs.rows_file
+import experiments.runs.folder
 import experiments.stages.check
 from experiments.document import ExperimentError, read_document
 from experiments.planning.plan import make_sweep
@@ -152,7 +153,7 @@ def test_a_disk_that_is_full_is_named_and_the_run_goes_on_later(start: Start, mo
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as full:
-        full.setattr(experiments.runs.rows_file, "write_whole", write_until_it_is_full)
+        full.setattr(experiments.runs.folder, "write_whole", write_until_it_is_full)
         with pytest.raises(ExperimentError) as refused:
             start(**KERNELS)
     what, kept = refused.value.problems
@@ -287,7 +288,7 @@ def test_two_processes_do_not_write_into_one_folder(
 ) -> None:
     folder, _ = start(**KERNELS)
     cut_off(folder.path, 1)
-    holder = RunFolder(folder.path, dict(folder.meta), ())
+    holder = RunFolder(folder.path)
     with pytest.raises(ExperimentError, match="another process is running it"):
         start(resume=True, **KERNELS)
     # nor is anything read that the other may just be writing
@@ -340,4 +341,4 @@ def test_a_task_is_on_disk_whole_or_not_at_all(start: Start, tmp_path: Path, mon
 
 def test_a_setup_goes_to_another_process_and_back() -> None:
     setup = Setup("name: a", "0a", "interpret", "nearest", "/x", "/y", on_cuda=False, serves=True, replicates=3)
-    assert Setup.of(json.loads(json.dumps(setup.as_json()))) == setup
+    assert Setup(**json.loads(json.dumps(asdict(setup)))) == setup

@@ -74,7 +74,7 @@ class Pool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for server in self._servers:
-            server.end(patience=0.0)
+            server.end()
 
     def _server(self, interpret: bool) -> Server:
         """This thread's own, started when it is first asked."""
