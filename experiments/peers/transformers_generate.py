@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from experiments.peers.comparable import check_comparable
+from experiments.peers.serving import PeerTask
 from experiments.serving.requests import Request
 from experiments.serving.rounds import Served, Server, timed
 
@@ -69,32 +69,20 @@ class TransformersPeer:
         return [tuple(row[:length]) for row, length in zip(generated, lengths, strict=True)]
 
 
-def make_peer(
-    name: str,
-    directory: Path,
-    requests: Sequence[Request],
-    device: torch.device,
-    dtype: torch.dtype,
-    settings: Mapping[str, str] | None = None,
-    architectures_from: Sequence[Path] = (),
-) -> TransformersPeer:
-    """The peer of that name with `settings`; None are those that serve `requests` (token ids) fastest. It has the
-    architectures that transformers has.
-
-    Raises PeerUnsupportedError where the workload is not greedy with exact lengths, which is all that is compared.
-    """
-    check_comparable(requests)
-    batched = name == "transformers_batched"
-    if settings is not None:
-        model = _load(directory, settings["attention"], device, dtype)
-        return TransformersPeer(model, tuple(requests), batched, settings["cache"], settings["attention"])
+def make_peer(task: PeerTask) -> TransformersPeer:
+    """The peer. It has the architectures that transformers has."""
+    batched, requests = task.name == "transformers_batched", tuple(task.requests)
+    if task.settings is not None:
+        attention = task.settings["attention"]
+        model = load_transformers(task.directory, attention, task.device, task.dtype)
+        return TransformersPeer(model, requests, batched, task.settings["cache"], attention)
     candidates = []
     for attention in ATTENTION:
-        model = _load(directory, attention, device, dtype)
+        model = load_transformers(task.directory, attention, task.device, task.dtype)
         for cache in CACHES:
-            peer = TransformersPeer(model, tuple(requests), batched, cache, attention)
+            peer = TransformersPeer(model, requests, batched, cache, attention)
             # Whatever is made on first use is made here: by the whole batch, or by one of the single requests.
-            (peer if batched else replace(peer, requests=peer.requests[:1]))()
+            (peer if batched else replace(peer, requests=requests[:1]))()
             candidates.append(peer)
     return candidates[fastest(candidates)]
 
@@ -110,7 +98,8 @@ def fastest(candidates: Sequence[Server]) -> int:
     return min(near, key=lambda index: statistics.median(trials[index]))
 
 
-def _load(directory: Path, attention: str, device: torch.device, dtype: torch.dtype) -> Any:
+def load_transformers(directory: Path, attention: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """transformers' model of a checkpoint, with one of its attention implementations."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
