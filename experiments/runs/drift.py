@@ -39,6 +39,11 @@ _AS_WITHIN = 3.0
 is steady within runs and another one between them shows no slope.
 """
 
+ARMS_SPREAD = 0.25
+"""How far arms at one place are from being slowed down alike, as a standard deviation: they do the same work, though
+they may hand more or less of it to other threads.
+"""
+
 _FAR = 7.0
 """Times the median distance from the slope: what lies farther, 4.7 standard deviations of normal noise, is left out."""
 
@@ -96,6 +101,13 @@ def carried_drift(count: int) -> float:
     return 2 / 3 * count / waves * count / 2
 
 
+def moved_between_runs(first: Sequence[float], second: Sequence[float]) -> float:
+    """The square of how far the second run's level is from the first's, as far as their processes do not explain it."""
+    moved = statistics.fmean(second) - statistics.fmean(first)
+    within = sum(statistics.variance(winsorized(one)) / len(one) for one in (first, second))
+    return max(0.0, moved**2 - _AS_WITHIN**2 * within)
+
+
 @dataclass(frozen=True)
 class Slope:
     """By how much the logarithm of a figure rises with the yardstick's, and the variance of that.
@@ -112,19 +124,11 @@ class Slope:
     def variance_between_runs(self, first: Sequence[float], second: Sequence[float]) -> float:
         """The variance of what is taken off the difference of two runs with these yardsticks."""
         moved = statistics.fmean(second) - statistics.fmean(first)
-        within = sum(statistics.variance(winsorized(one)) / len(one) for one in (first, second))
-        return moved**2 * self.variance + max(0.0, moved**2 - _AS_WITHIN**2 * within) * self.spread**2
+        return moved**2 * self.variance + moved_between_runs(first, second) * self.spread**2
 
     def take_off(self, figures: Sequence[float], yardsticks: Sequence[float]) -> list[float]:
         """What the yardstick does not explain."""
         return [figure - self.value * yardstick for figure, yardstick in zip(figures, yardsticks, strict=True)]
-
-
-BESIDE, ELSEWHERE = Slope(1.0, 0.0, spread=0.25), Slope(1.0, 0.5**2, spread=0.5)
-"""With which arms follow others, whose processes took turns with theirs: at one place they do the same work, though
-they may hand more or less of it to other threads; elsewhere it is other work. No process tells these: what each has of
-its own is no less than what is common to all, and would draw a slope that is estimated to 0.
-"""
 
 
 def slope_of(groups: Sequence[tuple[Sequence[float], Sequence[float]]], spread: float) -> Slope:

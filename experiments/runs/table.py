@@ -14,7 +14,6 @@ from dataclasses import astuple, dataclass, field, fields
 from typing import Any, Literal
 
 from experiments.document import ExperimentError
-from experiments.runs.drift import Slope
 from experiments.runs.rows import Row, unit_of
 
 Better = Literal["lower", "higher"]
@@ -87,8 +86,8 @@ class Figure:
     """A figure of time of one arm, from every process.
 
     code: "op.variant" of all that it ran. values: replicate -> the figure's logarithm; yardsticks: the yardstick's, its
-    negative of a rate, which falls where times rise; of the replicates with one. slope: with which the values follow
-    these, where it is known, which it is of other arms' figures in the yardstick's place.
+    negative of a rate, which falls where times rise; of the replicates with one. taken_off: what arms beside it took,
+    where the values are over theirs.
     """
 
     name: str
@@ -100,7 +99,7 @@ class Figure:
     code: frozenset[str] = frozenset()
     values: dict[int, float] = field(default_factory=dict)
     yardsticks: dict[int, float] = field(default_factory=dict)
-    slope: Slope | None = None
+    taken_off: dict[int, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.place}: {self.title}, {self.name}"
@@ -113,7 +112,7 @@ class Figure:
     @property
     def mean(self) -> float:
         """The geometric mean over processes, in `unit`."""
-        return math.exp(math.fsum(self.values.values()) / len(self.values))
+        return math.exp(math.fsum((*self.values.values(), *self.taken_off.values())) / len(self.values))
 
 
 def times_of(

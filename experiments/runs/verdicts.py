@@ -8,7 +8,7 @@ from typing import Any
 from experiments.document import ExperimentError
 from experiments.runs.comparison import LEVEL, MIN_REPLICATES, POWER, Effect, Key, Sample, judge
 from experiments.runs.differences import changed_facts, circumstances, forbidding, share_yardstick, unchanged_code
-from experiments.runs.drift import BESIDE, ELSEWHERE, Slope, drift_of, slope_of, slope_spread
+from experiments.runs.drift import ARMS_SPREAD, drift_of, moved_between_runs, slope_of, slope_spread
 from experiments.runs.reading import RecordedRun
 from experiments.runs.table import Figure, times_of
 
@@ -19,7 +19,7 @@ class Verdict:
 
     first, second: its values, in `unit`, geometric means over processes. processes: how many of each there were.
     beside_yardstick: whether the effect is that of the figure over the yardstick's, so that it need not be
-    second / first; beside_unchanged: over those of arms whose code did not change, in the yardstick's place. reason:
+    second / first; beside_unchanged: over those of arms beside it whose code did not change, likewise. reason:
     why it cannot tell, and what would help. beside: the arm that `first` is of, where it is of another one.
     """
 
@@ -92,7 +92,7 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
     unchanged = None if apart else unchanged_code(first, second)
     if unchanged is not None:
         pairs = beside_unchanged(pairs, unchanged)
-    elif not share_yardstick(first, second):
+    if not share_yardstick(first, second):
         pairs = {
             key: (replace(one, yardsticks={}), replace(other, yardsticks={})) for key, (one, other) in pairs.items()
         }
@@ -134,37 +134,38 @@ def compare_arms(run: RecordedRun, across: Collection[str] = ()) -> Comparison:
 def beside_unchanged(
     pairs: Mapping[Key, tuple[Figure, Figure]], unchanged: Set[str]
 ) -> dict[Key, tuple[Figure, Figure]]:
-    """Figures of two runs with a better yardstick, where there is one: other arms, all of whose code ("op.variant") is
-    `unchanged` and whose processes took turns with theirs. What slows cores, caches or threads down slows these too.
-
-    Those at the same place are taken. Elsewhere they do another kind of work, which is enough for an arm that cannot
-    have changed itself.
+    """Figures of two runs over those of other arms at their place, where there are any whose processes took turns with
+    their own and all of whose code ("op.variant") is `unchanged`: what slows the machine down slows these too.
     """
     found = dict(pairs)
-    for key, (first, second) in pairs.items():
+    for key, pair in pairs.items():
         others = [
-            pair
-            for name, pair in pairs.items()
-            if name != key and pair[0].code <= unchanged and all(map(_took_turns, pair, (first, second)))
+            other
+            for name, other in pairs.items()
+            if name != key and other[0].code <= unchanged and all(map(_took_turns, other, pair))
         ]
-        near, slope = [pair for pair in others if pair[0].place == first.place], BESIDE
-        if not near and first.code <= unchanged:
-            near, slope = others, ELSEWHERE
-        if near:
-            mine, theirs = ([pair[run] for pair in near] for run in (0, 1))
-            found[key] = _beside(first, mine, slope), _beside(second, theirs, slope)
+        if others:
+            first, second = ([other[run] for other in others] for run in (0, 1))
+            found[key] = _over(pair[0], first), _over(pair[1], second)
     return found
 
 
 def _took_turns(one: Figure, other: Figure) -> bool:
-    """Whether they are the same figure, of processes that followed each other."""
-    return (one.name, one.values.keys()) == (other.name, other.values.keys())
+    return (one.place, one.name, one.values.keys()) == (other.place, other.name, other.values.keys())
 
 
-def _beside(figure: Figure, others: Sequence[Figure], slope: Slope) -> Figure:
-    """The figure with the mean of others, process by process, for a yardstick."""
-    yardsticks = {replicate: statistics.fmean(one.values[replicate] for one in others) for replicate in figure.values}
-    return replace(figure, yardsticks=yardsticks, slope=slope)
+def _over(figure: Figure, others: Sequence[Figure]) -> Figure:
+    """The figure's ratio to the mean of others, process by process, and its yardstick's to theirs."""
+
+    def mean(of: str, replicate: int) -> float:
+        return statistics.fmean(getattr(one, of)[replicate] for one in others)
+
+    taken_off = {replicate: mean("values", replicate) for replicate in figure.values}
+    values = {replicate: value - taken_off[replicate] for replicate, value in figure.values.items()}
+    yardsticks = {}
+    if figure.has_yardstick and all(one.has_yardstick for one in others):
+        yardsticks = {r: value - mean("yardsticks", r) for r, value in figure.yardsticks.items()}
+    return replace(figure, values=values, yardsticks=yardsticks, taken_off=taken_off)
 
 
 def beside_the_first(figures: Mapping[str, Figure]) -> list[tuple[str, str]]:
@@ -197,26 +198,35 @@ def judge_pairs(
         for key, pair in pairs.items()
         if min(_processes(*pair, of_runs)) >= MIN_REPLICATES
     }
-    drift = drift_of([values for one in samples.values() for values in one.series])
-    differences = {key: one.difference(drift) for key, one in samples.items()}
+    # What is over other arms' figures has left the drift that all have in common behind, which the rest still has.
+    left_behind = {key: bool(pairs[key][0].taken_off) for key in samples}
+    drifts = {
+        of: drift_of([values for key, one in samples.items() if left_behind[key] == of for values in one.series])
+        for of in (True, False)
+    }
+    differences = {key: one.difference(drifts[left_behind[key]]) for key, one in samples.items()}
     effects = judge(differences, {key: pairs[key][1].better for key in samples})
     shared = {key: sorted(first.values.keys() & second.values.keys()) for key, (first, second) in pairs.items()}
     return {
         key: Paired(effects[key], {} if of_runs else dict(zip(shared[key], one.series[0], strict=True)))
         for key, one in samples.items()
-    }, drift
+    }, max(drifts.values())
 
 
 def _sample(first: Figure, second: Figure, of_runs: bool, spread: float) -> Sample:
     """Beside the yardstick, where there is one."""
-    series = _series(first.values, second.values, of_runs)
-    if not _beside_yardstick(first, second):
-        return Sample(series)
-    yardsticks = _series(first.yardsticks, second.yardsticks, of_runs)
-    slope = first.slope or slope_of(list(zip(series, yardsticks, strict=True)), spread)
-    correction = (
-        slope.variance_between_runs(*yardsticks) if of_runs else statistics.fmean(yardsticks[0]) ** 2 * slope.variance
+    series, off = (
+        _series(a, b, of_runs) for a, b in ((first.values, second.values), (first.taken_off, second.taken_off))
     )
+    correction = moved_between_runs(*off) * ARMS_SPREAD**2 if first.taken_off else 0.0
+    if not _beside_yardstick(first, second):
+        return Sample(series, correction)
+    yardsticks = _series(first.yardsticks, second.yardsticks, of_runs)
+    slope = slope_of(list(zip(series, yardsticks, strict=True)), spread)
+    if of_runs:
+        correction += slope.variance_between_runs(*yardsticks)
+    else:
+        correction += statistics.fmean(yardsticks[0]) ** 2 * slope.variance
     return Sample(list(map(slope.take_off, series, yardsticks)), correction, slope.spent)
 
 
@@ -254,7 +264,7 @@ def _verdicts(
         verdicts.append(
             Verdict(
                 second.place, second.title, second.name, second.unit, effect, first.mean, second.mean, processes,
-                _beside_yardstick(first, second), first.slope is not None, reason,
+                _beside_yardstick(first, second), bool(first.taken_off), reason,
                 first.title if first.arm != second.arm else "",
             )
         )  # fmt: skip

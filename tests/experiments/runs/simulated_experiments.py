@@ -191,7 +191,7 @@ def main() -> int:
                 alarms += any(one.outcome != "within noise" for one in equal)
                 found += simulate(draw, recorded, asked.processes, SLOWER, threads)[0].outcome == "worse"
             missed |= alarms > MOST_ALARMS * asked.count
-            missed |= simulate is not simulate_runs and found < LEAST_FOUND * asked.count
+            missed |= simulate is simulate_arms and found < LEAST_FOUND * asked.count
             print(f"{what}: {asked.count} experiments of {OPS} figures, {asked.processes} processes each", flush=True)
             print(f"  false alarms: {alarms} ({alarms / asked.count:.2%})", flush=True)
             print(f"  changes by {SLOWER:.0%} found: {found} ({found / asked.count:.2%})", flush=True)
