@@ -47,6 +47,14 @@ def check_name(option: str, name: str, known: Iterable[str]) -> None:
         raise ExperimentError([f"{option} {name}: there is {', '.join(known)}{suggest_name(name, known)}"])
 
 
+def parse_names(option: str, text: str, known: Iterable[str]) -> list[str]:
+    """The names, each once, that `text` separates by commas; ExperimentError for one that is not known."""
+    known, names = list(known), list(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        check_name(option, name, known)
+    return names
+
+
 def _is_meant_for_users(error: Exception) -> bool:
     """Whether an error's message explains it; the classes need torch, and most commands end well."""
     from tkernels import SelectionError, TuningError

@@ -12,10 +12,6 @@ Inputs = Mapping[str, Any]
 """An op's arguments by name."""
 
 
-def _keep_inputs(inputs: Inputs) -> dict[str, Any]:
-    return dict(inputs)
-
-
 @dataclass(frozen=True)
 class Batching:
     """The members of an op's batch, independent of each other by definition: its rows, or its sequences.
@@ -33,7 +29,7 @@ class Batching:
     count: Callable[[Inputs], int]
     take: Callable[[Inputs, Sequence[int]], dict[str, Any]]
     part: Callable[[Inputs, Mapping[str, torch.Tensor], int], dict[str, torch.Tensor]]
-    loosen: Callable[[Inputs], dict[str, Any]] = _keep_inputs
+    loosen: Callable[[Inputs], dict[str, Any]] = dict
 
 
 def lay_out_like(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

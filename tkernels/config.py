@@ -2,7 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+TuningMode = Literal["nearest", "frozen", "search"]
+"""How the config of a call is chosen: see `tkernels.tuning.Tuning`. Here, where no torch is needed to read it."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,15 @@ TARGETS = {
 }
 
 
+def unsupported_e4m3(device: DeviceFacts) -> str | None:
+    """Why Triton has no fp8 of the dtype float8_e4m3fn on a device, or None where it has."""
+    if device.arch in ("sm_80", "sm_86"):
+        return f"Triton has e4m3 from sm_89 on; this is {device.arch}"
+    if device.arch.startswith("gfx9"):
+        return f"e4m3fn is not {device.arch}'s own fp8, which is e4m3fnuz"
+    return None
+
+
 @lru_cache(maxsize=32)  # at most a handful of devices exist; asking the driver costs tens of microseconds
 def device_facts(device: torch.device) -> DeviceFacts:
     """Facts about a CPU (which means the interpreter) or CUDA device."""

@@ -27,6 +27,11 @@ def dtype_of(name: Any) -> torch.dtype:
     return dtype
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float16" from torch.float16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def on_grid(values: torch.Tensor) -> torch.Tensor:
     """`values` rounded, in place, to multiples of 2**-8, so that fp32 sums of up to 256 of their products are exact in
     any order.
@@ -67,14 +72,18 @@ class Draws:
         values = torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64) * _SCALE[str(kind)]
         return values.to(dtype).to(self.device)
 
-    def laid_out(self, values: torch.Tensor, layout: Any, padding: int = 3) -> torch.Tensor:
-        """The same values, in storage that has NaN (or the top integer) beyond and, if "padded", between its rows."""
+    def laid_out(self, values: torch.Tensor, layout: Any = "contiguous", padding: int = 3) -> torch.Tensor:
+        """The same values, in storage that has NaN (or the top integer) beyond and, if "padded", between its rows; if
+        "head_major", values [T, heads, ...] lie head by head.
+        """
         if layout == "contiguous":
             return poisoned_views([values], dim=0)[0]
+        if layout == "head_major":
+            return poisoned_views([values.transpose(0, 1)], dim=0)[0].transpose(0, 1)
         if layout == "padded":
             gap = torch.full_like(values[..., :1], poison(values.dtype)).repeat_interleave(padding, dim=-1)
             return poisoned_views([values, gap], dim=-1)[0]
-        raise ValueError(f"layout {layout!r}: there is {', '.join(LAYOUTS)}")
+        raise ValueError(f"layout {layout!r}: there is {', '.join(LAYOUTS)}, head_major")
 
 
 def poison(dtype: torch.dtype) -> float | int:
@@ -117,18 +126,33 @@ def map_tensors(inputs: Mapping[str, Any], function: Callable[[torch.Tensor], An
     return {name: mapped(value) for name, value in inputs.items()}
 
 
-def clone_inputs(inputs: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
+def tensors_in(inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """All tensors that `map_tensors` meets, in its order."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(inputs, note)
+    return found
+
+
+def whole_storage(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """All that a tensor's storage holds, [n] of a dtype: what lies between and beyond its elements too."""
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def clone_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of the tensors with the same strides, offsets and poison around them; views of one storage stay so."""
     storages: dict[int, torch.Tensor] = {}
 
     def clone(value: torch.Tensor) -> torch.Tensor:
         storage = value.untyped_storage()
         if storage.data_ptr() not in storages or storage.nbytes() == 0:
-            whole = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
-            storages[storage.data_ptr()] = whole.clone() if device is None else whole.to(device, copy=True)
-        copy = storages[storage.data_ptr()]
-        target = torch.empty(0, dtype=value.dtype, device=copy.device)
-        return target.set_(copy.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+            storages[storage.data_ptr()] = whole_storage(value, torch.uint8).clone()
+        typed = whole_storage(storages[storage.data_ptr()], value.dtype)
+        return typed.as_strided(value.shape, value.stride(), value.storage_offset())
 
     return map_tensors(inputs, clone)
 
@@ -142,7 +166,7 @@ def _map_storages(inputs: Mapping[str, Any], change: Callable[[torch.Tensor], to
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen and storage.nbytes():
             seen.add(storage.data_ptr())
-            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+            whole = whole_storage(tensor, tensor.dtype)
             whole.copy_(change(whole).to(tensor.dtype))
         return tensor
 
@@ -193,18 +217,10 @@ def widen_floats(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def outside_views(tensors: Mapping[str, Any], names: Sequence[str]) -> dict[int, torch.Tensor]:
     """The bytes of each storage that none of the named tensors covers: storage address -> masked copy."""
-    storages: dict[int, torch.Tensor] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        storages.setdefault(storage.data_ptr(), torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
-        return tensor
-
-    map_tensors(tensors, note)
-    result = {address: whole.clone() for address, whole in storages.items()}
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors_in(tensors)}
+    result = {address: whole_storage(one, torch.uint8).clone() for address, one in storages.items()}
     for name in names:
         value = tensors[name]
-        address = value.untyped_storage().data_ptr()
-        typed = torch.empty(0, dtype=value.dtype, device=value.device).set_(result[address].untyped_storage())
+        typed = whole_storage(result[value.untyped_storage().data_ptr()], value.dtype)
         typed.as_strided(value.shape, value.stride(), value.storage_offset()).zero_()
     return result

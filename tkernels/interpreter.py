@@ -153,61 +153,38 @@ def replaced_methods(**methods: Callable[..., Any]) -> Iterator[None]:
                 setattr(builder, name, method)
 
 
+_ACCESSES: dict[str, tuple[str, Callable[..., tuple[Any, Any]]]] = {
+    "create_masked_load": ("load", lambda ptrs, mask, *rest: (ptrs, mask.data)),
+    "create_masked_store": ("store", lambda ptrs, value, mask, *rest: (ptrs, mask.data)),
+    "create_descriptor_load": ("box load", lambda descriptor, offsets, *rest: descriptor.materialize_pointers(offsets)),
+    "create_descriptor_store": ("box store", lambda descriptor, value, at: descriptor.materialize_pointers(at)),
+    "create_atomic_rmw": ("atomic", lambda op, ptr, val, mask, *rest: (ptr, mask.data)),
+    "create_atomic_cas": ("atomic", lambda ptr, *rest: (ptr, np.ones_like(ptr.data, dtype=bool))),
+}
+"""Method of the builder -> the access that it makes, and (pointers, mask) from its arguments."""
+
+
 @contextmanager
-def watch_accesses(check: Access) -> Iterator[None]:  # noqa: C901  the methods that it watches, a few lines each
+def watch_accesses(check: Access) -> Iterator[None]:
     """Calls `check` before every load, store and atomic that the interpreter makes, and stops a loop without end."""
     builder = triton_interpreter.interpreter_builder
-    load, store = builder.create_masked_load, builder.create_masked_store
-    box_load, box_store = builder.create_descriptor_load, builder.create_descriptor_store
-    rmw, cas = builder.create_atomic_rmw, builder.create_atomic_cas
     program, count = None, 0
 
-    def watch(addresses: np.ndarray, mask: np.ndarray, width: int, access: str) -> None:
-        nonlocal program, count
-        program, count = builder.grid_idx, count + 1 if builder.grid_idx == program else 1
-        if count > MAX_ACCESSES:
-            raise RunawayError(f"program {program} has made {MAX_ACCESSES} accesses and goes on: its loop does not end")
-        check(addresses, mask, width, access)
+    def watched(method: Callable[..., Any], access: str, find: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
+        def watch(*arguments: Any, **options: Any) -> Any:
+            nonlocal program, count
+            program, count = builder.grid_idx, count + 1 if builder.grid_idx == program else 1
+            if count > MAX_ACCESSES:
+                raise RunawayError(
+                    f"program {program} has made {MAX_ACCESSES} accesses and goes on: its loop does not end"
+                )
+            pointers, mask = find(*arguments)
+            check(pointers.data, mask, max(1, pointers.get_element_ty().primitive_bitwidth // 8), access)
+            return method(*arguments, **options)
 
-    def element_bytes(pointers: Any) -> int:
-        return max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        return watch
 
-    def watched_load(ptrs: Any, mask: Any, *rest: Any, **options: Any) -> Any:
-        watch(ptrs.data, mask.data, element_bytes(ptrs), "load")
-        return load(ptrs, mask, *rest, **options)
-
-    def watched_store(ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        watch(ptrs.data, mask.data, element_bytes(ptrs), "store")
-        return store(ptrs, value, mask, *rest)
-
-    def watch_box(descriptor: Any, offsets: Any, access: str) -> None:
-        pointers, mask = descriptor.materialize_pointers(offsets)
-        watch(pointers.data, mask, element_bytes(pointers), access)
-
-    def watched_box_load(descriptor: Any, offsets: Any, *rest: Any) -> Any:
-        watch_box(descriptor, offsets, "box load")
-        return box_load(descriptor, offsets, *rest)
-
-    def watched_box_store(descriptor: Any, value: Any, offsets: Any) -> Any:
-        watch_box(descriptor, offsets, "box store")
-        return box_store(descriptor, value, offsets)
-
-    def watched_rmw(op: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
-        watch(ptr.data, mask.data, element_bytes(ptr), "atomic")
-        return rmw(op, ptr, val, mask, *rest)
-
-    def watched_cas(ptr: Any, *rest: Any) -> Any:
-        watch(ptr.data, np.ones_like(ptr.data, dtype=bool), element_bytes(ptr), "atomic")
-        return cas(ptr, *rest)
-
-    with replaced_methods(
-        create_masked_load=watched_load,
-        create_masked_store=watched_store,
-        create_descriptor_load=watched_box_load,
-        create_descriptor_store=watched_box_store,
-        create_atomic_rmw=watched_rmw,
-        create_atomic_cas=watched_cas,
-    ):
+    with replaced_methods(**{name: watched(getattr(builder, name), *how) for name, how in _ACCESSES.items()}):
         yield
 
 

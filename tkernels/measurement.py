@@ -1,7 +1,6 @@
 """One variant at one point: checked first, then timed, and placed on the roofline by the contract's own counts."""
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,8 +11,9 @@ import torch
 from tkernels.config import Config
 from tkernels.contract import Axes, Case, Contract, Int, Value
 from tkernels.device import DeviceFacts, device_facts
-from tkernels.inputs import clone_inputs, map_tensors
+from tkernels.inputs import clone_inputs, tensors_in
 from tkernels.launch import Kernel
+from tkernels.preparation import timed_preparation
 from tkernels.roofline import Roofline, RooflineError, roofline
 from tkernels.timing import Cache, Launch, Timing, time_calls
 from tkernels.tuning import NEAREST, Match, Tuning
@@ -91,20 +91,14 @@ class Measurement:
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON: what is not known is null, with the reason beside it."""
         timing, limit = self.timing, self.limit
-        row: dict[str, Any] = {
-            name: getattr(self, name) for name in ("op", "variant", "kind", "point", "status", "reason")
-        }
-        row |= {"axes": dict(self.axes), "dtype": self.dtype}
-        row |= {
-            "config": self.config.as_dict() if self.config is not None else None,
-            "config_source": self.config_source,
-        }
-        row |= {name: getattr(self, name) for name in ("bytes_moved", "flops", "bytes_per_s", "flops_per_s")}
+        row = {name: getattr(self, name) for name in ("op", "variant", "kind", "point", "status", "reason", "dtype")}
+        row |= {"axes": dict(self.axes), "config": None if self.config is None else self.config.as_dict()}
+        row |= {name: getattr(self, name) for name in ("config_source", "bytes_moved", "flops")}
+        row |= {name: getattr(self, name) for name in ("bytes_per_s", "flops_per_s", "prepare_us", "prepared_bytes")}
         row |= {name: getattr(timing, name, None) for name in ("median_us", "iqr_us", "min_us", "max_us", "timer")}
         row |= {name: getattr(timing, name, None) for name in ("calls_per_sample", "first_call_us")}
         row["samples_us"] = list(timing.samples_us) if timing else None
-        row["clocks"] = {when: vars(getattr(timing, when)) for when in ("before", "after")} if timing else None
-        row |= {"prepare_us": self.prepare_us, "prepared_bytes": self.prepared_bytes}
+        row["clocks"] = {"before": vars(timing.before), "after": vars(timing.after)} if timing else None
         row |= {f"roofline_{name}": getattr(limit, name, None) for name in ("fraction", "bound")}
         row["roofline_reason"] = limit.reason if limit else self.reason
         return row
@@ -178,14 +172,12 @@ class Prepared:
 def prepare(variant: Variant, case: Case) -> Prepared:
     """Makes the weight that a variant keeps from the case's, as loading a model does."""
     given = case.contract.bind_arguments((), case.inputs)
-    started = time.perf_counter()
-    arguments = {name: variant.prepare(v) if hasattr(v, "map_tensors") else v for name, v in given.items()}
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    spent_us = (time.perf_counter() - started) * 1e6
-    made = {name: value for name, value in arguments.items() if value is not given[name]}
+    weights = {n: timed_preparation(variant, value) for n, value in given.items() if hasattr(value, "map_tensors")}
+    made = {name: weight for name, (weight, _) in weights.items() if weight is not given[name]}
+    arguments = {**given, **made}
     if not made:
         return Prepared(case, arguments, variant)
+    spent_us = sum(seconds for _, seconds in weights.values()) * 1e6
     ours = all(isinstance(value, type(given[name])) for name, value in made.items())
     taken, checked = (replace(case, inputs=arguments), variant) if ours else (case, _with_made_weight(variant, made))
     return Prepared(taken, arguments, checked, spent_us, storage_bytes(made))
@@ -289,13 +281,7 @@ def _timed(
     row: Measurement, kernel: Kernel, prepared: Mapping[str, Any], method: Method, facts: DeviceFacts,
     device: torch.device,
 ) -> Measurement:  # fmt: skip
-    wanted = 1
-    if method.launch == "graph" and method.l2 == "cold":
-        wanted = min(_MOST_SETS, max(1, -(-_BYTES_PER_SAMPLE // max(storage_bytes(prepared), 1))))
-    sets = (
-        {name: _copy_foreign_weight(value) for name, value in clone_inputs(prepared).items()} for _ in range(wanted)
-    )
-    calls = [timed_call(kernel, mine) for mine in sets]
+    calls = [timed_call(kernel, mine) for mine in _sets_of_data(prepared, method)]
     timing = time_calls(calls, device, samples=method.samples, launch=method.launch, l2=method.l2)
     assert row.bytes_moved is not None
     assert row.flops is not None
@@ -309,6 +295,15 @@ def _timed(
     return replace(row, status="ok", timing=timing, limit=limit)
 
 
+def _sets_of_data(prepared: Mapping[str, Any], method: Method) -> Iterator[dict[str, Any]]:
+    """A call's arguments, copied; behind a cold cache, for as many calls as one graph is to hold."""
+    wanted = 1
+    if method.launch == "graph" and method.l2 == "cold":
+        wanted = min(_MOST_SETS, max(1, -(-_BYTES_PER_SAMPLE // max(storage_bytes(prepared), 1))))
+    for _ in range(wanted):
+        yield {name: _copy_foreign_weight(value) for name, value in clone_inputs(prepared).items()}
+
+
 def _copy_foreign_weight(value: Any) -> Any:
     """A copy of what `clone_inputs` passes on: another project's weight object, which must not be warm from the set
     before.
@@ -319,12 +314,5 @@ def _copy_foreign_weight(value: Any) -> Any:
 
 def storage_bytes(inputs: Mapping[str, Any]) -> int:
     """Of all tensors among the inputs together; storage that several of them view counts once."""
-    storages: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage._cdata] = storage.nbytes()  # every meta tensor has the address 0
-        return tensor
-
-    map_tensors(inputs, note)
-    return sum(storages.values())
+    storages = [tensor.untyped_storage() for tensor in tensors_in(inputs)]
+    return sum({one._cdata: one.nbytes() for one in storages}.values())  # every meta tensor has the address 0

@@ -39,12 +39,18 @@ def prepared(variant: Variant, weight: Any) -> tuple[Any, PrepareReport]:
         weight: of the op's weight type, which has `nbytes` and `device`. It stays as it is; one that the variant takes
             as it is comes back itself.
     """
+    made, seconds = timed_preparation(variant, weight)
+    return made, PrepareReport(weight.nbytes, made.nbytes, seconds)
+
+
+def timed_preparation(variant: Variant, weight: Any) -> tuple[Any, float]:
+    """The weight as this variant wants it, which may be another project's object, and the seconds that it took."""
     device = torch.device(weight.device)
     _wait_for(device)
     start = time.perf_counter()
     made = variant.prepare(weight)
     _wait_for(device)
-    return made, PrepareReport(weight.nbytes, made.nbytes, time.perf_counter() - start)
+    return made, time.perf_counter() - start
 
 
 def _wait_for(device: torch.device) -> None:

@@ -14,7 +14,7 @@ node of the graph, so that kernels which would follow each other closely do not:
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -289,7 +289,6 @@ class Recording:
 
     def _place_entries(self) -> list[_Placed]:
         """The device's spans, in the order of beginning, each inside its parent and after the one before it."""
-        found: dict[int, _Placed] = {}
         bases: dict[int, int] = {}
 
         def base(root: DeviceEvent) -> int:
@@ -299,42 +298,45 @@ class Recording:
                 bases[id(root)] = _ns(self._anchor, root)
             return bases[id(root)]
 
-        placed: list[_Placed] = []
+        eager: dict[int, _Placed] = {}
         for entry in self._entries:
             if entry.is_timed and entry.end_ns >= 0:
-                assert entry.first is not None
-                around = [one for one in _enclosing_entries(entry.parent) if id(one) in found]
-                root = around[-1].first if around else entry.first
+                around = list(_placed_around(entry.parent, eager))
+                root = around[-1].entry.first if around else entry.first
                 assert root is not None
-                inside = next((found[id(one)] for one in around if one.stream == entry.stream), None)
+                inside = next((one for one in around if one.stream == entry.stream), None)
                 begin, end = (base(root) + _ns(root, event) for event in (entry.first, entry.last))
-                found[id(entry)] = _Placed(entry, entry.stream, begin, end, inside)
-                placed.append(found[id(entry)])
+                eager[id(entry)] = _Placed(entry, entry.stream, begin, end, inside)
+        placed = list(eager.values())
         for replay in self._replays:
-            inside = next((found[id(one)] for one in _enclosing_entries(replay.parent) if id(one) in found), None)
+            start, inside = base(replay.root), next(_placed_around(replay.parent, eager), None)
             mine: dict[int, _Placed] = {}
             for entry, begin, end in replay.times:
-                outer = next((mine[id(one)] for one in _enclosing_entries(entry.parent) if id(one) in mine), inside)
-                mine[id(entry)] = _Placed(
-                    entry, replay.stream, base(replay.root) + begin, base(replay.root) + end, outer
-                )
+                outer = next(_placed_around(entry.parent, mine), inside)
+                mine[id(entry)] = _Placed(entry, replay.stream, start + begin, start + end, outer)
             placed += mine.values()
         placed.sort(key=lambda one: one.begin_ns)  # stable: of two that begin together the outer one came first
-        ends: dict[tuple[int, int], int] = {}
-        for one in placed:
-            low, high = (0, one.end_ns) if one.parent is None else (one.parent.begin_ns, one.parent.end_ns)
-            key = (one.stream, id(one.parent))
-            one.begin_ns = max(one.begin_ns, min(high, max(low, ends.get(key, 0))))
-            one.end_ns = max(one.begin_ns, min(one.end_ns, high))
-            ends[key] = one.end_ns
+        _fit_into_parents(placed)
         return placed
 
 
-def _enclosing_entries(entry: _Entry | None) -> Iterator[_Entry]:
-    """The entry, and those around it."""
+def _placed_around(entry: _Entry | None, placed: Mapping[int, _Placed]) -> Iterator[_Placed]:
+    """The places of the entry and of those around it, innermost first, as far as they have one."""
     while entry is not None:
-        yield entry
+        if id(entry) in placed:
+            yield placed[id(entry)]
         entry = entry.parent
+
+
+def _fit_into_parents(placed: Sequence[_Placed]) -> None:
+    """Moves what begins before the end of the one before it, or lies beyond its parent, by the clock's rounding."""
+    ends: dict[tuple[int, int], int] = {}
+    for one in placed:
+        low, high = (0, one.end_ns) if one.parent is None else (one.parent.begin_ns, one.parent.end_ns)
+        key = (one.stream, id(one.parent))
+        one.begin_ns = max(one.begin_ns, min(high, max(low, ends.get(key, 0))))
+        one.end_ns = max(one.begin_ns, min(one.end_ns, high))
+        ends[key] = one.end_ns
 
 
 def _ns(begin: DeviceEvent, end: Any) -> int:

@@ -12,7 +12,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
 from tkernels.contract import Contract
-from tkernels.folders import BUILT_IN, op_folders
+from tkernels.folders import BUILT_IN, OpFolder, op_folders
 from tkernels.launch import call_variant
 from tkernels.names import Names, unknown_name
 from tkernels.variant import Op, Variant, VariantError
@@ -113,22 +113,26 @@ def _join(
     """The ops with those of `root`, and the ops of it that are unavailable."""
     unavailable: dict[str, str] = {}
     for folder in op_folders(root):
-        name = folder.op
-        files = (folder.contract,) if folder.contract is not None else () if name in ops else folder.variants
+        files = (folder.contract,) if folder.contract is not None else () if folder.op in ops else folder.variants
         if files and all(file in broken for file in files):
-            unavailable[name] = broken[files[0]]
-            continue
-        if folder.contract is not None:
-            if name in ops:
-                raise VariantError(f"{folder.contract}: op {name!r} is already defined")
-            ops[name] = _new_op(folder.contract, package)
-        if name not in ops:
-            raise VariantError(f"{folder.path}: {unknown_name('op', name, ops)}")
-        ops[name] = _with_variants(ops[name], folder.variants, package, broken)
+            unavailable[folder.op] = broken[files[0]]
+        else:
+            ops[folder.op] = _with_variants(_op_of(folder, ops, package), folder.variants, package, broken)
     for op in ops.values():
         if op.contract.default not in {**op.variants, **op.variants.unavailable}:
             raise VariantError(f"{op.name}: its default variant {op.contract.default!r} does not exist")
     return {name: replace(op, variants=_with_parts(op, ops)) for name, op in ops.items()}, unavailable
+
+
+def _op_of(folder: OpFolder, ops: Mapping[str, Op], package: str | None) -> Op:
+    """The op that a folder defines, or adds variants to."""
+    if folder.contract is None:
+        if folder.op not in ops:
+            raise VariantError(f"{folder.path}: {unknown_name('op', folder.op, ops)}")
+        return ops[folder.op]
+    if folder.op in ops:
+        raise VariantError(f"{folder.contract}: op {folder.op!r} is already defined")
+    return _new_op(folder.contract, package)
 
 
 def _with_variants(op: Op, files: Sequence[Path], package: str | None, broken: Mapping[Path, str]) -> Op:

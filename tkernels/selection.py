@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tkernels.device import device_facts
+from tkernels.inputs import dtype_name
 from tkernels.launch import Kernel
 from tkernels.names import UnknownNameError, unknown_name
 from tkernels.ranges import NVTX, Ranges
@@ -216,8 +217,8 @@ def unsupported_in(
 
 
 def _unsupported_way(variant: Variant, ranges: AxisRanges, device: torch.device, dtype: torch.dtype) -> str | None:
-    name = str(dtype).removeprefix("torch.")
-    dtypes = {axis.name: name for axis in variant.contract.axes if axis.name in ("activation", "kv", "weight", "out")}
+    roles = ("activation", "kv", "weight", "out")
+    dtypes = {axis.name: dtype_name(dtype) for axis in variant.contract.axes if axis.name in roles}
     facts = device_facts(device)
     spread = {axis: value if isinstance(value, tuple) else (value,) for axis, value in {**dtypes, **ranges}.items()}
     for point in product(*spread.values()):

@@ -71,29 +71,30 @@ def breakdown(spans: Sequence[Span]) -> Breakdown:
     a step's sake. READ_EVENTS is taken out of all that it lies in.
     """
     nested = _nesting(spans)
+    kept = [index for index, span in enumerate(spans) if span.name != READ_EVENTS and not nested.in_record[index]]
+    steps = [index for index in kept if spans[index].category == "step"]
+    step_ns = sum(spans[index].ns - nested.read_ns[index] for index in steps)
+    on_device = [spans[index] for index in kept if spans[index].track.clock == "device"]
+    totals = _totals(spans, nested, kept)
+    if busy_ns := sum(span.ns for span in on_device if span.parent < 0):
+        idle = max(0, step_ns - busy_ns)
+        totals.append(RangeTotal(DEVICE_IDLE, "gap", "device", len(steps), idle, idle))
+    return Breakdown(len(steps), step_ns, tuple(totals))
+
+
+def _totals(spans: Sequence[Span], nested: "_Nesting", kept: Sequence[int]) -> list[RangeTotal]:
     found: dict[tuple[str, Clock], list[int]] = {}  # calls, total, self
     categories: dict[str, Category] = {}
-    steps = step_ns = busy_ns = 0
-    for index, span in enumerate(spans):
-        if nested.in_record[index] or span.name == READ_EVENTS:
-            continue
-        on_device = span.track.clock == "device"
+    for index in kept:
+        span = spans[index]
         sums = found.setdefault((span.name, span.track.clock), [0, 0, 0])
         categories.setdefault(span.name, span.category)
         sums[0] += 1
         if all(spans[outer].name != span.name for outer in _enclosing_spans(spans, span)):
             sums[1] += span.ns - nested.read_ns[index]
-        if on_device or nested.in_step[index]:
+        if span.track.clock == "device" or nested.in_step[index]:
             sums[2] += span.ns - (0 if span.name == RECORD_GRAPH else nested.inside_ns[index])
-        if span.category == "step":
-            steps, step_ns = steps + 1, step_ns + span.ns - nested.read_ns[index]
-        if on_device and span.parent < 0:
-            busy_ns += span.ns
-    totals = [RangeTotal(name, categories[name], clock, *sums) for (name, clock), sums in found.items()]
-    if busy_ns:
-        idle = max(0, step_ns - busy_ns)
-        totals.append(RangeTotal(DEVICE_IDLE, "gap", "device", steps, idle, idle))
-    return Breakdown(steps, step_ns, tuple(totals))
+    return [RangeTotal(name, categories[name], clock, *sums) for (name, clock), sums in found.items()]
 
 
 @dataclass(frozen=True)

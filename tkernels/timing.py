@@ -16,13 +16,6 @@ from tkernels.clocks import Clocks, read_clocks
 
 Launch = Literal["eager", "graph"]
 Cache = Literal["cold", "warm"]
-Timer = Literal[
-    "perf_counter",
-    "cuda events, cold L2",
-    "cuda events, warm L2",
-    "cuda graph, cold L2",
-    "cuda graph, warm L2",
-]
 
 # A host clock reads 50 ns or so late; a sample of 100 us keeps that below a thousandth.
 _SHORTEST_SAMPLE_US = 100.0
@@ -40,13 +33,14 @@ class Timing:
     """Microseconds per call. Each sample is the mean of `calls_per_sample` calls; at least two samples.
 
     Attributes:
+        timer: "perf_counter", or "cuda events" or "cuda graph" with "cold L2" or "warm L2".
         first_call_us: the host's time for the very first call, waited for: compilation, plans, allocations.
         before, after: the clocks around the samples.
     """
 
     samples_us: tuple[float, ...]
     calls_per_sample: int
-    timer: Timer
+    timer: str
     first_call_us: float | None = None
     before: Clocks = _UNREAD
     after: Clocks = _UNREAD
@@ -187,13 +181,8 @@ def _time_on_cuda(
         torch.cuda.synchronize(device)
         after = read_clocks(device)
     taken = tuple(start.elapsed_time(end) * 1e3 / calls_per_sample for start, end in pairs)
-    name: Timer = {
-        ("eager", "cold"): "cuda events, cold L2",
-        ("eager", "warm"): "cuda events, warm L2",
-        ("graph", "cold"): "cuda graph, cold L2",
-        ("graph", "warm"): "cuda graph, warm L2",
-    }[launch, l2]  # type: ignore[assignment]
-    return Timing(taken, calls_per_sample, name, first_call_us, before, after)
+    timer = f"cuda {'graph' if launch == 'graph' else 'events'}, {l2} L2"
+    return Timing(taken, calls_per_sample, timer, first_call_us, before, after)
 
 
 def _bodies(

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import triton
@@ -18,14 +18,13 @@ from filelock import FileLock
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from tkernels.config import Config
+from tkernels.config import Config, TuningMode
 from tkernels.contract import Axes, Int
 from tkernels.device import INTERPRETER, DeviceFacts
 from tkernels.files import write_text
 from tkernels.timing import time_call
 from tkernels.variant import Variant
 
-TuningMode = Literal["nearest", "frozen", "search"]
 Match = Literal["exact", "other Triton version", "stale source", "default"]
 Measure = Callable[[Callable[[], None]], float]
 """Runs a launch as often as it wants and returns microseconds; raises OutOfResources for a config that does not fit."""
@@ -62,10 +61,7 @@ class Entry:
 
     def best(self, allowed: Sequence[Config]) -> Config | None:
         """The fastest config that its variant still offers: one that was taken out may have been wrong."""
-        timed = [
-            (us, index) for index, (config, us, _) in enumerate(self.timings) if us is not None and config in allowed
-        ]
-        return self.timings[min(timed)[1]][0] if timed else None
+        return _fastest_config([timing for timing in self.timings if timing[0] in allowed])
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:
@@ -133,22 +129,19 @@ def record(path: Path, device: DeviceFacts, entry: Entry) -> Entry:
         if before := entries.get(entry.key):
             tried = {config for config, _, _ in entry.timings}
             timings = (*entry.timings, *(t for t in before.timings if t[0] not in tried))
-            entry = replace(entry, config=_fastest_config(timings), timings=timings)
+            best = _fastest_config(timings)
+            assert best is not None, "an entry names a config that was timed"
+            entry = replace(entry, config=best, timings=timings)
         entries[entry.key] = entry
         rows = [entries[key].as_json() for key in sorted(entries)]
         write_text(path, json.dumps({"device": device.name, "arch": device.arch, "entries": rows}, indent=1) + "\n")
         return entry
 
 
-def _fastest_config(timings: Sequence[ConfigTiming]) -> Config:
+def _fastest_config(timings: Sequence[ConfigTiming]) -> Config | None:
+    """The first of the fastest; None where nothing was timed."""
     timed = [(us, index) for index, (_, us, _) in enumerate(timings) if us is not None]
-    if not timed:
-        raise TuningError(f"no config could be timed: {_format_reasons(timings)}")
-    return timings[min(timed)[1]][0]
-
-
-def _format_reasons(timings: Sequence[ConfigTiming]) -> str:
-    return "; ".join(f"{config.as_dict()}: {why}" for config, _, why in timings)
+    return timings[min(timed)[1]][0] if timed else None
 
 
 def median_us(launch: Callable[[], None]) -> float:
@@ -177,8 +170,8 @@ class Tuning:
     _files: dict[Path, dict[tuple[str, ...], Entry]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.mode not in ("nearest", "frozen", "search"):
-            raise TuningError(f"tuning {self.mode!r}: there is nearest, frozen, search")
+        if self.mode not in get_args(TuningMode):
+            raise TuningError(f"tuning {self.mode!r}: there is {', '.join(get_args(TuningMode))}")
 
     def resolve(
         self,
@@ -249,17 +242,16 @@ def nearest_entry(
     """Of a lockfile's entries, the one whose config a call gets: the exact one, else another Triton version's, else a
     stale source's, the newest version first; None where none has a config that is still offered.
     """
-    exact = entries.get(tuning_key(variant, point))
-    if exact and exact.best(offered) is not None:
-        return exact, "exact"
-    name = variant.contract.name
-    near = [e for e in entries.values() if (e.op, e.variant, e.bucket) == (name, variant.name, point)]
-    near = sorted((e for e in near if e.best(offered) is not None), key=lambda e: _version(e.triton), reverse=True)
-    matches: tuple[tuple[Match, list[Entry]], ...] = (
-        ("other Triton version", [e for e in near if e.source == variant.source]),
-        ("stale source", near),
+    op, name, source, triton_version, _ = tuning_key(variant, point)
+    fitting = [e for e in entries.values() if (e.op, e.variant, e.bucket) == (op, name, point)]
+    newest_first = sorted(fitting, key=lambda e: _version(e.triton), reverse=True)
+    near = [e for e in newest_first if e.best(offered) is not None]
+    wanted: tuple[tuple[Match, Callable[[Entry], bool]], ...] = (
+        ("exact", lambda e: (e.source, e.triton) == (source, triton_version)),
+        ("other Triton version", lambda e: e.source == source),
+        ("stale source", lambda e: True),
     )
-    return next(((fits[0], match) for match, fits in matches if fits), None)
+    return next(((e, match) for match, fits in wanted for e in near if fits(e)), None)
 
 
 def tuning_key(variant: Variant, point: str) -> tuple[str, str, str, str, str]:
@@ -322,9 +314,8 @@ def search(
             known = record(path, device, Entry(*key, config=config, timings=tuple(pending)))
             pending = []
     if known is None:
-        raise TuningError(
-            f"{variant.contract.name}.{variant.name}: no config could be timed: {_format_reasons(pending)}"
-        )
+        reasons = "; ".join(f"{config.as_dict()}: {why}" for config, _, why in pending)
+        raise TuningError(f"{variant.contract.name}.{variant.name}: no config could be timed: {reasons}")
     return known
 
 

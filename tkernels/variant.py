@@ -34,18 +34,6 @@ AxisRanges = Mapping[str, Value | tuple[int, int]]
 """Axis -> its value, or (low, high) where a whole range is meant."""
 
 
-def _supports_all(axes: Axes, device: DeviceFacts) -> str | None:
-    return None
-
-
-def _no_workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
-    return {}
-
-
-def _keep_weight(weight: Any) -> Any:
-    return weight
-
-
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """A variant's declaration: the last object in its file, called VARIANT.
@@ -80,11 +68,11 @@ class Variant:
     part_axes: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
     configs: tuple[Config, ...] | None = None
     default: Mapping[str, Config] = field(default_factory=dict)
-    supports: Callable[[Axes, DeviceFacts], str | None] = _supports_all
-    workspace: Callable[[Axes, Config, DeviceFacts], Mapping[str, Buffer]] = _no_workspace
+    supports: Callable[[Axes, DeviceFacts], str | None] = lambda axes, device: None
+    workspace: Callable[[Axes, Config, DeviceFacts], Mapping[str, Buffer]] = lambda axes, config, device: {}
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     key: tuple[str, ...] = ()
-    prepare: Callable[[Any], Any] = _keep_weight
+    prepare: Callable[[Any], Any] = lambda weight: weight
     # Filled in when the file joins a registry:
     name: str = ""
     file: Path = field(default_factory=Path)
@@ -185,16 +173,15 @@ class Variant:
 
     def axes_of_part(self, part: Contract, axes: AxisRanges) -> dict[str, Any]:
         """What a part is called at where the fusion is called at `axes` (values, or ranges of them)."""
-        given = self.part_axes.get(part.name, {})
         mine: dict[str, Any] = {name: axes[name] for name in (*part.axis_by_name, *part.options) if name in axes}
-        for name, what in given.items():
+        for name, what in self.part_axes.get(part.name, {}).items():
             dim = Dim.parse(what) if isinstance(what, str) else None
             if dim is None or dim.name not in self.contract.axis_by_name:
                 mine[name] = what
-            elif dim.name in axes:
-                value = axes[dim.name]
-                ends = [dim.size({dim.name: end}) for end in (value if isinstance(value, tuple) else (value,))]
-                mine[name] = tuple(ends) if isinstance(value, tuple) else ends[0]
+            elif isinstance(value := axes.get(dim.name), tuple):
+                mine[name] = tuple(dim.size({dim.name: end}) for end in value)
+            elif value is not None:
+                mine[name] = dim.size({dim.name: value})
         return mine
 
     def with_parts(self, ops: Mapping[str, "Op"]) -> "Variant":
@@ -297,22 +284,24 @@ def _check_declaration(variant: Variant) -> None:
 
 
 def _check_launcher(variant: Variant) -> None:
-    """The rules of a variant that launches kernels: its configs, and what they may depend on."""
+    """The rules of a variant that launches kernels: its configs, what they may depend on, and its kernels' names."""
     where, contract = variant.file, variant.contract
+    prefix = f"{contract.name}_{variant.name}"
+    if variant.kernels and not any(name.startswith(prefix) for name in variant.kernels):
+        raise VariantError(f"{where}: its kernel must be named {prefix} (found {', '.join(variant.kernels)})")
+    batchy = [axis for axis in variant.key if contract.axis_by_name[axis].batch]
+    if variant.batch_invariant and batchy:
+        raise VariantError(f"{where}: a batch-invariant variant's config may not depend on {', '.join(batchy)}")
+    _check_configs(variant, where)
+
+
+def _check_configs(variant: Variant, where: Path) -> None:
     if variant.configs == ():
         raise VariantError(f"{where}: configs must not be empty: they are what tuning tries; leave them out for none")
     if "" not in variant.default:
         raise VariantError(f"{where}: default must have an entry for every other architecture, named ''")
+    names = sorted(variant.default[""])
     for config in (*(variant.configs or ()), *variant.default.values()):
         variant.pinned(config, config.as_dict())
-        if set(config) != set(variant.default[""]):
-            raise VariantError(
-                f"{where}: configs differ in their names: {sorted(config)} and {sorted(variant.default[''])}"
-            )
-    if variant.batch_invariant:
-        batchy = [axis for axis in variant.key if contract.axis_by_name[axis].batch]
-        if batchy:
-            raise VariantError(f"{where}: a batch-invariant variant's config may not depend on {', '.join(batchy)}")
-    prefix = f"{contract.name}_{variant.name}"
-    if variant.kernels and not any(name.startswith(prefix) for name in variant.kernels):
-        raise VariantError(f"{where}: its kernel must be named {prefix} (found {', '.join(variant.kernels)})")
+        if sorted(config) != names:
+            raise VariantError(f"{where}: configs differ in their names: {sorted(config)} and {names}")

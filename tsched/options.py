@@ -187,9 +187,11 @@ class Option:
         if self.kind is str:
             return value if isinstance(value, str) and value in self.choices else None
         number = _as_integer(value) if self.kind is int else _as_float(value)
-        if number is None or not all(_COMPARISONS[name][0](number, end) for name, end in self.bounds.items()):
-            return None
-        return None if self.power_of_two and int(number).bit_count() != 1 else number
+        return number if number is not None and self._is_in_range(number) else None
+
+    def _is_in_range(self, number: float) -> bool:
+        is_within = all(_COMPARISONS[name][0](number, end) for name, end in self.bounds.items())
+        return is_within and (not self.power_of_two or int(number).bit_count() == 1)
 
 
 _COMPARISONS: Mapping[str, tuple[Callable[[float, float], bool], str]] = {

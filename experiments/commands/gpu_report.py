@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -9,16 +10,17 @@ from rich.text import Text
 
 from experiments.commands.choices import cuda_device
 from experiments.commands.requests import GpuReportRequest
-from experiments.document import ExperimentError
 from experiments.gpu_report import precompile
-from experiments.gpu_report.journal import Fact, Journal, done_steps, facts, read_lines
-from experiments.gpu_report.steps import DOES, Step, make_steps, pending, schedule
-from experiments.gpu_report.supervisor import supervise, worker_runner
+from experiments.gpu_report.folder import open_report, read_report
+from experiments.gpu_report.steps import DOES, Step, make_steps, schedule, steps_left
+from experiments.gpu_report.supervisor import run_steps, step_runner
 from experiments.gpu_report.table import report
 from experiments.peers import with_peers
 from experiments.reporting.table_style import add_row, new_table
 from tkernels import OPS
+from tkernels.clocks import read_clocks
 from tkernels.device import TARGETS, device_facts
+from tkernels.files import write_text
 
 TABLE = "report.md"
 
@@ -30,55 +32,48 @@ def run(request: GpuReportRequest) -> int:
     """0 where nothing is left to do, 1 where a step failed or time ran out, with the table so far in either case."""
     out, minutes = request.out, request.minutes
     if request.dry_run:
-        print_plan(make_steps(with_peers(OPS), _DRY_RUN, precompile.MOST_PROCESSES), Journal(out), minutes)
+        print_plan(make_steps(with_peers(OPS), _DRY_RUN, precompile.MOST_PROCESSES), out, minutes)
         return 0
     deadline = time.time() + 60 * minutes
-    where = cuda_device(request.device, "tk gpu-report")
-    journal = open_journal(out, device_facts(where).name)
-    steps = make_steps(with_peers(OPS), device_facts(where), precompile.processes())
+    device = cuda_device(request.device, "tk gpu-report")
+    steps = make_steps(with_peers(OPS), device_facts(device), precompile.processes())
     console = Console(stderr=True)
-    todo = pending(steps, done_steps(journal.lines()))
-    console.print(Text(f"{len(todo)} of {len(steps)} steps are left; {minutes:g} minutes for them"))
-    with worker_runner(out, str(where), deadline) as run_worker:
-        outcome = supervise(steps, journal, deadline, run_worker)
-    (out / TABLE).write_text(report(journal.lines()), encoding="utf-8")
-    console.print(Text(f"{len(steps) - len(outcome.left)} of {len(steps)} steps are done; {out / TABLE}"))
-    for name in outcome.left[:10]:
-        console.print(Text(f"  left: {name}"))
-    return 1 if outcome.left else 0
+    folder = open_report(out, device, steps)
+    try:
+        todo = steps_left(steps, folder.rows)
+        console.print(Text(f"{len(todo)} of {len(steps)} steps are left; {minutes:g} minutes for them"))
+        with step_runner(folder, str(device)) as run_step:
+            run_steps(todo, folder, deadline, run_step)
+        left = steps_left(steps, folder.rows)
+        if not left:
+            # No lockfiles' entries: this report's own lockfile lies beside its rows.
+            folder.finish("nearest", {}, asdict(read_clocks(device)))
+    finally:
+        folder.close()
+    recorded = read_report(out)
+    assert recorded is not None
+    write_text(out / TABLE, report(recorded.rows, recorded.environment))
+    console.print(Text(f"{len(steps) - len(left)} of {len(steps)} steps are done; {out / TABLE}"))
+    for step in left[:10]:
+        console.print(Text(f"  left: {step.key}"))
+    return 1 if left else 0
 
 
-def open_journal(out: Path, device: str) -> Journal:
-    """The folder's journal; an ExperimentError where it is another device's."""
-    out.mkdir(parents=True, exist_ok=True)
-    journal = Journal(out)
-    known = {str(fact["name"]) for fact in facts(journal.lines()) if fact.get("kind") == "device"}
-    if known - {device}:
-        raise ExperimentError([f"--out {out}: holds facts of {', '.join(sorted(known))}, and this is {device}"])
-    return journal
-
-
-def print_plan(steps: Sequence[Step], journal: Journal, minutes: float) -> None:
+def print_plan(steps: Sequence[Step], out: Path, minutes: float) -> None:
     """Every step with what it would do, its estimate, and whether it would be reached."""
-    done = done_steps(read_lines(journal.path))
+    begun = read_report(out)
+    left = schedule(steps_left(steps, begun.rows if begun is not None else ()), 60 * minutes)
     console = Console()
     title = f"{len(steps)} steps; estimates, most valuable first"
     table = new_table(title, ["step", "s", "at s", "what it does"], ["s", "at s"])
-    for step, ends, within in schedule(pending(steps, done), 60 * minutes):
-        style = "" if within else "dim"
+    for step, ends, within in left:
         does = DOES[step.kind] if step.seconds else "cannot run here: says so in the report"
         cells = [step.title, f"{step.seconds:.0f}", f"{ends:.0f}", does]
-        add_row(table, *(Text(cell, style) for cell in cells))
+        add_row(table, *(Text(cell, "" if within else "dim") for cell in cells))
     console.print(table)
-    left = schedule(pending(steps, done), 60 * minutes)
+    if len(left) < len(steps):
+        console.print(Text(f"{len(steps) - len(left)} steps are done in {out} and would be skipped."))
     reached = sum(within for _, _, within in left)
-    if done:
-        console.print(Text(f"{len(steps) - len(left)} steps are done in {journal.folder} and would be skipped."))
     console.print(
         Text(f"{reached} of {len(left)} would end within {minutes:g} minutes; the same command goes on with the rest.")
     )
-
-
-def recorded(folder: Path) -> list[Fact]:
-    """The facts of a finished or unfinished report."""
-    return list(read_lines(Journal(folder).path))

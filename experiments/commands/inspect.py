@@ -17,7 +17,7 @@ from experiments.commands.choices import choose_variants, only_contract, open_re
 from experiments.commands.output import make_table, print_json, progress_bar
 from experiments.commands.requests import InspectRequest
 from experiments.document import ExperimentError
-from experiments.exits import check_name
+from experiments.exits import parse_names
 from tkernels import OPS, Registry
 from tkernels.contract import Axes
 from tkernels.device import TARGETS
@@ -37,12 +37,11 @@ Failures = Mapping[str, Sequence[str]]
 
 def run(request: InspectRequest) -> int:
     """Compiles, prints, and returns 1 where a gate fails, or a row is worse than the expected table's."""
-    archs = _named_archs(request.arch)
+    archs = list(TARGETS) if request.arch is None else parse_names("--arch", request.arch, TARGETS)
     if request.diff is not None:
         return _diff(request, request.diff, archs)
     ops = open_registry(request.variants_from)
-    variants = [one for one in choose_variants(ops, request.op, request.variant) if one.kind == "triton"]
-    _refuse_combinations(request, variants)
+    variants = _choose_triton_variants(request, ops)
     if request.dump is not None:
         return _dump(request, request.dump, ops, variants, archs)
     rows = _compile(request, ops, variants, archs)
@@ -54,26 +53,19 @@ def run(request: InspectRequest) -> int:
     return 0 if any(row.status == "ok" for row in rows) and not any(found.values()) else 1
 
 
-def _named_archs(text: str | None) -> list[str]:
-    names = list(TARGETS) if text is None else [name.strip() for name in text.split(",")]
-    for name in names:
-        check_name("--arch", name, TARGETS)
-    return names
-
-
-def _refuse_combinations(request: InspectRequest, variants: Sequence[Variant]) -> None:
-    """Raises ExperimentError with all that keeps the request from being carried out."""
-    dumps = request.dump is not None
+def _choose_triton_variants(request: InspectRequest, ops: Registry) -> list[Variant]:
+    """What is compiled; ExperimentError has all that keeps the request from being carried out."""
+    variants = [one for one in choose_variants(ops, request.op, request.variant) if one.kind == "triton"]
+    is_usual = not (request.axes or request.variants_from)
     refusals = {
         "no Triton variant among those named: there is nothing to compile": not variants,
-        f"--dump: {request.dump!r} is neither ptx nor sass": dumps and request.dump not in DUMPS,
-        "--dump prints thousands of lines a kernel: name an op with --op": dumps and request.op is None,
-        "--dump writes files of code: there is nothing of it that --json could print": dumps and request.as_json,
+        "--dump writes files of code: there is nothing of it that --json could print": request.dump and request.as_json,
         "--update-expected writes the built-in variants' rows at the points of every run": request.update_expected
-        and bool(request.axes or request.variants_from),
+        and not is_usual,
     }
     if problems := [problem for problem, applies in refusals.items() if applies]:
         raise ExperimentError(problems)
+    return variants
 
 
 def _compile(
@@ -121,6 +113,10 @@ def _find_worse(request: InspectRequest, rows: Sequence[CompiledKernel]) -> Fail
 
 def _dump(request: InspectRequest, kind: str, ops: Registry, variants: Sequence[Variant], archs: Sequence[str]) -> int:
     """Prints the kernels' texts; AMD has one kind of assembler text, whichever was asked for."""
+    if kind not in DUMPS:
+        raise ExperimentError([f"--dump: {kind!r} is neither ptx nor sass"])
+    if request.op is None:
+        raise ExperimentError(["--dump prints thousands of lines a kernel: name an op with --op"])
     with tempfile.TemporaryDirectory() as folder:
         rows = _compile(request, ops, variants, archs, Path(folder))
         for row in rows:

@@ -4,10 +4,11 @@ from pathlib import Path
 
 from experiments.commands.requests import ResultsTableRequest
 from experiments.document import ExperimentError
-from experiments.gpu_report.engine_marks import engine_rows
-from experiments.gpu_report.figures import Found, rows_of
-from experiments.gpu_report.journal import FILE, read_lines
-from experiments.gpu_report.table import empty_rows, engine_markdown, markdown
+from experiments.gpu_report.engine_marks import engine_figures
+from experiments.gpu_report.figures import mark_rows
+from experiments.gpu_report.folder import read_report
+from experiments.gpu_report.table import engine_marks_table, marks_table
+from experiments.runs.reading import RecordedRun
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -34,23 +35,28 @@ def updated(text: str, results: Path, file: Path) -> str:
 
 def make_section(results: Path) -> str:
     """One table per device that has results, and an empty one where none has."""
-    parts = []
-    for path in sorted(results.glob(f"*/{FILE}")):
-        lines = read_lines(path)
-        name = Found.of(lines).device or path.parent.name
-        parts.append(f"{name} (`experiments/results/{path.parent.name}`):\n\n{markdown(rows_of(lines))}")
-    if not parts:
-        parts.append(f"No GPU has run this code yet; the marks are an H200's.\n\n{markdown(empty_rows())}")
-    return "\n\n".join(parts)
+    parts = [
+        f"{run.environment['device']['name']} (`experiments/results/{run.path.name}`):\n\n"
+        f"{marks_table(mark_rows(run.rows))}"
+        for run in _reports(results)
+    ]
+    empty = f"No GPU has run this code yet; the marks are an H200's.\n\n{marks_table(mark_rows(()))}"
+    return "\n\n".join(parts) or empty
 
 
 def make_engine_section(results: Path) -> str:
     """The engine marks of each device that has results; of one where none has, all not measured."""
-    parts = []
-    for path in sorted(results.glob(f"*/{FILE}")):
-        lines = read_lines(path)
-        parts.append(f"{Found.of(lines).device or path.parent.name}:\n\n{engine_markdown(engine_rows(lines))}")
-    return "\n\n".join(parts) or engine_markdown(engine_rows(()))
+    parts = [
+        f"{run.environment['device']['name']}:\n\n{engine_marks_table(engine_figures(run.rows))}"
+        for run in _reports(results)
+    ]
+    return "\n\n".join(parts) or engine_marks_table(engine_figures(()))
+
+
+def _reports(results: Path) -> list[RecordedRun]:
+    """The GPU reports among the folders of `results`."""
+    folders = sorted(path for path in results.iterdir() if path.is_dir())
+    return [run for folder in folders if (run := read_report(folder)) is not None]
 
 
 def replaced(text: str, section: str, file: Path, marker: str = BEGIN) -> str:

@@ -13,7 +13,7 @@ from experiments.commands.output import print_json, progress_bar
 from experiments.commands.requests import SimulateRequest
 from experiments.document import ExperimentError
 from experiments.engine_flags import engine_options
-from experiments.exits import check_name
+from experiments.exits import parse_names
 from experiments.reporting.table_style import add_row, new_table
 from experiments.simulation.arms import UNBOUNDED, Arm, Setup, make_scheduler, simulate
 from experiments.simulation.hardware import find_gpu
@@ -54,7 +54,8 @@ def run(request: SimulateRequest) -> int:
 def _resolve(request: SimulateRequest) -> tuple[Setup, list[Arm]]:
     """What the arms share, and the arms; ExperimentError for what is wrong or does not go together."""
     gpu, model = find_gpu(request.gpu), find_shape(request.model, request.architectures_from)
-    options, policies = _read_options(request), _named_policies(request.policy)
+    options = _read_options(request)
+    policies = parse_names("--policy", request.policy, OPTIONS["prefix_cache"].choices)
     trace = limit_requests(open_trace(request.trace), request.limit)
     pools = _parse_pools(request)
     pages: list[int | str] = [trace.page_size]
@@ -84,13 +85,6 @@ def _read_options(request: SimulateRequest) -> EngineOptions:
     if "swap_bytes" in request.engine and options.preemption != "swap":
         raise ExperimentError(["--swap-bytes hold what --preemption swap moves: give both"])
     return options
-
-
-def _named_policies(text: str) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in names:
-        check_name("--policy", name, OPTIONS["prefix_cache"].choices)
-    return names
 
 
 def _parse_pools(request: SimulateRequest) -> list[int | str | None]:

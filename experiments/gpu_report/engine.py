@@ -1,17 +1,15 @@
 """Prefill and decode of whole models on random weights, ours and transformers' on the same ones."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
+from experiments.peers.transformers_generate import load_transformers
 from tkernels import Registry, Tuning, select
-from tkernels.timing import Launch, time_call
-from tmodel import Batch, KVCache, Model, ModelConfig, allocate_kv_cache
-from tmodel.loading import parse_config
-from tmodel.transformers_models import new_transformers_model
-from tmodel.weights import Checkpoint
+from tkernels.timing import Launch, Timing, time_call
+from tmodel import Batch, KVCache, Model, ModelConfig, allocate_kv_cache, load_config, load_model, preset_path
 from tsched.options import OPTIONS, EngineOptions
 from tsched.resolved_options import ResolvedOptions
 
@@ -34,49 +32,19 @@ class Work:
 WORKS = (Work("decode", 1, 1024), Work("decode", 64, 1024), Work("prefill", 1, 4096), Work("prefill", 8, 512))
 
 
-@dataclass(frozen=True)
-class RandomWeights:
-    """transformers' state under the names of a checkpoint's: stands where a `Checkpoint` is read."""
-
-    state: Mapping[str, torch.Tensor]
-    device: torch.device
-    dtype: torch.dtype
-
-    def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        found = self.state[name]
-        if tuple(found.shape) != tuple(shape):
-            raise ValueError(f"{name} has shape {tuple(found.shape)}, not {tuple(shape)}")
-        return found
-
-    def fused(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
-        return torch.cat([self.tensor(name, shape) for name, shape in zip(names, shapes, strict=True)])
-
-    def require_equal(self, name: str, expected: torch.Tensor) -> None:
-        """Tied weights are one tensor here."""
-
-
-def models(
-    shape: Mapping[str, Any],
-    device: torch.device,
-    dtype: torch.dtype,
-    ops: Registry,
-    tuning: Tuning,
-    works: Sequence[Work],
+def load_models(
+    preset: str, device: torch.device, dtype: torch.dtype, ops: Registry, tuning: Tuning, works: Sequence[Work]
 ) -> tuple[Any, Model]:
-    """transformers' model, and ours on its weights."""
-    torch.manual_seed(0)
-    name = str(dtype).removeprefix("torch.")
-    with device:
-        theirs = new_transformers_model(shape, dtype=name, attn_implementation="sdpa").to(dtype).eval()
-    config = parse_config({**shape, "dtype": name})
+    """transformers' model of a preset's random weights, and ours."""
+    directory = preset_path(preset)
+    config = load_config(directory)
     longest, most = max(work.tokens for work in works), max(work.sequences for work in works)
     tokens = max(work.sequences * work.tokens for work in works)
     options = EngineOptions(max_num_batched_tokens=tokens, max_num_seqs=most, max_model_len=longest, block_size=_PAGE)
     fitted = ResolvedOptions(options, longest, _PAGE, num_blocks=max(map(_blocks, works)))
-    axes = fitted.kernel_axes(config)
-    kernels = select({}, device=device, dtype=dtype, axes=axes, tuning=tuning, ops=ops)
-    weights = RandomWeights(theirs.state_dict(), device, dtype)
-    return theirs, config.architecture.build(config, cast(Checkpoint, weights), kernels)
+    kernels = select({}, device=device, dtype=dtype, axes=fitted.kernel_axes(config), tuning=tuning, ops=ops)
+    theirs = load_transformers(directory, "sdpa", device, dtype)
+    return theirs, load_model(directory, config, kernels, device=device, dtype=dtype)
 
 
 def _blocks(work: Work) -> int:
@@ -142,22 +110,30 @@ def their_step(work: Work, theirs: Any, config: ModelConfig, device: torch.devic
     return step
 
 
+@dataclass(frozen=True)
+class Forward:
+    """One way of taking a step. peer: who took it, None for this engine. Without a timing, the reason."""
+
+    peer: str | None
+    settings: Mapping[str, Any]
+    timing: Timing | None
+    reason: str | None = None
+
+
 def compare(
-    model: str, work: Work, theirs: Any, ours: Model, device: torch.device, dtype: torch.dtype, samples: int = 10
-) -> dict[str, Any]:
-    """The fact of one work: microseconds of a step, ours eager and from a CUDA graph, and transformers'."""
+    work: Work, theirs: Any, ours: Model, device: torch.device, dtype: torch.dtype, samples: int = 10
+) -> Iterator[Forward]:
+    """The times of one work's step: ours launched kernel by kernel and, on a GPU, from a CUDA graph, and their own."""
     batch, cache = our_step(work, ours.config, device, dtype)
-    fact: dict[str, Any] = {"kind": "engine", "model": model, "work": work.name, "tokens": batch.token_ids.numel()}
 
-    def timed(name: str, call: Callable[[], object], launch: Launch) -> None:
+    def timed(call: Callable[[], object], peer: str | None, launch: Launch, **settings: Any) -> Forward:
         try:
-            timing = time_call(call, device, samples=samples, launch=launch, l2="warm")
-            fact[name], fact[f"{name}_iqr"] = timing.median_us, timing.iqr_us
+            return Forward(peer, settings, time_call(call, device, samples=samples, launch=launch, l2="warm"))
         except Exception as error:  # a capture may be refused for reasons of any library's
-            fact[name], fact[f"{name}_reason"] = None, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            return Forward(peer, settings, None, reason)
 
-    timed("ours_us", lambda: ours(batch, cache), "eager")
+    yield timed(lambda: ours(batch, cache), None, "eager", cuda_graphs=False)
     if device.type == "cuda":
-        timed("ours_graph_us", lambda: ours(batch, cache), "graph")
-    timed("transformers_us", their_step(work, theirs, ours.config, device), "eager")
-    return fact
+        yield timed(lambda: ours(batch, cache), None, "graph", cuda_graphs=True)
+    yield timed(their_step(work, theirs, ours.config, device), "transformers", "eager")

@@ -1,158 +1,136 @@
-"""From a journal's facts to rows: each mark with our best variant, its peer, and whether the comparison holds."""
+"""From a report's rows to marks: each with our best variant, its peer, and whether the comparison holds."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from experiments.gpu_report.journal import Fact, facts
-from experiments.gpu_report.marks import FAR_UNDER, MARKS, PUBLISHED, Mark
-from tkernels.roofline import PEAKS
+from experiments.gpu_report.marks import FAR_UNDER, MARKS, PUBLISHED, Mark, Published
+from experiments.peers import KERNELS
+from experiments.runs.rows import Row
 
 Verdict = Literal["met", "missed", "void", "not measured"]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the table. Everything unknown is None; `note` says why, or what voids the row."""
+class MarkRow:
+    """A mark, and how far it was reached: as a share of the measured bandwidth, or times as fast as the peer. `note`
+    says why that is not known, or what voids it. ours, peer: the fastest rows of each at the mark's point.
+    """
 
-    figure: str
-    mark: str
+    mark: Mark
     verdict: Verdict
     note: str = ""
-    variant: str | None = None
-    microseconds: float | None = None
-    iqr_us: float | None = None
+    ours: Row | None = None
+    peer: Row | None = None
     reached: float | None = None
-    roofline: float | None = None
-    peer: str | None = None
-    peer_us: float | None = None
-    ratio: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as fast as the peer."""
+        return _median(self.peer) / _median(self.ours) if self.ours is not None and self.peer is not None else None
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a journal knows, looked up: timings by op, point and variant; the device's own rates."""
+class _Found:
+    """What the rows say of one mark. here: those of its op at its point. timed: of these by variant, where there is a
+    time. wrong: variants of the op that a check on the device found wrong.
+    """
 
-    timings: Mapping[tuple[str, str, str], Fact]
-    rates: Mapping[str, float]
-    device: str | None
-    wrong: Mapping[tuple[str, str], str]
+    here: Sequence[Row]
+    timed: dict[str, Row]
+    wrong: Sequence[str]
+    rates: Row | None
 
-    @staticmethod
-    def of(lines: Iterable[Fact]) -> "Found":
-        timings: dict[tuple[str, str, str], Fact] = {}
-        rates: dict[str, float] = {}
-        device: str | None = None
-        failures: dict[tuple[str, str], dict[str, str]] = {}  # of each variant, by signature
-        known = facts(lines)
-        # Of a variant whose code has changed, what was found of the old code is no fact any more.
-        newest = {(fact["op"], fact["variant"]): _code_of(fact) for fact in known if "variant" in fact}
-        for fact in known:
-            if "variant" in fact and _code_of(fact) != newest[fact["op"], fact["variant"]]:
-                continue
-            if fact.get("kind") == "timing":
-                timings[fact["op"], fact["point"], fact["variant"]] = fact
-            elif fact.get("kind") == "rates":
-                rates |= {name: value for name, value in fact.items() if isinstance(value, float)}
-            elif fact.get("kind") == "device":
-                device = str(fact["name"])
-            elif fact.get("kind") == "correctness":
-                of_variant = failures.setdefault((fact["op"], fact["variant"]), {})
-                of_variant.pop(fact["signature"], None)
-                if fact["failures"]:
-                    of_variant[fact["signature"]] = str(fact["failures"][0])
-        wrong = {variant: next(iter(found.values())) for variant, found in failures.items() if found}
-        return Found(timings, rates, device, wrong)
-
-    def best(self, op: str, point: str, variants: Sequence[str]) -> Fact | None:
-        """The fastest of the named variants that has a time."""
-        known = [self.timings[op, point, name] for name in variants if (op, point, name) in self.timings]
-        timed = [fact for fact in known if fact.get("median_us")]
-        return min(timed, key=lambda fact: float(fact["median_us"])) if timed else None
-
-    def ours(self, op: str, point: str) -> Fact | None:
-        """This project's fastest variant that no check found wrong."""
-        names = [
-            name for (its_op, its_point, name), fact in self.timings.items()
-            if (its_op, its_point) == (op, point) and fact["side"] == "ours" and (op, name) not in self.wrong
-        ]  # fmt: skip
-        return self.best(op, point, names)
+    def fastest(self, names: Iterable[str]) -> Row | None:
+        return min((self.timed[name] for name in names if name in self.timed), key=_median, default=None)
 
 
-def _code_of(fact: Fact) -> str:
-    """The hash of the code that a fact is about, from its step's name."""
-    return str(fact["step"]).partition("@")[2].partition(" ")[0]
-
-
-def rows_of(lines: Iterable[Fact], marks: Sequence[Mark] = MARKS) -> list[Row]:
+def mark_rows(rows: Sequence[Row], marks: Sequence[Mark] = MARKS) -> list[MarkRow]:
     """Every mark's row, in order; "not measured" where there is no run of it."""
-    found = Found.of(lines)
-    return [_row(mark, found) for mark in marks]
+    return [_judge(mark, _find(mark, [row for row in rows if row.op in (mark.op, None)])) for mark in marks]
 
 
-def _row(mark: Mark, found: Found) -> Row:
-    figure = f"{mark.op} {mark.point}"
-    ours = found.ours(mark.op, mark.point)
-    peer = found.best(mark.op, mark.point, mark.peers)
-    known: dict[str, Any] = {"figure": figure, "mark": mark.text}
-    if peer is not None:
-        known |= {"peer": peer["variant"], "peer_us": peer["median_us"]}
-    if ours is None:
-        return Row(**known, verdict="not measured", note=_why_not(mark, found))
-    known |= {"variant": ours["variant"], "microseconds": ours["median_us"], "iqr_us": ours["iqr_us"]}
-    known["roofline"] = ours.get("roofline_fraction")
-    ratio = float(peer["median_us"]) / float(ours["median_us"]) if peer is not None else None
-    known["ratio"] = ratio
-    if mark.against == "peer":
-        if ratio is None:
-            return Row(**known, verdict="not measured", note=f"no time of {' or '.join(mark.peers)} here")
-        reached, target = ratio, mark.target
-    else:
-        rate = found.rates.get(f"{mark.against}_bytes_per_s")
-        if not rate:
-            return Row(**known, verdict="not measured", note=f"no {mark.against} bandwidth was measured")
-        reached, target = float(ours["bytes_per_s"]) / rate, mark.target
-    known["reached"] = reached
-    if void := _why_void(mark, ours, peer, reached, found):
-        return Row(**known, verdict="void", note=void)
-    return Row(**known, verdict="met" if reached >= target else "missed")
+def _find(mark: Mark, rows: Sequence[Row]) -> _Found:
+    """From the rows of its op, and those of none."""
+    here = [row for row in rows if row.point == mark.point and row.stage in ("check", "kernels")]
+    wrong = [str(row.variant) for row in rows if (row.test, row.status) == ("drawn cases", "wrong")]
+    return _Found(
+        here=here,
+        timed={str(row.variant): row for row in here if row.median_us is not None},
+        wrong=list(dict.fromkeys(wrong)),
+        rates=next((row for row in rows if row.stage == "rates"), None),
+    )
 
 
-def _why_not(mark: Mark, found: Found) -> str:
-    tried = [fact for (op, point, _), fact in found.timings.items() if (op, point) == (mark.op, mark.point)]
+def _judge(mark: Mark, found: _Found) -> MarkRow:
+    own = [name for name in found.timed if _is_ours(mark.op, name) and name not in found.wrong]
+    row = MarkRow(mark, "not measured", ours=found.fastest(own), peer=found.fastest(mark.peers))
+    if row.ours is None:
+        return replace(row, note=_why_not_timed(mark, found))
+    reached = _reached(row, row.ours, found.rates)
+    if isinstance(reached, str):
+        return replace(row, note=reached)
+    void = _why_void(row, reached, found)
+    verdict: Verdict = "void" if void else "met" if reached >= mark.target else "missed"
+    return replace(row, reached=reached, verdict=verdict, note=void)
+
+
+def _reached(row: MarkRow, ours: Row, rates: Row | None) -> float | str:
+    """How far the mark was reached, or why that is not known."""
+    if row.mark.against == "peer":
+        return row.ratio if row.ratio is not None else f"no time of {' or '.join(row.mark.peers)} here"
+    rate = getattr(rates, f"{row.mark.against}_bytes_per_s", None)
+    if not rate:
+        return f"no {row.mark.against} bandwidth was measured"
+    return (ours.bytes_moved or 0) / _median(ours) * 1e6 / float(rate)
+
+
+def _median(row: Row | None) -> float:
+    assert row is not None
+    assert row.median_us is not None
+    return row.median_us
+
+
+def _is_ours(op: str, variant: str) -> bool:
+    """Neither another project's kernel nor torch's own way."""
+    return variant != "torch" and not (KERNELS / op / f"{variant}.py").exists()
+
+
+def _why_not_timed(mark: Mark, found: _Found) -> str:
     reasons = [
-        f"{fact['variant']}: {fact['reason']}" for fact in tried if fact["side"] == "ours" and fact.get("reason")
+        f"{row.variant}: {row.reason}" for row in found.here if row.reason and _is_ours(mark.op, str(row.variant))
     ]
-    reasons += [f"{name}: wrong on this device" for op, name in found.wrong if op == mark.op]
+    reasons += [f"{name}: wrong on this device" for name in found.wrong]
     return "; ".join(reason.splitlines()[0][:200] for reason in reasons)
 
 
-def _why_void(mark: Mark, ours: Fact, peer: Fact | None, reached: float, found: Found) -> str:
+def _why_void(row: MarkRow, reached: float, found: _Found) -> str:
     """What makes a comparison worth nothing, or an empty text."""
-    if mark.against == "peer" and mark.ideal is not None and reached > mark.ideal:
+    mark, ours, peer = row.mark, row.ours, row.peer
+    if mark.against != "peer" or ours is None or peer is None:  # a measured rate is itself no exact limit
+        return f"{reached:.0%} of what the card was measured at" if reached > 1.05 else ""
+    if mark.ideal is not None and reached > mark.ideal:
         return f"{reached:.2f}x is above the ideal of {mark.ideal:g}x"
-    if mark.against != "peer" and reached > 1.05:  # a measured rate is itself no exact limit
-        return f"{reached:.0%} of what the card was measured at"
-    if mark.against == "peer" and peer is not None:
-        if peer["timer"] != ours["timer"]:
-            return f"timed differently: {ours['timer']} and, {peer['variant']}, {peer['timer']}"
-        return under_published(mark.op, mark.point, str(peer["variant"]), found)
-    return ""
+    if peer.timer != ours.timer:
+        return f"timed differently: {ours.timer} and, {peer.variant}, {peer.timer}"
+    return _under_published(mark, peer, found)
 
 
-def under_published(op: str, point: str, peer: str, found: Found) -> str:
+def _under_published(mark: Mark, peer: Row, found: _Found) -> str:
     """Says so where a peer is far under what others measured of it."""
-    fact = found.timings[op, point, peer]
     for published in PUBLISHED:
-        if (published.op, published.peer, published.point) != (op, peer, point):
+        if (published.op, published.point, published.peer) != (mark.op, mark.point, peer.variant):
             continue
-        if published.over is not None:
-            other = found.timings.get((op, point, published.over))
-            reached = float(other["median_us"]) / float(fact["median_us"]) if other and other.get("median_us") else None
-        else:
-            peaks = PEAKS.get(found.device or "")
-            reached = float(fact["bytes_per_s"]) / peaks.memory_bytes_per_s if peaks else None
-        if reached is not None and reached < FAR_UNDER * published.value and not math.isclose(reached, published.value):
-            return f"{peer} reaches {reached:.2f} here where {published.value:g} was published ({published.source})"
+        reached = _reached_as_published(peer, published, found)
+        if reached is None or reached >= FAR_UNDER * published.value or math.isclose(reached, published.value):
+            continue
+        return f"{peer.variant} reaches {reached:.2f} here where {published.value:g} was published ({published.source})"
     return ""
+
+
+def _reached_as_published(peer: Row, published: Published, found: _Found) -> float | None:
+    if published.over is None:
+        return peer.roofline_fraction if peer.roofline_bound == "memory" else None
+    other = found.timed.get(published.over)
+    return _median(other) / _median(peer) if other is not None else None

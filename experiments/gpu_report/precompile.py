@@ -2,15 +2,17 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 
 from experiments.gpu_report.correctness import cases, signatures
 from experiments.gpu_report.marks import MARKS
-from experiments.gpu_report.steps import SIGNATURES, report_points
+from experiments.gpu_report.steps import SIGNATURES, report_points, triton_variants
 from tkernels.config import Config
 from tkernels.device import device_facts
 from tkernels.inputs import map_tensors
@@ -32,25 +34,24 @@ def processes() -> int:
     return max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) - 1))
 
 
-def in_parallel(device: torch.device, seconds: float) -> dict[str, Any]:
-    """Runs one share of the work in each process; one that dies or is too slow loses nothing but time."""
+def in_parallel(device: torch.device, seconds: float) -> list[str]:
+    """Compiles one share of the work in each process, and returns why some did not come to their end: that loses
+    nothing but time.
+    """
     count = processes()
     with ThreadPoolExecutor(count) as threads:
         found = threads.map(lambda index: _compile_elsewhere(device, index, count, max(seconds, 1.0)), range(count))
-        problems = [problem for problem in found if problem is not None]
-    return {"kind": "precompile", "processes": count, "problems": problems}
+        return [problem for problem in found if problem is not None]
 
 
 def _compile_elsewhere(device: torch.device, index: int, count: int, seconds: float) -> str | None:
     """Compiles a share in a process of its own; says why where that did not come to its end."""
-    server = Server({"TRITON_INTERPRET": "0"})
     try:
-        server.load("experiments.gpu_report.precompile:prepare_shares", str(device))
-        return server.run([index, count], lambda message: None, seconds).death
+        with Server({"TRITON_INTERPRET": "0"}) as server:
+            server.load("experiments.gpu_report.precompile:prepare_shares", str(device))
+            return server.run([index, count], lambda message: None, seconds).death
     except ServerError as error:
         return f"its server {error}"
-    finally:
-        server.end()
 
 
 def prepare_shares(device: str) -> Prepare:
@@ -70,29 +71,23 @@ def prepare_shares(device: str) -> Prepare:
 
 def compile_share(ops: Registry, device: torch.device, index: int, count: int) -> None:
     """Every `count`-th piece of the work, from `index` on. What does not compile is for its own step to report."""
-    for number, (variant, piece) in enumerate(_pieces(ops, device)):
-        if number % count != index:
-            continue
+    for variant, compile_piece in islice(_pieces(ops, device), index, None, count):
         try:
-            if isinstance(piece, int):
-                _compile_signature(variant, piece, device)
-            else:
-                _compile_config(variant, piece[0], piece[1], device)
+            compile_piece()
         except Exception as error:
             print(f"{variant.contract.name}.{variant.name}: {error}", file=sys.stderr)
 
 
-def _pieces(ops: Registry, device: torch.device) -> Iterator[tuple[Variant, Any]]:
-    arch = device_facts(device).arch
-    triton = [v for op in ops.values() for v in op.variants.values() if v.kind == "triton"]
-    for variant in triton:
+def _pieces(ops: Registry, device: torch.device) -> Iterator[tuple[Variant, Callable[[], None]]]:
+    """Every variant at its signatures, and with its candidate configs at the marks' points."""
+    for variant in triton_variants(ops):
         for place in range(SIGNATURES):
-            yield variant, place
-    for variant in triton:
+            yield variant, partial(_compile_signature, variant, place, device)
+    for variant in triton_variants(ops):
         points = report_points(variant.contract)
         for name in dict.fromkeys(mark.point for mark in MARKS if mark.op == variant.contract.name):
-            for config in candidates(variant, arch) if name in points else ():
-                yield variant, (points[name], config)
+            for config in candidates(variant, device_facts(device).arch):
+                yield variant, partial(_compile_config, variant, points[name], config, device)
 
 
 def _compile_signature(variant: Variant, place: int, device: torch.device) -> None:

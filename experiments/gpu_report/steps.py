@@ -2,13 +2,15 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from experiments.gpu_report.engine_marks import RUNS
 from experiments.gpu_report.marks import MARKS
 from experiments.peers import is_peer
+from experiments.runs.rows import Row, Stage, Status
+from experiments.stages.task import Task
 from tkernels.contract import Contract, Value
 from tkernels.device import DeviceFacts
 from tkernels.measurement import benchmark_points, complete_axes
@@ -45,26 +47,41 @@ DOES: Mapping[Kind, str] = {
 
 
 @dataclass(frozen=True)
-class Step:
-    """One thing to do. `source` is the hash of the variant's code, so that changed code is done anew."""
+class Step(Task):
+    """One thing to do, in a process of its own. Its key has the hash of the variant's code: changed code is done anew.
 
-    kind: Kind
-    seconds: float
-    op: str = ""
-    variant: str = ""
-    source: str = ""
+    seconds: by estimate; `timeout` is set when it begins. point: of an op, a bucket of shapes, or the name of a mark.
+    """
+
+    kind: Kind = "device"
+    seconds: float = 0.0
     point: str = ""
 
     @property
-    def name(self) -> str:
-        """Unique within a report, and the same in the next run of the same code."""
-        subject = f"{self.op}.{self.variant}@{self.source}" if self.variant else self.op
-        return " ".join(part for part in (self.kind, subject, self.point) if part)
-
-    @property
     def title(self) -> str:
+        """The key without the hash."""
         subject = f"{self.op}.{self.variant}" if self.variant else self.op
         return " ".join(part for part in (self.kind, subject, self.point) if part)
+
+    def row(
+        self, run_id: str, stage: Stage, status: Status = "ok", reason: str | None = None, /, **figures: Any
+    ) -> Row:
+        """A row of what it found: `figures` are the columns of the stage and status, and axes where it has some."""
+        axes = figures.get("axes") or {}
+        if self.variant:
+            figures |= {"op": self.op, "variant": self.variant}
+        return Row(
+            run_id=run_id, task=self.key, stage=stage, status=status, reason=reason, device="cuda",
+            arm={self.op: self.variant} if self.variant else {},
+            dtype=str(axes.get("activation", axes.get("codes", "bfloat16"))), **figures,
+        )  # fmt: skip
+
+
+def new_step(kind: Kind, seconds: float, op: str = "", variant: str = "", source: str = "", point: str = "") -> Step:
+    """The step of that kind. source: the hash of the variant's code."""
+    subject = f"{op}.{variant}@{source}" if variant else op
+    key = " ".join(part for part in (kind, subject, point) if part)
+    return Step(key, "report", op=op, variant=variant, kind=kind, seconds=seconds, point=point)
 
 
 def report_points(contract: Contract) -> dict[str, dict[str, Value]]:
@@ -79,21 +96,38 @@ def report_points(contract: Contract) -> dict[str, dict[str, Value]]:
 
 def make_steps(ops: Registry, facts: DeviceFacts, processes: int) -> list[Step]:
     """Every step for a registry with peers, the most valuable first."""
-    mine = [v for op in ops.values() for v in op.variants.values() if not is_peer(v)]
-    triton = [variant for variant in mine if variant.kind == "triton"]
-    marked = dict.fromkeys((mark.op, mark.point) for mark in MARKS if mark.op in ops)
-    others = [(op.name, point) for op in ops.values() for point in report_points(op.contract)]
-    compiled = sum(SIGNATURES + len(candidates(variant, facts.arch)) for variant in triton)
-    steps = [Step("device", 15.0), Step("precompile", _PROCESS_S + compiled * _COMPILE_S / processes)]
-    steps += [_step("check", variant, _CHECK_S) for variant in triton]
-    steps += _measured(ops, facts, list(marked))
-    steps += [Step("mark", run.seconds, point=name) for name, run in RUNS.items()]
-    steps += [Step("engine", 40.0, op=model) for model in RANDOM_PRESETS]
-    steps += [_step("rerun", variant, 3.0) for variant in triton if variant.deterministic]
-    steps += [_step("stress", variant, 5.0) for variant in triton if has_counters(variant, facts)]
-    steps += [_step("sanitizer", variant, 25.0) for variant in triton]
-    steps += _measured(ops, facts, [place for place in others if place not in marked])
-    return list({step.name: step for step in steps}.values())
+    own = [variant for variant in triton_variants(ops) if not is_peer(variant)]
+    marked, others = _places(ops)
+    compiled = sum(SIGNATURES + len(candidates(variant, facts.arch)) for variant in own)
+    steps = [
+        new_step("device", 15.0),
+        new_step("precompile", _PROCESS_S + compiled * _COMPILE_S / processes),
+        *_steps("check", own, _CHECK_S),
+        *_measured(ops, facts, marked),
+        *(new_step("mark", run.seconds, point=name) for name, run in RUNS.items()),
+        *(new_step("engine", 40.0, op=model) for model in RANDOM_PRESETS),
+        *_steps("rerun", [variant for variant in own if variant.deterministic], 3.0),
+        *_steps("stress", [variant for variant in own if has_counters(variant, facts)], 5.0),
+        *_steps("sanitizer", own, 25.0),
+        *_measured(ops, facts, others),
+    ]
+    return list({step.key: step for step in steps}.values())
+
+
+def _places(ops: Registry) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """(op, point) of the marks, and of what has none."""
+    marked = list(dict.fromkeys((mark.op, mark.point) for mark in MARKS if mark.op in ops))
+    every = [(op.name, point) for op in ops.values() for point in report_points(op.contract)]
+    return marked, [place for place in every if place not in marked]
+
+
+def triton_variants(ops: Registry) -> list[Variant]:
+    """All that have kernels of Triton, peers' too."""
+    return [variant for op in ops.values() for variant in op.variants.values() if variant.kind == "triton"]
+
+
+def _steps(kind: Kind, variants: Iterable[Variant], seconds: float) -> list[Step]:
+    return [_step(kind, variant, seconds) for variant in variants]
 
 
 def _measured(ops: Registry, facts: DeviceFacts, places: Sequence[tuple[str, str]]) -> list[Step]:
@@ -113,7 +147,7 @@ def _measured(ops: Registry, facts: DeviceFacts, places: Sequence[tuple[str, str
 
 def _step(kind: Kind, variant: Variant, seconds: float, point: str = "") -> Step:
     source = variant.source if variant.kernels else "-"
-    return Step(kind, seconds, variant.contract.name, variant.name, source, point)
+    return new_step(kind, seconds, variant.contract.name, variant.name, source, point)
 
 
 def has_counters(variant: Variant, facts: DeviceFacts) -> bool:
@@ -133,10 +167,16 @@ def tuning_point(variant: Variant, named: str) -> TuningPoint:
     return next(p for p in one_per_bucket(points) if bucket(variant, p.axes) == named)
 
 
-def pending(steps: Sequence[Step], done: Iterable[str]) -> list[Step]:
-    """The steps that are not done yet, in order."""
-    known = set(done)
-    return [step for step in steps if step.name not in known]
+def steps_left(steps: Sequence[Step], rows: Iterable[Row]) -> list[Step]:
+    """The steps that did not come to their end yet, in order."""
+    done = finished_keys(rows)
+    return [step for step in steps if step.key not in done]
+
+
+def finished_keys(rows: Iterable[Row]) -> set[str]:
+    """The steps that came to their end, whatever they found: the others are tried again."""
+    rows = list(rows)
+    return {row.task for row in rows} - {row.task for row in rows if row.stage == "report" and row.status == "failed"}
 
 
 def schedule(steps: Sequence[Step], seconds: float) -> list[tuple[Step, float, bool]]:

@@ -1,43 +1,48 @@
 """The report as Markdown."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from experiments.gpu_report.engine_marks import EngineRow, engine_rows
-from experiments.gpu_report.figures import Row, rows_of
-from experiments.gpu_report.journal import Fact, facts
-from experiments.gpu_report.marks import MARKS
+from experiments.gpu_report.engine_marks import EngineMark, Figure, engine_figures
+from experiments.gpu_report.figures import MarkRow, mark_rows
+from experiments.runs.rows import Row
 
 NOT_MEASURED = "not measured"
 
-_COLUMNS = ("figure", "mark", "reached", "us (IQR)", "of roofline", "peer", "ratio", "verdict")
 
-
-def report(lines: Sequence[Fact]) -> str:
+def report(rows: Sequence[Row], environment: Mapping[str, Any]) -> str:
     """The whole report: the device, the marks, the engine, the checks, and what was not done."""
-    parts = ["# GPU report", *_device(lines), "## Marks", markdown(rows_of(lines))]
-    parts += [*_notes(rows_of(lines)), "## Engine marks", engine_markdown(engine_rows(lines))]
-    parts += ["## Engine", _engine(lines), "## Checks on hardware", _checks(lines)]
-    if undone := _undone(lines):
-        parts += ["## Not done", "\n".join(f"- {line}" for line in undone)]
-    return "\n\n".join(parts) + "\n"
+    marks, engine = mark_rows(rows), engine_figures(rows)
+    sections: dict[str, Iterable[str]] = {
+        "# GPU report": _device(rows, environment),
+        "## Marks": [
+            marks_table(marks),
+            *_list(f"{_name(one)}: {one.verdict}: {one.note}" for one in marks if one.note),
+        ],
+        "## Engine marks": [engine_marks_table(engine)],
+        "## Engine": [_forward_table(rows)],
+        "## Checks on hardware": [_hardware_table(rows)],
+    }
+    undone = [row for row in rows if row.stage == "report" and row.status == "failed"]
+    if undone:
+        sections["## Not done"] = _list(f"{row.task}: {row.reason}" for row in undone)
+    return "\n\n".join(part for title, parts in sections.items() for part in (title, *parts)) + "\n"
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def marks_table(rows: Sequence[MarkRow]) -> str:
     """The marks' table; a cell without a run says "not measured"."""
-    return _table(_COLUMNS, [_cells(row) for row in rows])
+    columns = ("figure", "mark", "reached", "us (IQR)", "of roofline", "peer", "ratio", "verdict")
+    return _table(columns, map(_mark_cells, rows))
 
 
-def engine_markdown(rows: Sequence[EngineRow]) -> str:
+def engine_marks_table(figures: Mapping[EngineMark, Figure]) -> str:
     """The engine marks' table, with the command that measures each, and what there is to say of some."""
-    cells = [[row.figure, row.mark, row.reached or NOT_MEASURED, row.verdict, f"`{row.command}`"] for row in rows]
-    notes = [f"- {row.figure}: {row.note}" for row in rows if row.note]
-    table = _table(("figure", "mark", "reached", "verdict", "command"), cells)
-    return "\n\n".join([table, *(["\n".join(notes)] if notes else [])])
-
-
-def empty_rows() -> list[Row]:
-    """The table before any run."""
-    return rows_of((), MARKS)
+    cells = [
+        [mark.figure, mark.mark, figure.text or NOT_MEASURED, figure.verdict, f"`{mark.command}`"]
+        for mark, figure in figures.items()
+    ]
+    notes = _list(f"{mark.figure}: {figure.note}" for mark, figure in figures.items() if figure.note)
+    return "\n\n".join([_table(("figure", "mark", "reached", "verdict", "command"), cells), *notes])
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -45,76 +50,87 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
 
 
-def _cells(row: Row) -> list[str]:
-    us = NOT_MEASURED if row.microseconds is None else f"{row.microseconds:,.1f} ({row.iqr_us or 0:.2g}), {row.variant}"
-    peer = NOT_MEASURED if row.peer_us is None else f"{row.peer} {row.peer_us:,.1f}"
-    reached = NOT_MEASURED
-    if row.reached is not None:
-        reached = f"{row.reached:.2f}x" if "x " in row.mark else f"{row.reached:.0%}"
-    ratio = NOT_MEASURED if row.ratio is None else f"{row.ratio:.2f}"
-    roofline = NOT_MEASURED if row.roofline is None else f"{row.roofline:.0%}"
-    return [row.figure, row.mark, reached, us, roofline, peer, ratio, row.verdict]
+def _list(lines: Iterable[str]) -> list[str]:
+    """The lines as one part of the report; none where there are none."""
+    text = "\n".join(f"- {line}" for line in lines)
+    return [text] if text else []
 
 
-def _notes(rows: Sequence[Row]) -> list[str]:
-    notes = [f"- {row.figure}: {row.verdict}: {row.note}" for row in rows if row.note]
-    return ["\n".join(notes)] if notes else []
+def _or_not_measured(value: float | None, form: str) -> str:
+    return NOT_MEASURED if value is None else format(value, form)
 
 
-def _device(lines: Sequence[Fact]) -> list[str]:
-    parts = []
-    for fact in facts(lines):
-        if fact.get("kind") == "device":
-            versions = ", ".join(f"{name} {value}" for name, value in fact["versions"].items() if value)
-            parts.append(f"{fact['name']}, {fact['arch']}, {fact['multiprocessors']} multiprocessors; {versions}.")
-        elif fact.get("kind") == "rates":
-            parts.append(
-                f"Measured: copy {fact['copy_bytes_per_s'] / 1e12:.2f} TB/s (read and written), "
-                f"read {fact['read_bytes_per_s'] / 1e12:.2f} TB/s, "
-                f"bf16 matmul {fact['matmul_flops_per_s'] / 1e12:.0f} TFLOP/s."
+def _name(row: MarkRow) -> str:
+    return f"{row.mark.op} {row.mark.point}"
+
+
+def _mark_cells(row: MarkRow) -> list[str]:
+    ours, peer = row.ours, row.peer
+    reached = _or_not_measured(row.reached, ".2f" if row.mark.against == "peer" else ".0%")
+    if row.reached is not None and row.mark.against == "peer":
+        reached += "x"
+    return [
+        _name(row),
+        row.mark.text,
+        reached,
+        NOT_MEASURED if ours is None else f"{ours.median_us:,.1f} ({ours.iqr_us or 0:.2g}), {ours.variant}",
+        _or_not_measured(ours.roofline_fraction if ours is not None else None, ".0%"),
+        NOT_MEASURED if peer is None else f"{peer.variant} {peer.median_us:,.1f}",
+        _or_not_measured(row.ratio, ".2f"),
+        row.verdict,
+    ]
+
+
+def _device(rows: Sequence[Row], environment: Mapping[str, Any]) -> Iterator[str]:
+    device = environment.get("device")
+    if device is None:
+        yield "No GPU has run this yet."
+        return
+    versions = ", ".join(f"{name} {value}" for name, value in environment["versions"].items() if value)
+    yield (
+        f"{device['name']}, {device['arch']}, {device['multiprocessors']} multiprocessors; cuda {device['cuda']}, "
+        f"{versions}."
+    )
+    for row in rows:
+        if row.stage == "rates":
+            copy, read, matmul = row.copy_bytes_per_s or 0, row.read_bytes_per_s or 0, row.matmul_flops_per_s or 0
+            yield (
+                f"Measured: copy {copy / 1e12:.2f} TB/s (read and written), read {read / 1e12:.2f} TB/s, "
+                f"bf16 matmul {matmul / 1e12:.0f} TFLOP/s."
             )
-    return parts or ["No GPU has run this yet."]
 
 
-def _engine(lines: Sequence[Fact]) -> str:
-    rows = []
-    for fact in facts(lines):
-        if fact.get("kind") != "engine":
-            continue
-        cells = [str(fact["model"]), str(fact["work"])]
-        for name in ("ours_us", "ours_graph_us", "transformers_us"):
-            cells.append(f"{fact[name]:,.0f}" if fact.get(name) else f"{NOT_MEASURED}{_because(fact, name)}")
-        best = min((fact[name] for name in ("ours_us", "ours_graph_us") if fact.get(name)), default=None)
-        other = fact.get("transformers_us")
-        rows.append([*cells, f"{other / best:.2f}" if best and other else NOT_MEASURED])
-    if not rows:
+def _forward_table(rows: Sequence[Row]) -> str:
+    """A line for each step of each model: ours, launched and from a graph, beside transformers'."""
+    works: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        if row.stage == "forward":
+            how = row.peer or ("graph" if row.settings["cuda_graphs"] else "eager")
+            works.setdefault((row.settings["model"], str(row.workload)), {})[how] = row
+    if not works:
         return f"Prefill and decode beside transformers: {NOT_MEASURED}."
-    return _table(("model", "work", "eager us", "CUDA graph us", "transformers us", "ratio"), rows)
+    columns = ("model", "work", "eager us", "CUDA graph us", "transformers us", "ratio")
+    return _table(columns, ([*work, *_forward_cells(ways)] for work, ways in works.items()))
 
 
-def _because(fact: Fact, name: str) -> str:
-    reason = fact.get(f"{name}_reason")
-    return f" ({str(reason)[:120]})" if reason else ""
+def _forward_cells(ways: Mapping[str, Row]) -> Iterator[str]:
+    times = {how: row.median_us for how, row in ways.items() if row.median_us is not None}
+    for how in ("eager", "graph", "transformers"):
+        why = f" ({(ways[how].reason or '')[:120]})" if how in ways and how not in times else ""
+        yield f"{times[how]:,.0f}" if how in times else NOT_MEASURED + why
+    theirs = times.pop("transformers", None)
+    yield _or_not_measured(theirs / min(times.values()) if theirs and times else None, ".2f")
 
 
-def _checks(lines: Sequence[Fact]) -> str:
-    rows = []
-    for fact in facts(lines):
-        name = f"{fact.get('op')}.{fact.get('variant')}"
-        if fact.get("kind") == "correctness":
-            verdict = "ok" if fact["ok"] == fact["cases"] else f"{fact['failures'][0]}".splitlines()[0]
-            rows.append([name, f"drawn cases, {fact['signature']}", f"{fact['ok']} of {fact['cases']}", verdict])
-        elif fact.get("kind") in ("rerun", "stress", "sanitizer"):
-            rows.append([name, str(fact["kind"]), str(fact.get("runs", "")), str(fact["verdict"])])
-    return _table(("variant", "check", "runs", "verdict"), rows) if rows else f"{NOT_MEASURED}."
-
-
-def _undone(lines: Sequence[Fact]) -> list[str]:
-    """The last word on each step that did not end well."""
-    last: dict[str, str] = {}
-    for line in lines:
-        if line["event"] == "end":
-            last[line["step"]] = "" if line["status"] == "done" else f"{line['step']}: {line.get('reason') or 'failed'}"
-        elif line["event"] == "begin":
-            last[line["step"]] = f"{line['step']}: begun and not ended"
-    return [text for text in last.values() if text]
+def _hardware_table(rows: Sequence[Row]) -> str:
+    cells = []
+    for row in rows:
+        if row.stage != "hardware":
+            continue
+        verdict = (row.reason or "ok").splitlines()[0]
+        if row.status == "unsupported":
+            verdict = f"not run: {verdict}"
+        test = f"{row.test}, {row.point}" if row.test == "drawn cases" else str(row.test)
+        runs = f"{row.runs_right} of {row.runs}" if row.runs_right is not None else str(row.runs or 0)
+        cells.append([f"{row.op}.{row.variant}", test, runs, verdict])
+    return _table(("variant", "check", "runs", "verdict"), cells) if cells else f"{NOT_MEASURED}."

@@ -1,16 +1,12 @@
-"""One process of a report: carries out steps, one after the other, and writes down each fact as it is known.
+"""A step's process: does the one thing that the step is, and sends each row as it is known."""
 
-A kernel that reads where it must not takes its whole process with it; the supervisor then starts another one, which
-goes on after the step that failed.
-"""
-
-import gc
+import json
 import shutil
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,18 +14,18 @@ from typing import Any
 import torch
 
 from experiments.gpu_report import engine, engine_marks, hardware, precompile
-from experiments.gpu_report.correctness import check, rerun, signatures, stress
-from experiments.gpu_report.journal import Journal, facts
-from experiments.gpu_report.steps import CASES, RERUNS, SIGNATURES, Kind, Step, make_steps, report_points, tuning_point
-from experiments.gpu_report.supervisor import seconds_left
+from experiments.gpu_report.correctness import Tried, check, rerun, signatures
+from experiments.gpu_report.steps import CASES, RERUNS, SIGNATURES, Kind, Step, report_points, tuning_point
+from experiments.gpu_report.supervisor import GRACE_S
 from experiments.peers import is_peer, slack_of, with_peers
+from experiments.runs.rows import COLUMNS, Row, Stage, Status
+from experiments.stages.context import Send, describe_error
 from tkernels import OPS, Registry, Tuning
 from tkernels.device import device_facts
 from tkernels.isolation import Prepare, Tell, Work
 from tkernels.measurement import Measurement, Method, measure
 from tkernels.tuning_session import tune
 from tkernels.variant import Variant
-from tmodel import RANDOM_PRESETS
 
 METHOD = Method("graph", "cold", 30)
 
@@ -38,188 +34,161 @@ SANITIZED_CASES = 4
 
 @dataclass(frozen=True)
 class Job:
-    """What a step is carried out with. deadline: seconds since the epoch, after which nothing is begun. within: gives
-    the process so many seconds from now on.
-    """
+    """What a step is done with. tuning: of the report's own lockfile. send: takes messages as `Ended.hear` does."""
 
-    journal: Journal
+    step: Step
+    run_id: str
     ops: Registry
     device: torch.device
-    deadline: float
-    within: Callable[[float], None] = lambda seconds: None
+    tuning: Tuning
+    send: Send
 
-    def left(self) -> float:
-        return self.deadline - time.time()
+    @property
+    def variant(self) -> Variant:
+        return self.ops[self.step.op].variants[self.step.variant]
 
-    def lost(self) -> str | None:
-        """Why this process can do nothing more with its device: what a kernel broke stays broken until it ends."""
-        if self.device.type != "cuda":
-            return None
-        try:
-            torch.cuda.synchronize(self.device)
-        except RuntimeError as error:
-            return " ".join(str(error).split())[:200]
-        return None
+    def row(self, stage: Stage, status: Status = "ok", reason: str | None = None, /, **figures: Any) -> Row:
+        return self.step.row(self.run_id, stage, status, reason, **figures)
 
-    def variant(self, step: Step) -> Variant:
-        return self.ops[step.op].variants[step.variant]
+    def tried(self, test: str, point: str, tried: Tried, **more: Any) -> Row:
+        """The row of something that was tried on the device."""
+        status: Status = "wrong" if tried.problem else "ok"
+        runs = {"runs": tried.runs, "runs_right": tried.right}
+        return self.row("hardware", status, tried.problem or None, test=test, point=point, **runs, **more)
 
-    def tuning(self) -> Tuning:
-        """The lockfile that this report writes."""
-        return Tuning("nearest", self.journal.folder)
-
-
-class OutOfTimeError(Exception):
-    """The deadline passed within a step; what it found is kept and the next run goes on."""
+    def require_device(self) -> None:
+        """Raises where a kernel broke this process's connection to its device: what follows would fail for it."""
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError as error:
+                raise RuntimeError(f"the device is lost to this process: {error}") from error
 
 
-class DeviceLostError(RuntimeError):
-    """A kernel broke the connection of this process to its device."""
+Action = Callable[[Job], Iterator[Row]]
 
 
-Actions = Mapping[Kind, Callable[[Step, Job], None]]
+def carry_out(job: Job, actions: Mapping[Kind, Action] | None = None) -> None:
+    """Does the step. What it raises ends it; what it knew by then is kept."""
+    job.send({"doing": job.step.kind})
+    try:
+        for row in (ACTIONS if actions is None else actions)[job.step.kind](job):
+            job.require_device()
+            job.send({"row": json.loads(row.as_json())})
+    except Exception as error:
+        job.send({"death": describe_error(error)[:500]})
+    job.send({"used": job.tuning.used})
 
 
-def carry_out(steps: Sequence[Step], job: Job, actions: Actions | None = None) -> None:
-    """Runs the steps in order until the deadline. One that raises is written down and the next one begins.
-
-    Raises DeviceLostError after a step whose kernel left the device unusable: another process has to go on.
-    """
-    known = ACTIONS if actions is None else actions
-    for step in steps:
-        if job.left() <= 0:
-            return
-        job.within(seconds_left(step, job.deadline))
-        job.journal.append(step.name, "begin")
-        started = time.monotonic()
-        try:
-            known[step.kind](step, job)
-            status, reason = "done", None
-        except OutOfTimeError:
-            status, reason = "stopped", "out of time"
-        except Exception as error:
-            status, reason = "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-        if broken := job.lost():  # whether the step raised, or took the error for a variant's failure
-            status, reason = "failed", f"the device is lost to this process: {broken}"
-        job.journal.append(step.name, "end", status=status, reason=reason, seconds=round(time.monotonic() - started, 2))
-        if broken:
-            raise DeviceLostError(broken)
+def _rates(job: Job) -> Iterator[Row]:
+    rates, timings = hardware.measure_rates(job.device)
+    job.send({"samples": timings})
+    yield job.row("rates", **rates)
 
 
-def _device(step: Step, job: Job) -> None:
-    job.journal.append(step.name, "fact", **hardware.describe(job.device))
-    job.journal.append(step.name, "fact", **hardware.rates(job.device))
+def _precompile(job: Job) -> Iterator[Row]:
+    assert job.step.timeout is not None
+    for problem in precompile.in_parallel(job.device, job.step.timeout - GRACE_S):
+        print(problem)  # what did not compile is for its own step to report
+    yield job.row("report")
 
 
-def _precompile(step: Step, job: Job) -> None:
-    job.journal.append(step.name, "fact", **precompile.in_parallel(job.device, min(job.left(), 3 * step.seconds)))
-
-
-def _check(step: Step, job: Job) -> None:
-    variant = job.variant(step)
-    kept = {fact["signature"] for fact in facts(job.journal.lines(), step.name)}
-    found = signatures(variant, job.device, SIGNATURES)
+def _check(job: Job) -> Iterator[Row]:
+    found = signatures(job.variant, job.device, SIGNATURES)
     for signature in found:
-        if signature.text in kept:
-            continue
-        if job.left() <= 0:
-            raise OutOfTimeError
-        fact = check(variant, signature, -(-CASES // len(found)), job.device)
-        job.journal.append(step.name, "fact", op=step.op, variant=step.variant, **fact)
+        tried = check(job.variant, signature, -(-CASES // len(found)), job.device)
+        yield job.tried("drawn cases", signature.text, tried, axes=dict(signature.axes))
 
 
-def _tune(step: Step, job: Job) -> None:
-    variant = job.variant(step)
-    point = tuning_point(variant, step.point)
+def _tune(job: Job) -> Iterator[Row]:
+    point = tuning_point(job.variant, job.step.point)
     with torch.cuda.device(job.device):
-        (result,) = tune([point], job.device, folder=job.journal.folder)
-    entry = result.entry
-    fact: dict[str, Any] = {"timed": result.timed, "known": result.known, "reason": result.reason}
-    fact |= {"config": entry.config.as_dict() if entry is not None else None}
-    job.journal.append(step.name, "fact", kind="tuning", op=step.op, variant=step.variant, point=step.point, **fact)
-
-
-def _time(step: Step, job: Job) -> None:
-    variant = job.variant(step)
-    axes = report_points(variant.contract)[step.point]
-    side = "peer" if is_peer(variant) else "torch" if variant.kind == "torch" else "ours"
-    if side == "peer" and (reason := variant.refusal(axes, device_facts(job.device))):
-        row = Measurement(step.op, step.variant, variant.kind, step.point, axes, "unsupported", reason)
+        (result,) = tune([point], job.device, folder=job.tuning.folder)
+    about = {"point": job.step.point, "axes": dict(point.axes)}
+    if result.entry is not None:
+        yield job.row("tuning", config=result.entry.config.as_dict(), **about)
     else:
-        settings: dict[str, Any] = {"tuning": job.tuning(), "slack": slack_of(variant)}
-        row = measure(variant, step.point, axes, job.device, method=METHOD, **settings)
-        if row.status == "failed":  # what cannot be captured is launched: the timer's name says so
-            again = measure(variant, step.point, axes, job.device, method=replace(METHOD, launch="eager"), **settings)
-            row = again if again.status == "ok" else row
-    job.journal.append(step.name, "fact", side=side, **{**row.as_dict(), "kind": "timing"})
+        refused = job.variant.refusal(point.axes, device_facts(job.device))
+        yield job.row("tuning", "unsupported" if refused else "failed", result.reason, **about)
 
 
-def _mark(step: Step, job: Job) -> None:
-    """With the configs that this report tuned, which are in its own folder."""
-    run = engine_marks.RUNS[step.point]
-    sweep = engine_marks.sweep_of(run, str(job.device))
-    gc.collect()
-    torch.cuda.empty_cache()  # the engines are made in other processes
-    out = job.journal.folder / "runs" / f"{step.point.replace(' ', '-').replace('=', '-')}-{time.time_ns()}"
-    job.journal.append(step.name, "fact", **engine_marks.measure(run, sweep, out, job.tuning()))
-
-
-def _engine(step: Step, job: Job) -> None:
-    kept = {fact["work"] for fact in facts(job.journal.lines(), step.name)}
-    works = [work for work in engine.WORKS if work.name not in kept]
-    if not works:
+def _time(job: Job) -> Iterator[Row]:
+    variant, point = job.variant, job.step.point
+    axes = report_points(variant.contract)[point]
+    if is_peer(variant) and (reason := variant.refusal(axes, device_facts(job.device))):
+        yield job.row("check", "unsupported", reason, point=point, axes=dict(axes))
         return
-    dtype = torch.bfloat16
-    theirs, ours = engine.models(RANDOM_PRESETS[step.op], job.device, dtype, job.ops, job.tuning(), works)
-    for work in works:
-        if job.left() <= 0:
-            raise OutOfTimeError
-        job.journal.append(step.name, "fact", **engine.compare(step.op, work, theirs, ours, job.device, dtype))
+    settings: dict[str, Any] = {"tuning": job.tuning, "slack": slack_of(variant)}
+    found = measure(variant, point, axes, job.device, method=METHOD, **settings)
+    if found.status == "failed":  # what cannot be captured is launched: the timer's name says so
+        again = measure(variant, point, axes, job.device, method=replace(METHOD, launch="eager"), **settings)
+        found = again if again.status == "ok" else found
+    job.send({"samples": found.as_dict()})
+    yield from timing_rows(job, found)
 
 
-def _rerun(step: Step, job: Job) -> None:
-    variant = job.variant(step)
-    name, axes = next(iter(report_points(variant.contract).items()))
-    fact = rerun(variant, axes, job.device, RERUNS)
-    job.journal.append(step.name, "fact", op=step.op, variant=step.variant, point=name, **fact)
-
-
-def _stress(step: Step, job: Job) -> None:
-    variant = job.variant(step)
-    for name, axes in list(report_points(variant.contract).items())[:2]:
-        fact = stress(variant, axes, job.device, RERUNS)
-        job.journal.append(step.name, "fact", op=step.op, variant=step.variant, point=name, **fact)
-
-
-def _sanitizer(step: Step, job: Job) -> None:
-    tool = shutil.which("compute-sanitizer")
-    if tool is None:
-        fact = {"verdict": "not run: compute-sanitizer is not installed", "runs": 0}
+def timing_rows(job: Job, found: Measurement) -> Iterator[Row]:
+    """The rows of a sweep's check and of its timing: whether a variant was right at the point, and its time there."""
+    about: dict[str, Any] = {"point": found.point, "axes": dict(found.axes)}
+    judged = {"seed": 0, "max_error_ratio": None, "rms_error_ratio": None}
+    if found.status == "unsupported":
+        yield job.row("check", "unsupported", found.reason, **about)
+    elif found.status == "wrong":
+        yield job.row("check", "wrong", found.reason, **about, **judged, replay=None)
+    elif found.timing is None:
+        yield job.row("kernels", "failed", found.reason, **about)
     else:
-        command = [
-            tool,
-            "--tool",
-            "memcheck",
-            "--error-exitcode",
-            "9",
-            sys.executable,
-            "-m",
-            "experiments.cli",
-            "check",
-        ]
-        command += ["--op", step.op, "--variant", step.variant, "--examples", str(SANITIZED_CASES)]
-        limit = max(1.0, min(job.left(), 4 * step.seconds))
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-        except subprocess.TimeoutExpired:
-            raise OutOfTimeError from None
-        last = (done.stdout.strip().splitlines() or [""])[-1]
-        fact = {"verdict": "ok" if done.returncode == 0 else f"exit {done.returncode}: {last}", "runs": SANITIZED_CASES}
-    job.journal.append(step.name, "fact", kind="sanitizer", op=step.op, variant=step.variant, **fact)
+        figures = found.as_dict()
+        yield job.row("check", **about, **judged)
+        yield job.row("kernels", **{name: figures.get(name) for name in COLUMNS["kernels"]["ok"]}, axes=about["axes"])
 
 
-ACTIONS: Actions = {
-    "device": _device,
+def _mark(job: Job) -> Iterator[Row]:
+    """With the configs that this report tuned, which are in its own folder."""
+    run = engine_marks.RUNS[job.step.point]
+    sweep = engine_marks.sweep_of(run, str(job.device))
+    out = job.tuning.folder / "runs" / f"{job.step.point.replace(' ', '-').replace('=', '-')}-{time.time_ns()}"
+    for row in engine_marks.measure(run, sweep, out, job.tuning):
+        yield row.model_copy(update={"run_id": job.run_id, "task": job.step.key})
+
+
+def _engine(job: Job) -> Iterator[Row]:
+    model, dtype = job.step.op, torch.bfloat16
+    theirs, ours = engine.load_models(model, job.device, dtype, job.ops, job.tuning, engine.WORKS)
+    for work in engine.WORKS:
+        for found in engine.compare(work, theirs, ours, job.device, dtype):
+            about = {"settings": {"model": model, **found.settings}, "workload": work.name, "peer": found.peer}
+            if found.timing is None:
+                yield job.row("forward", "failed", found.reason, **about)
+            else:
+                yield job.row("forward", **about, median_us=found.timing.median_us, iqr_us=found.timing.iqr_us)
+
+
+def _rerun(job: Job) -> Iterator[Row]:
+    point, axes = next(iter(report_points(job.variant.contract).items()))
+    yield job.tried("rerun", point, rerun(job.variant, axes, job.device, RERUNS), axes=dict(axes))
+
+
+def _stress(job: Job) -> Iterator[Row]:
+    for point, axes in list(report_points(job.variant.contract).items())[:2]:
+        yield job.tried("stress", point, rerun(job.variant, axes, job.device, RERUNS, busy=True), axes=dict(axes))
+
+
+def _sanitizer(job: Job) -> Iterator[Row]:
+    point, tool = f"{SANITIZED_CASES} drawn cases", shutil.which("compute-sanitizer")
+    if tool is None:
+        yield job.row("hardware", "unsupported", "compute-sanitizer is not installed", test="sanitizer", point=point)
+        return
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "experiments.cli", "check"]
+    command += ["--op", job.step.op, "--variant", job.step.variant, "--examples", str(SANITIZED_CASES)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    problem = f"exit {done.returncode}: {last}" if done.returncode else ""
+    yield job.tried("sanitizer", point, Tried(SANITIZED_CASES, None, problem))
+
+
+ACTIONS: Mapping[Kind, Action] = {
+    "device": _rates,
     "precompile": _precompile,
     "check": _check,
     "tune": _tune,
@@ -233,17 +202,17 @@ ACTIONS: Actions = {
 
 
 def prepare_steps(about: Mapping[str, Any]) -> Prepare:
-    """In a server that compiles: a task is the names of steps. Each worker asks for the device itself."""
+    """In a server that compiles. Each step's process asks for the device itself."""
 
-    def prepare(names: Sequence[str]) -> Work:
+    def prepare(task: Mapping[str, Any]) -> Work:
+        step = Step(**task)
+
         def work(tell: Tell) -> None:
             warnings.filterwarnings("ignore", message=".*config tuned with.*")
             device = torch.device(about["device"])
             torch.cuda.set_device(device)
-            ops = with_peers(OPS)
-            by_name = {step.name: step for step in make_steps(ops, device_facts(device), precompile.processes())}
-            job = Job(Journal(Path(about["out"])), ops, device, about["deadline"], tell.within)
-            carry_out([by_name[name] for name in names], job)
+            tuning = Tuning("nearest", Path(about["out"]))
+            carry_out(Job(step, about["run_id"], with_peers(OPS), device, tuning, tell))
 
         return work
 

@@ -15,16 +15,10 @@ PEERS: Mapping[str, str] = {
     "transformers_batched": "experiments.peers.transformers_generate",
     "without_kv_cache": "experiments.peers.without_kv_cache",
 }
-"""name -> the module whose `make_peer(name, directory, requests, device, dtype, settings, architectures_from)` gives a
-server with its `settings`: the best ones where None are given.
-"""
+"""name -> the module whose `make_peer` makes the peer of a `PeerTask`, see `experiments.peers.serving`."""
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
 """A folder of other projects' variants, <op>/<variant>.py."""
-
-
-class PeerUnsupportedError(ValueError):
-    """A peer cannot serve this workload in a way that compares."""
 
 
 def with_peers(ops: Registry) -> Registry:

@@ -20,12 +20,11 @@ from tkernels.variant import Variant
 
 def compiled_variant(function: Callable[..., Any]) -> Variant:
     """The variant that is torch.compile of an op's plain definition."""
-    return Variant(
-        wins="a peer", function=compiled(function), supports=supports, deterministic=True, batch_invariant=False
-    )
+    call = _compiled(function)
+    return Variant(wins="a peer", function=call, supports=supports, deterministic=True, batch_invariant=False)
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of tensors [T, ...] (and numbers), compiled on its first call of each kind: dtypes, and which of the
     tensors are dense. T is dynamic, as an engine's batches are; other sizes are taken as they come, and become dynamic
     once they change.

@@ -5,15 +5,16 @@ Gathering the pages is set-up, done once for a call's tensors: the peer is SDPA 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from experiments.peers.installed import MadeOnce, needs
+from experiments.peers.variants import MadeOnce, peer_variant
 from tkernels.ops.paged_cache import gather_context
 from tkernels.variant import UnsupportedError, Variant
+
+_WINS = "a peer: dense keys, no pages"
 
 
 @dataclass(frozen=True)
@@ -32,30 +33,32 @@ def _equal(lengths: torch.Tensor, what: str) -> int:
     return int(values.pop())
 
 
-def _made(arguments: dict[str, Any]) -> DenseContext:
-    length = _equal(arguments["context_lens"], "contexts")
-    starts = arguments.get("cu_seqlens_q")
-    queries = 1 if starts is None else _equal(starts.diff(), "chunks")
+def _gather(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+) -> DenseContext:  # fmt: skip
+    length = _equal(context_lens, "contexts")
+    queries = 1 if cu_seqlens_q is None else _equal(cu_seqlens_q.diff(), "chunks")
     k, v = (
-        gather_context(arguments[name], arguments["block_tables"], arguments["context_lens"])[:, :length].transpose(
-            1, 2
-        )
-        for name in ("k_cache", "v_cache")
+        gather_context(cache, block_tables, context_lens)[:, :length].transpose(1, 2) for cache in (k_cache, v_cache)
     )
     return DenseContext(k, v, queries)
 
 
-def dense_attention(backend: SDPBackend) -> Callable[[dict[str, Any]], torch.Tensor]:
-    """Computes paged_decode or paged_prefill, given its arguments by name, on dense tensors made of them once."""
+def dense_attention(backend: SDPBackend) -> Callable[..., torch.Tensor]:
+    """Computes paged_decode or paged_prefill on dense tensors, which are made once of the pages that it is given."""
     contexts: MadeOnce[DenseContext] = MadeOnce()
 
-    def attend(arguments: dict[str, Any]) -> torch.Tensor:
-        q, scale = arguments["q"], arguments["scale"]
-        paged = {name: arguments.get(name) for name in ("k_cache", "v_cache", "block_tables", "context_lens")}
-        context = contexts.get({**paged, "cu_seqlens_q": arguments.get("cu_seqlens_q")}, lambda: _made(arguments))
+    def attend(
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
+        context_lens: torch.Tensor, scale: float, cu_seqlens_q: torch.Tensor | None = None, causal: bool = True,
+    ) -> torch.Tensor:  # fmt: skip
+        paged = {"k_cache": k_cache, "v_cache": v_cache, "block_tables": block_tables, "context_lens": context_lens}
+        made_of = {**paged, "cu_seqlens_q": cu_seqlens_q}
+        context = contexts.get(made_of, lambda: _gather(**paged, cu_seqlens_q=cu_seqlens_q))
         rows = q.unflatten(0, (-1, context.queries)).transpose(1, 2)  # [B, Hq, M, D]
         mask = None
-        if arguments.get("causal", True) and context.queries > 1:
+        if causal and context.queries > 1:
             # It imports torch.compile's whole machinery: most of a second, which naming a variant should not cost.
             from torch.nn.attention.bias import causal_lower_right
 
@@ -76,10 +79,9 @@ def dense_decode(backend: SDPBackend) -> Variant:
         q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
         context_lens: torch.Tensor, scale: float, *, max_context_len: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        return attend({"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_tables": block_tables,
-                       "context_lens": context_lens, "scale": scale})  # fmt: skip
+        return attend(q, k_cache, v_cache, block_tables, context_lens, scale)
 
-    return _dense_variant(paged_decode)
+    return peer_variant(None, paged_decode, wins=_WINS)
 
 
 def dense_prefill(backend: SDPBackend) -> Variant:
@@ -91,18 +93,6 @@ def dense_prefill(backend: SDPBackend) -> Variant:
         cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, scale: float, *, max_context_len: int | None = None,
         causal: bool = True,
     ) -> torch.Tensor:  # fmt: skip
-        return attend({"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_tables": block_tables,
-                       "cu_seqlens_q": cu_seqlens_q, "context_lens": context_lens, "scale": scale,
-                       "causal": causal})  # fmt: skip
+        return attend(q, k_cache, v_cache, block_tables, context_lens, scale, cu_seqlens_q, causal)
 
-    return _dense_variant(paged_prefill)
-
-
-def _dense_variant(function: Callable[..., torch.Tensor]) -> Variant:
-    return Variant(
-        wins="a peer: dense keys, no pages",
-        function=function,
-        supports=needs(None),
-        deterministic=False,
-        batch_invariant=False,
-    )
+    return peer_variant(None, paged_prefill, wins=_WINS)

@@ -5,6 +5,7 @@ the workload itself, and the fastest is the peer.
 """
 
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,9 +13,9 @@ from typing import Any
 
 import torch
 
-from experiments.peers.comparable import check_comparable
+from experiments.peers.serving import PeerTask
 from experiments.serving.requests import Request
-from experiments.serving.rounds import Served, Server, timed
+from experiments.serving.rounds import Served, Server
 
 ATTENTION = ("sdpa", "eager")
 CACHES = ("dynamic", "static")
@@ -42,7 +43,9 @@ class TransformersPeer:
 
     def __call__(self) -> Served:
         groups = [self.requests] if self.batched else [(request,) for request in self.requests]
-        tokens, seconds = timed(lambda: [row for group in groups for row in self._generate(group)])
+        start = time.perf_counter()
+        tokens = [row for group in groups for row in self._generate(group)]
+        seconds = time.perf_counter() - start
         # One-at-a-time requests wait for one another and generate() hands out nothing before its end: no first token.
         return Served(tuple(tokens), sum(len(request.prompt) for request in self.requests), seconds, None)
 
@@ -69,32 +72,20 @@ class TransformersPeer:
         return [tuple(row[:length]) for row, length in zip(generated, lengths, strict=True)]
 
 
-def make_peer(
-    name: str,
-    directory: Path,
-    requests: Sequence[Request],
-    device: torch.device,
-    dtype: torch.dtype,
-    settings: Mapping[str, str] | None = None,
-    architectures_from: Sequence[Path] = (),
-) -> TransformersPeer:
-    """The peer of that name with `settings`; None are those that serve `requests` (token ids) fastest. It has the
-    architectures that transformers has.
-
-    Raises PeerUnsupportedError where the workload is not greedy with exact lengths, which is all that is compared.
-    """
-    check_comparable(requests)
-    batched = name == "transformers_batched"
-    if settings is not None:
-        model = _load(directory, settings["attention"], device, dtype)
-        return TransformersPeer(model, tuple(requests), batched, settings["cache"], settings["attention"])
+def make_peer(task: PeerTask) -> TransformersPeer:
+    """The peer. It has the architectures that transformers has."""
+    batched, requests = task.name == "transformers_batched", tuple(task.requests)
+    if task.settings is not None:
+        attention = task.settings["attention"]
+        model = load_transformers(task.directory, attention, task.device, task.dtype)
+        return TransformersPeer(model, requests, batched, task.settings["cache"], attention)
     candidates = []
     for attention in ATTENTION:
-        model = _load(directory, attention, device, dtype)
+        model = load_transformers(task.directory, attention, task.device, task.dtype)
         for cache in CACHES:
-            peer = TransformersPeer(model, tuple(requests), batched, cache, attention)
+            peer = TransformersPeer(model, requests, batched, cache, attention)
             # Whatever is made on first use is made here: by the whole batch, or by one of the single requests.
-            (peer if batched else replace(peer, requests=peer.requests[:1]))()
+            (peer if batched else replace(peer, requests=requests[:1]))()
             candidates.append(peer)
     return candidates[fastest(candidates)]
 
@@ -110,7 +101,8 @@ def fastest(candidates: Sequence[Server]) -> int:
     return min(near, key=lambda index: statistics.median(trials[index]))
 
 
-def _load(directory: Path, attention: str, device: torch.device, dtype: torch.dtype) -> Any:
+def load_transformers(directory: Path, attention: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """transformers' model of a checkpoint, with one of its attention implementations."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

@@ -8,11 +8,8 @@ writes into the engine's pages is read by that call alone.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import torch
-
-from experiments.peers.comparable import check_comparable
+from experiments.peers.serving import PeerTask
 from experiments.serving.requests import Request
 from experiments.serving.rounds import Served
 from tsched import LLM
@@ -35,42 +32,35 @@ class RecomputingPeer:
         moments: list[list[float]] = [[] for _ in self.requests]
         wanted = [int(request.params.max_tokens or 0) for request in self.requests]
         while going := [i for i, output in enumerate(outputs) if len(output) < wanted[i]]:
-            known = [[*self.requests[i].prompt, *outputs[i]] for i in going]
-            params = [replace(self.requests[i].params, max_tokens=1) for i in going]
-            found = self.llm.generate(known, params, progress=False)
+            tokens = self._next_tokens(going, outputs)
             now = time.perf_counter() - start
-            for i, one in zip(going, found, strict=True):
-                if one.error is not None:
-                    raise RuntimeError(one.error)
-                outputs[i] += one.outputs[0].token_ids
+            for i, token_ids in zip(going, tokens, strict=True):
+                outputs[i] += token_ids
                 moments[i].append(now)
         seconds = time.perf_counter() - start
         prompt_tokens = sum(len(request.prompt) for request in self.requests)
         return Served(tuple(map(tuple, outputs)), prompt_tokens, seconds, tuple(map(tuple, moments)))
 
+    def _next_tokens(self, going: Sequence[int], outputs: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The next token of each request that goes on, from all that came before it."""
+        known = [[*self.requests[i].prompt, *outputs[i]] for i in going]
+        params = [replace(self.requests[i].params, max_tokens=1) for i in going]
+        found = self.llm.generate(known, params, progress=False)
+        for one in found:
+            if one.error is not None:
+                raise RuntimeError(one.error)
+        return [one.outputs[0].token_ids for one in found]
 
-def make_peer(
-    name: str,
-    directory: Path,
-    requests: Sequence[Request],
-    device: torch.device,
-    dtype: torch.dtype,
-    settings: Mapping[str, str] | None = None,
-    architectures_from: Sequence[Path] = (),
-) -> RecomputingPeer:
-    """The peer for `requests` (token ids) with the default kernels; it has no settings to choose from.
 
-    Raises PeerUnsupportedError where a token would not depend on the tokens before it alone, or a request comes late.
-    """
-    check_comparable(requests)
-    longest = max(len(request.prompt) + int(request.params.max_tokens or 0) for request in requests)
+def make_peer(task: PeerTask) -> RecomputingPeer:
+    """The peer, with the default kernels; it has no settings to choose from."""
     llm = LLM(
-        directory,
-        device=device,
-        dtype=dtype,
-        max_num_seqs=len(requests),
-        max_model_len=longest,
+        task.directory,
+        device=task.device,
+        dtype=task.dtype,
+        max_num_seqs=len(task.requests),
+        max_model_len=max(len(request.prompt) + int(request.params.max_tokens or 0) for request in task.requests),
         prefix_cache="none",
-        architectures_from=architectures_from,
+        architectures_from=task.architectures_from,
     )
-    return RecomputingPeer(llm, tuple(requests))
+    return RecomputingPeer(llm, tuple(task.requests))

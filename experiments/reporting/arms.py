@@ -43,8 +43,8 @@ def select_stages(rows: Iterable[Row], *stages: Stage) -> list[Row]:
 
 
 def select_timed(rows: Iterable[Row]) -> list[Row]:
-    """The rows that have a time."""
-    return [row for row in rows if (row.median_us or row.tokens_per_s) is not None]
+    """The rows that have a time; an arm that brought forth no token has none."""
+    return [row for row in rows if row.median_us or row.tokens_per_s]
 
 
 def arm_key(row: Row) -> tuple[str, str]:

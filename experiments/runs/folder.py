@@ -68,9 +68,7 @@ class RunFolder:
         self.meta = dict(self.recorded.meta)
         self.repairs = self.recorded.repairs
         self.rows = list(self.recorded.rows)
-        self._of_task: dict[str, list[Row]] = {}
-        for row in self.rows:
-            self._of_task.setdefault(row.task, []).append(row)
+        self._of_task = _rows_by_task(self.rows)
 
     def _open_results(self) -> int:
         return os.open(self._results, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -109,10 +107,11 @@ class RunFolder:
         self.rows += whole
         self._of_task[task] = whole
 
-    def rewrite(self) -> None:
-        """Leaves exactly `rows` in results.jsonl, each on a line that ends."""
+    def rewrite(self, rows: Sequence[Row]) -> None:
+        """Leaves exactly these rows of whole tasks, each on a line that ends."""
         with replacing(self._results) as partial:
-            partial.write_bytes(_lines(self.rows))
+            partial.write_bytes(_lines(rows))
+        self.rows, self._of_task = list(rows), _rows_by_task(rows)
         os.close(self._file)
         self._file = self._open_results()
 
@@ -156,6 +155,13 @@ class RunFolder:
         self._lock.release()
 
 
+def _rows_by_task(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.task, []).append(row)
+    return found
+
+
 def _lines(rows: Sequence[Row]) -> bytes:
     return "".join(row.as_json() + "\n" for row in rows).encode()
 
@@ -181,20 +187,11 @@ def new_folder(
 
     tasks: how many there will be where nothing goes wrong.
     """
-    text = resolved_text(sweep)
-    meta = {
-        "schema": SCHEMA, "rows_version": VERSION, "run_id": run_id, "name": sweep.experiment.name, "created": _now(),
-        "finished": None, "resolved_sha256": hashlib.sha256(text.encode()).hexdigest(), "tasks": tasks,
-        "executor": executor,
-    }  # fmt: skip
     begun = path.parent / f".{path.name}.{run_id}.begun"  # another process may be making the same folder
     try:
         begun.mkdir(parents=True)
         (begun / SOURCE).write_text(sweep.document.text, encoding="utf-8")
-        (begun / "resolved.yaml").write_text(text, encoding="utf-8")
-        for name, value in (("environment", environment), ("columns", describe_columns()), ("run", meta)):
-            _write_json(begun / f"{name}.json", value)
-        (begun / "results.jsonl").touch()
+        write_files(begun, sweep.experiment.name, resolved_text(sweep), environment, executor, tasks)
         for place, file in source_files(sweep.plans).items():
             target = begun / "sources" / place
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -204,6 +201,24 @@ def new_folder(
         shutil.rmtree(begun, ignore_errors=True)
         raise ExperimentError([f"{path}: cannot be made: {error.strerror}"]) from None
     return RunFolder(path)
+
+
+def write_files(
+    folder: Path, name: str, resolved: str, environment: Mapping[str, Any], executor: str, tasks: int
+) -> None:
+    """Writes what makes a folder a run's, run.json last: without it there is none.
+
+    environment: environment.json, which has the run's id.
+    """
+    meta = {
+        "schema": SCHEMA, "rows_version": VERSION, "run_id": environment["run_id"], "name": name, "created": _now(),
+        "finished": None, "resolved_sha256": hashlib.sha256(resolved.encode()).hexdigest(), "tasks": tasks,
+        "executor": executor,
+    }  # fmt: skip
+    write_text(folder / "resolved.yaml", resolved)
+    (folder / "results.jsonl").touch()
+    for file, value in (("environment", environment), ("columns", describe_columns()), ("run", meta)):
+        _write_json(folder / f"{file}.json", value)
 
 
 def check_new(path: Path) -> None:
@@ -237,7 +252,7 @@ def open_again(sweep: Sweep, path: Path, environment: Mapping[str, Any], executo
             # Before the rows are mended: a kill between the two must not leave a run that has ended without them.
             folder.write_meta()
         if run.repairs:
-            folder.rewrite()
+            folder.rewrite(folder.rows)
         failed.pop_all()
     return folder
 

@@ -20,13 +20,20 @@ VERSION = 2
 """Of the rows, as run.json has it under "rows_version"; `from_version_1` reads the first."""
 
 Status = Literal["ok", "wrong", "unsupported", "failed"]
-Stage = Literal["check", "kernels", "engine", "parity", "step", "peers", "speedup", "quantization"]
+Stage = Literal[
+    "check", "kernels", "engine", "parity", "step", "peers", "speedup", "quantization",
+    "rates", "tuning", "hardware", "forward", "report",
+]  # fmt: skip
 """check: a variant at one point against the float64 oracle. kernels: its time there, where the check was ok. engine: a
 workload served by one arm, a request of n completions counting as n. parity: an arm's tokens and log-probabilities
 beside the first arm's. step: what one named range took of an arm's steps, in rounds that are recorded apart from the
 timed ones and without overlap, so that a step's time is the sum of its parts. peers: a workload served by a peer.
 speedup: the first arm that was timed over a peer, replicate by replicate. quantization: the model as one method leaves
 it, beside the dense one, whose own row has method "dense" and no bits.
+
+Those of a GPU report alone: rates: what the device can do at most. tuning: a variant's best config in a bucket of
+shapes. hardware: a variant tried on the device itself, over many cases or runs. forward: one step of a whole model on
+random weights, ours or a peer's. report: a step that has no figures, or that did not come to its end.
 """
 
 
@@ -48,6 +55,7 @@ _COMPARED = (
     "workload", "first_arm", "tokens_equal", "requests_equal", "requests", "first_divergence", "logprob_drift",
 )  # fmt: skip
 _QUANTIZED = ("method", "bits", "group_size")
+_TRIED = ("test", "point", "runs", "runs_right")
 
 COLUMNS: Mapping[Stage, Mapping[Status, tuple[str, ...]]] = {
     "check": {
@@ -100,6 +108,11 @@ COLUMNS: Mapping[Stage, Mapping[Status, tuple[str, ...]]] = {
         "unsupported": _QUANTIZED,
         "failed": _QUANTIZED,
     },
+    "rates": {"ok": ("copy_bytes_per_s", "read_bytes_per_s", "matmul_flops_per_s")},
+    "tuning": {"ok": ("point", "config"), "unsupported": ("point",), "failed": ("point",)},
+    "hardware": {"ok": _TRIED, "wrong": _TRIED, "unsupported": ("test", "point")},
+    "forward": {"ok": ("workload", "peer", "median_us", "iqr_us"), "failed": ("workload", "peer")},
+    "report": {"ok": (), "failed": ()},
 }  # fmt: skip
 """The columns of a stage's rows by their status, beside `SHARED`: they are given, and no other is."""
 
@@ -274,6 +287,17 @@ class Row(BaseModel):
     )
     disk_bytes: int | None = column("of its safetensors", "bytes")
     memory_bytes: int | None = column("of all its weights as they are served", "bytes")
+
+    copy_bytes_per_s: float | None = column("bandwidth of a large copy, bytes read and bytes written", "bytes/s")
+    read_bytes_per_s: float | None = column("bandwidth of reading a large tensor", "bytes/s")
+    matmul_flops_per_s: float | None = column("rate of a large bfloat16 matrix product", "FLOP/s")
+    test: Literal["drawn cases", "rerun", "stress", "sanitizer"] | None = column(
+        "what was tried: cases against float64, the same call again, that beside other work, compute-sanitizer"
+    )
+    runs: int | None = column("cases or runs of the test", "count")
+    runs_right: int | None = column(
+        "of those, that were right; null of a test that judges all of them at once", "count"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -23,6 +23,7 @@ TIMES: Mapping[str, Mapping[str, Better]] = {
     "engine": {"tokens_per_s": "higher", "ttft_s.p50": "lower", "tpot_s.p50": "lower", "gap_s.p99": "lower"},
     "peers": {"tokens_per_s": "higher"},
     "quantization": {"tokens_per_s": "higher"},
+    "forward": {"median_us": "lower"},
 }
 """Stage -> the figures of time, which are judged, and which of their values are better. A process has few first tokens,
 whose percentiles beyond the median say little; it has a gap for every token, and what a long prompt or a swap does to
@@ -179,14 +180,14 @@ def label_of(
     """What a row is of; `across` and `leave_out` are those of `times_of`, `swept` the ops that a title names."""
     shared, own = _split_settings(row, across, leave_out)
     dtype = None if "dtype" in (*across, *shared) else row.dtype
-    if row.stage in ("check", "kernels"):
+    if row.op is not None:
         place, arm = _words(row.op, row.point, dtype, **shared), _words(row.variant, **own)
         return Label(place, arm, arm)
     if row.stage == "quantization":
         codes = f"{row.method}, {row.bits} bits, group {row.group_size}" if row.bits else row.method
         place, arm = _words("quantization", dtype, **shared), _words(codes, **own)
         return Label(place, arm, arm)
-    place = _words("engine", row.workload, dtype, **shared)
+    place = _words("engine" if row.workload is not None else row.stage, row.workload, dtype, **shared)
     if row.peer is not None:
         arm = _words(f"peer {row.peer}", **own)
         return Label(place, arm, arm)

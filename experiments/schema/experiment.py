@@ -23,6 +23,12 @@ from experiments.schema.names import Device, File, Folder, KnownNames, Peer, pre
 from experiments.schema.values import Count, Strict, Swept, as_list
 from experiments.schema.workload import Workload
 from tsched.options import SCHEDULER_OPTIONS, DtypeName
+from tsched.torch_free import load_from_file
+
+if TYPE_CHECKING:
+    from tkernels.config import TuningMode
+else:
+    TuningMode = load_from_file("config").TuningMode
 
 Batching = Literal["continuous", "static"]
 
@@ -152,7 +158,7 @@ class Experiment(Strict):
     architectures_from: list[Folder] = []
     kernels: Mapping[str, Swept[Choice]] = {}
     shapes: Mapping[str, list[Mapping[str, Swept[Size]]]] = {}
-    tuning: Literal["nearest", "frozen", "search"] = "nearest"
+    tuning: TuningMode = "nearest"
     scheduler: Swept[SchedulerOptions] = [SchedulerOptions()]
     batching: Swept[Batching] = ["continuous"]
     workload: Annotated[list[Workload], BeforeValidator(as_list)] = []

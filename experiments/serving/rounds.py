@@ -1,10 +1,8 @@
 """Serving a workload in timed rounds: what an arm's engine and a peer have in common."""
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -52,17 +50,8 @@ class Served:
         return self.output_tokens / self.seconds
 
 
-class Server(Protocol):
-    """Serves the whole workload once per call."""
-
-    def __call__(self) -> Served: ...
-
-
-def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """The result, and the seconds it took."""
-    start = time.perf_counter()
-    result = work()
-    return result, time.perf_counter() - start
+Server = Callable[[], Served]
+"""Serves the whole workload once per call."""
 
 
 def interleaved(servers: Sequence[Server], repeats: int, done: Callable[[], None]) -> list[list[Served]]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from experiments.document import ExperimentError
-from tsched.torch_free import suggest_name
+from experiments.exits import check_name
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,7 @@ _CARDS: Mapping[str, tuple[str, int, float]] = {
 
 def find_gpu(name: str) -> Gpu:
     """The GPU called `name`; ExperimentError names the alternatives."""
-    if name not in _CARDS:
-        raise ExperimentError([f"--gpu {name}: there is {', '.join(_CARDS)}{suggest_name(name, _CARDS)}"])
+    check_name("--gpu", name, _CARDS)
     from tkernels.roofline import PEAKS  # loads torch, once, before a simulation begins
 
     product, gigabytes, link = _CARDS[name]

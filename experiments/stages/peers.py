@@ -1,9 +1,8 @@
 """A peer serves the token ids of a workload in timed rounds."""
 
 from dataclasses import replace
-from importlib import import_module
 
-from experiments.peers import PEERS, PeerUnsupportedError
+from experiments.peers.serving import PeerTask, PeerUnsupportedError, make_peer
 from experiments.serving.requests import Request
 from experiments.stages.context import Context, describe_error
 from experiments.stages.served_figures import count_served, raw_rounds, summarize_times, time_rounds
@@ -15,16 +14,8 @@ def run(context: Context) -> None:
     plan, task = context.plan, context.task
     context.say("finding its best settings" if task.peer_settings is None else "loading")
     try:
-        make_peer = import_module(PEERS[task.peer]).make_peer
-        server = make_peer(
-            task.peer,
-            context.directory,
-            _tokenize_prompts(context),
-            plan.device,
-            plan.dtype,
-            task.peer_settings,
-            plan.architecture_folders,
-        )
+        where = (context.directory, _tokenize_prompts(context), plan.device, plan.dtype)
+        server = make_peer(PeerTask(task.peer, *where, task.peer_settings, plan.architecture_folders))
         rounds, yardstick_us = time_rounds(context, server)
     except PeerUnsupportedError as error:
         context.record("unsupported", reason=str(error))

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Phase = Literal["check", "kernels", "engine", "peers", "step", "quantization"]
+Phase = Literal["check", "kernels", "engine", "peers", "step", "quantization", "report"]
+"""report: a step of the GPU report, which says itself what it is."""
+
 TaskPoint = tuple[str, Mapping[str, Any]]
 
 

@@ -6,10 +6,13 @@ Needs no torch: a machine that only hands tasks on has none to import.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from experiments.runs.rows import Row
 from experiments.stages.task import Task, TaskPoint
+
+if TYPE_CHECKING:
+    from tkernels.config import TuningMode
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Setup:
     resolved: str
     run_id: str
     mode: Literal["interpret", "compile"]
-    tuning_mode: Literal["nearest", "frozen", "search"]
+    tuning_mode: "TuningMode"
     tuning_folder: str
     cache: str
     on_cuda: bool

@@ -12,7 +12,8 @@ import tkernels.verification.mutation.equivalent
 from experiments.cli import app
 from experiments.commands.mutate import problems
 from tests.tkernels.outside import write_variant
-from tkernels.verification.mutation import Fate, Outcome, score, trials
+from tkernels.verification.mutation.campaign import Outcome, score, trials
+from tkernels.verification.mutation.pool import Fate
 
 FUSED = tkernels.OPS["swiglu"].variants["fused"]
 TRIAL = next(trials([FUSED]))

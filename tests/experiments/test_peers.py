@@ -1,7 +1,9 @@
 """What can be known of the peers without a GPU: that SDPA on gathered pages and the dense weight are the same ops."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,13 +11,12 @@ from torch.nn.attention import SDPBackend
 
 from experiments.peers import slack_of, with_peers
 from experiments.peers.dense_attention import dense_attention
-from experiments.peers.flashinfer_pages import Pages
-from experiments.peers.installed import MadeOnce
-from experiments.peers.plain_weights import only_plain
+from experiments.peers.flashinfer_pages import Pages, attend
 from experiments.peers.transformers_generate import fastest
+from experiments.peers.variants import MadeOnce, peer_variant, refuse_other_codes
 from experiments.serving.rounds import Served
 from tkernels import OPS, UnsupportedError
-from tkernels.device import device_facts
+from tkernels.device import TARGETS, device_facts
 from tkernels.measurement import CPU_SIZE, cut_axes
 from tkernels.verification.check import check_case, chooser
 
@@ -30,11 +31,11 @@ def test_attention_on_gathered_pages_is_the_op(op: str) -> None:
     axes = cut_axes(contract, {**base, **PAGED, **sizes}, CPU_SIZE)
     assert axes is not None
     inputs = contract.case(axes, 0).inputs
-    got = dense_attention(SDPBackend.MATH)(dict(inputs))
-    assert torch.allclose(got, contract.reference(**inputs), rtol=1e-12, atol=1e-12)
-    uneven = {**inputs, "context_lens": torch.tensor([40, 8, 40], dtype=torch.int32)}
+    attend = dense_attention(SDPBackend.MATH)
+    given = {name: inputs[name] for name in inspect.signature(attend).parameters if name in inputs}
+    assert torch.allclose(attend(**given), contract.reference(**inputs), rtol=1e-12, atol=1e-12)
     with pytest.raises(UnsupportedError, match=r"contexts are \[8, 40\]"):
-        dense_attention(SDPBackend.MATH)(uneven)
+        attend(**{**given, "context_lens": torch.tensor([40, 8, 40], dtype=torch.int32)})
 
 
 def test_the_dense_weight_is_the_quantized_one() -> None:
@@ -61,22 +62,59 @@ def test_the_dense_weight_is_the_quantized_one() -> None:
     ],
 )
 def test_a_peer_says_which_weights_it_does_not_read(change: dict[str, object], reason: str | None) -> None:
-    found = only_plain({"bits": 4, "coding": "uniform", "permuted": False, "sparse": False, **change})
+    weight = {"bits": 4, "coding": "uniform", "permuted": False, "sparse": False, **change}
+    found = refuse_other_codes(weight, TARGETS["sm_90"])
     assert found is None if reason is None else reason in str(found)
+    peer = with_peers(OPS)["dequant_gemm"].variants["torch_int4"]
+    sizes = {"activation": "bfloat16", "weight": "bfloat16", "group_size": 128, "N": 8, "K": 1024}
+    assert peer.supports({**weight, **sizes}, TARGETS["sm_90"]) == found
+
+
+def test_a_peer_says_what_it_needs() -> None:
+    peer = peer_variant(None, abs, supports=lambda axes, device: "too large" if axes["N"] > 8 else None)
+    h200, axes = TARGETS["sm_90"], {"activation": "bfloat16", "N": 8}
+    assert peer.supports(axes, h200) is None
+    assert peer.supports({**axes, "N": 9}, h200) == "too large"
+    assert peer.supports({**axes, "activation": "float32"}, h200) == "it takes float16 and bfloat16, not float32"
+    assert peer.supports(axes, replace(h200, arch="gfx942")) == "it is for NVIDIA GPUs"
+    assert peer_variant("no_such_package", abs).supports(axes, h200) == "no_such_package is not installed"
+    assert (peer.wins, peer.deterministic, peer.batch_invariant) == ("a peer", False, False)
 
 
 def test_pages_as_flashinfer_wants_them() -> None:
     tables = torch.tensor([[5, 7, 99], [2, 99, 99], [1, 0, 3]], dtype=torch.int32)
-    pages = Pages.of(
-        {
-            "block_tables": tables,
-            "context_lens": torch.tensor([9, 8, 17], dtype=torch.int32),
-            "k_cache": torch.empty(8, 8, 1, 4),
-        }
-    )
+    pages = Pages.of(tables, torch.tensor([9, 8, 17], dtype=torch.int32), page_size=8)
     assert pages.indptr.tolist() == [0, 2, 3, 6]
     assert pages.indices.tolist() == [5, 7, 2, 1, 0, 3]
     assert pages.last_page_len.tolist() == [1, 8, 1]
+
+
+def test_flashinfer_plans_once_for_the_same_tensors() -> None:
+    plans: list[tuple[Any, ...]] = []
+
+    class Wrapper:
+        def __init__(self, workspace: torch.Tensor) -> None:
+            assert workspace.dtype == torch.uint8
+
+        def plan(self, *given: Any, **options: Any) -> None:
+            plans.append((*given, options))
+
+        def run(self, q: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            return q, caches[1]
+
+    q, k, v = torch.empty(3, 4, 16), torch.empty(8, 8, 2, 16), torch.empty(8, 8, 2, 16)
+    tables, lengths = torch.tensor([[5, 7]], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
+    starts = torch.tensor([0, 3], dtype=torch.int32)
+    for _ in range(2):
+        out, values = attend(Wrapper, q, (k, v), tables, lengths, 0.25, starts, causal=True)
+        assert (out is q, values is v) == (True, True)
+    ((first, indptr, indices, last, *sizes, options),) = plans
+    assert first is starts
+    assert (indptr.tolist(), indices.tolist(), last.tolist(), sizes) == ([0, 2], [5, 7], [1], [4, 2, 16, 8])
+    assert options == {"sm_scale": 0.25, "q_data_type": q.dtype, "kv_data_type": k.dtype, "causal": True}
+    lengths.add_(1)
+    attend(Wrapper, q, (k, v), tables, lengths, 0.25)
+    assert len(plans) == 2
 
 
 def test_what_is_made_once_is_made_again_when_its_tensor_was_written() -> None:

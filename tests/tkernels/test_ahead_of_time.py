@@ -7,7 +7,7 @@ import pytest
 from tests.tkernels.outside import write_variant
 from tkernels import OPS
 from tkernels.verification import ahead_of_time
-from tkernels.verification.ahead_of_time import CompilationError, activate, compile_variants
+from tkernels.verification.ahead_of_time import CompilationError, activate, compile_for
 from tkernels.verification.inspection import compile as compiling
 from tkernels.verification.inspection.rows import CompiledKernel
 
@@ -16,7 +16,7 @@ TRITON = [f"{op.name}.{v.name}" for op in OPS.values() for v in op.variants.valu
 
 @pytest.fixture(scope="module")
 def compiled() -> list[CompiledKernel]:
-    return compile_variants("sm_90", TRITON)
+    return compile_for(["sm_90"], TRITON)
 
 
 @pytest.mark.slow
@@ -48,23 +48,23 @@ def test_the_same_code_under_another_name_is_seen_and_another_target_gives_other
     write_variant(tmp_path)
     write_variant(tmp_path, ("swiglu_doubled", "swiglu_again"), name="again")
     names = ["swiglu.doubled", "swiglu.again"]
-    first, second = compile_variants("sm_90", names, ops=OPS.with_variants_from(tmp_path))
+    first, second = compile_for(["sm_90"], names, ops=OPS.with_variants_from(tmp_path))
     assert first.code == second.code
-    (other,) = compile_variants("gfx942", names[:1], ops=OPS.with_variants_from(tmp_path))
+    (other,) = compile_for(["gfx942"], names[:1], ops=OPS.with_variants_from(tmp_path))
     assert other.status == "ok"
     assert other.code != first.code
 
 
 def test_a_kernel_that_does_not_compile_is_a_row_with_its_reason(tmp_path: Path) -> None:
     write_variant(tmp_path, ("tl.exp(-gate)", "tl.no_such_function(-gate)"))
-    (row,) = compile_variants("sm_90", ["swiglu.doubled"], ops=OPS.with_variants_from(tmp_path))
+    (row,) = compile_for(["sm_90"], ["swiglu.doubled"], ops=OPS.with_variants_from(tmp_path))
     assert row.status == "failed"
     assert "no_such_function" in row.reason
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     with pytest.raises(CompilationError, match="unknown architecture 'sm_1': there is sm_80"):
-        compile_variants("sm_1", ["swiglu.fused"])
+        compile_for(["sm_1"], ["swiglu.fused"])
 
 
 def test_a_tool_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_a_tool_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_compilation_that_does_not_end_is_a_row_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead_of_time, "KERNEL_SECONDS", 0.05)
-    rows = compile_variants("sm_90", ["swiglu.fused", "rms_norm.row_per_program"], points=("engine", "fp8"))
+    rows = compile_for(["sm_90"], ["swiglu.fused", "rms_norm.row_per_program"], points=("engine", "fp8"))
     assert {(row.op, row.point) for row in rows} >= {("swiglu", "engine"), ("rms_norm", "engine")}
     assert {row.status for row in rows if row.point == "engine"} == {"failed"}
     words = "timeout: it took longer than 0.05 s; is a block of its config far too large?"
@@ -86,7 +86,7 @@ def test_what_ends_a_compiler_is_a_row_and_its_other_points_go_on(tmp_path: Path
     dies = "    import os; os._exit(3) if out.dtype == torch.float16 else None\n    tokens, width = out.shape\n"
     write_variant(tmp_path, ("    tokens, width = out.shape\n", dies))
     axes = {"activation": "float16"}
-    (row,) = compile_variants("sm_90", ["swiglu.doubled"], ops=OPS.with_variants_from(tmp_path), axes=axes)
+    (row,) = compile_for(["sm_90"], ["swiglu.doubled"], ops=OPS.with_variants_from(tmp_path), axes=axes)
     assert (row.status, row.reason) == ("failed", "its process left with exit status 3")
-    (row,) = compile_variants("sm_90", ["swiglu.doubled"], ops=OPS.with_variants_from(tmp_path))
+    (row,) = compile_for(["sm_90"], ["swiglu.doubled"], ops=OPS.with_variants_from(tmp_path))
     assert row.status == "ok"

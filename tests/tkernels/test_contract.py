@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from experiments.commands.choices import parse_axes
 from tkernels import OPS, Constraint, ContractError
-from tkernels.contract import parse_axes
 from tkernels.dims import Dim
 from tkernels.inputs import clone_inputs
 from tkernels.verification.check import chooser
@@ -68,7 +68,7 @@ def test_every_draw_is_within_the_constraints_and_repeats_from_its_seed(op: str)
         axes = contract.draw_axes(chooser(seed))
         contract.check_axes(axes)
         assert axes == contract.draw_axes(chooser(seed))
-        assert parse_axes(",".join(f"{name}={value}" for name, value in axes.items())) == axes
+        assert parse_axes(contract, ",".join(f"{name}={value}" for name, value in axes.items())) == axes
 
 
 @pytest.mark.parametrize("op", list(OPS))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.tkernels.outside import write_variant
 from tkernels import OPS
-from tkernels.verification.ahead_of_time import compile_variants
+from tkernels.verification.ahead_of_time import compile_for
 from tkernels.verification.inspection import expected, gates
 from tkernels.verification.inspection.rows import CompiledKernel
 
@@ -28,7 +28,7 @@ BLOCKED = (
 
 def compiled(folder: Path, *faults: tuple[str, str], arch: str = "sm_90") -> Sequence[CompiledKernel]:
     write_variant(folder, *BLOCKED, *faults)
-    return compile_variants(arch, ["swiglu.doubled"], ops=OPS.with_variants_from(folder))
+    return compile_for([arch], ["swiglu.doubled"], ops=OPS.with_variants_from(folder))
 
 
 def test_a_clean_variant_passes(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def gemm(folder: Path, *faults: tuple[str, str]) -> CompiledKernel:
         source = source.replace(before, after)
     (folder / "matmul").mkdir(exist_ok=True)
     (folder / "matmul" / "plain.py").write_text(source)
-    (row,) = compile_variants("sm_90", ["matmul.plain"], ops=OPS.with_variants_from(folder))
+    (row,) = compile_for(["sm_90"], ["matmul.plain"], ops=OPS.with_variants_from(folder))
     return row
 
 
@@ -129,7 +129,7 @@ def test_a_block_with_too_much_shared_memory_is_a_failed_row(tmp_path: Path) -> 
 
 def test_a_fault_in_a_built_in_variant_is_worse_than_the_expected_table() -> None:
     name = next(iter(v for v in OPS["swiglu"].variants.values() if v.kind == "triton")).name
-    (row,) = compile_variants("sm_90", [f"swiglu.{name}"])
+    (row,) = compile_for(["sm_90"], [f"swiglu.{name}"])
     narrowed = replace(row, access_bytes={"2": 1.0}, narrow=("fused.py:1 bf16 2",))
     assert expected.regressions(row, narrowed) == [
         "narrower: bf16 2", "0% of the main loop's bytes in 16-byte accesses, 100% before",

@@ -5,7 +5,7 @@ import triton
 
 from tkernels import OPS
 from tkernels.device import TARGETS
-from tkernels.verification.ahead_of_time import compile_variants
+from tkernels.verification.ahead_of_time import compile_for
 from tkernels.verification.inspection import expected, gates
 from tkernels.verification.inspection.rows import CompiledKernel
 
@@ -28,7 +28,7 @@ def worse(rows: list[CompiledKernel]) -> list[str]:
 def test_every_default_config_passes_the_gates_and_is_no_worse_than_expected(arch: str) -> None:
     points = ("engine", "fp8", "unaligned") if arch in ("sm_90", "gfx942") else ("engine", "fp8")
     own = ("bits3", "lookup4") if arch == "sm_90" else ()
-    rows = compile_variants(arch, [], points=(*points, *own))
+    rows = compile_for([arch], [], points=(*points, *own))
     assert {(row.op, row.variant) for row in rows} == TRITON
     assert gates.failing(rows) == []
     assert worse(rows) == []

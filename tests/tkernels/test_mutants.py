@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 import tkernels
-from tkernels.verification.mutation import KINDS, Pool, Trial, outcomes, trials
-from tkernels.verification.mutation.pool import task
+from tkernels.verification.mutation.campaign import Trial, outcomes, trials
+from tkernels.verification.mutation.faults import KINDS
+from tkernels.verification.mutation.pool import Pool, task
 
 VARIANTS = [v for op in tkernels.OPS.values() for v in op.variants.values() if v.kind == "triton" and v.kernels]
 EVERYTHING = list(trials(VARIANTS))

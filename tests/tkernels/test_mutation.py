@@ -8,24 +8,11 @@ import pytest
 
 import tkernels
 from tkernels.variant import Variant
-from tkernels.verification.mutation import (
-    KINDS,
-    Fate,
-    Mutant,
-    Pool,
-    campaign,
-    compared,
-    comparisons,
-    joined,
-    mutants,
-    outcomes,
-    pieces,
-    sampled,
-    score,
-    trials,
-)
+from tkernels.verification.mutation import campaign
+from tkernels.verification.mutation.campaign import compared, joined, outcomes, pieces, sampled, score, trials
 from tkernels.verification.mutation.equivalent import Equivalent
-from tkernels.verification.mutation.pool import task
+from tkernels.verification.mutation.faults import KINDS, Mutant, mutants
+from tkernels.verification.mutation.pool import Fate, Pool, task
 from tkernels.verification.mutation.ttir import without_order
 
 HELPER = """
@@ -195,7 +182,7 @@ def test_declared_equivalents_are_proved_by_their_bits(variant: Variant, pool: P
     assert [o.wrong for o in ended] == [False, True]
     total = score(ended)
     assert (total.counted, total.killed, total.equivalent, total.share) == (2, 1, 1, 1.0)
-    same, different = comparisons(pool, [right, wrong], 20, seed=0)
+    same, different = joined([right, wrong], list(compared(pool, [right, wrong], 20, seed=0)))
     assert (same.cases, same.reason) == (20, "")
     assert different.reason
 

@@ -23,14 +23,14 @@ from tkernels.verification.check import check_case
 PACKAGE = Path(tkernels.__file__).parent
 
 ADDED = (  # paged_decode's contract gains a soft cap; whatever it does not say here stays as it is
+    ("Output, Tensor\n", "Output, Scalar, Tensor\n"),
     ("    return_lse: bool = False,\n) -> Any:\n    \"\"\"softmax",
      "    return_lse: bool = False,\n    softcap: float | None = None,\n) -> Any:\n    \"\"\"softmax"),
     ("        lse[sequence] = logits.logsumexp",
      "        if softcap is not None:\n            logits = softcap * (logits / softcap).tanh()\n"
      "        lse[sequence] = logits.logsumexp"),
-    ('        "return_lse": Scalar(bool, axis=True),\n    },',
-     '        "return_lse": Scalar(bool, axis=True),\n'
-     '        "softcap": Scalar(float, optional=True, low=0, axis=True),\n    },'),
+    ("        **OPTION_ARGUMENTS,\n",
+     '        **OPTION_ARGUMENTS,\n        "softcap": Scalar(float, optional=True, low=0, axis=True),\n'),
     ("*SIZE_AXES, *OPTION_AXES)", '*SIZE_AXES, *OPTION_AXES, Int("softcap", 0, 1000, (0, 30), "0 is off"))'),
     ('"return_lse": axes["return_lse"]}',
      '"return_lse": axes["return_lse"], "softcap": float(axes["softcap"]) or None}'),

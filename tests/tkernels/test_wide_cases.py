@@ -16,7 +16,8 @@ from tkernels import OPS, Config
 from tkernels.device import INTERPRETER, device_facts
 from tkernels.variant import Variant
 from tkernels.verification.check import chooser, count_wide_cases, drawn_results, wide_cases, wide_results
-from tkernels.verification.mutation import Pool, outcomes, trials
+from tkernels.verification.mutation.campaign import outcomes, trials
+from tkernels.verification.mutation.pool import Pool
 
 VARIANTS = [(op.name, name) for op in OPS.values() for name in op.variants]
 BY_FACTOR = [("FACTOR=1,", 'FACTOR=run.config["FACTOR"],'), ("configs=(Config(), Config(num_warps=8)), ", "")]

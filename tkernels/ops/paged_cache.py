@@ -4,15 +4,14 @@ edges.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from tkernels.batching import Inputs, lay_out_like
-from tkernels.contract import Axes, Axis, Choice, Constraint, Int, dtype_axis
-from tkernels.device import DeviceFacts
+from tkernels.contract import Argument, Axes, Axis, Choice, Constraint, Int, Scalar, Tensor, dtype_axis
+from tkernels.device import DeviceFacts, unsupported_e4m3
 from tkernels.inputs import KINDS, Draws, dtype_of, on_grid, poison
 
 LAYOUTS = ("contiguous", "head_major", "fused", "padded")
@@ -74,6 +73,15 @@ OPTION_AXES: tuple[Axis, ...] = (
     Choice("values", (*KINDS, "peaked"), legal=(*KINDS, "peaked", "sunken"), wide=KINDS),
 )
 
+OPTION_ARGUMENTS: dict[str, Argument] = {
+    "scale": Scalar(float, low=2.0**-126),
+    "max_context_len": Scalar(int, optional=True, low=0),
+    "window": Scalar(int, optional=True, low=1, axis=True),
+    "k_scale": Tensor("Hkv", "float32", optional=True),
+    "v_scale": Tensor("Hkv", "float32", optional=True),
+    "return_lse": Scalar(bool, axis=True),
+}
+
 CONSTRAINTS = (
     Constraint("S & (S - 1) == 0"),
     Constraint("Hq % Hkv == 0"),
@@ -112,18 +120,17 @@ BENCHMARK_AXES: Axes = {
 
 def unsupported_kv(axes: Axes, device: DeviceFacts) -> str | None:
     """Why a Triton kernel cannot read or write this cache's dtype on a device, or None where it can."""
-    if axes["kv"] != "float8_e4m3fn":
-        return None
-    if device.arch in ("sm_80", "sm_86"):
-        return f"Triton converts e4m3 from sm_89 on; this is {device.arch}"
-    if device.arch.startswith("gfx9"):
-        return f"e4m3fn is not {device.arch}'s own fp8, which is e4m3fnuz"
-    return None
+    return unsupported_e4m3(device) if axes["kv"] == "float8_e4m3fn" else None
 
 
 def as_bits(cache: torch.Tensor) -> torch.Tensor:
     """An fp8 cache as bytes, which every torch operation can move; any other cache as it is."""
     return cache.view(torch.uint8) if cache.element_size() == 1 else cache
+
+
+def stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values as a cache of the dtype keeps them: rounded, and for fp8 saturated first."""
+    return (values.clamp(-448.0, 448.0) if dtype == torch.float8_e4m3fn else values).to(dtype)
 
 
 def select_pages(cache: torch.Tensor, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -239,22 +246,6 @@ def _exact_attention(
     return out.unflatten(2, (group, rows)).transpose(0, 1)
 
 
-@dataclass(frozen=True)
-class PagedInputs:
-    """Tensors over one pool: the queries' rows end to end, the caches, the tables, and the scale of the logits."""
-
-    q: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    block_tables: torch.Tensor
-    context_lens: torch.Tensor
-    scale: float
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-    max_context_len: int | None
-    window: int | None
-
-
 def drawn_context_lens(draws: Draws, axes: Axes, sequences: int) -> list[int]:
     """Contexts of nothing, of one token, at the edges of pages and of key blocks, and near the table's end."""
     page, most = int(axes["S"]), int(axes["N"]) * int(axes["S"])
@@ -271,8 +262,10 @@ def drawn_context_lens(draws: Draws, axes: Axes, sequences: int) -> list[int]:
 
 def paged_inputs(
     axes: Axes, draws: Draws, device: torch.device, query_lens: Sequence[int], rows: int, context_lens: Sequence[int]
-) -> PagedInputs:
-    """Inputs for `rows` query rows, of which the first sum(query_lens) belong to sequences and the rest are NaN."""
+) -> dict[str, Any]:
+    """Tensors over one pool: `rows` query rows, of which the first sum(query_lens) belong to sequences and the rest are
+    NaN, the caches, the tables, and the scale of the logits.
+    """
     dtype, kv_dtype, kind = dtype_of(axes["activation"]), dtype_of(axes["kv"]), str(axes["values"])
     page, pool, width = int(axes["S"]), int(axes["P"]), int(axes["N"])
     heads_q, heads, dim, dim_v = int(axes["Hq"]), int(axes["Hkv"]), int(axes["D"]), int(axes["Dv"])
@@ -305,22 +298,22 @@ def paged_inputs(
         # Peaks take products past 2**8, of which fp32 has no room for the whole grid: theirs is coarser.
         k = on_grid(k / 4) * 4 if kind in ("peaked", "sunken") else on_grid(k)
         for cache, values in ((k_cache, k), (v_cache, v)):
-            fitting = (values * cached).clamp(-448.0, 448.0) if kv_dtype == torch.float8_e4m3fn else values * cached
-            fitting[length:] = poison(dtype)
-            as_bits(cache)[pages] = as_bits(fitting.to(kv_dtype)).view(count, page, heads, values.shape[-1])
+            rows_kept = values * cached
+            rows_kept[length:] = poison(dtype)
+            as_bits(cache)[pages] = as_bits(stored(rows_kept, kv_dtype)).view(count, *cache.shape[1:])
     longest = max(context_lens, default=0)
-    return PagedInputs(
-        q=_laid_out_queries((q * amplitude).to(dtype), axes, draws),
-        k_cache=k_cache,
-        v_cache=v_cache,
-        block_tables=_laid_out_tables(tables, axes, draws).to(device),
-        context_lens=torch.tensor(list(context_lens), dtype=torch.int32, device=device),
-        scale=scale / (amplitude * cached),
-        k_scale=_head_scales(draws, heads, device) if axes["k_scale"] else None,
-        v_scale=_head_scales(draws, heads, device) if axes["v_scale"] else None,
-        max_context_len={"none": None, "exact": longest, "loose": longest + 3 * page + 1}[str(axes["bound"])],
-        window=window,
-    )
+    return {
+        "q": _laid_out_queries((q * amplitude).to(dtype), axes, draws),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "block_tables": draws.laid_out(tables, "contiguous" if axes["layout"] == "contiguous" else "padded").to(device),
+        "context_lens": torch.tensor(list(context_lens), dtype=torch.int32, device=device),
+        "scale": scale / (amplitude * cached),
+        "k_scale": _head_scales(draws, heads, device) if axes["k_scale"] else None,
+        "v_scale": _head_scales(draws, heads, device) if axes["v_scale"] else None,
+        "max_context_len": {"none": None, "exact": longest, "loose": longest + 3 * page + 1}[str(axes["bound"])],
+        "window": window,
+    }
 
 
 def _normal(draws: Draws, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -378,13 +371,11 @@ def _laid_out_queries(q: torch.Tensor, axes: Axes, draws: Draws) -> torch.Tensor
         fused = torch.full((rows, heads + 2 * int(axes["Hkv"]), dim), poison(q.dtype), dtype=q.dtype, device=q.device)
         fused[:, :heads] = q
         return fused[:, :heads]
-    if axes["layout"] == "head_major":
-        return draws.laid_out(q.transpose(0, 1).contiguous(), "contiguous").transpose(0, 1)
     return draws.laid_out(q, axes["layout"])
 
 
-def _laid_out_tables(tables: torch.Tensor, axes: Axes, draws: Draws) -> torch.Tensor:
-    return Draws(0, tables.device).laid_out(tables, "contiguous" if axes["layout"] == "contiguous" else "padded")
+def count_sequences(inputs: Inputs) -> int:
+    return int(inputs["context_lens"].shape[0])
 
 
 def loosen_bounds(inputs: Inputs) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from tkernels.contract import Axes
-from tkernels.device import DeviceFacts
+from tkernels.device import DeviceFacts, unsupported_e4m3
 from tkernels.language import nearest_even
 
 CODES = ("int8", "float8_e4m3fn")
@@ -56,10 +56,4 @@ def codes_of(x, scale, code: tl.constexpr):
 
 def unsupported_codes(axes: Axes, device: DeviceFacts) -> str | None:
     """Why a Triton kernel cannot make or multiply codes of this dtype on a device, or None where it can."""
-    if axes["codes"] != "float8_e4m3fn":
-        return None
-    if device.arch in ("sm_80", "sm_86"):
-        return f"Triton has e4m3 from sm_89 on; this is {device.arch}"
-    if device.arch.startswith("gfx9"):
-        return f"e4m3fn is not {device.arch}'s own fp8, which is e4m3fnuz"
-    return None
+    return unsupported_e4m3(device) if axes["codes"] == "float8_e4m3fn" else None

@@ -75,18 +75,8 @@ class QuantizedWeight:
         for name, part in self.own_parts():
             _check_part(name, part)
         self._check_coding()
-        words, places, outputs = list(self.packed.shape), self.places, self.packed.shape[1]
-        if places == 0 or outputs == 0 or places % codes_per_row(self.bits):
-            raise ValueError(
-                f"QuantizedWeight: packed has shape {words}; [Kp/{codes_per_word(self.bits)}, N] with N positive and "
-                f"Kp a positive multiple of {codes_per_row(self.bits)} is needed for {self.bits} bits"
-            )
-        for name, part in self.own_parts():
-            if name in ("packed", "high", "table") and (part.shape[0] - 1) * part.stride(0) + part.shape[1] >= 2**31:
-                raise ValueError(
-                    f"QuantizedWeight: {name} spans 2**31 {'values' if name == 'table' else 'words'} or more (shape "
-                    f"{[*part.shape]}, strides {part.stride()}), which the kernels' 32-bit offsets do not reach"
-                )
+        self._check_words()
+        places, outputs = self.places, self.packed.shape[1]
         if self.group_size == -1:
             object.__setattr__(self, "group_size", places)
         check_group_size(self.group_size, places, self.bits)
@@ -95,6 +85,20 @@ class QuantizedWeight:
         if self.permutation is None and self.inputs != places:
             raise ValueError(f"QuantizedWeight: {self.inputs} inputs without a permutation, but {places} codes")
         self._check_shapes(places, outputs)
+
+    def _check_words(self) -> None:
+        row = codes_per_row(self.bits)
+        if self.packed.numel() == 0 or self.places % row:
+            raise ValueError(
+                f"QuantizedWeight: packed has shape {[*self.packed.shape]}; [Kp/{codes_per_word(self.bits)}, N] with N "
+                f"positive and Kp a positive multiple of {row} is needed for {self.bits} bits"
+            )
+        for name, part in self.own_parts():
+            if name in ("packed", "high", "table") and (part.shape[0] - 1) * part.stride(0) + part.shape[1] >= 2**31:
+                raise ValueError(
+                    f"QuantizedWeight: {name} spans 2**31 {'values' if name == 'table' else 'words'} or more (shape "
+                    f"{[*part.shape]}, strides {part.stride()}), which the kernels' 32-bit offsets do not reach"
+                )
 
     def _check_shapes(self, places: int, outputs: int) -> None:
         groups = places // self.group_size

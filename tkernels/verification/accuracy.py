@@ -52,7 +52,7 @@ def judge(
         slack: what the allowance is multiplied by: 1 for every variant; the check of the baseline itself takes more.
         exact: nothing is allowed, neither eps nor a baseline's error.
     """
-    eps, spacing = (0.0, 0.0) if exact else _precision(got.dtype)
+    eps, spacing = _precision(got.dtype, exact)
     wide, base = got.double(), baseline.double()
     odd = _mismatch(wide, oracle)
     if odd.any():
@@ -69,10 +69,9 @@ def judge(
     allowed_max = 2 * float(natural.max()) + 2 * max(eps * float(truth.abs().max()), spacing)
     max_ratio = _ratio(float(error.max()), slack * allowed_max)
     rms_ratio = None
-    if int(finite.sum()) >= RMS_FROM_ELEMENTS:
-        count = int(finite.sum())
-        rms = [float((t.square().sum() / count).sqrt()) for t in (error, natural, truth)]
-        rms_ratio = _ratio(rms[0], slack * (1.25 * rms[1] + max(eps * rms[2], spacing) / 4))
+    if (count := int(finite.sum())) >= RMS_FROM_ELEMENTS:
+        rms_error, rms_natural, rms_truth = (float((t.square().sum() / count).sqrt()) for t in (error, natural, truth))
+        rms_ratio = _ratio(rms_error, slack * (1.25 * rms_natural + max(eps * rms_truth, spacing) / 4))
     flat = int(error.argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), error.shape))
     ok = max_ratio <= 1 and (rms_ratio is None or rms_ratio <= 1)
@@ -80,9 +79,9 @@ def judge(
     return Verdict(ok, max_ratio, rms_ratio, index, float(oracle[index]), float(wide[index]), reason)
 
 
-def _precision(dtype: torch.dtype) -> tuple[float, float]:
-    """The dtype's eps and its smallest subnormal number; zeros for integers."""
-    if not dtype.is_floating_point:
+def _precision(dtype: torch.dtype, exact: bool) -> tuple[float, float]:
+    """The dtype's eps and its smallest subnormal number; zeros for integers, and of what is to be exact."""
+    if exact or not dtype.is_floating_point:
         return 0.0, 0.0
     info = torch.finfo(dtype)
     return float(info.eps), float(info.smallest_normal) * float(info.eps)

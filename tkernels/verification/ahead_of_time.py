@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -53,13 +54,11 @@ def compile_for(
     Raises:
         CompilationError: an unknown architecture, a tool that is missing, or a process that does not start.
     """
-    for arch in archs:
-        if arch not in TARGETS:
-            raise CompilationError(f"unknown architecture {arch!r}: there is {', '.join(TARGETS)}")
+    if unknown := set(archs) - TARGETS.keys():
+        raise CompilationError(f"unknown architecture {min(unknown)!r}: there is {', '.join(TARGETS)}")
     ops = ops if ops is not None else builtin_ops()
-    folder = str(dump) if dump is not None else None
-    about = {"outside": ops.outside(), "axes": dict(axes or {}), "dump": folder, "seconds": KERNEL_SECONDS}
-    asked = [(arch, name) for arch in archs for name in names or _triton_variants(ops)]
+    about = {"outside": ops.outside(), "axes": dict(axes or {}), "dump": dump and str(dump), "seconds": KERNEL_SECONDS}
+    asked = list(product(archs, names or _triton_variants(ops)))
     with _servers(min(os.cpu_count() or 1, len(asked)), about) as servers, ThreadPoolExecutor(len(servers)) as threads:
         free: SimpleQueue[Server] = SimpleQueue()
         for server in servers:
@@ -75,9 +74,8 @@ def compile_for(
         return [row for rows in threads.map(compile_one, asked) for row in rows]
 
 
-def compile_variants(arch: str, names: Sequence[str], **options: Any) -> list[CompiledKernel]:
-    """`compile_for` one architecture."""
-    return compile_for([arch], names, **options)
+def _triton_variants(ops: Registry) -> list[str]:
+    return [f"{op.name}.{v.name}" for op in ops.values() for v in op.variants.values() if v.kind == "triton"]
 
 
 @contextmanager
@@ -125,10 +123,6 @@ def _compile(server: Server, arch: str, name: str, points: Sequence[str], on_row
         on_row(died)
         left = left[left.index(at) + 1 :]
     return rows
-
-
-def _triton_variants(ops: Registry) -> list[str]:
-    return [f"{op.name}.{v.name}" for op in ops.values() for v in op.variants.values() if v.kind == "triton"]
 
 
 def prepare_compilations(about: Mapping[str, Any]) -> Prepare:

@@ -9,7 +9,7 @@ from tkernels.config import Config
 from tkernels.contract import Contract, unpack
 from tkernels.device import device_facts
 from tkernels.inputs import map_tensors, poison
-from tkernels.launch import Door, Run
+from tkernels.launch import Door, Kernel, Run
 from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
 from tkernels.verification.addresses import default_door
@@ -20,13 +20,13 @@ Place = Callable[[torch.Tensor], torch.Tensor]
 _FINITE = {torch.float16: 60000.0, torch.float8_e4m3fn: 448.0}
 
 
+class NotZeroError(RuntimeError):
+    """A launch did not leave its zeroed workspace at zero: the next one would begin with what is there."""
+
+
 def finite_poison(dtype: torch.dtype) -> float | int:
     """The other poison: finite where `poison` is NaN, a valid index where that is far outside everything."""
     return _FINITE.get(dtype, 1e30) if dtype.is_floating_point else 0
-
-
-def _keep_place(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def wanted_outputs(contract: Contract, arguments: Mapping[str, Any]) -> list[str]:
@@ -43,31 +43,54 @@ def call(
     *,
     door: Door | None = None,
     fill: Callable[[torch.dtype], float | int] = poison,
-    place: Place = _keep_place,
+    place: Place = lambda tensor: tensor,
+    watch_zeroed: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Calls a variant on exactly these arguments (what it writes changes) and returns each result by name.
 
     The results are the outputs asked for and the written arguments. Every output and every workspace that is not
     declared zero begins as `fill` of its dtype, where `place` puts it. `door` replaces the default, which checks
     addresses where kernels are interpreted.
+
+    Raises:
+        NotZeroError: a workspace that is declared zero is not left so, where `watch_zeroed` asks for it.
+        Whatever the variant raises.
     """
-    contract = variant.contract
+    contract, door = variant.contract, door or default_door()
     bound = contract.bind_arguments((), arguments)
-    if variant.launch is None:
-        outputs = dict(zip(wanted_outputs(contract, bound), unpack(variant(**bound)), strict=True))
+    if variant.launch is not None:
+        outputs = _launch(variant, bound, config, door, fill, place, watch_zeroed)
     else:
-        axes, device = contract.bind_axes(bound)
-        facts = device_facts(device)
-        config = config if config is not None else NEAREST.resolve(variant, axes, facts)  # an empty one is false
-        allocated = contract.allocate_outputs(axes, bound, device)
-        filled = map_tensors(allocated, lambda tensor: place(tensor.fill_(fill(tensor.dtype))))
-        workspace = {
-            name: place(torch.full(b.shape, 0 if b.zeroed else fill(b.dtype), dtype=b.dtype, device=device))
-            for name, b in variant.workspace(axes, config, facts).items()
-        }
-        variant.run_launcher(Run(facts, config, workspace, door or default_door()), filled, bound)
-        outputs = {name: tensor for name, tensor in filled.items() if tensor is not None}
+        results = unpack(Kernel(variant, NEAREST, {}, door)(**bound))
+        outputs = dict(zip(wanted_outputs(contract, bound), results, strict=True))
     return outputs | {name: bound[name] for name in contract.writes}
+
+
+def _launch(
+    variant: Variant,
+    bound: Mapping[str, Any],
+    config: Config | None,
+    door: Door,
+    fill: Callable[[torch.dtype], float | int],
+    place: Place,
+    watch_zeroed: bool,
+) -> dict[str, torch.Tensor]:
+    contract = variant.contract
+    axes, device = contract.bind_axes(bound)
+    facts = device_facts(device)
+    config = config if config is not None else NEAREST.resolve(variant, axes, facts)  # an empty one is false
+    allocated = contract.allocate_outputs(axes, bound, device)
+    outputs = map_tensors(allocated, lambda tensor: place(tensor.fill_(fill(tensor.dtype))))
+    buffers = variant.workspace(axes, config, facts)
+    workspace = {
+        name: place(torch.full(b.shape, 0 if b.zeroed else fill(b.dtype), dtype=b.dtype, device=device))
+        for name, b in buffers.items()
+    }
+    variant.run_launcher(Run(facts, config, workspace, door), outputs, bound)
+    left = sorted(name for name, b in buffers.items() if b.zeroed and watch_zeroed and workspace[name].any())
+    if left:
+        raise NotZeroError(f"the launch did not leave its zeroed workspace at zero: {', '.join(left)}")
+    return {name: tensor for name, tensor in outputs.items() if tensor is not None}
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

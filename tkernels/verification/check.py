@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,13 @@ import torch
 from tkernels.config import Config
 from tkernels.contract import Axes, Case, Choose, Contract, ContractError, Value, unpack
 from tkernels.device import INTERPRETER, device_facts
-from tkernels.inputs import clone_inputs, map_tensors, outside_views, poison, widen_floats
-from tkernels.launch import Door, Kernel
+from tkernels.inputs import clone_inputs, outside_views, tensors_in, widen_floats
+from tkernels.launch import Door
 from tkernels.mode import MODE
 from tkernels.tuning import NEAREST, candidates
 from tkernels.variant import Variant
 from tkernels.verification.accuracy import Verdict, judge
-from tkernels.verification.addresses import default_door
-from tkernels.verification.calls import same_bits, wanted_outputs
+from tkernels.verification.calls import NotZeroError, call, same_bits, wanted_outputs
 from tkernels.verification.offsets import check_offsets
 
 _BUILTIN = Path(__file__).parents[1]  # the tkernels package
@@ -106,75 +105,80 @@ def check_case(
     offsets: whether the interpreter also runs it on strides faked past 2**31, in hundreds of GiB of address space.
     """
     contract = case.contract
-    device = _device_of(case)
     arguments = contract.bind_arguments((), case.inputs)
-    axes, _ = contract.bind_axes(arguments)
+    axes, device = contract.bind_axes(arguments)
     facts = device_facts(device)
     if variant.kind == "triton" and config is None:
         config = NEAREST.resolve(variant, axes, facts)
-
-    def result(status: str, reason: str = "", verdicts: Mapping[str, Verdict] | None = None) -> CheckResult:
-        named = (contract.name, variant.name, case.axes, case.seed, config)
-        return CheckResult(*named, status, reason, verdicts or {}, outside_folder(variant))
-
+    named = (contract.name, variant.name, case.axes, case.seed, config)
     if reason := variant.unsupported_reason(axes, device, facts):
-        return result("unsupported", reason)
-    mine = clone_inputs(arguments)
+        return CheckResult(*named, "unsupported", reason, {}, outside_folder(variant))
+    status, fault, verdicts = _run_and_judge(variant, arguments, axes, config, door, slack)
+    if status == "ok" and offsets and (fault := _offsets_fault(variant, case, config)):
+        status = "failed"
+    return CheckResult(*named, status, fault, verdicts, outside_folder(variant))
+
+
+def _run_and_judge(
+    variant: Variant,
+    arguments: Mapping[str, Any],
+    axes: Axes,
+    config: Config | None,
+    door: Door | None,
+    slack: float,
+) -> tuple[str, str, Mapping[str, Verdict]]:
+    """(status, reason, verdicts) of one call on copies of the arguments."""
+    contract, mine = variant.contract, clone_inputs(arguments)
     before = outside_views(mine, (*contract.writes, *contract.consumes))
     try:
-        outputs = _run_poisoned(Kernel(variant, NEAREST, {}, door or default_door()), mine, axes, device, config)
+        got = call(variant, mine, config, door=door, watch_zeroed=True)
+    except NotZeroError as error:
+        return "wrong", str(error), {}
     except Exception as error:
-        return result("failed", f"{type(error).__name__}: {error}")
-    got = {name: tensor for name, tensor in outputs.items() if tensor is not None}
-    got |= {name: mine[name] for name in contract.writes}
-    if reason := _left_behind(variant, before, arguments, mine) or _misshapen_output(contract, axes, got):
-        return result("wrong", reason)
+        return "failed", f"{type(error).__name__}: {error}", {}
+    if reason := _changed_outside(contract, before, arguments, mine) or _misshapen_output(contract, axes, got):
+        return "wrong", reason, {}
     verdicts, reason = _judge_all(variant, contract, arguments, axes, got, slack)
-    if reason or not all(v.ok for v in verdicts.values()):
-        return result("wrong", reason, verdicts)
-    if offsets and MODE == "interpret" and variant.launch is not None and config is not None:
-        try:
-            check_offsets(variant, case, config)
-        except Exception as error:
-            return result("failed", f"offsets, on strides faked to 2**30: {type(error).__name__}: {error}", verdicts)
-    return result("ok", "", verdicts)
+    is_right = not reason and all(verdict.ok for verdict in verdicts.values())
+    return "ok" if is_right else "wrong", reason, verdicts
 
 
-def _run_poisoned(
-    kernel: Kernel, arguments: dict[str, Any], axes: Axes, device: torch.device, config: Config | None
-) -> dict[str, torch.Tensor | None]:
-    """Every output by name, of a call on these arguments. A launcher's outputs begin as poison."""
-    contract = kernel.variant.contract
-    if kernel.variant.launch is None:
-        return dict(zip(wanted_outputs(contract, arguments), unpack(kernel(**arguments)), strict=True))
-    assert config is not None
-    outputs = contract.allocate_outputs(axes, arguments, device)
-    for tensor in outputs.values():
-        if tensor is not None:
-            tensor.fill_(poison(tensor.dtype))
-    kernel.launch_into(outputs, arguments, axes, device, device_facts(device), config)
-    return outputs
+def _offsets_fault(variant: Variant, case: Case, config: Config | None) -> str:
+    """What goes wrong in an interpreted kernel on faked strides; "" for nothing."""
+    if MODE != "interpret" or variant.launch is None or config is None:
+        return ""
+    try:
+        check_offsets(variant, case, config)
+    except Exception as error:
+        return f"offsets, on strides faked to 2**30: {type(error).__name__}: {error}"
+    return ""
 
 
-def _left_behind(
-    variant: Variant, before: Mapping[int, torch.Tensor], arguments: Mapping[str, Any], after: Mapping[str, Any]
+def _changed_outside(
+    contract: Contract, before: Mapping[int, torch.Tensor], arguments: Mapping[str, Any], after: Mapping[str, Any]
 ) -> str:
-    """What a call changed that it must leave: zeroed workspace, memory outside what the op writes; "" for nothing.
+    """Where a call changed memory outside what the op writes; "" for nowhere.
 
     Args:
         before: `outside_views` of the arguments that the call got.
         arguments: what these were copies of.
         after: they themselves, after the call.
     """
-    if left := variant.zeroed.not_zero():
-        variant.zeroed.clear()
-        return f"the launch did not leave its zeroed workspace at zero: {', '.join(left)}"
-    written = (*variant.contract.writes, *variant.contract.consumes)
-    outside = outside_views(dict(after), written)
-    if changed := [address for address, whole in before.items() if not torch.equal(whole, outside[address])]:
-        where = _changed_where(arguments, after, written, changed)
-        return f"memory outside what the op writes was changed: {where}"
-    return ""
+    written = (*contract.writes, *contract.consumes)
+    outside = outside_views(after, written)
+    changed = [address for address, whole in before.items() if not torch.equal(whole, outside[address])]
+    if not changed:
+        return ""
+    elements, beside = [], []
+    for name in arguments:
+        old, new = tensors_in({name: arguments[name]}), tensors_in({name: after[name]})
+        if any(tensor.untyped_storage().data_ptr() in changed for tensor in new):
+            beside.append(name)
+        if name not in written and not all(map(same_bits, old, new)):
+            elements.append(name)
+    where = "" if elements else "between or beyond the elements of "
+    where += f"argument {' and '.join(map(repr, elements or beside))}"
+    return f"memory outside what the op writes was changed: {where}"
 
 
 def _misshapen_output(contract: Contract, axes: Axes, got: Mapping[str, torch.Tensor]) -> str:
@@ -183,11 +187,6 @@ def _misshapen_output(contract: Contract, axes: Axes, got: Mapping[str, torch.Te
         if name in got and (expected := [dim.size(axes) for dim in output.shape]) != list(got[name].shape):
             return f"output {name!r} has shape {list(got[name].shape)}, not {expected}"
     return ""
-
-
-def _device_of(case: Case) -> torch.device:
-    _, device = case.contract.bind_axes(case.contract.bind_arguments((), case.inputs))
-    return device
 
 
 def _call_definition(contract: Contract, arguments: dict[str, Any], function: Any) -> dict[str, torch.Tensor]:
@@ -207,9 +206,10 @@ def _judge_all(
 ) -> tuple[dict[str, Verdict], str]:
     original = widen_floats(arguments)
     oracle = _call_definition(contract, widen_floats(arguments), contract.reference)
-    if set_ones := sorted(set(contract.left_out_by_baseline).intersection(contract.set_options(axes))):
+    left_out = contract.options_left_out_by(contract.baseline)
+    if set_ones := sorted(set(left_out).intersection(contract.set_options(axes))):
         return {}, f"nothing measures the natural error: {contract.name}'s baseline does not take {', '.join(set_ones)}"
-    plain = {name: value for name, value in arguments.items() if name not in contract.left_out_by_baseline}
+    plain = {name: value for name, value in arguments.items() if name not in left_out}
     baseline = _call_definition(contract, clone_inputs(plain), contract.baseline)
     # The baseline measures natural error only if it is itself right. The definition, evaluated at the working dtype,
     # rounds after every operation, so no right baseline is much worse than it.
@@ -223,42 +223,20 @@ def _judge_all(
             return {name: natural}, f"the baseline itself is wrong in {name!r}: {natural.reason}"
         verdict = natural if variant.kind == "torch" else judge(got[name], expected, baseline[name], slack, exact)
         if verdict.ok and name in contract.writes:
-            start, end = original[name].double(), got[name].double()
-            untouched = (expected == start) | (torch.isnan(expected) & torch.isnan(start))
-            moved = untouched & (end != start) & ~torch.isnan(start)
-            if moved.any():
-                index = tuple(int(i) for i in moved.nonzero()[0])
-                wanted, found = float(start[index]), float(end[index])
-                verdict = Verdict(False, math.inf, None, index, wanted, found, "an element that must stay was changed")
+            verdict = _moved_element(original[name].double(), expected, got[name].double()) or verdict
         verdicts[name] = verdict
     return verdicts, ""
 
 
-def _changed_where(
-    before: Mapping[str, Any], after: Mapping[str, Any], written: Sequence[str], storages: Sequence[int]
-) -> str:
-    """The arguments whose elements differ; where none does, those in whose storages something between them does."""
-    elements, beside = [], []
-    for name in before:
-        old, new = _collect_tensors(before[name]), _collect_tensors(after[name])
-        if any(tensor.untyped_storage().data_ptr() in storages for tensor in new):
-            beside.append(name)
-        if name not in written and not all(same_bits(*pair) for pair in zip(old, new, strict=True)):
-            elements.append(name)
-    if elements:
-        return f"argument {' and '.join(map(repr, elements))}"
-    return f"between or beyond the elements of argument {' and '.join(map(repr, beside))}"
-
-
-def _collect_tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors({"": value}, note)
-    return found
+def _moved_element(start: torch.Tensor, expected: torch.Tensor, end: torch.Tensor) -> Verdict | None:
+    """The verdict on an element of a written argument that must stay as it was and did not; None where all stayed."""
+    untouched = (expected == start) | (torch.isnan(expected) & torch.isnan(start))
+    moved = untouched & (end != start) & ~torch.isnan(start)
+    if not moved.any():
+        return None
+    index = tuple(int(i) for i in moved.nonzero()[0])
+    reason = "an element that must stay was changed"
+    return Verdict(False, math.inf, None, index, float(start[index]), float(end[index]), reason)
 
 
 def chooser(seed: int) -> Choose:
@@ -274,18 +252,13 @@ def chooser(seed: int) -> Choose:
 
 def count_programs(variant: Variant, case: Case, config: Config) -> int:
     """How many programs a case would launch, without running any: the launcher sees a door that only counts."""
-    contract = variant.contract
-    arguments = contract.bind_arguments((), case.inputs)
-    axes, device = contract.bind_axes(arguments)
     total = 0
 
     def counting_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
         nonlocal total
         total += math.prod(grid)
 
-    outputs = contract.allocate_outputs(axes, arguments, device)
-    kernel = Kernel(variant, NEAREST, {}, counting_door)
-    kernel.launch_into(outputs, arguments, axes, device, device_facts(device), config)
+    call(variant, case.inputs, config, door=counting_door)
     return total
 
 

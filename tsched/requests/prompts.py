@@ -77,14 +77,7 @@ def parse_prompt(prompt: Any) -> str | list[int]:
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, Mapping):
-        if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
-            keys = sorted(map(str, prompt))
-            raise RefusedError(f'a prompt mapping has one key, "prompt" or "prompt_token_ids"; got {keys}')
-        ((key, value),) = prompt.items()
-        parsed = parse_prompt(value) if not isinstance(value, Mapping) else value
-        if isinstance(parsed, str if key == "prompt" else list):
-            return parsed
-        raise RefusedError(f'"{key}" of a prompt cannot be a {type(value).__name__}')
+        return _parse_mapping(prompt)
     if isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
     if isinstance(prompt, (list, tuple, range)):
@@ -95,6 +88,17 @@ def parse_prompt(prompt: Any) -> str | list[int]:
             raise RefusedError(f"token ids must be integers, got {wrong!r}")
         return [int(entry) for entry in prompt]
     raise RefusedError(f"a prompt must be a text or a list of token ids, got {type(prompt).__name__}")
+
+
+def _parse_mapping(prompt: Mapping[Any, Any]) -> str | list[int]:
+    if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+        keys = sorted(map(str, prompt))
+        raise RefusedError(f'a prompt mapping has one key, "prompt" or "prompt_token_ids"; got {keys}')
+    ((key, value),) = prompt.items()
+    parsed = parse_prompt(value) if not isinstance(value, Mapping) else value
+    if isinstance(parsed, str if key == "prompt" else list):
+        return parsed
+    raise RefusedError(f'"{key}" of a prompt cannot be a {type(value).__name__}')
 
 
 def check_token_ids(token_ids: list[int], vocab_size: int) -> None:

@@ -54,8 +54,8 @@ class KVMemory:
         """Give a waiting `sequence` what it needs to run.
 
         Args:
-            sequence: it holds no blocks any more, and of its state what `StateSlots.place` turns into a row's.
-            spare: blocks that must be left available.
+            sequence: It holds no blocks any more, and of its state what `StateSlots.place` turns into a row's.
+            spare: Blocks that must be left available.
 
         Returns:
             [blocks_for(its tokens)] blocks, the first num_computed tokens of which are in them by the time that the

@@ -8,12 +8,13 @@ import torch
 
 import tsched.execution.placement
 from experiments.document import ExperimentError, read_document
-from experiments.gpu_report.engine_marks import ENGINE_MARKS, FOLDER, RUNS, EngineRow, MarkRun, engine_rows, measure
-from experiments.gpu_report.steps import make_steps
+from experiments.gpu_report.engine_marks import ENGINE_MARKS, FOLDER, RUNS, Figure, engine_figures, measure
+from experiments.gpu_report.steps import make_steps, new_step
 from experiments.gpu_report.table import report
 from experiments.gpu_report.worker import ACTIONS
 from experiments.peers import with_peers
 from experiments.planning.plan import make_sweep
+from experiments.runs.rows import COLUMNS, Row, Stage
 from tests.experiments.in_process import InProcess
 from tests.experiments.planning.single_plan import make_plan
 from tkernels import OPS, Tuning
@@ -32,10 +33,9 @@ SMALLER = {
     "prefix_cache.yaml": ["workload.num_requests=3", "workload.input_len=40", "workload.output_len=5"],
     "overlap_and_graphs.yaml": ["workload.num_requests=3", "workload.input_len=20", "workload.output_len=9"],
 }
-RATES = {
-    "step": "device", "event": "fact", "kind": "rates",
-    "copy_bytes_per_s": 4.3e12, "read_bytes_per_s": 4.4e12, "matmul_flops_per_s": 7.9e14,
-}  # fmt: skip
+RATES = new_step("device", 1.0).row(
+    "r1", "rates", copy_bytes_per_s=4.3e12, read_bytes_per_s=4.4e12, matmul_flops_per_s=7.9e14
+)
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ def _small_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setitem(RANDOM_PRESETS, name, SMALL)
 
 
-def rows_by_figure(lines: list[dict[str, Any]]) -> dict[str, EngineRow]:
-    return {row.figure: row for row in engine_rows(lines)}
+def figures_of(*rows: Row) -> dict[str, Figure]:
+    return {mark.figure: figure for mark, figure in engine_figures(rows).items()}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -58,18 +58,18 @@ def test_a_mark_is_measured_by_its_own_yaml(name: str, tmp_path: Path) -> None:
     overrides += ["scheduler.kv_cache_bytes=4194304", "scheduler.max_num_batched_tokens=128"]
     sweep = make_sweep(read_document(FOLDER / run.file, overrides))
     assert not sweep.plans[0].unsupported
-    fact = measure(run, sweep, tmp_path / "out", Tuning(), InProcess())
-    assert fact["failures"] == []
-    lines = [RATES, {"step": f"mark {name}", "event": "fact", **fact}]
-    found = rows_by_figure(lines)
+    rows = [RATES, *measure(run, sweep, tmp_path / "out", Tuning(), InProcess())]
+    assert {row.workload for row in rows[1:]} == {name}
+    assert [row.reason for row in rows if row.status != "ok"] == []
+    found = figures_of(*rows)
     for mark in ENGINE_MARKS:
-        row = found[mark.figure]
+        figure = found[mark.figure]
         measured = mark.run is not None and mark.run.name == name
-        assert (row.reached is not None) == measured, row
-        assert (row.verdict != "not measured") == measured
+        assert (figure.text is not None) == measured, figure
+        assert (figure.verdict != "not measured") == measured
     if run.file == "overlap_and_graphs.yaml":
-        assert "3 of 3 requests" in [row.reached for row in found.values()]
-    assert f"`{run.command}`" in report(lines)
+        assert "3 of 3 requests" in [figure.text for figure in found.values()]
+    assert f"`{run.command}`" in report(rows, {})
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -87,18 +87,26 @@ def test_every_mark_has_a_command_and_every_run_a_step() -> None:
     assert [step.point for step in steps if step.kind == "mark"] == list(RUNS)
     assert "mark" in ACTIONS
     assert {run.file for run in RUNS.values()} == {path.name for path in FOLDER.glob("*.yaml")}
-    for row in engine_rows(()):
-        assert (row.reached, row.verdict) == (None, "not measured")
-        assert row.command
+    for mark, figure in engine_figures(()).items():
+        assert (figure.text, figure.verdict) == (None, "not measured")
+        assert mark.command
 
 
-def engine_fact(run: MarkRun, *rows: dict[str, Any]) -> dict[str, Any]:
-    common = {"step": "mark", "event": "fact", "kind": "engine mark", "run": run.name, "failures": []}
-    return {**common, "rows": rows, "weight_bytes": 8_044_936_192, "kv_bytes_per_token": 147_456}
+def recorded(stage: Stage, run: str, status: str = "ok", **figures: Any) -> Row:
+    """A row of a mark's run."""
+    names = COLUMNS[stage][status]  # type: ignore[index]
+    about = {"run_id": "r1", "task": f"mark {run}", "arm": {}, "dtype": "bfloat16", "device": "cuda"}
+    given = {**dict.fromkeys(names), **about, "workload": run, "status": status, **figures}
+    if "tokens_per_s" in names and given["tokens_per_s"] is None:
+        given["speed_reason"] = "not of interest here"
+    return Row(stage=stage, **given)
 
 
-def served(settings: dict[str, Any] | None = None, **figures: Any) -> dict[str, Any]:
-    return {"stage": "engine", "status": "ok", "settings": settings or {}, **figures}
+def served(run: str, settings: dict[str, Any] | None = None, **figures: Any) -> Row:
+    return recorded("engine", run, settings=settings or {}, **figures)
+
+
+FLOOR = "Qwen3-4B, batch 1, of the weight-read floor"
 
 
 @pytest.mark.parametrize(("token_us", "reached", "verdict"), [(2300.0, "83%", "met"), (2500.0, "76%", "missed")])
@@ -106,45 +114,54 @@ def test_the_floor_of_batch_1_is_weights_and_keys_at_the_cards_own_rate(
     token_us: float, reached: str, verdict: str
 ) -> None:
     """1,024 tokens of context in the mean: 1.91 ms, 525 tokens/s, at 4.3 TB/s."""
-    row = served(prompt_tokens=896, output_tokens=256, tpot_s={"p50": token_us / 1e6})
-    found = engine_rows([RATES, engine_fact(RUNS["batch_1"], row)])[0]
-    assert found.reached == f"{reached}, {1e6 / token_us:,.0f} tokens/s"
+    sizes = {"prompt_tokens": 896, "output_tokens": 256, "weight_bytes": 8_044_936_192}
+    row = served("batch_1", **sizes, tpot_s={"p50": token_us / 1e6})
+    found = figures_of(RATES, row)[FLOOR]
+    assert found.text == f"{reached}, {1e6 / token_us:,.0f} tokens/s"
     assert found.verdict == verdict
-    assert engine_rows([engine_fact(RUNS["batch_1"], row)])[0].note == "no copy bandwidth was measured"
+    assert figures_of(row)[FLOOR].note == "no copy bandwidth was measured"
+
+
+def figure(start: str, *rows: Row) -> Figure:
+    (found,) = [figure for name, figure in figures_of(*rows).items() if name.startswith(start)]
+    return found
 
 
 def test_what_the_other_marks_ask_for() -> None:
-    def row(run: str, figure: str, *rows: dict[str, Any]) -> EngineRow:
-        (found,) = [row for row in engine_rows([engine_fact(RUNS[run], *rows)]) if row.figure.startswith(figure)]
-        return found
-
     for rate, verdict in ((25_000.0, "met"), (24_999.0, "missed")):
-        rates = {"tokens_per_s": rate, "tokens_per_s_iqr": 5.0}
-        assert row("nano_vllm", "nano", served(**rates)).verdict == verdict
+        row = served("nano_vllm", tokens_per_s=rate, tokens_per_s_iqr=5.0)
+        assert figure("nano", row).verdict == verdict
     for hash_rate, verdict in ((995.0, "met"), (985.0, "missed")):
         arms = {"none": 1000.0, "hash": hash_rate, "radix": 999.0}
-        rows = [served({"prefix_cache": name}, tokens_per_s=rate) for name, rate in arms.items()]
-        found = row("prefix_cache", "tokens/s lost", *rows)
-        assert (found.verdict, found.reached) == (verdict, f"hash {1 - hash_rate / 1000:.1%}, radix 0.1%")
-    peer = {"stage": "speedup", "peer": "transformers_batched", "settings": {}, "requests": 32, "requests_equal": 30}
+        rows = [served("prefix_cache", {"prefix_cache": name}, tokens_per_s=rate) for name, rate in arms.items()]
+        found = figure("tokens/s lost", *rows)
+        assert (found.verdict, found.text) == (verdict, f"hash {1 - hash_rate / 1000:.1%}, radix 0.1%")
+
+
+def test_what_the_marks_beside_transformers_ask_for() -> None:
+    peer, engine = {"peer": "transformers_batched"}, served("transformers", tokens_per_s=1.0)
     for speedup, verdict in ((24.5, "met"), (9.0, "missed")):
-        found = row(
-            "transformers", "over transformers' generate, one padded", {**peer, "status": "ok", "speedup": speedup}
-        )
+        ratio = recorded("speedup", "transformers", **peer, requests=32, requests_equal=30, speedup=speedup)
+        found = figure("over transformers' generate, one padded", engine, ratio)
         assert (found.verdict, found.note) == (verdict, "30 of 32 requests with the same tokens")
-    refused = {**peer, "stage": "peers", "status": "failed", "reason": "out of memory"}
-    assert row("transformers", "over transformers' generate, one padded", refused).note == "out of memory"
-    equal = [{"stage": "parity", "status": "ok", "requests": 64, "requests_equal": equal} for equal in (64, 63, 64)]
-    found = row(
-        "overlap_and_graphs",
-        "the same tokens with CUDA graphs and overlap on and off, Qwen3-0.6B",
-        *[served() for _ in range(4)],
-        *equal,
-    )
-    assert (found.verdict, found.reached) == ("missed", "63 of 64 requests")
+    refused = recorded("peers", "transformers", "failed", **peer, reason="out of memory")
+    assert figure("over transformers' generate, one padded", engine, refused).note == "out of memory"
+    assert figure("over transformers' generate, one padded", engine).note == "the run did not get to it"
+
+
+def test_the_marks_of_equal_tokens_want_all_requests_of_every_arm() -> None:
+    run = "overlap_and_graphs"
+    arms = [served(run) for _ in range(4)]
+
+    def same(*equal: int) -> Figure:
+        rows = [recorded("parity", run, requests=64, requests_equal=count) for count in equal]
+        return figure("the same tokens with CUDA graphs and overlap on and off, Qwen3-0.6B", *arms, *rows)
+
+    assert (same(64, 63, 64).verdict, same(64, 63, 64).text) == ("missed", "63 of 64 requests")
+    assert same(64, 64, 64).verdict == "met"
+    assert same(64, 64).verdict == "missed"  # an arm did not answer
 
 
 def test_a_run_whose_arm_failed_has_no_figure() -> None:
-    failed = {"stage": "engine", "status": "failed", "reason": "its matmul is wrong", "settings": {}}
-    found = engine_rows([engine_fact(RUNS["nano_vllm"], failed)])[1]
+    found = figure("nano", recorded("engine", "nano_vllm", "failed", reason="its matmul is wrong"))
     assert (found.verdict, found.note) == ("not measured", "its matmul is wrong")

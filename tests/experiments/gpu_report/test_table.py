@@ -1,5 +1,6 @@
 """From facts to the table: marks met and missed, rows that are worth nothing, and cells without a run."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +18,43 @@ from experiments.commands.results_table import (
     updated,
 )
 from experiments.document import ExperimentError
-from experiments.gpu_report.figures import Row, rows_of
-from experiments.gpu_report.journal import Journal
+from experiments.gpu_report.figures import MarkRow, mark_rows
 from experiments.gpu_report.marks import MARKS, Mark
-from experiments.gpu_report.table import empty_rows, markdown, report
+from experiments.gpu_report.steps import new_step
+from experiments.gpu_report.table import marks_table, report
+from experiments.runs.rows import Row
+from tests.experiments.gpu_report.recorded import describe, time_step, timed
+from tests.experiments.runs.folders import write_run
 
 ROOT = Path(__file__).parents[3]
 
 DECODE = Mark("paged_decode", "B=64,context=8192", "read", 0.9, ("flashinfer", "sdpa_flash"))
 QUANTIZED = Mark("dequant_gemm", "M=1,N=8192,K=8192,g=128", "peer", 3.0, ("cublas_16bit",), ideal=3.85)
-GRAPH = "cuda graph, cold L2"
+RATES = new_step("device", 1.0).row(
+    "r1", "rates", copy_bytes_per_s=4.3e12, read_bytes_per_s=4.4e12, matmul_flops_per_s=7.9e14
+)
+H200 = describe("NVIDIA H200")
 
 
-def fact(step: str, **fields: Any) -> dict[str, Any]:
-    return {"step": step, "event": "fact", "at": 0.0, **fields}
+def timing(mark: Mark, variant: str, us: float, **more: Any) -> list[Row]:
+    return timed(time_step(mark.op, variant, mark.point), us, **more)
 
 
-DEVICE = [
-    fact("device", kind="device", name="NVIDIA H200", arch="sm_90", multiprocessors=132, versions={"torch": "2.11"}),
-    fact("device", kind="rates", copy_bytes_per_s=4.3e12, read_bytes_per_s=4.4e12, matmul_flops_per_s=7.9e14),
-]
+def refused(mark: Mark, variant: str, reason: str) -> list[Row]:
+    return [time_step(mark.op, variant, mark.point).row("r1", "kernels", "failed", reason, point=mark.point)]
 
 
-def timing(
-    mark: Mark, variant: str, us: float, side: str = "ours", moved: float = 2.0e9, **more: Any
-) -> dict[str, Any]:
-    figures = {"median_us": us, "iqr_us": 0.1, "bytes_per_s": moved / us * 1e6, "timer": GRAPH, "reason": None}
-    where = {"op": mark.op, "point": mark.point, "variant": variant, "side": side, "roofline_fraction": 0.8}
-    return fact(f"time {variant}", kind="timing", **{**figures, **where, **more})
+def drawn(op: str, variant: str, runs: int, right: int) -> list[Row]:
+    figures: dict[str, Any] = {"test": "drawn cases", "point": "D=128", "runs": runs, "runs_right": right}
+    step = new_step("check", 1.0, op, variant, "0")
+    if right < runs:
+        return [step.row("r1", "hardware", "wrong", "it is wrong", **figures)]
+    return [step.row("r1", "hardware", **figures)]
 
 
-def row(mark: Mark, *lines: dict[str, Any]) -> Row:
-    (found,) = rows_of([*DEVICE, *lines], [mark])
-    return found
+def row(mark: Mark, *found: list[Row]) -> MarkRow:
+    (one,) = mark_rows([RATES, *(row for rows in found for row in rows)], [mark])
+    return one
 
 
 def test_a_mark_is_met_by_the_fastest_of_ours_beside_the_fastest_peer() -> None:
@@ -57,11 +62,14 @@ def test_a_mark_is_met_by_the_fastest_of_ours_beside_the_fastest_peer() -> None:
         DECODE,
         timing(DECODE, "one_pass", 600.0),
         timing(DECODE, "split_kv", 500.0),
-        timing(DECODE, "torch", 10.0, "torch"),
-        timing(DECODE, "flashinfer", 520.0, "peer"),
-        timing(DECODE, "sdpa_flash", 700.0, "peer"),
+        timing(DECODE, "torch", 10.0),
+        timing(DECODE, "flashinfer", 520.0),
+        timing(DECODE, "sdpa_flash", 700.0),
     )
-    assert (found.verdict, found.variant, found.peer) == ("met", "split_kv", "flashinfer")
+    assert found.verdict == "met"
+    assert found.ours is not None
+    assert found.peer is not None
+    assert (found.ours.variant, found.peer.variant) == ("split_kv", "flashinfer")
     assert found.reached == pytest.approx(2.0e9 / 500.0 * 1e6 / 4.4e12)
     assert found.ratio == pytest.approx(520 / 500)
     assert row(DECODE, timing(DECODE, "split_kv", 510.0)).verdict == "missed"  # 89%, and a peer is not needed for it
@@ -69,31 +77,22 @@ def test_a_mark_is_met_by_the_fastest_of_ours_beside_the_fastest_peer() -> None:
 
 def test_what_has_no_run_is_not_measured_and_says_why() -> None:
     assert row(DECODE).verdict == "not measured"
-    refused = timing(DECODE, "split_kv", 1.0, median_us=None, reason="out of memory")
-    assert row(DECODE, refused).note == "split_kv: out of memory"
+    assert row(DECODE, refused(DECODE, "split_kv", "out of memory")).note == "split_kv: out of memory"
+    assert row(DECODE, refused(DECODE, "flashinfer", "not installed")).note == ""
     alone = row(QUANTIZED, timing(QUANTIZED, "gemv", 10.0))
-    assert (alone.verdict, alone.microseconds) == ("not measured", 10.0)
+    assert alone.ours is not None
+    assert (alone.verdict, alone.ours.median_us) == ("not measured", 10.0)
     assert "cublas_16bit" in alone.note
 
 
 def test_a_variant_that_is_wrong_on_the_device_has_no_figure() -> None:
-    subject = {"op": "paged_decode", "variant": "split_kv", "signature": "D=128"}
-    wrong = fact("check", kind="correctness", **subject, failures=["split_kv: wrong"])
+    wrong = drawn("paged_decode", "split_kv", 25, 24)
     found = row(DECODE, wrong, timing(DECODE, "split_kv", 500.0), timing(DECODE, "one_pass", 600.0))
-    assert found.variant == "one_pass"
+    assert found.ours is not None
+    assert found.ours.variant == "one_pass"
     assert "wrong on this device" in row(DECODE, wrong, timing(DECODE, "split_kv", 500.0)).note
-    right = fact("check", kind="correctness", **subject, failures=[])  # tried again
-    assert row(DECODE, wrong, right, timing(DECODE, "split_kv", 500.0)).variant == "split_kv"
-
-
-def test_what_was_found_of_old_code_is_no_fact_of_the_new() -> None:
-    subject = {"kind": "correctness", "op": "paged_decode", "variant": "split_kv", "signature": "D=128"}
-    wrong = fact("check paged_decode.split_kv@old", **subject, failures=["split_kv: wrong"])
-    right = fact("check paged_decode.split_kv@new", **subject, failures=[])
-    timed = timing(DECODE, "split_kv", 500.0)
-    old, new = ({**timed, "step": f"time paged_decode.split_kv@{code} {DECODE.point}"} for code in ("old", "new"))
-    assert row(DECODE, wrong, right, new).verdict == "met"
-    assert row(DECODE, old, right).verdict == "not measured"
+    right = drawn("paged_decode", "split_kv", 25, 25)
+    assert row(DECODE, right, timing(DECODE, "split_kv", 500.0)).verdict == "met"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +104,7 @@ def test_what_was_found_of_old_code_is_no_fact_of_the_new() -> None:
     ],
 )
 def test_a_ratio_above_the_ideal_is_void(ours_us: float, peer_us: float, verdict: str, said: str) -> None:
-    found = row(QUANTIZED, timing(QUANTIZED, "gemv", ours_us), timing(QUANTIZED, "cublas_16bit", peer_us, "peer"))
+    found = row(QUANTIZED, timing(QUANTIZED, "gemv", ours_us), timing(QUANTIZED, "cublas_16bit", peer_us))
     assert (found.verdict, found.note) == (verdict, said)
 
 
@@ -117,45 +116,74 @@ def test_more_than_the_card_was_measured_at_is_void() -> None:
 
 def test_a_peer_far_under_its_published_figure_voids_the_row() -> None:
     mark = Mark("dequant_gemm", QUANTIZED.point, "peer", 1.0, ("gemlite",))
-    ours, dense = timing(mark, "gemv", 10.0), timing(mark, "cublas_16bit", 30.0, "peer")
-    assert row(mark, ours, dense, timing(mark, "gemlite", 17.0, "peer")).verdict == "met"  # 1.76 times cuBLAS
-    found = row(mark, ours, dense, timing(mark, "gemlite", 28.0, "peer"))
+    ours, dense = timing(mark, "gemv", 10.0), timing(mark, "cublas_16bit", 30.0)
+    assert row(mark, ours, dense, timing(mark, "gemlite", 17.0)).verdict == "met"  # 1.76 times cuBLAS
+    found = row(mark, ours, dense, timing(mark, "gemlite", 28.0))
     assert found.verdict == "void"
     assert "gemlite reaches 1.07 here where 1.78 was published" in found.note
 
 
 def test_figures_of_two_timers_are_not_compared() -> None:
-    eager = timing(QUANTIZED, "cublas_16bit", 31.0, "peer", timer="cuda events, cold L2")
+    eager = timing(QUANTIZED, "cublas_16bit", 31.0, timer="cuda events, cold L2")
     found = row(QUANTIZED, timing(QUANTIZED, "gemv", 10.0), eager)
     assert found.verdict == "void"
     assert "timed differently" in found.note
 
 
-def test_the_report_has_every_part_and_what_was_not_done(tmp_path: Path) -> None:
-    engine = {"kind": "engine", "model": "Qwen3-4B", "work": "decode B=1, 1024 tokens"}
-    checked = {"op": "swiglu", "variant": "fused", "signature": "I=64", "cases": 25, "ok": 25, "failures": []}
-    lines = [
-        *DEVICE,
-        timing(DECODE, "split_kv", 500.0),
-        fact("engine", **engine, ours_us=4000.0, ours_graph_us=2000.0, transformers_us=20000.0),
-        fact("check", kind="correctness", **checked),
-        fact("rerun", kind="rerun", op="swiglu", variant="fused", runs=1000, verdict="ok"),
-        {"step": "stress x", "event": "begin", "at": 0.0},
-        {"step": "stress x", "event": "end", "at": 1.0, "status": "failed", "reason": "its process died (exit -11)"},
-        {"step": "check y", "event": "begin", "at": 2.0},
+def test_a_peer_under_its_published_share_of_the_bandwidth_voids_the_row() -> None:
+    mark = Mark("add_rms_norm", "T=4096,H=2560", "peer", 1.0, ("liger",))
+    ours = timing(mark, "row_per_program", 10.0)
+    assert row(mark, ours, timing(mark, "liger", 12.0)).verdict == "met"
+    found = row(mark, ours, timing(mark, "liger", 12.0, roofline_fraction=0.5))
+    assert (found.verdict, "liger reaches 0.50 here where 0.87 was published" in found.note) == ("void", True)
+    unknown = {"roofline_fraction": None, "roofline_bound": None, "roofline_reason": "no peaks are known"}
+    assert row(mark, ours, timing(mark, "liger", 12.0, **unknown)).verdict == "met"
+
+
+def test_the_report_has_every_part_and_what_was_not_done() -> None:
+    engine, rerun = new_step("engine", 1.0, "Qwen3-4B"), new_step("rerun", 1.0, "swiglu", "fused", "0")
+    work: dict[str, Any] = {"workload": "decode B=1, 1024 tokens", "peer": None, "iqr_us": 1.0}
+    ours = [
+        engine.row("r1", "forward", **work, settings={"model": "Qwen3-4B", "cuda_graphs": graphs}, median_us=us)
+        for graphs, us in ((False, 4000.0), (True, 2000.0))
     ]
-    text = report(lines)
-    assert "NVIDIA H200, sm_90" in text
+    theirs = {**work, "peer": "transformers", "settings": {"model": "Qwen3-4B"}}
+    again: dict[str, Any] = {"test": "rerun", "point": "T=1", "runs": 1000, "runs_right": None}
+    absent = "compute-sanitizer is not installed"
+    rows = [
+        RATES,
+        *timing(DECODE, "split_kv", 500.0),
+        *ours,
+        engine.row("r1", "forward", **theirs, median_us=20000.0),
+        *drawn("swiglu", "fused", 25, 25),
+        rerun.row("r1", "hardware", **again),
+        rerun.row("r1", "hardware", "unsupported", absent, test="sanitizer", point="4 drawn cases"),
+        new_step("stress", 1.0, point="x").row("r1", "report", "failed", "killed by SIGSEGV"),
+    ]
+    text = report(rows, H200)
+    assert "NVIDIA H200, sm_90, 132 multiprocessors; cuda 12.8, torch 2.11." in text
     assert "copy 4.30 TB/s" in text
     assert "| paged_decode B=64,context=8192 | >= 90% of read bandwidth | 91% | 500.0 (0.1), split_kv | 80% |" in text
     assert "| Qwen3-4B | decode B=1, 1024 tokens | 4,000 | 2,000 | 20,000 | 10.00 |" in text
+    assert "| swiglu.fused | drawn cases, D=128 | 25 of 25 | ok |" in text
     assert "| swiglu.fused | rerun | 1000 | ok |" in text
-    assert "- stress x: its process died (exit -11)" in text
-    assert "- check y: begun and not ended" in text
+    assert f"| swiglu.fused | sanitizer | 0 | not run: {absent} |" in text
+    assert "- stress x: killed by SIGSEGV" in text
+    assert "## Not done" not in report(rows[:-1], H200)
+    assert "No GPU has run this yet." in report((), {})
+
+
+def test_a_step_of_a_model_that_was_not_timed_says_why() -> None:
+    engine = new_step("engine", 1.0, "Qwen3-4B")
+    about: dict[str, Any] = {"settings": {"model": "Qwen3-4B", "cuda_graphs": True}, "workload": "w", "peer": None}
+    text = report([engine.row("r1", "forward", "failed", "a capture was refused", **about)], H200)
+    assert (
+        "| Qwen3-4B | w | not measured | not measured (a capture was refused) | not measured | not measured |" in text
+    )
 
 
 def test_every_cell_of_an_empty_table_says_so() -> None:
-    lines = markdown(empty_rows()).splitlines()[2:]
+    lines = marks_table(mark_rows(())).splitlines()[2:]
     assert len(lines) == len(MARKS)
     for line in lines:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -164,10 +192,9 @@ def test_every_cell_of_an_empty_table_says_so() -> None:
 
 def test_results_make_the_pages_table(tmp_path: Path) -> None:
     assert "No GPU has run this code yet" in make_section(tmp_path)
-    (tmp_path / "NVIDIA_H200").mkdir()
-    journal = Journal(tmp_path / "NVIDIA_H200")
-    for line in (*DEVICE, timing(DECODE, "split_kv", 500.0)):
-        journal.append(line["step"], "fact", **{k: v for k, v in line.items() if k not in ("step", "event", "at")})
+    rows = [RATES, *timing(DECODE, "split_kv", 500.0)]
+    lines = [json.loads(row.model_copy(update={"task_rows": 1 + (row is not RATES)}).as_json()) for row in rows]
+    write_run(tmp_path / "NVIDIA_H200", lines, environment=H200, name="gpu-report")
     section = make_section(tmp_path)
     assert section.startswith("NVIDIA H200 (`experiments/results/NVIDIA_H200`):")
     assert "91%" in section

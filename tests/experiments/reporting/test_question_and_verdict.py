@@ -149,6 +149,17 @@ def test_requests_that_failed_are_said_everywhere(tmp_path: Path) -> None:
     assert "Requests failed in 2 of 3 servings (the most: 3 of 4, fused, block_size 8)" in verdict([whole, *others])
 
 
+def test_an_arm_whose_requests_all_failed_has_no_speed(tmp_path: Path) -> None:
+    rows: list[Row] = []
+    for replicate in range(5):
+        torch, fused = (served("engine", 1000.0, "", arm={"swiglu": name}, replicate=replicate) for name in "ab")
+        nothing = {"tokens_per_s": 0.0, "tokens_per_s_iqr": 0.0, "output_tokens": 0, "requests_failed": 4}
+        rows += [torch, fused.model_copy(update=nothing)]
+    found = report_of(read_run(record(tmp_path / "run", rows))).verdict
+    assert found.sentence == "4 of 4 requests failed (b)."
+    assert found.notes[0].startswith("1 of 2 arms timed")
+
+
 def test_what_is_wrong_comes_first_and_a_cut_run_says_so() -> None:
     text = verdict(everything(), finished=False)
     assert text.startswith(

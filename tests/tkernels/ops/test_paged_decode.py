@@ -32,7 +32,7 @@ def case_with_contexts(contexts: tuple[int, ...], **axes: Any) -> Case:
     point = {**AXES, "B": len(contexts), **axes}
     device = torch.device("cpu")
     inputs = paged_inputs(point, Draws(0, device), device, [1] * len(contexts), len(contexts), contexts)
-    return Case(CONTRACT, point, 0, {**vars(inputs), "return_lse": True})
+    return Case(CONTRACT, point, 0, {**inputs, "return_lse": True})
 
 
 def dense(inputs: dict[str, Any], sequence: int) -> torch.Tensor:

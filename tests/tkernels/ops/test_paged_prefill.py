@@ -29,7 +29,7 @@ AXES: Axes = {
 def whole_prompt(**axes: Any) -> dict[str, Any]:
     """One sequence of 40 tokens, all of them queries."""
     point, device = {**AXES, **axes}, torch.device("cpu")
-    inputs = vars(paged_inputs(point, Draws(0, device), device, [40], 40, [40]))
+    inputs = paged_inputs(point, Draws(0, device), device, [40], 40, [40])
     cu_seqlens_q = torch.tensor([0, 40], dtype=torch.int32)
     return {**inputs, "cu_seqlens_q": cu_seqlens_q, "return_lse": True, "causal": point["causal"]}
 

@@ -78,7 +78,7 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
         read = sources.unique()
         values = draws.normal((count, len(read), *shape[2:]), torch.float32, axes["values"]).to(dtype)
         as_bits(caches)[:, read.to(device)] = as_bits(values)
-    inputs = {"src": draws.laid_out(src.to(device), "contiguous"), "dst": draws.laid_out(dst.to(device), "contiguous")}
+    inputs = {"src": draws.laid_out(src.to(device)), "dst": draws.laid_out(dst.to(device))}
     return {"caches": _laid_out(caches, str(axes["layout"])), **inputs}
 
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
+from tkernels.ops.arguments import pointers
 from tkernels.ops.paged_cache import unsupported_kv
 
 CONFIGS = tuple(
@@ -53,13 +54,7 @@ def launch(run: Run, caches: torch.Tensor, src: torch.Tensor, dst: torch.Tensor)
     run.launch(
         copy_pages_page_parts,
         (src.shape[0], count, triton.cdiv(slots * heads, block_rows)),
-        caches_ptr=caches,
-        src_ptr=src,
-        dst_ptr=dst,
-        stride_caches_c=caches.stride(0),
-        stride_caches_p=caches.stride(1),
-        stride_caches_s=caches.stride(2),
-        stride_caches_h=caches.stride(3),
+        **pointers("caches[cpsh] src dst", caches, src, dst),
         SLOTS=slots,
         HEADS=heads,
         HEAD_DIM=head_dim,

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from tkernels.contract import Axes, ContractError, Tensor, Value, bind_axis
+from tkernels.device import DeviceFacts
+from tkernels.inputs import dtype_name
 from tkernels.quantized.weight import QuantizedWeight
 
 
@@ -20,7 +22,7 @@ def axes_of(weight: QuantizedWeight) -> dict[str, Value]:
         "bits": weight.bits,
         "coding": weight.coding,
         "group_size": weight.group_size,
-        "weight": str(weight.dtype).removeprefix("torch."),
+        "weight": dtype_name(weight.dtype),
         "symmetric": weight.symmetric,
         "permuted": weight.permutation is not None,
         "sparse": weight.outliers is not None,
@@ -58,7 +60,7 @@ class QuantizedWeightArgument:
             bind_axis(op, f"{name}.{source}" if axis == "K" else name, axis, bound, axes)
 
 
-def needs_interleaved(axes: Axes) -> str | None:
+def needs_interleaved(axes: Axes, device: DeviceFacts) -> str | None:
     """Why a variant that reads interleaved words cannot take this weight, or None where it can.
 
     A weight that is yet to be loaded has no order: `prepare` sees to it.

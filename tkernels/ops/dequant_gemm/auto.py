@@ -6,7 +6,8 @@ each call, on shapes alone: see `algorithms`.
 
 import torch
 
-from tkernels import Axes, DeviceFacts, Run, Variant
+from tkernels import Axes, Run, Variant
+from tkernels.inputs import dtype_name
 from tkernels.ops.algorithms import Algorithms
 from tkernels.ops.dequant_gemm._argument import axes_of, needs_interleaved
 from tkernels.quantized.weight import QuantizedWeight, interleaved
@@ -41,12 +42,8 @@ def in_order(axes: Axes, tuned: tuple[str, ...]) -> list[str]:
 ALGORITHMS = Algorithms("dequant_gemm", ("gemv", "split_k", "tiled", "dequantize_then_matmul"), in_order)
 
 
-def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    return needs_interleaved(axes)
-
-
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
-    axes = {"M": x.shape[0], "activation": str(x.dtype).removeprefix("torch."), **axes_of(weight)}
+    axes = {"M": x.shape[0], "activation": dtype_name(x.dtype), **axes_of(weight)}
     ALGORITHMS.launch(run, axes, out, x, weight, bias)
 
 
@@ -56,7 +53,7 @@ VARIANT = Variant(
     configs=ALGORITHMS.configs,
     default=ALGORITHMS.default,
     limits=ALGORITHMS.limits,
-    supports=supports,
+    supports=needs_interleaved,
     workspace=ALGORITHMS.workspace,
     prepare=interleaved,
     key=("M", "N", "K", "bits", "coding", "permuted", "sparse", "group_size"),

@@ -10,6 +10,7 @@ from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Output, Tensor, Value, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
 from tkernels.ops.dequant_gemm._argument import QuantizedWeightArgument
+from tkernels.ops.matmul import contract as matmul
 from tkernels.quantized.codes import ORDERS, pack_codes
 from tkernels.quantized.outliers import Outliers, outliers_from
 from tkernels.quantized.weight import QuantizedWeight, dequantize, interleaved
@@ -94,13 +95,13 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
 
     def laid_out(part: torch.Tensor) -> torch.Tensor:
         if part.dim() == 1:
-            return draws.laid_out(part, "contiguous")
+            return draws.laid_out(part)
         return draws.laid_out(part, axes["weight_layout"], padding=next(paddings))
 
     weight = weight.map_tensors(laid_out)
     x = draws.laid_out(draws.normal((tokens, inputs), dtype, axes["values"]), axes["layout"])
     # Of the product's size: a GEMM that starts its sum from a far larger bias loses the product's own digits.
-    bias = draws.laid_out(draws.normal((outputs,), dtype, axes["values"]), "contiguous") if axes["bias"] else None
+    bias = draws.laid_out(draws.normal((outputs,), dtype, axes["values"])) if axes["bias"] else None
     return {"x": x, "weight": weight, "bias": bias}
 
 
@@ -108,11 +109,6 @@ def bytes_moved(case: Case) -> int:
     x, weight, bias = (case.inputs[name] for name in ("x", "weight", "bias"))
     elements = x.shape[0] * sum(weight.shape) + (bias.numel() if bias is not None else 0)
     return int(elements * x.element_size() + weight.nbytes)
-
-
-def flops(case: Case) -> int:
-    outputs, inputs = case.inputs["weight"].shape
-    return 2 * int(case.inputs["x"].shape[0]) * outputs * inputs
 
 
 _PADDINGS = (0, 3, 11, 24, 27, 56)
@@ -221,7 +217,7 @@ CONTRACT = Contract(
     outputs={"out": Output("M N", "activation")},
     make_inputs=make_inputs,
     bytes_moved=bytes_moved,
-    flops=flops,
+    flops=matmul.flops,
     default="auto",
     benchmarks=_benchmarks(),
     inspected={

@@ -121,7 +121,7 @@ def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, B
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
     if axes.get("sparse", False) and axes.get("coding", "uniform") == "uniform":
         return "it adds outliers to weights that are rounded already, which is exact of a table's entries alone"
-    return needs_interleaved(axes)
+    return needs_interleaved(axes, device)
 
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:

@@ -113,7 +113,7 @@ def supports(axes: Axes, device: DeviceFacts) -> str | None:
         return f"it takes one token at a time, not M = {axes['M']}"
     if axes.get("coding", "lookup") != "lookup":
         return f"it takes codes that are looked up, not {axes['coding']} ones: gemv does"
-    return needs_interleaved(axes)
+    return needs_interleaved(axes, device)
 
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:

@@ -145,10 +145,6 @@ def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, B
     return {"by_place": Buffer((int(axes["M"]), int(axes["K"]) + int(axes["padding"])), dtype_of(axes["activation"]))}
 
 
-def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    return needs_interleaved(axes)
-
-
 def inputs_by_place(run: Run, x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     """x [M, K] as the weight has its codes, [M, Kp]: gathered once, not by the programs of every tile of outputs, which
     then read whole lines.
@@ -208,7 +204,7 @@ VARIANT = Variant(
         "gfx942": Config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2),
         "interpreter": Config(BLOCK_M=16, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=2),
     },
-    supports=supports,
+    supports=needs_interleaved,
     workspace=workspace,
     prepare=interleaved,
     key=("N", "K", "bits", "coding", "group_size"),

@@ -14,7 +14,7 @@ import triton.language as tl
 from tkernels import Config, Run, Variant
 from tkernels.language import dot
 from tkernels.ops.arguments import pointers
-from tkernels.ops.products import persistent_grid, tile_configs, tile_sizes
+from tkernels.ops.products import persistent_grid, tile_configs
 
 CONFIGS = tile_configs(
     (
@@ -82,19 +82,16 @@ def gate_up_swiglu_paired_tiles(
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     tokens, width = out.shape
-    block_m, block_n, block_k = tile_sizes(run.config)
+    # fp32 is multiplied outside the matrix units, from registers, which hold no deeper a tile.
+    deepest = 32 if x.element_size() == 4 else run.config["BLOCK_K"]
     run.launch(
         gate_up_swiglu_paired_tiles,
-        persistent_grid(run, tokens, width, block_m, block_n),
+        persistent_grid(run, tokens, width, run.config["BLOCK_M"], run.config["BLOCK_N"]),
         **pointers("out[t] x[t] weight[n]", out, x, weight),
         tokens=tokens,
         width=width,
         inputs=x.shape[1],
-        GROUP_M=run.config["GROUP_M"],
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        # fp32 is multiplied outside the matrix units, from registers, which hold no more.
-        BLOCK_K=min(block_k, 32) if x.element_size() == 4 else block_k,
+        **{**run.config, "BLOCK_K": min(run.config["BLOCK_K"], deepest)},
     )
 
 

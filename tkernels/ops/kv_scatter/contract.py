@@ -7,7 +7,7 @@ import torch
 from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Contract, Int, Tensor, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of, poison, poisoned_views
-from tkernels.ops.paged_cache import KV_DTYPE, as_bits
+from tkernels.ops.paged_cache import KV_DTYPE, as_bits, stored
 
 
 def reference(
@@ -40,11 +40,6 @@ def reference(
     for rows, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         values = rows[kept] if scale is None else rows[kept] / scale.unsqueeze(-1)  # [kept, Hkv, D]
         as_bits(cache)[pages, offsets] = as_bits(stored(values, cache.dtype))
-
-
-def stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values as the cache keeps them: rounded, and for fp8 saturated first."""
-    return (values.clamp(-448.0, 448.0) if dtype == torch.float8_e4m3fn else values).to(dtype)
 
 
 def baseline(
@@ -121,18 +116,22 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
         torch.full((pages, page_size, heads, dim), poison(kv_dtype), dtype=kv_dtype, device=device)
         for dim in dims.values()
     ]
-    if axes["cache_layout"] == "joint":
-        caches = poisoned_views(caches, dim=-1)
-    elif axes["cache_layout"] == "head_major":
-        caches = [poisoned_views([cache.transpose(1, 2)], dim=0)[0].transpose(1, 2) for cache in caches]
-    else:
-        caches = [draws.laid_out(cache, "contiguous") for cache in caches]
+    k_cache, v_cache = _laid_out_caches(caches, str(axes["cache_layout"]))
     scales: dict[str, torch.Tensor | None] = {"k_scale": None, "v_scale": None}
     for name in scales:
         if axes[name]:
-            scales[name] = draws.laid_out(draws.normal((heads,), torch.float32).abs() + 0.5, "contiguous")
-    inputs = {"k": k, "v": v, "k_cache": caches[0], "v_cache": caches[1]}
-    return {**inputs, "slots": draws.laid_out(slots.to(device), "contiguous"), **scales}
+            scales[name] = draws.laid_out(draws.normal((heads,), torch.float32).abs() + 0.5)
+    inputs = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
+    return {**inputs, "slots": draws.laid_out(slots.to(device)), **scales}
+
+
+def _laid_out_caches(caches: list[torch.Tensor], layout: str) -> list[torch.Tensor]:
+    """The caches [P, S, Hkv, D] in poisoned storage: side by side, head by head, or each for itself."""
+    if layout == "joint":
+        return poisoned_views(caches, dim=-1)
+    if layout == "head_major":
+        return [poisoned_views([cache.transpose(1, 2)], dim=0)[0].transpose(1, 2) for cache in caches]
+    return [poisoned_views([cache], dim=0)[0] for cache in caches]
 
 
 def bytes_moved(case: Case) -> int:

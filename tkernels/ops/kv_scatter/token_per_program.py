@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
+from tkernels.ops.arguments import pointers
 from tkernels.ops.paged_cache import unsupported_kv
 
 CONFIGS = tuple(
@@ -111,26 +112,11 @@ def launch(
 ) -> None:
     tokens, heads, head_dim_k = k.shape
     head_dim_v, block_heads = v.shape[2], run.config["BLOCK_HEADS"]
+    layout = "k[th] v[th] k_cache[psh] v_cache[psh] slots k_scale v_scale"
     run.launch(
         kv_scatter_token_per_program,
         (tokens, triton.cdiv(heads, block_heads)),
-        k_ptr=k,
-        v_ptr=v,
-        k_cache_ptr=k_cache,
-        v_cache_ptr=v_cache,
-        slots_ptr=slots,
-        k_scale_ptr=k_scale,
-        v_scale_ptr=v_scale,
-        stride_k_t=k.stride(0),
-        stride_k_h=k.stride(1),
-        stride_v_t=v.stride(0),
-        stride_v_h=v.stride(1),
-        stride_k_cache_p=k_cache.stride(0),
-        stride_k_cache_s=k_cache.stride(1),
-        stride_k_cache_h=k_cache.stride(2),
-        stride_v_cache_p=v_cache.stride(0),
-        stride_v_cache_s=v_cache.stride(1),
-        stride_v_cache_h=v_cache.stride(2),
+        **pointers(layout, k, v, k_cache, v_cache, slots, k_scale, v_scale),
         heads=heads,
         PAGE_SIZE=k_cache.shape[1],
         HEAD_DIM_K=head_dim_k,

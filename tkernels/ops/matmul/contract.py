@@ -42,7 +42,7 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     return {
         "x": draws.laid_out(x, axes["layout"]),
         "weight": draws.laid_out(weight.to(dtype_of(axes["weight"])), axes["weight_layout"]),
-        "bias": None if bias is None else draws.laid_out(bias, "contiguous"),
+        "bias": None if bias is None else draws.laid_out(bias),
     }
 
 

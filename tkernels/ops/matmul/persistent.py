@@ -12,7 +12,7 @@ import triton.language as tl
 from tkernels import Config, Run, Variant
 from tkernels.language import dot
 from tkernels.ops.arguments import pointers
-from tkernels.ops.products import persistent_grid, tile_configs, tile_sizes
+from tkernels.ops.products import persistent_grid, tile_configs
 
 CONFIGS = tile_configs(
     (
@@ -80,7 +80,7 @@ def matmul_persistent(
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     (tokens, inputs), outputs = x.shape, weight.shape[0]
-    block_m, block_n, block_k = tile_sizes(run.config)
+    block_m, block_n = run.config["BLOCK_M"], run.config["BLOCK_N"]
     if x.element_size() == 4:
         block_n = min(block_n, 64)  # fp32 products run on FMA units, from registers: 64 x 128 spilled 72 bytes on sm_90
     run.launch(
@@ -90,10 +90,7 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, b
         tokens=tokens,
         outputs=outputs,
         inputs=inputs,
-        GROUP_M=run.config["GROUP_M"],
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        **{**run.config, "BLOCK_N": block_n},
     )
 
 

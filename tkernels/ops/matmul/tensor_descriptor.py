@@ -76,10 +76,7 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, b
         tokens=tokens,
         outputs=outputs,
         inputs=inputs,
-        GROUP_M=run.config["GROUP_M"],
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        **run.config,
     )
 
 

@@ -63,10 +63,7 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
         if axes["states"] == "empty":
             empty = draws.integers(0, 1, shape[:2]).bool().to(device)
             lse, out = lse.masked_fill(empty, EMPTY), out.masked_fill(empty.unsqueeze(-1), poison(dtype))
-        if axes["layout"] == "head_major":
-            inputs[f"out_{name}"] = draws.laid_out(out.transpose(0, 1).contiguous(), "contiguous").transpose(0, 1)
-        else:
-            inputs[f"out_{name}"] = draws.laid_out(out, axes["layout"])
+        inputs[f"out_{name}"] = draws.laid_out(out, axes["layout"])
         inputs[f"lse_{name}"] = draws.laid_out(lse, "contiguous" if axes["layout"] == "contiguous" else "padded")
     return inputs
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
+from tkernels.ops.arguments import pointers
 
 CONFIGS = tuple(
     Config(BLOCK_HEADS=heads, num_warps=warps)
@@ -58,22 +59,8 @@ def launch(
     run.launch(
         merge_states_head_tile,
         (tokens, triton.cdiv(heads, run.config["BLOCK_HEADS"])),
-        out_ptr=out,
-        lse_ptr=lse,
-        out_a_ptr=out_a,
-        lse_a_ptr=lse_a,
-        out_b_ptr=out_b,
-        lse_b_ptr=lse_b,
+        **pointers("out[th] lse[t] out_a[th] lse_a[t] out_b[th] lse_b[t]", out, lse, out_a, lse_a, out_b, lse_b),
         heads=heads,
-        stride_out_t=out.stride(0),
-        stride_out_h=out.stride(1),
-        stride_lse_t=lse.stride(0),
-        stride_out_a_t=out_a.stride(0),
-        stride_out_a_h=out_a.stride(1),
-        stride_lse_a_t=lse_a.stride(0),
-        stride_out_b_t=out_b.stride(0),
-        stride_out_b_h=out_b.stride(1),
-        stride_lse_b_t=lse_b.stride(0),
         HEAD_DIM_V=dim_v,
         BLOCK_HEADS=run.config["BLOCK_HEADS"],
         BLOCK_DV=triton.next_power_of_2(dim_v),

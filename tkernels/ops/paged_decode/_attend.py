@@ -5,14 +5,16 @@ A part is (acc, m, l): the sum of the values by unnormalized weights, the maximu
 the sum of the weights. Parts of disjoint ranges combine to the part of their union (Milakov and Gimelshein, 2018).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from tkernels import Axes, Config, DeviceFacts
+from tkernels import Axes, Buffer, Config, DeviceFacts, Run
 from tkernels.language import dot
+from tkernels.ops.arguments import pointers
 from tkernels.ops.paged_cache import unsupported_kv
 
 MAX_SPLITS = 128
@@ -232,10 +234,13 @@ def part_chunk(num_splits: int, heads: int, dim_v: int) -> int:
     return max(1, min(triton.next_power_of_2(num_splits), 8192 // (heads * triton.next_power_of_2(dim_v))))
 
 
-def longest_context(block_tables: torch.Tensor, page_size: int, max_context_len: int | None) -> int:
-    """The host's upper bound of all contexts."""
-    most = block_tables.shape[1] * page_size
-    return most if max_context_len is None else min(most, max_context_len)
+def part_buffers(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
+    """The workspace of all parts: acc [B, Hq, NUM_SPLITS, Dv], m and l [B, Hq, NUM_SPLITS], fp32."""
+    heads, heads_kv = int(axes["Hq"]), int(axes["Hkv"])
+    programs = heads_kv * head_tile(heads // heads_kv)[1]
+    parts = (int(axes["B"]), heads, max_splits(config, programs, device))
+    sums = Buffer(parts, torch.float32)
+    return {"acc": Buffer((*parts, int(axes["Dv"])), torch.float32), "m": sums, "l": sums}
 
 
 def part_arguments(
@@ -252,24 +257,12 @@ def part_arguments(
     """What every kernel that reads the cache is given, by the names that all of them use."""
     (_, heads, dim), (_, page_size, heads_kv, dim_v) = q.shape, v_cache.shape
     block_h, tiles = head_tile(heads // heads_kv)
+    tensors = (q, k_cache, v_cache, block_tables, context_lens, k_scale)
     return {
-        "q_ptr": q,
-        "k_ptr": k_cache,
-        "v_ptr": v_cache,
-        "tables_ptr": block_tables,
-        "lens_ptr": context_lens,
-        "k_scale_ptr": k_scale,
+        **pointers("q[bh] k[psh] v[psh] tables lens k_scale", *tensors),
+        "stride_table_b": block_tables.stride(0),
         "scale_log2": scale * 1.4426950408889634,
         "window": window,
-        "stride_q_b": q.stride(0),
-        "stride_q_h": q.stride(1),
-        "stride_k_p": k_cache.stride(0),
-        "stride_k_s": k_cache.stride(1),
-        "stride_k_h": k_cache.stride(2),
-        "stride_v_p": v_cache.stride(0),
-        "stride_v_s": v_cache.stride(1),
-        "stride_v_h": v_cache.stride(2),
-        "stride_table_b": block_tables.stride(0),
         "GROUP": heads // heads_kv,
         "TILES": tiles,
         "HEAD_DIM": dim,
@@ -280,3 +273,25 @@ def part_arguments(
         "PAGE_SIZE": page_size,
         "BLOCK_N": keys_per_block(block_n, max(dim, dim_v), q.dtype),
     }
+
+
+def split_arguments(
+    run: Run, part: Mapping[str, Any], block_tables: torch.Tensor, max_context_len: int | None
+) -> tuple[int, dict[str, Any]]:
+    """How many splits to launch, and what kernels are given that leave or combine parts.
+
+    Args:
+        part: see `part_arguments`.
+    """
+    acc, m, l = (run.workspace[name] for name in ("acc", "m", "l"))  # noqa: E741
+    num_splits, min_blocks, block_n = acc.shape[2], run.config["MIN_BLOCKS"], part["BLOCK_N"]
+    longest = block_tables.shape[1] * part["PAGE_SIZE"]
+    if max_context_len is not None:
+        longest = min(longest, max_context_len)
+    splits = launched_splits(num_splits, min_blocks * block_n, block_n, longest, part["window"])
+    return splits, {**pointers("acc[b] m[b] l", acc, m, l), "NUM_SPLITS": num_splits, "MIN_BLOCKS": min_blocks}
+
+
+def result_arguments(out: torch.Tensor, lse: torch.Tensor | None, v_scale: torch.Tensor | None) -> dict[str, Any]:
+    """What `store_attention` is given, as kernels take it."""
+    return {**pointers("out[bh] lse v_scale", out, lse, v_scale), "stride_lse_b": out.shape[1]}

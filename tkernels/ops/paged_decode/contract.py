@@ -7,15 +7,17 @@ from typing import Any
 import torch
 
 from tkernels.batching import Batching, Inputs, lay_out_like
-from tkernels.contract import Axes, Case, Contract, Int, Output, Scalar, Tensor
+from tkernels.contract import Axes, Case, Contract, Int, Output, Tensor
 from tkernels.inputs import Draws
 from tkernels.ops.paged_cache import (
     BENCHMARK_AXES,
     CONSTRAINTS,
     CORNERS,
     LOG2_E,
+    OPTION_ARGUMENTS,
     OPTION_AXES,
     SIZE_AXES,
+    count_sequences,
     drawn_context_lens,
     gather_context,
     loosen_bounds,
@@ -164,7 +166,7 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     draws = Draws(seed, device)
     sequences = int(axes["B"])
     lens = drawn_context_lens(draws, axes, sequences)
-    inputs = vars(paged_inputs(axes, draws, device, [1] * sequences, sequences, lens))
+    inputs = paged_inputs(axes, draws, device, [1] * sequences, sequences, lens)
     return {**inputs, "return_lse": axes["return_lse"]}
 
 
@@ -199,10 +201,6 @@ def _benchmark(sequences: int, context: int, kv: str = "bfloat16") -> Axes:
     return {**BENCHMARK_AXES, **sizes, "kv": kv, "k_scale": scaled, "v_scale": scaled}
 
 
-def count_sequences(inputs: Inputs) -> int:
-    return int(inputs["context_lens"].shape[0])
-
-
 def take_sequences(inputs: Inputs, picks: Sequence[int]) -> dict[str, Any]:
     """The batch of the picked sequences. One that comes twice shares its pages with itself."""
     rows = torch.tensor(picks, dtype=torch.long, device=inputs["q"].device)
@@ -227,12 +225,7 @@ CONTRACT = Contract(
         "v_cache": Tensor("P S Hkv Dv", "kv"),
         "block_tables": Tensor("B N", "int32"),
         "context_lens": Tensor("B", "int32"),
-        "scale": Scalar(float, low=2.0**-126),
-        "max_context_len": Scalar(int, optional=True, low=0),
-        "window": Scalar(int, optional=True, low=1, axis=True),
-        "k_scale": Tensor("Hkv", "float32", optional=True),
-        "v_scale": Tensor("Hkv", "float32", optional=True),
-        "return_lse": Scalar(bool, axis=True),
+        **OPTION_ARGUMENTS,
     },
     outputs={"out": Output("B Hq Dv", "activation"), "lse": Output("B Hq", "float32", when="return_lse")},
     make_inputs=make_inputs,

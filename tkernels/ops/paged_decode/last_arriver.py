@@ -21,11 +21,11 @@ from tkernels.ops.paged_decode._attend import (
     combine_parts,
     head_tile,
     heads_of_tile,
-    launched_splits,
-    longest_context,
-    max_splits,
     part_arguments,
+    part_buffers,
     part_chunk,
+    result_arguments,
+    split_arguments,
     split_bounds,
     store_attention,
     store_part,
@@ -116,49 +116,29 @@ def launch(
     v_scale: torch.Tensor | None,
     return_lse: bool,
 ) -> None:
-    (sequences, heads, _), (_, page_size, heads_kv, dim_v) = q.shape, v_cache.shape
-    config = run.config
-    part = part_arguments(q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale, config["BLOCK_N"])
-    acc, m, l, arrived = (run.workspace[name] for name in ("acc", "m", "l", "arrived"))  # noqa: E741
-    num_splits, block_n = acc.shape[2], part["BLOCK_N"]
-    longest = longest_context(block_tables, page_size, max_context_len)
-    splits = launched_splits(num_splits, config["MIN_BLOCKS"] * block_n, block_n, longest, window)
+    block_n = run.config["BLOCK_N"]
+    part = part_arguments(q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale, block_n)
+    splits, parts = split_arguments(run, part, block_tables, max_context_len)
     rows = min(part["BLOCK_H"], triton.next_power_of_2(part["GROUP"]))
     run.launch(
         paged_decode_last_arriver,
-        (sequences * splits, heads_kv * part["TILES"]),
+        (q.shape[0] * splits, k_cache.shape[2] * part["TILES"]),
         **part,
-        out_ptr=out,
-        lse_ptr=lse,
-        arrived_ptr=arrived,
-        acc_ptr=acc,
-        m_ptr=m,
-        l_ptr=l,
-        v_scale_ptr=v_scale,
+        **parts,
+        **result_arguments(out, lse, v_scale),
+        arrived_ptr=run.workspace["arrived"],
         splits=splits,
-        stride_out_b=out.stride(0),
-        stride_out_h=out.stride(1),
-        stride_lse_b=heads,
-        stride_acc_b=acc.stride(0),
-        stride_m_b=m.stride(0),
-        NUM_SPLITS=num_splits,
-        MIN_BLOCKS=config["MIN_BLOCKS"],
-        BLOCK_S=triton.next_power_of_2(num_splits),
+        BLOCK_S=triton.next_power_of_2(parts["NUM_SPLITS"]),
         ROWS=rows,
-        CHUNK=part_chunk(num_splits, rows, dim_v),
+        CHUNK=part_chunk(parts["NUM_SPLITS"], rows, v_cache.shape[3]),
     )
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
-    sequences, heads, heads_kv = int(axes["B"]), int(axes["Hq"]), int(axes["Hkv"])
+    heads, heads_kv = int(axes["Hq"]), int(axes["Hkv"])
     programs = heads_kv * head_tile(heads // heads_kv)[1]
-    parts = (sequences, heads, max_splits(config, programs, device))
-    return {
-        "arrived": Buffer((sequences, programs), torch.int32, zeroed=True),
-        "acc": Buffer((*parts, int(axes["Dv"])), torch.float32),
-        "m": Buffer(parts, torch.float32),
-        "l": Buffer(parts, torch.float32),
-    }
+    arrived = Buffer((int(axes["B"]), programs), torch.int32, zeroed=True)
+    return {"arrived": arrived, **part_buffers(axes, config, device)}
 
 
 VARIANT = Variant(

@@ -10,7 +10,14 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
-from tkernels.ops.paged_decode._attend import attend_keys, heads_of_tile, part_arguments, store_attention, unsupported
+from tkernels.ops.paged_decode._attend import (
+    attend_keys,
+    heads_of_tile,
+    part_arguments,
+    result_arguments,
+    store_attention,
+    unsupported,
+)
 
 # Page ids are loaded a stage before the keys that wait for them, so two stages more are one block of keys more in
 # flight: for sm_90 at D 128, 64 keys take 38 KB of shared memory with 3 or 4 stages, 71 KB with 5 or 6, 103 KB with 7.
@@ -79,17 +86,8 @@ def launch(
     part = part_arguments(
         q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale, run.config["BLOCK_N"]
     )
-    run.launch(
-        paged_decode_one_pass,
-        (q.shape[0], k_cache.shape[2] * part["TILES"]),
-        **part,
-        out_ptr=out,
-        lse_ptr=lse,
-        v_scale_ptr=v_scale,
-        stride_out_b=out.stride(0),
-        stride_out_h=out.stride(1),
-        stride_lse_b=q.shape[1],
-    )
+    grid = (q.shape[0], k_cache.shape[2] * part["TILES"])
+    run.launch(paged_decode_one_pass, grid, **part, **result_arguments(out, lse, v_scale))
 
 
 VARIANT = Variant(

@@ -8,24 +8,21 @@ are added in order, so neither the batch nor the bound nor the run changes a bit
 too few to fill the device.
 """
 
-from collections.abc import Mapping
-
 import torch
 import triton
 import triton.language as tl
 
-from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
+from tkernels import Config, Run, Variant
 from tkernels.ops.paged_decode._attend import (
     MAX_SPLITS,
     attend_keys,
     combine_parts,
-    head_tile,
     heads_of_tile,
-    launched_splits,
-    longest_context,
-    max_splits,
     part_arguments,
+    part_buffers,
     part_chunk,
+    result_arguments,
+    split_arguments,
     split_bounds,
     store_attention,
     store_part,
@@ -107,55 +104,22 @@ def launch(
     v_scale: torch.Tensor | None,
     return_lse: bool,
 ) -> None:
-    (sequences, heads, _), (_, page_size, heads_kv, dim_v) = q.shape, v_cache.shape
-    config, reduce_heads = run.config, run.config["REDUCE_HEADS"]
-    part = part_arguments(q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale, config["BLOCK_N"])
-    acc, m, l = (run.workspace[name] for name in ("acc", "m", "l"))  # noqa: E741
-    num_splits, block_n = acc.shape[2], part["BLOCK_N"]
-    longest = longest_context(block_tables, page_size, max_context_len)
-    splits = launched_splits(num_splits, config["MIN_BLOCKS"] * block_n, block_n, longest, window)
-    parts = {
-        "acc_ptr": acc,
-        "m_ptr": m,
-        "l_ptr": l,
-        "stride_acc_b": acc.stride(0),
-        "stride_m_b": m.stride(0),
-        "NUM_SPLITS": num_splits,
-        "MIN_BLOCKS": config["MIN_BLOCKS"],
-    }
+    (sequences, heads, _), heads_kv, reduce_heads = q.shape, k_cache.shape[2], run.config["REDUCE_HEADS"]
+    block_n = run.config["BLOCK_N"]
+    part = part_arguments(q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale, block_n)
+    splits, parts = split_arguments(run, part, block_tables, max_context_len)
     run.launch(paged_decode_split_kv_part, (sequences, heads_kv * part["TILES"], splits), **part, **parts)
     run.launch(
         paged_decode_split_kv_reduce,
         (sequences, triton.cdiv(heads, reduce_heads)),
         **parts,
-        out_ptr=out,
-        lse_ptr=lse,
-        lens_ptr=context_lens,
-        v_scale_ptr=v_scale,
-        window=window,
+        **result_arguments(out, lse, v_scale),
+        **{name: part[name] for name in ("lens_ptr", "window", "GROUP", "HEAD_DIM_V", "BLOCK_DV", "BLOCK_N")},
         heads=heads,
-        stride_out_b=out.stride(0),
-        stride_out_h=out.stride(1),
-        stride_lse_b=heads,
-        GROUP=part["GROUP"],
-        HEAD_DIM_V=dim_v,
         BLOCK_H=reduce_heads,
-        BLOCK_S=triton.next_power_of_2(num_splits),
-        BLOCK_DV=part["BLOCK_DV"],
-        BLOCK_N=block_n,
-        CHUNK=part_chunk(num_splits, reduce_heads, dim_v),
+        BLOCK_S=triton.next_power_of_2(parts["NUM_SPLITS"]),
+        CHUNK=part_chunk(parts["NUM_SPLITS"], reduce_heads, v_cache.shape[3]),
     )
-
-
-def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
-    heads, heads_kv = int(axes["Hq"]), int(axes["Hkv"])
-    _, tiles = head_tile(heads // heads_kv)
-    parts = (int(axes["B"]), heads, max_splits(config, heads_kv * tiles, device))
-    return {
-        "acc": Buffer((*parts, int(axes["Dv"])), torch.float32),
-        "m": Buffer(parts, torch.float32),
-        "l": Buffer(parts, torch.float32),
-    }
 
 
 VARIANT = Variant(
@@ -174,7 +138,7 @@ VARIANT = Variant(
         "interpreter": Config(num_splits=3, BLOCK_N=16, MIN_BLOCKS=1, REDUCE_HEADS=32, num_warps=4, num_stages=1),
     },
     supports=unsupported,
-    workspace=workspace,
+    workspace=part_buffers,
     key=("Hq", "Hkv", "D", "Dv", "S"),
     deterministic=True,
     batch_invariant=True,

@@ -14,8 +14,10 @@ from tkernels.ops.paged_cache import (
     BENCHMARK_AXES,
     CONSTRAINTS,
     CORNERS,
+    OPTION_ARGUMENTS,
     OPTION_AXES,
     SIZE_AXES,
+    count_sequences,
     drawn_context_lens,
     gather_context,
     loosen_bounds,
@@ -124,9 +126,8 @@ def baseline(
     v = gather_context(v_cache, tables, context_lens)[:, :longest].to(q.dtype)
     begins, sizes = cu_seqlens_q[:-1, None], cu_seqlens_q.diff().unsqueeze(1)  # [B, 1]
     places = torch.arange(most, device=q.device)
-    rows = torch.minimum(begins + places, begins + sizes - 1).clamp_min_(
-        0
-    )  # [B, M]; padding repeats a sequence's last row
+    # Padding repeats a sequence's last row.
+    rows = torch.minimum(begins + places, begins + sizes - 1).clamp_min_(0)  # [B, M]
     padded = q.index_select(0, rows.flatten()).unflatten(0, rows.shape)  # [B, M, Hq, D]
     fresh = counts == lens and causal and window is None
     visible = None if fresh else _visible(context_lens, sizes, places, longest, causal, window)
@@ -172,9 +173,9 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     draws = Draws(seed, device)
     context_lens = drawn_context_lens(draws, axes, int(axes["B"]))
     counts = drawn_query_lens(draws, axes, context_lens)
-    inputs = vars(paged_inputs(axes, draws, device, counts, int(axes["T"]), context_lens))
+    inputs = paged_inputs(axes, draws, device, counts, int(axes["T"]), context_lens)
     starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
-    cu_seqlens_q = draws.laid_out(starts, "contiguous").to(device)
+    cu_seqlens_q = draws.laid_out(starts).to(device)
     return {**inputs, "cu_seqlens_q": cu_seqlens_q, "return_lse": axes["return_lse"], "causal": axes["causal"]}
 
 
@@ -219,10 +220,6 @@ def _benchmark(sequences: int, chunk: int, context: int) -> Axes:
     return {**BENCHMARK_AXES, **sizes, "Hq": 32, "Hkv": 8, "causal": True}
 
 
-def count_sequences(inputs: Inputs) -> int:
-    return int(inputs["context_lens"].shape[0])
-
-
 def take_sequences(inputs: Inputs, picks: Sequence[int]) -> dict[str, Any]:
     """The batch of the picked sequences, their query rows end to end, with as many rows of padding as before."""
     q, starts = inputs["q"], inputs["cu_seqlens_q"].tolist()
@@ -260,12 +257,7 @@ CONTRACT = Contract(
         "block_tables": Tensor("B N", "int32"),
         "cu_seqlens_q": Tensor("B+1", "int32"),
         "context_lens": Tensor("B", "int32"),
-        "scale": Scalar(float, low=2.0**-126),
-        "max_context_len": Scalar(int, optional=True, low=0),
-        "window": Scalar(int, optional=True, low=1, axis=True),
-        "k_scale": Tensor("Hkv", "float32", optional=True),
-        "v_scale": Tensor("Hkv", "float32", optional=True),
-        "return_lse": Scalar(bool, axis=True),
+        **OPTION_ARGUMENTS,
         "causal": Scalar(bool, axis=True),
     },
     outputs={"out": Output("T Hq Dv", "activation"), "lse": Output("T Hq", "float32", when="return_lse")},

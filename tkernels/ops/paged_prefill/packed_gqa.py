@@ -7,12 +7,15 @@ start of a window) are masked. The grid follows from shapes alone: T * G // BLOC
 finds its sequence by binary search over cu_seqlens_q. Wins for every prefill, chunked or not.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from tkernels import Axes, Config, DeviceFacts, Run, Variant
 from tkernels.language import dot
+from tkernels.ops.arguments import pointers
 from tkernels.ops.paged_cache import unsupported_kv
 
 CONFIGS = tuple(
@@ -204,6 +207,7 @@ def paged_prefill_packed_gqa(
 
 def tile_sizes(config: Config, width: int, itemsize: int) -> tuple[int, int]:
     """BLOCK_M and BLOCK_N for heads of `width`. A config is meant for heads of up to 128 in 16 bits."""
+    width = triton.next_power_of_2(width)
     if itemsize < 4:  # wider rows get tiles of as many bytes
         shrink = max(1, width * itemsize // 256)
         return max(16, config["BLOCK_M"] // shrink), max(16, config["BLOCK_N"] // shrink)
@@ -211,6 +215,46 @@ def tile_sizes(config: Config, width: int, itemsize: int) -> tuple[int, int]:
     # bytes on sm_90, 32 x 16 ones 456 on sm_120, and 32 x 32 ones at D 64 56; 16 x 16 none anywhere.
     most = max(16, 1024 // width)
     return min(config["BLOCK_M"], most), min(config["BLOCK_N"], most)
+
+
+def prefill_arguments(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    window: int | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    causal: bool,
+    block_m: int,
+    block_n: int,
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The grid, tiles of rows x KV heads, and the arguments of a kernel for it but the caches themselves."""
+    (tokens, heads, dim), (_, page_size, heads_kv, dim_v) = q.shape, v_cache.shape
+    sequences, group = context_lens.shape[0], heads // heads_kv
+    steering = (block_tables, cu_seqlens_q, context_lens, k_scale, v_scale)
+    return (tokens * group // block_m + sequences, heads_kv), {
+        **pointers("out[th] lse q[th]", out, lse, q),
+        **pointers("tables starts lens k_scale v_scale", *steering),
+        "stride_lse_t": heads,
+        "stride_table_b": block_tables.stride(0),
+        "scale_log2": scale * 1.4426950408889634,
+        "window": window,
+        "sequences": sequences,
+        "GROUP": group,
+        "HEAD_DIM": dim,
+        "HEAD_DIM_V": dim_v,
+        "BLOCK_D": triton.next_power_of_2(dim),
+        "BLOCK_DV": triton.next_power_of_2(dim_v),
+        "PAGE_SIZE": page_size,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "CAUSAL": causal,
+    }
 
 
 def launch(
@@ -232,53 +276,17 @@ def launch(
     return_lse: bool,
     causal: bool,
 ) -> None:
-    (tokens, heads, dim), (_, page_size, heads_kv, dim_v) = q.shape, v_cache.shape
-    sequences, group = context_lens.shape[0], heads // heads_kv
-    if sequences == 0:
+    if context_lens.shape[0] == 0:
         return  # every row is padding
-    block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
-    block_m, block_n = tile_sizes(run.config, max(block_d, block_dv), q.element_size())
+    block_m, block_n = tile_sizes(run.config, max(q.shape[2], v_cache.shape[3]), q.element_size())
     if k_cache.element_size() == 1 and run.device.arch in ("sm_89", "sm_120"):
         # mma.sync takes keys from registers, where e4m3 widens: 32 keys spilled 28 bytes on sm_89, 40 on sm_120.
         block_n = max(16, block_n // 2)
-    run.launch(
-        paged_prefill_packed_gqa,
-        (tokens * group // block_m + sequences, heads_kv),
-        out_ptr=out,
-        lse_ptr=lse,
-        q_ptr=q,
-        k_ptr=k_cache,
-        v_ptr=v_cache,
-        tables_ptr=block_tables,
-        starts_ptr=cu_seqlens_q,
-        lens_ptr=context_lens,
-        k_scale_ptr=k_scale,
-        v_scale_ptr=v_scale,
-        scale_log2=scale * 1.4426950408889634,
-        window=window,
-        sequences=sequences,
-        stride_out_t=out.stride(0),
-        stride_out_h=out.stride(1),
-        stride_lse_t=heads,
-        stride_q_t=q.stride(0),
-        stride_q_h=q.stride(1),
-        stride_k_p=k_cache.stride(0),
-        stride_k_s=k_cache.stride(1),
-        stride_k_h=k_cache.stride(2),
-        stride_v_p=v_cache.stride(0),
-        stride_v_s=v_cache.stride(1),
-        stride_v_h=v_cache.stride(2),
-        stride_table_b=block_tables.stride(0),
-        GROUP=group,
-        HEAD_DIM=dim,
-        HEAD_DIM_V=dim_v,
-        BLOCK_D=block_d,
-        BLOCK_DV=block_dv,
-        PAGE_SIZE=page_size,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        CAUSAL=causal,
-    )
+    grid, arguments = prefill_arguments(
+        out, lse, q, v_cache, block_tables, cu_seqlens_q, context_lens, scale, window, k_scale, v_scale, causal,
+        block_m, block_n,
+    )  # fmt: skip
+    run.launch(paged_prefill_packed_gqa, grid, **arguments, **pointers("k[psh] v[psh]", k_cache, v_cache))
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:

@@ -18,6 +18,7 @@ from tkernels.ops.paged_prefill.packed_gqa import (
     paged_prefill_packed_gqa_key_range,
     paged_prefill_packed_gqa_sequence,
     paged_prefill_packed_gqa_store,
+    prefill_arguments,
     tile_sizes,
 )
 
@@ -129,45 +130,21 @@ def launch(
     return_lse: bool,
     causal: bool,
 ) -> None:
-    (tokens, heads, dim), (_, page_size, heads_kv, dim_v) = q.shape, v_cache.shape
-    sequences, group = context_lens.shape[0], heads // heads_kv
-    if sequences == 0:
+    if context_lens.shape[0] == 0:
         return  # every row is padding
-    block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
-    block_m, block_n = tile_sizes(run.config, max(block_d, block_dv), q.element_size())
-    block_n = min(block_n, page_size)
+    block_m, block_n = tile_sizes(run.config, max(q.shape[2], v_cache.shape[3]), q.element_size())
+    block_n = min(block_n, v_cache.shape[1])
+    grid, arguments = prefill_arguments(
+        out, lse, q, v_cache, block_tables, cu_seqlens_q, context_lens, scale, window, k_scale, v_scale, causal,
+        block_m, block_n,
+    )  # fmt: skip
     # What a box has beyond a head's size is outside the descriptor's shape, and comes as zeros.
     run.launch(
         paged_prefill_tensor_descriptor,
-        (tokens * group // block_m + sequences, heads_kv),
-        out_ptr=out,
-        lse_ptr=lse,
-        q_ptr=q,
-        k_pages=TensorDescriptor.from_tensor(k_cache, [1, block_n, 1, block_d]),
-        v_pages=TensorDescriptor.from_tensor(v_cache, [1, block_n, 1, block_dv]),
-        tables_ptr=block_tables,
-        starts_ptr=cu_seqlens_q,
-        lens_ptr=context_lens,
-        k_scale_ptr=k_scale,
-        v_scale_ptr=v_scale,
-        scale_log2=scale * 1.4426950408889634,
-        window=window,
-        sequences=sequences,
-        stride_out_t=out.stride(0),
-        stride_out_h=out.stride(1),
-        stride_lse_t=heads,
-        stride_q_t=q.stride(0),
-        stride_q_h=q.stride(1),
-        stride_table_b=block_tables.stride(0),
-        GROUP=group,
-        HEAD_DIM=dim,
-        HEAD_DIM_V=dim_v,
-        BLOCK_D=block_d,
-        BLOCK_DV=block_dv,
-        PAGE_SIZE=page_size,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        CAUSAL=causal,
+        grid,
+        **arguments,
+        k_pages=TensorDescriptor.from_tensor(k_cache, [1, block_n, 1, arguments["BLOCK_D"]]),
+        v_pages=TensorDescriptor.from_tensor(v_cache, [1, block_n, 1, arguments["BLOCK_DV"]]),
     )
 
 

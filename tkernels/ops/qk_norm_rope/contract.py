@@ -113,22 +113,22 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
         q, k, _ = poisoned_views([q, k, torch.full_like(v, poison(dtype))], dim=1)
         cos, sin = poisoned_views([cos, sin], dim=-1)
     elif layout == "head_major":
-        q, k = (poisoned_views([x.transpose(0, 1)], dim=0)[0].transpose(0, 1) for x in (q, k))
-        cos, sin = draws.laid_out(cos, "padded"), draws.laid_out(sin, "contiguous")
+        q, k = draws.laid_out(q, "head_major"), draws.laid_out(k, "head_major")
+        cos, sin = draws.laid_out(cos, "padded"), draws.laid_out(sin)
     else:  # "mixed": no two tensors share their strides
         first = "padded" if layout == "mixed" else "contiguous"
         q, sin = draws.laid_out(q, first), draws.laid_out(sin, first)
-        k, cos = draws.laid_out(k, "contiguous"), draws.laid_out(cos, "contiguous")
+        k, cos = draws.laid_out(k), draws.laid_out(cos)
     weights: dict[str, torch.Tensor | None] = {"q_weight": None, "k_weight": None}
     for name in weights:
         if axes[name]:
-            weights[name] = draws.laid_out(draws.normal((head_dim,), dtype), "contiguous")
+            weights[name] = draws.laid_out(draws.normal((head_dim,), dtype))
     return {
         "q": q,
         "k": k,
         "cos": cos,
         "sin": sin,
-        "positions": draws.laid_out(positions, "contiguous"),
+        "positions": draws.laid_out(positions),
         **weights,
         "eps": 1e-6,
         "interleaved": bool(axes["interleaved"]),

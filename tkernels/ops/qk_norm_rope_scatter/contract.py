@@ -2,12 +2,13 @@
 rotated, keys and values go to the paged cache.
 """
 
+import inspect
 from typing import Any
 
 import torch
 
 from tkernels.batching import row_batching
-from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Scalar, Tensor
+from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int
 from tkernels.inputs import poisoned_views
 from tkernels.ops.kv_scatter import contract as kv_scatter
 from tkernels.ops.qk_norm_rope import contract as qk_norm_rope
@@ -94,21 +95,18 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
 
 
 def bytes_moved(case: Case) -> int:
-    q, k, v, cos, slots, weight = (case.inputs[name] for name in ("q", "k", "v", "cos", "slots", "q_weight"))
-    width = q.shape[2] if weight is not None else 2 * cos.shape[1]  # without a norm, dims past R stay where they are
-    queries = 2 * q.shape[0] * q.shape[1] * width * q.element_size()
-    stored = case.inputs["k_cache"].element_size()
-    kept = int((slots >= 0).sum()) * k.shape[1] * (k.shape[2] + v.shape[2]) * (k.element_size() + stored)
-    rows = int(case.inputs["positions"].unique().numel())
-    tables = 2 * rows * cos.shape[1] * cos.element_size() + 16 * q.shape[0]  # positions and slots
-    weights = 2 * weight.numel() * weight.element_size() if weight is not None else 0
-    scales = sum(4 * k.shape[1] for name in ("k_scale", "v_scale") if case.inputs[name] is not None)
-    return int(queries + kept + tables + weights + scales)
+    """What the parts move, less the keys that qk_norm_rope reads and writes for kv_scatter to read again."""
+    k, cos, weight = (case.inputs[name] for name in ("k", "cos", "q_weight"))
+    width = k.shape[2] if weight is not None else 2 * cos.shape[1]  # without a norm, dims past R stay where they are
+    keys = 2 * int(k.shape[0] * k.shape[1] * width * k.element_size())
+    return qk_norm_rope.bytes_moved(case) + kv_scatter.bytes_moved(case) - keys
 
 
 def flops(case: Case) -> int:
     return qk_norm_rope.flops(case) + kv_scatter.flops(case)
 
+
+_RULES = {**_NORM_ROPE.arguments, **_SCATTER.arguments}
 
 CONTRACT = Contract(
     name="qk_norm_rope_scatter",
@@ -133,52 +131,16 @@ CONTRACT = Contract(
         *_SCATTER.constraints,
         Constraint("layout != 'fused' or D == Dv"),
     ),
-    arguments={
-        "q": Tensor("T Hq D", "activation"),
-        "k": Tensor("T Hkv D", "activation"),
-        "v": Tensor("T Hkv Dv", "activation"),
-        "cos": Tensor("L R/2", "table"),
-        "sin": Tensor("L R/2", "table"),
-        "positions": Tensor("T", "int64"),
-        "k_cache": Tensor("P S Hkv D", "kv"),
-        "v_cache": Tensor("P S Hkv Dv", "kv"),
-        "slots": Tensor("T", "int64"),
-        "q_weight": Tensor("D", "activation", optional=True),
-        "k_weight": Tensor("D", "activation", optional=True),
-        "eps": Scalar(float, low=0),
-        "interleaved": Scalar(bool, axis=True),
-        "k_scale": Tensor("Hkv", "float32", optional=True),
-        "v_scale": Tensor("Hkv", "float32", optional=True),
-    },
+    arguments={name: _RULES[name] for name in inspect.signature(reference).parameters},
     writes=("q", "k_cache", "v_cache"),
     consumes=("k",),
     make_inputs=make_inputs,
     bytes_moved=bytes_moved,
     flops=flops,
     default="composed",
-    benchmarks={
-        f"T={tokens},Hq=32,Hkv=8,D=128": {
-            "T": tokens,
-            "Hq": 32,
-            "Hkv": 8,
-            "D": 128,
-            "Dv": 128,
-            "R": 128,
-            "L": 40960,
-            "P": 1024,
-            "S": 16,
-            "activation": "bfloat16",
-            "kv": "bfloat16",
-            "q_weight": True,
-            "k_weight": True,
-            "interleaved": False,
-            "k_scale": False,
-            "v_scale": False,
-            "layout": "fused",
-            "cache_layout": "token_major",
-            "skipped": "none",
-        }
-        for tokens in (1, 64, 4096)
+    benchmarks={  # the parts', of which each has a point for the same tokens
+        name: {**rotated, **scattered}
+        for (name, rotated), scattered in zip(_NORM_ROPE.benchmarks.items(), _SCATTER.benchmarks.values(), strict=True)
     },
     batching=row_batching("q", "k", "v", "positions", caches=("k_cache", "v_cache"), slots="slots"),
 )

@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tkernels import Axes, Config, DeviceFacts, Run, Variant
+from tkernels import Config, Run, Variant
+from tkernels.ops.arguments import pointers
 from tkernels.quantized.row_codes import codes_of, reciprocal_of, scale_of, unsupported_codes
 
 CONFIGS = tuple(
@@ -41,26 +42,18 @@ def launch(run: Run, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, dtyp
     run.launch(
         quantize_tokens_two_pass,
         (tokens,),
-        q_ptr=q,
-        scale_ptr=scale,
-        x_ptr=x,
-        stride_q_m=q.stride(0),
-        stride_x_m=x.stride(0),
+        **pointers("q[m] scale x[m]", q, scale, x),
         inputs=inputs,
         reciprocal=reciprocal_of(dtype),
-        BLOCK_K=run.config["BLOCK_K"],
+        **run.config,
     )
-
-
-def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    return unsupported_codes(axes, device)
 
 
 VARIANT = Variant(
     wins="rows wider than 32k, which would spill from one program's registers",
     launch=launch,
     configs=CONFIGS,
-    supports=supports,
+    supports=unsupported_codes,
     # 4096 over 8 warps: 16 elements a thread, two 16-byte loads of bf16 in flight and one 16-byte store of codes.
     # gfx942's warps have 64 threads: 4 of them for the same. Interpreted rows are short and cross blocks too.
     default={

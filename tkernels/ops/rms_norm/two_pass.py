@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
+from tkernels.ops.arguments import pointers
 
 CONFIGS = tuple(
     Config(BLOCK_H=block, num_warps=warps) for block, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (8192, 16))
@@ -38,14 +39,10 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, e
     run.launch(
         rms_norm_two_pass,
         (tokens,),
-        out_ptr=out,
-        x_ptr=x,
-        weight_ptr=weight,
-        stride_x_t=x.stride(0),
-        stride_out_t=out.stride(0),
+        **pointers("out[t] x[t] weight", out, x, weight),
         hidden=hidden,
         eps=eps,
-        BLOCK_H=run.config["BLOCK_H"],
+        **run.config,
     )
 
 

@@ -7,6 +7,7 @@ import torch
 
 from tkernels import Axes, Run, Variant
 from tkernels.contract import Value
+from tkernels.inputs import dtype_name
 from tkernels.ops.algorithms import Algorithms
 from tkernels.ops.scaled_matmul._code_sums import unsupported_sums
 
@@ -38,7 +39,7 @@ def launch(
     out_dtype: torch.dtype,
 ) -> None:
     axes: dict[str, Value] = {"M": q.shape[0], "N": weight.shape[0], "K": q.shape[1]}
-    axes |= {"codes": str(q.dtype).removeprefix("torch."), "out": str(out_dtype).removeprefix("torch.")}
+    axes |= {"codes": dtype_name(q.dtype), "out": dtype_name(out_dtype)}
     ALGORITHMS.launch(run, axes, out, q, scale, weight, weight_scale, bias, out_dtype)
 
 

@@ -93,12 +93,12 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     weight_scale /= size**2 * inputs**0.5
     if kind == "zeros" and device.type != "meta":  # tokens of zeros, as quantize_tokens makes them
         q[::2], scale[::2] = 0, SMALLEST_SCALE
-    bias = draws.laid_out(draws.grid_normal((outputs,), out), "contiguous") if axes["bias"] else None
+    bias = draws.laid_out(draws.grid_normal((outputs,), out)) if axes["bias"] else None
     return {
         "q": draws.laid_out(q, axes["layout"]),
-        "scale": draws.laid_out(scale, "contiguous"),
+        "scale": draws.laid_out(scale),
         "weight": draws.laid_out(weight, axes["weight_layout"]),
-        "weight_scale": draws.laid_out(weight_scale, "contiguous"),
+        "weight_scale": draws.laid_out(weight_scale),
         "bias": bias,
         "out_dtype": out,
     }

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tkernels import Config, Run, Variant
 from tkernels.ops.arguments import pointers
-from tkernels.ops.products import tile_configs, tile_grid, tile_sizes
+from tkernels.ops.products import tile_configs, tile_grid
 from tkernels.ops.scaled_matmul._code_sums import (
     rescaled,
     sums_are_short,
@@ -84,18 +84,15 @@ def launch(
     out_dtype: torch.dtype,
 ) -> None:
     (tokens, inputs), outputs = q.shape, weight.shape[0]
-    block_m, block_n, block_k = tile_sizes(run.config)
     run.launch(
         scaled_matmul_tiled,
-        tile_grid(tokens, outputs, block_m, block_n),
+        tile_grid(tokens, outputs, run.config["BLOCK_M"], run.config["BLOCK_N"]),
         **pointers("out[m] q[m] scale weight[n] weight_scale bias", out, q, scale, weight, weight_scale, bias),
         tokens=tokens,
         outputs=outputs,
         inputs=inputs,
         SHORT=sums_are_short(run.device),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        **run.config,
     )
 
 

@@ -120,7 +120,7 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     }
     return {
         "block_tables": draws.laid_out(block_tables.to(device), axes["layout"]),
-        **{name: draws.laid_out(tensor.to(device), "contiguous") for name, tensor in plain.items()},
+        **{name: draws.laid_out(tensor.to(device)) for name, tensor in plain.items()},
         "page_size": page_size,
     }
 

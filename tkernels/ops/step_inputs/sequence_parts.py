@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
+from tkernels.ops.arguments import pointers
 
 CONFIGS = tuple(
     Config(BLOCK=block, num_warps=warps) for block, warps in ((32, 1), (128, 1), (128, 4), (512, 4), (1024, 4))
@@ -73,16 +74,9 @@ def launch(
     run.launch(
         step_inputs_sequence_parts,
         (sequences + 1, triton.cdiv(max(num_tokens, 1), block)),
-        token_ids_ptr=token_ids,
-        positions_ptr=positions,
-        slots_ptr=slots,
-        context_lens_ptr=context_lens,
-        tokens_ptr=tokens,
-        last_tokens_ptr=last_tokens,
-        block_tables_ptr=block_tables,
-        starts_ptr=starts,
+        **pointers("token_ids positions slots context_lens", token_ids, positions, slots, context_lens),
+        **pointers("tokens last_tokens block_tables[b] starts", tokens, last_tokens, block_tables, starts),
         cu_counts_ptr=cu_counts,
-        stride_block_tables_b=block_tables.stride(0),
         sequences=sequences,
         num_tokens=num_tokens,
         PAGE_SIZE=page_size,

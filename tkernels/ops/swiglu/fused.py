@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
+from tkernels.ops.arguments import pointers
 
 CONFIGS = tuple(
     Config(BLOCK_T=rows, BLOCK_I=columns, num_warps=warps)
@@ -39,18 +40,13 @@ def swiglu_fused(
 
 def launch(run: Run, out: torch.Tensor, gate_up: torch.Tensor) -> None:
     tokens, width = out.shape
-    block_t, block_i = run.config["BLOCK_T"], run.config["BLOCK_I"]
     run.launch(
         swiglu_fused,
-        (triton.cdiv(tokens, block_t), triton.cdiv(width, block_i)),
-        out_ptr=out,
-        gate_up_ptr=gate_up,
-        stride_out_t=out.stride(0),
-        stride_gate_up_t=gate_up.stride(0),
+        (triton.cdiv(tokens, run.config["BLOCK_T"]), triton.cdiv(width, run.config["BLOCK_I"])),
+        **pointers("out[t] gate_up[t]", out, gate_up),
         tokens=tokens,
         width=width,
-        BLOCK_T=block_t,
-        BLOCK_I=block_i,
+        **run.config,
     )
 
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
+from tkernels.ops.arguments import pointers
 
 CONFIGS = tuple(
     Config(BLOCK_I=columns, PROGRAMS_PER_SM=programs, num_warps=warps, num_stages=stages)
@@ -51,10 +52,7 @@ def launch(run: Run, out: torch.Tensor, gate_up: torch.Tensor) -> None:
     run.launch(
         swiglu_grid_stride,
         (programs,),
-        out_ptr=out,
-        gate_up_ptr=gate_up,
-        stride_out_t=out.stride(0),
-        stride_gate_up_t=gate_up.stride(0),
+        **pointers("out[t] gate_up[t]", out, gate_up),
         width=width,
         tiles=tiles,
         tiles_per_row=tiles_per_row,

@@ -23,6 +23,11 @@ class Instruction:
     bulk: bool = False
     matrix: str = ""
 
+    @property
+    def reads(self) -> bool:
+        """Whether it loads from global memory, a lane's bytes or a whole tile."""
+        return self.loads > 0 or self.bulk
+
 
 @dataclass(frozen=True)
 class Code:
@@ -36,21 +41,10 @@ class Code:
 
         A loop is what lies between a label and a later jump back to it.
         """
-        loops = {
-            (self.labels[one.target], end)
-            for end, one in enumerate(self.instructions)
-            if one.target in self.labels and self.labels[one.target] <= end
-        }
-        loading = [loop for loop in loops if any(one.loads or one.bulk for one in self._inside(loop))]
-        innermost = [
-            (start, end)
-            for start, end in loading
-            if not any((a, b) != (start, end) and start <= a and b <= end for a, b in loading)
-        ]
-        return [one for loop in sorted(innermost) for one in self._inside(loop)]
-
-    def _inside(self, loop: tuple[int, int]) -> Sequence[Instruction]:
-        return self.instructions[loop[0] : loop[1] + 1]
+        jumps = enumerate(self.instructions)
+        loops = {range(self.labels[one.target], end + 1) for end, one in jumps if one.target in self.labels}
+        loading = [loop for loop in loops if any(self.instructions[at].reads for at in loop)]
+        return [self.instructions[at] for loop in _innermost(loading) for at in loop]
 
     @property
     def matrix_instructions(self) -> dict[str, int]:
@@ -68,6 +62,12 @@ def access_shares(loop: Sequence[Instruction]) -> dict[str, float]:
     return {str(width): round(moved[width] / total, 4) for width in sorted(moved, reverse=True) if width}
 
 
+def _innermost(loops: Sequence[range]) -> list[range]:
+    """Those in which no other lies, in order."""
+    outer = {one for one in loops for other in loops if other != one and other[0] in one and other[-1] in one}
+    return sorted(set(loops) - outer, key=lambda loop: loop[0])
+
+
 # %k = tt.load %p, %mask, %other : tensor<64x128x!tt.ptr<bf16>> loc(#loc261)
 _ACCESS = re.compile(r"\btt\.(?:load|store) .*tensor<[\dx]+x!tt\.ptr<(\w+)>.*loc\(#(\w+)\)")
 _LOCATION = re.compile(r'^#(\w+) = loc\((?:"([^"]*)":(\d+):\d+|"[^"]*"\(#(\w+)\)|callsite\(#(\w+) at #\w+\))')
@@ -77,19 +77,20 @@ _NARROW = re.compile(r"bf16|f16|f8\w+|i8")
 def elements_by_line(ttir: str) -> dict[str, str]:
     """ "file.py:74" -> element type ("bf16") of each line that loads or stores 8-bit numbers or 16-bit floats."""
     places: dict[str, tuple[str, str]] = {}  # loc -> (the line it is, "") or ("", the loc that it is about)
+    accesses: list[tuple[str, str]] = []
     for text in ttir.splitlines():
         if found := _LOCATION.match(text):
             loc, file, line, named, callee = found.groups()
             places[loc] = (f"{file.rsplit('/', 1)[-1]}:{line}", "") if file else ("", named or callee)
+        elif found := _ACCESS.search(text):
+            accesses.append((found.group(1), found.group(2)))
     elements: dict[str, str] = {}
-    for text in ttir.splitlines():
-        if found := _ACCESS.search(text):
-            element, loc = found.groups()
-            line = ""
-            while not line and loc in places:
-                line, loc = places[loc]
-            if line and _NARROW.fullmatch(element):
-                elements[line] = element
+    for element, loc in accesses:
+        line = ""
+        while not line and loc in places:
+            line, loc = places[loc]
+        if line and _NARROW.fullmatch(element):
+            elements[line] = element
     return elements
 
 

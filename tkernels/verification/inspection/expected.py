@@ -61,6 +61,11 @@ def regressions(before: CompiledKernel, now: CompiledKernel) -> list[str]:
     lost = sorted(set(before.matrix_instructions) - set(now.matrix_instructions))
     if lost:
         found.append(f"lost {', '.join(lost)}, has {', '.join(now.matrix_instructions) or 'no matrix instruction'}")
+    return found + _narrower_accesses(before, now)
+
+
+def _narrower_accesses(before: CompiledKernel, now: CompiledKernel) -> list[str]:
+    found = []
     if new := sorted(set(_widths(now.narrow)) - set(_widths(before.narrow))):
         found.append(f"narrower: {', '.join(new)}")
     wide, was_wide = (row.access_bytes.get("16", 0) + row.access_bytes.get("32", 0) for row in (now, before))

@@ -23,30 +23,35 @@ def failures(row: CompiledKernel) -> list[str]:
       activations are, is less than 16 bytes wide at aligned strides. An elementwise kernel without a loop is its own
       main loop; decode's second launch, which has none, writes a few rows.
     """
-    if row.status == "unsupported":
-        return []
     if row.status != "ok":
-        return [row.reason]
-    found = []
-    if row.point != "unaligned":
-        if row.default and row.spill_bytes:
-            found.append(f"spills {row.spill_bytes} bytes")
-        if row.work not in _TILED and row.narrow and (row.loop or row.work != "decode"):
-            found.append(f"narrow (16 bytes are wanted): {', '.join(row.narrow)}")
-    if row.default and row.work in _TILED and "BLOCK_M" in row.config and _many_rows(row) and row.arch == "sm_90":
-        if row.config["BLOCK_M"] < 64:
-            found.append(f"tile of {row.config['BLOCK_M']} rows, 64 are the least")
-        # fp32 is multiplied as fp32 (ieee), for which there is no matrix instruction.
-        wanted = _WGMMA.get(str(row.axes.get("codes")), "HGMMA")
-        # A launch without a loop only brings the product's operands into order.
-        is_product = row.launch == 0 and row.loop
-        if is_product and row.axes.get("activation") != "float32" and wanted not in row.matrix_instructions:
-            found.append(f"no {wanted}")
+        return [] if row.status == "unsupported" else [row.reason]
+    found = _memory_failures(row) if row.point != "unaligned" else []
+    many_rows = max(int(row.axes.get(axis, 0)) for axis in ("M", "T")) > 64
+    if row.default and row.work in _TILED and "BLOCK_M" in row.config and many_rows and row.arch == "sm_90":
+        found += _product_failures(row)
     return found
 
 
-def _many_rows(row: CompiledKernel) -> bool:
-    return max(int(row.axes.get(axis, 0)) for axis in ("M", "T")) > 64
+def _memory_failures(row: CompiledKernel) -> list[str]:
+    found = []
+    if row.default and row.spill_bytes:
+        found.append(f"spills {row.spill_bytes} bytes")
+    if row.work not in _TILED and row.narrow and (row.loop or row.work != "decode"):
+        found.append(f"narrow (16 bytes are wanted): {', '.join(row.narrow)}")
+    return found
+
+
+def _product_failures(row: CompiledKernel) -> list[str]:
+    found = []
+    if row.config["BLOCK_M"] < 64:
+        found.append(f"tile of {row.config['BLOCK_M']} rows, 64 are the least")
+    # fp32 is multiplied as fp32 (ieee), for which there is no matrix instruction.
+    wanted = _WGMMA.get(str(row.axes.get("codes")), "HGMMA")
+    # A launch without a loop only brings the product's operands into order.
+    is_product = row.launch == 0 and row.loop
+    if is_product and row.axes.get("activation") != "float32" and wanted not in row.matrix_instructions:
+        found.append(f"no {wanted}")
+    return found
 
 
 def failing(rows: Sequence[CompiledKernel]) -> list[str]:

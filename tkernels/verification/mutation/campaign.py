@@ -154,8 +154,3 @@ def joined(declared: Sequence[Trial], parts: Sequence[Comparison]) -> list[Compa
         return Comparison(trial, sum(part.cases for part in mine if not part.reason), reason)
 
     return [whole(trial) for trial in declared]
-
-
-def comparisons(pool: Pool, declared: Sequence[Trial], cases: int, seed: int) -> list[Comparison]:
-    """Each declared equivalent's bits on so many cases of every variant that has the function."""
-    return joined(declared, list(compared(pool, declared, cases, seed)))

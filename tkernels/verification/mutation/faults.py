@@ -8,8 +8,9 @@ diff of the file shows it and nothing else.
 import ast
 import copy
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -21,7 +22,8 @@ _HINT_KEYWORDS = frozenset(
 )  # fmt: skip
 _PROMISES = frozenset(("multiple_of", "max_contiguous", "max_constancy"))
 _NO_EFFECT = frozenset(("assume", "debug_barrier", "static_assert", "device_assert", "static_print", "device_print"))
-_SHAPED = frozenset(("zeros", "full", "reshape", "view", "broadcast_to", "permute", "trans"))
+_MADE = ("zeros", "full")
+_SHAPED = frozenset((*_MADE, "reshape", "view", "broadcast_to", "permute", "trans"))
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,9 @@ def _parts(node: ast.AST) -> Iterator[ast.AST]:
         if field in ("decorator_list", "annotation", "returns") or name in _NO_EFFECT:
             continue
         children = value if isinstance(value, list) else [value]
-        if name in _PROMISES and field == "args":
-            children = children[:1]
-        for child in children:
-            if isinstance(child, ast.keyword) and child.arg in _HINT_KEYWORDS:
-                continue
-            if isinstance(child, ast.AST):
+        for child in children[:1] if name in _PROMISES and field == "args" else children:
+            is_hint = isinstance(child, ast.keyword) and child.arg in _HINT_KEYWORDS
+            if isinstance(child, ast.AST) and not is_hint:
                 yield from _parts(child)
 
 
@@ -108,42 +107,29 @@ def _compared(function: ast.FunctionDef, other: Mapping[type[ast.cmpop], type[as
             yield node, ast.Compare(node.left, [other[type(node.ops[0])]()], node.comparators)
 
 
-def _comparisons_shifted(function: ast.FunctionDef) -> Iterator[Replacement]:
-    return _compared(function, _SHIFTED)
-
-
-def _comparisons_flipped(function: ast.FunctionDef) -> Iterator[Replacement]:
-    return _compared(function, _FLIPPED)
-
-
 def _strides_swapped(function: ast.FunctionDef) -> Iterator[Replacement]:
     """For another stride of the same tensor, or, of a tensor that has one only, for another tensor's."""
     strides = [arg.arg for arg in function.args.args if arg.arg.startswith("stride_")]
     for node in _body(function):
         if isinstance(node, ast.Name) and node.id in strides:
             tensor = node.id.rsplit("_", 1)[0]
-            others = [s for s in strides if s != node.id and s.rsplit("_", 1)[0] == tensor]
-            others += [s for s in strides if s != node.id and s not in others]
+            others = [stride for stride in strides if stride != node.id]
             if others:
-                yield node, ast.Name(others[0])
+                yield node, ast.Name(min(others, key=lambda stride: stride.rsplit("_", 1)[0] != tensor))
 
 
 def _axes_swapped(function: ast.FunctionDef) -> Iterator[Replacement]:
     """Of a reduction, of the grid, and of an expanded dim: x[:, None] and x[None, :]."""
     for node in _body(function):
-        if _called(node) in ("program_id", "num_programs"):
-            assert isinstance(node, ast.Call)
-            (axis,) = node.args
-            if isinstance(axis, ast.Constant):
+        match node:
+            case ast.Call(args=[ast.Constant() as axis]) if _called(node) in ("program_id", "num_programs"):
                 yield axis, ast.Constant(0 if axis.value else 1)
-        elif isinstance(node, ast.Call):
-            for keyword in node.keywords:
-                if keyword.arg == "axis" and isinstance(keyword.value, ast.Constant):
-                    yield keyword.value, ast.Constant(0 if keyword.value.value else 1)
-        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
-            dims = node.slice.elts[::-1]
-            if [ast.dump(dim) for dim in dims] != [ast.dump(dim) for dim in node.slice.elts]:
-                yield node, ast.Subscript(node.value, ast.Tuple(dims))
+            case ast.keyword(arg="axis", value=ast.Constant() as axis):
+                yield axis, ast.Constant(0 if axis.value else 1)
+            case ast.Subscript(value=value, slice=ast.Tuple(elts=dims) as index):
+                swapped = ast.Tuple(dims[::-1])
+                if ast.unparse(swapped) != ast.unparse(index):
+                    yield node, ast.Subscript(value, swapped)
 
 
 def _is_number(node: ast.AST) -> bool:
@@ -168,38 +154,38 @@ def _constants_changed(function: ast.FunctionDef) -> Iterator[Replacement]:
     """
     fixed: set[ast.AST] = set()
     for node in _body(function):
-        is_shape = isinstance(node, ast.Tuple | ast.List) or _called(node) in ("program_id", "num_programs", "arange")
-        if node in fixed or is_shape:
+        if node in fixed:
             fixed.update(ast.iter_child_nodes(node))
-        elif isinstance(node, ast.Subscript):
-            fixed.add(node.slice)
-        elif isinstance(node, ast.keyword) and node.arg in ("axis", "dim", "keep_dims"):
-            fixed.add(node.value)
-        elif isinstance(node, ast.keyword) and node.arg == "other" and _is_number(node.value):
-            assert isinstance(node.value, ast.Constant)
-            fixed.add(node.value)
-            yield node.value, _undefined(node.value)
-        elif _called(node) == "float":
-            fixed.update(ast.iter_child_nodes(node))
-            assert isinstance(node, ast.Call)
-            yield node, ast.Constant(0.0)
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd) and _is_number(node.right):
-            fixed.add(node.right)
-            bits = ast.literal_eval(node.right)
-            yield node.right, ast.Constant(bits // 2)
-        elif isinstance(node, ast.Constant) and _is_number(node):
-            value = node.value
-            assert isinstance(value, int | float)
-            yield node, ast.Constant(value + 1 if isinstance(value, int) else 2 * value or 1.0)
-        if _called(node) in _SHAPED:
-            assert isinstance(node, ast.Call)
-            fixed.update(node.args[:1] if _called(node) in ("zeros", "full") else node.args[1:])
+            continue
+        fixed.update(_fixed_parts(node))
+        match node:
+            case ast.keyword(arg="other", value=ast.Constant(value=value) as lanes) if _is_number(lanes):
+                nan = ast.Call(ast.Name("float"), [ast.Constant("nan")], [])
+                yield lanes, ast.Constant(2**31 - 1) if isinstance(value, int) else nan
+            case ast.Call() if _called(node) == "float":
+                yield node, ast.Constant(0.0)
+            case ast.BinOp(op=ast.BitAnd(), right=ast.Constant(value=int() as bits) as mask) if _is_number(mask):
+                yield mask, ast.Constant(bits // 2)
+            case ast.Constant(value=int() | float() as value) if _is_number(node):
+                yield node, ast.Constant(value + 1 if isinstance(value, int) else 2 * value or 1.0)
 
 
-def _undefined(value: ast.Constant) -> ast.expr:
-    if isinstance(value.value, int):
-        return ast.Constant(2**31 - 1)
-    return ast.Call(ast.Name("float"), [ast.Constant("nan")], [])
+def _fixed_parts(node: ast.AST) -> Iterable[ast.AST]:
+    """The parts of an expression that are an axis, an index or a shape, or that change with the whole of it."""
+    match node:
+        case ast.Tuple() | ast.List():
+            return ast.iter_child_nodes(node)
+        case ast.Subscript(slice=index):
+            return [index]
+        case ast.keyword(arg="axis" | "dim" | "keep_dims" | "other", value=value):
+            return [value] if node.arg != "other" or _is_number(value) else []
+        case ast.BinOp(op=ast.BitAnd(), right=right) if _is_number(right):
+            return [right]
+        case ast.Call() if _called(node) in ("program_id", "num_programs", "arange", "float"):
+            return ast.iter_child_nodes(node)
+        case ast.Call(args=args) if _called(node) in _SHAPED:
+            return args[:1] if _called(node) in _MADE else args[1:]
+    return []
 
 
 def _casts_removed(function: ast.FunctionDef) -> Iterator[Replacement]:
@@ -210,36 +196,32 @@ def _casts_removed(function: ast.FunctionDef) -> Iterator[Replacement]:
                 yield node, value
 
 
-def _is_made(value: ast.expr) -> bool:
-    return _called(value) in ("zeros", "full")
-
-
 def _accumulators_lowered(function: ast.FunctionDef) -> Iterator[Replacement]:
     """An fp32 sum that a loop carries is rounded to fp16 in every step; a 64-bit index is made with 32 bits."""
     carried: set[str] = set()
     for node in _body(function):
         match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as made) if _called(made) in (
-                "zeros",
-                "full",
-            ):
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as made) if _called(made) in _MADE:
                 kinds = {part.attr: part for part in ast.walk(made) if isinstance(part, ast.Attribute)}
                 if "float32" in kinds:
                     carried.add(name)
                 if "int64" in kinds:
-                    wide = kinds["int64"]
-                    yield wide, ast.Attribute(wide.value, "int32")
+                    yield kinds["int64"], ast.Attribute(kinds["int64"].value, "int32")
     for loop in _body(function):
-        if not isinstance(loop, ast.For | ast.While):
-            continue
-        for node in loop.body:
-            match node:
-                case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in carried and not _is_made(value):
-                    yield value, _rounded(value)
-                case ast.AugAssign(target=ast.Name(id=name), value=value, op=ast.Add()) if name in carried:
-                    # (sum + value) rounded, less the sum: what has to be added for the sum to be of fp16's precision.
-                    total = ast.BinOp(ast.Name(name), ast.Add(), value)
-                    yield value, ast.BinOp(_rounded(total), ast.Sub(), ast.Name(name))
+        if isinstance(loop, ast.For | ast.While):
+            for statement in loop.body:
+                yield from _rounded_sum(statement, carried)
+
+
+def _rounded_sum(statement: ast.stmt, carried: Set[str]) -> Iterator[Replacement]:
+    """What a step of a loop makes of a carried sum, rounded to fp16."""
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in carried and _called(value) not in _MADE:
+            yield value, _rounded(value)
+        case ast.AugAssign(target=ast.Name(id=name), value=value, op=ast.Add()) if name in carried:
+            # (sum + value) rounded, less the sum: what has to be added for the sum to be of fp16's precision.
+            total = ast.BinOp(ast.Name(name), ast.Add(), value)
+            yield value, ast.BinOp(_rounded(total), ast.Sub(), ast.Name(name))
 
 
 def _rounded(value: ast.expr) -> ast.expr:
@@ -270,8 +252,8 @@ def _zero_points_dropped(function: ast.FunctionDef) -> Iterator[Replacement]:
 
 _SITES: dict[str, Callable[[ast.FunctionDef], Iterator[Replacement]]] = {
     "mask_dropped": _masks_dropped,
-    "mask_shifted": _comparisons_shifted,
-    "comparison_flipped": _comparisons_flipped,
+    "mask_shifted": partial(_compared, other=_SHIFTED),
+    "comparison_flipped": partial(_compared, other=_FLIPPED),
     "stride_swapped": _strides_swapped,
     "axis_swapped": _axes_swapped,
     "off_by_one": _off_by_one,

@@ -13,15 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tkernels import isolation
 from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.device import INTERPRETER
+from tkernels.inputs import clone_inputs, whole_storage
 from tkernels.isolation import Prepare
 from tkernels.registry import Registry, registry_of
 from tkernels.variant import Variant
+from tkernels.verification.calls import call
 from tkernels.verification.check import check_case, drawn_cases, wide_cases
-from tkernels.verification.mutation.bits import Original, difference, originals
 from tkernels.verification.mutation.targets import plant
 from tkernels.verification.mutation.ttir import CodeReader
 from tkernels.verification.offsets import check_offsets
@@ -49,7 +52,7 @@ class Cases:
         self._kept: dict[tuple[Any, ...], list[Drawn]] = {}
         self._wide: dict[tuple[Any, ...], list[Drawn]] = {}
         self._warm: dict[tuple[str, str], str] = {}
-        self._originals: tuple[tuple[Any, ...], list[Original]] = ((), [])
+        self._originals: tuple[tuple[Any, ...], list[tuple[Case, Config, list[torch.Tensor]]]] = ((), [])
 
     def variant(self, task: Mapping[str, Any]) -> Variant:
         return self.registry[task["op"]].variants[task["variant"]]
@@ -70,15 +73,16 @@ class Cases:
             self._wide[key] = [(case, own) for case, _ in wide_cases(variant, task["seed"], config=own)]
         return self._wide[key]
 
-    def originals(self, task: Mapping[str, Any]) -> list[Original]:
-        """What the variant as it is makes of the task's cases. The last task's alone are kept: a thousand cases with
-        their inputs do not fit into the memory that a worker may have.
+    def originals(self, task: Mapping[str, Any]) -> list[tuple[Case, Config, list[torch.Tensor]]]:
+        """The task's cases, each with the bytes that the variant as it is writes there. The last task's alone are kept:
+        a thousand cases with their inputs do not fit into the memory that a worker may have.
         """
         key = tuple(task[name] for name in ("op", "variant", "seed", "draws", "programs"))
         if self._originals[0] != key:
             variant = self.variant(task)
             drawn = drawn_cases(variant, task["draws"], task["seed"], max_programs=task["programs"])
-            self._originals = (key, originals(variant, drawn))
+            kept = [(case, config) for case, config in drawn if config is not None]
+            self._originals = (key, [(*one, _written_bytes(variant, *one)) for one in kept])
         return self._originals[1]
 
     def warm(self, variant: Variant, drawn: Sequence[Drawn]) -> str:
@@ -92,6 +96,12 @@ class Cases:
             self._warm[name] = wrong[0] if len(wrong) > 1 else ""  # one may be the error rule's bad luck
             gc.freeze()  # else every fork would write to, and so copy, all objects at its first collection
         return self._warm[name]
+
+
+def _written_bytes(variant: Variant, case: Case, config: Config) -> list[torch.Tensor]:
+    """Every output, and the whole storage of every written argument, as a variant leaves them: bytes."""
+    results = call(variant, clone_inputs(case.inputs), config).values()
+    return [whole_storage(tensor, torch.uint8).clone() for tensor in results]
 
 
 def _limited(seconds: float) -> None:
@@ -159,13 +169,23 @@ def _original(task: Mapping[str, Any], cases: Cases) -> Work:
 
 
 def _same_bits(task: Mapping[str, Any], cases: Cases) -> Work:
-    """The original runs here, once for all of a variant's equivalents that ask for the same cases one after another."""
+    """Whether a declared equivalent is its original, bit for bit: the first case where a bit differs, or it raises.
+
+    The original runs here, once for all of a variant's equivalents that ask for the same cases one after another.
+    """
     variant, wanted = cases.variant(task), cases.originals(task)
 
     def run(tell: Tell) -> Answer:
         _plant(task, variant)
-        reason = difference(variant, wanted, lambda: _limited(task["seconds"]))
-        return {"verdict": "different" if reason else "same", "reason": reason}
+        for case, config, written in wanted:
+            _limited(task["seconds"])
+            try:
+                got = _written_bytes(variant, case, config)
+            except Exception as error:
+                return {"verdict": "different", "reason": f"{type(error).__name__}: {error} at {dict(case.axes)}"}
+            if not all(torch.equal(one, other) for one, other in zip(written, got, strict=True)):
+                return {"verdict": "different", "reason": f"at {dict(case.axes)}, seed {case.seed}"}
+        return {"verdict": "same", "reason": ""}
 
     return run
 

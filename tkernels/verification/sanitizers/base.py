@@ -6,17 +6,12 @@ from dataclasses import dataclass, field
 import torch
 
 from tkernels.config import Config
-from tkernels.contract import Axes, Case, Choose, Value
+from tkernels.contract import Axes, Case, Value
 from tkernels.device import INTERPRETER
 from tkernels.mode import MODE
 from tkernels.tuning import candidates
 from tkernels.variant import Variant
 from tkernels.verification.check import chooser, draw, outside_folder, replay_command
-
-
-def never_unfit(variant: Variant) -> str | None:
-    """A sanitizer that any variant can be put under."""
-    return None
 
 
 def without_launches(variant: Variant) -> str | None:
@@ -43,7 +38,7 @@ class Sanitizer:
     name: str
     finds: str
     run: Callable[[Variant, Case, Config | None], str | None]
-    unfit: Callable[[Variant], str | None] = never_unfit
+    unfit: Callable[[Variant], str | None] = lambda variant: None
     draws: int = 6
     max_programs: int = 16
     each_config: bool = False
@@ -126,21 +121,14 @@ def sanitized(
     """
     known = variant.contract.axis_by_name
     narrowed = {name: value for name, value in sanitizer.fixed.items() if name in known}
-    configs = _configs(sanitizer, variant, config)
+    configs: Sequence[Config | None] = _configs(sanitizer, variant, config) or (config,)
     for index in range(planned_draws(sanitizer, variant, examples, config)):
-        wanted = index % len(configs) if configs else None
         held = {**(narrowed if index % 2 == 0 else {}), **(fixed or {})}
+        wanted = configs[index % len(configs)]
         for attempt in range(_TRIES):
-            choose = _holding_config(chooser(seed + index + _APART * attempt), wanted)
+            number = seed + index + _APART * attempt
             most = sanitizer.max_programs * (_MORE if attempt >= _TRIES // 2 else 1)
-            drawn = draw(variant, choose, seed + index + _APART * attempt, held, device, most, config)
-            if drawn is not None and (wanted is None or drawn[1] == configs[wanted]):
+            drawn = draw(variant, chooser(number), number, held, device, most, wanted)
+            if drawn is not None:
                 yield inspect_case(sanitizer, variant, *drawn)
                 break
-
-
-def _holding_config(choose: Choose, wanted: int | None) -> Choose:
-    def held(name: str, candidates: Sequence[Value]) -> Value:
-        return candidates[wanted] if name == "config" and wanted is not None else choose(name, candidates)
-
-    return held

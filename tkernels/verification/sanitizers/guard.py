@@ -15,7 +15,7 @@ import torch
 from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.device import device_facts
-from tkernels.inputs import map_tensors
+from tkernels.inputs import map_tensors, tensors_in, whole_storage
 from tkernels.isolation import Tell, run_forked
 from tkernels.launch import jit_door
 from tkernels.variant import Variant
@@ -60,17 +60,13 @@ def guarded_inputs(inputs: Mapping[str, Any], edge: Edge, align: int = 1) -> dic
     first element's address is a multiple of, at the price of as much less one byte that lies beyond the last.
     """
     spans: dict[int, tuple[int, int]] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
+    for tensor in tensors_in(inputs):
         if tensor.numel():
             key, width = tensor.untyped_storage().data_ptr(), tensor.element_size()
             first = int(tensor.storage_offset()) * width
             last = first + width * int(1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)))
             low, high = spans.get(key, (first, last))
             spans[key] = min(low, first), max(high, last)
-        return tensor
-
-    map_tensors(inputs, note)
     copies: dict[int, torch.Tensor] = {}
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,7 +75,7 @@ def guarded_inputs(inputs: Mapping[str, Any], edge: Edge, align: int = 1) -> dic
         storage = tensor.untyped_storage()
         low, high = spans[storage.data_ptr()]
         if storage.data_ptr() not in copies:
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+            whole = whole_storage(tensor, torch.uint8)
             copies[storage.data_ptr()] = guarded_bytes(high - low, edge, align).copy_(whole[low:high])
         typed = copies[storage.data_ptr()].view(tensor.dtype)
         return typed.as_strided(

@@ -23,7 +23,7 @@ import torch
 from triton.runtime import interpreter as triton_interpreter
 
 from tkernels.config import Config
-from tkernels.contract import Axes, Case, Contract, ContractError, Int, Tensor
+from tkernels.contract import Axes, Case, Contract, ContractError, Int, Tensor, Value
 from tkernels.device import INTERPRETER
 from tkernels.dims import Dim
 from tkernels.inputs import map_tensors
@@ -65,19 +65,24 @@ def huge_sizes(contract: Contract, arguments: Mapping[str, Any], axes: Axes) -> 
     One that an integer tensor has other than as its leading dim cannot (a block table's width, offsets [B+1]): what
     the new entries should say is not known. Nor can one of a weight's, whose class bounds it.
     """
-    of_weights: dict[str, Any] = {}
-    for name, rule in contract.arguments.items():
-        if not isinstance(rule, Tensor) and hasattr(arguments[name], "map_tensors"):
-            rule.bind(contract.name, name, arguments[name], of_weights, None)
     places = _places(contract, arguments)
     in_outputs = {dim.name for shape, tensor in places if tensor is None for dim in shape}
-    for axis in contract.axes:
-        if not isinstance(axis, Int) or axis.name in of_weights or not (axis.batch or axis.name in in_outputs):
-            continue
-        if rows := [row for row in _row_sizes(axis.name, places, axes) if row >= _LEAST_ROW]:
-            size = _ELEMENTS // min(rows) + 2
-            if size <= axis.high:
-                yield axis.name, size
+    growing = [axis for axis in contract.axes if isinstance(axis, Int) and (axis.batch or axis.name in in_outputs)]
+    bounded = _axes_of_weights(contract, arguments)
+    for axis in growing:
+        rows = [row for row in _row_sizes(axis.name, places, axes) if row >= _LEAST_ROW]
+        size = _ELEMENTS // min(rows) + 2 if rows else math.inf
+        if size <= axis.high and axis.name not in bounded:
+            yield axis.name, int(size)
+
+
+def _axes_of_weights(contract: Contract, arguments: Mapping[str, Any]) -> dict[str, Value]:
+    """The axes that the weights among the arguments decide."""
+    bound: dict[str, Value] = {}
+    for name, rule in contract.arguments.items():
+        if not isinstance(rule, Tensor) and hasattr(arguments[name], "map_tensors"):
+            rule.bind(contract.name, name, arguments[name], bound, None)
+    return bound
 
 
 def _row_sizes(axis: str, places: Sequence[tuple[tuple[Dim, ...], torch.Tensor | None]], axes: Axes) -> list[int]:

@@ -6,7 +6,7 @@ keeping what each stores; so is one store whose own lanes do, of which a GPU kee
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,7 +93,6 @@ def permuting_door(order: str) -> Door:
         number = {program: index for index, program in enumerate(programs)}
         stores = _Stores()
         set_program, store = builder.set_grid_idx, builder.create_masked_store
-        rmw, cas = builder.create_atomic_rmw, builder.create_atomic_cas
 
         def set_permuted(*program: int) -> None:
             set_program(*places[program])
@@ -112,19 +111,18 @@ def permuting_door(order: str) -> Door:
             stores.kept.append((number[builder.grid_idx], where, patterns))
             return store(ptrs, value, mask, *rest)
 
-        def noted_rmw(*args: Any) -> Any:
-            stores.atomics = True
-            return rmw(*args)
+        def noted(atomic: Callable[..., Any]) -> Callable[..., Any]:
+            def note(*args: Any) -> Any:
+                stores.atomics = True
+                return atomic(*args)
 
-        def noted_cas(*args: Any) -> Any:
-            stores.atomics = True
-            return cas(*args)
+            return note
 
         with replaced_methods(
             set_grid_idx=set_permuted,
             create_masked_store=kept_store,
-            create_atomic_rmw=noted_rmw,
-            create_atomic_cas=noted_cas,
+            create_atomic_rmw=noted(builder.create_atomic_rmw),
+            create_atomic_cas=noted(builder.create_atomic_cas),
         ):
             sanitizing_door(kernel, grid, arguments, config)
         if conflict := stores.conflict():

@@ -74,11 +74,7 @@ def _search(variant: Variant, case: Case, too_large: bool) -> str | None:
             launch()
         return 1.0
 
-    tuning = _TuningForDevice("search", variant.file.parent, measure)
-    mine = case.contract.bind_arguments((), clone_inputs(case.inputs))
-    results = unpack(Kernel(variant, tuning, {}, default_door())(**mine))
-    got = dict(zip(wanted_outputs(case.contract, mine), results, strict=True))
-    got |= {name: mine[name] for name in case.contract.writes}
+    got = _call_searching(variant, case, _TuningForDevice("search", variant.file.parent, measure))
     (entry,) = read_lockfile(lockfile(variant, _DEVICE, variant.file.parent)).values()
     skipped = [why for _, us, why in entry.timings if us is None]
     if too_large and not any("shared memory" in why for why in skipped):
@@ -89,6 +85,14 @@ def _search(variant: Variant, case: Case, too_large: bool) -> str | None:
     if variant.deterministic and (why := first_difference(expected, got)):
         return f"a call that tuned itself first returns other bits, so its tensors were tuned on: {why}"
     return None
+
+
+def _call_searching(variant: Variant, case: Case, tuning: Tuning) -> dict[str, torch.Tensor]:
+    """Each result of a call by name, through the public entry."""
+    mine = case.contract.bind_arguments((), clone_inputs(case.inputs))
+    results = unpack(Kernel(variant, tuning, {}, default_door())(**mine))
+    named = dict(zip(wanted_outputs(case.contract, mine), results, strict=True))
+    return named | {name: mine[name] for name in case.contract.writes}
 
 
 SANITIZER = Sanitizer(

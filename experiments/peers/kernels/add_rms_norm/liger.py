@@ -2,7 +2,7 @@
 
 import torch
 
-from experiments.peers.installed import elementwise_peer
+from experiments.peers.variants import peer_variant
 
 
 def add_rms_norm(
@@ -15,4 +15,4 @@ def add_rms_norm(
     return out, new_residual
 
 
-VARIANT = elementwise_peer("liger_kernel", add_rms_norm)
+VARIANT = peer_variant("liger_kernel", add_rms_norm, deterministic=True)

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from experiments.peers.installed import needs
-from tkernels import Variant
+from experiments.peers.variants import peer_variant
 from tkernels.quantized.weight import QuantizedWeight, dequantize
 
 
@@ -21,11 +20,4 @@ def dequant_gemm(x: torch.Tensor, weight: Any, *, bias: torch.Tensor | None = No
     return F.linear(x, dense.to(x.dtype), bias)
 
 
-VARIANT = Variant(
-    wins="a peer: many rows, where arithmetic is the limit",
-    function=dequant_gemm,
-    prepare=prepare,
-    supports=needs(None),
-    deterministic=False,
-    batch_invariant=False,
-)
+VARIANT = peer_variant(None, dequant_gemm, prepare=prepare, wins="a peer: many rows, where arithmetic is the limit")

@@ -4,11 +4,7 @@ from typing import Any
 
 import torch
 
-from experiments.peers.installed import needs
-from experiments.peers.plain_weights import only_plain
-from tkernels import Variant
-from tkernels.contract import Axes
-from tkernels.device import DeviceFacts
+from experiments.peers.variants import peer_variant, refuse_other_codes
 from tkernels.quantized.weight import QuantizedWeight, unpack_codes
 
 
@@ -32,15 +28,4 @@ def dequant_gemm(x: torch.Tensor, weight: Any, *, bias: torch.Tensor | None = No
     return out if bias is None else out + bias
 
 
-def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    return needs("gemlite")(axes, device) or only_plain(axes)
-
-
-VARIANT = Variant(
-    wins="a peer",
-    function=dequant_gemm,
-    prepare=prepare,
-    supports=supports,
-    deterministic=False,
-    batch_invariant=False,
-)
+VARIANT = peer_variant("gemlite", dequant_gemm, prepare=prepare, supports=refuse_other_codes)

@@ -5,9 +5,7 @@ from typing import Any
 
 import torch
 
-from experiments.peers.installed import needs
-from experiments.peers.plain_weights import only_plain
-from tkernels import Variant
+from experiments.peers.variants import peer_variant, refuse_other_codes
 from tkernels.contract import Axes
 from tkernels.device import DeviceFacts
 from tkernels.quantized.weight import QuantizedWeight, unpack_codes
@@ -46,7 +44,7 @@ def dequant_gemm(x: torch.Tensor, weight: Any, *, bias: torch.Tensor | None = No
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    if reason := needs(None)(axes, device) or only_plain(axes):
+    if reason := refuse_other_codes(axes, device):
         return reason
     if axes.get("activation") != "bfloat16" or axes.get("weight") != "bfloat16":
         return "it takes bfloat16 alone"
@@ -57,6 +55,4 @@ def supports(axes: Axes, device: DeviceFacts) -> str | None:
     return None
 
 
-VARIANT = Variant(
-    wins="a peer", function=dequant_gemm, prepare=prepare, supports=supports, deterministic=False, batch_invariant=False
-)
+VARIANT = peer_variant(None, dequant_gemm, prepare=prepare, supports=supports)

@@ -1,14 +1,11 @@
-"""FlashInfer's batch prefill over the same pages, planned once for a call's tables and lengths."""
+"""FlashInfer's batch prefill over the same pages."""
 
 from typing import Any
 
 import torch
 
-from experiments.peers.flashinfer_pages import Pages, workspace
-from experiments.peers.installed import MadeOnce, needs
-from tkernels import Variant
-
-_planned: MadeOnce[Any] = MadeOnce()
+from experiments.peers.flashinfer_pages import attend
+from experiments.peers.variants import peer_variant
 
 
 def paged_prefill(
@@ -17,27 +14,14 @@ def paged_prefill(
     causal: bool = True,
 ) -> Any:  # fmt: skip
     """The op, for contexts of at least one token and no rows past the last chunk."""
-    paged = {"k_cache": k_cache, "block_tables": block_tables, "context_lens": context_lens}
 
-    def planned() -> Any:
+    def make_wrapper(workspace: torch.Tensor) -> Any:
         import flashinfer
 
-        pages, (_, heads, dim), (_, page, heads_kv, _) = Pages.of(paged), q.shape, k_cache.shape
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(q.device), "NHD")
-        wrapper.plan(
-            cu_seqlens_q, pages.indptr, pages.indices, pages.last_page_len, heads, heads_kv, dim, page,
-            causal=causal, sm_scale=scale, q_data_type=q.dtype, kv_data_type=k_cache.dtype,
-        )  # fmt: skip
-        return wrapper
+        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
 
-    wrapper = _planned.get({**paged, "q": q, "cu_seqlens_q": cu_seqlens_q}, planned)
-    return wrapper.run(q, (k_cache, v_cache))
+    caches = (k_cache, v_cache)
+    return attend(make_wrapper, q, caches, block_tables, context_lens, scale, cu_seqlens_q, causal=causal)
 
 
-VARIANT = Variant(
-    wins="a peer",
-    function=paged_prefill,
-    supports=needs("flashinfer"),
-    deterministic=False,
-    batch_invariant=False,
-)
+VARIANT = peer_variant("flashinfer", paged_prefill)

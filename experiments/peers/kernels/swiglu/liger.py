@@ -2,7 +2,7 @@
 
 import torch
 
-from experiments.peers.installed import MadeOnce, elementwise_peer
+from experiments.peers.variants import MadeOnce, peer_variant
 
 _halves: MadeOnce[tuple[torch.Tensor, torch.Tensor]] = MadeOnce()
 
@@ -19,4 +19,4 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-VARIANT = elementwise_peer("liger_kernel", swiglu)
+VARIANT = peer_variant("liger_kernel", swiglu, deterministic=True)

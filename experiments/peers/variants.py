@@ -1,4 +1,4 @@
-"""Why a peer's kernel cannot run here, and what it makes once and keeps: the set-up that other projects ask for."""
+"""What the variants of other projects share: why one cannot run here, and what it makes once and keeps."""
 
 import importlib.util
 from collections import OrderedDict
@@ -13,14 +13,19 @@ from tkernels.device import DeviceFacts
 from tkernels.variant import Variant
 
 Made = TypeVar("Made")
+Supports = Callable[[Axes, DeviceFacts], str | None]
 
 
-def needs(package: str | None) -> Callable[[Axes, DeviceFacts], str | None]:
-    """`supports` of a peer: its package is installed, the device is CUDA, the dtypes are 16 bits wide.
+def peer_variant(package: str | None, function: Callable[..., Any], **facts: Any) -> Variant:
+    """The variant that is another project's kernel, for 16-bit tensors on a GPU of NVIDIA.
 
     Args:
-        package: the module's name; None for torch itself.
+        package: the module that has to be installed; None for torch itself.
+        function: with the op's signature.
+        facts: of the `Variant`. `supports` refuses what the kernel does not take besides. What is not said is claimed
+            to be neither deterministic nor batch-invariant.
     """
+    more: Supports = facts.pop("supports", lambda axes, device: None)
 
     def supports(axes: Axes, device: DeviceFacts) -> str | None:
         if package is not None and importlib.util.find_spec(package) is None:
@@ -29,14 +34,20 @@ def needs(package: str | None) -> Callable[[Axes, DeviceFacts], str | None]:
             return "it is for NVIDIA GPUs"
         if axes.get("activation") not in ("float16", "bfloat16"):
             return f"it takes float16 and bfloat16, not {axes.get('activation')}"
-        return None
+        return more(axes, device)
 
-    return supports
+    usual = {"wins": "a peer", "deterministic": False, "batch_invariant": False}
+    return Variant(**{**usual, **facts}, function=function, supports=supports)
 
 
-def elementwise_peer(package: str, function: Callable[..., Any]) -> Variant:
-    """The variant that is another project's kernel for a norm or an activation, of tensors as they are."""
-    return Variant(wins="a peer", function=function, supports=needs(package), deterministic=True, batch_invariant=False)
+def refuse_other_codes(axes: Axes, device: DeviceFacts) -> str | None:
+    """Why a peer that reads nothing but 4-bit codes, each input at its own place, cannot take this weight."""
+    if axes.get("bits", 4) != 4 or axes.get("coding", "uniform") != "uniform":
+        return f"it reads uniform codes of 4 bits, not {axes.get('coding', 'uniform')} ones of {axes.get('bits', 4)}"
+    for kind in ("permuted", "sparse"):
+        if axes.get(kind, False):
+            return f"it reads no {kind} weight"
+    return None
 
 
 @dataclass

@@ -1,13 +1,24 @@
-"""What a report keeps, and what it plans: nothing is lost, nothing is done twice, the marks come first."""
+"""What a report plans: nothing is done twice, the marks come first, changed code is measured anew."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from experiments.gpu_report.journal import Journal, done_steps, facts, running_step
 from experiments.gpu_report.marks import MARKS, PUBLISHED
-from experiments.gpu_report.steps import Step, has_counters, make_steps, pending, report_points, schedule, tuning_point
+from experiments.gpu_report.steps import (
+    Step,
+    finished_keys,
+    has_counters,
+    make_steps,
+    new_step,
+    report_points,
+    schedule,
+    steps_left,
+    tuning_point,
+)
 from experiments.peers import with_peers
 from tests.tkernels.outside import write_variant
 from tkernels import OPS
@@ -22,34 +33,21 @@ def steps() -> list[Step]:
     return make_steps(with_peers(OPS), H200, 16)
 
 
-def test_a_line_that_was_cut_off_is_lost_alone(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    assert journal.lines() == []
-    journal.append("a", "begin")
-    journal.append("a", "fact", kind="rates", value=1.5)
-    with open(journal.path, "a") as file:
-        file.write('{"step": "a", "event": "fa')  # the machine went down here
-    journal.append("a", "end", status="done")
-    assert [line["event"] for line in journal.lines()] == ["begin", "fact", "end"]
-    assert facts(journal.lines(), "a")[0]["value"] == 1.5
-    assert facts(journal.lines(), "b") == []
-
-
-def test_only_what_ended_well_is_done() -> None:
-    lines = [
-        {"step": "a", "event": "begin", "at": 1.0},
-        {"step": "a", "event": "end", "at": 2.0, "status": "done"},
-        {"step": "b", "event": "begin", "at": 3.0},
-        {"step": "b", "event": "end", "at": 4.0, "status": "failed"},
-        {"step": "c", "event": "begin", "at": 5.0},
+def test_what_came_to_its_end_is_done_whatever_it_found() -> None:
+    device, check, mark = new_step("device", 1.0), new_step("check", 1.0, "swiglu", "fused"), new_step("mark", 1.0)
+    found: dict[str, Any] = {"test": "drawn cases", "point": "I=8", "runs": 2, "runs_right": 1}
+    rows = [
+        device.row("r1", "report"),
+        check.row("r1", "hardware", "wrong", "one is wrong", **found),
+        mark.row("r1", "hardware", **{**found, "runs_right": 2}),
+        mark.row("r1", "report", "failed", "killed by SIGSEGV"),
     ]
-    assert done_steps(lines) == {"a"}
-    assert running_step(lines) == ("c", 5.0)
-    assert running_step(lines[:4]) is None
+    assert finished_keys(rows) == {device.key, check.key}
+    assert steps_left([device, check, mark], rows) == [mark]
 
 
 def test_every_kind_of_step_is_planned_and_names_are_unique(steps: list[Step]) -> None:
-    assert len({step.name for step in steps}) == len(steps)
+    assert len({step.key for step in steps}) == len(steps)
     kinds = list(dict.fromkeys(step.kind for step in steps))
     assert kinds == ["device", "precompile", "check", "tune", "time", "mark", "engine", "rerun", "stress", "sanitizer"]
     triton = {(o.name, v.name) for o in OPS.values() for v in o.variants.values() if v.kind == "triton"}
@@ -94,7 +92,7 @@ def test_auto_is_tuned_after_those_it_picks_among(steps: list[Step]) -> None:
 def test_changed_code_is_measured_anew(tmp_path: Path) -> None:
     def names(*changes: tuple[str, str]) -> set[str]:
         ops = OPS.with_variants_from(write_variant(tmp_path, *changes))
-        return {step.name for step in make_steps(ops, H200, 16) if step.variant == "doubled"}
+        return {step.key for step in make_steps(ops, H200, 16) if step.variant == "doubled"}
 
     before = names()
     assert names(("    mask = offs", "    # why\n    mask = offs")) == before
@@ -102,16 +100,17 @@ def test_changed_code_is_measured_anew(tmp_path: Path) -> None:
 
 
 def test_time_is_given_in_order() -> None:
-    steps = [Step("device", 10.0), Step("precompile", 20.0), Step("check", 5.0, "swiglu", "fused", "0")]
+    steps = [new_step("device", 10.0), new_step("precompile", 20.0), new_step("check", 5.0, "swiglu", "fused", "0")]
     assert [(s.kind, ends, within) for s, ends, within in schedule(steps, 30.0)] == [
         ("device", 10.0, True),
         ("precompile", 30.0, True),
         ("check", 35.0, False),
     ]
-    assert pending(steps, {"device", "check swiglu.fused@0"}) == [steps[1]]
 
 
-def test_a_step_is_one_line_of_json() -> None:
-    step = Step("time", 1.0, "swiglu", "fused", "0", "T=1,I=8")
-    assert json.loads(json.dumps(step.name)) == "time swiglu.fused@0 T=1,I=8"
+def test_a_step_goes_to_its_process_as_json() -> None:
+    step = new_step("time", 1.0, "swiglu", "fused", "0", "T=1,I=8")
+    assert step.key == "time swiglu.fused@0 T=1,I=8"
     assert step.title == "time swiglu.fused T=1,I=8"
+    again = Step(**json.loads(json.dumps(asdict(step))))
+    assert {**asdict(again), "points": ()} == asdict(step)
