@@ -39,11 +39,6 @@ _AS_WITHIN = 3.0
 is steady within runs and another one between them shows no slope.
 """
 
-ARMS_SPREAD = 0.25
-"""How far arms at one place are from being slowed down alike, as a standard deviation: they do the same work, though
-they may hand more or less of it to other threads.
-"""
-
 _FAR = 7.0
 """Times the median distance from the slope: what lies farther, 4.7 standard deviations of normal noise, is left out."""
 
@@ -101,13 +96,6 @@ def carried_drift(count: int) -> float:
     return 2 / 3 * count / waves * count / 2
 
 
-def moved_between_runs(first: Sequence[float], second: Sequence[float]) -> float:
-    """The square of how far the second run's level is from the first's, as far as their processes do not explain it."""
-    moved = statistics.fmean(second) - statistics.fmean(first)
-    within = sum(statistics.variance(winsorized(one)) / len(one) for one in (first, second))
-    return max(0.0, moved**2 - _AS_WITHIN**2 * within)
-
-
 @dataclass(frozen=True)
 class Slope:
     """By how much the logarithm of a figure rises with the yardstick's, and the variance of that.
@@ -124,7 +112,8 @@ class Slope:
     def variance_between_runs(self, first: Sequence[float], second: Sequence[float]) -> float:
         """The variance of what is taken off the difference of two runs with these yardsticks."""
         moved = statistics.fmean(second) - statistics.fmean(first)
-        return moved**2 * self.variance + moved_between_runs(first, second) * self.spread**2
+        within = sum(statistics.variance(winsorized(one)) / len(one) for one in (first, second))
+        return moved**2 * self.variance + max(0.0, moved**2 - _AS_WITHIN**2 * within) * self.spread**2
 
     def take_off(self, figures: Sequence[float], yardsticks: Sequence[float]) -> list[float]:
         """What the yardstick does not explain."""

@@ -86,9 +86,8 @@ def as_csv(table: Iterable[Entry]) -> str:
 class Figure:
     """A figure of time of one arm, from every process.
 
-    code: "op.variant" of all that it ran. values: replicate -> the figure's logarithm; yardsticks: the yardstick's, its
-    negative of a rate, which falls where times rise; of the replicates with one. taken_off: what arms beside it took,
-    where the values are over theirs.
+    values: replicate -> the figure's logarithm; yardsticks: the yardstick's, its negative of a rate, which falls where
+    times rise; of the replicates with one.
     """
 
     name: str
@@ -97,10 +96,8 @@ class Figure:
     place: str
     arm: str
     title: str
-    code: frozenset[str] = frozenset()
     values: dict[int, float] = field(default_factory=dict)
     yardsticks: dict[int, float] = field(default_factory=dict)
-    taken_off: dict[int, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.place}: {self.title}, {self.name}"
@@ -113,7 +110,7 @@ class Figure:
     @property
     def mean(self) -> float:
         """The geometric mean over processes, in `unit`."""
-        return math.exp(math.fsum((*self.values.values(), *self.taken_off.values())) / len(self.values))
+        return math.exp(math.fsum(self.values.values()) / len(self.values))
 
 
 def times_of(
@@ -141,10 +138,7 @@ def times_of(
             value = values.get(name)
             if value is None or not 0 < value < math.inf:
                 continue
-            code = frozenset(f"{op}.{variant.partition('[')[0]}" for op, variant in row.arm.items())
-            new = Figure(
-                name, str(unit_of(name)), better, label.place, label.arm, label.title, code
-            )  # fmt: skip
+            new = Figure(name, str(unit_of(name)), better, label.place, label.arm, label.title)
             figure = found.setdefault(_key(label, name), new)
             if row.replicate in figure.values:
                 what = f"{name} of {label.arm}, {label.place}"

@@ -1,14 +1,14 @@
 """Runs, or the arms of one, beside each other: a verdict for each figure."""
 
 import statistics
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from experiments.document import ExperimentError
 from experiments.runs.comparison import LEVEL, MIN_REPLICATES, POWER, Effect, Key, Sample, judge
-from experiments.runs.differences import changed_facts, circumstances, forbidding, share_yardstick, unchanged_code
-from experiments.runs.drift import ARMS_SPREAD, drift_of, moved_between_runs, slope_of, slope_spread
+from experiments.runs.differences import changed_facts, circumstances, forbidding, share_yardstick
+from experiments.runs.drift import drift_of, slope_of, slope_spread
 from experiments.runs.reading import RecordedRun
 from experiments.runs.table import Figure, times_of
 
@@ -19,8 +19,8 @@ class Verdict:
 
     first, second: its values, in `unit`, geometric means over processes. processes: how many of each there were.
     beside_yardstick: whether the effect is that of the figure over the yardstick's, so that it need not be
-    second / first; beside_unchanged: over those of arms beside it whose code did not change, likewise. reason:
-    why it cannot tell, and what would help. beside: the arm that `first` is of, where it is of another one.
+    second / first. reason: why it cannot tell, and what would help. beside: the arm that `first` is of, where it is of
+    another one.
     """
 
     place: str
@@ -32,7 +32,6 @@ class Verdict:
     second: float
     processes: tuple[int, int]
     beside_yardstick: bool
-    beside_unchanged: bool
     reason: str | None = None
     beside: str = ""
 
@@ -89,9 +88,6 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
     if not pairs:
         problem = f"{first.name} and {second.name} have no figure of time in common{_why_none(mine, theirs)}"
         raise ExperimentError([problem, *_cut_off(first, second)])
-    unchanged = None if apart else unchanged_code(first, second)
-    if unchanged is not None:
-        pairs = beside_unchanged(pairs, unchanged)
     if not share_yardstick(first, second):
         pairs = {
             key: (replace(one, yardsticks={}), replace(other, yardsticks={})) for key, (one, other) in pairs.items()
@@ -131,43 +127,6 @@ def compare_arms(run: RecordedRun, across: Collection[str] = ()) -> Comparison:
     return Comparison(run.name, "", verdicts, drift, repairs=run.repairs, cut_off=_cut_off(run))
 
 
-def beside_unchanged(
-    pairs: Mapping[Key, tuple[Figure, Figure]], unchanged: Set[str]
-) -> dict[Key, tuple[Figure, Figure]]:
-    """Figures of two runs over those of other arms at their place, where there are any whose processes took turns with
-    their own and all of whose code ("op.variant") is `unchanged`: what slows the machine down slows these too.
-    """
-    found = dict(pairs)
-    for key, pair in pairs.items():
-        others = [
-            other
-            for name, other in pairs.items()
-            if name != key and other[0].code <= unchanged and all(map(_took_turns, other, pair))
-        ]
-        if others:
-            first, second = ([other[run] for other in others] for run in (0, 1))
-            found[key] = _over(pair[0], first), _over(pair[1], second)
-    return found
-
-
-def _took_turns(one: Figure, other: Figure) -> bool:
-    return (one.place, one.name, one.values.keys()) == (other.place, other.name, other.values.keys())
-
-
-def _over(figure: Figure, others: Sequence[Figure]) -> Figure:
-    """The figure's ratio to the mean of others, process by process, and its yardstick's to theirs."""
-
-    def mean(of: str, replicate: int) -> float:
-        return statistics.fmean(getattr(one, of)[replicate] for one in others)
-
-    taken_off = {replicate: mean("values", replicate) for replicate in figure.values}
-    values = {replicate: value - taken_off[replicate] for replicate, value in figure.values.items()}
-    yardsticks = {}
-    if figure.has_yardstick and all(one.has_yardstick for one in others):
-        yardsticks = {r: value - mean("yardsticks", r) for r, value in figure.yardsticks.items()}
-    return replace(figure, values=values, yardsticks=yardsticks, taken_off=taken_off)
-
-
 def beside_the_first(figures: Mapping[str, Figure]) -> list[tuple[str, str]]:
     """Of a run's figures, by their keys: each with the first of the same place and name."""
     first: dict[tuple[str, str], str] = {}
@@ -198,35 +157,27 @@ def judge_pairs(
         for key, pair in pairs.items()
         if min(_processes(*pair, of_runs)) >= MIN_REPLICATES
     }
-    # What is over other arms' figures has left the drift that all have in common behind, which the rest still has.
-    left_behind = {key: bool(pairs[key][0].taken_off) for key in samples}
-    drifts = {
-        of: drift_of([values for key, one in samples.items() if left_behind[key] == of for values in one.series])
-        for of in (True, False)
-    }
-    differences = {key: one.difference(drifts[left_behind[key]]) for key, one in samples.items()}
+    drift = drift_of([values for one in samples.values() for values in one.series])
+    differences = {key: one.difference(drift) for key, one in samples.items()}
     effects = judge(differences, {key: pairs[key][1].better for key in samples})
     shared = {key: sorted(first.values.keys() & second.values.keys()) for key, (first, second) in pairs.items()}
     return {
         key: Paired(effects[key], {} if of_runs else dict(zip(shared[key], one.series[0], strict=True)))
         for key, one in samples.items()
-    }, max(drifts.values())
+    }, drift
 
 
 def _sample(first: Figure, second: Figure, of_runs: bool, spread: float) -> Sample:
     """Beside the yardstick, where there is one."""
-    series, off = (
-        _series(a, b, of_runs) for a, b in ((first.values, second.values), (first.taken_off, second.taken_off))
-    )
-    correction = moved_between_runs(*off) * ARMS_SPREAD**2 if first.taken_off else 0.0
+    series = _series(first.values, second.values, of_runs)
     if not _beside_yardstick(first, second):
-        return Sample(series, correction)
+        return Sample(series)
     yardsticks = _series(first.yardsticks, second.yardsticks, of_runs)
     slope = slope_of(list(zip(series, yardsticks, strict=True)), spread)
     if of_runs:
-        correction += slope.variance_between_runs(*yardsticks)
+        correction = slope.variance_between_runs(*yardsticks)
     else:
-        correction += statistics.fmean(yardsticks[0]) ** 2 * slope.variance
+        correction = statistics.fmean(yardsticks[0]) ** 2 * slope.variance
     return Sample(list(map(slope.take_off, series, yardsticks)), correction, slope.spent)
 
 
@@ -264,8 +215,7 @@ def _verdicts(
         verdicts.append(
             Verdict(
                 second.place, second.title, second.name, second.unit, effect, first.mean, second.mean, processes,
-                _beside_yardstick(first, second), bool(first.taken_off), reason,
-                first.title if first.arm != second.arm else "",
+                _beside_yardstick(first, second), reason, first.title if first.arm != second.arm else "",
             )
         )  # fmt: skip
     return tuple(verdicts)
