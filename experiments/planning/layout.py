@@ -1,7 +1,8 @@
 """Round one: a document laid out as parts and arms, every type, name and axis checked. Nothing here needs torch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def _lay_out_sizes(document: Document, problems: list[str]) -> Layout | None:
     arms = points.pop("")
     served = {_workload_key(point): point for point in reversed(arms) if "workload" in point}
     singles = [served[key] for key in sorted(served)]
-    data = _make_single(document, singles)
+    data = _with_single_workloads(document, singles)
     experiment, faults = read_experiment(document, data, names, lambda path: _written_path(path, singles))
     problems += [*found, *faults]
     if experiment is None or found:
@@ -108,7 +109,7 @@ def _lay_out_sizes(document: Document, problems: list[str]) -> Layout | None:
     )
 
 
-def _make_single(document: Document, served: Sequence[Point]) -> dict[str, Any]:
+def _with_single_workloads(document: Document, served: Sequence[Point]) -> dict[str, Any]:
     """The document's data with one entry of `workload` for each of the points, and models found from anywhere."""
     data = dict(document.data)
     if models := entries(data.get("model")):
@@ -162,23 +163,13 @@ def _swept_axes(points: Sequence[Point]) -> tuple[str, ...]:
     """The axes of engines that have several values in the points, to lack one being another value: model and dtype,
     kernels, scheduler options as the schema orders them, batching.
     """
-    kernels = dict.fromkeys(
-        path for point in points for path in point if path.startswith("kernels.") and not is_pin(path)
-    )
+    kernels = (path for path in points[0] if path.startswith("kernels.") and not is_pin(path))
     options = (f"scheduler.{option}" for option in SchedulerOptions.model_fields)
     return tuple(
         name
         for name in ("model", "dtype", *kernels, *options, "batching")
         if len({repr(point[name].value) if name in point else None for point in points}) > 1
     )
-
-
-def _group_points(points: Sequence[Point], key: Callable[[Point], tuple[int, ...]]) -> list[list[Point]]:
-    """The points that have one key together, in the order of the first of each."""
-    groups: dict[tuple[int, ...], list[Point]] = {}
-    for point in points:
-        groups.setdefault(key(point), []).append(point)
-    return list(groups.values())
 
 
 def _part_key(point: Point) -> tuple[int, ...]:
@@ -195,14 +186,15 @@ def _make_parts(
 ) -> tuple[Part, ...]:
     swept = _swept_axes(points)
     parts = []
-    for part in _group_points(points, _part_key):
-        model, dtype = part[0].get("model"), part[0].get("dtype")
+    for _, of_part in groupby(points, _part_key):  # the points are sorted so that what has one key is together
+        arms = [list(same) for _, same in groupby(of_part, _engine_key)]
+        model, dtype = arms[0][0].get("model"), arms[0][0].get("dtype")
         parts.append(
             Part(
                 model=experiment.model[model.place] if experiment.model and model else None,
                 model_place=("model", model.place if model else 0),
                 dtype=experiment.dtype[dtype.place] if experiment.dtype and dtype else None,
-                arms=tuple(_make_arm(same, workloads, swept) for same in _group_points(part, _engine_key)),
+                arms=tuple(_make_arm(same, workloads, swept) for same in arms),
             )
         )
     return tuple(parts)

@@ -9,9 +9,6 @@ from experiments.planning.axes import Branch, Grid, Groups, Point, Value, axis_n
 from experiments.planning.model_names import whole_source
 from tsched.torch_free import suggest_name
 
-Rule = Mapping[str, Any]
-"""Path -> the value or values there of the points that are left out."""
-
 
 def find_points(document: Document, report: Report) -> dict[str, list[Point]]:
     """The points of the arms, at "", and of each op's shapes, at "shapes.swiglu", that no rule leaves out; `report`
@@ -20,16 +17,12 @@ def find_points(document: Document, report: Report) -> dict[str, list[Point]]:
     groups = _written_groups(document)
     grids = make_grids(document, groups, report)
     groups = _sound_groups(grids, groups, report)
-    rules = _rules_of_grids(document, grids, report)
     points = {grid.section: lay_out_points(grid, groups, report) for grid in grids}
-    for grid in grids:
-        matched = [
-            id(point)
-            for index, rule in rules[grid.section].items()
-            for point in _match_rule(document.folder, grid, points[grid.section], index, rule, report)
-        ]
-        points[grid.section] = _leave_out(grid, points[grid.section], set(matched), report)
-    return points
+    excluded: set[int] = set()
+    for index, rule in enumerate(map(as_mapping, entries(document.data.get("exclude")))):
+        if rule:
+            excluded.update(map(id, _match_rule(document.folder, grids, points, index, rule, report)))
+    return {section: _leave_out(section, some, excluded, report) for section, some in points.items()}
 
 
 def _written_groups(document: Document) -> Groups:
@@ -40,56 +33,60 @@ def _written_groups(document: Document) -> Groups:
     ]
 
 
-def _known_paths(grids: Sequence[Grid]) -> list[str]:
-    return [path for grid in grids for path in grid.paths]
+def _section_of(path: str) -> str:
+    """As Grid.section has it."""
+    return path.rpartition(".")[0] if path.startswith("shapes.") else ""
 
 
-def _find_grid(paths: Iterable[str], grids: Sequence[Grid], known: Sequence[str]) -> Grid | str:
-    """The grid that all the paths are of, or why they are of none, for one is not `known`."""
-    sections = {path.rpartition(".")[0] if path.startswith("shapes.") else "" for path in paths}
+def _find_grid(paths: Iterable[str], grids: Sequence[Grid], unlisted: str = "") -> Grid:
+    """The grid that all the paths are of; ValueError where they are of none, as `unlisted` is."""
+    sections = set(map(_section_of, paths))
     if len(sections) > 1:
-        return "is of arms and shapes, or of several ops' shapes: shapes vary, and are left out, op by op"
-    if unknown := [path for path in paths if path not in known]:
-        there = ", ".join(known) or "none"
-        return f"{unknown[0]!r} is no axis here: there is {there}{suggest_name(unknown[0], known)}"
+        raise ValueError("is of arms and shapes, or of several ops' shapes: shapes vary, and are left out, op by op")
+    known = [path for grid in grids for path in grid.paths if path != unlisted]
+    for path in paths:
+        if path not in known:
+            raise ValueError(f"{path!r} is no axis here: there is {', '.join(known)}{suggest_name(path, known)}")
     return next(grid for grid in grids if grid.section in sections)
 
 
 def _sound_groups(grids: Sequence[Grid], groups: Groups, report: Report) -> Groups:
     """The groups, with none in place of those whose axes cannot vary together."""
-    # Workloads' names are no list: a rule may name them, and they vary with nothing.
-    known = [path for path in _known_paths(grids) if path != "workload"]
-    sound: list[Sequence[str]] = []
+    sound = list(groups)
     for index, group in enumerate(groups):
-        grid = _find_grid(group, grids, known) if group else ""
-        fault = grid if isinstance(grid, str) else _group_fault(grid, group, groups[:index])
-        if fault:
-            report(("zip", index), fault)
-        sound.append([] if fault else group)
+        try:
+            _check_group(grids, group, groups[:index])
+        except ValueError as error:
+            report(("zip", index), str(error))
+            sound[index] = []
     return sound
 
 
-def _group_fault(grid: Grid, group: Sequence[str], others: Groups) -> str:
-    """Why the axes of a group cannot vary together, but for the numbers of their values; else ""."""
-    if fault := _repetition(grid, group, others):
-        return fault
+def _check_group(grids: Sequence[Grid], group: Sequence[str], others: Groups) -> None:
+    """Refuses a group whose axes cannot vary together, but for the numbers of their values."""
+    if not group:
+        return
+    # Workloads' names are no list: a rule may name them, and they vary with nothing.
+    grid = _find_grid(group, grids, unlisted="workload")
+    _check_repetition(grid, group, others)
     pins = list(filter(is_pin, group))
     if len(pins) == len(group) and len({path.rpartition(".")[0] for path in pins}) == 1:
-        return ""  # of one variant, they vary together in their op's axis
+        return  # of one variant, they vary together in their op's axis
     for path in pins:
         if not _is_all_that_varies(path, grid.branches[0]):
-            return f"{path!r} varies with another axis only where nothing else of {axis_name(path)!r} is a list"
-    return "" if _vary_together(group, grid) else f"no {grid.noun} has all of {', '.join(group)}"
+            op = axis_name(path)
+            raise ValueError(f"{path!r} varies with another axis only where nothing else of {op!r} is a list")
+    if not _vary_together(group, grid):
+        raise ValueError(f"no {grid.noun} has all of {', '.join(group)}")
 
 
-def _repetition(grid: Grid, group: Sequence[str], others: Groups) -> str:
-    """A path that is in the group twice, or also in another one that varies in the same branch."""
+def _check_repetition(grid: Grid, group: Sequence[str], others: Groups) -> None:
+    """Refuses a path that is in the group twice, or also in another one that varies in the same branch."""
     for path in group:
         if group.count(path) > 1:
-            return f"{path!r} is there twice"
+            raise ValueError(f"{path!r} is there twice")
         if any(_vary_together([*group, *other], grid) for other in others if path in other):
-            return f"{path!r} is in two groups"
-    return ""
+            raise ValueError(f"{path!r} is in two groups")
 
 
 def _is_all_that_varies(pin: str, branch: Branch) -> bool:
@@ -104,34 +101,34 @@ def _vary_together(paths: Iterable[str], grid: Grid) -> bool:
     return any(branch.values.keys() >= set(paths) for branch in grid.branches)
 
 
-def _rules_of_grids(document: Document, grids: Sequence[Grid], report: Report) -> dict[str, dict[int, Rule]]:
-    """Each grid's rules, by their indices; what is no mapping is the schema's to refuse."""
-    rules: dict[str, dict[int, Rule]] = {grid.section: {} for grid in grids}
-    for index, rule in enumerate(map(as_mapping, entries(document.data.get("exclude")))):
-        grid = _find_grid(rule, grids, _known_paths(grids)) if rule else ""
-        if isinstance(grid, Grid):
-            rules[grid.section][index] = rule
-        elif grid:
-            report(("exclude", index), grid)
-    return rules
-
-
-def _leave_out(grid: Grid, points: list[Point], excluded: set[int], report: Report) -> list[Point]:
-    """The points without those of the `excluded` ids; all of them where that is none."""
-    left = [point for point in points if id(point) not in excluded]
-    if points and not left:
-        where = f" of {grid.section}" if grid.section else ""
-        report(("exclude",), f"the rules leave nothing of {len(points)} points{where}")
-    return left or points
-
-
-def _match_rule(folder: Path, grid: Grid, points: list[Point], index: int, rule: Rule, report: Report) -> list[Point]:
+def _match_rule(
+    folder: Path,
+    grids: Sequence[Grid],
+    points: Mapping[str, Sequence[Point]],
+    index: int,
+    rule: Mapping[str, Any],
+    report: Report,
+) -> list[Point]:
     """The points that have one of the rule's values at all its paths."""
+    try:
+        grid = _find_grid(rule, grids)
+    except ValueError as error:
+        report(("exclude", index), str(error))
+        return []
     named = {path: _named_values(folder, grid, index, path, given, report) for path, given in rule.items()}
-    matched = [point for point in points if all(point.get(path) in values for path, values in named.items())]
+    matched = [p for p in points[grid.section] if all(p.get(path) in values for path, values in named.items())]
     if not matched and all(named.values()):
         report(("exclude", index), f"matches no {grid.noun}: none has all of these together")
     return matched
+
+
+def _leave_out(section: str, points: list[Point], excluded: set[int], report: Report) -> list[Point]:
+    """The points without those of the `excluded` ids; all of them where that is none."""
+    left = [point for point in points if id(point) not in excluded]
+    if points and not left:
+        where = f" of {section}" if section else ""
+        report(("exclude",), f"the rules leave nothing of {len(points)} points{where}")
+    return left or points
 
 
 def _named_values(folder: Path, grid: Grid, index: int, path: str, given: Any, report: Report) -> set[Value]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from experiments.reporting.drawing import Line, Point, draw_lines, format_tick, set_log_ticks
+from experiments.reporting.drawing import Point, Series, draw_series, format_tick, set_log_ticks
 from experiments.reporting.measured import Factor, Measured, Plot
 from experiments.reporting.pictures import Picture
 from experiments.reporting.table_style import format_value, group_by, setting_name
@@ -178,7 +178,7 @@ def _picture(
     stem, title = plot.curve
     x_name = _AXES.get(axis, setting_name(axis))
     short = x_name.split(",")[0]
-    lines = [Line(name, tuple(_over(axis, point) for point in curve.points)) for name, curve in curves.items()]
+    lines = [Series(name, tuple(_over(axis, point) for point in curve.points)) for name, curve in curves.items()]
     level = f"Dashed: what has no {short}, the same everywhere. " if any(line.is_level for line in lines) else ""
     bars = "p50; bars reach up to p90. " if len(plot.points[0].values) > 1 else ""
     return Picture(
@@ -199,9 +199,9 @@ def _over(axis: str, point: Measured) -> Point:
     return x, point.values[0], point.low, point.high
 
 
-def _draw(figure: "Figure", lines: Sequence[Line], x_name: str, unit: str) -> None:
+def _draw(figure: "Figure", lines: Sequence[Series], x_name: str, unit: str) -> None:
     """Doublings on a logarithmic axis, everything else from zero."""
-    axes = draw_lines(figure, lines, x_name, unit)
+    axes = draw_series(figure, lines, x_name, unit)
     xs = sorted({x for line in lines for x, *_ in line.points if x is not None})
     ys = [y for line in lines for _, y, *_ in line.points]
     if xs[0] > 0 and xs[-1] / xs[0] >= _LOG_FROM:

@@ -27,7 +27,7 @@ def point_without_spread(x: float | None, y: float) -> Point:
 
 
 @dataclass(frozen=True)
-class Line:
+class Series:
     """One series.
 
     points: a single one whose x is None is a level, the same everywhere. labels: texts beside the points. joined: False
@@ -44,7 +44,7 @@ class Line:
         return self.points[0][0] is None
 
 
-def draw_lines(figure: "Figure", lines: Sequence[Line], x_name: str, title: str) -> "Axes":
+def draw_series(figure: "Figure", lines: Sequence[Series], x_name: str, title: str) -> "Axes":
     """Draws the lines and their legend; scales, limits and ticks are the caller's."""
     axes = figure.subplots()
     entries = []

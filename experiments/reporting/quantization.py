@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from experiments.reporting.drawing import Line, draw_lines, point_without_spread, set_log_ticks
+from experiments.reporting.drawing import Series, draw_series, point_without_spread, set_log_ticks
 from experiments.reporting.pictures import Picture
 from experiments.reporting.table_style import (
     Cell,
@@ -82,11 +82,11 @@ def _draw(figure: "Figure", rows: Sequence[Any]) -> None:
     for method, mine in group_by(dense_last, lambda row: str(row.method)).items():
         if mine[0].bits is None:
             name = f"dense, {_megabytes(mine[0]):,.2f} MB"
-            lines.append(Line(name, (point_without_spread(None, mine[0].perplexity),)))
+            lines.append(Series(name, (point_without_spread(None, mine[0].perplexity),)))
         else:
             points = tuple(point_without_spread(_megabytes(row), row.perplexity) for row in mine)
-            lines.append(Line(method, points, tuple(str(row.bits) for row in mine)))
-    axes = draw_lines(figure, lines, "weights in memory, MB", "perplexity")
+            lines.append(Series(method, points, tuple(str(row.bits) for row in mine)))
+    axes = draw_series(figure, lines, "weights in memory, MB", "perplexity")
     axes.set_yscale("log")
     axes.margins(0.06, 0.14)
     set_log_ticks(axes.yaxis)

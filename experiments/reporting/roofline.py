@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from experiments.reporting.arms import select_timed
-from experiments.reporting.drawing import Line, draw_lines, format_tick, point_without_spread, set_log_ticks
+from experiments.reporting.drawing import Series, draw_series, format_tick, point_without_spread, set_log_ticks
 from experiments.reporting.pictures import SOFT, Picture
 from experiments.reporting.table_style import group_by
 from experiments.runs.rows import Row
@@ -119,8 +119,8 @@ def _draw_rates(
         # What tells it apart: the variant where there is one op, the op where it has one variant.
         name = variant if len(set(ops)) == 1 else op if ops.count(op) == 1 else f"{op}.{variant}"
         points = tuple(point_without_spread(record.flops_per_byte or none_at, rate) for record, rate in mine)
-        lines.append(Line(name, points, joined=False))
-    axes = draw_lines(figure, lines, "arithmetic intensity, FLOP per byte", f"{unit}, by the contract's count")
+        lines.append(Series(name, points, joined=False))
+    axes = draw_series(figure, lines, "arithmetic intensity, FLOP per byte", f"{unit}, by the contract's count")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.margins(0.06, 0.1)

@@ -202,6 +202,6 @@ class TraceWorkload(_Workload):
         return self
 
 
-WORKLOAD_KINDS = ("synthetic", "prompts", "trace")
+WORKLOAD_KINDS = tuple(AXES)
 AnyWorkload = SyntheticWorkload | PromptsWorkload | TraceWorkload
 Workload = Annotated[AnyWorkload, Field(discriminator="kind")]

@@ -1,5 +1,6 @@
 """What a run's processes plan from, and `tk repeat`: the resolved text makes the sweep that it came from."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ TWO = [{**SYNTHETIC, "name": "a"}, {**SYNTHETIC, "name": "b", "num_requests": 1}
 def facts(sweep: Sweep) -> list[Any]:
     """All that tells one sweep from another."""
     points = [points_of(plan) for plan in sweep.plans]
-    tasks = [task.as_json() for task in expected_tasks(sweep, points)]
+    tasks = [asdict(task) for task in expected_tasks(sweep, points)]
     plans = [
         (plan.arms, plan.workloads, plan.dtype, plan.device, plan.unsupported, plan.variant_folders, plan.model
          and (plan.model.name, plan.model.config, plan.model.weights), plan.experiment.peers, plan.shapes)
