@@ -89,8 +89,6 @@ def _caption(found: Comparison) -> str:
     ]
     if any(verdict.beside_yardstick for verdict in found.verdicts):
         parts.append("Changes are beside a yardstick's, taken in the same processes: second / first may be another.")
-    if any(verdict.beside_unchanged for verdict in found.verdicts):
-        parts.append("The yardstick is what arms whose code did not change took beside them.")
     if found.drift:
         parts.append(
             f"The machine drifted: slow waves hold {1 + found.drift:.1f} times their share, which is allowed for."

@@ -84,32 +84,12 @@ def circumstances(first: RecordedRun, second: RecordedRun) -> list[str]:
     """What else differs: code, versions, lockfile, seeds, and other keys of the YAML, a line for each; files that git
     does not track come last, for a folder of them can be a thousand lines.
     """
-    found = _changes(first, second)
-    return [_change(*change) for change in sorted(found, key=lambda change: change[0].startswith("git.untracked"))]
-
-
-_OWN_CODE = ("sources.", "kernels.", "unchecked", "git.dirty", "git.untracked", "device.clocks")
-"""Circumstances that leave a variant whose own source is the same as it was."""
-
-
-def unchanged_code(first: RecordedRun, second: RecordedRun) -> set[str] | None:
-    """ "op.variant" of those whose file and kernels are the same in both runs; None where that does not mean that their
-    speed is, for another circumstance differs.
-    """
-    changes = _changes(first, second)
-    if any(not path.startswith(_OWN_CODE) for path, *_ in changes):
-        return None
-    changed = {path.partition(".")[2] for path, *_ in changes}
-    return set(first.environment.get("sources") or {}) - changed
-
-
-def _changes(first: RecordedRun, second: RecordedRun) -> list[tuple[str, Any, Any]]:
-    """(dotted path, value, value) of every circumstance that differs."""
-    return [
+    changes = [
         *_leaves({"executor": first.meta["executor"]}, {"executor": second.meta["executor"]}),
         *_leaves(_surroundings(first), _surroundings(second)),
         *_leaves(_without(first.resolved, _SAID_ELSEWHERE), _without(second.resolved, _SAID_ELSEWHERE)),
     ]
+    return [_change(*change) for change in sorted(changes, key=lambda change: change[0].startswith("git.untracked"))]
 
 
 def _surroundings(run: RecordedRun) -> dict[str, Any]:

@@ -120,13 +120,6 @@ class Slope:
         return [figure - self.value * yardstick for figure, yardstick in zip(figures, yardsticks, strict=True)]
 
 
-BESIDE, ELSEWHERE = Slope(1.0, 0.0, spread=0.25), Slope(1.0, 0.5**2, spread=0.5)
-"""With which arms follow others, whose processes took turns with theirs: at one place they do the same work, though
-they may hand more or less of it to other threads; elsewhere it is other work. No process tells these: what each has of
-its own is no less than what is common to all, and would draw a slope that is estimated to 0.
-"""
-
-
 def slope_of(groups: Sequence[tuple[Sequence[float], Sequence[float]]], spread: float) -> Slope:
     """The slope within groups of (figures, yardsticks), logarithms of the same processes, whose levels may be any.
 

@@ -14,7 +14,6 @@ from dataclasses import astuple, dataclass, field, fields
 from typing import Any, Literal
 
 from experiments.document import ExperimentError
-from experiments.runs.drift import Slope
 from experiments.runs.rows import Row, unit_of
 
 Better = Literal["lower", "higher"]
@@ -87,9 +86,8 @@ def as_csv(table: Iterable[Entry]) -> str:
 class Figure:
     """A figure of time of one arm, from every process.
 
-    code: "op.variant" of all that it ran. values: replicate -> the figure's logarithm; yardsticks: the yardstick's, its
-    negative of a rate, which falls where times rise; of the replicates with one. slope: with which the values follow
-    these, where it is known, which it is of other arms' figures in the yardstick's place.
+    values: replicate -> the figure's logarithm; yardsticks: the yardstick's, its negative of a rate, which falls where
+    times rise; of the replicates with one.
     """
 
     name: str
@@ -98,10 +96,8 @@ class Figure:
     place: str
     arm: str
     title: str
-    code: frozenset[str] = frozenset()
     values: dict[int, float] = field(default_factory=dict)
     yardsticks: dict[int, float] = field(default_factory=dict)
-    slope: Slope | None = None
 
     def __str__(self) -> str:
         return f"{self.place}: {self.title}, {self.name}"
@@ -142,10 +138,7 @@ def times_of(
             value = values.get(name)
             if value is None or not 0 < value < math.inf:
                 continue
-            code = frozenset(f"{op}.{variant.partition('[')[0]}" for op, variant in row.arm.items())
-            new = Figure(
-                name, str(unit_of(name)), better, label.place, label.arm, label.title, code
-            )  # fmt: skip
+            new = Figure(name, str(unit_of(name)), better, label.place, label.arm, label.title)
             figure = found.setdefault(_key(label, name), new)
             if row.replicate in figure.values:
                 what = f"{name} of {label.arm}, {label.place}"

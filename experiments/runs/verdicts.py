@@ -1,14 +1,14 @@
 """Runs, or the arms of one, beside each other: a verdict for each figure."""
 
 import statistics
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from experiments.document import ExperimentError
 from experiments.runs.comparison import LEVEL, MIN_REPLICATES, POWER, Effect, Key, Sample, judge
-from experiments.runs.differences import changed_facts, circumstances, forbidding, share_yardstick, unchanged_code
-from experiments.runs.drift import BESIDE, ELSEWHERE, Slope, drift_of, slope_of, slope_spread
+from experiments.runs.differences import changed_facts, circumstances, forbidding, share_yardstick
+from experiments.runs.drift import drift_of, slope_of, slope_spread
 from experiments.runs.reading import RecordedRun
 from experiments.runs.table import Figure, times_of
 
@@ -19,8 +19,8 @@ class Verdict:
 
     first, second: its values, in `unit`, geometric means over processes. processes: how many of each there were.
     beside_yardstick: whether the effect is that of the figure over the yardstick's, so that it need not be
-    second / first; beside_unchanged: over those of arms whose code did not change, in the yardstick's place. reason:
-    why it cannot tell, and what would help. beside: the arm that `first` is of, where it is of another one.
+    second / first. reason: why it cannot tell, and what would help. beside: the arm that `first` is of, where it is of
+    another one.
     """
 
     place: str
@@ -32,7 +32,6 @@ class Verdict:
     second: float
     processes: tuple[int, int]
     beside_yardstick: bool
-    beside_unchanged: bool
     reason: str | None = None
     beside: str = ""
 
@@ -89,10 +88,7 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
     if not pairs:
         problem = f"{first.name} and {second.name} have no figure of time in common{_why_none(mine, theirs)}"
         raise ExperimentError([problem, *_cut_off(first, second)])
-    unchanged = None if apart else unchanged_code(first, second)
-    if unchanged is not None:
-        pairs = beside_unchanged(pairs, unchanged)
-    elif not share_yardstick(first, second):
+    if not share_yardstick(first, second):
         pairs = {
             key: (replace(one, yardsticks={}), replace(other, yardsticks={})) for key, (one, other) in pairs.items()
         }
@@ -129,42 +125,6 @@ def compare_arms(run: RecordedRun, across: Collection[str] = ()) -> Comparison:
     found, drift = judge_pairs(pairs)
     verdicts = _verdicts(pairs, found, of_runs=False)
     return Comparison(run.name, "", verdicts, drift, repairs=run.repairs, cut_off=_cut_off(run))
-
-
-def beside_unchanged(
-    pairs: Mapping[Key, tuple[Figure, Figure]], unchanged: Set[str]
-) -> dict[Key, tuple[Figure, Figure]]:
-    """Figures of two runs with a better yardstick, where there is one: other arms, all of whose code ("op.variant") is
-    `unchanged` and whose processes took turns with theirs. What slows cores, caches or threads down slows these too.
-
-    Those at the same place are taken. Elsewhere they do another kind of work, which is enough for an arm that cannot
-    have changed itself.
-    """
-    found = dict(pairs)
-    for key, (first, second) in pairs.items():
-        others = [
-            pair
-            for name, pair in pairs.items()
-            if name != key and pair[0].code <= unchanged and all(map(_took_turns, pair, (first, second)))
-        ]
-        near, slope = [pair for pair in others if pair[0].place == first.place], BESIDE
-        if not near and first.code <= unchanged:
-            near, slope = others, ELSEWHERE
-        if near:
-            mine, theirs = ([pair[run] for pair in near] for run in (0, 1))
-            found[key] = _beside(first, mine, slope), _beside(second, theirs, slope)
-    return found
-
-
-def _took_turns(one: Figure, other: Figure) -> bool:
-    """Whether they are the same figure, of processes that followed each other."""
-    return (one.name, one.values.keys()) == (other.name, other.values.keys())
-
-
-def _beside(figure: Figure, others: Sequence[Figure], slope: Slope) -> Figure:
-    """The figure with the mean of others, process by process, for a yardstick."""
-    yardsticks = {replicate: statistics.fmean(one.values[replicate] for one in others) for replicate in figure.values}
-    return replace(figure, yardsticks=yardsticks, slope=slope)
 
 
 def beside_the_first(figures: Mapping[str, Figure]) -> list[tuple[str, str]]:
@@ -213,10 +173,11 @@ def _sample(first: Figure, second: Figure, of_runs: bool, spread: float) -> Samp
     if not _beside_yardstick(first, second):
         return Sample(series)
     yardsticks = _series(first.yardsticks, second.yardsticks, of_runs)
-    slope = first.slope or slope_of(list(zip(series, yardsticks, strict=True)), spread)
-    correction = (
-        slope.variance_between_runs(*yardsticks) if of_runs else statistics.fmean(yardsticks[0]) ** 2 * slope.variance
-    )
+    slope = slope_of(list(zip(series, yardsticks, strict=True)), spread)
+    if of_runs:
+        correction = slope.variance_between_runs(*yardsticks)
+    else:
+        correction = statistics.fmean(yardsticks[0]) ** 2 * slope.variance
     return Sample(list(map(slope.take_off, series, yardsticks)), correction, slope.spent)
 
 
@@ -254,8 +215,7 @@ def _verdicts(
         verdicts.append(
             Verdict(
                 second.place, second.title, second.name, second.unit, effect, first.mean, second.mean, processes,
-                _beside_yardstick(first, second), first.slope is not None, reason,
-                first.title if first.arm != second.arm else "",
+                _beside_yardstick(first, second), reason, first.title if first.arm != second.arm else "",
             )
         )  # fmt: skip
     return tuple(verdicts)

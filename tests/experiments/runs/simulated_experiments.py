@@ -27,7 +27,7 @@ from typing import Any
 from experiments.runs.comparison import Effect
 from experiments.runs.drift import slope_spread
 from experiments.runs.table import Figure
-from experiments.runs.verdicts import beside_unchanged, judge_pairs
+from experiments.runs.verdicts import judge_pairs
 from tests.experiments.runs.false_alarms import SHAPES, SLOWER
 
 RECORD = Path(__file__).parent / "data" / "drift.csv"
@@ -113,8 +113,8 @@ def take_turns(processes: Sequence[Process]) -> list[Sequence[Process]]:
     return [pair[:: -1 if index % 2 else 1] for index, pair in enumerate(pairs)]
 
 
-def figure(processes: Sequence[Process], slower: float, op: int = 0, arm: int = 0) -> Figure:
-    one = Figure("median_us", "us", "lower", str(op), "", "", frozenset({f"{op}.{arm}"}))
+def figure(processes: Sequence[Process], slower: float) -> Figure:
+    one = Figure("median_us", "us", "lower", "", "", "")
     one.values = {index: time + math.log1p(slower) for index, (time, _) in enumerate(processes)}
     one.yardsticks = {index: yardstick for index, (_, yardstick) in enumerate(processes)}
     return one
@@ -144,27 +144,9 @@ def simulate_runs(
     return [found[op].effect for op in range(OPS)]
 
 
-def simulate_changed_arm(
-    draw: random.Random, record: Sequence[Recorded], processes: int, slower: float, threads: int
-) -> list[Effect]:
-    """Two runs, the second after the first, each with two arms at half of OPS ops, of which only the first arm's code
-    is another one in the second run, and slower.
-    """
-    pairs = {}
-    for op in range(OPS // 2):
-        turns = take_turns(draw.choice(record).stretch(draw, 4 * processes))
-        for arm, mine in enumerate(zip(*turns, strict=True)):
-            changed = slower if op == arm == 0 else 0.0
-            pairs[op, arm] = figure(mine[:processes], 0.0, op, arm), figure(mine[processes:], changed, op, arm)
-    unchanged = {f"{op}.{arm}" for op, arm in pairs} - {"0.0"}
-    found = judge_pairs(beside_unchanged(pairs, unchanged), of_runs=True, spread=slope_spread(threads))[0]
-    return [one.effect for one in found.values()]
-
-
 KINDS = {
     "arms of one run": simulate_arms,
     "two runs": simulate_runs,
-    "two runs, one arm changed between them": simulate_changed_arm,
 }
 
 
@@ -191,7 +173,7 @@ def main() -> int:
                 alarms += any(one.outcome != "within noise" for one in equal)
                 found += simulate(draw, recorded, asked.processes, SLOWER, threads)[0].outcome == "worse"
             missed |= alarms > MOST_ALARMS * asked.count
-            missed |= simulate is not simulate_runs and found < LEAST_FOUND * asked.count
+            missed |= simulate is simulate_arms and found < LEAST_FOUND * asked.count
             print(f"{what}: {asked.count} experiments of {OPS} figures, {asked.processes} processes each", flush=True)
             print(f"  false alarms: {alarms} ({alarms / asked.count:.2%})", flush=True)
             print(f"  changes by {SLOWER:.0%} found: {found} ({found / asked.count:.2%})", flush=True)

@@ -89,44 +89,6 @@ def test_yardsticks_of_other_work_are_left_out(tmp_path: Path, other: dict[str, 
     assert not any(verdict.beside_yardstick for verdict in found.verdicts)
 
 
-def run_of(folder: Path, seed: int, machine: float, fused: float, code: str, **versions: str) -> RecordedRun:
-    """A run on a machine that takes `machine` times as long for everything but the yardstick; `code`: fused's."""
-    rows = timed(seed, 10, yardstick=True, torch=machine, plain=machine, fused=machine * fused)
-    sources = {"swiglu.torch": "1", "swiglu.plain": "1", "swiglu.fused": code}
-    environment = {**ENVIRONMENT, "sources": sources, "versions": versions}
-    return recorded(folder, f"{seed} {code}", rows, environment=environment)
-
-
-def test_arms_whose_code_did_not_change_tell_what_the_machine_did_where_the_yardstick_does_not(tmp_path: Path) -> None:
-    first = run_of(tmp_path, 0, 1.0, 2.0, "1")
-    same = compare_runs(first, run_of(tmp_path, 1, 1.15, 2.0, "1"))
-    assert set(outcomes(same).values()) == {"within noise"}
-    found = compare_runs(first, run_of(tmp_path, 2, 1.15, 2.3, "2"))
-    assert outcomes(found) == {"torch": "within noise", "plain": "within noise", "fused": "worse"}
-    assert all(verdict.beside_unchanged for verdict in (*same.verdicts, *found.verdicts))
-    (_, _, fused) = found.verdicts
-    assert fused.effect.ratio == pytest.approx(1.15, abs=0.03)
-    assert fused.second / fused.first == pytest.approx(1.15 * 1.15, rel=0.15)
-
-
-def test_where_anything_else_changed_too_every_arm_may_have(tmp_path: Path) -> None:
-    first = run_of(tmp_path, 0, 1.0, 2.0, "1", triton="3.5")
-    found = compare_runs(first, run_of(tmp_path, 1, 1.0, 2.3, "2", triton="3.6"))
-    assert not any(verdict.beside_unchanged for verdict in found.verdicts)
-    assert outcomes(found)["fused"] == "worse"
-    slower = run_of(tmp_path, 2, 1.35, 2.0, "1", triton="3.6")  # which may be slower in all of it
-    assert set(outcomes(compare_runs(first, slower)).values()) == {"worse"}
-
-
-def test_an_arm_without_another_to_stand_beside_is_judged_by_the_yardstick(tmp_path: Path) -> None:
-    environment = {**ENVIRONMENT, "sources": {"swiglu.torch": "1"}}
-    first, second = (
-        recorded(tmp_path, str(seed), timed(seed, yardstick=True, torch=1), environment=environment) for seed in (0, 1)
-    )
-    (verdict,) = compare_runs(first, second).verdicts
-    assert (verdict.beside_yardstick, verdict.beside_unchanged) == (True, False)
-
-
 def test_arms_of_one_run_are_paired_by_their_processes(tmp_path: Path) -> None:
     found = compare_arms(recorded(tmp_path, "a", timed(0, torch=1, fused=1.15, same=1)))
     assert outcomes(found) == {"fused": "worse", "same": "within noise"}
