@@ -1,6 +1,5 @@
 """What a card is, and what it can do at most by the project's own timer: the ceilings that the marks are shares of."""
 
-import importlib.metadata
 import os
 import platform
 from dataclasses import asdict
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 
-from experiments.runs.environment import git_state
+from experiments.runs.environment import find_version, git_state
 from tkernels.clocks import read_clocks
 from tkernels.device import device_facts
 from tkernels.timing import Timing, time_call
@@ -31,17 +30,10 @@ def describe_device(device: torch.device) -> dict[str, Any]:
             "memory_bytes": properties.total_memory, "l2_bytes": properties.L2_cache_size, "triton": "compiled",
             "cuda": torch.version.cuda, "clocks": asdict(read_clocks(device)),
         },
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": {"python": platform.python_version(), **{name: find_version(name) for name in _PACKAGES}},
         "host": {"system": platform.platform(), "cpus": os.cpu_count()},
         "git": git_state(Path(__file__).parent),
     }  # fmt: skip
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def measure_rates(

@@ -54,28 +54,26 @@ def _compile_elsewhere(device: torch.device, index: int, count: int, seconds: fl
         return f"its server {error}"
 
 
-def prepare_shares(device: str) -> Prepare:
-    """In a server that compiles: a task is the number of a share, and how many there are."""
+def prepare_shares(name: str) -> Prepare:
+    """In a server that compiles: a task is the number of a share, and how many there are: every such piece of the work.
+    What does not compile is for its own step to report.
+    """
 
     def prepare(share: Sequence[int]) -> Work:
         index, count = share
 
         def work(tell: Tell) -> None:
-            torch.cuda.set_device(torch.device(device))
-            compile_share(builtin_ops(), torch.device(device), index, count)
+            device = torch.device(name)
+            torch.cuda.set_device(device)
+            for variant, compile_piece in islice(_pieces(builtin_ops(), device), index, None, count):
+                try:
+                    compile_piece()
+                except Exception as error:
+                    print(f"{variant.contract.name}.{variant.name}: {error}", file=sys.stderr)
 
         return work
 
     return prepare
-
-
-def compile_share(ops: Registry, device: torch.device, index: int, count: int) -> None:
-    """Every `count`-th piece of the work, from `index` on. What does not compile is for its own step to report."""
-    for variant, compile_piece in islice(_pieces(ops, device), index, None, count):
-        try:
-            compile_piece()
-        except Exception as error:
-            print(f"{variant.contract.name}.{variant.name}: {error}", file=sys.stderr)
 
 
 def _pieces(ops: Registry, device: torch.device) -> Iterator[tuple[Variant, Callable[[], None]]]:

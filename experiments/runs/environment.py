@@ -59,7 +59,7 @@ def environment_of(sweep: Sweep, run_id: str, overrides: list[str]) -> dict[str,
         "overrides": overrides,
         "versions": {
             "python": platform.python_version(),
-            **{name: _version(name) for name in _PACKAGES},
+            **{name: find_version(name) for name in _PACKAGES},
             **package_versions(sweep.plans),
         },
         "device": {
@@ -151,7 +151,8 @@ def _driver() -> str | None:
     return found.group() if found else first
 
 
-def _version(package: str) -> str | None:
+def find_version(package: str) -> str | None:
+    """Of an installed package; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -160,10 +161,10 @@ def _version(package: str) -> str | None:
 
 def _version_of_module(name: str) -> str | None:
     """Of the package that a module is of, which may have another name; None where it is not installed."""
-    known = _version(name)
+    known = find_version(name)
     if known is None and PathFinder.find_spec(name) is not None:
         packages = importlib.metadata.packages_distributions().get(name, [])
-        known = ", ".join(filter(None, map(_version, packages))) or None
+        known = ", ".join(filter(None, map(find_version, packages))) or None
     return known
 
 
