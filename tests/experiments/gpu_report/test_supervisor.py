@@ -2,15 +2,19 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from experiments.cli import app
+from experiments.commands import gpu_report as command
 from experiments.gpu_report import folder as report_folder
 from experiments.gpu_report import precompile
-from experiments.gpu_report.folder import open_report
+from experiments.gpu_report.folder import open_report, read_report
 from experiments.gpu_report.steps import Step, new_step, steps_left
 from experiments.gpu_report.supervisor import RunStep, run_steps, seconds_for, step_runner
 from experiments.gpu_report.worker import Action, Job, carry_out
@@ -185,6 +189,38 @@ def test_the_tuned_configs_that_a_step_used_are_noted(report: RunFolder) -> None
 
     run(report, run_step)
     assert report.used == used
+
+
+def test_the_command_goes_on_until_nothing_is_left_and_writes_the_table_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actions: dict[str, Action] = {"check": raises}
+
+    @contextmanager
+    def runner(folder: RunFolder, device: str) -> Iterator[RunStep]:
+        yield in_process(actions)
+
+    monkeypatch.setattr(command, "cuda_device", lambda name, what: CPU)
+    monkeypatch.setattr(command, "make_steps", lambda *given: STEPS)
+    monkeypatch.setattr(command, "step_runner", runner)
+    words = ["gpu-report", "--out", str(tmp_path), "--minutes", "1"]
+    first = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert first.exit_code == 1
+    assert "2 of 3 steps are done" in " ".join(first.stderr.split())
+    assert f"left: {STEPS[1].key}" in first.stderr
+    table = (tmp_path / "report.md").read_text()
+    assert f"- {STEPS[1].key}: ValueError: no such thing" in table
+    assert "NVIDIA H200, sm_90" in table
+    actions.clear()
+    second = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert second.exit_code == 0
+    assert "1 of 3 steps are left" in second.stderr
+    assert "Not done" not in (tmp_path / "report.md").read_text()
+    recorded = read_report(tmp_path)
+    assert recorded is not None
+    assert recorded.finished
+    assert {row.task for row in recorded.rows} == {step.key for step in STEPS}
+    assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a worker says where there is no GPU")
