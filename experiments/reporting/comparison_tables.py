@@ -93,8 +93,7 @@ def _caption(found: Comparison) -> str:
         parts.append(
             f"The machine drifted: slow waves hold {1 + found.drift:.1f} times their share, which is allowed for."
         )
-    if all(min(verdict.processes) >= MIN_REPLICATES for verdict in found.verdicts):
-        fewest = min(min(verdict.processes) for verdict in found.verdicts)
+    if (fewest := min(min(verdict.processes) for verdict in found.verdicts)) >= MIN_REPLICATES:
         parts.append(f"At least {fewest} processes each.")
     return " ".join(parts)
 

@@ -20,7 +20,6 @@ MOST_LINES = 8
 MOST_PICTURES = 4
 """Of one sweep: what else there is is in the table and in results.jsonl, and the last caption says so."""
 
-_APART = ("dtype", "workload", "model")  # what lines are rather not compared across
 _LOG_FROM = 8  # a range of this ratio is shown in doublings
 _AXES: Mapping[str, str] = {
     "context": "context, tokens",
@@ -139,12 +138,17 @@ def _divide(curves: Sequence[_Curve]) -> dict[str, dict[str, _Curve]]:
     would share one, and not too many of any.
     """
     names = list(curves[0].key)
-    apart = [name for name in names if _is_size(name) or name.partition(".")[0] in _APART]
+    apart = list(filter(_is_apart, names))
     facets = group_by(curves, lambda curve: _name(curve, apart))
     if len(curves) > MOST_LINES // 2 and _are_few(facets):
         inside = [name for name in names if name not in apart]
         return {f", {facet}": {_name(curve, inside): curve for curve in mine} for facet, mine in facets.items()}
     return _number([(_name(curve, names), curve) for curve in curves])
+
+
+def _is_apart(axis: str) -> bool:
+    """Whether curves are rather not compared across its values."""
+    return _is_size(axis) or axis.partition(".")[0] in ("dtype", "workload", "model")
 
 
 def _number(named: Sequence[tuple[str, _Curve]]) -> dict[str, dict[str, _Curve]]:

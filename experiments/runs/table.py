@@ -33,6 +33,9 @@ the others is in the longest of them alone. What is counted is no matter of nois
 _ALIKE = ("dtype", "model")
 """Settings that arms are not compared across."""
 
+_OF_AN_OP = ("check", "kernels", "tuning", "hardware")
+"""Stages whose rows are of one op and variant. A step's row names those of its range, and is of an arm."""
+
 _NO_FIGURES = ("replicate", "task_rows", "seed", "bits", "group_size", "config")
 """Numbers that say what a row is of, or how it was run."""
 
@@ -174,7 +177,7 @@ def label_of(
     """What a row is of; `across` and `leave_out` are those of `times_of`, `swept` the ops that a title names."""
     shared, own = _split_settings(row, across, leave_out)
     dtype = None if "dtype" in (*across, *shared) else row.dtype
-    if row.op is not None:
+    if row.stage in _OF_AN_OP:
         place, arm = _words(row.op, row.point, dtype, **shared), _words(row.variant, **own)
         return Label(place, arm, arm)
     if row.stage == "quantization":
