@@ -98,15 +98,7 @@ def model_hashes(plans: Iterable[Plan], console: Console | None = None) -> dict[
     """Model -> its configuration's, tokenizer's and weights' files, by name -> SHA-256; of models that serve nothing
     in this experiment, nothing. Progress goes to `console` (stderr's by default) where it is more than a gigabyte.
     """
-    served = {
-        plan.model.directory().resolve(): plan.model.name
-        for plan in plans
-        if plan.model is not None and (plan.experiment.workload or plan.experiment.quantization)
-    }
-    files = {
-        _distinct_name(directory, served): sorted({file for one in _MODEL_FILES for file in directory.glob(one)})
-        for directory in served
-    }
+    files = _model_files(plans)
     total = sum(file.stat().st_size for some in files.values() for file in some)
     columns = (
         TextColumn("hashing the model"), BarColumn(bar_width=20), DownloadColumn(), TransferSpeedColumn(),
@@ -121,6 +113,19 @@ def model_hashes(plans: Iterable[Plan], console: Console | None = None) -> dict[
                 with progress.open(file, "rb", total=total, task_id=task) as opened:
                     found[name][file.name] = _sha256(opened)
     return found
+
+
+def _model_files(plans: Iterable[Plan]) -> dict[str, list[Path]]:
+    """Model -> what is hashed of it, of those that serve."""
+    served = {
+        plan.model.directory().resolve(): plan.model.name
+        for plan in plans
+        if plan.model is not None and (plan.experiment.workload or plan.experiment.quantization)
+    }
+    return {
+        _distinct_name(directory, served): sorted({file for one in _MODEL_FILES for file in directory.glob(one)})
+        for directory in served
+    }
 
 
 def _distinct_name(directory: Path, names: Mapping[Path, str]) -> str:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,9 @@ def read_run(path: Path) -> RecordedRun:
     rows: list[Row] = []
     losses: list[str] = []
     if ended or file.exists():  # what was cut off before its first row may have none
-        rows, mended, losses = _read_rows(file, _version_of(meta))
-        repairs += mended
+        written, mended, torn = _read_lines(file, _version_of(meta))
+        rows, cut_off = _whole_tasks(file, written)
+        repairs, losses = [*repairs, *mended], [*torn, *cut_off]
     done = len({row.task for row in rows})
     if ended and not losses and done < tasks:
         losses.append(f"{file}: has the rows of {done} of the {tasks} tasks that the run ended with")
@@ -161,12 +162,12 @@ def read_object(file: Path) -> Mapping[str, Any]:
     return data
 
 
-def _read_rows(file: Path, version: int) -> tuple[list[Row], list[str], list[str]]:
-    """The rows of whole tasks, a sentence for what is kept although it was not written whole, and for what is not."""
+def _read_lines(file: Path, version: int) -> tuple[list[Row], list[str], list[str]]:
+    """The rows, a sentence for a last line that is kept although it was not written whole, and for one that is not."""
     lines = _read(file).split(b"\n")
     ends_whole = not lines[-1]
     lines = lines[:-1] if ends_whole else lines
-    rows, mended, losses = [], [], []
+    rows, mended, torn = [], [], []
     for number, line in enumerate(lines, 1):
         where = f"{file}: line {number}"
         try:
@@ -175,19 +176,25 @@ def _read_rows(file: Path, version: int) -> tuple[list[Row], list[str], list[str
             # Only the end of a file is ever half written: a torn line in its middle is damage of another kind.
             if number < len(lines):
                 raise ExperimentError([f"{where} is no row: Invalid JSON: {error}"]) from None
-            losses.append(f"{where}, the last, is half written ({len(line)} bytes): left out")
+            torn.append(f"{where}, the last, is half written ({len(line)} bytes): left out")
         else:
             rows.append(_validated_row(data, version, where))
-    if not ends_whole and not losses:
+    if not ends_whole and not torn:
         mended.append(f"{file}: line {len(lines)}, the last, is a whole row without its line's end: kept")
+    return rows, mended, torn
+
+
+def _whole_tasks(file: Path, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+    """The rows of tasks that wrote all of theirs, and a sentence for each of the others."""
+    cut_off = []
     written = Counter(row.task for row in rows)
     wanted = {row.task: row.task_rows for row in rows if row.task}
     for task, count in wanted.items():
         if written[task] > count:
             raise ExperimentError([f"{file}: task {task!r} has {written[task]} rows, and says that it wrote {count}"])
         if written[task] < count:
-            losses.append(f"{file}: task {task!r} has {written[task]} of its {count} rows: they are left out")
-    return [row for row in rows if not row.task or written[row.task] == wanted[row.task]], mended, losses
+            cut_off.append(f"{file}: task {task!r} has {written[task]} of its {count} rows: they are left out")
+    return [row for row in rows if not row.task or written[row.task] == wanted[row.task]], cut_off
 
 
 def _validated_row(data: Any, version: int, where: str) -> Row:

@@ -74,14 +74,7 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
     Raises:
         ExperimentError: they differ in something of WHATS that is not allowed; or have no figure in common.
     """
-    apart = forbidding(first, second)
-    problems = [
-        f"{what} of {first.name} and {second.name}: {how} (--across {what} compares them all the same)"
-        for what, how in apart.items()
-        if what not in across
-    ]
-    if problems:
-        raise ExperimentError([*problems, *_cut_off(first, second)])
+    allowed = _allowed_differences(first, second, across)
     among = (*first.rows, *second.rows)
     mine, theirs = (times_of(run.rows, across=across, leave_out=True, among=among) for run in (first, second))
     pairs = {key: (mine[key], theirs[key]) for key in mine if key in theirs}
@@ -99,7 +92,7 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
         second.name,
         _verdicts(pairs, found, of_runs=True),
         drift,
-        across={what: how for what, how in apart.items() if what in across},
+        across=allowed,
         circumstances=tuple(circumstances(first, second)),
         changed=tuple(changed_facts(first, second)),
         only_first=tuple(str(mine[key]) for key in mine if key not in theirs),
@@ -107,6 +100,19 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
         repairs=(*first.repairs, *second.repairs),
         cut_off=_cut_off(first, second),
     )
+
+
+def _allowed_differences(first: RecordedRun, second: RecordedRun, across: Collection[str]) -> dict[str, str]:
+    """Name of WHATS -> how the runs differ; ExperimentError where one is not among `across`."""
+    apart = forbidding(first, second)
+    problems = [
+        f"{what} of {first.name} and {second.name}: {how} (--across {what} compares them all the same)"
+        for what, how in apart.items()
+        if what not in across
+    ]
+    if problems:
+        raise ExperimentError([*problems, *_cut_off(first, second)])
+    return apart
 
 
 def compare_arms(run: RecordedRun, across: Collection[str] = ()) -> Comparison:
