@@ -30,7 +30,7 @@ from experiments.runs.provenance import (
 )
 from experiments.runs.reading import workload_key
 from tkernels.clocks import read_clocks
-from tkernels.device import device_facts
+from tkernels.device import DeviceFacts, device_facts
 from tkernels.mode import MODE
 from tkernels.source_hash import source_hash
 
@@ -62,15 +62,7 @@ def environment_of(sweep: Sweep, run_id: str, overrides: list[str]) -> dict[str,
             **{name: find_version(name) for name in _PACKAGES},
             **package_versions(sweep.plans),
         },
-        "device": {
-            "name": _processor() if plan.device.type == "cpu" else facts.name,
-            "type": plan.device.type,
-            "arch": platform.machine() if plan.device.type == "cpu" else facts.arch,
-            "triton": "interpreted" if MODE == "interpret" else "compiled",
-            "cuda": torch.version.cuda,
-            "driver": _driver(),
-            "clocks": asdict(read_clocks(plan.device)),
-        },
+        "device": _device_state(plan.device, facts),
         "host": {"system": platform.platform(), "cpus": os.cpu_count(), "torch_threads": torch.get_num_threads()},
         "git": git_state(Path(__file__).parent),
         "seeds": seeds,
@@ -81,6 +73,19 @@ def environment_of(sweep: Sweep, run_id: str, overrides: list[str]) -> dict[str,
         "imports": {name: sha256_of(file) for name, file in imports_of(sweep.plans).items()},
         "lockfiles": lockfile_hashes(sweep.plans, facts),
         "kernels": {name: source_hash(one.kernels) if one.kernels else None for name, one in variants.items()},
+    }
+
+
+def _device_state(device: torch.device, facts: DeviceFacts) -> dict[str, Any]:
+    on_cpu = device.type == "cpu"
+    return {
+        "name": _processor() if on_cpu else facts.name,
+        "type": device.type,
+        "arch": platform.machine() if on_cpu else facts.arch,
+        "triton": "interpreted" if MODE == "interpret" else "compiled",
+        "cuda": torch.version.cuda,
+        "driver": _driver(),
+        "clocks": asdict(read_clocks(device)),
     }
 
 

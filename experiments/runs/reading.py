@@ -101,13 +101,7 @@ def _read_resolved(file: Path, sha256: str) -> tuple[Mapping[str, Any], list[str
 
 def read_meta(path: Path) -> Mapping[str, Any]:
     """run.json of the folder `path`, all its keys there; raises ExperimentError as `read_run` does."""
-    if not path.is_dir():
-        what = "is a file; a run is a folder" if path.exists() else f"no such folder{_neighbour(path)}"
-        raise ExperimentError([f"{path}: {what}"])
-    file = path / "run.json"
-    if not file.exists():
-        found = "its results.jsonl is from before there was one" if (path / "results.jsonl").exists() else "not a run"
-        raise ExperimentError([f"{path}: not a run of schema {SCHEMA}: there is no run.json ({found})"])
+    file = _find_meta(path)
     meta = read_object(file)
     schema = meta.get("schema")
     if type(schema) is not int or schema < 1:
@@ -122,6 +116,18 @@ def read_meta(path: Path) -> Mapping[str, Any]:
     if missing:
         raise ExperimentError([f"{file}: lacks {', '.join(map(repr, missing))}"])
     return meta
+
+
+def _find_meta(path: Path) -> Path:
+    """The run.json of a folder that has one."""
+    if not path.is_dir():
+        what = "is a file; a run is a folder" if path.exists() else f"no such folder{_neighbour(path)}"
+        raise ExperimentError([f"{path}: {what}"])
+    file = path / "run.json"
+    if not file.exists():
+        found = "its results.jsonl is from before there was one" if (path / "results.jsonl").exists() else "not a run"
+        raise ExperimentError([f"{path}: not a run of schema {SCHEMA}: there is no run.json ({found})"])
+    return file
 
 
 def _version_of(meta: Mapping[str, Any]) -> int:
