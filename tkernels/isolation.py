@@ -61,17 +61,30 @@ class Ending:
 
 
 class Tell:
-    """A child's way to its starter. A message is any value that JSON can hold; it is sent at once."""
+    """A child's way to its starter. A message is any value that JSON can hold; it is sent at once.
+
+    A copy of the child, which foreign code made with os.fork, ends where it would send something: it would say all that
+    the child says again.
+    """
 
     def __init__(self, pipe: int) -> None:
-        self._pipe = pipe
+        self._pipe, self._child = pipe, os.getpid()
 
     def __call__(self, message: Any) -> None:
-        _send(self._pipe, "message", message)
+        self._send("message", message)
 
     def within(self, seconds: float) -> None:
         """From now on the child has so many seconds, whatever its time-out was."""
-        _send(self._pipe, "within", seconds)
+        self._send("within", seconds)
+
+    def done(self) -> None:
+        """The child has come to its end."""
+        self._send("done", None)
+
+    def _send(self, kind: str, value: Any) -> None:
+        if os.getpid() != self._child:
+            os._exit(1)
+        _send(self._pipe, kind, value)
 
 
 Work = Callable[[Tell], None]
@@ -313,8 +326,9 @@ def _live(work: Work, sending: int, printing: int, starter: int) -> NoReturn:
         # Anew: what its starter has printed, and not yet written, is the starter's to write.
         sys.stdout, sys.stderr = (os.fdopen(target, "w", closefd=False) for target in (1, 2))
         faulthandler.enable(2)
-        work(Tell(sending))
-        _send(sending, "done", None)
+        tell = Tell(sending)
+        work(tell)
+        tell.done()
         status = 0
     except BaseException:
         traceback.print_exc()

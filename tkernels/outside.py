@@ -58,13 +58,15 @@ def work_of_import(name: str, imports: Callable[[], Any], failure: FailureTypes)
     """
 
     def work(tell: Tell) -> None:
-        own = os.getpid()
+        own, fault = os.getpid(), ""
         try:
             imports()
         except failure as error:
-            tell(str(error))
+            fault = str(error)
         if os.getpid() != own:  # a copy that a file made by os.fork: it waits for its end, so that it is counted
             signal.pause()
+        if fault:
+            tell(fault)
         if waiting := [
             one.name for one in threading.enumerate() if one is not threading.main_thread() and not one.daemon
         ]:

@@ -36,6 +36,18 @@ def _many(tell: Tell) -> None:
         tell({"number": number, "text": "x" * 300})
 
 
+def _twice(tell: Tell) -> None:
+    copy = os.fork()
+    tell("once")
+    os.waitpid(copy, 0)
+
+
+def _copy_goes_on(tell: Tell) -> None:
+    if copy := os.fork():
+        os.waitpid(copy, 0)
+        os._exit(0)
+
+
 def _patient(tell: Tell) -> None:
     for _ in range(3):
         tell.within(60.0)
@@ -65,6 +77,8 @@ WORKS: dict[str, Work] = {
     "prints": lambda tell: print("one\n" * 100_000, '["ended", {"seconds": 0}]', sep=""),
     "prints bytes": lambda tell: (os.write(1, b"\xff\x00\xfe"), None)[1],
     "writes garbage": _garbage,
+    "forks": _twice,
+    "goes on as a copy": _copy_goes_on,
     "leaves others": _stopped_and_alive,
     "reads": lambda tell: tell(os.read(0, 100).decode()),
     "says what it has": lambda tell: tell([os.environ.get("MINE"), os.environ.get("LATER"), sys.path]),
@@ -72,6 +86,7 @@ WORKS: dict[str, Work] = {
 DEATHS = {
     "leaves": "its process left with exit status 3; last printed: on my way",
     "leaves early": "its process left with exit status 0 before its end",
+    "goes on as a copy": "its process left with exit status 0 before its end",
     "is killed": "killed by SIGKILL, as the kernel does when memory runs out",
     "hangs": "timeout: it took longer than 0.5 s",
     "closes its pipes": "timeout: it took longer than 0.5 s",
@@ -132,6 +147,12 @@ def test_messages_arrive_in_order_and_whole(run: Callable[..., Any]) -> None:
     assert [one["number"] for one in heard] == list(range(1000))
 
 
+def test_a_copy_of_a_child_says_nothing(run: Callable[..., Any]) -> None:
+    heard: list[Any] = []
+    assert run("forks", heard.append).death is None
+    assert heard == ["once"]
+
+
 @pytest.mark.parametrize("name", DEATHS)
 def test_whatever_ends_a_process_is_told(run: Callable[..., Any], name: str) -> None:
     ending = run(name, lambda message: None, 0.5)
@@ -180,7 +201,8 @@ def test_there_is_nothing_to_read(run: Callable[..., Any]) -> None:
 def test_what_a_task_started_is_ended_whatever_its_session(server: Server, mark: str) -> None:
     heard: list[Any] = []
     before = left_over(mark, seconds=0.0)
-    assert server.run("leaves others", heard.append).death is None
+    ending = server.run("leaves others", heard.append)
+    assert (ending.death, ending.left) == (None, 2)
     assert heard == ["left two behind"]
     assert left_over(mark, seconds=0.0) == before
 
