@@ -268,5 +268,9 @@ def test_with_five_processes_a_test_says_what_is_noise(tmp_path: Path) -> None:
     assert same.verdict.sentence.startswith(
         "2 of 2 arms timed; no arm's tokens per second differ from those of torch by more than noise (a change of "
     )
+    wild = [row.model_copy(update={"tokens_per_s": 10.0 ** (row.replicate or 0)}) for row in repeated({"a": 1, "b": 1})]
+    wild[1] = wild[1].model_copy(update={"tokens_per_s": 1000.0})
+    noise = report_of(read_run(record(tmp_path / "d", wild)))
+    assert "(a change of >999% would have been found)" in noise.verdict.sentence
     slower = report_of(read_run(record(tmp_path / "c", repeated({"torch": 1000.0, "fused": 500.0}))))
     assert slower.verdict.sentence == "2 of 2 arms timed; no arm is faster than torch, and 1 of 1 others are slower."
