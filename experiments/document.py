@@ -18,6 +18,9 @@ Report = Callable[[PathParts, str], None]
 
 Nodes = tuple[yaml.Node, ...]
 
+_MOST_ALIASED = 100_000
+"""Parts that a document may have beyond the characters of its text: an alias writes much with little."""
+
 _MERGE = "tag:yaml.org,2002:merge"
 _PLACE = re.compile(r"line (\d+), column (\d+)\b")
 
@@ -160,12 +163,14 @@ class _Reader:
         self.has_lines = has_lines
         self.places: dict[PathParts, str] = {}
         self.faults: list[str] = []
+        self.parts_left = 0  # until there is a text
 
     def place(self, mark: yaml.Mark) -> str:
         return f"{self.label}, line {mark.line + 1}, column {mark.column + 1}" if self.has_lines else self.label
 
     def read(self, text: str) -> Any:
         """The text as plain data; ExperimentError where it is not YAML."""
+        self.parts_left = len(text) + _MOST_ALIASED
         try:
             loader = yaml.SafeLoader(text)
         except ReaderError as error:
@@ -189,6 +194,9 @@ class _Reader:
         """The node as plain data, inside the nodes `outer`. PyYAML's own construction forgets places, lets a second key
         overwrite the first (here it is a fault, and the first stands), and follows an alias of what it is in for ever.
         """
+        self.parts_left -= 1
+        if self.parts_left < 0:
+            raise ExperimentError([f"{self.label}: its aliases stand for more than {_MOST_ALIASED:,} parts"])
         self.places[path] = self.place(node.start_mark)
         if node in outer:
             self._fault(path, "is an alias of what it is in")

@@ -49,6 +49,7 @@ class Ending:
     """How a process ended. death: why it did not come to its own end, None where it did.
 
     seconds: from its start to its end. signal: what killed it, 0 where nothing did. printed: the end of its output.
+    left: processes that it had started and a server had to end after it.
     """
 
     seconds: float
@@ -56,6 +57,7 @@ class Ending:
     timed_out: bool = False
     signal: int = 0
     printed: str = ""
+    left: int = 0
 
 
 class Tell:
@@ -357,8 +359,7 @@ def serve(starter: int, imports: Sequence[str]) -> None:
         for order in sys.stdin.buffer:
             task, timeout = json.loads(order)
             ending = _carry_out(prepare, task, timeout, answers)
-            _end_children()
-            _send(answers, "ended", asdict(ending))
+            _send(answers, "ended", {**asdict(ending), "left": _end_children()})
     except BrokenPipeError:  # the starter no longer listens
         _leave()
 
@@ -383,20 +384,30 @@ def _leave() -> NoReturn:
     os._exit(1)
 
 
-def _end_children() -> None:
-    """Ends this process's children, and then those whose parents these were, which are its own by then."""
+def _end_children() -> int:
+    """Ends this process's children, and then those whose parents these were, which are its own by then.
+
+    Returns:
+        How many were killed, here or with a child's process group; others had come to their own end.
+    """
+    killed = 0
     with contextlib.suppress(ChildProcessError):  # there is none left
-        while os.waitpid(-1, os.WNOHANG)[0] or any(map(_end, _children())):
-            pass
+        while True:
+            ended, status = os.waitpid(-1, os.WNOHANG)
+            killed += bool(ended) and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+            if not ended and not sum(map(_kill, _children())):
+                break
+            if not ended:
+                time.sleep(_SOON_S)
+    return killed
 
 
-def _end(pid: int) -> bool:
-    """Whether it could be killed; it has ended when this returns."""
+def _kill(pid: int) -> bool:
+    """Whether it could be killed."""
     try:
         os.kill(pid, signal.SIGKILL)
     except OSError:  # of another user
         return False
-    os.waitpid(pid, 0)
     return True
 
 

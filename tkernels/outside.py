@@ -2,6 +2,9 @@
 alone, and the others of its folder join the ops.
 """
 
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +16,8 @@ from tkernels.isolation import Prepare, Server, Tell, Work
 from tkernels.mode import MODE
 from tkernels.registry import builtin_ops
 from tkernels.variant import VariantError
+
+FailureTypes = type[Exception] | tuple[type[Exception], ...]
 
 IMPORT_SECONDS = 60.0
 """For one task, which may import a large library."""
@@ -34,11 +39,38 @@ def importing(prepare: str) -> Iterator[Callable[[Any, str], str | None]]:
         ending = server.run(task, faults.append, IMPORT_SECONDS)
         if ending.death is not None:
             faults.append(f"{name}: cannot be imported: {ending.death}")
+        elif ending.left:
+            faults.append(f"{name}: cannot be imported: it starts processes that go on after the import")
         return faults[0] if faults else None
 
     with Server({"TRITON_INTERPRET": "1" if MODE == "interpret" else "0"}) as server:
         server.load(prepare)
         yield import_fault
+
+
+def work_of_import(name: str, imports: Callable[[], Any], failure: FailureTypes) -> Work:
+    """A task's work: it imports files, and tells of a failure and of threads that would outlive the import.
+
+    Args:
+        name: what the files are called.
+        imports: imports them.
+        failure: what this raises where they are broken, with a message that names the file.
+    """
+
+    def work(tell: Tell) -> None:
+        own = os.getpid()
+        try:
+            imports()
+        except failure as error:
+            tell(str(error))
+        if os.getpid() != own:  # a copy that a file made by os.fork: it waits for its end, so that it is counted
+            signal.pause()
+        if waiting := [
+            one.name for one in threading.enumerate() if one is not threading.main_thread() and not one.daemon
+        ]:
+            tell(f"{name}: cannot be imported: it starts threads that a process waits for: {', '.join(waiting)}")
+
+    return work
 
 
 def broken_files(folders: Sequence[Path]) -> dict[Path, str]:
@@ -73,12 +105,8 @@ def prepare_imports(about: None) -> Prepare:
         needed = (file, file.with_name("contract.py"))
         others = dict.fromkeys((one for one in variant_files(folder) if one not in needed), "not asked for")
 
-        def work(tell: Tell) -> None:
-            try:
-                builtin_ops().with_variants_from(folder, others)
-            except (VariantError, ContractError) as error:
-                tell(str(error))
-
-        return work
+        return work_of_import(
+            str(file), lambda: builtin_ops().with_variants_from(folder, others), (VariantError, ContractError)
+        )
 
     return prepare

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from tkernels.isolation import Prepare, Tell, Work
-from tkernels.outside import importing
+from tkernels.isolation import Prepare, Work
+from tkernels.outside import importing, work_of_import
 from tmodel.architectures import ArchitectureError, architectures_with
 
 
@@ -25,12 +25,6 @@ def prepare_imports(about: None) -> Prepare:
     """In a server: the task is a list of folders, which join the house's architectures."""
 
     def prepare(folders: Sequence[str]) -> Work:
-        def work(tell: Tell) -> None:
-            try:
-                architectures_with(folders)
-            except ArchitectureError as error:
-                tell(str(error))
-
-        return work
+        return work_of_import(", ".join(folders), lambda: architectures_with(folders), ArchitectureError)
 
     return prepare

@@ -64,7 +64,11 @@ def memory_left(setup: Setup) -> int:
 
 
 def fit_arm(arm: Arm, setup: Setup) -> ResolvedOptions:
-    """The sizes of the arm's scheduler; ExperimentError where the bytes hold no block, or too few states."""
+    """The sizes of the arm's scheduler; ExperimentError where the bytes hold no block, or too few states.
+
+    A pool that is given by its bytes has all of them, where the engine takes no more than max_num_seqs requests fill,
+    and pages may be of any size: what is asked here is what a cache could give.
+    """
     page_size, options = arm.page_size, replace(setup.options, prefix_cache=arm.policy)
     sizes = setup.model.unit_sizes(page_size)
     if arm.pool_blocks is None:

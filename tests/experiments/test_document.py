@@ -67,6 +67,9 @@ def test_a_set_that_fits_nowhere_is_refused(override: str, message: str) -> None
     assert any(problem.startswith(f"--set {override}") for problem in caught.value.problems)
 
 
+_MANY_ALIASES = "a: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -85,6 +88,7 @@ def test_a_set_that_fits_nowhere_is_refused(override: str, message: str) -> None
             r"kernels.swiglu\[0\] \(a.yaml, line 1, column .*\): is an alias of what it is in",
         ),
         ("exclude: " + "[" * 9999, "a.yaml: its lists and mappings lie too deep in each other"),
+        (_MANY_ALIASES, "a.yaml: its aliases stand for more than 100,000 parts"),
         ("<<: [3]", r"<< \(a.yaml, line 1, column 1\): takes a mapping"),
         ("full: {full.x: 1}", r"full.full.x \(a.yaml, line 1, column 8\): is not one of the sizes"),
     ],

@@ -16,6 +16,9 @@ FAULTS = {
     "crashes": "import ctypes; ctypes.string_at(0)",
     "hangs": "import time; time.sleep(60)",
     "forks": "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)\nraise ValueError('forked')",
+    "spawns": "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)",
+    "doubles": "import os; os.fork()",
+    "waits": "import threading, time; threading.Thread(target=time.sleep, args=(60,), name='waiter').start()",
 }
 REASONS = {
     "raises": "cannot be imported: ValueError: mine",
@@ -24,6 +27,9 @@ REASONS = {
     "crashes": "cannot be imported: killed by SIGSEGV; last printed: Fatal Python error: Segmentation fault",
     "hangs": "cannot be imported: timeout: it took longer than 3 s",
     "forks": "cannot be imported: ValueError: forked",
+    "spawns": "cannot be imported: it starts processes that go on after the import",
+    "doubles": "cannot be imported: it starts processes that go on after the import",
+    "waits": "cannot be imported: it starts threads that a process waits for: waiter",
     "empty": "must define VARIANT, a tkernels.Variant",
     "torch": "swiglu already has a variant 'torch'",
 }
@@ -33,7 +39,7 @@ REASONS = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_variant(tmp_path_factory.mktemp("outside").resolve())
     for name, code in FAULTS.items():
-        write_variant(folder, ("VARIANT =", f"{code}\nVARIANT ="), name=name)
+        write_variant(folder, ("swiglu_doubled", f"swiglu_{name}"), ("VARIANT =", f"{code}\nVARIANT ="), name=name)
     (folder / "swiglu" / "empty.py").write_text("")
     write_variant(folder, name="torch")
     write_variant(folder, op="no_such_op", name="lost")

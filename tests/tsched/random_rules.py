@@ -17,6 +17,7 @@ from typing import Any
 
 from tests.tsched.page_contents import VOCAB
 from tests.tsched.serving_world import MAX_MODEL_LEN, SALTS, ServingWorld
+from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
 
 STEPS_A_WORLD = 250
 
@@ -34,9 +35,9 @@ def random_options(rng: random.Random) -> dict[str, Any]:
         "max_chunk_tokens": rng.choice([None, 1, 3, 8]) if chunked else None,
         "decode_share": rng.choice([0.0, 0.3]) if chunked else 0.0,
         "chunked_prefill": chunked,
-        "order": rng.choice(["fcfs", "priority"]),
-        "preemption": rng.choice(["recompute", "swap", "swap"]),
-        "prefix_cache": rng.choice(["none", "hash", "hash", "radix", "radix"]),
+        "order": rng.choice(sorted(ORDERS)),
+        "preemption": rng.choice(["swap", *sorted(PREEMPTIONS)]),
+        "prefix_cache": rng.choice(["hash", "radix", *sorted(PREFIX_CACHES)]),
     }
 
 

@@ -22,6 +22,7 @@ from tests.tsched.serving_world import MAX_MODEL_LEN, SALTS, ServingWorld
 from tsched.scheduling.block_pool import BlockPool
 from tsched.scheduling.kv_memory import KVMemory
 from tsched.scheduling.planner import Planner
+from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
 from tsched.scheduling.policies.hash_prefix_cache import HashPrefixCache, Run
 from tsched.scheduling.policies.radix_prefix_cache import RadixPrefixCache
 from tsched.scheduling.policies.run_cache import RunCache
@@ -36,9 +37,9 @@ options_strategy = st.fixed_dictionaries(
         "block_size": st.sampled_from([1, 2, 4]),
         "num_host_blocks": st.sampled_from([0, 3, 30]),
         "max_num_seqs": st.integers(1, 5),
-        "order": st.sampled_from(["fcfs", "priority"]),
-        "preemption": st.sampled_from(["swap", "recompute"]),
-        "prefix_cache": st.sampled_from(["hash", "radix", "none"]),
+        "order": st.sampled_from(sorted(ORDERS)),
+        "preemption": st.sampled_from(sorted(PREEMPTIONS)),
+        "prefix_cache": st.sampled_from(sorted(PREFIX_CACHES)),
     }
 )
 budgets = st.one_of(
