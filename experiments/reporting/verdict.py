@@ -140,8 +140,9 @@ def _timed(rows: Sequence[Row], served: Sequence[Row]) -> str:
     if not groups:
         return ""
     untimed = [mine[-1] for mine in groups.values() if not select_timed(mine)]
-    why = next((row.speed_reason or row.reason for row in untimed if row.stage != "check"), None)
-    besides = f" ({why})" if why else ""
+    reasons = Counter(why for row in untimed if row.stage != "check" and (why := row.speed_reason or row.reason))
+    others = f"; {_count(len(reasons) - 1, 'other reason')}" if len(reasons) > 1 else ""
+    besides = f" ({reasons.most_common(1)[0][0]}{others})" if reasons else ""
     return f"{len(groups) - len(untimed)} of {_count(len(groups), noun)} timed{besides}"
 
 

@@ -177,6 +177,11 @@ def test_nothing_is_made_of_what_was_not_measured() -> None:
     assert verdict(one) == (
         "1 of 2 arms timed (swiglu interpreted on a CPU: not measured); not judged: one process an arm; 1,000 tokens/s."
     )
+    both = "swiglu, paged_decode interpreted on a CPU: not measured"
+    others = [
+        served("engine", None, "", arm={"swiglu": "fused", "paged_decode": name}, speed_reason=both) for name in "ab"
+    ]
+    assert verdict([*one, *others]).startswith(f"1 of 4 arms timed ({both}; 1 other reason); not judged: ")
     assert verdict([kernel("swiglu", "fused", None, {"T": 1})]) == ("0 of 1 variant timed (interpreted: not measured).")
     assert verdict([]) == "Nothing was measured."
     assert not judge([]).good
