@@ -102,9 +102,11 @@ class Grid:
 
     @property
     def paths(self) -> list[str]:
-        """Every path that a rule may name, in the YAML's order."""
+        """Every path that a rule may name, in the YAML's order: workloads only where some have names."""
         found = dict.fromkeys(path for branch in self.branches for path in branch.values)
-        return [path for path in found if path not in ("scheduler", self.section)]
+        has_names = any(value.label for branch in self.branches for value in branch.values.get("workload", ()))
+        hidden = ("scheduler", self.section) if has_names else ("scheduler", "workload", self.section)
+        return [path for path in found if path not in hidden]
 
 
 def values_below(point: Point, section: str) -> dict[str, Value]:

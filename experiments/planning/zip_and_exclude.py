@@ -132,10 +132,10 @@ def _leave_out(section: str, points: list[Point], excluded: set[int], report: Re
 
 
 def _named_values(folder: Path, grid: Grid, index: int, path: str, given: Any, report: Report) -> set[Value]:
-    """The values that a rule names at a path."""
+    """The values that a rule names at a path; null and an empty list are no value."""
     there = [value for branch in grid.branches for value in branch.values.get(path, ())]
     named: set[Value] = set()
-    for one in entries(given):
+    for one in entries(given) or [given]:
         found = matching_values(path, there, one, folder)
         named.update(found)
         if not found:

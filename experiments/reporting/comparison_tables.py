@@ -66,15 +66,15 @@ def _value(verdict: Verdict, value: float) -> str:
 
 def _interval(verdict: Verdict) -> str:
     low, high = verdict.effect.low, verdict.effect.high
-    return "-" if low is None or high is None else f"{_percent(low - 1)} {_percent(high - 1)}"
+    return "-" if low is None or high is None else f"{format_change(low - 1)} {format_change(high - 1)}"
 
 
 def _smallest(verdict: Verdict) -> str:
     least = verdict.effect.smallest
-    return "-" if least is None else _percent(least).removeprefix("+")
+    return "-" if least is None else format_change(least).removeprefix("+")
 
 
-def _percent(share: float) -> str:
+def format_change(share: float) -> str:
     """Signed, and short where it is beyond all use."""
     return f"{share:+.1%}" if abs(share) < 9.995 else ">999%"
 

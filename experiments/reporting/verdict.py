@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.reporting.arms import arm_key, select_stages, select_timed, swept_names, title_of
-from experiments.reporting.comparison_tables import OUTCOMES
+from experiments.reporting.comparison_tables import OUTCOMES, format_change
 from experiments.reporting.table_style import group_by, setting_name
 from experiments.runs import verdicts as judgement
 from experiments.runs.comparison import MIN_REPLICATES
@@ -140,8 +140,9 @@ def _timed(rows: Sequence[Row], served: Sequence[Row]) -> str:
     if not groups:
         return ""
     untimed = [mine[-1] for mine in groups.values() if not select_timed(mine)]
-    why = next((row.speed_reason or row.reason for row in untimed if row.stage != "check"), None)
-    besides = f" ({why})" if why else ""
+    reasons = Counter(why for row in untimed if row.stage != "check" and (why := row.speed_reason or row.reason))
+    others = f"; {_count(len(reasons) - 1, 'other reason')}" if len(reasons) > 1 else ""
+    besides = f" ({reasons.most_common(1)[0][0]}{others})" if reasons else ""
     return f"{len(groups) - len(untimed)} of {_count(len(groups), noun)} timed{besides}"
 
 
@@ -210,7 +211,7 @@ def _judged_place(verdicts: Sequence[judgement.Verdict]) -> tuple[float, str]:
         return 0.0, f"not judged: of {outcomes['cannot tell']} arms there are too few processes"
     least = max((one.effect.smallest or 0.0 for one in verdicts), default=0.0)
     text = f"no arm's tokens per second differ from those of {_first(best)} by more than noise"
-    return 0.0, f"{text} (a change of {least:.1%} would have been found)"
+    return 0.0, f"{text} (a change of {format_change(least).removeprefix('+')} would have been found)"
 
 
 def _first(verdict: judgement.Verdict) -> str:

@@ -143,6 +143,13 @@ def test_what_a_rule_matches_is_left_out() -> None:
     ]  # fmt: skip
 
 
+def test_a_rule_may_name_null_where_it_is_a_value() -> None:
+    (arm,) = arms(
+        f"scheduler: {{max_chunk_tokens: [null, 64]}}\n{SERVED}\nexclude: [{{scheduler.max_chunk_tokens: null}}]"
+    )
+    assert arm.scheduler["max_chunk_tokens"] == 64
+
+
 def test_sizes_in_shapes_are_points() -> None:
     text = (
         "kernels: {paged_decode: torch}\nshapes: {paged_decode: [{B: [1, 8], N: 4, S: [16, 32]}, {B: 2, N: [1, 2]}]}\n"
@@ -183,6 +190,9 @@ def test_sizes_in_shapes_are_points() -> None:
         ("exclude: [{kernels.paged_decode: torch, kernels.paged_decode.split_kv.num_splits: 4}]", "matches no arm"),
         ("exclude: [{shapes.swiglu.T: 4}]", "'shapes.swiglu.T' is no axis here"),
         ("exclude: [{}]", "must be a mapping of at least 1"),
+        ("exclude: [{workload: prompts}]", "exclude[0] (a.yaml, line 5, column 11): 'workload' is no axis here"),
+        ("exclude: [{dtype: null}]", "no arm has None there: there is float32, bfloat16"),
+        ("exclude: [{dtype: float32, batching: []}]", "exclude[0].batching (a.yaml, line 5, column 28): no arm has []"),
         (
             "shapes: {swiglu: [{T: [2, 4], I: 8}]}\nexclude: [{shapes.swiglu.T: 5}]",
             "exclude[0].shapes.swiglu.T (a.yaml, line 6, column 12): no shape has 5 there: there is 2, 4",

@@ -177,6 +177,11 @@ def test_nothing_is_made_of_what_was_not_measured() -> None:
     assert verdict(one) == (
         "1 of 2 arms timed (swiglu interpreted on a CPU: not measured); not judged: one process an arm; 1,000 tokens/s."
     )
+    both = "swiglu, paged_decode interpreted on a CPU: not measured"
+    others = [
+        served("engine", None, "", arm={"swiglu": "fused", "paged_decode": name}, speed_reason=both) for name in "ab"
+    ]
+    assert verdict([*one, *others]).startswith(f"1 of 4 arms timed ({both}; 1 other reason); not judged: ")
     assert verdict([kernel("swiglu", "fused", None, {"T": 1})]) == ("0 of 1 variant timed (interpreted: not measured).")
     assert verdict([]) == "Nothing was measured."
     assert not judge([]).good
@@ -268,5 +273,9 @@ def test_with_five_processes_a_test_says_what_is_noise(tmp_path: Path) -> None:
     assert same.verdict.sentence.startswith(
         "2 of 2 arms timed; no arm's tokens per second differ from those of torch by more than noise (a change of "
     )
+    wild = [row.model_copy(update={"tokens_per_s": 10.0 ** (row.replicate or 0)}) for row in repeated({"a": 1, "b": 1})]
+    wild[1] = wild[1].model_copy(update={"tokens_per_s": 1000.0})
+    noise = report_of(read_run(record(tmp_path / "d", wild)))
+    assert "(a change of >999% would have been found)" in noise.verdict.sentence
     slower = report_of(read_run(record(tmp_path / "c", repeated({"torch": 1000.0, "fused": 500.0}))))
     assert slower.verdict.sentence == "2 of 2 arms timed; no arm is faster than torch, and 1 of 1 others are slower."
