@@ -131,8 +131,10 @@ def test_when_the_driver_is_gone_so_is_everything_that_it_started(tmp_path: Path
     file = experiment(tmp_path, variants_from=["mine"], kernels={"swiglu": ["torch", "doubled"]}, replicates=3)
     process = subprocess.Popen(
         command(file, tmp_path / "out"), stderr=subprocess.PIPE, text=True, env=marked(run_id),
-        # Where the tests run in a shell's background, it is ignored, and what they start would ignore it too.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        # Where the tests run in a shell's background, or under nohup, these are ignored, and what they start would too.
+        preexec_fn=lambda: (
+            signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        ),
     )  # fmt: skip
     deadline = time.monotonic() + 60
     while not (tmp_path / "here").exists() and time.monotonic() < deadline:
