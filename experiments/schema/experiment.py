@@ -167,7 +167,7 @@ class Experiment(Strict):
     repeats: Count = 3
     replicates: Count = 1
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    seed: Annotated[int, Field(strict=True, ge=0)] = 0
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**64)] = 0
     zip: list[Annotated[list[str], Field(min_length=2)]] = []
     exclude: list[Annotated[Mapping[str, Any], Field(min_length=1)]] = []
     full: Mapping[str, Any] = {}

@@ -55,6 +55,10 @@ def test_every_problem_is_reported_at_once_with_its_place() -> None:
     ("change", "message"),
     [
         (
+            "seed: 18446744073709551616",
+            "must be less than 18446744073709551616",
+        ),
+        (
             "workload: {kind: sythetic}",
             "kind 'sythetic': there is synthetic, prompts, trace; did you mean 'synthetic'?",
         ),
