@@ -22,6 +22,7 @@ _MOST_ALIASED = 100_000
 """Parts that a document may have beyond the characters of its text: an alias writes much with little."""
 
 _MERGE = "tag:yaml.org,2002:merge"
+_COLLECTIONS = ("tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
 _PLACE = re.compile(r"line (\d+), column (\d+)\b")
 
 
@@ -202,6 +203,8 @@ class _Reader:
             self._fault(path, "is an alias of what it is in")
             return None
         outer = (*outer, node)
+        if isinstance(node, yaml.CollectionNode) and node.tag not in _COLLECTIONS:
+            self._fault(path, f"the tag {node.tag!r} is none of a list or mapping")
         if isinstance(node, yaml.SequenceNode):
             return [self._value(loader, item, (*path, i), outer) for i, item in enumerate(node.value)]
         if isinstance(node, yaml.MappingNode):

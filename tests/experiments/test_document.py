@@ -82,6 +82,11 @@ _MANY_ALIASES = "a: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'
         ("name: a\nseed: 2024-13-45", r"seed \(a.yaml, line 2, column 7\): '2024-13-45' looks like a timestamp"),
         ("seed: !!int x", r"seed \(a.yaml, line 1, column 7\): 'x' looks like a int, and is none"),
         ('model: {path: "a\\0/b"}', r"model.path .*'a\\x00/b' has the character U\+0000"),
+        (
+            "kernels: !!python/object/apply:os.system [ls]",
+            r"kernels \(a.yaml, line 1, column 10\): the tag '.*os.system'",
+        ),
+        ("model: !mine {preset: tiny}", "the tag '!mine' is none of a list or mapping"),
         ("seed: !!bool perhaps", "'perhaps' looks like a bool, and is none"),
         (
             "kernels: &k {swiglu: [*k]}",
