@@ -76,8 +76,10 @@ def test_what_follows_exactly_leaves_nothing() -> None:
 
 def test_what_is_not_known_of_the_slope_counts_where_the_yardstick_moved() -> None:
     values = [1.0, 1.1, 0.9, 1.0, 1.05]
-    assert between_runs(values, values, 0.0, 0.5).variance == between_runs(values, values, 0.0).variance + 0.5
-    assert paired(values, 0.0, 0.5).variance == paired(values, 0.0).variance + 0.5
+    assert between_runs(values, values, 0.0, 0.5).variance == pytest.approx(
+        between_runs(values, values, 0.0).variance + 0.5
+    )
+    assert paired(values, 0.0, 0.5).variance == pytest.approx(paired(values, 0.0).variance + 0.5)
 
 
 def test_a_machine_that_is_another_one_between_two_steady_runs_proves_nothing() -> None:
