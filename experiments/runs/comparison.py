@@ -24,8 +24,8 @@ MIN_REPLICATES = 5
 
 LEVEL = 0.005
 """Of a false alarm in any figure of one comparison, as the tests are made; half of the 1% that is promised, for what a
-machine does is not normal. On 10,000 simulated experiments with the drift of two cores that a dozen processes shared
-(`python -m tests.experiments.runs.simulated_experiments`), a level of 1% raised 1.8% false alarms between arms.
+machine does is not normal. On 10,000 simulated experiments with the drift of two cores that a dozen processes shared,
+beside a yardstick on one thread, a level of 1% raised 1.8% false alarms between arms.
 """
 
 POWER = 0.95
