@@ -104,10 +104,18 @@ class Plan:
         return {op: arm.picks.get(op, default[op]) for op in self._ranges_of(arm)}
 
     @cached_property
+    def callers(self) -> dict[str, dict[Pick, list[int]]]:
+        """op -> the distinct variants that some arm calls -> the indices of those arms."""
+        found: dict[str, dict[Pick, list[int]]] = {op: {} for op in self.ranges}
+        for index, arm in enumerate(self.arms):
+            for op, pick in self.running(arm).items():
+                found[op].setdefault(pick, []).append(index)
+        return found
+
+    @property
     def picks(self) -> dict[str, list[Pick]]:
         """op -> the distinct variants that some arm calls."""
-        calls = [self.running(arm) for arm in self.arms]
-        return {op: list(dict.fromkeys(picks[op] for picks in calls if op in picks)) for op in self.ranges}
+        return {op: list(picks) for op, picks in self.callers.items()}
 
 
 @dataclass(frozen=True)

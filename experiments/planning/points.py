@@ -38,11 +38,13 @@ class Point:
         axes: every axis of the op's contract.
         serves: the workloads whose steps have these sizes, each with the settings that make them; none of a point that
             no workload asks for.
+        arms: the indices of the arms whose steps have these sizes; None of a point that is every variant's.
     """
 
     name: str
     axes: Mapping[str, Value]
     serves: tuple[Mapping[str, Any], ...] = ()
+    arms: frozenset[int] | None = None
 
 
 Sizes = tuple[int, int, int]
@@ -62,6 +64,12 @@ def points_of(plan: Plan) -> dict[str, list[Point]]:
     """
     typical = _typical_sizes(plan)
     return {op: _make_points(plan, op, typical) for op in plan.ranges}
+
+
+def called_points(plan: Plan, op: str, pick: Pick, points: Sequence[Point]) -> Sequence[Point]:
+    """The op's points at which some arm calls a variant; all of them where the arms that call it have none."""
+    callers = set(plan.callers[op][pick])
+    return [point for point in points if point.arms is None or point.arms & callers] or points
 
 
 def _make_points(plan: Plan, op: str, typical: Typical) -> list[Point]:
@@ -98,10 +106,23 @@ def _make_served_points(plan: Plan, op: str, typical: Typical) -> Iterator[Point
     all_pages = pages if is_paged else pages[:1]
     for page, way, (sizes, (swept, served)) in product(all_pages, all_ways, typical.items()):
         own, fixed = ({"block_size": page}, {"S": page}) if is_paged and page is not None else ({}, {})
+        arms = _find_arms(plan, served, {page} if is_paged else set(pages))
         suffix = (f" S={page}" if page != pages[0] else "") + _way_label(way, all_ways) + swept
         for step, axes in _step_axes(contract, {**way, **fixed}, sizes).items():
             axes = _fit_point(contract, axes, plan.dtype_name, interpreted)
-            yield Point(step + suffix, axes, tuple({**one, **own} for one in served))
+            yield Point(step + suffix, axes, tuple({**one, **own} for one in served), arms)
+
+
+def _find_arms(plan: Plan, served: Sequence[Mapping[str, Any]], pages: set[int | None]) -> frozenset[int]:
+    """The indices of the arms that have one of these page sizes and serve one of these workloads, where there are
+    any.
+    """
+    return frozenset(
+        index
+        for index, arm in enumerate(plan.arms)
+        if arm.scheduler.get("block_size") in pages
+        and (not served or any({"workload": one.name, **one.settings} in served for one in arm.workloads))
+    )
 
 
 def _way_label(way: AxisRanges, others: Sequence[AxisRanges]) -> str:
