@@ -33,7 +33,7 @@ def add_command(
     """
 
     def run(given: dict[str, Any]) -> int:
-        taken = {name: flags.take(given) for name, flags in _find_derived_flags(request).items()}
+        taken = {name: flags.take(given) for name, flags in find_derived_flags(request).items()}
         asked = request(**given, **taken)
         refuse_early(asked)
         if needs_torch:
@@ -51,7 +51,7 @@ def add_command(
     app.command(name)(command)
 
 
-def _find_derived_flags(request: type[Any]) -> dict[str, EngineFlags | SamplingFlags]:
+def find_derived_flags(request: type[Any]) -> dict[str, EngineFlags | SamplingFlags]:
     """By the name of the record's field, flags that follow from another record."""
     marks = ((one.name, mark) for one in fields(request) for mark in get_args(one.type))
     return {name: mark for name, mark in marks if isinstance(mark, EngineFlags | SamplingFlags)}
@@ -59,7 +59,7 @@ def _find_derived_flags(request: type[Any]) -> dict[str, EngineFlags | SamplingF
 
 def _make_parameters(request: type[Any]) -> list[Parameter]:
     """The parameters of a function from which typer makes the record's options."""
-    derived = _find_derived_flags(request)
+    derived = find_derived_flags(request)
     parameters = []
     for one in fields(request):
         default = Parameter.empty if one.default is MISSING else one.default
