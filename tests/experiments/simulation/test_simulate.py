@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from experiments.cli import find_derived_flags, app
+from experiments.cli import app, find_derived_flags
 from experiments.commands.requests import SimulateRequest
 from experiments.simulation.shapes import find_shape
 from experiments.simulation.traces import bound_hit_rate, open_trace
@@ -167,7 +167,7 @@ def test_rate_and_speedup_say_the_same() -> None:
         (["--host-bytes", "1GB"], "give both"),
         (
             ["--host-bytes", "1", "--preemption", "swap"],
-            "needs swap_bytes for a block at least: one of 16 tokens takes",
+            "for a block at least: one of 16 tokens takes",
         ),
         (["--expected-len", "8"], "expected_len must be None: no layer of the model keeps states; got 8"),
         (["--expected-len", "8", "--pool-blocks", "99"], "expected_len must be None"),
