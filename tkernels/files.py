@@ -1,8 +1,8 @@
 """Files and folders that are there whole or not at all, whenever the process that writes them is killed."""
 
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,10 +57,11 @@ def new_folder(path: Path, holds: str) -> Iterator[Path]:
     """
     check_new_folder(path, holds)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))  # beside `path`: one rename moves it
+    # Beside `path`, so that one rename moves it; another process may be filling the same folder.
+    unfinished = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    unfinished.mkdir()
     try:
         yield unfinished
-        unfinished.chmod(0o755)  # mkdtemp's is for the owner alone
         unfinished.rename(path)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
