@@ -131,6 +131,8 @@ def parse_document(text: str, label: str, folder: Path, overrides: Sequence[str]
 def _make_document(text: str, label: str, folder: Path, overrides: Sequence[str], *, full: bool) -> Document:
     reader = _Reader(label)
     data = reader.read(text)
+    if data is None:
+        raise ExperimentError([f"{label}: is empty; an experiment is a mapping of keys to values"])
     if not isinstance(data, dict):
         raise ExperimentError([f"{label}: an experiment is a mapping of keys to values, got {type(data).__name__}"])
     of_full, others = ([one for one in overrides if _is_of_full(one) == wanted] for wanted in (True, False))

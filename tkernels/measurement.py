@@ -241,7 +241,7 @@ def measure(
         if wrong := _check(variant, ready, row.config, slack):
             return replace(row, status=wrong[0], reason=wrong[1])
         return _timed(row, kernel, ready.arguments, method, facts, device)
-    except Exception as error:  # a variant may be anyone's and raise anything
+    except (Exception, SystemExit) as error:  # a variant may be anyone's and raise anything
         return replace(row, status="failed", reason=f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 

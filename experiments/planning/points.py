@@ -221,6 +221,6 @@ def _count_most_programs(point: Mapping[str, Value], variants: Sequence[tuple[Va
         try:
             config = variant.default_config("interpreter").pinned(dict(pick.pins))
             counts.append(count_programs(variant, variant.contract.case(point, 0), config))
-        except Exception:  # a launcher may be anyone's and raise anything: the check stage reports it
+        except (Exception, SystemExit):  # a launcher may be anyone's and raise anything: the check stage reports it
             continue
     return max(counts)

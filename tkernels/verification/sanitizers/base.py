@@ -79,7 +79,7 @@ def inspect_case(sanitizer: Sanitizer, variant: Variant, case: Case, config: Con
     """Puts one case under a sanitizer."""
     try:
         message = sanitizer.run(variant, case, config)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         message = f"{type(error).__name__}: {error}"
     return None if message is None else Finding(sanitizer.name, variant, case, config, message)
 
