@@ -29,7 +29,7 @@ def add_command(
     """Adds a command: its options are the fields of `request`, and `run` of its module in `commands` takes the record.
 
     Args:
-        refuse_early: called with the record before torch is imported.
+        refuse_early: Called with the record before torch is imported.
     """
 
     def run(given: dict[str, Any]) -> int:

@@ -67,12 +67,12 @@ class Document:
     """An experiment's file as plain data that knows where each part was written.
 
     Attributes:
-        data: as YAML gave it, with overrides.
-        folder: where its relative paths start.
-        places: path -> the file, line and column, or the override, that wrote it.
-        text: the file as it was written, comments and all, before any override.
-        faults: what is wrong with it as YAML, and overrides that fit nowhere, where the rest could be read.
-        full: the document with its own section of that name applied, where it has one.
+        data: As YAML gave it, with overrides.
+        folder: Where its relative paths start.
+        places: Path -> the file, line and column, or the override, that wrote it.
+        text: The file as it was written, comments and all, before any override.
+        faults: What is wrong with it as YAML, and overrides that fit nowhere, where the rest could be read.
+        full: The document with its own section of that name applied, where it has one.
     """
 
     data: Mapping[str, Any]

@@ -16,7 +16,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """Gives a path to write a file to. The file is on disk, and takes the place of `path`, when the block ends well.
 
     Raises:
-        OSError: it cannot be written; the error names `path`.
+        OSError: It cannot be written; the error names `path`.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
@@ -49,11 +49,11 @@ def new_folder(path: Path, holds: str) -> Iterator[Path]:
     """Gives a folder to fill. It takes the place of `path` when the block ends well, and is removed when it does not.
 
     Args:
-        path: new, or an empty folder.
-        holds: what is written into it, for the error.
+        path: New, or an empty folder.
+        holds: What is written into it, for the error.
 
     Raises:
-        FileExistsError: there is something at `path`.
+        FileExistsError: There is something at `path`.
     """
     check_new_folder(path, holds)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -107,8 +107,8 @@ class Server(contextlib.AbstractContextManager["Server"]):
         """Starts the process, which imports torch and then waits for `load`.
 
         Args:
-            environment: variables beside this process's own.
-            imports: modules that the tasks will want. They are imported at once where the environment, or a torch that
+            environment: Variables beside this process's own.
+            imports: Modules that the tasks will want. They are imported at once where the environment, or a torch that
                 knows no GPU, has decided how Triton runs.
         """
         # -P: the files beside this one are no modules. A session of its own: Ctrl-C is for the one that starts it.
@@ -125,7 +125,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
 
         Args:
             prepare: "module:function", called once in the server with `about`; it returns a `Prepare`.
-            environment: variables that are set before anything but torch is imported.
+            environment: Variables that are set before anything but torch is imported.
         """
         self._order([prepare, about, dict(environment or {})])
 

@@ -20,7 +20,7 @@ def progress_bar(what: str, total: int, *, stays: bool = False) -> Iterator["par
     """A bar on stderr, where that is a terminal. It gives rich's `update` of the bar: advance, completed, doing.
 
     Args:
-        stays: the bar is left there when it ends, with the time that it took.
+        stays: The bar is left there when it ends, with the time that it took.
     """
     console = Console(stderr=True)
     columns = (TextColumn(what), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
@@ -47,12 +47,12 @@ def make_table(
     """A table for people.
 
     Args:
-        columns: their names.
-        rows: cells, one for each column.
-        right: columns of numbers, aligned there.
-        once: so many first cells are left blank as far as they are those of the row above.
-        headed: a row begins with a heading, which is shown where it changes and indents what is under it.
-        caption: explains the columns.
+        columns: Their names.
+        rows: Cells, one for each column.
+        right: Columns of numbers, aligned there.
+        once: So many first cells are left blank as far as they are those of the row above.
+        headed: A row begins with a heading, which is shown where it changes and indents what is under it.
+        caption: Explains the columns.
     """
     table = new_table(title, columns, right)
     table.caption, table.caption_justify = caption or None, "left"

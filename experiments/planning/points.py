@@ -34,11 +34,11 @@ class Point:
     """Where an op is checked and timed.
 
     Attributes:
-        name: for people: "decode", "prefill", or its sizes.
-        axes: every axis of the op's contract.
-        serves: the workloads whose steps have these sizes, each with the settings that make them; none of a point that
+        name: For people: "decode", "prefill", or its sizes.
+        axes: Every axis of the op's contract.
+        serves: The workloads whose steps have these sizes, each with the settings that make them; none of a point that
             no workload asks for.
-        arms: the indices of the arms whose steps have these sizes; None of a point that is every variant's.
+        arms: The indices of the arms whose steps have these sizes; None of a point that is every variant's.
     """
 
     name: str

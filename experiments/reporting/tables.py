@@ -49,7 +49,7 @@ def print_report(console: Console, prompts: Mapping[str, Sequence[str]], rows: S
     """What a run found, stage by stage, reasons last. A replay command stays one line, so that it can be copied.
 
     Args:
-        prompts: a workload's name -> the texts that it gives.
+        prompts: A workload's name -> the texts that it gives.
     """
     parts: list[RenderableType] = []
     for name, table in tables_of(rows).items():
@@ -233,7 +233,7 @@ def continued_prompts(prompts: Mapping[str, Sequence[str]], rows: Iterable[Row])
     """Each prompt, with what the first arm that answered its workload made of it.
 
     Args:
-        prompts: a workload's name -> the texts that it gives.
+        prompts: A workload's name -> the texts that it gives.
     """
     answers: dict[str | None, Sequence[str]] = {}
     for row in rows:

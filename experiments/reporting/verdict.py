@@ -37,11 +37,11 @@ def verdict_of(
     """The verdict on a run.
 
     Args:
-        rows: merged.
-        count: processes that timed things were repeated in.
-        finished: whether the run ended.
-        judged: its arms beside the first of their places, where there are processes enough to tell.
-        environment: of the run: its cores, and the outside variants that `tk check` never saw.
+        rows: Merged.
+        count: Processes that timed things were repeated in.
+        finished: Whether the run ended.
+        judged: Its arms beside the first of their places, where there are processes enough to tell.
+        environment: Of the run: its cores, and the outside variants that `tk check` never saw.
     """
     served = select_stages(rows, "engine", "peers")
     unserved = _failed_requests(served)

@@ -122,13 +122,13 @@ def times_of(
     """The figures of time by a key that is the same in every run of the same YAML, in the rows' order.
 
     Args:
-        rows: of each process.
+        rows: Of each process.
         across: "dtype" and "model", where named, tell arms apart and not places; with `leave_out`, nothing at all, for
             runs that have one each.
-        among: the rows that titles tell arms apart in; `rows` itself by default.
+        among: The rows that titles tell arms apart in; `rows` itself by default.
 
     Raises:
-        ExperimentError: two rows of one process are of the same thing.
+        ExperimentError: Two rows of one process are of the same thing.
     """
     swept = swept_ops(rows if among is None else among)
     found: dict[str, Figure] = {}

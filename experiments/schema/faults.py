@@ -39,8 +39,8 @@ def explain(
     """One of pydantic's errors as a problem of the document.
 
     Args:
-        model: what was validated.
-        written: the path in the document of a path in the validated data.
+        model: What was validated.
+        written: The path in the document of a path in the validated data.
     """
     path = written(_without_kind(error["loc"]))
     match error["type"]:

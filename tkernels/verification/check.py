@@ -161,8 +161,8 @@ def _changed_outside(
 
     Args:
         before: `outside_views` of the arguments that the call got.
-        arguments: what these were copies of.
-        after: they themselves, after the call.
+        arguments: What these were copies of.
+        after: They themselves, after the call.
     """
     written = (*contract.writes, *contract.consumes)
     outside = outside_views(after, written)
