@@ -7,9 +7,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from experiments.commands.output import make_table, print_json
+from experiments.commands.output import print_json
 from experiments.commands.requests import RunsRequest
 from experiments.document import ExperimentError
+from experiments.reporting.table_style import make_table
 from experiments.runs.reading import read_run
 
 _OF_A_RUN = ("run.json", "results.jsonl")

@@ -1,4 +1,6 @@
-"""A run as one long table: place, arm, figure, value, unit, replicate. What compares, draws and prints reads this.
+"""A run as one long table: place, arm, figure, value, unit, replicate; and its times, which are what is compared.
+
+Tables and pictures for people show what is no number too (a status, sizes, samples), so that they read rows.
 
 A place is what was asked, and where arms can be compared: an op at a point, or a workload, with the dtype, the model
 and the sizes that are swept. An arm is what is compared there: variants, options, a peer, a quantization method.
