@@ -77,7 +77,7 @@ class PlainTable:
         headed = any(isinstance(line, str) for line in lines)
         wanted = _wanted_widths(columns, lines)
         widths = _widths(wanted, [one.right or one.whole for one in columns], _CONSOLE - 2 * headed)
-        rows: list[list[str | Text]] = []
+        rows: list[Sequence[str | Text]] = []
         heading = ""
         for line in lines:
             if isinstance(line, str):
