@@ -31,8 +31,8 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     "tmodel": {
         "weights": "json_files weights formats quantization",
-        "config": "cache_kinds batch fields config",
-        "parts": "kv_cache kernel_axes rotary layers linear_reader decoders",
+        "config": "cache_kinds batch rotary fields config",
+        "parts": "kv_cache kernel_axes layers linear_reader decoders",
         "architectures": "architectures outside loading",
         "training": "transformers_models random_weights corpus training_state train presets model_names",
         "quantizers": "quantizers",

@@ -24,7 +24,7 @@ def test_the_sizes_are_the_published_ones(name: str, parameters: int) -> None:
     config = random_config(RANDOM_PRESETS[name])
     assert isinstance(config.fields, Qwen3Config)
     assert (config.head_dim, config.num_kv_heads, config.vocab_size) == (128, 8, 151936)
-    assert config.fields.resolved_rope_theta() == 1e6
+    assert config.fields.rope_parameters.rope_theta == 1e6
     assert config.fields.tie_word_embeddings
 
 
