@@ -107,7 +107,9 @@ def _parse_rope(raw: Mapping[str, Any], default_theta: float) -> RopeParameters:
     try:
         return ROPE_KINDS[kind].model_validate({"rope_theta": default_theta, **beside, **parameters})
     except ValidationError as error:
-        raise ConfigError(_describe(error, name)) from error
+        outside = beside.keys() - parameters.keys()
+        wrong = [_describe(one, () if one["loc"][0] in outside else (name,)) for one in error.errors()]
+        raise ConfigError("; ".join(wrong)) from error
 
 
 def _rope_mapping(raw: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -184,17 +186,13 @@ def parse_fields(kind: type[Fields], raw: Mapping[str, Any]) -> Fields:
     try:
         return kind.model_validate(dict(raw))
     except ValidationError as error:
-        raise ConfigError(_describe(error)) from error
+        raise ConfigError("; ".join(map(_describe, error.errors()))) from error
 
 
-def _describe(error: ValidationError, *within: str) -> str:
-    """Each wrong field with its value and what is allowed; `within` is the path of what was validated."""
-    return "; ".join(_describe_one(one, within) for one in error.errors())
-
-
-def _describe_one(error: ErrorDetails, within: Sequence[str]) -> str:
-    place = ".".join(map(str, (*within, *error["loc"])))
+def _describe(error: ErrorDetails, within: Sequence[str] = ()) -> str:
+    """The wrong field with its value and what is allowed; `within` is the path of what was validated."""
     if error["type"] == "value_error":  # a ConfigError, which names the place itself
         return str(error["ctx"]["error"])
+    place = ".".join(map(str, (*within, *error["loc"])))
     got = "" if error["type"] == "missing" else f", got {reprlib.repr(error['input'])}"
     return f"{place}: {error['msg']}{got}"
