@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
 from tmodel.json_files import ConfigError
 
-Length = Annotated[int, Field(gt=1)]
+Length = Annotated[int, Field(gt=1, le=2**24)]
+Turns = Annotated[float, Field(ge=1e-3, le=1e6)]
 
 
 class RopeParameters(BaseModel):
@@ -123,8 +124,8 @@ class YarnRope(RopeParameters):
     factor: PositiveFloat | None = None
     original_max_position_embeddings: Length | None = None
     attention_factor: PositiveFloat | None = None
-    beta_fast: PositiveFloat = 32.0
-    beta_slow: PositiveFloat = 1.0
+    beta_fast: Turns = 32.0
+    beta_slow: Turns = 1.0
     mscale: float | None = Field(default=None, ge=0)
     mscale_all_dim: float | None = Field(default=None, ge=0)
     truncate: bool = True

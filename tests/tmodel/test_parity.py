@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import tkernels
 from tests.tmodel.packed import Driver, Step, in_chunks, in_one_go, load, token_by_token
-from tmodel import Model, known_architectures, load_config
+from tmodel import Limits, Model, known_architectures, load_config
 from tmodel.transformers_models import new_transformers_model
 
 LENGTHS = (37, 5, 61, 1, 24)
@@ -97,6 +97,10 @@ SHAPES = (
 """Of every architecture of the house, shapes that between them cover what its fields can say."""
 
 WINDOWS = next(shape.fields for shape in SHAPES if (shape.architecture, shape.covers) == (QWEN3, "windows"))
+
+
+def first_shape(architecture: str) -> Shape:
+    return next(shape for shape in SHAPES if shape.architecture == architecture)
 
 
 def random_model(
@@ -214,43 +218,50 @@ def test_float32_logits_are_those_of_transformers(tmp_path: Path, shape: Shape) 
         assert_parity(packed_logits(model, sequences, torch.float32, schedule), expected)
 
 
-def triton_arms() -> list[dict[str, str]]:
-    """Choices without any `torch` kernel that between them use every Triton variant of every op of the model, each
-    fusion in one launch and composed of every variant of its parts.
+def triton_arms(called: Collection[str]) -> list[dict[str, str]]:
+    """Choices without any `torch` kernel that between them use every Triton variant of every op of a model, each fusion
+    in one launch and composed of every variant of its parts.
+
+    Args:
+        called: The ops that the model calls.
     """
-    ops = ("rms_norm", "add_rms_norm", "paged_decode", "paged_prefill", "matmul")
-    fusions = {"qk_norm_rope_scatter": ("qk_norm_rope", "kv_scatter"), "gate_up_swiglu": ("swiglu",)}
     triton = {op.name: [v.name for v in op.variants.values() if v.kind == "triton"] for op in tkernels.OPS.values()}
-    parts = [part for parts in fusions.values() for part in parts]
-    composed = [
-        {name: triton[name][i % len(triton[name])] for name in (*ops, *parts)}
-        for i in range(max(len(triton[name]) for name in (*ops, *parts)))
-    ]
-    fused = [
-        {name: triton[name][i % len(triton[name])] for name in (*ops, *fusions)}
-        for i in range(max(len(triton[name]) for name in fusions))
-    ]
-    return composed + fused
+    fusions = {name: ops["composed"].parts for name in called if "composed" in (ops := tkernels.OPS[name].variants)}
+    alone = [name for name in called if name not in fusions]
+    in_parts = list(dict.fromkeys([*alone, *(part for parts in fusions.values() for part in parts)]))
+    ways = [in_parts] * max(len(triton[name]) for name in in_parts)
+    ways += [[*alone, *fusions]] * max(len(triton[name]) for name in fusions)
+    return [{name: triton[name][i % len(triton[name])] for name in way} for i, way in enumerate(ways)]
 
 
-def first_shape(architecture: str) -> Shape:
-    return next(shape for shape in SHAPES if shape.architecture == architecture)
+QWEN3_CALLS = (
+    "rms_norm", "add_rms_norm", "paged_decode", "paged_prefill", "matmul", "qk_norm_rope_scatter", "gate_up_swiglu",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("choices", triton_arms(), ids=lambda choices: "-".join(choices.values()))
-@pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(name, marks=[] if name == QWEN3 else pytest.mark.slow) for name in known_architectures()],
-)
-def test_triton_kernels_give_the_logits_of_transformers(
-    architecture: str, choices: dict[str, str], tmp_path: Path
-) -> None:
-    directory = random_model(tmp_path, architecture=architecture, **first_shape(architecture).fields)
+def assert_triton_parity(directory: Path, arms: Sequence[Mapping[str, str]]) -> None:
     sequences = random_sequences((21, 3, 9))
     expected = transformers_logits(directory, sequences, torch.float32)
-    model = load(directory, torch.float32, choices)
-    for schedule in SCHEDULES:
-        assert_parity(packed_logits(model, sequences, torch.float32, schedule), expected)
+    for choices in arms:
+        model = load(directory, torch.float32, choices)
+        for schedule in SCHEDULES:
+            assert_parity(packed_logits(model, sequences, torch.float32, schedule), expected)
+
+
+@pytest.mark.parametrize("choices", triton_arms(QWEN3_CALLS), ids=lambda choices: "-".join(choices.values()))
+def test_triton_kernels_give_the_logits_of_transformers(tmp_path: Path, choices: dict[str, str]) -> None:
+    assert_triton_parity(random_model(tmp_path), [choices])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [name for name in known_architectures() if name != QWEN3])
+def test_every_triton_kernel_of_an_architecture_gives_the_logits_of_transformers(
+    architecture: str, tmp_path: Path
+) -> None:
+    directory = random_model(tmp_path, architecture=architecture, **first_shape(architecture).fields)
+    limits = Limits(max_num_tokens=64, max_num_seqs=4, max_model_len=64, block_size=16, num_blocks=16)
+    config = load_config(directory)
+    assert_triton_parity(directory, triton_arms(config.architecture.axes(config, limits)))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
