@@ -65,7 +65,7 @@ SHAPES = (
     *shapes(
         "LlamaForCausalLM",
         llama3_tied={"rope_parameters": LLAMA3, "heads": (4, 1), "tie_word_embeddings": True},
-        every_bias={"attention_bias": True, "mlp_bias": True, "head_dim": ...},
+        every_bias={"attention_bias": True, "mlp_bias": True, "heads": (2, 1), "head_dim": ...},
         linear_no_heads_share_keys={
             "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, "heads": (3, 3),
         },
@@ -85,7 +85,7 @@ SHAPES = (
     *shapes(
         "Qwen2ForCausalLM",
         windows={"heads": (6, 2), "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
-        tied={"heads": (4, 1), "tie_word_embeddings": True, "head_dim": ...},
+        tied={"heads": (3, 1), "tie_word_embeddings": True, "head_dim": ...},
         windows_by_type={
             "use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"],
         },
@@ -289,9 +289,9 @@ def test_float64_follows_transformers_in_float64(tmp_path: Path) -> None:
 def test_half_precision_is_as_near_to_float64_as_transformers_is(
     architecture: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """RMS distance over 512 rows from the float64 model of the same rounded weights: at most 1.1 times theirs."""
+    """RMS distance over 1,024 rows from the float64 model of the same rounded weights: at most 1.1 times theirs."""
     directory = random_model(tmp_path, dtype, architecture, **first_shape(architecture).fields)
-    ours, theirs = distances_to_float64(directory, dtype, random_sequences((64,) * 8))
+    ours, theirs = distances_to_float64(directory, dtype, random_sequences((64,) * 16))
     for schedule, distance in ours.items():
         assert distance <= 1.1 * theirs, f"{schedule}: ours {distance:.4f}, transformers {theirs:.4f}"
 

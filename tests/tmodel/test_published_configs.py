@@ -2,7 +2,8 @@
 
 Each line of data/published_configs.jsonl is one of them, whole, with the repository, path and commit that it was found
 at and the licence of the model that it describes. Where the repository has an index of sharded weights beside it, the
-line tells of that how many tensors there are, the SHA-256 of their sorted names (one a line), and their bytes.
+line tells of that how many tensors there are, the SHA-256 of their sorted names (one a line), all tensors' bytes where
+the index has them, and how many rotary tables are among the tensors, which are no weights and not counted.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def test_there_are_enough_and_each_says_where_it_is_from() -> None:
     assert len(REFUSED) >= 5
     assert all(row[key] for row in ROWS for key in ("repository", "path", "commit", "model_licence", "config"))
     assert len({row["repository"] for row in ROWS}) == len(ROWS)
+    assert sum("index" in row for row in READ) >= 10
 
 
 @pytest.mark.parametrize("row", READ, ids=of_repository)
@@ -56,12 +58,19 @@ def test_a_config_is_read(row: dict[str, Any], tmp_path: Path) -> None:
     assert rope.rope_theta == raw.get("rope_theta", 10000.0)
     assert isinstance(rope, Llama3Rope) == (scaling.get("rope_type") == "llama3")
     assert getattr(rope, "factor", None) == scaling.get("factor")
-    if "index" in row:
-        tensors, index = config.tensors(), row["index"]
-        assert len(tensors) == index["num_tensors"]
-        assert hashlib.sha256("\n".join(sorted(tensors)).encode()).hexdigest() == index["names_sha256"]
-        num_weights = sum(math.prod(shape) for shape in tensors.values())
-        assert index["total_bytes"] == num_weights * config.dtype.itemsize
+
+
+@pytest.mark.parametrize("row", [row for row in READ if "index" in row], ids=of_repository)
+def test_the_tensors_are_those_of_the_index(row: dict[str, Any], tmp_path: Path) -> None:
+    """Its names, none left over on either side, and its bytes."""
+    config, index = load_config(directory_of(row, tmp_path)), row["index"]
+    tensors = config.tensors()
+    assert len(tensors) == index["num_tensors"]
+    assert hashlib.sha256("\n".join(sorted(tensors)).encode()).hexdigest() == index["names_sha256"]
+    if "total_bytes" in index:
+        weights = sum(math.prod(shape) for shape in tensors.values()) * config.dtype.itemsize
+        table = index.get("rotary_buffers", 0) * config.head_dim // 2
+        assert index["total_bytes"] - weights in (2 * table, 4 * table)
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=of_repository)

@@ -73,7 +73,7 @@ def drawn_config(kind: str, rng: random.Random) -> dict[str, Any]:
             "short_factor": divisors(), "long_factor": divisors(), **original, **scale, **some(factor=float(factor))
         },
     }  # fmt: skip
-    theta = rng.choice((10000, 500000.0, 10 ** rng.uniform(2, 8)))
+    theta = rng.choice((rng.randint(100, 10**7), 10 ** rng.uniform(2, 8)))
     sizes = {"hidden_size": 2 * dim, "num_attention_heads": 2, "head_dim": dim, "max_position_embeddings": length}
     if rng.random() < 0.5:
         return {**sizes, "rope_parameters": {"rope_type": kind, "rope_theta": theta, **keys[kind]}}
