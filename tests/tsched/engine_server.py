@@ -10,9 +10,10 @@ import torch
 
 import tkernels
 import tmodel
-from tests.tsched.random_model import random_qwen3
+from tests.tsched.random_model import WINDOW, random_qwen3
 from tests.tsched.random_schedules import MAX_MODEL_LEN, Request, Schedule
 from tests.tsched.schedulers import build_scheduler
+from tests.tsched.window_server import draw_window
 from tsched.execution.engine import Engine
 from tsched.execution.engine import Request as EngineRequest
 from tsched.requests.sampling_params import SamplingParams
@@ -39,7 +40,7 @@ class EngineServer:
 
     def _make_engine(self, options: dict[str, Any], *, is_late: bool, pads: bool) -> Engine:
         config, model = random_qwen3(self.kind)
-        dtype = torch.float64 if self.kind == "float64" else torch.float32
+        dtype = torch.float32 if self.kind == "rowwise" else torch.float64
         shape = options["num_blocks"], options["block_size"]
         kv_cache = tmodel.allocate_kv_cache(config, *shape, device="cpu", dtype=dtype)
         return Engine(
@@ -121,3 +122,12 @@ class EngineServer:
 
 class RowwiseServer(EngineServer):
     kind = "rowwise"
+
+
+class WindowedServer(EngineServer):
+    """A model whose layers all have a window, in a pool that is short of blocks for it; alone, a request keeps all."""
+
+    kind = "windowed"
+
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__(replace(schedule, options=draw_window(schedule, WINDOW)))

@@ -33,26 +33,30 @@ SHAPE = {
     "eos_token_id": 0,
     "tie_word_embeddings": False,
 }
+WINDOW = 12
+_WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}
 
 
-def save_random_qwen3(directory: Path) -> None:
+def save_random_qwen3(directory: Path, **more_fields: Any) -> None:
     # Late: it takes seconds, and the kernels are of use without it.
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(directory)
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE | more_fields)).save_pretrained(directory)
 
 
 @cache
 def random_qwen3(kind: str) -> tuple[tmodel.ModelConfig, tmodel.Model]:
-    """The model as "float64" (torch's kernels in that dtype) or "rowwise" (float32, every row alone)."""
+    """The model as "float64" (torch's kernels in that dtype), "windowed" (the same with a window in every layer) or
+    "rowwise" (float32, every row alone).
+    """
     with tempfile.TemporaryDirectory() as folder:
-        save_random_qwen3(Path(folder))
+        save_random_qwen3(Path(folder), **(_WINDOWED if kind == "windowed" else {}))
         config = tmodel.load_config(folder)
-        dtype = torch.float64 if kind == "float64" else torch.float32
-        if kind == "float64":
+        dtype = torch.float32 if kind == "rowwise" else torch.float64
+        if kind != "rowwise":
             limits = tmodel.Limits(max_num_tokens=128, max_num_seqs=16, max_model_len=128, block_size=16, num_blocks=16)
             axes = tmodel.kernel_axes(config, limits)
             kernels = tkernels.select({}, device="cpu", dtype=dtype, axes=axes)
