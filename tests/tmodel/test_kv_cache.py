@@ -89,7 +89,7 @@ def test_pages_are_windowed_where_every_layer_has_a_window(
 ) -> None:
     """Layers from `first` on have one; where another has none, the blocks are kept for it."""
     fields = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": first}
-    config = load_config(write_checkpoint(fields))
+    config = load_config(write_checkpoint({}, **fields))
     (kind,) = config.cache_kinds
     assert kind.window == cache_window(config) == expected
     assert isinstance(kind, WindowedPages) == (expected is not None)

@@ -62,7 +62,7 @@ def test_weights_are_counted_as_they_will_be_kept(blocks: Any, directory: Path) 
 def test_the_window_of_all_layers_reaches_the_scheduler(
     first: int, expected: int | None, write_checkpoint: Any
 ) -> None:
-    directory = write_checkpoint({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": first})
+    directory = write_checkpoint(use_sliding_window=True, sliding_window=7, max_window_layers=first)
     options = EngineOptions(kv_cache_bytes=10**6, max_num_seqs=4)
     resolved = fit_options(options, load_config(directory), directory, device=CPU, dtype=torch.float32)
     window = Scheduler(resolved).window
