@@ -147,7 +147,7 @@ def draw_window(schedule: Schedule, window: int | None = None) -> dict[str, Any]
     window, block_size = window or rng.choice((2, 3, 5, 8, 16, 24, 40)), options["block_size"]
     chunk = min(options["max_num_batched_tokens"], options.get("max_chunk_tokens") or 10**9)
     most = most_held(window, chunk, block_size)
-    if options.get("chunked_prefill", True) and rng.random() < 0.3:
+    if options.get("chunked_prefill", True) and rng.random() < 0.8:
         most = most_held(window, 0, block_size)  # the pool is what bounds the chunks
     lengths = [member.max_length - 1 for request in schedule.requests for member in request.members]
     needs = sorted((min(-(-length // block_size), most) for length in lengths), reverse=True)
