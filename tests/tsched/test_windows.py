@@ -230,7 +230,7 @@ def test_random_schedules_and_worlds_with_windows() -> None:
     assert min(happened[f"blocks {what}"] for what in ("swapped in", "copied on write", "evicted")) > 0
     assert happened["blocks found in the cache"] > 0
     fired: Counter[str] = Counter()
-    for seed in range(20):
+    for seed in range(30):
         run_world(seed, fired, more_options=random_window)
     wanted = ("go on without the first blocks", "prefix hit (blocks)", "evict (blocks)", "adopt an equal block")
     assert min(fired[name] for name in (*wanted, "swap in", "fork running", "replace the last token")) > 0
