@@ -191,7 +191,7 @@ def _verdict(found: Divergence, wrong: Mapping[str, Mapping[str, Any]]) -> Itera
     if found.wrong_part is not None:
         yield from _wrong_part_lines(found.wrong_part, is_kernel=bool(wrong))
     if found.is_rounding:
-        yield "Nothing is wrong: all is as near to float64 on its own inputs as the error rule asks. What differs is rounding."
+        yield "Nothing is wrong: all is as near to float64, on its own inputs, as the error rule asks."
 
 
 def _wrong_part_lines(part: WrongPart, *, is_kernel: bool) -> Sequence[str]:
