@@ -132,20 +132,19 @@ def find_divergence(
         ops: Where kernels are chosen from.
         advance: Hears what is read, at the end of each step.
     """
+    heard = {
+        letter: HeardModel(
+            model.directory, model.config, choices, lengths=list(map(len, prompts)), after=max_tokens, device=device,
+            dtype=dtype, ops=ops,
+        )
+        for letter, choices in zip(LETTERS, arms, strict=True)
+        if choices is not None
+    }  # fmt: skip
     readings: dict[str, Reading] = {}
-    wrong_calls: dict[str, FoundWrong] = {}
-    given: Sequence[Sequence[int]] | int = max_tokens
-    for letter, choices in zip(LETTERS, arms, strict=True):
-        if choices is None:
-            continue
-        heard = HeardModel(
-            model.directory(), model.config, choices, longest=max(map(len, prompts)) + max_tokens, count=len(prompts),
-            total=sum(map(len, prompts)), device=device, dtype=dtype, ops=ops,
-        )  # fmt: skip
-        readings[letter] = heard.read(prompts, given, partial(_tell, advance, letter))
-        given = readings[letter].sequences
-        if heard.wrong is not None:
-            wrong_calls[letter] = heard.wrong
+    for letter, one in heard.items():
+        given = next((reading.sequences for reading in readings.values()), None)
+        readings[letter] = one.read(prompts, given, partial(_tell, advance, letter))
+    wrong_calls = {letter: one.wrong for letter, one in heard.items() if one.wrong is not None}
     exact, wrong_part = None, None
     if None in arms:
         (ours,) = readings.values()

@@ -89,45 +89,48 @@ class HeardModel:
     """A model whose kernels are heard while it reads prompts as one batch, and then what follows them.
 
     Args:
-        directory: Of its weights.
+        directory: Gives the directory of its weights.
         config: Its configuration.
         choices: Its kernels.
-        longest: Tokens of the longest sequence that it will read.
-        count: Sequences that it will read.
-        total: Tokens of all prompts together.
+        lengths: Of the prompts, in tokens.
+        after: Tokens that follow each prompt.
         device: Where it runs.
         dtype: Of its weights.
         ops: Where kernels are chosen from.
 
     Attributes:
         wrong: The first call that the error rule does not allow; None where there is none yet.
+
+    Raises:
+        SelectionError: A kernel is unknown or unsupported here. No weights are loaded before `read`.
     """
 
     def __init__(
-        self, directory: Path, config: ModelConfig, choices: Choices, *, longest: int, count: int, total: int,
-        device: torch.device, dtype: torch.dtype, ops: tkernels.Registry,
+        self, directory: Callable[[], Path], config: ModelConfig, choices: Choices, *, lengths: Sequence[int],
+        after: int, device: torch.device, dtype: torch.dtype, ops: tkernels.Registry,
     ) -> None:  # fmt: skip
-        self._config, self._device, self._count = config, device, count
-        options = EngineOptions(max_num_seqs=count, max_num_batched_tokens=max(total, count), max_model_len=longest)
+        self._directory, self._config, self._after = directory, config, after
+        self._device, self._dtype = device, dtype
+        count, longest = len(lengths), max(lengths) + after
+        options = EngineOptions(max_num_seqs=count, max_num_batched_tokens=sum(lengths), max_model_len=longest)
         self._block_size = options.block_size
         self._width = -(-longest // self._block_size)  # blocks of a sequence
-        fitted = ResolvedOptions(options, longest, self._block_size, num_blocks=count * self._width)
+        self._num_blocks = count * self._width
+        self._num_states = count if state_kinds(config.cache_kinds) else 0
+        fitted = ResolvedOptions(options, longest, self._block_size, num_blocks=self._num_blocks)
         self._ranges = EnteredRanges()
         kernels = tkernels.select(
             choices, device=device, dtype=dtype, axes=fitted.kernel_axes(config), ops=ops, ranges=self._ranges
         )
-        self.wrong: FoundWrong | None = None
+        self._kernels = hear_kernels(kernels, self._hear)
         self._step = _Step("", [], torch.empty(0))
-        self._model = load_model(directory, config, hear_kernels(kernels, self._hear), device=device, dtype=dtype)
-        self._has_states = bool(state_kinds(config.cache_kinds))
-        states = count if self._has_states else 0
-        self._cache = allocate_kv_cache(config, fitted.num_blocks, self._block_size, states, device=device, dtype=dtype)
+        self.wrong: FoundWrong | None = None
 
     @torch.inference_mode()
     def read(
         self,
         prompts: Sequence[Sequence[int]],
-        given: Sequence[Sequence[int]] | int,
+        given: Sequence[Sequence[int]] | None = None,
         advance: Callable[[str], None] = lambda step: None,
     ) -> Reading:
         """Reads the prompts in two steps, half of each in either, then a token of each a step.
@@ -135,28 +138,44 @@ class HeardModel:
         The second halves are read on top of what the cache has of the first, as the chunks of a long prompt are.
 
         Args:
-            prompts: The sequences' first tokens.
-            given: The whole sequences, equally many tokens longer; or so many tokens to add to each, the likeliest.
+            prompts: Of the lengths that the model was made ready for.
+            given: The whole sequences; None adds the likeliest tokens to each prompt.
             advance: Hears each step's name at its end.
         """
+        forward = self._load()
         texts = [list(prompt) for prompt in prompts]
         middles = [-(-len(text) // 2) for text in texts]
-        steps = [self._take_step("prefill, first half", texts, [range(middle) for middle in middles])]
+        steps = [self._take_step(forward, "prefill, first half", texts, [range(middle) for middle in middles])]
         advance(steps[-1].name)
         rest = [range(middle, len(text)) for middle, text in zip(middles, texts, strict=True)]
         if any(rest):
-            steps.append(self._take_step("prefill, second half", texts, rest))
+            steps.append(self._take_step(forward, "prefill, second half", texts, rest))
             advance(steps[-1].name)
-        after = given if isinstance(given, int) else len(given[0]) - len(prompts[0])
-        for count in range(1, after + 1):
+        for count in range(1, self._after + 1):
             for index, text in enumerate(texts):
                 last = (index, len(text) - 1)
-                text.append(_likeliest(steps, last) if isinstance(given, int) else given[index][len(text)])
-            steps.append(self._take_step(f"decode {count}", texts, [range(len(t) - 1, len(t)) for t in texts]))
+                text.append(_likeliest(steps, last) if given is None else given[index][len(text)])
+            new = [range(len(text) - 1, len(text)) for text in texts]
+            steps.append(self._take_step(forward, f"decode {count}", texts, new))
             advance(steps[-1].name)
         return self._join(texts, steps)
 
-    def _take_step(self, name: str, texts: Sequence[Sequence[int]], new: Sequence[range]) -> _Step:
+    def _load(self) -> Callable[[Batch], torch.Tensor]:
+        """The model with its weights and an empty cache."""
+        device, dtype = self._device, self._dtype
+        model = load_model(self._directory(), self._config, self._kernels, device=device, dtype=dtype)
+        cache = allocate_kv_cache(
+            self._config, self._num_blocks, self._block_size, self._num_states, device=device, dtype=dtype
+        )
+        return lambda batch: model(batch, cache)
+
+    def _take_step(
+        self,
+        forward: Callable[[Batch], torch.Tensor],
+        name: str,
+        texts: Sequence[Sequence[int]],
+        new: Sequence[range],
+    ) -> _Step:
         """Reads the `new` places of each text: some of a prompt, or in a step of decode rows the one after it."""
         tokens = [(index, place) for index, places in enumerate(new) for place in places]
         self._step = step = _Step(name, tokens, torch.empty(0))
@@ -183,13 +202,13 @@ class HeardModel:
             max_context_len=max(context_lens),
             state_slots=self._state_slots([(index, bool(new[index].start)) for index in reading]),
         )
-        step.logits = self._model(batch, self._cache)
+        step.logits = forward(batch)
         return step
 
     def _state_slots(self, reading: Sequence[tuple[int, bool]]) -> torch.Tensor | None:
         """[2, B]: each sequence leaves a state of its own, and goes on from it where it has begun."""
         slots = [[index if has_begun else -1 for index, has_begun in reading], [index for index, _ in reading]]
-        return torch.tensor(slots, device=self._device) if self._has_states else None
+        return torch.tensor(slots, device=self._device) if self._num_states else None
 
     def _hear(self, kernel: Kernel, arguments: Arguments, results: Results) -> None:
         """Keeps what a linear layer got and gave, and judges the call unless one before it was wrong."""

@@ -34,10 +34,10 @@ def tk(*arguments: object) -> Result:
 
 def read(directory: Path, dtype: torch.dtype = torch.float32, **kernels: str) -> tuple[HeardModel, Reading]:
     model = HeardModel(
-        directory, load_config(directory), kernels, longest=32, count=2, total=23,
+        lambda: directory, load_config(directory), kernels, lengths=[18, 5], after=3,
         device=torch.device("cpu"), dtype=dtype, ops=tkernels.OPS,
     )  # fmt: skip
-    return model, model.read(PROMPTS, 3)
+    return model, model.read(PROMPTS)
 
 
 def changed(directory: Path, out: Path, factors: dict[str, float]) -> Path:
