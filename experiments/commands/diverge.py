@@ -22,6 +22,7 @@ from experiments.document import ExperimentError
 from experiments.engine_flags import engine_options
 from experiments.planning.models import named_model
 from experiments.runs.folder import check_new
+from experiments.runs.rows import is_odd
 from tkernels.inputs import dtype_name
 from tkernels.launch import Kernel
 from tkernels.verification.check import outside_folder, replay_captured
@@ -62,7 +63,7 @@ def run(request: DivergeRequest) -> int:
     about = {"model": request.model, "dtype": dtype_name(dtype), "device": str(device)}
     if request.as_json:
         arms_as_given = dict(zip(LETTERS, (request.first, request.second), strict=True))
-        print_json({**about, "arms": arms_as_given, **_as_json(found), "wrong_calls": wrong})
+        print_json(_without_odd({**about, "arms": arms_as_given, **_as_json(found), "wrong_calls": wrong}))
     else:
         title = f"A: {request.first}, B: {request.second}, on {request.model}, {about['dtype']}"
         _print(Console(), title, found, wrong)
@@ -142,6 +143,15 @@ def _as_json(found: Divergence) -> dict[str, Any]:
         "differences": [asdict(one) for one in found.differences],
         "wrong_part": None if found.wrong_part is None else asdict(found.wrong_part),
     }
+
+
+def _without_odd(value: Any) -> Any:
+    """The value with null for each number that JSON has not: what a NaN is away from anything."""
+    if isinstance(value, Mapping):
+        return {name: _without_odd(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_odd(one) for one in value]
+    return None if is_odd(value) else value
 
 
 _CAPTION = (
