@@ -80,7 +80,9 @@ def test_a_method_is_told_its_options(dense: Path, text: Path, tmp_path: Path) -
     out = tmp_path / "out"
     told = ["act_order=groups", "symmetric=true", "checkpoint_format=gptq_v2", "damping=0.1", "search=yes"]
     options = ["--bits", 4, "--group-size", 32, "--calibration", text, "--window", 32]
-    done = tk("quantize", dense, out, "--method", "gptq", *options, *(part for one in told for part in ("--option", one)))
+    done = tk(
+        "quantize", dense, out, "--method", "gptq", *options, *(part for one in told for part in ("--option", one))
+    )
     assert done.exit_code == 0, done.output
     found = json.loads((out / "config.json").read_text())["quantization_config"]
     assert (found["desc_act"], found["sym"], found["checkpoint_format"]) == (False, True, "gptq_v2")
