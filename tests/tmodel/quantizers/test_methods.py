@@ -87,11 +87,14 @@ def test_gptq_on_inputs_that_have_nothing_to_do_with_each_other_rounds(
     assert torch.equal(dequantize(made), dequantize(plain))
 
 
-def test_gptq_moves_what_is_left_to_the_least_squares_of_it(weight: torch.Tensor, inputs: Inputs) -> None:
+@pytest.mark.parametrize("damping", [0.01, DAMPING, 0.5])
+def test_gptq_moves_what_is_left_to_the_least_squares_of_it(
+    weight: torch.Tensor, inputs: Inputs, damping: float
+) -> None:
     """The definition, without Cholesky: after each column, those to come are the best for those that are fixed."""
     moment = inputs.second_moment.clone()
     moment[5, 5] = 1.0
-    damped = moment + DAMPING * moment.diagonal().mean() * torch.eye(K, dtype=torch.float64)
+    damped = moment + damping * moment.diagonal().mean() * torch.eye(K, dtype=torch.float64)
     wide = weight.double()
     wide[:, 5] = 0
     grid = round_to_nearest(wide, 4, -1)
@@ -106,8 +109,11 @@ def test_gptq_moves_what_is_left_to_the_least_squares_of_it(weight: torch.Tensor
         # min over d of [gone d] H [gone d]^T: d = -gone H_gr H_rr^-1
         best = -gone @ damped[: k + 1][:, rest] @ torch.linalg.inv(damped[rest][:, rest])
         current[:, rest] = wide[:, rest] + best
-    made = gptq(weight.double(), inputs.second_moment, 4, -1, act_order="none")
+    made = gptq(weight.double(), inputs.second_moment, 4, -1, act_order="none", damping=damping)
     assert torch.equal(dequantize(made, torch.float64), fixed)
+    if damping == DAMPING:
+        untold = gptq(weight.double(), inputs.second_moment, 4, -1, act_order="none")
+        assert torch.equal(dequantize(untold, torch.float64), fixed)
 
 
 def test_gptq_in_order_of_activation_groups_the_largest_inputs(weight: torch.Tensor, inputs: Inputs) -> None:
@@ -142,16 +148,6 @@ def test_gptq_in_order_of_groups_leaves_every_input_in_its_group(weight: torch.T
     walked = gptq(weight[:, order], sorted_moment, 4, 32, act_order="none")
     assert torch.equal(unpack_codes(made)[order], unpack_codes(walked))
     assert torch.equal(dequantize(made, torch.float64)[:, order], dequantize(walked, torch.float64))
-
-
-def test_damping_trusts_the_second_moment_less(weight: torch.Tensor, inputs: Inputs) -> None:
-    """On the inputs that it was made for less damping fits better, and with very much GPTQ rounds."""
-    errors = [
-        error(weight, gptq(weight, inputs.second_moment, 3, 32, act_order="none", damping=damping), inputs)
-        for damping in (0.001, 0.05, 1.0)
-    ]
-    assert errors == sorted(errors)
-    assert errors[2] > 1.1 * errors[0]
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
