@@ -109,8 +109,8 @@ def _read_settings(directory: Path, raw: Mapping[str, Any]) -> dict[str, dict[st
         method = SqueezeLLM.method if "wbits" in own else AWQ.method
         settings[_QUANT_CONFIG] = {"quant_method": method, **own}
     if not settings and (directory / _MODELOPT_CONFIG).exists():
-        own = read_json(directory / _MODELOPT_CONFIG).get("quantization")
-        settings[_MODELOPT_CONFIG] = {"quant_method": "modelopt", **(own if isinstance(own, dict) else {})}
+        inner = read_json(directory / _MODELOPT_CONFIG).get("quantization")
+        settings[_MODELOPT_CONFIG] = {"quant_method": "modelopt", **(inner if isinstance(inner, dict) else {})}
     return settings
 
 
