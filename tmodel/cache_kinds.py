@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -55,7 +55,7 @@ class Pages:
     layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     @property
     def state_interval(self) -> None:
