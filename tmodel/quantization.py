@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from tkernels.contract import Value
 from tkernels.variant import AxisRanges
 from tmodel.formats.base import QuantizationFormat, Scheme
@@ -65,12 +67,15 @@ class LinearShape:
 class Quantization:
     """A checkpoint's format, and the layers of the model that it is asked about.
 
+    `cache_dtype` is that of keys and values where the checkpoint has scales of its own for them; None is the model's.
+
     Raises ConfigError, naming the layer and the rule, where a layer is of a size that its scheme cannot hold, or where
     the architecture names no layers that could be quantized.
     """
 
     format: QuantizationFormat
     linears: tuple[LinearShape, ...]
+    cache_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if not self.linears:

@@ -113,7 +113,6 @@ class CompressedTensors(BaseModel):
     config_groups: dict[str, Group] = Field(min_length=1)
     ignore: list[str] = []
     format: str = "pack-quantized"
-    kv_cache_scheme: None = None
     transform_config: dict[str, Any] | None = None
     sparsity_config: dict[str, Any] | None = None
 
@@ -234,7 +233,7 @@ class CompressedTensors(BaseModel):
         return {
             "quant_method": self.method,
             "quantization_status": "compressed",
-            **self.model_dump(exclude={"kv_cache_scheme", "transform_config", "sparsity_config"}),
+            **self.model_dump(exclude={"transform_config", "sparsity_config"}),
         }
 
 
