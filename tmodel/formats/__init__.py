@@ -13,6 +13,7 @@ from tkernels.names import suggest_name
 from tmodel.formats.awq import AWQ
 from tmodel.formats.base import FormatWarning, QuantizationFormat, Scheme, parse_settings
 from tmodel.formats.compressed_tensors import CompressedTensors
+from tmodel.formats.fp8 import FP8
 from tmodel.formats.gptq import GPTQ
 from tmodel.formats.squeezellm import SqueezeLLM
 from tmodel.json_files import ConfigError, read_json
@@ -20,6 +21,7 @@ from tmodel.json_files import ConfigError, read_json
 __all__ = [
     "AWQ",
     "FORMATS",
+    "FP8",
     "GPTQ",
     "CompressedTensors",
     "FormatWarning",
@@ -31,7 +33,7 @@ __all__ = [
 ]
 
 FORMATS: Mapping[str, type[BaseModel]] = MappingProxyType(
-    {format.method: format for format in (GPTQ, AWQ, CompressedTensors, SqueezeLLM)}
+    {format.method: format for format in (GPTQ, AWQ, CompressedTensors, SqueezeLLM, FP8)}
 )
 
 _QUANTIZE_CONFIG = "quantize_config.json"  # GPTQ's own
