@@ -361,6 +361,22 @@ class CompressedTensors(BaseModel):
         }
 
 
+def make_w8a8(codes: Literal["int", "float"]) -> CompressedTensors:
+    """The settings of 8-bit weights with a scale for each output and inputs with one for each token; the head is dense.
+
+    Args:
+        codes: "int", or "float", which is e4m3.
+    """
+    name: Literal["int-quantized", "float-quantized"] = "int-quantized" if codes == "int" else "float-quantized"
+    group = Group(
+        targets=[_CLASS],
+        weights=Weights(num_bits=8, type=codes, strategy="channel"),
+        input_activations=Activations(type=codes, strategy="token", dynamic=True),
+        format=name,
+    )
+    return CompressedTensors(config_groups={"group_0": group}, ignore=["lm_head"], format=name)
+
+
 def _read_eight_bits(
     checkpoint: Checkpoint, layer: str, shape: tuple[int, int], weights: Weights, scheme: ScaledScheme
 ) -> ScaledWeight:

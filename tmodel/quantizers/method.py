@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from tkernels.quantized.scaled_weight import ScaledWeight
 from tkernels.quantized.weight import QuantizedWeight
 from tmodel.formats import QuantizationFormat
 from tmodel.quantization import LinearShape
@@ -57,7 +58,7 @@ class QuantizedLayer:
             gradients for the layer before in a backward walk; None where the walk is "none".
     """
 
-    linears: Mapping[str, QuantizedWeight]
+    linears: Mapping[str, QuantizedWeight] | Mapping[str, ScaledWeight]
     changed: Mapping[str, torch.Tensor] = field(default_factory=dict)
     carry: torch.Tensor | None = None
 

@@ -21,7 +21,7 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class Kind:
-    """What a checkpoint is. scales: one for each "channel", "block" or "tensor". static: one of the inputs is stored."""
+    """What a checkpoint is. scales: one for each "channel", "block" or "tensor". static: one of inputs is stored."""
 
     method: str
     codes: str
