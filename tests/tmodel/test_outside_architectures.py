@@ -88,7 +88,7 @@ def test_the_tensors_are_those_that_transformers_saves(name: str, tmp_path: Path
     assert dict(load_config(tmp_path, architectures_with([OUTSIDE])).tensors()) == saved
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "squeezellm"])
+@pytest.mark.parametrize("method", list(METHODS))
 @pytest.mark.parametrize("name", ["llama", "gpt-neox"])
 def test_they_are_quantized_and_served_so(name: str, method: str, tmp_path: Path) -> None:
     """At the most bits of each method, the quantized model's log-probabilities stay near the dense one's."""

@@ -1,4 +1,4 @@
-"""fp8: each output's weights rounded to e4m3 by their largest, each token's inputs while serving. Nothing is calibrated.
+"""fp8: each output's weights are rounded to e4m3 by their largest, and each token's inputs while serving.
 
 Source: Micikevicius et al., 2022, "FP8 Formats for Deep Learning".
 """
