@@ -63,5 +63,5 @@ def test_smoothing_leaves_the_layers_function_as_it_is_and_its_inputs_smaller(de
         assert not torch.equal(scales[place], torch.ones_like(scales[place]))
         torch.testing.assert_close(smoothed[place], largest[place] / scales[place], rtol=1e-4, atol=1e-6)
         if not (group.fed_by and group.fed_by.rows):  # inputs of one row share a scale
-            by_weight = torch.cat([made[f"{name}.weight"] for name in group.names]).abs().amax(0).double()
-            torch.testing.assert_close(smoothed[place], by_weight, rtol=1e-3, atol=1e-5)
+            by_weight = torch.cat([weights[f"{name}.weight"] for name in group.names]).double() * scales[place]
+            torch.testing.assert_close(smoothed[place], by_weight.abs().amax(0), rtol=1e-3, atol=1e-5)
