@@ -163,7 +163,7 @@ def _dequant_ops(scheme: Scheme, sizes: AxisRanges) -> dict[str, AxisRanges]:
 def _scaled_ops(scheme: ScaledScheme, sizes: AxisRanges) -> dict[str, AxisRanges]:
     inputs = {name: sizes[name] for name in ("M", "K")}
     if scheme.blocked:
-        return {"quantize_groups": inputs, "block_scaled_matmul": sizes}
+        return {"quantize_groups": inputs, "block_scaled_matmul": {**sizes, "codes": scheme.codes}}
     return {
         "quantize_tokens": {**inputs, "codes": scheme.codes, "static_scale": scheme.static},
         "scaled_matmul": {**sizes, "codes": scheme.codes},

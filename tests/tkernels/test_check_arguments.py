@@ -44,7 +44,8 @@ def is_shared(op: str, name: str) -> bool:
     rules = tkernels.OPS[op].contract.arguments
     given = [rule for other, rule in rules.items() if other != name and not getattr(rule, "optional", False)]
     parts = [part for rule in given for part in getattr(rule, "parts", {"": rule}).values()]
-    return rules[name].shape[0].name in {dim.name for part in parts if isinstance(part, Tensor) for dim in part.shape}
+    dims = [dim for part in parts if isinstance(part, Tensor) for dim in part.shape]
+    return rules[name].shape[0].name in {dim.name for dim in dims if not dim.rounds_up}
 
 
 CALLS = [
