@@ -90,7 +90,7 @@ def linear(kind: Kind, outputs: int, inputs: int, rng: np.random.Generator) -> t
     if kind.method == "fp8" and kind.scales == "tensor":
         tensors[name] = torch.tensor(scales[0])
     if kind.static:
-        scale = torch.tensor([0.0625 if kind.codes == "int" else 0.015625])
+        scale = torch.tensor([0.125 if kind.codes == "int" else 0.0625])
         tensors |= {"input_scale": scale} if kind.method != "fp8" else {"activation_scale": scale[0]}
     return tensors, values * spread
 
