@@ -87,9 +87,9 @@ CONTRACT = Contract(
     baseline=reference,  # torch multiplies codes by blocks on a few GPUs alone; elsewhere this is its way
     axes=(
         # 1 last: compiling ahead of time takes the last draw, and that one every variant supports.
-        Int("M", 0, 2**31 - 1, (0, 2, 3, 17, 40, 1), "tokens", batch=True, wide=(1, 16)),
-        Int("N", 1, 2**24, (1, 8, 40, 136, 260), "output features", wide=(136,)),
-        Int("K", BLOCK, 2**24, (128, 256, 384), "input features", wide=(1280,)),
+        Int("M", 0, 2**31 - 1, (0, 2, 3, 17, 1), "tokens", batch=True, wide=(1, 16)),
+        Int("N", 1, 2**24, (1, 8, 40, 136), "output features", wide=(136,)),
+        Int("K", BLOCK, 2**24, (128, 256), "input features", wide=(640,)),
         Choice("codes", ("float8_e4m3fn",), "dtype of q and weight"),
         dtype_axis("out"),
         Choice("bias", (False, True)),

@@ -63,7 +63,7 @@ CONTRACT = Contract(
     baseline=baseline,
     axes=(
         Int("M", 0, 2**31 - 1, (0, 1, 2, 3, 5), "tokens", batch=True, wide=(4,)),
-        Int("K", BLOCK, 2**24, (128, 256, 384, 640), "features", wide=(1280, 4096)),
+        Int("K", BLOCK, 2**24, (128, 256, 640), "features", wide=(1280,)),
         dtype_axis("activation"),
         Choice("layout", LAYOUTS),
         Choice("values", (*KINDS, *NASTY)),
