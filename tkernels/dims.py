@@ -38,7 +38,7 @@ class Dim:
     def solve(self, size: int) -> int | None:
         """The axis value that gives `size`, or None where there is none. Not of a `ceil`, which many values give."""
         value, rest = divmod((size - self.plus) * self.over, self.times)
-        return value if rest == 0 and value >= 0 else None
+        return value if rest == 0 and value >= 0 and not self.rounds_up else None
 
     def size(self, axes: Mapping[str, int | str | bool]) -> int:
         value = int(axes[self.name]) * self.times if self.name is not None else 0
