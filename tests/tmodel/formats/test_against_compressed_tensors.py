@@ -83,7 +83,7 @@ def test_logits_are_as_near_the_dense_models_as_the_packages_own(kind: eight_bit
     """By the error rule: the oracle is the dequantized model in float64, and the natural error the package's, which
     rounds the inputs of every layer to 8 bits too.
     """
-    quantized, dense = eight_bits.write_models(tmp_path, kind)
+    quantized, dense = eight_bits.write_models(tmp_path, kind, model_type="qwen3")
     token_ids = torch.randint(40, (1, 60), generator=torch.Generator().manual_seed(0))
 
     def served(directory: Path, dtype: torch.dtype) -> torch.Tensor:
