@@ -93,7 +93,11 @@ def test_a_checkpoint_holds_the_model_in_its_format(
             sizes = [(n, k, shape.inputs) for shape in groups for n, k in zip(shape.names, shape.outputs, strict=True)]
             for name, outputs, inputs in sizes:
                 read = found.read(mine, f"{prefix}.{name}", outputs, inputs)
-                made = dequantize(read) if isinstance(read, QuantizedWeight) else scaled_weight.dequantize(read)
+                made = (
+                    dequantize(read, torch.float32)
+                    if isinstance(read, QuantizedWeight)
+                    else scaled_weight.dequantize(read)
+                )
                 weight = theirs.tensor(f"{prefix}.{name}.weight", (outputs, inputs))
                 if method == "rtn":
                     plain = dequantize(round_to_nearest(weight, bits, group_size, lowest_zero=1), torch.float32)
