@@ -229,7 +229,7 @@ def quantize_tokens(
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     q, scale = quantize_tokens(x.reshape(-1, 128), dtype=torch.float8_e4m3fn)
-    return q.view(x.shape), scale.view(x.shape[0], -1)
+    return q.view(x.shape), scale.view(x.shape[0], x.shape[1] // 128)
 
 
 def block_scaled_matmul(
