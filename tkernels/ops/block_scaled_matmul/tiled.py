@@ -50,25 +50,26 @@ def block_scaled_matmul_tiled(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_K divides GROUP, and GROUP inputs: a tile's inputs are of one group."""
+    """BLOCK_N and BLOCK_K divide GROUP, and GROUP inputs: what a tile reads of the weight is of one block."""
     # M * stride and N * stride can pass 2**31.
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_n = tl.program_id(1).to(tl.int64) * BLOCK_N
+    offs_n = first_n + tl.arange(0, BLOCK_N)
     mask_m, mask_n = offs_m < tokens, offs_n < outputs
     q_ptrs = q_ptr + offs_m[:, None] * stride_q_m
     weight_ptrs = weight_ptr + offs_n[:, None] * stride_weight_n
     scale_ptrs = scale_ptr + offs_m * stride_scale_m
-    weight_scale_ptrs = weight_scale_ptr + (offs_n // GROUP) * stride_weight_scale_b
+    weight_scale_ptr += (first_n // GROUP) * stride_weight_scale_b
     out = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, inputs, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         q = tl.load(q_ptrs + offs_k[None, :], mask=mask_m[:, None], other=0.0)  # [BLOCK_M, BLOCK_K]
         weight = tl.load(weight_ptrs + offs_k[None, :], mask=mask_n[:, None], other=0.0)  # [BLOCK_N, BLOCK_K]
         scale = tl.load(scale_ptrs + start // GROUP, mask=mask_m)  # what is masked off is not stored
-        weight_scale = tl.load(weight_scale_ptrs + start // GROUP, mask=mask_n)
+        weight_scale = tl.load(weight_scale_ptr + start // GROUP)
         sums = with_products(zero_sums(BLOCK_M, BLOCK_N, q_ptr.dtype.element_ty), q, tl.trans(weight), SHORT)
         # The token's scale first: two scales' product can be too small for fp32 where that of all three is not.
-        out += sums * scale[:, None] * weight_scale[None, :]
+        out += sums * scale[:, None] * weight_scale
     if bias_ptr is not None:
         out += tl.load(bias_ptr + offs_n, mask=mask_n).to(tl.float32)[None, :]
     out_ptrs = out_ptr + offs_m[:, None] * stride_out_m + offs_n[None, :]
@@ -113,7 +114,7 @@ VARIANT = Variant(
         "gfx942": Config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=2),
         "interpreter": Config(BLOCK_M=16, BLOCK_N=32, BLOCK_K=64, num_warps=4, num_stages=2),
     },
-    limits={"BLOCK_K": (16, BLOCK)},
+    limits={"BLOCK_N": (16, BLOCK), "BLOCK_K": (16, BLOCK)},
     supports=unsupported_sums,
     key=("N", "K"),
     deterministic=True,
