@@ -13,7 +13,7 @@ from tkernels import KernelSet
 from tmodel.architectures import Architectures, find_architecture, known_architectures
 from tmodel.config import Architecture, Model, ModelConfig
 from tmodel.fields import HuggingFaceConfig, parse_fields
-from tmodel.formats import find_format
+from tmodel.formats import find_format, refuse_gguf
 from tmodel.json_files import ConfigError, read_json
 from tmodel.quantization import Quantization
 from tmodel.weights import Checkpoint
@@ -33,6 +33,7 @@ def load_config(path: str | Path, architectures: Architectures | None = None) ->
         ConfigError: A file is missing or damaged, the architecture is unknown, or a field asks for something that the
             model would not compute as it was trained. The message names the file, and the known architectures.
     """
+    refuse_gguf(Path(path))
     file = Path(path) / "config.json"
     raw = read_json(file)
     try:

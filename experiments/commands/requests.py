@@ -333,6 +333,15 @@ class QuantizeRequest:
     group_size: Annotated[
         int | None, Option(help="Inputs that share a scale; -1 is all. 128, or -1 for squeezellm.")
     ] = None
+    options: Annotated[
+        list[str],
+        Option(
+            "--option",
+            metavar="name=value",
+            help="What else the method is told: of gptq damping, act_order, search, symmetric, checkpoint_format. "
+            "Repeatable.",
+        ),
+    ] = field(default_factory=list)
     calibration: Annotated[
         Path | None, Option(metavar="TEXT", help="A file of text like what the model will read; not for rtn.")
     ] = None

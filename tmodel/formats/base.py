@@ -164,15 +164,33 @@ class QuantizationFormat(Protocol):
 
 
 def parse_settings(kind: type[Parsed], raw: Mapping[str, Any]) -> Parsed:
-    """Parses `raw` as a format's settings of class `kind`.
+    """Parses `raw` as a format's settings of class `kind`; a field that is null is as good as absent.
 
     Raises:
         ConfigError: Fields are wrong; the message lists every one.
     """
     try:
-        return kind.model_validate(dict(raw))
+        return kind.model_validate(drop_nulls(raw))
     except ValidationError as error:
         raise ConfigError("; ".join(map(_describe_error, error.errors()))) from error
+
+
+def drop_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """`raw` without the fields that are null, which tools write for settings that were left alone."""
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def refuse_adapter(adapter: Any) -> None:
+    """Checks that a checkpoint has no LoRA adapter: its weights without it are another model.
+
+    Raises:
+        ValueError: It has one.
+    """
+    if adapter is not None:
+        raise ValueError(
+            f"the weights come with a LoRA adapter, which is not applied here, got {reprlib.repr(adapter)}; merge it "
+            "into the dense model and quantize that, or set adapter to null to serve the weights without it"
+        )
 
 
 def _describe_error(error: ErrorDetails) -> str:
