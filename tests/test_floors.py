@@ -64,6 +64,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "reporting": "reporting",
         "profiling": "profiling",
         "gpu_report": "gpu_report",
+        "divergence": "divergence",
         "commands": "commands cli",
     },
 }
