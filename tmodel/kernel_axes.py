@@ -129,9 +129,7 @@ def linear_axes(linears: Sequence[LinearShape], quantization: Quantization | Non
         axes["gate_up_swiglu"] = {"T": tokens, "H": _span(shape.inputs for shape in fused), "I": widths}
     if split:
         axes["swiglu"] = {"T": tokens, "I": _span(shape.outputs[0] for shape in split)}
-    if quantization is not None and (ways := quantization.kernel_axes(tokens)):
-        axes["dequant_gemm"] = ways
-    return axes
+    return axes if quantization is None else {**axes, **quantization.kernel_axes(tokens)}
 
 
 def _dense_outputs(shape: LinearShape, quantization: Quantization | None) -> tuple[int, ...]:

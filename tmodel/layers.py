@@ -10,6 +10,7 @@ import torch
 
 from tkernels import KernelSet
 from tkernels.launch import Kernel
+from tkernels.quantized.scaled_weight import ScaledWeight
 from tkernels.quantized.weight import QuantizedWeight
 from tkernels.ranges import Range
 from tmodel.batch import Batch
@@ -28,7 +29,7 @@ class Linear:
 
     range: Range
     matmul: Callable[..., torch.Tensor]
-    weight: torch.Tensor | QuantizedWeight
+    weight: torch.Tensor | QuantizedWeight | ScaledWeight
     bias: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -36,6 +37,23 @@ class Linear:
             if self.bias is None:
                 return self.matmul(x, self.weight)
             return self.matmul(x, self.weight, bias=self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledMatmul:
+    """The kernels for a weight of 8-bit codes: inputs become codes, and codes are multiplied.
+
+    Attributes:
+        quantize: x [T, K] -> (codes [T, K], scales), as the weight wants them.
+        matmul: (codes, scales, the weight's codes, its scales) -> [T, N].
+    """
+
+    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    matmul: Callable[..., torch.Tensor]
+
+    def __call__(self, x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        codes, scales = self.quantize(x)
+        return self.matmul(codes, scales, weight.values, weight.scales, bias=bias, out_dtype=x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +101,8 @@ def _collect_sizes(part: Any, sizes: dict[int, int]) -> None:
         sizes[part.data_ptr()] = part.nbytes
     elif isinstance(part, QuantizedWeight):
         sizes[part.packed.data_ptr()] = part.nbytes
+    elif isinstance(part, ScaledWeight):
+        sizes[part.values.data_ptr()] = part.nbytes
     elif isinstance(part, list | tuple):
         for each in part:
             _collect_sizes(each, sizes)
