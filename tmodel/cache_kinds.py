@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -56,11 +56,12 @@ class CacheKind(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Keys and values of every token, [S, Hkv, D] each for a block of S tokens."""
+    """Keys and values of every token, [S, Hkv, D] each for a block of S tokens; `dtype` is theirs, None the model's."""
 
     layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
+    dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     @property
     def state_interval(self) -> None:
@@ -71,7 +72,12 @@ class Pages:
         return None
 
     def parts(self, block_size: int, dtype: torch.dtype) -> tuple[UnitPart, ...]:
-        return (UnitPart(2, (block_size, self.num_kv_heads, self.head_dim), dtype),)
+        return (UnitPart(2, (block_size, self.num_kv_heads, self.head_dim), self.dtype or dtype),)
+
+
+def store_pages_as(kinds: Sequence[CacheKind], dtype: torch.dtype | None) -> tuple[CacheKind, ...]:
+    """`kinds` with keys and values kept as `dtype`; None is the model's."""
+    return tuple(replace(kind, dtype=dtype) if isinstance(kind, Pages) else kind for kind in kinds)
 
 
 @dataclass(frozen=True, slots=True)
