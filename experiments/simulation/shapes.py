@@ -32,6 +32,8 @@ class ModelShape:
         kv_bytes_per_token: Of what a token leaves in the cache, all layers together.
         state_bytes: Of a sequence's state, where layers keep one.
         state_interval: Blocks between two states of a sequence that are kept for later prefixes.
+        window: Tokens before which a sequence's blocks are given back; None where they are kept to its end.
+        layer_windows: Of each layer that has one, though others have none: the keys that a query sees.
     """
 
     name: str
@@ -43,6 +45,15 @@ class ModelShape:
     kv_bytes_per_token: int
     state_bytes: int = 0
     state_interval: int = 1
+    window: int | None = None
+    layer_windows: tuple[int, ...] = ()
+
+    def unread_bytes(self, num_tokens: int) -> int:
+        """Of the keys and values of a sequence of `num_tokens`, those that are kept for layers without a window alone:
+        in the layers with one, no later token reads them.
+        """
+        of_layer = self.kv_bytes_per_token // self.num_layers
+        return of_layer * sum(max(0, num_tokens + 1 - window) for window in self.layer_windows)
 
     def unit_sizes(self, page_size: int) -> UnitSizes:
         """What a pool of blocks of `page_size` tokens, and of states, takes."""
@@ -50,6 +61,7 @@ class ModelShape:
             block_bytes=page_size * self.kv_bytes_per_token,
             state_bytes=self.state_bytes,
             state_interval=self.state_interval,
+            window=self.window,
         )
 
 
@@ -63,21 +75,11 @@ _PUBLISHED: Mapping[str, tuple[int, int, int, int, bool]] = {
 _OWN_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
 
 
-def _llama_3_1_8b() -> ModelShape:
-    """config.json of meta-llama/Llama-3.1-8B, whose architecture cannot be served yet."""
-    layers, hidden, width, heads, kv_heads, dim, vocab = 32, 4096, 14336, 32, 8, 128, 128256
-    weights = layers * (hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * width)
-    head, norms = hidden * vocab, (2 * layers + 1) * hidden
-    kept = ELEMENT_BYTES * (weights + 2 * head + norms)
-    kv = ELEMENT_BYTES * 2 * layers * kv_heads * dim
-    return ModelShape("Llama-3.1-8B", layers, heads * dim, weights, head, kept, kv)
-
-
 def shape_of(config: ModelConfig, name: str) -> ModelShape:
     """The shape of the model that `config` describes."""
     import torch
 
-    from tmodel import bytes_per_state, kv_bytes_per_block, state_interval
+    from tmodel import bytes_per_state, cache_window, kv_bytes_per_block, state_interval
 
     tensors = config.tensors()
     layers = config.architecture.layers
@@ -95,6 +97,8 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
         kv_bytes_per_token=kv_bytes_per_block(config, 1, torch.bfloat16),
         state_bytes=bytes_per_state(config, 1, torch.bfloat16),
         state_interval=state_interval(config),
+        window=cache_window(config),
+        layer_windows=tuple(size for size in config.windows if size is not None and cache_window(config) is None),
     )
 
 
@@ -125,9 +129,5 @@ def find_shape(name: str, architectures_from: Sequence[Path] = ()) -> ModelShape
     preset = name.removeprefix(RANDOM) if name.removeprefix(RANDOM) in RANDOM_PRESETS else name
     if preset in published:
         return shape_of(parse_config(published[preset]), preset)
-    llama = _llama_3_1_8b()
-    if name == llama.name:
-        return llama
-    known = [*published, llama.name]
-    there_is = f"there is {', '.join(known)}, and directories with a config.json"
-    raise ExperimentError([f"--model {name}: {there_is}{suggest_name(name, known)}"])
+    there_is = f"there is {', '.join(published)}, and directories with a config.json"
+    raise ExperimentError([f"--model {name}: {there_is}{suggest_name(name, published)}"])

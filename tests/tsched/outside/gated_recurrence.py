@@ -22,7 +22,7 @@ from tmodel.kernel_axes import attention_axes, linear_axes, rms_norm_axes, rotar
 from tmodel.layers import PagedAttention, count_weight_bytes
 from tmodel.linear_reader import LinearReader
 from tmodel.quantization import Feed, LinearShape
-from tmodel.rotary import Rope
+from tmodel.rotary import Rope, RopeParameters
 from tmodel.weights import Checkpoint
 
 
@@ -41,6 +41,7 @@ class MatrixState:
     num_heads: int
     head_dim: int
     state_interval: int | None = 2  # blocks between two matrices that are kept for later prefixes
+    window: int | None = None
 
     def parts(self, block_size: int, dtype: torch.dtype) -> tuple[UnitPart, ...]:
         kept = torch.float64 if dtype == torch.float64 else torch.float32
@@ -66,7 +67,9 @@ def resolve(fields: RecurrenceConfig, eos_token_ids: tuple[int, ...]) -> ModelCo
 
 def attention(config: ModelConfig) -> GroupedQueryAttention:
     heads, dim = config.num_heads, config.head_dim
-    return GroupedQueryAttention(config.fields.hidden_size, heads, heads, dim, Rope(dim, 10000.0))
+    return GroupedQueryAttention(
+        config.fields.hidden_size, heads, heads, dim, Rope(dim, RopeParameters(rope_theta=10000.0))
+    )
 
 
 def layer_linears(config: ModelConfig, layer: int) -> list[LinearShape]:
