@@ -30,7 +30,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "measurement": "measurement tuning_session",
     },
     "tmodel": {
-        "weights": "json_files weights formats quantization",
+        "weights": "json_files safetensors_header weights formats quantization",
         "config": "cache_kinds batch fields config",
         "parts": "kv_cache kernel_axes rotary layers linear_reader decoders",
         "architectures": "architectures outside loading",
