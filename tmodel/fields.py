@@ -6,15 +6,37 @@ is absent means something else in another architecture.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from tmodel.json_files import ConfigError
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+_MAX_SIZE = 2**24
+"""Of a whole number in config.json. The longest context of a published model is 10,485,760 tokens; vocabularies and
+widths are far smaller."""
+_MAX_LAYERS = 2**12
+"""Of a number of layers, each of which takes names, shapes and objects before any weight is read. Published models have
+up to 126."""
+_MAX_TEXT = 1000
+"""Characters of a text, all of which are names."""
+_MAX_SHOWN = 20
+"""Wrong values that a message lists."""
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
@@ -22,7 +44,7 @@ LayerType = Literal["full_attention", "sliding_attention"]
 class HuggingFaceConfig(BaseModel):
     """The fields of every architecture's config.json. Those that do not decide what is computed are ignored."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False, str_max_length=_MAX_TEXT)
 
     vocab_size: PositiveInt
     tie_word_embeddings: bool = False
@@ -30,6 +52,15 @@ class HuggingFaceConfig(BaseModel):
     dtype: str | None = None
     torch_dtype: str | None = None
     quantization_config: dict[str, Any] | None = None
+
+    @field_validator("*")
+    @classmethod
+    def _check_size(cls, value: Any, info: ValidationInfo) -> Any:
+        """Bounds every architecture's sizes: tables and lists are made of them before any weight shows them wrong."""
+        most = _MAX_LAYERS if "layer" in str(info.field_name) else _MAX_SIZE
+        if type(value) is int and abs(value) > most:
+            raise PydanticCustomError("size", "must be at most {most}", {"most": most})
+        return value
 
     def resolved_dtype(self) -> torch.dtype:
         """The dtype that the checkpoint was saved for; float32 where none is named."""
@@ -104,9 +135,15 @@ Fields = TypeVar("Fields", bound=HuggingFaceConfig)
 
 
 def parse_fields(kind: type[Fields], raw: Mapping[str, Any]) -> Fields:
-    """`raw`, a config.json, with its types and ranges checked; ConfigError lists every field that is wrong."""
+    """`raw`, a config.json, with its types and ranges checked; ConfigError lists the fields that are wrong."""
     try:
         return kind.model_validate(dict(raw))
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(wrong) from error
+        wrong = error.errors()
+        more = f"; and {len(wrong) - _MAX_SHOWN} more" if len(wrong) > _MAX_SHOWN else ""
+        raise ConfigError("; ".join(map(_describe, wrong[:_MAX_SHOWN])) + more) from error
+
+
+def _describe(error: ErrorDetails) -> str:
+    got = "" if error["type"] == "missing" else f", got {reprlib.repr(error['input'])}"
+    return f"{'.'.join(map(str, error['loc']))}: {error['msg']}{got}"

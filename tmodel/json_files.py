@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import reprlib
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 _MAX_BYTES = 2**24
 """Of a config file: a thousand times what the largest published ones have."""
+_MAX_DEPTH = 50
+"""Of mappings and lists within each other; whoever shows a value in a message need not fear for its depth."""
 
 
 class ConfigError(ValueError):
@@ -27,6 +30,7 @@ def read_json(path: Path) -> dict[str, Any]:
         if num_bytes > _MAX_BYTES:
             raise ConfigError(f"{path}: {num_bytes} bytes; a model's JSON file has {_MAX_BYTES} at most")
         content = parse_json(path.read_bytes())
+        _check_depth(content)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; a Hugging Face model directory has one") from None
     except ConfigError:
@@ -56,6 +60,18 @@ def parse_json(text: bytes) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     return value
+
+
+def _check_depth(content: Any) -> None:
+    level = [content]
+    for _ in range(_MAX_DEPTH):
+        level = [inner for one in level if isinstance(one, dict | list) for inner in _members(one)]
+    if level:
+        raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
+
+
+def _members(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
