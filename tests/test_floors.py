@@ -56,6 +56,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "peers": "peers",
         "schema": "schema",
         "quantization": "quantization",
+        "conversion": "conversion",
         "plan": "planning",
         "runs": "runs",
         "stages": "stages",

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-import experiments.quantization.squeezellm_pickle
+import experiments.conversion.checkpoint
 from experiments.cli import app
 from tests.tmodel.formats.by_hand import Kind
 from tests.tmodel.formats.models import write_models
@@ -44,7 +44,7 @@ def original(tmp_path: Path) -> Path:
 
 
 def test_it_is_served_like_its_dense_twin(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiments.quantization.squeezellm_pickle, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(experiments.conversion.checkpoint, "SHARD_BYTES", 100_000)
     result = convert(original, tmp_path / "out")
     assert result.exit_code == 0, result.stderr
     shards = sorted((tmp_path / "out").glob("model-*.safetensors"))
@@ -59,6 +59,27 @@ def test_it_is_served_like_its_dense_twin(original: Path, tmp_path: Path, monkey
     assert (tmp_path / "out" / "tokenizer_config.json").exists()
     (tmp_path / "out" / "tokenizer_config.json").unlink()
     assert tokens(served(tmp_path / "out")) == tokens(served(tmp_path / "dense"))
+
+
+def test_the_numbers_of_outliers_beside_the_tensors_are_checked_and_dropped(original: Path, tmp_path: Path) -> None:
+    """As the original packs a dense-and-sparse model: an int for each layer among the tensors."""
+    tensors = torch.load(original / "sq-w3.pt", weights_only=True)
+    layers = [name.removesuffix(".vals") for name in tensors if name.endswith(".vals")]
+    assert len(layers) == 14
+    counts = {f"sparse_threshold.{layer}": tensors[f"{layer}.vals"].shape[-1] for layer in layers}
+    torch.save({**tensors, **counts}, original / "sq-w3.pt")
+    result = convert(original, tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored.keys() == tensors.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in tensors.items())
+
+    counts[f"sparse_threshold.{LAYER}"] += 1
+    torch.save({**tensors, **counts}, original / "sq-w3.pt")
+    result = convert(original, tmp_path / "again")
+    assert result.exit_code == 2
+    count = counts[f"sparse_threshold.{LAYER}"]
+    assert f"sq-w3.pt: 'sparse_threshold.{LAYER}' says that '{LAYER}.vals' has {count} values; it has" in result.stderr
 
 
 def test_nothing_is_overwritten(original: Path, tmp_path: Path) -> None:
@@ -80,7 +101,9 @@ def test_a_pickle_of_more_than_tensors_is_not_opened(original: Path, tmp_path: P
     torch.save({"a.lookup_table": Evil()}, original / "sq-w3.pt")
     result = convert(original, tmp_path / "out")
     assert result.exit_code == 2
-    assert "sq-w3.pt: holds more than tensors, which could run code here: not opened" in result.stderr
+    assert re.search(
+        r"sq-w3\.pt: holds more than tensors, which could run code here: \w+\.exec; not opened", result.stderr
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -88,7 +111,14 @@ def test_a_pickle_of_more_than_tensors_is_not_opened(original: Path, tmp_path: P
     ("content", "message"),
     [
         (torch.ones(3), "expected a mapping of names to tensors"),
-        ({"a": 3}, "expected a mapping of names to tensors"),
+        ({"a": 3}, "'a' is of type int, no tensor; expected are tensors, and whole numbers called sparse_threshold."),
+        ({"sparse_threshold.a": [3]}, "'sparse_threshold.a' is of type list, no tensor"),
+        ({"sparse_threshold.a": True}, "'sparse_threshold.a' is of type bool, no tensor"),
+        ({"sparse_threshold.a": 3}, "'sparse_threshold.a' says that 'a.vals' has 3 values; it has 0"),
+        (
+            {"sparse_threshold.a": 3, "a.vals": torch.ones(4)},
+            "'sparse_threshold.a' says that 'a.vals' has 3 values; it has 4",
+        ),
         ({1: torch.ones(2, 8)}, "expected a mapping of names to tensors"),
         ({"model.norm.weight": torch.ones(3)}, "no tensor is called lookup_table: not a SqueezeLLM model"),
         ({"a.lookup_table": torch.ones(2, 16)}, "'a.lookup_table' has shape [2, 16], not [N, 8] as wbits says"),
@@ -174,7 +204,7 @@ def test_what_torch_cannot_read_is_said_without_its_advice(
     [
         (torch.zeros(4, 8).to_sparse(), "sparse (sparse_coo)"),
         (torch.zeros(4, 8, device="meta"), "without values (device meta)"),
-        (torch.zeros(4, 8, dtype=torch.float64), "float64"),
+        (torch.zeros(4, 8, dtype=torch.complex64), "complex64"),
     ],
 )
 def test_a_tensor_that_safetensors_would_not_hold(
@@ -183,7 +213,7 @@ def test_a_tensor_that_safetensors_would_not_hold(
     torch.save({"q.lookup_table": tensor}, original / "sq-w3.pt")
     result = convert(original, tmp_path / "out")
     assert result.exit_code == 2
-    assert f"tensor 'q.lookup_table' is {what}; supported are dense ones of float32, float16" in result.stderr
+    assert f"tensor 'q.lookup_table' is {what}; supported are dense ones of float64, float32" in result.stderr
 
 
 def test_what_is_not_there_or_no_squeezellm_is_said(original: Path, tmp_path: Path) -> None:
@@ -202,4 +232,5 @@ def test_what_is_not_there_or_no_squeezellm_is_said(original: Path, tmp_path: Pa
     (original / "quant_config.json").write_text('{"wbits": 2}')
     assert "quant_config.json: quant_method squeezellm: wbits: 2 bits; supported are 3, 4" in complaint(original)
     (original / "quant_config.json").unlink()
-    assert "config.json: no wbits: only SqueezeLLM checkpoints are converted" in complaint(original)
+    (original / "more.pt").write_bytes((tmp_path / "quantized" / "model.safetensors").read_bytes())
+    assert "more.pt: empty, cut short" in complaint(original)
