@@ -34,7 +34,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "config": "cache_kinds batch fields config",
         "parts": "kv_cache kernel_axes rotary layers linear_reader decoders",
         "architectures": "architectures outside loading",
-        "training": "transformers_models random_weights corpus training_state train presets model_names",
+        "training": "transformers_models random_weights corpus training_state train presets hub model_names",
         "quantizers": "quantizers",
         "package": "__init__",
     },

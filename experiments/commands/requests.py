@@ -344,7 +344,7 @@ class QuantizeRequest:
 
 @dataclass(frozen=True)
 class ConvertRequest:
-    """Turn a checkpoint of Python pickles (pytorch_model.bin, or SqueezeLLM's own) into safetensors that can be served."""
+    """Turn a checkpoint of Python pickles, pytorch_model.bin or SqueezeLLM's own, into safetensors that are served."""
 
     source: Annotated[
         Path,
