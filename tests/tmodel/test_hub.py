@@ -8,11 +8,11 @@ import re
 import shutil
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
@@ -46,10 +46,10 @@ class Hub:
     gets: list[tuple[str, int]] = field(default_factory=list)
     endpoint: str = ""
 
-    def commit(self, directory: Path, *names: str, **more: bytes) -> str:
-        """A new commit of the main branch: the files of a directory."""
+    def commit(self, directory: Path, *names: str, more: Mapping[str, bytes] = MappingProxyType({})) -> str:
+        """A new commit of the main branch, which `names` mean too: the files of a directory and `more`."""
         files = {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
-        files |= {name.replace("__", "/"): content for name, content in more.items()}
+        files |= more
         commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
         self.files[commit] = files
         self.revisions |= {commit: commit, "main": commit, **dict.fromkeys(names, commit)}
@@ -146,6 +146,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
     monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda seconds: None))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for variable in ("NO_PROXY", "no_proxy"):
@@ -183,7 +184,7 @@ def test_a_model_is_fetched_as_far_as_it_is_needed_and_once(hub: Hub, directory:
     (directory / "modeling.py").write_text("raise SystemExit")
     (directory / "consolidated.safetensors").write_bytes(b"the same weights again")
     (directory / "merges.txt").write_text("a b")
-    hub.commit(directory, onnx__config=b"{}", original__model=b"")
+    hub.commit(directory, more={"onnx/config.json": b"{}", "original/model.safetensors": b""})
     plan = find_model(REPO)
     assert plan.config == load_config(directory)
     assert fetched_names(hub) == ["config.json"]
@@ -276,7 +277,7 @@ def test_a_file_of_another_hash_is_refused_and_fetched_again(hub: Hub, directory
     hub.broken[name] = [other]
     for _ in range(2):
         with pytest.raises(
-            HubError, match=rf"'someone/model': {name} is damaged: its hash is .*{hub_hash(name, whole)}"
+            ConfigError, match=rf"'someone/model': {name} is damaged: its hash is .*{hub_hash(name, whole)}"
         ):
             find_model(REPO).directory()
     del hub.broken[name]
