@@ -31,7 +31,6 @@ SHARD_BYTES = 2**30
 _SINGLE = "pytorch_model.bin"
 _PICKLE_INDEX = "pytorch_model.bin.index.json"
 _COPIED = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
-_REPLACED = ("config.json", squeezellm.SETTINGS_FILE)
 
 
 @dataclass(frozen=True)
@@ -204,9 +203,10 @@ def _write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, advance: Ca
 def _write_configs(original: PickledCheckpoint, folder: Path) -> None:
     """config.json, with the settings of a SqueezeLLM checkpoint, and all that belongs to the tokenizer."""
     config = read_json(original.source / "config.json")
-    replaced = ("config.json",)
+    replaced = {"config.json"}
     if original.settings is not None:
-        config, replaced = {**config, "quantization_config": original.settings.config()}, _REPLACED
+        config["quantization_config"] = original.settings.config()
+        replaced.add(squeezellm.SETTINGS_FILE)
     for pattern in _COPIED:
         for path in original.source.glob(pattern):
             if path.name not in replaced and not path.name.endswith(".index.json"):
