@@ -8,6 +8,7 @@ Source: the format's description and its reference library, https://github.com/h
 
 from __future__ import annotations
 
+import math
 import reprlib
 import struct
 from collections.abc import Mapping
@@ -111,15 +112,15 @@ def _parse_entry(file: Path, name: str, info: Any) -> _Stored:
         )
     if dtype not in DTYPES:
         raise WeightError(f"{file}: tensor {name!r} is stored as {dtype}; supported are {', '.join(DTYPES)}")
-    num_elements = 1
-    for size in shape:  # one by one: a size of 0 after the others does not make up for them
-        num_elements *= size
-        if num_elements > _MAX_COUNT:
+    counted = 1  # as if no size were 0, which would not make up for the others
+    for size in shape:
+        counted *= max(size, 1)
+        if counted > _MAX_COUNT:
             raise WeightError(
                 f"{file}: tensor {name!r} has shape {reprlib.repr(shape)}, more than {_MAX_COUNT} elements"
             )
     start, end = offsets
-    if end - start != num_elements * DTYPES[dtype].itemsize:
+    if end - start != math.prod(shape) * DTYPES[dtype].itemsize:
         raise WeightError(
             f"{file}: tensor {name!r} spans {end - start} bytes, its shape {reprlib.repr(shape)} as {dtype} does not"
         )
