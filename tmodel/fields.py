@@ -34,10 +34,6 @@ widths are far smaller."""
 _MAX_LAYERS = 2**12
 """Of a number of layers, each of which takes names, shapes and objects before any weight is read. Published models have
 up to 126."""
-_MAX_TEXT = 1000
-"""Characters of a text, all of which are names."""
-_MAX_SHOWN = 20
-"""Wrong values that a message lists."""
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
@@ -45,7 +41,7 @@ LayerType = Literal["full_attention", "sliding_attention"]
 class HuggingFaceConfig(BaseModel):
     """The fields of every architecture's config.json. Those that do not decide what is computed are ignored."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False, str_max_length=_MAX_TEXT)
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
 
     vocab_size: PositiveInt
     tie_word_embeddings: bool = False
@@ -210,13 +206,11 @@ Fields = TypeVar("Fields", bound=HuggingFaceConfig)
 
 
 def parse_fields(kind: type[Fields], raw: Mapping[str, Any]) -> Fields:
-    """`raw`, a config.json, with its types and ranges checked; ConfigError lists the fields that are wrong."""
+    """`raw`, a config.json, with its types and ranges checked; ConfigError lists every field that is wrong."""
     try:
         return kind.model_validate(dict(raw))
     except ValidationError as error:
-        wrong = error.errors()
-        more = f"; and {len(wrong) - _MAX_SHOWN} more" if len(wrong) > _MAX_SHOWN else ""
-        raise ConfigError("; ".join(map(_describe, wrong[:_MAX_SHOWN])) + more) from error
+        raise ConfigError("; ".join(map(_describe, error.errors()))) from error
 
 
 def _describe(error: ErrorDetails, within: Sequence[str] = ()) -> str:

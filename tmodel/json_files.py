@@ -12,11 +12,21 @@ from typing import Any
 _MAX_BYTES = 2**24
 """Of a config file: a thousand times what the largest published ones have."""
 _MAX_DEPTH = 50
-"""Of mappings and lists within each other; whoever shows a value in a message need not fear for its depth."""
+"""Of mappings and lists within each other."""
+_MAX_TEXT = 10_000
+"""Characters of a text; all of them are names."""
+_MAX_MESSAGE = 4000
 
 
 class ConfigError(ValueError):
-    """A model directory's config.json is missing, damaged, or asks for what is not supported; or its tokenizer is."""
+    """A model directory's config.json is missing, damaged, or asks for what is not supported; or its tokenizer is.
+
+    A message that shows values without an end is cut.
+    """
+
+    def __init__(self, message: str) -> None:
+        cut = len(message) > _MAX_MESSAGE
+        super().__init__(f"{message[:_MAX_MESSAGE]}... ({len(message)} characters)" if cut else message)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -30,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
         if num_bytes > _MAX_BYTES:
             raise ConfigError(f"{path}: {num_bytes} bytes; a model's JSON file has {_MAX_BYTES} at most")
         content = parse_json(path.read_bytes())
-        _check_depth(content)
+        _check_values(content)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; a Hugging Face model directory has one") from None
     except ConfigError:
@@ -62,16 +72,23 @@ def parse_json(text: bytes) -> Any:
     return value
 
 
-def _check_depth(content: Any) -> None:
-    level = [content]
+def _check_values(content: Any) -> None:
+    """Bounds what a message may have to show."""
+    level = list(_members("", content))
     for _ in range(_MAX_DEPTH):
-        level = [inner for one in level if isinstance(one, dict | list) for inner in _members(one)]
+        for field, value in level:
+            if isinstance(value, str) and len(value) > _MAX_TEXT:
+                raise ValueError(f"{field}: a text of {len(value)} characters; the most are {_MAX_TEXT}")
+        level = [one for field, value in level for one in _members(field, value)]
     if level:
-        raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
+        raise ValueError(f"{level[0][0]}: nested more than {_MAX_DEPTH} deep")
 
 
-def _members(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
+def _members(field: str, value: Any) -> Iterable[tuple[str, Any]]:
+    """What is in a mapping or list, with the field of the file that it belongs to."""
+    if isinstance(value, dict):
+        return ((field or name, inner) for name, inner in value.items())
+    return ((field, inner) for inner in value) if isinstance(value, list) else ()
 
 
 def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
