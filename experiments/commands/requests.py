@@ -373,8 +373,11 @@ class QuantizeRequest:
 
 @dataclass(frozen=True)
 class ConvertRequest:
-    """Turn an original SqueezeLLM checkpoint, a Python pickle of tensors, into safetensors that can be served."""
+    """Turn a checkpoint of Python pickles, pytorch_model.bin or SqueezeLLM's own, into safetensors that are served."""
 
-    source: Annotated[Path, Argument(metavar="IN", help="config.json, quant_config.json and one pickle.")]
+    source: Annotated[
+        Path,
+        Argument(metavar="IN", help="config.json and pytorch_model.bin, parts of it with their index, or a pickle."),
+    ]
     out: Annotated[Path, Argument(metavar="OUT", help="Where to write it; new or empty.")]
     architectures_from: ArchitecturesFrom = field(default_factory=list)
