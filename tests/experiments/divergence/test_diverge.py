@@ -268,3 +268,19 @@ def test_what_cannot_be_done_is_refused(checkpoint: Path, arguments: tuple[str, 
 def test_a_text_needs_a_tokenizer(checkpoint_without_tokenizer: Path) -> None:
     done = tk("diverge", "default", "default", "--model", checkpoint_without_tokenizer, "--prompt", "a")
     assert (done.exit_code, "has no tokenizer; without --prompt, tokens are drawn" in done.stderr) == (2, True)
+
+
+def test_variants_that_round_where_transformers_rounds_come_nearer_to_it(checkpoint: Path) -> None:
+    """In bf16; neither set is wrong."""
+    ops = tkernels.OPS.with_variants_from(Path(__file__).parent / "as_transformers")
+    like = dict.fromkeys(("rms_norm", "add_rms_norm", "qk_norm_rope"), "as_transformers")
+    apart = []
+    for kernels in ({}, like):
+        found = find_divergence(
+            (kernels, None), find_model(checkpoint), PROMPTS, 0, device=torch.device("cpu"), dtype=torch.bfloat16,
+            ops=ops, advance=lambda step: None,
+        )  # fmt: skip
+        assert found.is_rounding
+        apart.append([one.apart for one in found.differences])  # the logits' comes last
+    ours, like_theirs = apart
+    assert like_theirs[-1] < ours[-1] / 2, f"logits: {like_theirs[-1]:.4f} and {ours[-1]:.4f}"
