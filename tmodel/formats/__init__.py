@@ -14,6 +14,7 @@ from tmodel.formats.auto_round import AutoRound
 from tmodel.formats.awq import AWQ
 from tmodel.formats.base import FormatWarning, QuantizationFormat, Scheme, parse_settings
 from tmodel.formats.compressed_tensors import CompressedTensors
+from tmodel.formats.fp8 import FP8
 from tmodel.formats.gptq import GPTQ
 from tmodel.formats.squeezellm import SqueezeLLM
 from tmodel.formats.unsupported import refuse_gguf, refuse_unsupported
@@ -22,6 +23,7 @@ from tmodel.json_files import ConfigError, read_json
 __all__ = [
     "AWQ",
     "FORMATS",
+    "FP8",
     "GPTQ",
     "AutoRound",
     "CompressedTensors",
@@ -36,7 +38,7 @@ __all__ = [
 
 FORMATS: Mapping[str, type[BaseModel]] = MappingProxyType(
     {
-        **{format.method: format for format in (GPTQ, AWQ, CompressedTensors, SqueezeLLM, AutoRound)},
+        **{format.method: format for format in (GPTQ, AWQ, CompressedTensors, SqueezeLLM, AutoRound, FP8)},
         AutoRound.old_method: AutoRound,
     }
 )

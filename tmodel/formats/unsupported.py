@@ -26,11 +26,6 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
 )
 """Name, which is a `quant_method` too -> why it is refused, and what to do."""
 
-_CACHE = (
-    "keys and values in 8 bits with scales of the checkpoint's own are not served. Its weights are, with a cache in "
-    "the model's dtype: set kv_cache_scheme to null and save the tensors again without k_scale and v_scale"
-)
-
 
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """Checks that a `quantization_config` asks for nothing that is known not to be read.
@@ -46,8 +41,6 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     for name in ("nvfp4", "mxfp4"):
         if name in named:
             raise ConfigError(f"quant_method {method!r}: format {named!r} is not supported: {UNSUPPORTED[name]}")
-    if raw.get("kv_cache_scheme") is not None:
-        raise ConfigError(f"quant_method {method!r}: kv_cache_scheme {raw['kv_cache_scheme']!r}: {_CACHE}")
 
 
 def refuse_gguf(path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from tkernels.names import suggest_name
+from tkernels.quantized.scaled_weight import ScaledWeight
 from tkernels.quantized.weight import QuantizedWeight
 from tmodel.formats import QuantizationFormat
 from tmodel.formats.base import parse_settings
@@ -62,7 +63,7 @@ class QuantizedLayer:
             gradients for the layer before in a backward walk; None where the walk is "none".
     """
 
-    linears: Mapping[str, QuantizedWeight]
+    linears: Mapping[str, QuantizedWeight] | Mapping[str, ScaledWeight]
     changed: Mapping[str, torch.Tensor] = field(default_factory=dict)
     carry: torch.Tensor | None = None
 

@@ -19,7 +19,9 @@ from tests.tsched.conftest import TEXT, checkpoint
 
 __all__ = ["checkpoint"]
 
-METHODS = {"rtn": (4, 32), "gptq": (4, 32), "awq": (4, 32), "squeezellm": (4, -1)}
+METHODS = {
+    "rtn": (4, 32), "gptq": (4, 32), "awq": (4, 32), "squeezellm": (4, -1), "smoothquant": (8, -1), "fp8": (8, -1),
+}  # fmt: skip
 
 
 def tk(*arguments: Any) -> Result:

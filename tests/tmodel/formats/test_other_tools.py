@@ -221,10 +221,6 @@ COMPRESSED_4 = settings(Kind("compressed-tensors", 4, 32))
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt': format 'nvfp4' is not supported: NVFP4"),
         ({**COMPRESSED_4, "format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized' is not supported: NVFP4, 4-bit"),
         ({**COMPRESSED_4, "format": "mxfp4-pack-quantized"}, "'mxfp4-pack-quantized' is not supported: MXFP4, 4-bit"),
-        (
-            {**COMPRESSED_4, "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}},
-            "kv_cache_scheme {'num_bits': 8.*: keys and values in 8 bits .* are not served.* without k_scale and v_sc",
-        ),
     ],
 )
 def test_a_format_that_is_not_read_is_refused_by_name(

@@ -13,6 +13,7 @@ from tmodel.quantizers.calibration import Inputs
 from tmodel.quantizers.gptq import DAMPING, ActOrder, gptq, order_inputs
 from tmodel.quantizers.kmeans import kmeans, move_centres, nearest_centre, sorted_rows
 from tmodel.quantizers.rtn import compute_steps, round_to_codes, round_to_nearest, search_steps
+from tmodel.quantizers.smoothquant import share_largest, smoothing_scales
 from tmodel.quantizers.squeezellm import select_largest, squeezellm
 
 N, K = 32, 96
@@ -302,3 +303,23 @@ def test_the_most_are_a_share_and_the_first_of_equals() -> None:
     assert select_largest(scores, 0.25).tolist() == [[False, True], [False, False]]
     assert select_largest(scores, 0.5).tolist() == [[False, True], [True, False]]
     assert not select_largest(scores, 0.0).any()
+
+
+def test_smoothquant_makes_the_largest_input_and_the_largest_weight_of_one_size(weight: torch.Tensor) -> None:
+    largest = torch.randn(K, generator=torch.Generator().manual_seed(7), dtype=torch.float64).exp()
+    other = weight.flip(0)[: N // 2] * 2  # a second linear of the same inputs
+    scales = smoothing_scales(largest, [weight, other], torch.arange(K))
+    by_weight = (torch.cat([weight, other]).double() * scales).abs().amax(0)
+    torch.testing.assert_close(largest / scales, by_weight)
+    assert torch.equal(smoothing_scales(largest, [weight], torch.arange(K), migration=1.0), largest)  # all of it
+
+
+def test_smoothquant_scales_inputs_of_one_row_alike_and_dead_ones_finitely(weight: torch.Tensor) -> None:
+    rows = torch.arange(K // 2).repeat_interleave(2)
+    largest = torch.arange(K, dtype=torch.float64)
+    assert torch.equal(share_largest(largest, rows), (torch.arange(K // 2) * 2.0 + 1).repeat_interleave(2).double())
+    weight[:, 7] = 0
+    largest[10:12] = 0
+    scales = smoothing_scales(largest, [weight], rows)
+    assert torch.equal(scales[::2], scales[1::2])
+    assert bool(((scales > 0) & torch.isfinite(scales)).all())
