@@ -116,7 +116,7 @@ def test_a_planted_wrong_layer_of_transformers_is_named(
     for model in models:
         with torch.no_grad():
             model.model.get_submodule(weight).weight *= 1.001 if dtype == torch.float32 else 1.5
-    _, _, wrong = compare_with_transformers(ours, *models)
+    wrong = compare_with_transformers(ours, *models).wrong_part
     assert wrong is not None
     assert wrong.place == place
     assert wrong.ratio > 1
@@ -135,8 +135,9 @@ def reading(directory: Path, dtype: torch.dtype) -> Reading:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_same_model_differs_from_transformers_by_rounding_alone(checkpoint: Path, dtype: torch.dtype) -> None:
     ours = reading(checkpoint, dtype)
-    theirs, exact, wrong = compare_with_transformers(ours, *load_both(checkpoint, torch.device("cpu"), dtype))
-    assert wrong is None
+    beside = compare_with_transformers(ours, *load_both(checkpoint, torch.device("cpu"), dtype))
+    theirs, exact = beside.theirs, beside.exact
+    assert beside.wrong_part is None
     assert theirs.sequences == ours.sequences
     assert theirs.places.keys() == ours.places.keys()
     mine, other = ((one.logits.double() - exact.logits).square().mean().sqrt() for one in (ours, theirs))
@@ -281,6 +282,9 @@ def test_variants_that_round_where_transformers_rounds_come_nearer_to_it(checkpo
             ops=ops, advance=lambda step: None,
         )  # fmt: skip
         assert found.is_rounding
-        apart.append([one.apart for one in found.differences])  # the logits' comes last
-    ours, like_theirs = apart
-    assert like_theirs[-1] < ours[-1] / 2, f"logits: {like_theirs[-1]:.4f} and {ours[-1]:.4f}"
+        apart.append(found.differences[-1].apart)  # of the logits
+    assert apart[1] < apart[0] / 2
+    rounding = {one.place: one for one in found.rounding}
+    norms = [("model.layers.*.self_attn.q_proj", "input"), ("lm_head", "input")]
+    assert [(rounding[place].elements, rounding[place].other) for place in norms] == [(2 * 23 * 32, 0), (23 * 32, 0)]
+    assert 0 < rounding["model.layers.*.self_attn.o_proj", "input"].other < 2 * 23 * 64 / 10
