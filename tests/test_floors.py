@@ -31,18 +31,19 @@ ROOMS: dict[str, dict[str, str]] = {
         "measurement": "measurement tuning_session",
     },
     "tmodel": {
-        "weights": "json_files weights formats quantization",
+        "weights": "json_files safetensors_header weights formats quantization",
         "config": "cache_kinds batch rotary fields config",
         "parts": "kv_cache kernel_axes layers linear_reader decoders",
         "architectures": "architectures outside loading",
-        "training": "transformers_models random_weights corpus training_state train presets model_names",
+        "training": "transformers_models random_weights corpus training_state train presets hub model_names",
         "quantizers": "quantizers",
         "package": "__init__",
     },
     "tsched": {
         "requests": "torch_free requests",
-        "sequences": "scheduling.block_pool scheduling.sequence scheduling.state_slots scheduling.step_plan "
-        "scheduling.refusal scheduling.token_budget scheduling.waiting_queue scheduling.sibling_groups",
+        "sequences": "scheduling.block_pool scheduling.sequence scheduling.window scheduling.state_slots "
+        "scheduling.step_plan scheduling.refusal scheduling.token_budget scheduling.waiting_queue "
+        "scheduling.sibling_groups",
         "policies": "scheduling.policies",
         "options": "options resolved_options",
         "scheduling": "scheduling",
@@ -51,12 +52,13 @@ ROOMS: dict[str, dict[str, str]] = {
         "package": "__init__",
     },
     "experiments": {
-        "document": "__init__ document exits engine_flags",
+        "document": "__init__ document exits engine_flags sampling",
         "simulation": "simulation",
         "serving": "serving",
         "peers": "peers",
         "schema": "schema",
         "quantization": "quantization",
+        "conversion": "conversion",
         "plan": "planning",
         "runs": "runs",
         "stages": "stages",
