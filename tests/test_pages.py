@@ -55,6 +55,8 @@ NOT_RUN: Mapping[str, str] = {
         for name in ("kv_cache", "batching", "paged_memory", "prefix_cache", "chunked_prefill", "priorities")
     },
     "tk convert squeezellm-pickle squeezellm-safetensors": "needs a pickle; tests/experiments/test_convert.py",
+    "python -m tests.tmodel.formats.written_elsewhere tiny packed-elsewhere": "needs a package index",
+    "python -m tests.tmodel.quantizers.beside_gptqmodel beside-gptqmodel": "needs a package index",
     "tk convert directory-with-pytorch-model-bin directory-with-safetensors": "needs a pickle; "
     "tests/experiments/test_convert_bin.py",
     "tk repeat A": "runs the quickstart a third time; tests/experiments/runs/test_repeat.py",
