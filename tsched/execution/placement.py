@@ -8,7 +8,7 @@ import torch
 
 import tmodel
 from tsched.execution.cache_size import compute_cache_bytes, device_memory
-from tsched.options import EngineOptions
+from tsched.options import EngineOptions, OptionError
 from tsched.resolved_options import ResolvedOptions, UnitSizes, resolve_options
 
 
@@ -51,12 +51,26 @@ def fit_options(
     Raises:
         ValueError: As `resolve_options`.
     """
-    return resolve_options(
+    resolved = resolve_options(
         options,
         max_position_embeddings=config.max_position_embeddings,
         sizes=unit_sizes(config, options.block_size, dtype),
         cache_bytes=compute_cache_bytes(options, config, weights, device=device, dtype=dtype),
     )
+    _check_token_table(resolved)
+    return resolved
+
+
+def _check_token_table(resolved: ResolvedOptions) -> None:
+    """The host has room for the int64 tokens of every row. What is never written takes none, but it must be there."""
+    rows, longest = resolved.options.max_num_seqs, resolved.max_model_len
+    total, _ = device_memory(torch.device("cpu"))
+    if rows * longest * 8 > total:
+        raise OptionError(
+            "max_model_len",
+            f"max_model_len is {longest}: the tokens of max_num_seqs={rows} such sequences take "
+            f"{rows * longest * 8 / 1e9:.1f} GB, this machine has {total / 1e9:.1f} GB; lower one of the two",
+        )
 
 
 def unit_sizes(config: tmodel.ModelConfig, block_size: int, dtype: torch.dtype) -> UnitSizes:
