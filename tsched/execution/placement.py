@@ -51,18 +51,20 @@ def fit_options(
     Raises:
         ValueError: As `resolve_options`.
     """
-    resolved = resolve_options(
+    return resolve_options(
         options,
         max_position_embeddings=config.max_position_embeddings,
         sizes=unit_sizes(config, options.block_size, dtype),
         cache_bytes=compute_cache_bytes(options, config, weights, device=device, dtype=dtype),
     )
-    _check_token_table(resolved)
-    return resolved
 
 
-def _check_token_table(resolved: ResolvedOptions) -> None:
-    """The host has room for the int64 tokens of every row. What is never written takes none, but it must be there."""
+def check_token_table(resolved: ResolvedOptions) -> None:
+    """Checks that the host has room for the int64 tokens of every row; what is never written takes none of it.
+
+    Raises:
+        OptionError: It has not. The message has the numbers.
+    """
     rows, longest = resolved.options.max_num_seqs, resolved.max_model_len
     total, _ = device_memory(torch.device("cpu"))
     if rows * longest * 8 > total:
