@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -50,10 +50,10 @@ def half_ratio(directory: Path, dtype: torch.dtype, sequences: Sequence[torch.Te
     return max(ours.values()) / theirs
 
 
-def random_rows() -> Iterator[tuple[str, str, float, list[float]]]:
+def random_rows(architectures: Collection[str]) -> Iterator[tuple[str, str, float, list[float]]]:
     """(architecture, what was compared, largest difference, ratios in half precision)"""
     sequences = random_sequences(LENGTHS)
-    for architecture in known_architectures():
+    for architecture in architectures:
         shapes = [shape for shape in SHAPES if shape.architecture == architecture]
         differences, ratios = [], []
         for shape in shapes:
@@ -68,28 +68,32 @@ def random_rows() -> Iterator[tuple[str, str, float, list[float]]]:
         yield architecture, f"{len(shapes)} random shapes, {rows:,} rows", max(differences), ratios
 
 
-def trained_rows() -> Iterator[tuple[str, str, float, list[float]]]:
+def trained_rows(architectures: Collection[str]) -> Iterator[tuple[str, str, float, list[float]]]:
     """As `random_rows`, of the trained presets, on text that they were not trained on."""
     from transformers import AutoTokenizer
 
     for preset, recipe in PRESETS.items():
+        (architecture,) = recipe.config["architectures"]
+        if architecture not in architectures:
+            continue
         directory = preset_path(preset)
         tokens = encode(AutoTokenizer.from_pretrained(directory), standard_library_corpus(recipe.corpus_bytes).held_out)
         sequences = list(tokens[: 6 * _WINDOW].split(_WINDOW))
         difference = largest_difference(directory, sequences)
         ratios = [half_ratio(directory, dtype, sequences) for dtype in HALVES]
         rows = len(sequences) * _WINDOW * len(SCHEDULES)
-        yield recipe.config["architectures"][0], f"{preset}, {rows:,} rows", difference, ratios
+        yield architecture, f"{preset}, {rows:,} rows", difference, ratios
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.tmodel.parity_table", description=__doc__)
     parser.add_argument("--trained", action="store_true", help="the trained presets, which are made where they are not")
+    parser.add_argument("architectures", nargs="*", help="all, where none is named")
+    arguments = parser.parse_args()
+    rows = trained_rows if arguments.trained else random_rows
     print("| architecture | compared | largest difference, float32 | bfloat16 | float16 |")
     print("|---|---|---|---|---|")
-    for architecture, what, difference, (bfloat16, float16) in (
-        trained_rows() if parser.parse_args().trained else random_rows()
-    ):
+    for architecture, what, difference, (bfloat16, float16) in rows(arguments.architectures or known_architectures()):
         print(f"| {architecture} | {what} | {difference:.1e} | {bfloat16:.2f}x | {float16:.2f}x |", flush=True)
 
 
