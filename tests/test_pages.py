@@ -59,7 +59,7 @@ NOT_RUN: Mapping[str, str] = {
     "python -m tests.bench.range_cost": "minutes, and a figure",
     "python -m tests.bench.beside_nano_vllm PATH/TO/nano-vllm": "needs nano-vllm's sources",
     "python -m tests.experiments.sweep.overhead experiments/quickstart.yaml": "minutes, and a figure",
-    "python -m tests.experiments.runs.simulated_experiments --count 2000": "minutes, and a figure",
+    "python -m tests.experiments.runs.simulated_experiments --count 10000": "minutes, and a figure",
     "python -m tests.experiments.runs.false_alarms": "hours, and a figure; tests/experiments/runs/test_verdicts.py",
     "python -m tests.experiments.sweep.kill_runs --times 20": "minutes; tests/experiments/sweep/test_kill_runs.py",
     "python -m tests.tsched.schedules --count 2000 --model hash": "hours; tests/tsched/test_schedules.py",
