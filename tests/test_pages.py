@@ -55,6 +55,10 @@ NOT_RUN: Mapping[str, str] = {
         for name in ("kv_cache", "batching", "paged_memory", "prefix_cache", "chunked_prefill", "priorities")
     },
     "tk convert squeezellm-pickle squeezellm-safetensors": "needs a pickle; tests/experiments/test_convert.py",
+    "python -m tests.tmodel.formats.written_elsewhere tiny packed-elsewhere": "needs a package index",
+    "python -m tests.tmodel.quantizers.beside_gptqmodel beside-gptqmodel": "needs a package index",
+    "tk convert directory-with-pytorch-model-bin directory-with-safetensors": "needs a pickle; "
+    "tests/experiments/test_convert_bin.py",
     "tk repeat A": "runs the quickstart a third time; tests/experiments/runs/test_repeat.py",
     "python -m tests.bench.range_cost": "minutes, and a figure",
     "python -m tests.bench.beside_nano_vllm PATH/TO/nano-vllm": "needs nano-vllm's sources",
@@ -62,6 +66,7 @@ NOT_RUN: Mapping[str, str] = {
     "python -m tests.experiments.runs.simulated_experiments --count 10000": "minutes, and a figure",
     "python -m tests.experiments.runs.false_alarms": "hours, and a figure; tests/experiments/runs/test_verdicts.py",
     "python -m tests.experiments.sweep.kill_runs --times 20": "minutes; tests/experiments/sweep/test_kill_runs.py",
+    "python -m tests.tmodel.fuzz_configs --count 2000": "minutes; tests/tmodel/test_config_bounds.py",
     "python -m tests.tsched.schedules --count 2000 --model hash": "hours; tests/tsched/test_schedules.py",
     "python -m tests.tsched.random_rules --steps 1000000": "hours; tests/tsched/test_state_machine.py",
     "python -m tests.tsched.planted_bugs": "minutes; tests/tsched/test_planted_bugs.py",
