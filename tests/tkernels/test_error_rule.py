@@ -48,9 +48,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return reordered_layer_norm(x, weight, bias, eps).to(x.dtype)
 
 
-def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = residual.float() + x.float()
     return reordered_layer_norm(total, weight, bias, eps).to(x.dtype), total.to(x.dtype)
 
