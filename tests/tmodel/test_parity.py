@@ -35,12 +35,20 @@ class Shape:
 
 
 QWEN3 = "Qwen3ForCausalLM"
+GPT2 = "GPT2LMHeadModel"
+GPT2_FIELDS = {"heads": (4, 4), "eos_token_id": None}
 SHAPES = (
     Shape(QWEN3, "4 query heads per KV head, tied", {"heads": (4, 1), "tie_word_embeddings": True}),
     Shape(QWEN3, "2 per KV head, biased", {"heads": (4, 2), "attention_bias": True}),
     Shape(QWEN3, "1 per KV head, head_dim 80", {"heads": (3, 3), "head_dim": 80}),
     Shape(QWEN3, "windows", {"heads": (6, 2), "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     Shape(QWEN3, "sharded", {"heads": (8, 2), "num_hidden_layers": 3, "rope_theta": 1e6}),
+    Shape(GPT2, "tied", GPT2_FIELDS),
+    Shape(GPT2, "untied", {**GPT2_FIELDS, "tie_word_embeddings": False, "activation_function": "gelu_fast"}),
+    Shape(GPT2, "a width of its own", {**GPT2_FIELDS, "n_inner": 80, "layer_norm_epsilon": 1e-3}),
+    Shape(GPT2, "scale by layer", {**GPT2_FIELDS, "scale_attn_by_inverse_layer_idx": True}),
+    Shape(GPT2, "upcast", {**GPT2_FIELDS, "heads": (1, 1), "reorder_and_upcast_attn": True}),
+    Shape(GPT2, "no scale, erf", {**GPT2_FIELDS, "scale_attn_weights": False, "activation_function": "gelu"}),
 )
 """Of every architecture of the house, shapes that between them cover what its fields can say."""
 
@@ -70,7 +78,7 @@ def random_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("norm.weight"):
+            if parameter.ndim == 1 and name.endswith("weight"):  # a norm's
                 parameter.copy_(1 + 0.4 * noise)
             elif parameter.ndim == 2:
                 parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
