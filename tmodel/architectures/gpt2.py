@@ -121,14 +121,14 @@ def head_shape(fields: GPT2Config) -> LinearShape:
 
 def linears(config: ModelConfig) -> list[LinearShape]:
     """Every linear layer that a checkpoint may hold quantized."""
-    fields = config.fields
+    fields = _fields(config)
     shapes = [shape for index in range(config.num_layers) for shape in layer_linears(fields, index)]
     return shapes if fields.tie_word_embeddings else [*shapes, head_shape(fields)]
 
 
 def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor: what is around the layers, then each layer's."""
-    fields = config.fields
+    fields = _fields(config)
     hidden = (fields.n_embd,)
     shapes: dict[str, tuple[int, ...]] = {
         _EMBEDDING: (fields.vocab_size, *hidden), _POSITIONS: (fields.n_positions, *hidden),
@@ -145,10 +145,11 @@ def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def axes(config: ModelConfig, limits: Limits) -> Axes:
     """The ops that the model calls."""
-    tied = [head_shape(config.fields)] if config.fields.tie_word_embeddings else []
+    fields = _fields(config)
+    tied = [head_shape(fields)] if fields.tie_word_embeddings else []
     return {
         **linear_axes([*linears(config), *tied], config.quantization, limits),
-        **layer_norm_axes(config.fields.n_embd, limits),
+        **layer_norm_axes(fields.n_embd, limits),
         **scatter_axes(config, limits),
         **attention_axes(config, limits),
     }
@@ -173,7 +174,7 @@ class GPT2Model:
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, kernels: KernelSet) -> None:
         self.config, self.kernels = config, kernels
-        fields, shapes = config.fields, tensors(config)
+        fields, shapes = _fields(config), tensors(config)
         self.norm_eps = fields.layer_norm_epsilon
         checkpoint.ignore(name for name in checkpoint.names if name.endswith(_BUFFERS))
         self.embedding = checkpoint.tensor(_EMBEDDING, shapes[_EMBEDDING])
@@ -243,6 +244,11 @@ class GPT2Model:
         q, k, v = layer.qkv(hidden).view(-1, 3 * heads, dim).split(heads, dim=1)  # views [T, heads, D]
         self.kernels.kv_scatter(k, v, k_cache, v_cache, step.slots)
         return step(q, k_cache, v_cache, None).flatten(1)
+
+
+def _fields(config: ModelConfig) -> GPT2Config:
+    assert isinstance(config.fields, GPT2Config), "they were read as the architecture says"
+    return config.fields
 
 
 def _read_norm(name: str, checkpoint: Checkpoint, fields: GPT2Config) -> Norm:
