@@ -4,6 +4,7 @@ An import counts wherever it stands, in a function too; one under TYPE_CHECKING,
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,8 +32,8 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     "tmodel": {
         "weights": "json_files weights formats quantization",
-        "config": "cache_kinds batch fields config",
-        "parts": "kv_cache kernel_axes rotary layers linear_reader decoders",
+        "config": "cache_kinds batch rotary fields config",
+        "parts": "kv_cache kernel_axes layers linear_reader decoders",
         "architectures": "architectures outside loading",
         "training": "transformers_models random_weights corpus training_state train presets model_names",
         "quantizers": "quantizers",
@@ -94,6 +95,14 @@ def test_tkernels_needs_only_torch_triton_numpy_nvtx_and_filelock() -> None:
     allowed = set(sys.stdlib_module_names) | {"tkernels", "torch", "triton", "numpy", "nvtx", "filelock"}
     for file in (ROOT / "tkernels").rglob("*.py"):
         assert imported(file) <= allowed, file
+
+
+def test_no_module_imports_an_architecture_so_the_file_of_any_may_go() -> None:
+    files = [file for floor in FLOORS for file in (ROOT / floor).rglob("*.py")]
+    names = [file.stem for file in files if file.parent.name == "architectures" and file.stem != "__init__"]
+    assert "mistral" in names
+    importing = re.compile(rf"(from|import) tmodel\.architectures(\.| import .*\b)({'|'.join(names)})\b")
+    assert not [str(file) for file in files if importing.search(file.read_text())]
 
 
 def test_no_room_is_called_utils() -> None:

@@ -6,13 +6,17 @@ is absent means something else in another architecture.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
+from tkernels.names import suggest_name
 from tmodel.json_files import ConfigError
+from tmodel.rotary import ROPE_KINDS, Rope, RopeParameters
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -28,63 +32,115 @@ class HuggingFaceConfig(BaseModel):
     tie_word_embeddings: bool = False
     eos_token_id: int | list[int] | None = None
     dtype: str | None = None
-    torch_dtype: str | None = None
     quantization_config: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old_dtype(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        """Before transformers 5 the key was `torch_dtype`."""
+        return raw if raw.get("dtype") is not None else {**raw, "dtype": raw.get("torch_dtype")}
 
     def resolved_dtype(self) -> torch.dtype:
         """The dtype that the checkpoint was saved for; float32 where none is named."""
-        name = (self.dtype or self.torch_dtype or "float32").removeprefix("torch.")
+        name = (self.dtype or "float32").removeprefix("torch.")
         if name not in _DTYPES:
             raise ConfigError(f"dtype is {name!r}; supported are {', '.join(_DTYPES)}")
         return _DTYPES[name]
 
 
-class RopeParameters(BaseModel):
-    """The `rope_parameters` (or, before transformers 5, `rope_scaling`) mapping; scaled kinds carry more keys."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
-
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: PositiveFloat | None = None
-    partial_rotary_factor: float | None = Field(default=None, gt=0, le=1)
-
-    @property
-    def kind(self) -> str:
-        """What is done to the angles; `default` is nothing. A key that is not known (a factor, a mapping per kind of
-        layer) would change them too, so with one the kind is no longer `default`."""
-        unknown = ", ".join(sorted(self.model_extra or {}))
-        kind = self.rope_type or self.type or "default"
-        return f"{kind} with {unknown}" if kind == "default" and unknown else kind
-
-
 class RotaryConfig(HuggingFaceConfig):
-    """The fields of an architecture with rotary positions."""
+    """The fields of an architecture with rotary positions.
+
+    The old spelling, `rope_theta` beside `rope_scaling`, is read into `rope_parameters`, which transformers 5 writes.
+    """
 
     default_rope_theta: ClassVar[float] = 10000.0
 
-    rope_theta: PositiveFloat | None = None
-    rope_scaling: RopeParameters | None = None
-    rope_parameters: RopeParameters | None = None
-    partial_rotary_factor: float | None = Field(default=None, gt=0, le=1)
+    rope_parameters: RopeParameters
 
-    def resolved_rope_theta(self) -> float:
-        """The rotary base, from `rope_parameters` (transformers 5) or the top level (before).
+    @model_validator(mode="before")
+    @classmethod
+    def _read_rope(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        return {**raw, "rope_parameters": _parse_rope(raw, cls.default_rope_theta)}
+
+    def whole_head_rope(self, head_dim: int) -> Rope:
+        """The rotation of all dims of a head.
 
         Raises:
-            ConfigError: The angles are scaled, which no part here computes.
+            ConfigError: The file asks for a part of them, or there is an odd number.
         """
-        kind = (self.rope_scaling or self.rope_parameters or RopeParameters()).kind
-        if kind != "default":
-            raise ConfigError(f"rope scaling of type {kind!r} is not supported; only 'default' (none) is")
-        in_parameters = self.rope_parameters.rope_theta if self.rope_parameters else None
-        return in_parameters or self.rope_theta or self.default_rope_theta
+        share = self.rope_parameters.partial_rotary_factor
+        if share not in (None, 1.0):
+            raise ConfigError(
+                f"partial_rotary_factor is {share}; the architecture rotates every dim of a head, and transformers "
+                "ignores the field"
+            )
+        if head_dim % 2:
+            raise ConfigError(f"head_dim is {head_dim}; rotary positions need it even")
+        return Rope(head_dim, self.rope_parameters)
 
-    @property
-    def rotary_factor(self) -> float | None:
-        """The share of a head's dims that is rotated, where the file names one."""
-        in_parameters = self.rope_parameters.partial_rotary_factor if self.rope_parameters else None
-        return in_parameters or self.partial_rotary_factor
+
+_ROPE_KEYS_BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+"""Keys that a config.json may have beside the mapping of rotary parameters."""
+
+
+def _parse_rope(raw: Mapping[str, Any], default_theta: float) -> RopeParameters:
+    """The rotary parameters of a config.json, in either spelling; a null is an absent key.
+
+    What stands in the mapping goes before what stands beside it, as in transformers.
+
+    Raises:
+        ConfigError: An unknown kind, a key that the kind has not or that is missing, or two spellings that differ.
+    """
+    name, mapping = _rope_mapping(raw)
+    parameters = {key: value for key, value in mapping.items() if value is not None}
+    kind = _rope_kind(name, [parameters.pop(key) for key in ("rope_type", "type") if key in parameters])
+    keys = ROPE_KINDS[kind].model_fields
+    for key in parameters:
+        if key not in keys:
+            known = f"which has {', '.join(keys)}{suggest_name(key, keys)}"
+            raise ConfigError(f"{name}: {key} is no key of rope_type {kind!r}, {known}")
+    beside = {key: raw[key] for key in _ROPE_KEYS_BESIDE if key in keys and raw.get(key) is not None}
+    original = "original_max_position_embeddings"
+    if original in beside and beside[original] != parameters.get(original, beside[original]):
+        raise ConfigError(f"{original} is {beside[original]}, but {parameters[original]} in {name}; keep one of them")
+    try:
+        return ROPE_KINDS[kind].model_validate({"rope_theta": default_theta, **beside, **parameters})
+    except ValidationError as error:
+        outside = beside.keys() - parameters.keys()
+        wrong = [_describe(one, () if one["loc"][0] in outside else (name,)) for one in error.errors()]
+        raise ConfigError("; ".join(wrong)) from error
+
+
+def _rope_mapping(raw: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The mapping of rotary parameters, and the name that it has; an empty one where there is none."""
+    given = {name: raw[name] for name in ("rope_scaling", "rope_parameters") if raw.get(name) not in (None, {})}
+    for name, mapping in given.items():
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(f"{name} must be a mapping, got {mapping!r}")
+    if len(given) == 2 and given["rope_scaling"] != given["rope_parameters"]:
+        raise ConfigError("rope_scaling and rope_parameters are both given, and differ; keep one of them")
+    return next(iter(given.items()), ("rope_parameters", {}))
+
+
+def _rope_kind(name: str, named: Sequence[Any]) -> str:
+    """The kind that `rope_type` or, in older files, `type` names; `default` where neither is given."""
+    if any(other != named[0] for other in named[1:]):
+        raise ConfigError(f"{name}: rope_type is {named[0]!r}, but type is {named[1]!r}")
+    kind = named[0] if named else "default"
+    if not isinstance(kind, str) or kind not in ROPE_KINDS:
+        supported = f"supported are {', '.join(ROPE_KINDS)}{suggest_name(kind, ROPE_KINDS)}"
+        raise ConfigError(f"{name}: rope_type {kind!r} is not supported; {supported}")
+    return kind
+
+
+def divide_heads(hidden_size: int, num_heads: int) -> int:
+    """Dims of a head where config.json has no `head_dim`; ConfigError where they do not come out even."""
+    if hidden_size % num_heads:
+        raise ConfigError(
+            f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}, and head_dim is not given"
+        )
+    return hidden_size // num_heads
 
 
 def windows_of(layer_types: Sequence[LayerType], window: int | None, num_layers: int) -> tuple[int | None, ...]:
@@ -100,6 +156,28 @@ def windows_of(layer_types: Sequence[LayerType], window: int | None, num_layers:
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
+class QwenWindows(RotaryConfig):
+    """The fields by which Qwen2 and Qwen3 say which layers have a window."""
+
+    num_hidden_layers: PositiveInt
+    use_sliding_window: bool = False
+    sliding_window: PositiveInt | None = 4096
+    max_window_layers: int = 28
+    layer_types: list[LayerType] | None = None
+
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer; None is all keys before a query."""
+        first = self.max_window_layers if self.use_sliding_window else self.num_hidden_layers
+        layers = range(self.num_hidden_layers)
+        by_place: list[LayerType] = ["sliding_attention" if i >= first else "full_attention" for i in layers]
+        given = self.use_sliding_window or "sliding_window" in self.model_fields_set
+        return windows_of(
+            by_place if self.layer_types is None else self.layer_types,
+            self.sliding_window if given else None,
+            self.num_hidden_layers,
+        )
+
+
 Fields = TypeVar("Fields", bound=HuggingFaceConfig)
 
 
@@ -108,5 +186,13 @@ def parse_fields(kind: type[Fields], raw: Mapping[str, Any]) -> Fields:
     try:
         return kind.model_validate(dict(raw))
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(wrong) from error
+        raise ConfigError("; ".join(map(_describe, error.errors()))) from error
+
+
+def _describe(error: ErrorDetails, within: Sequence[str] = ()) -> str:
+    """The wrong field with its value and what is allowed; `within` is the path of what was validated."""
+    if error["type"] == "value_error":  # a ConfigError, which names the place itself
+        return str(error["ctx"]["error"])
+    place = ".".join(map(str, (*within, *error["loc"])))
+    got = "" if error["type"] == "missing" else f", got {reprlib.repr(error['input'])}"
+    return f"{place}: {error['msg']}{got}"

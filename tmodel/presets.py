@@ -20,7 +20,8 @@ from tmodel.random_weights import PRESET_TABLE, RANDOM_PRESETS, VERSION, write_r
 from tmodel.train import Recipe, TrainingReport, train_on
 
 PRESETS = {name: Recipe(**recipe) for name, recipe in PRESET_TABLE["trained"].items()}
-"""tiny: about a minute on two idle cores, most of it matrix products: 1,000 steps of 1,024 tokens."""
+"""Each takes about a minute on two idle cores, most of it matrix products: 1,000 steps of 1,024 tokens. tiny is a
+Qwen3, the others are named for their architectures; tiny-mistral learns with a window of half its sequences."""
 
 
 def make_model(preset: str, directory: str | Path, *, seed: int = 0) -> TrainingReport:

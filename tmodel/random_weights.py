@@ -20,7 +20,7 @@ PRESET_TABLE: Mapping[str, Any] = json.loads(Path(__file__).with_name("presets.j
 """Every preset's sizes. Data, so that their names are known where torch is not loaded."""
 
 RANDOM_PRESETS: Mapping[str, Mapping[str, Any]] = PRESET_TABLE["random"]
-"""The published config.json of Qwen/<name> on the Hugging Face hub, as far as they decide what is computed."""
+"""The published config.json of <name> on the Hugging Face hub, as far as they decide what is computed; no end token."""
 
 
 def random_config(preset: Mapping[str, Any]) -> ModelConfig:

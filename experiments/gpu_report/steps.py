@@ -19,6 +19,7 @@ from tkernels.tuning import bucket, candidates
 from tkernels.tuning_session import TuningPoint, in_tuning_order, one_per_bucket
 from tkernels.variant import Variant
 from tmodel import RANDOM_PRESETS
+from tmodel.random_weights import num_parameters
 
 Kind = Literal["device", "precompile", "check", "tune", "time", "mark", "engine", "rerun", "stress", "sanitizer"]
 
@@ -104,13 +105,18 @@ def make_steps(ops: Registry, facts: DeviceFacts, processes: int) -> list[Step]:
         *_steps("check", own, _CHECK_S),
         *_measured(ops, facts, marked),
         *(new_step("mark", run.seconds, point=name) for name, run in RUNS.items()),
-        *(new_step("engine", 40.0, op=model) for model in RANDOM_PRESETS),
+        *(new_step("engine", _engine_seconds(model), op=model) for model in RANDOM_PRESETS),
         *_steps("rerun", [variant for variant in own if variant.deterministic], 3.0),
         *_steps("stress", [variant for variant in own if has_counters(variant, facts)], 5.0),
         *_steps("sanitizer", own, 25.0),
         *_measured(ops, facts, others),
     ]
     return list({step.key: step for step in steps}.values())
+
+
+def _engine_seconds(model: str) -> float:
+    """Two models' start, and for every billion weights 5 s in which they are drawn, written and read twice."""
+    return 20.0 + 5.0 * num_parameters(RANDOM_PRESETS[model]) / 1e9
 
 
 def _precompile_seconds(variants: Iterable[Variant], facts: DeviceFacts, processes: int) -> float:

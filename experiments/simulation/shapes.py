@@ -63,16 +63,6 @@ _PUBLISHED: Mapping[str, tuple[int, int, int, int, bool]] = {
 _OWN_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
 
 
-def _llama_3_1_8b() -> ModelShape:
-    """config.json of meta-llama/Llama-3.1-8B, whose architecture cannot be served yet."""
-    layers, hidden, width, heads, kv_heads, dim, vocab = 32, 4096, 14336, 32, 8, 128, 128256
-    weights = layers * (hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * width)
-    head, norms = hidden * vocab, (2 * layers + 1) * hidden
-    kept = ELEMENT_BYTES * (weights + 2 * head + norms)
-    kv = ELEMENT_BYTES * 2 * layers * kv_heads * dim
-    return ModelShape("Llama-3.1-8B", layers, heads * dim, weights, head, kept, kv)
-
-
 def shape_of(config: ModelConfig, name: str) -> ModelShape:
     """The shape of the model that `config` describes."""
     import torch
@@ -125,9 +115,5 @@ def find_shape(name: str, architectures_from: Sequence[Path] = ()) -> ModelShape
     preset = name.removeprefix(RANDOM) if name.removeprefix(RANDOM) in RANDOM_PRESETS else name
     if preset in published:
         return shape_of(parse_config(published[preset]), preset)
-    llama = _llama_3_1_8b()
-    if name == llama.name:
-        return llama
-    known = [*published, llama.name]
-    there_is = f"there is {', '.join(known)}, and directories with a config.json"
-    raise ExperimentError([f"--model {name}: {there_is}{suggest_name(name, known)}"])
+    there_is = f"there is {', '.join(published)}, and directories with a config.json"
+    raise ExperimentError([f"--model {name}: {there_is}{suggest_name(name, published)}"])

@@ -12,7 +12,7 @@ from experiments.cli import app
 from experiments.document import ExperimentError
 from experiments.simulation.shapes import find_shape
 from tests.experiments.planning.test_plan import MakePlan
-from tests.tmodel.test_outside_architectures import LLAMA, MODELS, OUTSIDE
+from tests.tmodel.test_outside_architectures import MODELS, OUTSIDE, SEED_OSS
 from tmodel import PRESETS, RANDOM_PRESETS, find_model, kv_bytes_per_block
 from tmodel.train import train_tokenizer
 from tmodel.transformers_models import new_transformers_model
@@ -28,24 +28,24 @@ def tk(*arguments: object) -> Any:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a byte-level tokenizer."""
-    directory = tmp_path_factory.mktemp("llama")
+    directory = tmp_path_factory.mktemp("seed-oss")
     torch.manual_seed(0)
-    new_transformers_model(MODELS["llama"], vocab_size=300).save_pretrained(directory)
+    new_transformers_model(MODELS["seed-oss"], vocab_size=300).save_pretrained(directory)
     train_tokenizer(["def f(x): return x"], 300).save_pretrained(directory)
     return directory
 
 
-def test_a_yaml_names_folders_of_architectures(plan: MakePlan, llama: Path, tmp_path: Path) -> None:
+def test_a_yaml_names_folders_of_architectures(plan: MakePlan, model: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").symlink_to(OUTSIDE)
     workload = {"kind": "synthetic", "num_requests": 2, "input_len": 4, "output_len": 3}
-    keys: dict[str, Any] = {"model": {"path": str(llama)}, "workload": workload}
-    with pytest.raises(ExperimentError, match="unknown architecture 'LlamaForCausalLM'; known are: Qwen3ForCausalLM"):
+    keys: dict[str, Any] = {"model": {"path": str(model)}, "workload": workload}
+    with pytest.raises(ExperimentError, match="unknown architecture 'SeedOssForCausalLM'; known are: .*Qwen3"):
         plan(**keys)
     made = plan(**keys, architectures_from=["mine"])
     assert made.model is not None
-    assert made.model.config.architecture.name == "LlamaForCausalLM"
+    assert made.model.config.architecture.name == "SeedOssForCausalLM"
     assert made.architecture_folders == (OUTSIDE,)
     with pytest.raises(ExperimentError, match=r"architectures_from\[0\].*nowhere is not a folder"):
         plan(**keys, architectures_from=["nowhere"])
@@ -59,13 +59,13 @@ def test_a_yaml_names_folders_of_architectures(plan: MakePlan, llama: Path, tmp_
             plan(**keys, architectures_from=["broken"])
 
 
-def test_an_experiment_serves_one(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_experiment_serves_one(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "llama.py").write_text(LLAMA)
+    (tmp_path / "mine" / "seed_oss.py").write_text(SEED_OSS)
     experiment = {
         "name": "outside",
-        "model": {"path": str(llama)},
+        "model": {"path": str(model)},
         "architectures_from": ["mine"],
         "device": "cpu",
         "workload": {"kind": "synthetic", "num_requests": 2, "input_len": 4, "output_len": 3},
@@ -85,35 +85,35 @@ def test_an_experiment_serves_one(llama: Path, tmp_path: Path, monkeypatch: pyte
     assert {"engine", "peers", "quantization"} <= set(by_stage)
 
 
-def test_commands_take_folders_of_architectures(llama: Path, tmp_path: Path) -> None:
+def test_commands_take_folders_of_architectures(model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text"
     flag = ("--architectures-from", OUTSIDE)
-    (row,) = json.loads(tk("simulate", "--trace", TRACE, "--policy", "none", "--model", llama, "--json", *flag).stdout)
+    (row,) = json.loads(tk("simulate", "--trace", TRACE, "--policy", "none", "--model", model, "--json", *flag).stdout)
     assert row["requests"] == 8
-    tk("quantize", llama, tmp_path / "out", "--method", "rtn", "--bits", 8, "--group-size", 32, *flag)
+    tk("quantize", model, tmp_path / "out", "--method", "rtn", "--bits", 8, "--group-size", 32, *flag)
     assert (tmp_path / "out" / "config.json").exists()
     for arguments in (
-        ("simulate", "--trace", TRACE, "--model", llama),
-        ("quantize", llama, tmp_path / "other", "--method", "rtn", "--bits", 8),
-        ("generate", "--model", llama, "--prompt", "a"),
+        ("simulate", "--trace", TRACE, "--model", model),
+        ("quantize", model, tmp_path / "other", "--method", "rtn", "--bits", 8),
+        ("generate", "--model", model, "--prompt", "a"),
     ):
         refused = CliRunner().invoke(app, [str(one) for one in arguments])
         assert refused.exit_code != 0
-        assert "unknown architecture 'LlamaForCausalLM'" in refused.stderr
+        assert "unknown architecture 'SeedOssForCausalLM'" in refused.stderr
         wrong = CliRunner().invoke(app, [str(one) for one in (*arguments, "--architectures-from", tmp_path / "none")])
         assert wrong.exit_code != 0
         assert "none is not a folder" in wrong.stderr
-    tk("generate", "--model", llama, "--prompt", "a", "--max-tokens", 2, *flag)
+    tk("generate", "--model", model, "--prompt", "a", "--max-tokens", 2, *flag)
     text.write_text("def f(x): return x\n" * 20)
     found = json.loads(
-        tk("eval", "--model", tmp_path / "out", "--reference", llama, "--text", text, "--json", *flag).stdout
+        tk("eval", "--model", tmp_path / "out", "--reference", model, "--text", text, "--json", *flag).stdout
     )
     assert 0 < found["kl"] < 0.1
-    refused = CliRunner().invoke(app, ["eval", "--model", str(llama), "--text", str(text)])
-    assert "unknown architecture 'LlamaForCausalLM'" in refused.stderr
+    refused = CliRunner().invoke(app, ["eval", "--model", str(model), "--text", str(text)])
+    assert "unknown architecture 'SeedOssForCausalLM'" in refused.stderr
 
 
-def test_simulation_and_server_agree_on_the_cache_of_a_token(llama: Path, tmp_path: Path) -> None:
+def test_simulation_and_server_agree_on_the_cache_of_a_token(model: Path, tmp_path: Path) -> None:
     names = [*PRESETS, *(f"random:{name}" for name in RANDOM_PRESETS)]
     for name in names:
         config = find_model(name).config
@@ -127,7 +127,7 @@ def test_simulation_and_server_agree_on_the_cache_of_a_token(llama: Path, tmp_pa
     raw = json.loads((tmp_path / "config.json").read_text())
     del raw["head_dim"]
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    for directory in (tmp_path, llama):
+    for directory in (tmp_path, model):
         llm = LLM(directory, architectures_from=[OUTSIDE], device="cpu", dtype="bfloat16", kv_cache_bytes=10**6)
         shape = find_shape(str(directory), [OUTSIDE])
         kept = sum(tensor.nbytes for layer in llm._engine._kv_cache for tensor in layer)

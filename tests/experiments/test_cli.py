@@ -197,7 +197,6 @@ def test_generate_continues_a_prompt_the_same_with_every_kernel(checkpoint: Path
         (("--prompt", ""), "the prompt is empty"),
         (("--model", "tinny"), "tinny, no trained preset of that name, and it is no hub id"),
         (("--model", "tinny"), "presets are tiny, "),
-        (("--model", "tinny"), "random:Qwen3-4B"),
         (("--model", "tinny"), "; did you mean 'tiny'?"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,17 +15,20 @@ from tests.tmodel.conftest import CONFIG, WriteCheckpoint, checkpoint_tensors
 from tests.tmodel.packed import Driver, in_chunks, load
 from tkernels.selection import unsupported_in
 from tmodel import (
+    RANDOM_PRESETS,
     Batch,
     ConfigError,
     Limits,
     WeightError,
     allocate_kv_cache,
+    find_model,
     kernel_axes,
     known_architectures,
     kv_bytes_per_block,
     load_config,
     load_model,
 )
+from tmodel.random_weights import random_config
 
 LIMITS = Limits(max_num_tokens=64, max_num_seqs=4, max_model_len=60, block_size=8, num_blocks=32)
 
@@ -164,16 +168,38 @@ def test_an_architecture_joins_by_its_file_alone(
     write_checkpoint: WriteCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = write_checkpoint({}, architectures=["Qwen4ForCausalLM"])
-    with pytest.raises(ConfigError, match=r"unknown architecture 'Qwen4ForCausalLM'; known are: Qwen3ForCausalLM"):
+    with pytest.raises(ConfigError, match=r"unknown architecture 'Qwen4ForCausalLM'; known are: .*Qwen3ForCausalLM"):
         load_config(directory)
     (tmp_path / "qwen4.py").write_text(NEW_ARCHITECTURE)
     monkeypatch.setattr(tmodel.architectures, "__path__", [*tmodel.architectures.__path__, str(tmp_path)])
+    before = list(known_architectures())
     known_architectures.cache_clear()
     try:
-        assert list(known_architectures()) == ["Qwen3ForCausalLM", "Qwen4ForCausalLM"]
+        assert list(known_architectures()) == [*before, "Qwen4ForCausalLM"]
         config = load_config(directory)
         assert config.num_layers == 2
         with pytest.raises(WeightError, match="'model.embed_tokens.weight' is missing"):
             load_model(directory, config, None, device="cpu", dtype=torch.float32)  # type: ignore[arg-type]
+    finally:
+        known_architectures.cache_clear()
+
+
+@pytest.mark.parametrize("gone", known_architectures())
+def test_the_others_are_as_they_were_without_an_architectures_file(
+    gone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = dict(known_architectures())
+    (folder,) = map(Path, tmodel.architectures.__path__)
+    for file in folder.glob("*.py"):
+        if f'"{gone}"' not in file.read_text():
+            shutil.copy(file, tmp_path)
+    monkeypatch.setattr(tmodel.architectures, "__path__", [str(tmp_path)])
+    known_architectures.cache_clear()
+    try:
+        left = dict(known_architectures())
+        assert left == {name: one for name, one in before.items() if name != gone}
+        for name, preset in RANDOM_PRESETS.items():
+            if preset["architectures"] != [gone]:
+                assert random_config(preset).num_layers == find_model(f"random:{name}").config.num_layers > 0
     finally:
         known_architectures.cache_clear()

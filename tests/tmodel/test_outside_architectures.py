@@ -22,7 +22,7 @@ from tmodel.transformers_models import new_transformers_model
 from tsched import LLM, SamplingParams
 
 OUTSIDE = Path(__file__).parent / "outside"
-LLAMA = (OUTSIDE / "llama.py").read_text()
+SEED_OSS = (OUTSIDE / "seed_oss.py").read_text()
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -35,10 +35,13 @@ SIZES = {
     "initializer_range": 0.3,
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"architectures": ["LlamaForCausalLM"], **SIZES, "num_key_value_heads": 2},
-    "llama-biased": {
-        "architectures": ["LlamaForCausalLM"], **SIZES, "head_dim": 32, "attention_bias": True, "mlp_bias": True,
-        "tie_word_embeddings": True,
+    "seed-oss": {
+        "architectures": ["SeedOssForCausalLM"], **SIZES, "head_dim": 16, "num_key_value_heads": 2,
+        "attention_bias": False,
+    },
+    "seed-oss-biased": {
+        "architectures": ["SeedOssForCausalLM"], **SIZES, "head_dim": 32, "num_key_value_heads": 4,
+        "attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
     },
     "gpt-neox": {"architectures": ["GPTNeoXForCausalLM"], **SIZES, "rotary_pct": 0.5},
 }  # fmt: skip
@@ -89,7 +92,7 @@ def test_the_tensors_are_those_that_transformers_saves(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "squeezellm"])
-@pytest.mark.parametrize("name", ["llama", "gpt-neox"])
+@pytest.mark.parametrize("name", ["seed-oss", "gpt-neox"])
 def test_they_are_quantized_and_served_so(name: str, method: str, tmp_path: Path) -> None:
     """At the most bits of each method, the quantized model's log-probabilities stay near the dense one's."""
     dense, out = tmp_path / "dense", tmp_path / "out"
@@ -118,7 +121,7 @@ def likelihoods(directory: Path) -> torch.Tensor:
     return torch.tensor([[place[0][token].logprob for token in range(97)] for place in found if place is not None])
 
 
-@pytest.mark.parametrize("name", ["llama-biased", "gpt-neox"])
+@pytest.mark.parametrize("name", ["seed-oss-biased", "gpt-neox"])
 def test_awq_folds_scales_into_what_feeds_each_linear(name: str, tmp_path: Path) -> None:
     save_random(name, tmp_path)
     layers, (weights, _) = layers_of(tmp_path, torch.float32, 24, architectures_with([OUTSIDE]))
@@ -134,19 +137,21 @@ def test_awq_folds_scales_into_what_feeds_each_linear(name: str, tmp_path: Path)
 
 
 def test_the_house_knows_them_only_where_it_is_told_to(tmp_path: Path) -> None:
-    save_random("llama", tmp_path)
+    save_random("seed-oss", tmp_path)
     before = dict(known_architectures())
     joined = architectures_with([OUTSIDE])
-    assert set(joined) == {*before, "LlamaForCausalLM", "GPTNeoXForCausalLM"}
+    assert set(joined) == {*before, "SeedOssForCausalLM", "GPTNeoXForCausalLM"}
     assert dict(known_architectures()) == before
     with pytest.raises(TypeError):
-        joined["other"] = joined["LlamaForCausalLM"]  # type: ignore[index]
-    with pytest.raises(ConfigError, match="unknown architecture 'LlamaForCausalLM'; known are: Qwen3ForCausalLM"):
+        joined["other"] = joined["SeedOssForCausalLM"]  # type: ignore[index]
+    with pytest.raises(ConfigError, match="unknown architecture 'SeedOssForCausalLM'; known are: .*Qwen3"):
         LLM(tmp_path, device="cpu")
     (tmp_path / "config.json").write_text(
-        (tmp_path / "config.json").read_text().replace("LlamaForCausalLM", "LamaForCausalLM")
+        (tmp_path / "config.json").read_text().replace("SeedOssForCausalLM", "SedOssForCausalLM")
     )
-    with pytest.raises(ConfigError, match="unknown architecture 'LamaForCausalLM'.*did you mean 'LlamaForCausalLM'"):
+    with pytest.raises(
+        ConfigError, match="unknown architecture 'SedOssForCausalLM'.*did you mean 'SeedOssForCausalLM'"
+    ):
         LLM(tmp_path, device="cpu", architectures_from=[OUTSIDE])
 
 
@@ -157,7 +162,10 @@ def test_the_house_knows_them_only_where_it_is_told_to(tmp_path: Path) -> None:
         ({"one.py": "raise SystemExit(3)"}, r"one\.py: cannot be imported: SystemExit: 3"),
         ({"one.py": "x = 1"}, r"one\.py: must define ARCHITECTURE"),
         ({"_part.py": "x = 1"}, "holds no architecture"),
-        ({"one.py": LLAMA, "two.py": LLAMA}, r"two\.py: declares LlamaForCausalLM, which .*one\.py declares too"),
+        (
+            {"one.py": SEED_OSS, "two.py": SEED_OSS},
+            r"two\.py: declares SeedOssForCausalLM, which .*one\.py declares too",
+        ),
         (
             {"qwen3.py": "from tmodel.architectures.qwen3 import ARCHITECTURE"},
             r"qwen3\.py: declares Qwen3ForCausalLM, which .*architectures/qwen3\.py declares too",

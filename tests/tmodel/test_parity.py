@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 import tkernels
 from tests.tmodel.packed import Driver, Step, in_chunks, in_one_go, load, token_by_token
-from tmodel import Model, known_architectures, load_config
+from tmodel import Limits, Model, known_architectures, load_config
 from tmodel.transformers_models import new_transformers_model
 
 LENGTHS = (37, 5, 61, 1, 24)
@@ -27,7 +28,7 @@ SCHEDULES: dict[str, Callable[[Sequence[int]], list[Step]]] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of an architecture: its fields of config.json, and what they cover."""
+    """A model of an architecture: its fields of config.json (one given as ... is left out), and what they cover."""
 
     architecture: str
     covers: str
@@ -35,24 +36,83 @@ class Shape:
 
 
 QWEN3 = "Qwen3ForCausalLM"
-GPT2 = "GPT2LMHeadModel"
-GPT2_FIELDS = {"heads": (4, 4), "eos_token_id": None}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+LONGROPE = {  # every sequence goes beyond the original length; but for a single token, which is not turned
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4,
+    "short_factor": [1.0] * 8, "long_factor": [1.0 + i / 2 for i in range(8)],
+}  # fmt: skip
+
+
+GPT2 = {"heads": (4, 4), "eos_token_id": None}
+
+
+def shapes(architecture: str, **covered: Mapping[str, Any]) -> list[Shape]:
+    """Shapes by what they cover."""
+    return [Shape(architecture, covers.replace("_", " "), fields) for covers, fields in covered.items()]
+
+
 SHAPES = (
-    Shape(QWEN3, "4 query heads per KV head, tied", {"heads": (4, 1), "tie_word_embeddings": True}),
-    Shape(QWEN3, "2 per KV head, biased", {"heads": (4, 2), "attention_bias": True}),
-    Shape(QWEN3, "1 per KV head, head_dim 80", {"heads": (3, 3), "head_dim": 80}),
-    Shape(QWEN3, "windows", {"heads": (6, 2), "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
-    Shape(QWEN3, "sharded", {"heads": (8, 2), "num_hidden_layers": 3, "rope_theta": 1e6}),
-    Shape(GPT2, "tied", GPT2_FIELDS),
-    Shape(GPT2, "untied", {**GPT2_FIELDS, "tie_word_embeddings": False, "activation_function": "gelu_fast"}),
-    Shape(GPT2, "a width of its own", {**GPT2_FIELDS, "n_inner": 80, "layer_norm_epsilon": 1e-3}),
-    Shape(GPT2, "scale by layer", {**GPT2_FIELDS, "scale_attn_by_inverse_layer_idx": True}),
-    Shape(GPT2, "upcast", {**GPT2_FIELDS, "heads": (1, 1), "reorder_and_upcast_attn": True}),
-    Shape(GPT2, "no scale, erf", {**GPT2_FIELDS, "scale_attn_weights": False, "activation_function": "gelu"}),
-)
+    *shapes(
+        QWEN3,
+        four_heads_share_keys_tied={"heads": (4, 1), "tie_word_embeddings": True},
+        two_heads_share_keys_biased={"heads": (4, 2), "attention_bias": True},
+        no_heads_share_keys_head_dim_80={"heads": (3, 3), "head_dim": 80},
+        windows={"heads": (6, 2), "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+        sharded={"heads": (8, 2), "num_hidden_layers": 3, "rope_theta": 1e6},
+        yarn={"rope_parameters": YARN},
+    ),
+    *shapes(
+        "LlamaForCausalLM",
+        llama3_tied={"rope_parameters": LLAMA3, "heads": (4, 1), "tie_word_embeddings": True},
+        every_bias={"attention_bias": True, "mlp_bias": True, "heads": (2, 1), "head_dim": ...},
+        linear_no_heads_share_keys={
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, "heads": (3, 3),
+        },
+        yarn_head_dim_80={"rope_parameters": YARN, "head_dim": 80},
+        longrope={"rope_parameters": LONGROPE},
+        sharded={"heads": (8, 2), "num_hidden_layers": 3, "rope_theta": 5e5},
+    ),
+    *shapes(
+        "MistralForCausalLM",
+        windows={"heads": (6, 2), "sliding_window": 9},
+        window_of_one={"sliding_window": 1},
+        window_beyond_all={"sliding_window": 100, "tie_word_embeddings": True},
+        no_window_head_dim_80={"sliding_window": None, "heads": (3, 1), "head_dim": 80},
+        windows_yarn={"sliding_window": 17, "rope_parameters": YARN},
+        sharded={"sliding_window": 32, "num_hidden_layers": 3, "rope_theta": 1e6},
+    ),
+    *shapes(
+        "Qwen2ForCausalLM",
+        windows={"heads": (6, 2), "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+        tied={"heads": (3, 1), "tie_word_embeddings": True, "head_dim": ...},
+        windows_by_type={
+            "use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"],
+        },
+        no_heads_share_keys_head_dim_80={"heads": (3, 3), "head_dim": 80},
+        yarn={"rope_parameters": YARN},
+        sharded={"heads": (8, 2), "num_hidden_layers": 3, "rope_theta": 1e6},
+    ),
+    *shapes(
+        "GPT2LMHeadModel",
+        tied=GPT2,
+        untied_gelu_fast={**GPT2, "tie_word_embeddings": False, "activation_function": "gelu_fast"},
+        width_and_epsilon_of_its_own={**GPT2, "n_inner": 80, "layer_norm_epsilon": 1e-3},
+        scale_by_layer={**GPT2, "scale_attn_by_inverse_layer_idx": True},
+        one_head_upcast={**GPT2, "heads": (1, 1), "reorder_and_upcast_attn": True},
+        no_scale_gelu_by_erf={**GPT2, "scale_attn_weights": False, "activation_function": "gelu"},
+    ),
+)  # fmt: skip
 """Of every architecture of the house, shapes that between them cover what its fields can say."""
 
-WINDOWS = next(shape.fields for shape in SHAPES if shape.covers == "windows")
+WINDOWS = next(shape.fields for shape in SHAPES if (shape.architecture, shape.covers) == (QWEN3, "windows"))
+
+
+def first_shape(architecture: str) -> Shape:
+    return next(shape for shape in SHAPES if shape.architecture == architecture)
 
 
 def random_model(
@@ -73,7 +133,8 @@ def random_model(
         "max_position_embeddings": 128,
         "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
     }
-    model = new_transformers_model({**heads_and_rope, **small, **fields})
+    raw = {**heads_and_rope, **small, **fields}
+    model = new_transformers_model({name: value for name, value in raw.items() if value is not ...})
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -111,6 +172,20 @@ def packed_logits(
     return torch.cat(Driver(model, sequences, dtype, padding).run(steps))
 
 
+def distances_to_float64(
+    directory: Path, dtype: torch.dtype, sequences: Sequence[torch.Tensor]
+) -> tuple[dict[str, float], float]:
+    """RMS distances of logits in `dtype` from transformers' in float64: ours by schedule, and transformers' own."""
+    exact = transformers_logits(directory, sequences, torch.float64)
+    model = load(directory, dtype)
+
+    def distance(logits: torch.Tensor) -> float:
+        return float((logits.double() - exact).square().mean().sqrt())
+
+    ours = {schedule: distance(packed_logits(model, sequences, dtype, schedule)) for schedule in SCHEDULES}
+    return ours, distance(transformers_logits(directory, sequences, dtype))
+
+
 def assert_parity(logits: torch.Tensor, expected: torch.Tensor) -> None:
     """Within 1e-4, and the same five best wherever the fifth is more than 2e-4 ahead of the sixth."""
     assert logits.dtype == expected.dtype == torch.float32
@@ -123,7 +198,9 @@ def assert_parity(logits: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def test_every_architecture_has_shapes() -> None:
-    assert {shape.architecture for shape in SHAPES} == set(known_architectures())
+    counts = Counter(shape.architecture for shape in SHAPES)
+    assert counts.keys() == known_architectures().keys()
+    assert min(counts.values()) >= 6
 
 
 @pytest.mark.parametrize("architecture", known_architectures())
@@ -139,7 +216,7 @@ def test_an_absent_field_means_what_it_means_to_transformers(architecture: str) 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.architecture}-{shape.covers}")
 def test_float32_logits_are_those_of_transformers(tmp_path: Path, shape: Shape) -> None:
-    """5 shapes x 3 schedules x 128 rows with the `torch` kernels."""
+    """6 shapes x 3 schedules x 128 rows an architecture, with the `torch` kernels."""
     directory = random_model(tmp_path, architecture=shape.architecture, **shape.fields)
     assert (directory / "model.safetensors.index.json").exists() == (shape.covers == "sharded")
     files = [load_file(file) for file in directory.glob("*.safetensors")]
@@ -147,39 +224,56 @@ def test_float32_logits_are_those_of_transformers(tmp_path: Path, shape: Shape) 
     assert dict(load_config(directory).tensors()) == saved
     sequences = random_sequences(LENGTHS)
     expected = transformers_logits(directory, sequences, torch.float32)
-    assert len(expected) * len(SHAPES) * len(SCHEDULES) >= 1000
+    assert len(expected) * 6 * len(SCHEDULES) >= 1000
     model = load(directory, torch.float32)
     for schedule in SCHEDULES:
         assert_parity(packed_logits(model, sequences, torch.float32, schedule), expected)
 
 
-def triton_arms() -> list[dict[str, str]]:
-    """Choices without any `torch` kernel that between them use every Triton variant of every op of the model, each
-    fusion in one launch and composed of every variant of its parts.
+def triton_arms(called: Collection[str]) -> list[dict[str, str]]:
+    """Choices without any `torch` kernel that between them use every Triton variant of every op of a model, each fusion
+    in one launch and composed of every variant of its parts.
+
+    Args:
+        called: The ops that the model calls.
     """
-    ops = ("rms_norm", "add_rms_norm", "paged_decode", "paged_prefill", "matmul")
-    fusions = {"qk_norm_rope_scatter": ("qk_norm_rope", "kv_scatter"), "gate_up_swiglu": ("swiglu",)}
     triton = {op.name: [v.name for v in op.variants.values() if v.kind == "triton"] for op in tkernels.OPS.values()}
-    parts = [part for parts in fusions.values() for part in parts]
-    composed = [
-        {name: triton[name][i % len(triton[name])] for name in (*ops, *parts)}
-        for i in range(max(len(triton[name]) for name in (*ops, *parts)))
-    ]
-    fused = [
-        {name: triton[name][i % len(triton[name])] for name in (*ops, *fusions)}
-        for i in range(max(len(triton[name]) for name in fusions))
-    ]
-    return composed + fused
+    fusions = {name: ops["composed"].parts for name in called if "composed" in (ops := tkernels.OPS[name].variants)}
+    alone = [name for name in called if name not in fusions]
+    in_parts = list(dict.fromkeys([*alone, *(part for parts in fusions.values() for part in parts)]))
+    ways = [in_parts] * max(len(triton[name]) for name in in_parts)
+    ways += [[*alone, *fusions]] * max(len(triton[name]) for name in fusions)
+    return [{name: triton[name][i % len(triton[name])] for name in way} for i, way in enumerate(ways)]
 
 
-@pytest.mark.parametrize("choices", triton_arms(), ids=lambda choices: "-".join(choices.values()))
-def test_triton_kernels_give_the_logits_of_transformers(tmp_path: Path, choices: dict[str, str]) -> None:
-    directory = random_model(tmp_path)
+QWEN3_CALLS = (
+    "rms_norm", "add_rms_norm", "paged_decode", "paged_prefill", "matmul", "qk_norm_rope_scatter", "gate_up_swiglu",
+)  # fmt: skip
+
+
+def assert_triton_parity(directory: Path, arms: Sequence[Mapping[str, str]]) -> None:
     sequences = random_sequences((21, 3, 9))
     expected = transformers_logits(directory, sequences, torch.float32)
-    model = load(directory, torch.float32, choices)
-    for schedule in SCHEDULES:
-        assert_parity(packed_logits(model, sequences, torch.float32, schedule), expected)
+    for choices in arms:
+        model = load(directory, torch.float32, choices)
+        for schedule in SCHEDULES:
+            assert_parity(packed_logits(model, sequences, torch.float32, schedule), expected)
+
+
+@pytest.mark.parametrize("choices", triton_arms(QWEN3_CALLS), ids=lambda choices: "-".join(choices.values()))
+def test_triton_kernels_give_the_logits_of_transformers(tmp_path: Path, choices: dict[str, str]) -> None:
+    assert_triton_parity(random_model(tmp_path), [choices])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [name for name in known_architectures() if name != QWEN3])
+def test_every_triton_kernel_of_an_architecture_gives_the_logits_of_transformers(
+    architecture: str, tmp_path: Path
+) -> None:
+    directory = random_model(tmp_path, architecture=architecture, **first_shape(architecture).fields)
+    limits = Limits(max_num_tokens=64, max_num_seqs=4, max_model_len=64, block_size=16, num_blocks=16)
+    config = load_config(directory)
+    assert_triton_parity(directory, triton_arms(config.architecture.axes(config, limits)))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -202,16 +296,16 @@ def test_float64_follows_transformers_in_float64(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, transformers_logits(directory, sequences, torch.float64), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_bfloat16_is_as_near_to_float64_as_transformers_bfloat16(tmp_path: Path, schedule: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("architecture", known_architectures())
+def test_half_precision_is_as_near_to_float64_as_transformers_is(
+    architecture: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """RMS distance over 1,024 rows from the float64 model of the same rounded weights: at most 1.1 times theirs."""
-    directory = random_model(tmp_path, torch.bfloat16)
-    sequences = random_sequences((64,) * 16)
-    exact = transformers_logits(directory, sequences, torch.float64)
-    theirs = transformers_logits(directory, sequences, torch.bfloat16).double()
-    ours = packed_logits(load(directory, torch.bfloat16), sequences, torch.bfloat16, schedule).double()
-    distance, allowed = ((logits - exact).square().mean().sqrt() for logits in (ours, theirs))
-    assert distance <= 1.1 * allowed, f"ours {distance:.4f}, transformers {allowed:.4f}"
+    directory = random_model(tmp_path, dtype, architecture, **first_shape(architecture).fields)
+    ours, theirs = distances_to_float64(directory, dtype, random_sequences((64,) * 16))
+    for schedule, distance in ours.items():
+        assert distance <= 1.1 * theirs, f"{schedule}: ours {distance:.4f}, transformers {theirs:.4f}"
 
 
 def test_any_wanted_rows_of_a_mixed_batch_come_back(tmp_path: Path) -> None:

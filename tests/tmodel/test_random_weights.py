@@ -9,7 +9,9 @@ from safetensors.torch import load_file
 import tkernels
 from tmodel import RANDOM_PRESETS, Limits, kernel_axes, load_config, load_model, make_random_model, preset_path
 from tmodel.architectures.qwen3 import Qwen3Config
+from tmodel.fields import RotaryConfig
 from tmodel.random_weights import num_parameters, random_config
+from tmodel.rotary import Llama3Rope
 
 SMALL = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
@@ -18,14 +20,34 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("Qwen3-0.6B", 596_049_920), ("Qwen3-4B", 4_022_468_096)])
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen3-0.6B", 596_049_920),
+        ("Qwen3-4B", 4_022_468_096),
+        ("Qwen2.5-0.5B", 494_032_768),
+        ("Mistral-7B-v0.1", 7_241_732_096),
+        ("Llama-3.1-8B", 8_030_261_248),
+    ],
+)
 def test_the_sizes_are_the_published_ones(name: str, parameters: int) -> None:
     assert num_parameters(RANDOM_PRESETS[name]) == parameters
-    config = random_config(RANDOM_PRESETS[name])
+    assert random_config(RANDOM_PRESETS[name]).eos_token_ids == ()
+
+
+def test_the_fields_are_the_published_ones() -> None:
+    config = random_config(RANDOM_PRESETS["Qwen3-4B"])
     assert isinstance(config.fields, Qwen3Config)
     assert (config.head_dim, config.num_kv_heads, config.vocab_size) == (128, 8, 151936)
-    assert config.fields.resolved_rope_theta() == 1e6
+    assert config.fields.rope_parameters.rope_theta == 1e6
     assert config.fields.tie_word_embeddings
+    assert random_config(RANDOM_PRESETS["Mistral-7B-v0.1"]).windows == (4096,) * 32
+    assert random_config(RANDOM_PRESETS["Qwen2.5-0.5B"]).windows == (None,) * 24
+    llama = random_config(RANDOM_PRESETS["Llama-3.1-8B"])
+    assert isinstance(llama.fields, RotaryConfig)
+    assert llama.fields.rope_parameters == Llama3Rope(
+        rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])

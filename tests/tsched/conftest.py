@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tsched.random_model import save_random_qwen3
+from tests.tsched.random_model import save_random_model
 
 TEXT = "def scan(line, start=0):\n    return [word for word in line.split(' ') if word != 'ünïcode 🐍']\n" * 3
 
@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     tokenizer.train_from_iterator([TEXT], trainer)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(directory)
-    save_random_qwen3(directory)
+    save_random_model(directory)
     return directory
 
 

@@ -10,7 +10,7 @@ import torch
 
 import tkernels
 import tmodel
-from tests.tsched.random_model import random_qwen3
+from tests.tsched.random_model import QWEN3, random_model
 from tests.tsched.random_schedules import MAX_MODEL_LEN, Request, Schedule
 from tests.tsched.schedulers import build_scheduler
 from tsched.execution.engine import Engine
@@ -23,7 +23,7 @@ COPY_PAGES = tkernels.OPS["copy_pages"].variants["torch"]
 
 
 class EngineServer:
-    """`kind` is one of random_qwen3's. With "rowwise" an output is a list of (token, its log-probability and those of
+    """`kind` is one of random_model's. With "rowwise" an output is a list of (token, its log-probability and those of
     the two most likely ones); else of tokens.
 
     The schedule's lag is the engine's overlap; half of all schedules pad their decode steps as CUDA graphs need it.
@@ -31,14 +31,15 @@ class EngineServer:
 
     kind = "float64"
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, architecture: str = QWEN3) -> None:
         self._schedule = schedule
+        self._architecture = architecture
         self._engine = self._make_engine(schedule.options, is_late=schedule.lag == 1, pads=schedule.seed % 4 < 2)
         self.scheduler = self._engine.scheduler
         self._requests: dict[int, EngineRequest] = {}
 
     def _make_engine(self, options: dict[str, Any], *, is_late: bool, pads: bool) -> Engine:
-        config, model = random_qwen3(self.kind)
+        config, model = random_model(self.kind, self._architecture)
         dtype = torch.float64 if self.kind == "float64" else torch.float32
         shape = options["num_blocks"], options["block_size"]
         kv_cache = tmodel.allocate_kv_cache(config, *shape, device="cpu", dtype=dtype)

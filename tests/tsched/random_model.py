@@ -1,8 +1,9 @@
-"""A tiny Qwen3 with random weights, and kernels for it that compute every row alone."""
+"""Tiny models with random weights, and kernels for the Qwen3 among them that compute every row alone."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from tkernels.ops.matmul import contract as matmul
 from tkernels.ops.qk_norm_rope_scatter import contract as qk_norm_rope_scatter
 from tkernels.ops.rms_norm import contract as rms_norm
 from tkernels.ranges import NVTX
+from tmodel.transformers_models import new_transformers_model
 
 # The weights are wide enough that greedy tokens vary and no two logits are near.
 SHAPE = {
@@ -35,21 +37,42 @@ SHAPE = {
 }
 
 
-def save_random_qwen3(directory: Path) -> None:
+QWEN3 = "Qwen3ForCausalLM"
+ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
+    QWEN3: {},
+    "LlamaForCausalLM": {
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "MistralForCausalLM": {"sliding_window": 9},
+    "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+}  # fmt: skip
+"""What each has beside SHAPE."""
+
+
+def save_random_model(directory: Path, architecture: str = QWEN3) -> None:
     # Late: it takes seconds, and the kernels are of use without it.
-    from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(directory)
+    model = new_transformers_model({"architectures": [architecture], **SHAPE, **ARCHITECTURES[architecture]})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):  # they begin as zeros
+                parameter.normal_(std=0.3)
+    model.save_pretrained(directory)
 
 
 @cache
-def random_qwen3(kind: str) -> tuple[tmodel.ModelConfig, tmodel.Model]:
-    """The model as "float64" (torch's kernels in that dtype) or "rowwise" (float32, every row alone)."""
+def random_model(kind: str, architecture: str = QWEN3) -> tuple[tmodel.ModelConfig, tmodel.Model]:
+    """The model as "float64" (torch's kernels in that dtype) or, a Qwen3, "rowwise" (float32, every row alone)."""
     with tempfile.TemporaryDirectory() as folder:
-        save_random_qwen3(Path(folder))
+        save_random_model(Path(folder), architecture)
         config = tmodel.load_config(folder)
         dtype = torch.float64 if kind == "float64" else torch.float32
         if kind == "float64":

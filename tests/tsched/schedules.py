@@ -4,6 +4,7 @@ Whatever happens around it, each request must get the tokens that it gets alone.
 
     python -m tests.tsched.schedules --count 2000 --model hash
     python -m tests.tsched.schedules --model float64 --seed 17    # one of them again, described
+    python -m tests.tsched.schedules --model float64 --architecture LlamaForCausalLM
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -274,11 +276,12 @@ def check_nothing_is_left(scheduler: Scheduler) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.tsched.schedules", description=__doc__)
     parser.add_argument("--model", choices=sorted(SERVERS), default="hash")
+    parser.add_argument("--architecture", help="of the float64 model; Qwen3 where none is named")
     parser.add_argument("--count", type=int, default=100, help="schedules of the seeds from --first on")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, help="this schedule alone, described")
     arguments = parser.parse_args()
-    make_server = server_factory(arguments.model)
+    make_server = server_factory(arguments.model, arguments.architecture)
     if arguments.seed is not None:
         schedule = draw_schedule(arguments.seed)
         print(describe(schedule))
@@ -287,7 +290,8 @@ def main() -> None:
     began = time.perf_counter()
     total: Counter[str] = Counter()
     for seed in range(arguments.first, arguments.first + arguments.count):
-        total += serve_or_say_how_to_replay(draw_schedule(seed), make_server, arguments.model).happened
+        model = " --architecture ".join(filter(None, (arguments.model, arguments.architecture)))
+        total += serve_or_say_how_to_replay(draw_schedule(seed), make_server, model).happened
         done = seed - arguments.first + 1
         if done % 100 == 0 or done == arguments.count:
             print(f"{done} schedules, {time.perf_counter() - began:.0f} s", flush=True)
@@ -304,10 +308,10 @@ def serve_or_say_how_to_replay(schedule: Schedule, make_server: Callable[[Schedu
         raise
 
 
-def server_factory(model: str) -> Callable[[Schedule], Server]:
+def server_factory(model: str, architecture: str | None = None) -> Callable[[Schedule], Server]:
     module, name = SERVERS[model]
-    factory: Callable[[Schedule], Server] = getattr(import_module(module), name)
-    return factory
+    factory: Callable[..., Server] = getattr(import_module(module), name)
+    return factory if architecture is None else partial(factory, architecture=architecture)
 
 
 def describe(schedule: Schedule) -> str:

@@ -9,8 +9,10 @@ from collections import Counter
 
 import pytest
 
+from tests.tsched.random_model import ARCHITECTURES, QWEN3
 from tests.tsched.random_schedules import draw_schedule
 from tests.tsched.schedules import serve_or_say_how_to_replay, server_factory
+from tmodel import known_architectures
 
 NUM_HASH_SCHEDULES = 100
 
@@ -27,6 +29,23 @@ def test_each_request_gets_the_tokens_it_gets_alone(model: str, count: int) -> N
         assert min(happened[f"{event}: {state}"] for event in ("abort", "fork") for state in states) > 0
         assert min(happened[f"blocks {what}"] for what in ("swapped in", "copied on write", "evicted")) > 0
         assert happened["holdings given up"] > 0
+
+
+@pytest.mark.parametrize("num_greedy", [1, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != QWEN3])
+def test_each_architectures_requests_get_the_tokens_they_get_alone(architecture: str, num_greedy: int) -> None:
+    make_server = server_factory("float64", architecture)
+    happened: Counter[str] = Counter()
+    seed = 0
+    while happened["requests, greedy"] < num_greedy:
+        schedule = draw_schedule(seed)
+        happened += serve_or_say_how_to_replay(schedule, make_server, f"float64 --architecture {architecture}").happened
+        seed += 1
+    assert happened["tokens"] > 0
+
+
+def test_every_architecture_is_served_in_schedules() -> None:
+    assert ARCHITECTURES.keys() == known_architectures().keys()
 
 
 def test_a_schedule_is_a_function_of_its_seed() -> None:

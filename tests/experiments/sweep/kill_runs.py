@@ -111,10 +111,10 @@ def _ended(process: "subprocess.Popen[str]") -> list[str]:
 
 def write_experiment(folder: Path, **keys: Any) -> Path:
     """One that has tasks of every phase, on a model of random weights."""
-    from tests.tsched.random_model import save_random_qwen3
+    from tests.tsched.random_model import save_random_model
 
     (folder / "model").mkdir(parents=True)
-    save_random_qwen3(folder / "model")
+    save_random_model(folder / "model")
     data: Mapping[str, Any] = {
         "name": "killed", "model": {"path": "model"}, "dtype": "float32", "device": "cpu", "repeats": 1,
         "replicates": 2, "kernels": {"swiglu": ["torch", "fused"]},

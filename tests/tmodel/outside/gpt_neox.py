@@ -51,8 +51,8 @@ def resolve(fields: NeoXConfig, eos_token_ids: tuple[int, ...]) -> ModelConfig:
 
 
 def rope(config: ModelConfig) -> Rope:
-    share = config.fields.rotary_factor or config.fields.rotary_pct
-    return Rope(int(config.head_dim * share), config.fields.resolved_rope_theta())
+    share = config.fields.rope_parameters.partial_rotary_factor or config.fields.rotary_pct
+    return Rope(int(config.head_dim * share), config.fields.rope_parameters)
 
 
 def layer_linears(config: ModelConfig, index: int) -> list[LinearShape]:

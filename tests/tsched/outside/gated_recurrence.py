@@ -22,7 +22,7 @@ from tmodel.kernel_axes import attention_axes, linear_axes, rms_norm_axes, rotar
 from tmodel.layers import PagedAttention, count_weight_bytes
 from tmodel.linear_reader import LinearReader
 from tmodel.quantization import Feed, LinearShape
-from tmodel.rotary import Rope
+from tmodel.rotary import Rope, RopeParameters
 from tmodel.weights import Checkpoint
 
 
@@ -66,7 +66,9 @@ def resolve(fields: RecurrenceConfig, eos_token_ids: tuple[int, ...]) -> ModelCo
 
 def attention(config: ModelConfig) -> GroupedQueryAttention:
     heads, dim = config.num_heads, config.head_dim
-    return GroupedQueryAttention(config.fields.hidden_size, heads, heads, dim, Rope(dim, 10000.0))
+    return GroupedQueryAttention(
+        config.fields.hidden_size, heads, heads, dim, Rope(dim, RopeParameters(rope_theta=10000.0))
+    )
 
 
 def layer_linears(config: ModelConfig, layer: int) -> list[LinearShape]:

@@ -11,8 +11,8 @@ from tkernels.contract import Axes, Case, Choice, Contract, Int, Output, Scalar,
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
 
 VALUES = (*KINDS, "shifted")
-_SHIFT = 8.0
-"""The mean of "shifted" rows, in standard deviations: a variance that is made as E[x^2] - E[x]^2 loses six bits."""
+_SHIFT = 4.0
+"""The mean of "shifted" rows, in standard deviations: a variance that is made as E[x^2] - E[x]^2 loses four bits."""
 
 
 def shifted(draws: Draws, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -1,45 +1,44 @@
-"""Llama, as a user adds it: pre-norm decoder, grouped-query attention, rotary positions, SwiGLU, biases where asked.
+"""Seed-OSS, as a user adds it: pre-norm decoder, grouped-query attention, rotary positions, SwiGLU, biases where asked.
 
-Source: Touvron et al., LLaMA, 2023; fields and tensor names as in transformers' `LlamaForCausalLM`.
+Source: ByteDance Seed, Seed-OSS-36B, 2025; fields and tensor names as in transformers' `SeedOssForCausalLM`.
 """
+
+from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
 from tmodel.decoders.attention import GroupedQueryAttention
 from tmodel.decoders.gated_mlp import GatedMLP
 from tmodel.decoders.pre_norm import DecoderLayer, PreNormDecoder, pre_norm_architecture
-from tmodel.fields import RotaryConfig
-from tmodel.json_files import ConfigError
-from tmodel.rotary import Rope
+from tmodel.fields import RotaryConfig, divide_heads
 
 
-class LlamaConfig(RotaryConfig):
+class SeedOssConfig(RotaryConfig):
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
     num_hidden_layers: PositiveInt
     num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt | None = None
-    head_dim: PositiveInt | None = None
-    hidden_act: str = "silu"
-    max_position_embeddings: PositiveInt = 2048
+    num_key_value_heads: PositiveInt | None = 8
+    head_dim: PositiveInt | None = 128
+    hidden_act: Literal["silu"] = "silu"
+    max_position_embeddings: PositiveInt = 524288
     rms_norm_eps: PositiveFloat = 1e-6
-    attention_bias: bool = False
+    attention_bias: bool = True
+    attention_out_bias: bool = False
     mlp_bias: bool = False
     eos_token_id: int | list[int] | None = 2
 
 
-def decoder(fields: LlamaConfig) -> PreNormDecoder:
-    if fields.hidden_act != "silu":
-        raise ConfigError(f"hidden_act is {fields.hidden_act!r}; Llama is supported with 'silu'")
-    head_dim = fields.head_dim or fields.hidden_size // fields.num_attention_heads
+def decoder(fields: SeedOssConfig) -> PreNormDecoder:
+    head_dim = fields.head_dim or divide_heads(fields.hidden_size, fields.num_attention_heads)
     attention = GroupedQueryAttention(
         fields.hidden_size,
         fields.num_attention_heads,
         fields.num_key_value_heads or fields.num_attention_heads,
         head_dim,
-        Rope(head_dim, fields.resolved_rope_theta()),
+        fields.whole_head_rope(head_dim),
         qkv_bias=fields.attention_bias,
-        output_bias=fields.attention_bias,
+        output_bias=fields.attention_out_bias,
     )
     mlp = GatedMLP(fields.hidden_size, fields.intermediate_size, fields.mlp_bias)
     return PreNormDecoder(
@@ -52,4 +51,4 @@ def decoder(fields: LlamaConfig) -> PreNormDecoder:
     )
 
 
-ARCHITECTURE = pre_norm_architecture("LlamaForCausalLM", LlamaConfig, decoder)
+ARCHITECTURE = pre_norm_architecture("SeedOssForCausalLM", SeedOssConfig, decoder)

@@ -1,0 +1,97 @@
+"""Each architecture beside transformers, on the random shapes of the tests or on the trained presets, as a table:
+
+python -m tests.tmodel.parity_table
+python -m tests.tmodel.parity_table --trained
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from tests.tmodel.packed import load
+from tests.tmodel.test_parity import (
+    LENGTHS,
+    SCHEDULES,
+    SHAPES,
+    assert_parity,
+    distances_to_float64,
+    first_shape,
+    packed_logits,
+    random_model,
+    random_sequences,
+    transformers_logits,
+)
+from tmodel import PRESETS, known_architectures, preset_path
+from tmodel.corpus import standard_library_corpus
+from tmodel.train import encode
+
+HALVES = (torch.bfloat16, torch.float16)
+_WINDOW = 128  # of held-out tokens
+
+
+def largest_difference(directory: Path, sequences: Sequence[torch.Tensor]) -> float:
+    """Of float32 logits from transformers', over all rows of all schedules; AssertionError where it is above 1e-4."""
+    expected = transformers_logits(directory, sequences, torch.float32)
+    model = load(directory, torch.float32)
+    found = [packed_logits(model, sequences, torch.float32, schedule) for schedule in SCHEDULES]
+    for logits in found:
+        assert_parity(logits, expected)
+    return max(float((logits - expected).abs().max()) for logits in found)
+
+
+def half_ratio(directory: Path, dtype: torch.dtype, sequences: Sequence[torch.Tensor]) -> float:
+    """Our largest RMS distance from float64 of any schedule, over transformers' own."""
+    ours, theirs = distances_to_float64(directory, dtype, sequences)
+    return max(ours.values()) / theirs
+
+
+def random_rows() -> Iterator[tuple[str, str, float, list[float]]]:
+    """(architecture, what was compared, largest difference, ratios in half precision)"""
+    sequences = random_sequences(LENGTHS)
+    for architecture in known_architectures():
+        shapes = [shape for shape in SHAPES if shape.architecture == architecture]
+        differences, ratios = [], []
+        for shape in shapes:
+            with tempfile.TemporaryDirectory() as folder:
+                directory = random_model(Path(folder), architecture=architecture, **shape.fields)
+                differences.append(largest_difference(directory, sequences))
+        for dtype in HALVES:
+            with tempfile.TemporaryDirectory() as folder:
+                directory = random_model(Path(folder), dtype, architecture, **first_shape(architecture).fields)
+                ratios.append(half_ratio(directory, dtype, random_sequences((64,) * 16)))
+        rows = sum(LENGTHS) * len(SCHEDULES) * len(shapes)
+        yield architecture, f"{len(shapes)} random shapes, {rows:,} rows", max(differences), ratios
+
+
+def trained_rows() -> Iterator[tuple[str, str, float, list[float]]]:
+    """As `random_rows`, of the trained presets, on text that they were not trained on."""
+    from transformers import AutoTokenizer
+
+    for preset, recipe in PRESETS.items():
+        directory = preset_path(preset)
+        tokens = encode(AutoTokenizer.from_pretrained(directory), standard_library_corpus(recipe.corpus_bytes).held_out)
+        sequences = list(tokens[: 6 * _WINDOW].split(_WINDOW))
+        difference = largest_difference(directory, sequences)
+        ratios = [half_ratio(directory, dtype, sequences) for dtype in HALVES]
+        rows = len(sequences) * _WINDOW * len(SCHEDULES)
+        yield recipe.config["architectures"][0], f"{preset}, {rows:,} rows", difference, ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.tmodel.parity_table", description=__doc__)
+    parser.add_argument("--trained", action="store_true", help="the trained presets, which are made where they are not")
+    print("| architecture | compared | largest difference, float32 | bfloat16 | float16 |")
+    print("|---|---|---|---|---|")
+    for architecture, what, difference, (bfloat16, float16) in (
+        trained_rows() if parser.parse_args().trained else random_rows()
+    ):
+        print(f"| {architecture} | {what} | {difference:.1e} | {bfloat16:.2f}x | {float16:.2f}x |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
