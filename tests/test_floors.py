@@ -41,8 +41,9 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     "tsched": {
         "requests": "torch_free requests",
-        "sequences": "scheduling.block_pool scheduling.sequence scheduling.state_slots scheduling.step_plan "
-        "scheduling.refusal scheduling.token_budget scheduling.waiting_queue scheduling.sibling_groups",
+        "sequences": "scheduling.block_pool scheduling.sequence scheduling.window scheduling.state_slots "
+        "scheduling.step_plan scheduling.refusal scheduling.token_budget scheduling.waiting_queue "
+        "scheduling.sibling_groups",
         "policies": "scheduling.policies",
         "options": "options resolved_options",
         "scheduling": "scheduling",
@@ -64,6 +65,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "reporting": "reporting",
         "profiling": "profiling",
         "gpu_report": "gpu_report",
+        "divergence": "divergence",
         "commands": "commands cli",
     },
 }

@@ -3,7 +3,7 @@
 import tkernels as _tkernels  # noqa: F401  before transformers: it decides whether Triton interprets
 from tmodel.architectures import ArchitectureError, Architectures, architectures_with, known_architectures
 from tmodel.batch import Batch, KVCache
-from tmodel.cache_kinds import CacheKind, Pages, UnitPart
+from tmodel.cache_kinds import CacheKind, Pages, UnitPart, WindowedPages
 from tmodel.config import Architecture, Limits, Model, ModelConfig
 from tmodel.json_files import ConfigError
 from tmodel.kernel_axes import kernel_axes
@@ -12,6 +12,7 @@ from tmodel.kv_cache import (
     CacheTensors,
     allocate_kv_cache,
     bytes_per_state,
+    cache_window,
     kv_bytes_per_block,
     state_interval,
 )
@@ -44,9 +45,11 @@ __all__ = [
     "TrainingReport",
     "UnitPart",
     "WeightError",
+    "WindowedPages",
     "allocate_kv_cache",
     "architectures_with",
     "bytes_per_state",
+    "cache_window",
     "find_model",
     "kernel_axes",
     "known_architectures",

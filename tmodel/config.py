@@ -11,7 +11,7 @@ import torch
 from tkernels import KernelSet, PrepareReport
 from tkernels.variant import AxisRanges
 from tmodel.batch import Batch, KVCache
-from tmodel.cache_kinds import CacheKind, Pages, check_kinds
+from tmodel.cache_kinds import CacheKind, check_kinds, pages_for
 from tmodel.fields import HuggingFaceConfig
 from tmodel.quantization import LinearShape, Quantization
 from tmodel.weights import Checkpoint
@@ -101,7 +101,7 @@ class ModelConfig:
         dtype: The one that the checkpoint was saved for; a caller is free to load it as another.
         quantization: Which linear layers are quantized, and how; None is none of them.
         cache_kinds: What a sequence keeps, by groups that share the layers out. An architecture that gives none keeps
-            pages of keys and values in every layer.
+            pages of keys and values in every layer, those of the last window alone where every layer has one.
     """
 
     architecture: Architecture
@@ -119,7 +119,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if not self.cache_kinds:
-            pages = Pages(tuple(range(self.num_layers)), self.num_kv_heads, self.head_dim)
+            pages = pages_for(self.windows, self.num_kv_heads, self.head_dim)
             object.__setattr__(self, "cache_kinds", (pages,))
         check_kinds(self.cache_kinds, self.num_layers)
 

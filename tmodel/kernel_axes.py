@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tkernels.contract import Value
+from tkernels.inputs import dtype_name
 from tkernels.variant import AxisRanges
 from tmodel.config import Axes, Limits, ModelConfig
 from tmodel.quantization import LinearShape, Quantization, fuses_gelu, fuses_swiglu
@@ -31,6 +32,7 @@ def _engine_axes(config: ModelConfig, limits: Limits) -> Axes:
             "S": part.shape[0],
             "Hkv": part.shape[1],
             "D": part.shape[2],
+            **({} if part.dtype == config.dtype else {"kv": dtype_name(part.dtype)}),
         }
         for kind in config.cache_kinds
         if kind.state_interval is None
@@ -61,9 +63,8 @@ def attention_axes(config: ModelConfig, limits: Limits) -> Axes:
         "S": limits.block_size,
         "N": (1, _table_width(limits)),
         "window": (min(windows), max(windows)),
-        "k_scale": False,
-        "v_scale": False,
         "return_lse": False,
+        **_cache_axes(config),
     }
     return {
         "paged_decode": attention,
@@ -89,10 +90,17 @@ def rotary_axes(config: ModelConfig, limits: Limits, rotary_dim: int, *, head_no
             "q_weight": head_norms,
             "k_weight": head_norms,
             "interleaved": False,
-            "k_scale": False,
-            "v_scale": False,
+            **_cache_axes(config),
         }
     }
+
+
+def _cache_axes(config: ModelConfig) -> AxisRanges:
+    """What keys and values are kept as: in the model's dtype, or with scales in the checkpoint's."""
+    dtype = None if config.quantization is None else config.quantization.cache_dtype
+    if dtype is None:
+        return {"k_scale": False, "v_scale": False}
+    return {"kv": dtype_name(dtype), "k_scale": True, "v_scale": True}
 
 
 def rms_norm_axes(width: int, limits: Limits) -> Axes:
@@ -145,9 +153,7 @@ def linear_axes(linears: Sequence[LinearShape], quantization: Quantization | Non
     if split:
         axes["swiglu"] = {"T": tokens, "I": _span(shape.outputs[0] for shape in split)}
     axes |= _gelu_axes(curved, [shape for shape in apart if shape.gelu], tokens)
-    if quantization is not None and (ways := quantization.kernel_axes(tokens)):
-        axes["dequant_gemm"] = ways
-    return axes
+    return axes if quantization is None else {**axes, **quantization.kernel_axes(tokens)}
 
 
 def _gelu_axes(fused: Sequence[LinearShape], split: Sequence[LinearShape], tokens: tuple[int, int]) -> Axes:

@@ -120,6 +120,16 @@ def state_interval(config: ModelConfig) -> int:
     return math.lcm(*(kind.state_interval or 1 for kind in config.cache_kinds))
 
 
+def cache_window(config: ModelConfig) -> int | None:
+    """The tokens before which the blocks of a sequence are given back; None where some layers read them to its end.
+
+    Blocks of all kinds are lent together, so the widest window counts; beside states they are kept.
+    """
+    windows = [kind.window for kind in config.cache_kinds if kind.state_interval is None]
+    sizes = [size for size in windows if size is not None]
+    return max(sizes) if sizes and len(sizes) == len(config.cache_kinds) else None
+
+
 class CachePages:
     """Copies whole units of a cache, such as pages: to other units of it, and to and from the host's memory.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from tkernels import KernelSet
 from tkernels.launch import Kernel
+from tkernels.quantized.scaled_weight import ScaledWeight
 from tkernels.quantized.weight import QuantizedWeight
 from tkernels.ranges import Range
 from tmodel.batch import Batch
@@ -28,7 +29,7 @@ class Linear:
 
     range: Range
     matmul: Callable[..., torch.Tensor]
-    weight: torch.Tensor | QuantizedWeight
+    weight: torch.Tensor | QuantizedWeight | ScaledWeight
     bias: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -36,6 +37,23 @@ class Linear:
             if self.bias is None:
                 return self.matmul(x, self.weight)
             return self.matmul(x, self.weight, bias=self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledMatmul:
+    """The kernels for a weight of 8-bit codes: inputs become codes, and codes are multiplied.
+
+    Attributes:
+        quantize: x [T, K] -> (codes [T, K], scales), as the weight wants them.
+        matmul: (codes, scales, the weight's codes, its scales) -> [T, N].
+    """
+
+    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    matmul: Callable[..., torch.Tensor]
+
+    def __call__(self, x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        codes, scales = self.quantize(x)
+        return self.matmul(codes, scales, weight.values, weight.scales, bias=bias, out_dtype=x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +126,8 @@ def _collect_sizes(part: Any, sizes: dict[int, int]) -> None:
         sizes[part.data_ptr()] = part.nbytes
     elif isinstance(part, QuantizedWeight):
         sizes[part.packed.data_ptr()] = part.nbytes
+    elif isinstance(part, ScaledWeight):
+        sizes[part.values.data_ptr()] = part.nbytes
     elif isinstance(part, list | tuple):
         for each in part:
             _collect_sizes(each, sizes)
@@ -155,8 +175,9 @@ class PagedAttention:
         self.cu_seqlens_q = batch.cu_seqlens_q
 
     def __call__(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, window: int | None
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, window: int | None,
+        **scales: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
         """Attends over the caches, which already hold this step's keys and values.
 
         Args:
@@ -164,28 +185,31 @@ class PagedAttention:
             k_cache: [P, S, Hkv, D].
             v_cache: [P, S, Hkv, D].
             window: Tokens that a token attends to; None is all.
+            **scales: k_scale and v_scale, [Hkv] float32 each, of caches that have some.
 
         Returns:
             [T, Hq, D]; the rows of padding are undefined.
         """
         split = self.num_decodes
         if split == 0 and self.num_prefills:
-            return self._prefill(q, k_cache, v_cache, window)
+            return self._prefill(q, k_cache, v_cache, window, scales)
         decoded: torch.Tensor = self.kernels.paged_decode(
             q[:split], k_cache, v_cache, self.decode_tables, self.context_lens, self.scale,
-            max_context_len=self.max_context_len, window=window,
+            max_context_len=self.max_context_len, window=window, **scales,
         )  # fmt: skip
         if split == q.shape[0]:
             return decoded
         # After the decode rows come prefill chunks and padding, or padding alone, which needs no launch.
-        rest = self._prefill(q[split:], k_cache, v_cache, window) if self.num_prefills else torch.zeros_like(q[split:])
+        after = q[split:]
+        rest = self._prefill(after, k_cache, v_cache, window, scales) if self.num_prefills else torch.zeros_like(after)
         return torch.cat((decoded, rest))
 
     def _prefill(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, window: int | None
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, window: int | None,
+        scales: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:  # fmt: skip
         attended: torch.Tensor = self.kernels.paged_prefill(
             q, k_cache, v_cache, self.prefill_tables, self.cu_seqlens_q, self.prefill_context_lens, self.scale,
-            max_context_len=self.max_context_len, window=window,
+            max_context_len=self.max_context_len, window=window, **scales,
         )  # fmt: skip
         return attended

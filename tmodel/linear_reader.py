@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
 from tkernels import KernelSet, PrepareReport, prepared
-from tkernels.quantized.slicing import concatenate, incompatible_reason
+from tkernels.quantized import scaled_weight, slicing
+from tkernels.quantized.scaled_weight import ScaledWeight
 from tkernels.quantized.weight import QuantizedWeight
 from tkernels.ranges import Range
-from tmodel.layers import GateUp, JoinedLinear, Linear, MatmulGelu, SplitGateUp, SplitGelu
+from tmodel.formats.base import Scheme
+from tmodel.layers import GateUp, JoinedLinear, Linear, MatmulGelu, ScaledMatmul, SplitGateUp, SplitGelu
 from tmodel.quantization import LinearShape, Quantization, fuses_gelu, fuses_swiglu
 from tmodel.weights import Checkpoint, WeightError
 
@@ -43,10 +48,10 @@ class LinearReader:
         if self.quantization is None or self.quantization.is_dense(shape):
             return self._dense(shape, 0, len(shape.names))
         parts, start = [], 0
-        held: list[QuantizedWeight] = []  # the run of equally quantized parts that ends at `index`
+        held: list[QuantizedWeight | ScaledWeight] = []  # the run of equally quantized parts that ends at `index`
         for index in range(len(shape.names)):
             weight = self._quantized(self.quantization, shape, index)
-            if held and (weight is None or incompatible_reason(held[0], weight) is not None):
+            if held and (weight is None or not _fit_together(held[-1], weight)):
                 parts.append(self._prepare_layer(shape, start, index, held))
                 start, held = index, []
             if weight is None:
@@ -104,20 +109,25 @@ class LinearReader:
         names, outputs = shape.names[start:stop], shape.outputs[start:stop]
         return self.checkpoint.fused([f"{name}.bias" for name in names], [(n,) for n in outputs])
 
-    def _quantized(self, quantization: Quantization, shape: LinearShape, index: int) -> QuantizedWeight | None:
+    def _quantized(
+        self, quantization: Quantization, shape: LinearShape, index: int
+    ) -> QuantizedWeight | ScaledWeight | None:
         """Reads part `index` in the checkpoint's layout and the model's dtype; None where it is dense."""
         name, outputs = shape.names[index], shape.outputs[index]
-        if quantization.scheme(name) is None:
+        scheme = quantization.scheme(name)
+        if scheme is None:
             return None
         checkpoint = self.checkpoint
-        if f"{name}.weight" in checkpoint:
+        # 8-bit codes are called what a dense weight is called, and are known by their dtype.
+        if isinstance(scheme, Scheme) and f"{name}.weight" in checkpoint:
             raise checkpoint.error(f"{name}.weight", "is dense, but quantization_config says that the layer is not")
         weight = quantization.format.read(checkpoint, name, outputs, shape.inputs)
         # AutoGPTQ gives every layer a bias, of zeros where the model has none.
         stray = not shape.bias and f"{name}.bias" in checkpoint
         if stray and bool(checkpoint.tensor(f"{name}.bias", (outputs,)).any()):
             raise checkpoint.error(f"{name}.bias", "is not zero, but config.json says that the layer has none")
-        weight = self._cast_weight(name, weight)
+        if isinstance(weight, QuantizedWeight):
+            weight = self._cast_weight(name, weight)
         _return_freed_memory()
         return weight
 
@@ -142,16 +152,41 @@ class LinearReader:
             raise WeightError(f"{checkpoint.directory}: layer {layer!r} has {rule}; float32 holds them")
         return cast
 
-    def _prepare_layer(self, shape: LinearShape, start: int, stop: int, weights: list[QuantizedWeight]) -> Linear:
+    def _prepare_layer(self, shape: LinearShape, start: int, stop: int, weights: list[Any]) -> Linear:
         """Joins the parts `start` to `stop` into one layer in the layout of its kernel, and empties `weights`."""
-        joined = concatenate(weights)
+        joined = _join(weights)
         weights.clear()
-        weight, report = prepared(self.kernels.dequant_gemm.variant, joined)
+        kernel, matmul = self._matmul_of(joined)
+        weight, report = prepared(kernel.variant, joined)
         del joined
         self.report += report
         _return_freed_memory()
         bias = self._bias(shape, start, stop)
-        return Linear(self._range(shape, start, stop), self.kernels.dequant_gemm, weight, bias)
+        return Linear(self._range(shape, start, stop), matmul, weight, bias)
+
+    def _matmul_of(self, weight: QuantizedWeight | ScaledWeight) -> tuple[Any, Callable[..., torch.Tensor]]:
+        """The kernel that reads a weight, and what a layer calls: it, or it after one that quantizes the inputs."""
+        kernels = self.kernels
+        if isinstance(weight, QuantizedWeight):
+            return kernels.dequant_gemm, kernels.dequant_gemm
+        if weight.is_blocked:
+            return kernels.block_scaled_matmul, ScaledMatmul(kernels.quantize_groups, kernels.block_scaled_matmul)
+        quantize = partial(kernels.quantize_tokens, dtype=weight.dtype, static_scale=weight.input_scale)
+        return kernels.scaled_matmul, ScaledMatmul(quantize, kernels.scaled_matmul)
+
+
+def _fit_together(one: QuantizedWeight | ScaledWeight, other: QuantizedWeight | ScaledWeight) -> bool:
+    """Whether `other` can follow `one` in one weight."""
+    if isinstance(one, QuantizedWeight):
+        return isinstance(other, QuantizedWeight) and slicing.incompatible_reason(one, other) is None
+    return isinstance(other, ScaledWeight) and scaled_weight.incompatible_reason(one, other) is None
+
+
+def _join(weights: list[Any]) -> QuantizedWeight | ScaledWeight:
+    """One weight of some that fit together."""
+    room = scaled_weight if isinstance(weights[0], ScaledWeight) else slicing
+    joined: QuantizedWeight | ScaledWeight = room.concatenate(weights)
+    return joined
 
 
 def _return_freed_memory() -> None:

@@ -11,9 +11,11 @@ import torch
 
 from tkernels import KernelSet
 from tmodel.architectures import Architectures, find_architecture, known_architectures
+from tmodel.cache_kinds import store_pages_as
 from tmodel.config import Architecture, Model, ModelConfig
 from tmodel.fields import HuggingFaceConfig, parse_fields
-from tmodel.formats import find_format
+from tmodel.formats import find_format, refuse_gguf
+from tmodel.formats.cache_scheme import parse_cache_dtype
 from tmodel.json_files import ConfigError, read_json
 from tmodel.quantization import Quantization
 from tmodel.weights import Checkpoint
@@ -33,6 +35,7 @@ def load_config(path: str | Path, architectures: Architectures | None = None) ->
         ConfigError: A file is missing or damaged, the architecture is unknown, or a field asks for something that the
             model would not compute as it was trained. The message names the file, and the known architectures.
     """
+    refuse_gguf(Path(path))
     file = Path(path) / "config.json"
     raw = read_json(file)
     try:
@@ -46,7 +49,10 @@ def load_config(path: str | Path, architectures: Architectures | None = None) ->
         return config
     format_file, quantization_format = named_format
     try:
-        return replace(config, quantization=Quantization(quantization_format, tuple(config.linears())))
+        cache_dtype = parse_cache_dtype(raw.get("quantization_config"))
+        quantization = Quantization(quantization_format, tuple(config.linears()), cache_dtype)
+        cache_kinds = store_pages_as(config.cache_kinds, cache_dtype)
+        return replace(config, quantization=quantization, cache_kinds=cache_kinds)
     except ConfigError as error:
         raise ConfigError(f"{format_file}: {error}") from error.__cause__
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from tkernels.names import suggest_name
 from tmodel.architectures import Architectures
 from tmodel.config import ModelConfig
+from tmodel.formats import refuse_gguf
 from tmodel.json_files import ConfigError
 from tmodel.loading import load_config, parse_config
 from tmodel.presets import PRESETS, preset_path
@@ -73,6 +74,7 @@ def find_model(model: str | Path, architectures: Architectures | None = None) ->
     if model in PRESETS:
         return preset_model(model)
     if directory.exists():
+        refuse_gguf(directory)
         raise ConfigError(f"model {model!r} is a file, not a directory with config.json and safetensors")
     names = [*PRESETS, *(RANDOM + preset for preset in RANDOM_PRESETS)]
     looked = f"model {model!r}: there is no directory {directory.absolute()}, no trained preset of that name"
@@ -88,6 +90,7 @@ def find_model(model: str | Path, architectures: Architectures | None = None) ->
 def directory_model(directory: Path, architectures: Architectures | None = None) -> ModelPlan:
     """The model in `directory`. ConfigError where that is no directory, or its model cannot be served."""
     if not directory.is_dir():
+        refuse_gguf(directory)
         raise ConfigError(f"{directory} is not a directory")
     return ModelPlan(directory.name, load_config(directory, architectures), lambda: directory, directory)
 

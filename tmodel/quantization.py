@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import torch
+
 from tkernels.contract import Value
 from tkernels.variant import AxisRanges
-from tmodel.formats.base import QuantizationFormat, Scheme
+from tmodel.formats.base import QuantizationFormat, ScaledScheme, Scheme
 from tmodel.json_files import ConfigError
 
 
@@ -70,12 +72,15 @@ class LinearShape:
 class Quantization:
     """A checkpoint's format, and the layers of the model that it is asked about.
 
+    `cache_dtype` is that of keys and values where the checkpoint has scales of its own for them; None is the model's.
+
     Raises ConfigError, naming the layer and the rule, where a layer is of a size that its scheme cannot hold, or where
     the architecture names no layers that could be quantized.
     """
 
     format: QuantizationFormat
     linears: tuple[LinearShape, ...]
+    cache_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if not self.linears:
@@ -89,11 +94,11 @@ class Quantization:
     def _names(self) -> frozenset[str]:
         return frozenset(name for shape in self.linears for name in shape.names)
 
-    def scheme(self, name: str) -> Scheme | None:
+    def scheme(self, name: str) -> Scheme | ScaledScheme | None:
         """How layer `name` is stored; None is dense. A layer that the architecture does not list is dense."""
         return self.format.scheme(name) if name in self._names else None
 
-    def schemes(self, shape: LinearShape) -> list[Scheme | None]:
+    def schemes(self, shape: LinearShape) -> list[Scheme | ScaledScheme | None]:
         """How each part of `shape` is stored; None is dense."""
         return [self.scheme(name) for name in shape.names]
 
@@ -102,25 +107,26 @@ class Quantization:
         return not any(self.schemes(shape))
 
     @property
-    def zeros_bytes(self) -> int:
-        """The most bytes that zero-points take in memory, as int16; a checkpoint packs them."""
+    def added_bytes(self) -> int:
+        """The most bytes that weights take in memory beyond those in the checkpoint: zero-points, which a checkpoint
+        packs, are int16, and scales of 8-bit codes are float32.
+        """
         return sum(
-            2 * outputs * scheme.num_groups(shape.inputs)
+            _added_bytes(scheme, outputs, shape.inputs)
             for shape in self.linears
             for scheme, outputs in zip(self.schemes(shape), shape.outputs, strict=True)
-            if scheme is not None and scheme.coding == "uniform"
         )
 
-    def kernel_axes(self, tokens: tuple[int, int]) -> tuple[AxisRanges, ...]:
-        """The axes that dequant_gemm is called at.
+    def kernel_axes(self, tokens: tuple[int, int]) -> dict[str, tuple[AxisRanges, ...]]:
+        """The ops that quantized layers call, and the axes that they are called at.
 
         Args:
             tokens: The fewest and the most tokens of a call.
 
         Returns:
-            For each kind of weight, axis -> its value or (lowest, highest).
+            Op -> for each kind of weight, axis -> its value or (lowest, highest).
         """
-        outputs: dict[tuple[Scheme, int, bool], tuple[int, int]] = {}
+        outputs: dict[tuple[Scheme | ScaledScheme, int, bool], tuple[int, int]] = {}
         for shape in self.linears:
             # Parts that are quantized alike become one weight, so N is anything from one part's outputs to all parts'.
             for scheme, part in zip(self.schemes(shape), shape.outputs, strict=True):
@@ -128,7 +134,14 @@ class Quantization:
                     key = scheme, shape.inputs, shape.bias
                     low, high = outputs.get(key, (part, part))
                     outputs[key] = min(low, part), max(high, sum(shape.outputs))
-        return tuple(_axes(scheme, inputs, bias, tokens, span) for (scheme, inputs, bias), span in outputs.items())
+        ways: dict[str, list[AxisRanges]] = {}
+        for (scheme, inputs, bias), span in outputs.items():
+            sizes: dict[str, Value | tuple[int, int]] = {"M": tokens, "N": span, "K": inputs, "bias": bias}
+            ops = _scaled_ops(scheme, sizes) if isinstance(scheme, ScaledScheme) else _dequant_ops(scheme, sizes)
+            for op, axes in ops.items():
+                if axes not in ways.setdefault(op, []):
+                    ways[op].append(axes)
+        return {op: tuple(found) for op, found in ways.items()}
 
 
 def fuses_swiglu(shape: LinearShape, quantization: Quantization | None) -> bool:
@@ -141,19 +154,32 @@ def fuses_gelu(shape: LinearShape, quantization: Quantization | None) -> bool:
     return shape.gelu is not None and (quantization is None or quantization.is_dense(shape))
 
 
-def _axes(scheme: Scheme, inputs: int, bias: bool, tokens: tuple[int, int], outputs: tuple[int, int]) -> AxisRanges:
+def _added_bytes(scheme: Scheme | ScaledScheme | None, outputs: int, inputs: int) -> int:
+    if isinstance(scheme, ScaledScheme):
+        return 4 * scheme.num_scales(outputs, inputs)
+    return 2 * outputs * scheme.num_groups(inputs) if scheme is not None and scheme.coding == "uniform" else 0
+
+
+def _dequant_ops(scheme: Scheme, sizes: AxisRanges) -> dict[str, AxisRanges]:
     axes: dict[str, Value | tuple[int, int]] = {
-        "M": tokens,
-        "N": outputs,
-        "K": inputs,
+        **sizes,
         "padding": 0,
         "bits": scheme.bits,
         "coding": scheme.coding,
-        "group_size": inputs if scheme.group_size == -1 else scheme.group_size,
+        "group_size": sizes["K"] if scheme.group_size == -1 else scheme.group_size,
         # Only the tensors tell these, so both values are possible.
         "symmetric": (False, True) if scheme.coding == "uniform" else False,
         "permuted": (False, True) if scheme.permuted else False,
         "sparse": (False, True) if scheme.sparse else False,
-        "bias": bias,
     }
-    return axes
+    return {"dequant_gemm": axes}
+
+
+def _scaled_ops(scheme: ScaledScheme, sizes: AxisRanges) -> dict[str, AxisRanges]:
+    inputs = {name: sizes[name] for name in ("M", "K")}
+    if scheme.blocked:
+        return {"quantize_groups": inputs, "block_scaled_matmul": {**sizes, "codes": scheme.codes}}
+    return {
+        "quantize_tokens": {**inputs, "codes": scheme.codes, "static_scale": scheme.static},
+        "scaled_matmul": {**sizes, "codes": scheme.codes},
+    }

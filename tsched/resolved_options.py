@@ -19,11 +19,13 @@ class UnitSizes:
     block_bytes     of a block of tokens; 0 where all layers keep states
     state_bytes     of a sequence's state; 0 where no layer keeps one
     state_interval  blocks between two states of a sequence that are kept for later prefixes
+    window          tokens before which a sequence's blocks are given back; None where they are kept to its end
     """
 
     block_bytes: int
     state_bytes: int = 0
     state_interval: int = 1
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class ResolvedOptions:
     num_blocks, block_size: the KV cache: blocks, and tokens of a block.
     num_host_blocks, num_host_states: in host memory for preemption by swapping.
     num_states: slots for states of sequences, 0 where no layer keeps one; kept every `state_interval` blocks.
+    window: a sequence's blocks wholly before the last so many tokens are given back; None where they are kept.
     """
 
     options: EngineOptions
@@ -67,6 +70,7 @@ class ResolvedOptions:
     num_states: int = 0
     num_host_states: int = 0
     state_interval: int = 1
+    window: int | None = None
 
     def kernel_axes(self, config: ModelConfig) -> OpAxes:
         """The ops that the engine calls, with every axis that it calls them at, for `tkernels.select`."""
@@ -115,6 +119,7 @@ def resolve_options(
         num_states=units.num_states,
         num_host_states=host.num_states,
         state_interval=sizes.state_interval,
+        window=sizes.window,
     )
 
 

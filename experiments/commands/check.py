@@ -1,7 +1,8 @@
-"""`tk check`: variants against the float64 oracle on drawn cases, or one case replayed."""
+"""`tk check`: variants against the float64 oracle on drawn cases, or one case or captured call replayed."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +12,8 @@ from experiments.commands import mutate, sanitize
 from experiments.commands.choices import Subject, case_size, choose_subjects, choose_variants, open_registry
 from experiments.commands.output import make_table, print_json, progress_bar
 from experiments.commands.requests import CheckRequest
+from experiments.divergence.captured_call import check_captured, load_call
+from experiments.document import ExperimentError
 from experiments.reporting.table_style import status_text
 from experiments.runs.checked import record_checked
 from tkernels import ContractError
@@ -32,17 +35,39 @@ def run(request: CheckRequest) -> int:
     """Checks, prints, and returns 1 where anything was wrong or failed, or nothing was checked."""
     if request.mutate:
         return mutate.verify(request) if request.verify_equivalent else mutate.run(request)
+    if request.call is not None:
+        return _show(request, _check_call(request, request.call))
     variants = choose_variants(open_registry(request.variants_from), request.chosen_op, request.variant)
     subjects = choose_subjects(variants, request.axes, request.config)
     if request.sanitize is not None:
         return sanitize.run(request, subjects, request.sanitize)
-    summaries = _check_all(request, subjects)
+    return _show(request, _check_all(request, subjects))
+
+
+def _show(request: CheckRequest, summaries: Sequence[Mapping[str, Any]]) -> int:
+    """Prints, and returns the command's status."""
     if request.as_json:
         print_json(summaries)
     else:
         _print(Console(), summaries)
     statuses = {summary["status"] for summary in summaries}
     return 0 if "ok" in statuses and not statuses & {"wrong", "failed"} else 1
+
+
+def _check_call(request: CheckRequest, file: Path) -> list[dict[str, Any]]:
+    """A summary of each variant of a captured call's op, or of the one that is named, on that call."""
+    others = {
+        "--op": request.chosen_op,
+        "--examples": request.examples,
+        "--axes": request.axes,
+        "--config": request.config,
+        "--sanitize": request.sanitize,
+    }
+    if given := [option for option, value in others.items() if value is not None]:
+        raise ExperimentError([f"--call {file}: it is one call as it was; it does not go with {', '.join(given)}"])
+    call = load_call(file, first_device())
+    variants = choose_variants(open_registry(request.variants_from), call.op, request.variant)
+    return [summarize(variant, [check_captured(variant, call, file)], [], None) for variant in variants]
 
 
 def _check_all(request: CheckRequest, subjects: Sequence[Subject]) -> list[dict[str, Any]]:

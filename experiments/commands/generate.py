@@ -41,17 +41,17 @@ def run(request: GenerateRequest) -> int:
     return 0
 
 
-def parse_kernels(texts: Sequence[str]) -> dict[str, Any]:
+def parse_kernels(texts: Sequence[str], option: str = "--kernels") -> dict[str, Any]:
     """ "op=variant" or "op={variant: {config value: number}}", each once."""
     choices: dict[str, Any] = {}
     for text in texts:
         op, equals, choice = text.partition("=")
         if not equals or not op.strip() or not choice.strip():
-            raise ExperimentError([f"--kernels {text}: must be op=variant, as in --kernels paged_decode=split_kv"])
+            raise ExperimentError([f"{option} {text}: must be op=variant, as in paged_decode=split_kv"])
         if op.strip() in choices:
-            raise ExperimentError([f"--kernels {text}: {op.strip()} is given twice"])
+            raise ExperimentError([f"{option} {text}: {op.strip()} is given twice"])
         try:
             choices[op.strip()] = yaml.safe_load(choice)
         except yaml.YAMLError as error:
-            raise ExperimentError([f"--kernels {text}: not YAML: {error}"]) from None
+            raise ExperimentError([f"{option} {text}: not YAML: {error}"]) from None
     return choices

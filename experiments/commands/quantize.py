@@ -1,8 +1,11 @@
 """`tk quantize`: a dense checkpoint becomes a quantized one, in a format that others read too."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import yaml
 from rich.console import Console
 
 from experiments.commands.output import progress_bar
@@ -43,7 +46,7 @@ def run(request: QuantizeRequest) -> int:
 def _plan(request: QuantizeRequest) -> Job:
     """The job, with its calibration windows where its method looks at any."""
     model = named_model(request.source, "IN", request.architectures_from)
-    method = METHODS[request.method]
+    method = METHODS[request.method].with_options(_parse_options(request.options))
     group_size = request.group_size
     if group_size is None:
         group_size = DEFAULT_GROUP_SIZE if method.grouped else -1
@@ -55,6 +58,22 @@ def _plan(request: QuantizeRequest) -> Job:
     tokens = tokenize_text(read_text(request.calibration, "--calibration"), job.source)
     window = min(DEFAULT_WINDOW, job.config.max_position_embeddings) if request.window is None else request.window
     return replace(job, windows=choose_calibration_windows(job.config, tokens, window))
+
+
+def _parse_options(given: Iterable[str]) -> dict[str, Any]:
+    """Name -> value of each "name=YAML value"; QuantizerError for what is none, or a name that comes twice."""
+    parsed: dict[str, Any] = {}
+    for one in given:
+        name, sign, value = one.partition("=")
+        if not sign or not name:
+            raise QuantizerError(f"--option {one}: must be name=value, as in --option damping=0.1")
+        if name in parsed:
+            raise QuantizerError(f"--option {one}: {name} is given twice")
+        try:
+            parsed[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise QuantizerError(f"--option {one}: {value!r} is no YAML value") from None
+    return parsed
 
 
 def _count_bytes(directory: Path) -> int:

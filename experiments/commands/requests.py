@@ -54,6 +54,9 @@ class CheckRequest:
         str | None, Option(metavar="a=b,c=d", help="Axes to hold; all of an op's axes replay one case.")
     ] = None
     config: Annotated[str | None, Option(metavar="k=v,...", help="Config values to hold.")] = None
+    call: Annotated[
+        Path | None, Option(metavar="FILE", help="Replay this call, which tk diverge kept, on variants of its op.")
+    ] = None
     sanitize: Annotated[
         str | None, Option(metavar="all|NAME,...", help="Look for what results do not show, instead.")
     ] = None
@@ -306,6 +309,29 @@ class GenerateRequest:
     engine: Annotated[Given, EngineFlags(["dtype", "device", *SCHEDULER_OPTIONS])] = field(default_factory=dict)
 
 
+_ARM = "default, transformers, or kernels, op=variant,op=variant"
+
+
+@dataclass(frozen=True)
+class DivergeRequest:
+    """Where two sets of kernels, or one and transformers, part: the first layer, op, row, element, and a replay."""
+
+    first: Annotated[str, Argument(metavar="A", help=f"An arm: {_ARM}.")]
+    second: Annotated[str, Argument(metavar="B", help="Another.")]
+    model: ModelName
+    prompts: Annotated[
+        list[str], Option("--prompt", metavar="TEXT", help="A text to read. Repeatable; drawn tokens by default.")
+    ] = field(default_factory=list)
+    max_tokens: Annotated[int, Option(min=0, help="Tokens that the first kernels add to each.")] = 8
+    out: Annotated[
+        Path | None, Option(metavar="DIR", help="For captured calls, new or empty; diverged-... by default.")
+    ] = None
+    variants_from: VariantsFrom = field(default_factory=list)
+    architectures_from: ArchitecturesFrom = field(default_factory=list)
+    as_json: Json = False
+    engine: Annotated[Given, EngineFlags(["dtype", "device"])] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class EvalRequest:
     """Perplexity on a text, and, against a dense model, KL divergence and how often the likeliest token agrees."""
@@ -333,6 +359,15 @@ class QuantizeRequest:
     group_size: Annotated[
         int | None, Option(help="Inputs that share a scale; -1 is all. 128, or -1 for squeezellm.")
     ] = None
+    options: Annotated[
+        list[str],
+        Option(
+            "--option",
+            metavar="name=value",
+            help="What else the method is told: of gptq damping, act_order, search, symmetric, checkpoint_format. "
+            "Repeatable.",
+        ),
+    ] = field(default_factory=list)
     calibration: Annotated[
         Path | None, Option(metavar="TEXT", help="A file of text like what the model will read; not for rtn.")
     ] = None

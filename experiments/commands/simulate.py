@@ -136,6 +136,11 @@ def _print(console: Console, rows: Sequence[Row], setup: Setup) -> None:
         console.print(Text("Hit rate by pool size", "bold"))
         console.print(_tabulate_hit_rates(pools))
     console.print(Text(_LEGEND, "dim"))
+    if unread := setup.model.unread_bytes(setup.max_model_len):
+        some = f"{len(setup.model.layer_windows)} of {setup.model.num_layers} layers"
+        lost = f"a sequence of {setup.max_model_len:,} tokens keeps {unread / 1e9:,.4g} GB in them that nobody reads"
+        words = f"Blocks hold all layers' keys and values. {some} have a window: {lost}."
+        console.print(Text(words, "yellow"))
     if refused := max(row["refused"] for row in rows):
         words = f"Refused, because they could never fit the pool or the longest sequence: up to {refused:,} requests."
         console.print(Text(words, "yellow"))

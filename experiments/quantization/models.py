@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from experiments.quantization.evaluation import cut_windows
 from experiments.quantization.texts import read_text, tokenize_text
 from experiments.schema import Experiment, Quantization
 from tmodel.corpus import standard_library_corpus
-from tmodel.quantizers import METHODS
+from tmodel.quantizers import METHODS, Method
 from tmodel.quantizers.calibration import MAX_TOKENS
 from tmodel.quantizers.checkpoint import check_settings, choose_calibration_windows, plan_job, quantize_checkpoint
 from tmodel.quantizers.unfinished import QuantizerError
@@ -30,24 +31,35 @@ _BYTES_A_TOKEN = 8
 
 @dataclass(frozen=True)
 class QuantizedModel:
-    """A method with its settings."""
+    """A method with its settings; `options` are those that it is told, by name."""
 
     method: str
     bits: int
     group_size: int
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def told(self) -> str:
+        """The method and its options: "gptq (act_order groups, search True)"."""
+        options = ", ".join(f"{name} {value}" for name, value in self.options)
+        return f"{self.method} ({options})" if options else self.method
 
     @property
     def label(self) -> str:
         """ "gptq 4 bits, groups of 32"."""
-        return f"{self.method} {self.bits} bits" + ("" if self.group_size == -1 else f", groups of {self.group_size}")
+        return f"{self.told} {self.bits} bits" + ("" if self.group_size == -1 else f", groups of {self.group_size}")
+
+    def configure(self) -> Method:
+        """The method with the options. QuantizerError where it has no such ones."""
+        return METHODS[self.method].with_options(dict(self.options))
 
 
 def list_quantized_models(quantization: Quantization) -> list[QuantizedModel]:
-    """In the YAML's order, the group size varying fastest."""
+    """In the YAML's order, the group size varying fastest and options slowest."""
     return [
-        QuantizedModel(method, bits, group_size)
+        QuantizedModel(method, bits, group_size, tuple(zip(settings.options, values, strict=True)))
         for method, settings in quantization.methods.items()
-        for bits, group_size in product(settings.bits, settings.group_size)
+        for *values, bits, group_size in product(*settings.options.values(), settings.bits, settings.group_size)
     ]
 
 
@@ -65,6 +77,9 @@ def find_quantization_faults(
         if method not in METHODS:
             message = f"unknown method {method!r}: there is {', '.join(METHODS)}{suggest_name(method, METHODS)}"
             problems.append(document.problem(("quantization", "methods", method), message))
+    for one in list_quantized_models(quantization):
+        if one.method in METHODS:
+            problems += _find_settings_faults(document, one, config)
     if config is None:
         return problems
     if config.quantization is not None:
@@ -73,13 +88,23 @@ def find_quantization_faults(
     if quantization.window > longest:
         message = f"{quantization.window} tokens, and the model was made for {longest}"
         problems.append(document.problem(("quantization", "window"), message))
-    for one in list_quantized_models(quantization):
-        if one.method in METHODS:
-            try:
-                check_settings(config, METHODS[one.method], one.bits, one.group_size)
-            except QuantizerError as error:
-                problems.append(document.problem(("quantization", "methods", one.method), str(error)))
     return problems
+
+
+def _find_settings_faults(document: Document, one: QuantizedModel, config: tmodel.ModelConfig | None) -> list[str]:
+    """What is wrong with a method's options, or, where the model is known, with its bits and group size for it."""
+    place: PathParts = ("quantization", "methods", one.method)
+    try:
+        method = one.configure()
+    except QuantizerError as error:
+        return [document.problem((*place, "options"), str(error))]
+    if config is None:
+        return []
+    try:
+        check_settings(config, method, one.bits, one.group_size)
+    except QuantizerError as error:
+        return [document.problem(place, str(error))]
+    return []
 
 
 @dataclass(frozen=True)
@@ -113,7 +138,7 @@ def make_checkpoint(
     it: the dense model's files, the settings, the calibration windows, and the code of quantizers and formats.
     """
     source = model.directory()
-    job = plan_job(source, METHODS[one.method], one.bits, one.group_size, model.architectures)
+    job = plan_job(source, one.configure(), one.bits, one.group_size, model.architectures)
     if job.method.walk != "none":
         window = texts.windows.shape[1] - 1
         job = replace(job, windows=choose_calibration_windows(job.config, texts.calibration, window))

@@ -30,6 +30,8 @@ _COPIED = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
 _REPLACED = ("config.json", "quant_config.json")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 _SUPPORTED = f"dense ones of {', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}"
+_COUNT = "sparse_threshold."
+"""Begins the name of the number of a layer's outliers."""
 _EXPECTED = "expected what torch.save writes of tensors since version 1.6"
 
 
@@ -145,11 +147,32 @@ def _load_tensors(file: Path) -> dict[str, torch.Tensor]:
         raise ExperimentError([f"{file}: holds more than tensors, which could run code here: not opened"]) from None
     except (RuntimeError, ValueError, EOFError):
         raise ExperimentError([f"{file}: a zip archive that is damaged or not torch.save's; {_EXPECTED}"]) from None
-    if not isinstance(loaded, Mapping) or not all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in loaded.items()
-    ):
+    if not isinstance(loaded, Mapping) or not all(isinstance(name, str) for name in loaded):
         raise ExperimentError([f"{file}: expected a mapping of names to tensors"])
-    return dict(loaded)
+    tensors = {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+    others = {name: value for name, value in loaded.items() if name not in tensors}
+    problems = _list_strange(others, tensors)
+    if problems:
+        raise ExperimentError([f"{file}: {problem}" for problem in problems[:5]])
+    return tensors
+
+
+def _list_strange(others: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """What is no tensor and no count of a layer's outliers, or a count that they contradict.
+
+    The original writes such counts into the same mapping, and reads them back to make room for the values.
+    """
+    problems = []
+    for name, value in others.items():
+        if not name.startswith(_COUNT) or type(value) is not int:
+            expected = f"expected are tensors, and whole numbers called {_COUNT}<layer>"
+            problems.append(f"{name!r} is of type {type(value).__name__}, no tensor; {expected}")
+            continue
+        vals = f"{name.removeprefix(_COUNT)}.vals"
+        count = tensors[vals].numel() if vals in tensors else 0
+        if value != count:
+            problems.append(f"{name!r} says that {vals!r} has {value} values; it has {count}")
+    return problems
 
 
 def _open_archive(file: Path) -> zipfile.ZipFile:

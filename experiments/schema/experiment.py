@@ -114,10 +114,14 @@ class ModelSource(Strict):
 
 
 class QuantizationSettings(Strict):
-    """One checkpoint for every number of bits with every group size; -1 is all inputs."""
+    """One checkpoint for every number of bits with every group size and every value of each option.
+
+    group_size: -1 is all inputs. options: what else the method is told, by name, as `tk quantize --option` takes it.
+    """
 
     bits: Swept[Count]
     group_size: Swept[Annotated[int, Field(strict=True, ge=-1)]] = [-1]
+    options: Mapping[str, Swept[Any]] = {}
 
 
 class Quantization(Strict):

@@ -91,6 +91,7 @@ def fit_arm(arm: Arm, setup: Setup) -> ResolvedOptions:
         num_states=units.num_states,
         num_host_states=host.num_states,
         state_interval=sizes.state_interval,
+        window=sizes.window,
     )
 
 
@@ -141,7 +142,8 @@ def simulate(arm: Arm, setup: Setup, on_progress: Callable[[int], None] = lambda
 
 def _row(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics) -> dict[str, Any]:
     """Times in seconds. hit_rate: prompt blocks found over all prompt blocks, ceil(prompt / page_size) each.
-    hit_rate_bound: what no cache can exceed on this trace; where the pool is unbounded, else null.
+    hit_rate_bound: what no cache can exceed on this trace; where the pool is unbounded, else null. unread_bytes: of the
+    longest sequence's, those that layers with a window keep for others without.
     """
     pool, clock, options, used = scheduler.pool, metrics.clock, setup.options, metrics.used.means()
     return {
@@ -157,6 +159,8 @@ def _row(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics) -> dict
         "pool_bytes": pool.num_blocks * pool.block_size * setup.model.kv_bytes_per_token,
         "states": 0 if scheduler.states is None else scheduler.states.pool.num_blocks,
         "state_bytes": setup.model.state_bytes,
+        "window": setup.model.window,
+        "unread_bytes": setup.model.unread_bytes(setup.max_model_len),
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "max_model_len": setup.max_model_len,

@@ -98,7 +98,8 @@ class Replay:
         plan = scheduler.schedule()
         if plan.is_empty:
             raise RuntimeError(f"{len(self._here)} requests are unfinished and the plan is empty")
-        work = Work.of(plan)
+        window = scheduler.window
+        work = Work.of(plan, None if window is None else window.size)
         seconds = self._step_time.step(work)
         swapped, copied = plan.swap_outs.shape[1] + plan.swap_ins.shape[1], plan.copies.shape[1]
         if swapped or copied:
@@ -111,8 +112,12 @@ class Replay:
         metrics.peak_running = max(metrics.peak_running, running)
         self._used_area += used * seconds
         self._running_area += running * seconds
-        metrics.lent_slot_seconds += int(scheduler.table.capacity[plan.rows].sum()) * seconds
-        metrics.filled_slot_seconds += work.num_context * seconds
+        lent, filled = int(scheduler.table.capacity[plan.rows].sum()), work.num_context
+        if window is not None:
+            given_back = int(scheduler.table.first_block[plan.rows].sum()) * window.block_size
+            lent, filled = lent - given_back, int(plan.ends.sum()) - given_back
+        metrics.lent_slot_seconds += lent * seconds
+        metrics.filled_slot_seconds += filled * seconds
         self._last, self._context = plan, work.num_context
         self._note_starts(plan)
         for sequence in scheduler.commit(plan, self._tokens_of(plan)):

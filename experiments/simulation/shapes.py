@@ -32,6 +32,8 @@ class ModelShape:
         kv_bytes_per_token: Of what a token leaves in the cache, all layers together.
         state_bytes: Of a sequence's state, where layers keep one.
         state_interval: Blocks between two states of a sequence that are kept for later prefixes.
+        window: Tokens before which a sequence's blocks are given back; None where they are kept to its end.
+        layer_windows: Of each layer that has one, though others have none: the keys that a query sees.
     """
 
     name: str
@@ -43,6 +45,15 @@ class ModelShape:
     kv_bytes_per_token: int
     state_bytes: int = 0
     state_interval: int = 1
+    window: int | None = None
+    layer_windows: tuple[int, ...] = ()
+
+    def unread_bytes(self, num_tokens: int) -> int:
+        """Of the keys and values of a sequence of `num_tokens`, those that are kept for layers without a window alone:
+        in the layers with one, no later token reads them.
+        """
+        of_layer = self.kv_bytes_per_token // self.num_layers
+        return of_layer * sum(max(0, num_tokens + 1 - window) for window in self.layer_windows)
 
     def unit_sizes(self, page_size: int) -> UnitSizes:
         """What a pool of blocks of `page_size` tokens, and of states, takes."""
@@ -50,6 +61,7 @@ class ModelShape:
             block_bytes=page_size * self.kv_bytes_per_token,
             state_bytes=self.state_bytes,
             state_interval=self.state_interval,
+            window=self.window,
         )
 
 
@@ -67,7 +79,7 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
     """The shape of the model that `config` describes."""
     import torch
 
-    from tmodel import bytes_per_state, kv_bytes_per_block, state_interval
+    from tmodel import bytes_per_state, cache_window, kv_bytes_per_block, state_interval
 
     tensors = config.tensors()
     layers = config.architecture.layers
@@ -85,6 +97,8 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
         kv_bytes_per_token=kv_bytes_per_block(config, 1, torch.bfloat16),
         state_bytes=bytes_per_state(config, 1, torch.bfloat16),
         state_interval=state_interval(config),
+        window=cache_window(config),
+        layer_windows=tuple(size for size in config.windows if size is not None and cache_window(config) is None),
     )
 
 

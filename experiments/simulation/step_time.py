@@ -4,8 +4,8 @@
 
 FLOPs: 2 for each weight of the layers and token, 2 for each weight of the last projection and sampled token, and 4 Hq D
 a layer for each pair of a token and a key that it sees. Bytes: the weights once, each row's keys and values once, those
-of the step's tokens written. Prefills and decodes share one step and one maximum: the decodes' reads hide behind the
-prefills' products.
+of the step's tokens written; where all layers have a window, the keys that it shows. Prefills and decodes share one
+step and one maximum: the decodes' reads hide behind the prefills' products.
 
 What is assumed: every kernel reaches the data sheet's peak, activations stay in the caches, the host's work is hidden
 behind the GPU's. So a time is a lower bound; the launches are the one allowance: ten a layer, replayed from a CUDA
@@ -29,8 +29,8 @@ _LAUNCH_SECONDS = 1.3e-6
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step does: tokens; rows that sample; pairs of a token and a key it sees; tokens of context, summed over
-    the rows; states of sequences that are read and written."""
+    """What a step does: tokens; rows that sample; pairs of a token and a key it sees; tokens of context that are seen,
+    summed over the rows; states of sequences that are read and written."""
 
     num_tokens: int
     num_sampled: int
@@ -39,7 +39,9 @@ class Work:
     num_states: int = 0
 
     @classmethod
-    def of(cls, plan: StepPlan) -> Work:
+    def of(cls, plan: StepPlan, window: int | None = None) -> Work:
+        if window is not None:
+            return cls._of_windowed(plan, window)
         context = int(plan.ends.sum())
         num_states = 0 if plan.states is None else plan.rows.size
         if plan.num_tokens == plan.rows.size:
@@ -47,6 +49,14 @@ class Work:
         # A row's token i of `counts` sees starts + i + 1 keys.
         pairs = int(np.dot(plan.counts, plan.starts + plan.ends + 1)) // 2
         return cls(plan.num_tokens, plan.sampled.size, pairs, context, num_states)
+
+    @classmethod
+    def _of_windowed(cls, plan: StepPlan, window: int) -> Work:
+        starts, counts = plan.starts, plan.counts
+        rising = np.clip(window - starts, 0, counts)  # [n] tokens that see all before them: starts + 1 keys and so on
+        pairs = int(rising @ (2 * starts + rising + 1)) // 2 + window * int((counts - rising).sum())
+        context = int(np.minimum(plan.ends, counts + window - 1).sum())
+        return cls(plan.num_tokens, plan.sampled.size, pairs, context)
 
 
 class StepTime:

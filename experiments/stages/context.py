@@ -119,7 +119,7 @@ def task_fields(plan: Plan, task: Task, run_id: str, axes: Mapping[str, Any] | N
             return {
                 **fields,
                 "arm": label_running_variants(plan, plan.arms[0]),
-                "method": "dense" if model is None else model.method,
+                "method": "dense" if model is None else model.told,
                 "bits": None if model is None else model.bits,
                 "group_size": None if model is None else model.group_size,
             }

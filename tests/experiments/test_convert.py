@@ -61,6 +61,27 @@ def test_it_is_served_like_its_dense_twin(original: Path, tmp_path: Path, monkey
     assert tokens(served(tmp_path / "out")) == tokens(served(tmp_path / "dense"))
 
 
+def test_the_numbers_of_outliers_beside_the_tensors_are_checked_and_dropped(original: Path, tmp_path: Path) -> None:
+    """As the original packs a dense-and-sparse model: an int for each layer among the tensors."""
+    tensors = torch.load(original / "sq-w3.pt", weights_only=True)
+    layers = [name.removesuffix(".vals") for name in tensors if name.endswith(".vals")]
+    assert len(layers) == 14
+    counts = {f"sparse_threshold.{layer}": tensors[f"{layer}.vals"].shape[-1] for layer in layers}
+    torch.save({**tensors, **counts}, original / "sq-w3.pt")
+    result = convert(original, tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored.keys() == tensors.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in tensors.items())
+
+    counts[f"sparse_threshold.{LAYER}"] += 1
+    torch.save({**tensors, **counts}, original / "sq-w3.pt")
+    result = convert(original, tmp_path / "again")
+    assert result.exit_code == 2
+    count = counts[f"sparse_threshold.{LAYER}"]
+    assert f"sq-w3.pt: 'sparse_threshold.{LAYER}' says that '{LAYER}.vals' has {count} values; it has" in result.stderr
+
+
 def test_nothing_is_overwritten(original: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
@@ -88,7 +109,14 @@ def test_a_pickle_of_more_than_tensors_is_not_opened(original: Path, tmp_path: P
     ("content", "message"),
     [
         (torch.ones(3), "expected a mapping of names to tensors"),
-        ({"a": 3}, "expected a mapping of names to tensors"),
+        ({"a": 3}, "'a' is of type int, no tensor; expected are tensors, and whole numbers called sparse_threshold."),
+        ({"sparse_threshold.a": [3]}, "'sparse_threshold.a' is of type list, no tensor"),
+        ({"sparse_threshold.a": True}, "'sparse_threshold.a' is of type bool, no tensor"),
+        ({"sparse_threshold.a": 3}, "'sparse_threshold.a' says that 'a.vals' has 3 values; it has 0"),
+        (
+            {"sparse_threshold.a": 3, "a.vals": torch.ones(4)},
+            "'sparse_threshold.a' says that 'a.vals' has 3 values; it has 4",
+        ),
         ({1: torch.ones(2, 8)}, "expected a mapping of names to tensors"),
         ({"model.norm.weight": torch.ones(3)}, "no tensor is called lookup_table: not a SqueezeLLM model"),
         ({"a.lookup_table": torch.ones(2, 16)}, "'a.lookup_table' has shape [2, 16], not [N, 8] as wbits says"),

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from experiments.commands.choices import parse_axes
-from tkernels import OPS, Constraint, ContractError
+from tkernels import OPS, Constraint, ContractError, Tensor
+from tkernels.contract import Value
 from tkernels.dims import Dim
 from tkernels.inputs import clone_inputs
 from tkernels.verification.check import chooser
@@ -59,6 +60,19 @@ def test_a_dim_is_solved_and_sized(text: str, size: int, value: int | None) -> N
     if value is not None:
         assert dim.name is not None
         assert dim.size({dim.name: value}) == size
+
+
+def test_a_dim_that_is_rounded_up_agrees_with_what_is_known_or_does_not() -> None:
+    dim = Dim.parse("ceil(N/128)")
+    assert [dim.size({"N": size}) for size in (1, 128, 129, 256)] == [1, 1, 2, 2]
+    assert dim.solve(2) is None
+    rule = Tensor("ceil(N/128) K", "float32")
+    for known in ({"N": 128}, {"N": 257}, {}):
+        with pytest.raises(ContractError, match=r"has shape \[2, 3\], where \[ceil\(N/128\) K\] is needed"):
+            rule.bind("op", "scale", torch.ones(2, 3), dict(known), None)
+    axes: dict[str, Value] = {"N": 130}
+    rule.bind("op", "scale", torch.ones(2, 3), axes, None)
+    assert axes == {"N": 130, "K": 3}
 
 
 @pytest.mark.parametrize("op", list(OPS))

@@ -239,14 +239,38 @@ def step_inputs(
     return token_ids, positions, slots, lens
 
 
-def quantize_tokens(x: Tensor, *, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+def quantize_tokens(
+    x: Tensor, *, dtype: torch.dtype = torch.int8, static_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """In numpy, and each row's largest value found in pieces."""
     wide = x.float().numpy()
     pieces = [x.float().abs()[:, start : start + 7].amax(1) for start in range(0, x.shape[1], 7)]
     top = np.float32(127 if dtype == torch.int8 else 448)
     scale = np.maximum(torch.stack(pieces).amax(0).numpy() * (np.float32(1) / top), np.finfo(np.float32).tiny)
+    if static_scale is not None:
+        scale = np.repeat(static_scale.numpy(), len(wide))
     products = torch.from_numpy(wide * (np.float32(1) / scale)[:, None])
-    return (products.round() if dtype == torch.int8 else products).to(dtype), torch.from_numpy(scale)
+    rounded = products.round().clamp(-128, 127) if dtype == torch.int8 else products.clamp(-448, 448)
+    return rounded.to(dtype), torch.from_numpy(scale)
+
+
+def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    q, scale = quantize_tokens(x.reshape(-1, 128), dtype=torch.float8_e4m3fn)
+    return q.view(x.shape), scale.view(x.shape[0], x.shape[1] // 128)
+
+
+def block_scaled_matmul(
+    q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:  # fmt: skip
+    """Group by group, the last first; both scales are one product before they meet the group's sum."""
+    out = torch.zeros(q.shape[0], weight.shape[0])
+    by_output = weight_scale[torch.arange(weight.shape[0]) // 128]  # [N, K / 128]
+    for group in reversed(range(scale.shape[1])):
+        part = slice(128 * group, 128 * group + 128)
+        products = q[:, part].float().unsqueeze(1) * weight[:, part].float().unsqueeze(0)  # [M, N, 128]
+        out += chunked_sum(products, 5) * (by_output[:, group] * scale[:, group].unsqueeze(-1))
+    return (out if bias is None else bias.float() + out).to(out_dtype)
 
 
 def scaled_matmul(
@@ -275,6 +299,8 @@ REORDERED: dict[str, Callable[..., Any]] = {
     "step_inputs": step_inputs,
     "quantize_tokens": quantize_tokens,
     "scaled_matmul": scaled_matmul,
+    "quantize_groups": quantize_groups,
+    "block_scaled_matmul": block_scaled_matmul,
     "layer_norm": layer_norm,
     "add_layer_norm": add_layer_norm,
     "gelu": gelu,

@@ -17,8 +17,10 @@ from tmodel import (
     CachePages,
     Pages,
     UnitPart,
+    WindowedPages,
     allocate_kv_cache,
     bytes_per_state,
+    cache_window,
     kv_bytes_per_block,
     load_config,
 )
@@ -60,6 +62,7 @@ class Tally:
 
     layers: tuple[int, ...]
     state_interval: int | None = 2
+    window: int | None = None
 
     def parts(self, block_size: int, dtype: torch.dtype) -> tuple[UnitPart, ...]:
         return (UnitPart(1, (3, 5), torch.float64), UnitPart(2, (7,), dtype))
@@ -78,6 +81,25 @@ def test_each_layer_gets_what_its_kind_keeps(write_checkpoint: WriteCheckpoint) 
     assert kv_bytes_per_block(mixed, S, torch.bfloat16) * P == sum(tensor.nbytes for tensor in cache[1])
     with pytest.raises(ValueError, match="a cache with states needs at least one, got 0"):
         allocate_kv_cache(mixed, P, S, device="cpu", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("first", "expected"), [(0, 7), (1, None), (2, None)])
+def test_pages_are_windowed_where_every_layer_has_a_window(
+    first: int, expected: int | None, write_checkpoint: WriteCheckpoint
+) -> None:
+    """Layers from `first` on have one; where another has none, the blocks are kept for it."""
+    fields = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": first}
+    config = load_config(write_checkpoint({}, **fields))
+    (kind,) = config.cache_kinds
+    assert kind.window == cache_window(config) == expected
+    assert isinstance(kind, WindowedPages) == (expected is not None)
+    assert kind.parts(S, torch.float32) == Pages((0, 1), 2, 16).parts(S, torch.float32)
+    beside_states = replace(config, cache_kinds=(Tally((0,)), WindowedPages((1,), 2, 16, 7)))
+    assert cache_window(beside_states) is None
+    mixed = replace(config, cache_kinds=(WindowedPages((0,), 2, 16, 5), WindowedPages((1,), 2, 16, 7)))
+    assert cache_window(mixed) == 7
+    with pytest.raises(ValueError, match="a kind's window must be None or at least 1"):
+        replace(config, cache_kinds=(WindowedPages((0, 1), 2, 16, 0),))
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_the_tensors_are_those_that_transformers_saves(name: str, tmp_path: Path
     assert dict(load_config(tmp_path, architectures_with([OUTSIDE])).tensors()) == saved
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "squeezellm"])
+@pytest.mark.parametrize("method", list(METHODS))
 @pytest.mark.parametrize("name", ["seed-oss", "gpt-neox"])
 def test_they_are_quantized_and_served_so(name: str, method: str, tmp_path: Path) -> None:
     """At the most bits of each method, the quantized model's log-probabilities stay near the dense one's."""
@@ -110,7 +110,9 @@ def test_they_are_quantized_and_served_so(name: str, method: str, tmp_path: Path
     layers = [shape for shape in config.linears() if shape.names[0] != "lm_head"]
     assert all(None not in config.quantization.schemes(shape) for shape in layers)
     exact, near = (likelihoods(directory) for directory in (dense, out))
-    assert 0 < (near - exact).abs().mean() < {8: 0.1, 4: 1.0}[bits], "not quantized, or a wrong model"
+    # Inputs of 8 bits, whose largest are far above the rest in such a model, cost about what weights of 4 do.
+    most = 0.1 if bits == 8 and method not in ("smoothquant", "fp8") else 1.0
+    assert 0 < (near - exact).abs().mean() < most, "not quantized, or a wrong model"
 
 
 def likelihoods(directory: Path) -> torch.Tensor:

@@ -10,9 +10,10 @@ import torch
 
 import tkernels
 import tmodel
-from tests.tsched.random_model import QWEN3, random_model
+from tests.tsched.random_model import ARCHITECTURES, QWEN3, random_model
 from tests.tsched.random_schedules import MAX_MODEL_LEN, Request, Schedule
 from tests.tsched.schedulers import build_scheduler
+from tests.tsched.window_server import draw_window
 from tsched.execution.engine import Engine
 from tsched.execution.engine import Request as EngineRequest
 from tsched.requests.sampling_params import SamplingParams
@@ -122,3 +123,11 @@ class EngineServer:
 
 class RowwiseServer(EngineServer):
     kind = "rowwise"
+
+
+class WindowedServer(EngineServer):
+    """A model whose layers all have a window, in a pool that is short of blocks for it; alone, a request keeps all."""
+
+    def __init__(self, schedule: Schedule, architecture: str = "MistralForCausalLM") -> None:
+        options = draw_window(schedule, ARCHITECTURES[architecture]["sliding_window"])
+        super().__init__(replace(schedule, options=options), architecture)

@@ -59,6 +59,7 @@ class PagedDevice:
         self.pages = np.full((pool.num_blocks, pool.block_size, 3), EMPTY, dtype=np.int64)
         self.host_pages = np.full((num_host_blocks, pool.block_size, 3), EMPTY, dtype=np.int64)
         self.tables = np.full_like(table.blocks, EMPTY)
+        self._num_known = np.zeros(table.num_rows, dtype=np.int64)  # entries of each table that plans have named
         self.tenants: dict[int, int] = {}  # of the sequences, by number
         self._uniforms = UniformTable(table, seed=0)
         self._under_way: dict[tuple[int, int], int] = {}  # (row, epoch) -> the token that the last plan sampled
@@ -83,8 +84,11 @@ class PagedDevice:
             count = int(table.num_blocks[row])
             self.tables[row] = EMPTY
             self.tables[row, :count] = table.blocks[row, :count]
-        last = table.num_blocks[plan.grown] - 1
-        self.tables[plan.grown, last] = table.blocks[plan.grown, last]
+            self._num_known[row] = count
+        for row in plan.grown.tolist():
+            known, count = int(self._num_known[row]), int(table.num_blocks[row])
+            self.tables[row, known:count] = table.blocks[row, known:count]
+            self._num_known[row] = count
 
     def _slots(self, row: int, places: Ints) -> tuple[Ints, Ints]:
         block_size = self.scheduler.pool.block_size
@@ -148,8 +152,7 @@ class HashServer:
     def make_device(self) -> PagedDevice:
         return PagedDevice(self.scheduler)
 
-    @staticmethod
-    def token_alone(tokens: list[int], tenant: int, uniform: float) -> int:
+    def token_alone(self, tokens: list[int], tenant: int, uniform: float) -> int:
         """What follows `tokens` in a sequence that nobody disturbs."""
         return next_token(np.stack((np.array(tokens), np.arange(len(tokens))), axis=1), tenant, uniform)
 

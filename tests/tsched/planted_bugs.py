@@ -97,9 +97,9 @@ def small_size(num_schedules: int) -> Iterator[Schedule]:
     yield from map(draw_schedule, range(20, num_schedules))
 
 
-def first_failure(num_schedules: int) -> tuple[int, BaseException] | None:
+def first_failure(num_schedules: int, model: str = "hash") -> tuple[int, BaseException] | None:
     """The first seed whose schedule notices that something is wrong, and how; None where none of them does."""
-    make_server = server_factory("hash")
+    make_server = server_factory(model)
     for schedule in small_size(num_schedules):
         try:
             serve(schedule, make_server)

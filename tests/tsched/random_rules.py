@@ -50,6 +50,11 @@ def random_states(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def random_window(rng: random.Random) -> dict[str, Any]:
+    """A scheduler's whose layers have a window, in a pool that is short of blocks for it."""
+    return {"window": rng.choice([2, 3, 5, 8, 13]), "num_blocks": rng.randint(5, 30)}
+
+
 def _arrive(world: ServingWorld, rng: random.Random) -> None:
     own = [rng.randrange(1, VOCAB) for _ in range(rng.randrange(4))]
     world.arrive(
@@ -90,12 +95,18 @@ _ACTIONS = [action for _, action in RULES]
 MAX_ALIVE = 14
 
 
-def run_world(seed: int, fired: Counter[str], num_steps: int = STEPS_A_WORLD, *, keeps_states: bool = False) -> int:
+def run_world(
+    seed: int,
+    fired: Counter[str],
+    num_steps: int = STEPS_A_WORLD,
+    *,
+    more_options: Callable[[random.Random], dict[str, Any]] | None = None,
+) -> int:
     """Fire `num_steps` rules in a world of `seed`, check after each, and wind up; the steps done, wind-up included."""
     rng = random.Random(seed)
     options = random_options(rng)
-    if keeps_states:
-        options |= random_states(rng)
+    if more_options is not None:
+        options |= more_options(rng)
     world = ServingWorld(fired, **options)
     try:
         for action in rng.choices(_ACTIONS, _WEIGHTS, k=num_steps):
@@ -115,12 +126,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--worlds", type=int, help="so many worlds, and not so many steps")
     parser.add_argument("--seed", type=int, default=0, help="of the first world; the next one's is one more")
-    parser.add_argument("--states", action="store_true", help="layers keep states of sequences beside pages")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--states", action="store_const", const=random_states, help="layers keep states beside pages")
+    kinds.add_argument("--windows", action="store_const", const=random_window, help="all layers have a window")
     arguments = parser.parse_args()
     fired: Counter[str] = Counter()
     began, num_steps, num_worlds = time.perf_counter(), 0, 0
     while num_worlds < arguments.worlds if arguments.worlds is not None else num_steps < arguments.steps:
-        num_steps += run_world(arguments.seed + num_worlds, fired, keeps_states=arguments.states)
+        num_steps += run_world(arguments.seed + num_worlds, fired, more_options=arguments.states or arguments.windows)
         num_worlds += 1
     seconds = time.perf_counter() - began
     print(f"{num_steps:,} steps in {num_worlds:,} worlds, each checked, no violation; {seconds:.0f} s")

@@ -28,8 +28,10 @@ from tsched.scheduling.sequence import Sequence
 SERVERS = {  # loaded by name: what the others serve needs torch
     "hash": ("tests.tsched.hash_server", "HashServer"),
     "state": ("tests.tsched.state_server", "StateServer"),
+    "window": ("tests.tsched.window_server", "WindowServer"),
     "float64": ("tests.tsched.engine_server", "EngineServer"),
     "rowwise": ("tests.tsched.engine_server", "RowwiseServer"),
+    "windowed": ("tests.tsched.engine_server", "WindowedServer"),
 }
 
 

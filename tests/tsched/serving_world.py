@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.tsched.cache_contents import (
+    blocks_by_digest,
+    blocks_of_digests,
+    contents_of_block_trees,
+    contents_of_trees,
+    cut_digests,
+)
 from tests.tsched.page_contents import (
     MAX_TOKENS,
     POISON,
     VOCAB,
     PageContents,
-    Values,
     first_value,
     token_after,
     values_after,
 )
 from tests.tsched.schedulers import build_scheduler
+from tests.tsched.window_server import count_passed
 from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
-from tsched.scheduling.block_pool import BlockIds, BlockPool
-from tsched.scheduling.policies.hash_prefix_cache import DIGEST_SIZE, HashPrefixCache
+from tsched.scheduling.block_pool import NO_BLOCK, BlockIds, BlockPool
+from tsched.scheduling.policies.hash_prefix_cache import HashPrefixCache
 from tsched.scheduling.policies.radix_prefix_cache import RadixPrefixCache
+from tsched.scheduling.policies.windowed_prefix_caches import WindowedHashCache, WindowedRadixCache
 from tsched.scheduling.sequence import NO_STATE, Sequence
 from tsched.scheduling.state_slots import StateSlots
 from tsched.scheduling.step_plan import StepPlan
@@ -57,6 +65,8 @@ class ServingWorld:
         self.alive: dict[int, Life] = {}
         self.finished: list[NDArray[np.int64]] = []
         self.num_created = self.num_checks = 0
+        # Of each plan under way: (row, epoch) -> where the row's tokens begin and end.
+        self._spans: deque[dict[tuple[int, int], tuple[int, int]]] = deque()
         self._lives: list[Life] = []  # all that ever were
         self._values_of_digest: dict[bytes, bytes] = {}
         self._num_digested: dict[int, int] = {}  # tokens, by sequence
@@ -83,6 +93,7 @@ class ServingWorld:
         before = self._counts()
         plan = self.scheduler.schedule()
         assert not (plan.is_empty and self.alive and not self.pages.under_way), "nobody advances, and nothing will come"
+        self._spans.append(self._spans_of(plan))
         effects = self.pages.issue(plan)
         pool, block_size = self.scheduler.pool, self.scheduler.pool.block_size
         written = np.unique(effects.slots // block_size).astype(np.int32)
@@ -107,6 +118,7 @@ class ServingWorld:
         effects = self.pages.commit()
         for sequence in self.scheduler.commit(effects.plan, effects.sampled):
             self._finish(sequence)
+        self._check_given_back(self._spans.popleft())
         self.fired["commit"] += 1
         self.fired["commit late"] += len(self.pages.under_way) > 0
         self._count_since(before)
@@ -146,7 +158,7 @@ class ServingWorld:
                 parent.sequence.id, self.num_created, params, num_tokens=None if num_tokens is None else count
             )
         except RefusedError:
-            assert count >= longest or pool.blocks_for(longest - 1) > pool.num_blocks
+            assert count >= longest or self._count_needed(longest) > pool.num_blocks
             self.fired["refuse a fork"] += 1
             return
         assert count < longest
@@ -171,6 +183,7 @@ class ServingWorld:
         """The device fails: everybody is aborted, the plans under way are forgotten."""
         self.scheduler.abort_all()
         self.pages.lose()
+        self._spans.clear()
         for life in self.alive.values():
             assert life.sequence.finish_reason == "abort"
         self.alive.clear()
@@ -214,7 +227,7 @@ class ServingWorld:
     def _check_accounts(self) -> None:
         scheduler, table = self.scheduler, self.scheduler.table
         rows = scheduler.running
-        held = [table.blocks[row, : table.num_blocks[row]] for row in rows.tolist()]
+        held = [table.blocks[row, table.first_block[row] : table.num_blocks[row]] for row in rows.tolist()]
         host_held = [effects.plan.swap_ins[0] for effects in self.pages.under_way]
         for life in self.alive.values():
             if life.sequence.row < 0:
@@ -237,20 +250,50 @@ class ServingWorld:
     def _check_pages(self, life: Life) -> None:
         """The sequence's blocks hold exactly its computed tokens."""
         sequence, table = life.sequence, self.scheduler.table
-        memory, row = self.pages.issued.device, sequence.row
+        memory, row, first = self.pages.issued.device, sequence.row, sequence.first_block
         if row >= 0:
-            blocks = table.blocks[row, : table.num_blocks[row]]
+            assert first == table.first_block[row]
+            assert (table.blocks[row, :first] == NO_BLOCK).all()
+            blocks = table.blocks[row, first : table.num_blocks[row]]
             count = min(int(table.computed[row]), int(table.known[row]))
         elif sequence.host_blocks.size:
             blocks, count, memory = sequence.host_blocks, sequence.num_computed, self.pages.issued.host
         else:
             blocks, count = sequence.blocks, sequence.num_computed
-            assert blocks.size == self.scheduler.pool.blocks_for(count)
+            assert blocks.size == self.scheduler.pool.blocks_for(count) - first
+        self._check_window(sequence, count, first, blocks.size)
         if count:
             tokens = self._tokens(sequence)
             assert count <= tokens.size
-            found = memory[blocks].reshape(-1)[:count]
-            assert (found == values_after(first_value(sequence.cache_salt), tokens[:count])).all(), "stale pages"
+            begin = first * self.scheduler.pool.block_size
+            found = memory[blocks].reshape(-1)[: count - begin]
+            expected = values_after(first_value(sequence.cache_salt), tokens[:count])[begin:]
+            assert (found == expected).all(), "stale pages"
+
+    def _check_window(self, sequence: Sequence, count: int, first: int, num_blocks: int) -> None:
+        """Of its first `count` tokens a sequence has all blocks that plans under way and its next token see, no more
+        than it may have; and all of them where there is no window.
+        """
+        window, table, row = self.scheduler.window, self.scheduler.table, sequence.row
+        if window is None:
+            assert first == 0
+            return
+        starts = [count]
+        if row >= 0:
+            key = (row, int(table.epoch[row]))
+            starts += [spans[key][0] for spans in self._spans if key in spans]
+        passed = count_passed(min(starts), window.size, window.block_size)
+        assert first <= passed, "a block was given back that somebody sees"
+        assert num_blocks <= window.most_blocks, "a sequence has more blocks than it may have"
+
+    def _check_given_back(self, spans: dict[tuple[int, int], tuple[int, int]]) -> None:
+        """What no later token sees was given back by the rows of a plan that has just been committed."""
+        window, table = self.scheduler.window, self.scheduler.table
+        for (row, epoch), (_, end) in spans.items():
+            if window is not None and table.sequences[row] is not None and table.epoch[row] == epoch:
+                passed = count_passed(end, window.size, window.block_size)
+                assert table.first_block[row] == passed, "a sequence has a block that nobody sees any more"
+                self.fired["go on without the first blocks"] += passed > 0
 
     def _check_states(self, states: StateSlots) -> None:
         """Each slot belongs to those who say so, and holds the state as of the place that they believe it to be of."""
@@ -304,7 +347,14 @@ class ServingWorld:
             assert sorted(by_digest.values()) == kept
             expected = {block: self._content_of(digest) for digest, block in by_digest.items()}
         elif isinstance(cache, RadixPrefixCache):
-            expected = _contents_of_trees(cache, pool.block_size)
+            expected = contents_of_trees(cache, pool.block_size)
+            assert sorted(expected) == kept
+        elif isinstance(cache, WindowedHashCache):
+            by_digest = blocks_of_digests(cache)
+            assert sorted(by_digest.values()) == kept
+            expected = {block: self._content_of(digest) for digest, block in by_digest.items()}
+        elif isinstance(cache, WindowedRadixCache):
+            expected = contents_of_block_trees(cache)
             assert sorted(expected) == kept
         else:
             assert not kept
@@ -342,7 +392,7 @@ class ServingWorld:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=not eos)
         ids = list(range(self.num_created, self.num_created + group))
         pool = self.scheduler.pool
-        needed = pool.blocks_for(min(prompt.size + max_tokens, MAX_MODEL_LEN) - 1)
+        needed = self._count_needed(min(prompt.size + max_tokens, MAX_MODEL_LEN))
         fits = 1 <= prompt.size < MAX_MODEL_LEN and needed <= pool.num_blocks
         try:
             sequences = self.scheduler.add_group(
@@ -356,6 +406,16 @@ class ServingWorld:
         for sequence in sequences:
             self._welcome(sequence, params)
         self.fired["arrive" if group == 1 else "arrive as a group"] += 1
+
+    def _count_needed(self, longest: int) -> int:
+        """Blocks that a sequence of up to `longest` tokens needs, alone, to run to its end."""
+        window, needed = self.scheduler.window, self.scheduler.pool.blocks_for(longest - 1)
+        return needed if window is None else min(needed, window.least_blocks)
+
+    def _spans_of(self, plan: StepPlan) -> dict[tuple[int, int], tuple[int, int]]:
+        epochs = self.scheduler.table.epoch
+        spans = zip(plan.rows.tolist(), plan.starts.tolist(), plan.ends.tolist(), strict=True)
+        return {(row, int(epochs[row])): (start, end) for row, start, end in spans}
 
     def _welcome(self, sequence: Sequence, params: SamplingParams) -> Life:
         life = Life(sequence, params, sequence.tokens.size)
@@ -438,42 +498,6 @@ def as_slots(*slots: int) -> BlockIds:
 
 def _host_states_read(plan: StepPlan) -> list[int]:
     return [] if plan.states is None else plan.states.swap_ins[0].tolist()
-
-
-def cut_digests(prefix: Any) -> list[bytes]:
-    """One after the other."""
-    return [prefix[start : start + DIGEST_SIZE] for start in range(0, len(prefix), DIGEST_SIZE)]
-
-
-def blocks_by_digest(cache: HashPrefixCache) -> dict[bytes, int]:
-    """Every block that is kept, once, in a run of those who follow each other."""
-    runs = list(cache._run_at.items())
-    assert list(cache._run_of.items()) == [(int(run.blocks[0]), run) for _, run in runs]
-    found = {}
-    for first, run in runs:
-        pending = cache._chain(run.digests[-DIGEST_SIZE:], run.pending)  # it stays so: nobody has looked it up
-        digests = cut_digests(run.digests + pending)[: run.blocks.size]
-        assert digests[0] == first
-        assert not found.keys() & set(digests)
-        assert (cache._first_of[run.blocks] == run.blocks[0]).all()
-        found.update(zip(digests, run.blocks.tolist(), strict=True))
-    return found
-
-
-def _contents_of_trees(cache: RadixPrefixCache, block_size: int) -> dict[int, bytes]:
-    contents: dict[int, bytes] = {}
-    for salt, root in cache._roots.items():
-        pending = [(child, first_value(salt)) for child in root.children.values()]
-        while pending:
-            node, before = pending.pop()
-            tokens = np.frombuffer(node.tokens, dtype=np.int64, count=node.blocks.size * block_size)
-            values: Values = values_after(before, tokens)
-            for block, content in zip(node.blocks.tolist(), values.reshape(-1, block_size), strict=True):
-                assert block not in contents
-                contents[block] = content.tobytes()
-            if node.children:
-                pending += [(child, int(values[-1])) for child in node.children.values()]
-    return contents
 
 
 assert POISON not in values_after(first_value(b""), np.arange(VOCAB))

@@ -80,6 +80,5 @@ class StateServer(HashServer):
     def make_device(self) -> PagedDevice:
         return StateDevice(self.scheduler)
 
-    @staticmethod
-    def token_alone(tokens: list[int], tenant: int, uniform: float) -> int:
+    def token_alone(self, tokens: list[int], tenant: int, uniform: float) -> int:
         return token_after(len(tokens), hash_after(0, np.array(tokens)), tenant, uniform)

@@ -15,6 +15,7 @@ from tkernels import select
 from tmodel import Limits, kernel_axes, kv_bytes_per_block, load_config, load_model
 from tsched.execution.placement import fit_options
 from tsched.options import EngineOptions
+from tsched.scheduling.scheduler import Scheduler
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 TOTAL, FREE = 10_000_000, 9_000_000
@@ -55,6 +56,17 @@ def test_weights_are_counted_as_they_will_be_kept(blocks: Any, directory: Path) 
     weights = sum(file.stat().st_size for file in directory.glob("*.safetensors")) // 2
     expected = (TOTAL - (TOTAL - FREE) - weights) // block_bytes(directory, torch.bfloat16)
     assert blocks(kv_cache_fraction=1.0, dtype=torch.bfloat16) == expected
+
+
+@pytest.mark.parametrize(("first", "expected"), [(0, 7), (1, None)])
+def test_the_window_of_all_layers_reaches_the_scheduler(
+    first: int, expected: int | None, write_checkpoint: Any
+) -> None:
+    directory = write_checkpoint(use_sliding_window=True, sliding_window=7, max_window_layers=first)
+    options = EngineOptions(kv_cache_bytes=10**6, max_num_seqs=4)
+    resolved = fit_options(options, load_config(directory), directory, device=CPU, dtype=torch.float32)
+    window = Scheduler(resolved).window
+    assert expected == (None if window is None else window.size)
 
 
 def test_what_is_taken_already_may_leave_nothing(blocks: Any) -> None:

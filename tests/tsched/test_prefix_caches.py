@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tsched.serving_world import blocks_by_digest, cut_digests
+from tests.tsched.cache_contents import blocks_by_digest, cut_digests
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.block_pool import BlockIds, BlockPool
 from tsched.scheduling.policies import PREFIX_CACHES

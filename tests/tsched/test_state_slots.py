@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.tsched.planted_bugs import PlantedBug, planted
-from tests.tsched.random_rules import run_world
+from tests.tsched.random_rules import random_states, run_world
 from tests.tsched.random_schedules import EOS, MAX_MODEL_LEN, Request, Schedule, draw_schedule
 from tests.tsched.schedulers import build_scheduler
 from tests.tsched.schedules import serve_or_say_how_to_replay, server_factory
@@ -237,7 +237,7 @@ def test_random_schedules_and_worlds_with_states() -> None:
 def _run_worlds(count: int) -> Counter[str]:
     fired: Counter[str] = Counter()
     for seed in range(count):
-        run_world(seed, fired, keeps_states=True)
+        run_world(seed, fired, more_options=random_states)
     return fired
 
 

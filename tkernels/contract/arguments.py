@@ -86,6 +86,8 @@ class Tensor:
         for dim, size in zip(self.shape, shape, strict=True):
             if dim.name is None:
                 solved: int | None = dim.plus if size == dim.plus else None
+            elif dim.rounds_up:
+                solved = int(axes[dim.name]) if dim.name in axes and dim.size(axes) == size else None
             else:
                 solved = size if dim.text == dim.name else dim.solve(size)
             if solved is None:

@@ -138,15 +138,33 @@ def select_pages(cache: torch.Tensor, pages: torch.Tensor, dtype: torch.dtype) -
     return as_bits(cache).index_select(0, pages).view(cache.dtype).to(dtype)
 
 
-def gather_context(cache: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor) -> torch.Tensor:
-    """The cached rows of each sequence, in order, zeros past its context: [P, S, H, D] -> [B, N*S, H, D], contiguous,
-    of the cache's dtype.
+def live_rows(
+    context_lens: torch.Tensor, width: int, page_size: int, first_keys: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[B, N*S] bool: which cached rows are before the end of their context and on no page wholly before `first_keys`
+    [B], where those are given.
+    """
+    positions = torch.arange(width * page_size, device=context_lens.device)
+    live = positions < context_lens[:, None]
+    if first_keys is not None:
+        live &= positions >= (first_keys // page_size * page_size)[:, None]
+    return live
 
-    Nothing is read through a table entry past the context, and no value past it comes through, NaN included.
+
+def gather_context(
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    first_keys: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The cached rows of each sequence, in order, zeros where `live_rows` says they are dead: [P, S, H, D] ->
+    [B, N*S, H, D], contiguous, of the cache's dtype.
+
+    Nothing is read through a table entry past the context or wholly before the first key, and no value of theirs comes
+    through, NaN included.
     """
     (sequences, width), (_, page_size, heads, dim) = block_tables.shape, cache.shape
-    positions = torch.arange(width * page_size, device=cache.device)
-    live = positions < context_lens[:, None]  # [B, N*S]
+    live = live_rows(context_lens, width, page_size, first_keys)  # [B, N*S]
     pages = torch.where(live[:, ::page_size], block_tables, 0)
     rows = as_bits(cache).index_select(0, pages.flatten()).view(sequences, width * page_size, heads * dim)
     zero_rows(rows, live)
@@ -285,8 +303,10 @@ def paged_inputs(
     peak = 1.0 / (lift * dim * scale)  # times `shared`, adds 1 to a key's logit
     for sequence, length in enumerate(context_lens):
         count = math.ceil(length / page)
-        tables[sequence, :count], free = free[:count], free[count:]
-        pages = tables[sequence, :count].to(device)
+        # Pages wholly before the window of the sequence's first query are nobody's, and hold NaN.
+        passed = max(length - query_lens[sequence] + 1 - window, 0) // page if window else 0
+        tables[sequence, passed:count], free = free[passed:count], free[count:]
+        pages = tables[sequence, passed:count].to(device)
         k = _normal(draws, (count * page, heads, dim), device)
         k.add_((lift * shared).to(k.dtype))
         v = _normal(draws, (count * page, heads, dim_v), device)
@@ -300,7 +320,7 @@ def paged_inputs(
         for cache, values in ((k_cache, k), (v_cache, v)):
             rows_kept = values * cached
             rows_kept[length:] = poison(dtype)
-            as_bits(cache)[pages] = as_bits(stored(rows_kept, kv_dtype)).view(count, *cache.shape[1:])
+            as_bits(cache)[pages] = as_bits(stored(rows_kept, kv_dtype)).view(count, *cache.shape[1:])[passed:]
     longest = max(context_lens, default=0)
     return {
         "q": _laid_out_queries((q * amplitude).to(dtype), axes, draws),

@@ -15,6 +15,13 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The code that the row's largest value becomes. int8's -128 is left out, so that a row and its negative have codes of
 one size."""
 
+LEAST = {torch.int8: -128.0, torch.float8_e4m3fn: -448.0}
+"""Below which codes saturate. -128 is reached only where a scale was fixed beforehand and a row goes beyond it."""
+
+BLOCK = 128
+"""Inputs of a token, and inputs as well as outputs of a weight, that share a scale where scales are those of blocks:
+DeepSeek-AI, DeepSeek-V3, 2024, section 3.3.2."""
+
 SMALLEST_SCALE = 2.0**-126
 """fp32's smallest normal number, whose reciprocal is finite: the scale of a row of zeros, and of one so small that its
 own scale would be subnormal. Its codes are 0, or fewer than there could be, and nothing is NaN."""
@@ -26,15 +33,23 @@ def reciprocal_of(dtype: torch.dtype) -> float:
 
 
 def codes_and_scales(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes [M, K] in `dtype`, and the scales [M] float32, of rows x [M, K] float32 with largest = max|x| [M].
+    """The codes [..., K] in `dtype`, and the scales [...] float32, of rows x [..., K] float32 with largest = max|x|
+    [...].
 
-    Every operation is fp32's, rounded once: scale = max(largest * fp32(1 / 127 or 448), 2**-126), and code = x * fp32(1
-    / scale) rounded to nearest, ties to even. No code is beyond the largest: the product is that at most, but for less
-    than what rounds back to it.
+    Every operation is fp32's, rounded once: scale = max(largest * fp32(1 / 127 or 448), 2**-126), and the codes are
+    those of `codes_at`. None is beyond the largest: the product is that at most, but for less than what rounds back
+    to it.
     """
     scale = (largest * reciprocal_of(dtype)).clamp(min=SMALLEST_SCALE)
-    products = x * scale.reciprocal().unsqueeze(-1)
-    return (products.round() if dtype == torch.int8 else products).to(dtype), scale
+    return codes_at(x, scale.unsqueeze(-1), dtype), scale
+
+
+def codes_at(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The codes of x float32 at scales that broadcast to it: x * fp32(1 / scale), what is beyond the codes' range at
+    its end, rounded to nearest, ties to even.
+    """
+    products = (x * scale.reciprocal()).clamp(LEAST[dtype], LARGEST[dtype])
+    return (products.round() if dtype == torch.int8 else products).to(dtype)
 
 
 @triton.jit
@@ -45,13 +60,13 @@ def scale_of(largest, reciprocal):
 
 @triton.jit
 def codes_of(x, scale, code: tl.constexpr):
-    """x [...] fp32 in codes of type `code`: see `codes_and_scales`."""
+    """x [...] fp32 in codes of type `code`: see `codes_at`."""
     # A division that rounds as the definition's: `/` is off by two units in the last place on a GPU.
     products = x * tl.div_rn(1.0, scale)
     if code == tl.int8:
-        return nearest_even(products).to(tl.int8)
+        return nearest_even(tl.minimum(tl.maximum(products, -128.0), 127.0)).to(tl.int8)
     else:
-        return products.to(code)
+        return tl.minimum(tl.maximum(products, -448.0), 448.0).to(code)
 
 
 def unsupported_codes(axes: Axes, device: DeviceFacts) -> str | None:

@@ -43,6 +43,7 @@ class CheckResult:
     reason: str = ""
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
     variants_from: Path | None = None
+    captured: Path | None = None  # the file of a model's call that this was a check on, in the place of axes and a seed
 
     @property
     def max_ratio(self) -> float | None:
@@ -57,6 +58,8 @@ class CheckResult:
     @property
     def replay(self) -> str:
         """The one command that runs this case again."""
+        if self.captured is not None:
+            return replay_captured(self.captured, self.variant, self.variants_from)
         return replay_command(self.op, self.variant, self.axes, self.seed, self.config, self.variants_from)
 
     def __str__(self) -> str:
@@ -84,6 +87,12 @@ def replay_command(
     outside = f" --variants-from {shlex.quote(str(variants_from))}" if variants_from else ""
     pinned = f" --config {pins}" if pins else ""
     return f"tk check{what}{outside} --op {op} --variant {variant} --axes {points} --seed {seed}{pinned}"
+
+
+def replay_captured(file: Path, variant: str, variants_from: Path | None) -> str:
+    """The one command that puts a variant on a captured call again."""
+    outside = f" --variants-from {shlex.quote(str(variants_from))}" if variants_from else ""
+    return f"tk check{outside} --call {shlex.quote(str(file))} --variant {variant}"
 
 
 def outside_folder(variant: Variant) -> Path | None:
@@ -138,7 +147,7 @@ def _run_and_judge(
         return "failed", f"{type(error).__name__}: {error}", {}
     if reason := _changed_outside(contract, before, arguments, mine) or _misshapen_output(contract, axes, got):
         return "wrong", reason, {}
-    verdicts, reason = _judge_all(variant, contract, arguments, axes, got, slack)
+    verdicts, reason = judge_results(variant, arguments, axes, got, slack)
     is_right = not reason and all(verdict.ok for verdict in verdicts.values())
     return "ok" if is_right else "wrong", reason, verdicts
 
@@ -196,15 +205,22 @@ def _call_definition(contract: Contract, arguments: dict[str, Any], function: An
     return named | {name: arguments[name] for name in contract.writes}
 
 
-def _judge_all(
-    variant: Variant,
-    contract: Contract,
-    arguments: Mapping[str, Any],
-    axes: Axes,
-    got: Mapping[str, torch.Tensor],
-    slack: float,
+def judge_results(
+    variant: Variant, arguments: Mapping[str, Any], axes: Axes, got: Mapping[str, torch.Tensor], slack: float = 1.0
 ) -> tuple[dict[str, Verdict], str]:
-    original = widen_floats(arguments)
+    """The error rule for what one call returned and wrote.
+
+    Args:
+        arguments: every parameter by name, as they were before the call; they are left as they are.
+        axes: as the contract binds them from these.
+        got: each output that the call asks for and each written argument.
+        slack: what the rule's allowance is multiplied by.
+
+    Returns:
+        The verdict on each of them, and "" or the reason why there is none to give.
+    """
+    contract = variant.contract
+    original = widen_floats({name: arguments[name] for name in contract.writes})
     oracle = _call_definition(contract, widen_floats(arguments), contract.reference)
     left_out = contract.options_left_out_by(contract.baseline)
     if set_ones := sorted(set(left_out).intersection(contract.set_options(axes))):

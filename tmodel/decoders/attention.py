@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from tmodel.formats.cache_scheme import read_cache_scales
 from tmodel.layers import JoinedLinear, Linear, PagedAttention
 from tmodel.linear_reader import LinearReader
 from tmodel.quantization import Feed, LinearShape
@@ -65,7 +67,11 @@ class GroupedQueryAttention:
         qkv, output = self.linears(name, fed_by)
         norms = [checkpoint.tensor(tensor, shape) for tensor, shape in self.norms(name).items()]
         q_norm, k_norm = norms or (None, None)
-        return AttentionLayer(self, reader.linear(qkv), q_norm, k_norm, reader.linear(output))
+        quantization = reader.quantization
+        scales: dict[str, torch.Tensor] = {}
+        if quantization is not None and quantization.cache_dtype is not None:
+            scales["k_scale"], scales["v_scale"] = read_cache_scales(checkpoint, name, self.num_kv_heads)
+        return AttentionLayer(self, reader.linear(qkv), q_norm, k_norm, reader.linear(output), scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,7 @@ class AttentionLayer:
     q_norm: torch.Tensor | None  # [D]
     k_norm: torch.Tensor | None  # [D]
     output: Linear | JoinedLinear  # Hq D -> H
+    scales: Mapping[str, torch.Tensor]  # k_scale and v_scale, [Hkv] each, where the checkpoint has some for its cache
 
     def mix(
         self, hidden: torch.Tensor, step: PagedAttention, rotation: tuple[torch.Tensor, torch.Tensor],
@@ -100,5 +107,6 @@ class AttentionLayer:
         step.kernels.qk_norm_rope_scatter(
             q, k, v, *cos_sin, step.positions, k_cache, v_cache, step.slots,
             q_weight=self.q_norm, k_weight=self.k_norm, eps=shape.head_norm_eps or 0.0,
+            **self.scales,
         )  # fmt: skip
-        return step(q, k_cache, v_cache, shape.window).flatten(1)
+        return step(q, k_cache, v_cache, shape.window, **self.scales).flatten(1)

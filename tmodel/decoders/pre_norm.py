@@ -27,6 +27,7 @@ from tmodel.quantization import Feed, LinearShape
 from tmodel.weights import Checkpoint
 
 _EMBEDDING, _FINAL_NORM, _LAYERS = "model.embed_tokens.weight", "model.norm.weight", "model.layers"
+_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,10 @@ class PreNormModel:
         self.norm_eps = decoder.norm_eps
         attention = decoder.layers[0].attention
         self.scale = attention.head_dim**-0.5
-        self.embedding = checkpoint.tensor(_EMBEDDING, (decoder.vocab_size, decoder.hidden_size))
+        # Of tensors that share memory some tools keep the other name (AutoAWQ 0.2.7).
+        only_head = decoder.tied_head and _EMBEDDING not in checkpoint and _HEAD in checkpoint
+        embedding = _HEAD if only_head else _EMBEDDING
+        self.embedding = checkpoint.tensor(embedding, (decoder.vocab_size, decoder.hidden_size))
         self._embed = kernels.ranges.named("embedding", "part")
         reader = LinearReader(checkpoint, kernels, config.quantization)
         self.layers = [self._layer(decoder, index, checkpoint, reader) for index in range(len(decoder.layers))]
@@ -140,7 +144,8 @@ class PreNormModel:
         # A layer's second add_rms_norm is also the next layer's first norm, so it takes that layer's weight.
         self.next_norms = [*(layer.attention_norm for layer in self.layers[1:]), self.final_norm]
         if decoder.tied_head:
-            checkpoint.require_equal("lm_head.weight", self.embedding)
+            if not only_head:
+                checkpoint.require_equal(_HEAD, self.embedding)
             self.head: Linear | JoinedLinear = Linear(
                 kernels.ranges.named("lm_head", "part"), kernels.matmul, self.embedding
             )

@@ -10,17 +10,22 @@ from typing import Any
 from pydantic import BaseModel
 
 from tkernels.names import suggest_name
+from tmodel.formats.auto_round import AutoRound
 from tmodel.formats.awq import AWQ
 from tmodel.formats.base import FormatWarning, QuantizationFormat, Scheme, parse_settings
 from tmodel.formats.compressed_tensors import CompressedTensors
+from tmodel.formats.fp8 import FP8
 from tmodel.formats.gptq import GPTQ
 from tmodel.formats.squeezellm import SqueezeLLM
+from tmodel.formats.unsupported import refuse_gguf, refuse_unsupported
 from tmodel.json_files import ConfigError, read_json
 
 __all__ = [
     "AWQ",
     "FORMATS",
+    "FP8",
     "GPTQ",
+    "AutoRound",
     "CompressedTensors",
     "FormatWarning",
     "QuantizationFormat",
@@ -28,14 +33,19 @@ __all__ = [
     "SqueezeLLM",
     "find_format",
     "parse_format",
+    "refuse_gguf",
 ]
 
 FORMATS: Mapping[str, type[BaseModel]] = MappingProxyType(
-    {format.method: format for format in (GPTQ, AWQ, CompressedTensors, SqueezeLLM)}
+    {
+        **{format.method: format for format in (GPTQ, AWQ, CompressedTensors, SqueezeLLM, AutoRound, FP8)},
+        AutoRound.old_method: AutoRound,
+    }
 )
 
 _QUANTIZE_CONFIG = "quantize_config.json"  # GPTQ's own
 _QUANT_CONFIG = "quant_config.json"  # AWQ's and SqueezeLLM's own
+_MODELOPT_CONFIG = "hf_quant_config.json"  # ModelOpt's own, which none of the formats here is
 
 
 def parse_format(raw: Mapping[str, Any]) -> QuantizationFormat:
@@ -45,20 +55,21 @@ def parse_format(raw: Mapping[str, Any]) -> QuantizationFormat:
         raw: The mapping as config.json holds it, with its `quant_method`.
 
     Returns:
-        The format with the checkpoint's settings.
+        The format with the checkpoint's settings: auto-round's files are of GPTQ's or AWQ's.
 
     Raises:
         ConfigError: The method is unknown, or a setting of it is missing, wrong or not supported.
     """
+    refuse_unsupported(raw)
     method = raw.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:
         hint = suggest_name(method, FORMATS)
         raise ConfigError(f"unknown quant_method {method!r}; supported are {', '.join(FORMATS)}{hint}")
     try:
         parsed: Any = parse_settings(FORMATS[method], raw)
+        return parsed.as_stored() if isinstance(parsed, AutoRound) else parsed
     except ConfigError as error:
         raise ConfigError(f"quant_method {method}: {error}") from error.__cause__
-    return parsed
 
 
 def find_format(directory: Path, raw: Mapping[str, Any]) -> tuple[Path, QuantizationFormat] | None:
@@ -99,6 +110,9 @@ def _read_settings(directory: Path, raw: Mapping[str, Any]) -> dict[str, dict[st
         own = read_json(directory / _QUANT_CONFIG)
         method = SqueezeLLM.method if "wbits" in own else AWQ.method
         settings[_QUANT_CONFIG] = {"quant_method": method, **own}
+    if not settings and (directory / _MODELOPT_CONFIG).exists():
+        inner = read_json(directory / _MODELOPT_CONFIG).get("quantization")
+        settings[_MODELOPT_CONFIG] = {"quant_method": "modelopt", **(inner if isinstance(inner, dict) else {})}
     return settings
 
 

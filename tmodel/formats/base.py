@@ -9,13 +9,16 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from tkernels.inputs import dtype_of
 from tkernels.quantized.codes import BITS, codes_per_row, pack_codes
+from tkernels.quantized.row_codes import BLOCK
+from tkernels.quantized.scaled_weight import ScaledWeight
 from tkernels.quantized.weight import Coding, QuantizedWeight
 from tmodel.json_files import ConfigError
 from tmodel.weights import Checkpoint
@@ -23,6 +26,7 @@ from tmodel.weights import Checkpoint
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _PARTS = 8
 """A layer is unpacked in this many parts: 2-bit codes, a byte each, take four times the memory of their words."""
+CodesName = Literal["int8", "float8_e4m3fn"]
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
@@ -72,6 +76,43 @@ class Scheme:
             raise ConfigError(f"{layer}: group_size {self.group_size} does not divide its {inputs} inputs")
 
 
+@dataclass(frozen=True)
+class ScaledScheme:
+    """How a linear layer of 8-bit codes is stored and its inputs are quantized.
+
+    Attributes:
+        codes: The dtype of the weight's codes and of the inputs'.
+        blocked: A scale belongs to a block of 128 x 128 of the weight, and to 128 inputs of a token; else to an output,
+            and to a token.
+        static: The inputs' scale is stored, one for all tokens; else it is found for each.
+    """
+
+    codes: CodesName
+    blocked: bool = False
+    static: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return dtype_of(self.codes)
+
+    def num_scales(self, outputs: int, inputs: int) -> int:
+        """The scales that the weight [outputs, inputs] has in memory."""
+        return -(-outputs // BLOCK) * (inputs // BLOCK) if self.blocked else outputs
+
+    def check_inputs(self, layer: str, inputs: int) -> None:
+        """Checks that a layer of `inputs` inputs can be stored in this scheme.
+
+        Args:
+            layer: Its name, for the message.
+            inputs: K.
+
+        Raises:
+            ConfigError: Blocks do not fill its inputs.
+        """
+        if self.blocked and inputs % BLOCK:
+            raise ConfigError(f"{layer}: its {inputs} inputs are no multiple of {BLOCK}, the inputs of a block")
+
+
 class QuantizationFormat(Protocol):
     """A format with the settings of one checkpoint. Compared by value."""
 
@@ -80,7 +121,7 @@ class QuantizationFormat(Protocol):
         """The `quant_method` of its config."""
         ...
 
-    def scheme(self, layer: str) -> Scheme | None:
+    def scheme(self, layer: str) -> Scheme | ScaledScheme | None:
         """How `layer` ("model.layers.0.mlp.down_proj") is stored; None where it is dense."""
         ...
 
@@ -92,11 +133,12 @@ class QuantizationFormat(Protocol):
         """
         ...
 
-    def read(self, checkpoint: Checkpoint, layer: str, outputs: int, inputs: int) -> QuantizedWeight:
+    def read(self, checkpoint: Checkpoint, layer: str, outputs: int, inputs: int) -> QuantizedWeight | ScaledWeight:
         """Reads the weight [N = outputs, K = inputs] of a quantized layer.
 
         Returns:
-            The weight in sequential order, on the checkpoint's device, its scales in the dtype that the file has.
+            The weight on the checkpoint's device: a QuantizedWeight in sequential order, its scales in the dtype that
+            the file has; of a ScaledScheme a ScaledWeight.
 
         Raises:
             WeightError: A tensor is missing, has another shape or dtype, or holds an impossible value. The message
@@ -105,8 +147,8 @@ class QuantizationFormat(Protocol):
         """
         ...
 
-    def encode(self, layer: str, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
-        """The inverse of `read`, bit for bit.
+    def encode(self, layer: str, weight: Any) -> dict[str, torch.Tensor]:
+        """The inverse of `read`, bit for bit, for the kind of weight that the format reads.
 
         Returns:
             The last part of a tensor's name ("qweight") -> the tensor.
@@ -122,15 +164,33 @@ class QuantizationFormat(Protocol):
 
 
 def parse_settings(kind: type[Parsed], raw: Mapping[str, Any]) -> Parsed:
-    """Parses `raw` as a format's settings of class `kind`.
+    """Parses `raw` as a format's settings of class `kind`; a field that is null is as good as absent.
 
     Raises:
         ConfigError: Fields are wrong; the message lists every one.
     """
     try:
-        return kind.model_validate(dict(raw))
+        return kind.model_validate(drop_nulls(raw))
     except ValidationError as error:
         raise ConfigError("; ".join(map(_describe_error, error.errors()))) from error
+
+
+def drop_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """`raw` without the fields that are null, which tools write for settings that were left alone."""
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def refuse_adapter(adapter: Any) -> None:
+    """Checks that a checkpoint has no LoRA adapter: its weights without it are another model.
+
+    Raises:
+        ValueError: It has one.
+    """
+    if adapter is not None:
+        raise ValueError(
+            f"the weights come with a LoRA adapter, which is not applied here, got {reprlib.repr(adapter)}; merge it "
+            "into the dense model and quantize that, or set adapter to null to serve the weights without it"
+        )
 
 
 def _describe_error(error: ErrorDetails) -> str:

@@ -1,4 +1,6 @@
-"""compressed-tensors, format "pack-quantized", as llm-compressor writes it for vLLM.
+"""compressed-tensors, as llm-compressor writes it for vLLM.
+
+Format "pack-quantized", weights alone in codes:
 
     weight_packed     [N, ceil(K * bits / 32)] int32   codes along K, a stream of bits
     weight_scale      [N, G]                           W[n, k] = (code - zero) * scale
@@ -7,6 +9,14 @@
     weight_shape      [2] integer                      (N, K)
 
 compressed-tensors calls codes and zero-points signed, and stores them with 2**(bits - 1) added. Here they stay so.
+
+Formats "int-quantized", "float-quantized" and "naive-quantized", weights and inputs in codes of 8 bits:
+
+    weight            [N, K] int8 or e4m3fn
+    weight_scale      [N, 1]                           W[n, k] = code * scale; strategy "channel"
+                      [1]                              strategy "tensor"
+                      [ceil(N / 128), K / 128]         strategy "block"
+    input_scale       [1]                              only where the inputs' scale is static
 """
 
 from __future__ import annotations
@@ -17,9 +27,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tkernels.quantized.row_codes import BLOCK
+from tkernels.quantized.scaled_weight import ScaledWeight
 from tkernels.quantized.slicing import zeros_of
 from tkernels.quantized.weight import QuantizedWeight, unpack_codes
 from tmodel.formats.base import (
+    CodesName,
+    ScaledScheme,
     Scheme,
     check_bits,
     check_group_size,
@@ -35,10 +49,24 @@ from tmodel.formats.base import (
     read_words,
 )
 from tmodel.formats.bitstream import num_words, pack_stream, unpack_stream
+from tmodel.formats.scaled import (
+    check_scaled,
+    make_weight,
+    read_codes,
+    read_input_scale,
+    read_scales,
+    read_zero_points,
+)
 from tmodel.weights import Checkpoint
 
 _CLASS = "Linear"
 """The class of every linear layer, which targets and ignored layers may name in place of layers."""
+
+PACKED = "pack-quantized"
+_EIGHT_BITS = ("int-quantized", "float-quantized", "naive-quantized")
+_EACH_ITS_OWN = "mixed-precision"
+"""The format of a file whose groups name theirs."""
+_CODES: dict[str, CodesName] = {"int": "int8", "float": "float8_e4m3fn"}
 
 
 class Weights(BaseModel):
@@ -46,10 +74,11 @@ class Weights(BaseModel):
 
     Attributes:
         num_bits: Of a code.
-        type: "int".
+        type: "int", or "float", which is e4m3.
         symmetric: All zero-points are 2**(bits - 1), and none is stored.
-        strategy: "group", or "channel": all inputs share a scale.
+        strategy: "group"; or "channel": all inputs share a scale; of 8-bit formats also "tensor" and "block".
         group_size: Inputs that share a scale.
+        block_structure: Outputs and inputs that share a scale.
         actorder: "group" stores codes by input and the group of each; "weight" ("static") changed only how the
             quantizer chose the codes.
         dynamic: false.
@@ -58,10 +87,11 @@ class Weights(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
     num_bits: int
-    type: Literal["int"] = "int"
+    type: Literal["int", "float"] = "int"
     symmetric: bool = True
-    strategy: Literal["group", "channel"]
+    strategy: Literal["group", "channel", "tensor", "block"]
     group_size: int | None = None
+    block_structure: list[int] | None = None
     actorder: Literal["group", "weight", "dynamic", "static"] | bool | None = None
     dynamic: Literal[False] = False
 
@@ -80,7 +110,7 @@ class Weights(BaseModel):
     @property
     def inputs_per_group(self) -> int:
         """Inputs that share a scale; -1 is all."""
-        return -1 if self.strategy == "channel" or self.group_size is None else self.group_size
+        return -1 if self.strategy != "group" or self.group_size is None else self.group_size
 
     @property
     def has_group_indices(self) -> bool:
@@ -88,16 +118,92 @@ class Weights(BaseModel):
         return self.actorder in ("group", "dynamic", True)
 
 
+class Activations(BaseModel):
+    """A group's `input_activations`.
+
+    Attributes:
+        num_bits: Of a code.
+        type: "int", or "float", which is e4m3.
+        symmetric: No zero-points.
+        strategy: "token": each has a scale of its own; "tensor": all have one; "group": so many inputs of each token.
+        group_size: Inputs of a token that share a scale.
+        dynamic: Scales are found while the model runs; else they are stored.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+    num_bits: Literal[8] = 8
+    type: Literal["int", "float"] = "int"
+    symmetric: Literal[True] = True
+    strategy: Literal["token", "tensor", "group"]
+    group_size: int | None = None
+    dynamic: bool = False
+
+
 class Group(BaseModel):
-    """Layers that share settings. Only formats that are not supported quantize activations."""
+    """Layers that share settings. `format` is what the file's is where it is None."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
     targets: list[str]
     weights: Weights
-    input_activations: None = None
+    input_activations: Activations | None = None
     output_activations: None = None
-    format: Literal["pack-quantized"] | None = None
+    format: Literal["pack-quantized", "int-quantized", "float-quantized", "naive-quantized"] | None = None
+
+    def check_format(self, name: str) -> None:
+        """Checks that the settings are some that format `name` stores and the kernels compute.
+
+        Raises:
+            ValueError: They are not; the message begins with the setting's name.
+        """
+        if name == PACKED:
+            self._check_packed()
+        else:
+            self._check_eight_bits()
+
+    def _check_packed(self) -> None:
+        if self.weights.type != "int":
+            raise ValueError(f"weights.type: format {PACKED!r} is supported with 'int', got {self.weights.type!r}")
+        if self.weights.strategy not in ("group", "channel"):
+            given = f"got {self.weights.strategy!r}"
+            raise ValueError(f"weights.strategy: format {PACKED!r} is supported with 'group' or 'channel', {given}")
+        if self.input_activations is not None:
+            raise ValueError(f"input_activations: format {PACKED!r} is supported without; its inputs are not quantized")
+
+    def _check_eight_bits(self) -> None:
+        weights, inputs = self.weights, self.input_activations
+        if weights.num_bits != 8 or not weights.symmetric or weights.has_group_indices:
+            raise ValueError(f"weights: outside {PACKED!r} 8 bits are supported, symmetric and in the inputs' order")
+        if inputs is None:
+            raise ValueError(
+                f"input_activations: weights alone are supported in format {PACKED!r}; in others the inputs must be "
+                "quantized too, and these are not"
+            )
+        if inputs.type != weights.type:
+            raise ValueError(f"input_activations.type: {inputs.type!r} with weights of type {weights.type!r}")
+        by_row = weights.strategy in ("channel", "tensor")
+        by_block = (weights.type, weights.strategy, weights.block_structure) == ("float", "block", [BLOCK, BLOCK])
+        supported = {
+            ("token", True): by_row,
+            ("tensor", False): by_row,
+            ("group", True): by_block and inputs.group_size == BLOCK,
+        }
+        if not supported.get((inputs.strategy, inputs.dynamic), False):
+            how = "dynamic" if inputs.dynamic else "static"
+            raise ValueError(
+                f"weights.strategy {weights.strategy!r} with {how} input_activations.strategy {inputs.strategy!r}: "
+                "supported are 'channel' and 'tensor' with dynamic 'token' or static 'tensor', and of type 'float' "
+                f"'block' of [{BLOCK}, {BLOCK}] with dynamic 'group' of {BLOCK}"
+            )
+
+    def scheme(self, name: str) -> Scheme | ScaledScheme:
+        """How layers of the group are stored in format `name`."""
+        weights, inputs = self.weights, self.input_activations
+        if name == PACKED or inputs is None:
+            size = weights.inputs_per_group
+            return Scheme(weights.num_bits, size, permuted=weights.has_group_indices and size != -1)
+        return ScaledScheme(_CODES[weights.type], weights.strategy == "block", not inputs.dynamic)
 
 
 class CompressedTensors(BaseModel):
@@ -113,16 +219,27 @@ class CompressedTensors(BaseModel):
     config_groups: dict[str, Group] = Field(min_length=1)
     ignore: list[str] = []
     format: str = "pack-quantized"
-    kv_cache_scheme: None = None
     transform_config: dict[str, Any] | None = None
     sparsity_config: dict[str, Any] | None = None
 
     @field_validator("format")
     @classmethod
     def _check_format(cls, name: str) -> str:
-        if name != "pack-quantized":
-            raise ValueError(f"{name!r} is not supported; 'pack-quantized' is")
+        if name not in (supported := (PACKED, *_EIGHT_BITS, _EACH_ITS_OWN)):
+            raise ValueError(f"{name!r} is not supported; {', '.join(map(repr, supported))} are")
         return name
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> CompressedTensors:
+        for name, group in self.config_groups.items():
+            where = f"config_groups.{name}"
+            if group.format is None and self.format == _EACH_ITS_OWN:
+                raise ValueError(f"{where}: format {_EACH_ITS_OWN!r} needs a format of each group")
+            try:
+                group.check_format(group.format or self.format)
+            except ValueError as error:
+                raise ValueError(f"{where}.{error}") from None
+        return self
 
     @model_validator(mode="after")
     def _check_transforms_and_patterns(self) -> CompressedTensors:
@@ -137,38 +254,41 @@ class CompressedTensors(BaseModel):
                 raise ValueError(f"{pattern!r}: {error}") from None
         return self
 
-    def find_weights(self, layer: str) -> Weights | None:
+    def find_group(self, layer: str) -> Group | None:
         """The settings of a layer; None where it is dense. A name wins over a pattern, and a pattern over a class."""
         if any(_rank_match(pattern, layer) for pattern in self.ignore):
             return None
         ranked = [
-            (_rank_match(target, layer), group.weights)
-            for group in self.config_groups.values()
-            for target in group.targets
+            (_rank_match(target, layer), group) for group in self.config_groups.values() for target in group.targets
         ]
-        rank, weights = max(ranked, key=lambda pair: pair[0], default=(0, None))  # of equal ranks the first wins
-        return weights if rank else None
+        rank, group = max(ranked, key=lambda pair: pair[0], default=(0, None))  # of equal ranks the first wins
+        return group if rank else None
 
-    def scheme(self, layer: str) -> Scheme | None:
-        weights = self.find_weights(layer)
-        if weights is None:
-            return None
-        group_size = weights.inputs_per_group
-        return Scheme(weights.num_bits, group_size, permuted=weights.has_group_indices and group_size != -1)
+    def scheme(self, layer: str) -> Scheme | ScaledScheme | None:
+        group = self.find_group(layer)
+        return None if group is None else group.scheme(group.format or self.format)
 
-    def _require_quantized(self, layer: str) -> tuple[Weights, Scheme]:
-        weights, scheme = self.find_weights(layer), self.scheme(layer)
-        if weights is None or scheme is None:
+    def _require_quantized(self, layer: str) -> tuple[Weights, Scheme | ScaledScheme]:
+        group, scheme = self.find_group(layer), self.scheme(layer)
+        if group is None or scheme is None:
             raise make_dense_layer_error(layer)
-        return weights, scheme
+        return group.weights, scheme
 
     def check(self, layer: str, outputs: int, inputs: int) -> None:
         scheme = self.scheme(layer)
         if scheme is not None:
             scheme.check_inputs(layer, inputs)
 
-    def read(self, checkpoint: Checkpoint, layer: str, outputs: int, inputs: int) -> QuantizedWeight:
+    def read(self, checkpoint: Checkpoint, layer: str, outputs: int, inputs: int) -> QuantizedWeight | ScaledWeight:
         weights, scheme = self._require_quantized(layer)
+        if isinstance(scheme, ScaledScheme):
+            return _read_eight_bits(checkpoint, layer, (outputs, inputs), weights, scheme)
+        return self._read_packed(checkpoint, layer, outputs, inputs, weights, scheme)
+
+    @staticmethod
+    def _read_packed(
+        checkpoint: Checkpoint, layer: str, outputs: int, inputs: int, weights: Weights, scheme: Scheme
+    ) -> QuantizedWeight:
         bits, groups = weights.num_bits, scheme.num_groups(inputs)
         shape = checkpoint.raw(f"{layer}.weight_shape", (2,), (torch.int64, torch.int32), "where [2] = {} is expected")
         if shape.tolist() != [outputs, inputs]:
@@ -209,8 +329,10 @@ class CompressedTensors(BaseModel):
         )
         return QuantizedWeight(packed, scales, zeros, bits, inputs // groups, high=high, permutation=permutation)
 
-    def encode(self, layer: str, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
+    def encode(self, layer: str, weight: QuantizedWeight | ScaledWeight) -> dict[str, torch.Tensor]:
         weights, scheme = self._require_quantized(layer)
+        if isinstance(weight, ScaledWeight) or isinstance(scheme, ScaledScheme):
+            return _encode_eight_bits(layer, weight, weights, scheme)
         check_scheme(weight, layer, scheme)
         assert weight.scales is not None, "the scheme is uniform"
         bits = weights.num_bits
@@ -234,8 +356,60 @@ class CompressedTensors(BaseModel):
         return {
             "quant_method": self.method,
             "quantization_status": "compressed",
-            **self.model_dump(exclude={"kv_cache_scheme", "transform_config", "sparsity_config"}),
+            **self.model_dump(exclude={"transform_config", "sparsity_config"}),
         }
+
+
+def make_w8a8(codes: Literal["int", "float"]) -> CompressedTensors:
+    """The settings of 8-bit weights with a scale for each output and inputs with one for each token; the head is dense.
+
+    Args:
+        codes: "int", or "float", which is e4m3.
+    """
+    name: Literal["int-quantized", "float-quantized"] = "int-quantized" if codes == "int" else "float-quantized"
+    group = Group(
+        targets=[_CLASS],
+        weights=Weights(num_bits=8, type=codes, strategy="channel"),
+        input_activations=Activations(type=codes, strategy="token", dynamic=True),
+        format=name,
+    )
+    return CompressedTensors(config_groups={"group_0": group}, ignore=["lm_head"], format=name)
+
+
+def _read_eight_bits(
+    checkpoint: Checkpoint, layer: str, shape: tuple[int, int], weights: Weights, scheme: ScaledScheme
+) -> ScaledWeight:
+    """The weight [N, K] of a layer in one of the 8-bit formats."""
+    outputs, inputs = shape
+    scales_of = {
+        "channel": ((outputs, 1), "[N, 1]"),
+        "tensor": ((1,), "[1]"),
+        "block": ((-(-outputs // BLOCK), inputs // BLOCK), f"[ceil(N / {BLOCK}), K / {BLOCK}]"),
+    }
+    codes = read_codes(checkpoint, f"{layer}.weight", shape, scheme)
+    scales = read_scales(checkpoint, f"{layer}.weight_scale", *scales_of[weights.strategy])
+    input_scale = read_input_scale(checkpoint, f"{layer}.input_scale") if scheme.static else None
+    for name in ("weight_zero_point", "input_zero_point"):
+        read_zero_points(checkpoint, f"{layer}.{name}")
+    return make_weight(scheme, codes, scales, input_scale)
+
+
+def _encode_eight_bits(
+    layer: str, weight: QuantizedWeight | ScaledWeight, weights: Weights, scheme: Scheme | ScaledScheme
+) -> dict[str, torch.Tensor]:
+    """The inverse of `_read_eight_bits`."""
+    if not isinstance(weight, ScaledWeight) or not isinstance(scheme, ScaledScheme):
+        raise ValueError(f"{layer}: a {type(weight).__name__}, which a layer of {scheme} is not")
+    check_scaled(layer, weight, scheme)
+    scales = weight.scales
+    if weights.strategy == "tensor":
+        if not bool((scales == scales[0]).all()):
+            raise ValueError(f"{layer}: its outputs have scales of their own, but the format holds one for all")
+        scales = scales[:1]
+    elif weights.strategy == "channel":
+        scales = scales.unsqueeze(1)
+    tensors = {"weight": weight.values, "weight_scale": scales}
+    return tensors if weight.input_scale is None else {**tensors, "input_scale": weight.input_scale}
 
 
 def _rank_match(pattern: str, layer: str) -> int:

@@ -13,8 +13,8 @@ and warns (FormatWarning) where the metadata disagrees. Where no tensor shows it
 
 from __future__ import annotations
 
-import re
 import warnings
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -34,21 +34,17 @@ from tmodel.formats.base import (
     invert_permutation,
     make_dense_layer_error,
     pack_by_parts,
-    parse_settings,
     read_permutation,
     read_values,
     read_words,
+    refuse_adapter,
 )
 from tmodel.formats.bitstream import num_words, pack_stream, unpack_stream
+from tmodel.formats.overrides import Dynamic, check_dynamic, find_override, override
 from tmodel.json_files import ConfigError
 from tmodel.weights import Checkpoint, WeightError
 
 _OVERRIDES = ("bits", "group_size", "desc_act", "sym", "pack_dtype")
-_QUANTIZERS = (
-    *("mse", "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "act_group_aware"),
-    *("fallback", "failsafe", "hessian", "gptaq", "foem"),
-)
-"""Overrides of GPTQModel that told the quantizer how to choose codes; they do not change what codes mean."""
 CheckpointFormat = Literal["gptq", "gptq_v2"]
 _ADDED: dict[CheckpointFormat, int] = {"gptq": 1, "gptq_v2": 0}  # to a stored zero-point
 _BY_ADDED: dict[int, CheckpointFormat] = {1: "gptq", 0: "gptq_v2"}
@@ -68,11 +64,11 @@ class GPTQ(BaseModel):
         format: Another name of the same setting; transformers writes both. It is kept only where the two contradict
             each other: the checkpoint is refused then, unless its words show which is right.
         lm_head: Whether the head is quantized too.
-        dynamic: GPTQModel's overrides, a regular expression -> settings. The first that matches from the beginning of a
-            layer's name counts; "-:" before it keeps the layer dense, "+:" or nothing changes its settings.
+        dynamic: What differs from layer to layer, see `overrides`.
         modules_in_block_to_quantize: Where given, the only layers that are quantized, by the last parts of their names.
         pack_dtype: "int32".
         is_marlin_format: false.
+        adapter: None; a LoRA that GPTQModel keeps beside the weights is not applied.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
@@ -85,15 +81,21 @@ class GPTQ(BaseModel):
     checkpoint_format: CheckpointFormat = "gptq"
     format: CheckpointFormat | None = None
     lm_head: bool = False
-    dynamic: dict[str, dict[str, Any]] | None = None
+    dynamic: Dynamic | None = None
     modules_in_block_to_quantize: list[list[str]] | None = None
     pack_dtype: Literal["int32"] = "int32"
     is_marlin_format: Literal[False] = False
+    adapter: None = None
 
     @field_validator("bits", mode="before")
     @classmethod
     def _check_bits(cls, bits: Any) -> int:
         return check_bits(bits)
+
+    @field_validator("adapter", mode="before")
+    @classmethod
+    def _check_adapter(cls, adapter: Any) -> None:
+        refuse_adapter(adapter)
 
     @model_validator(mode="before")
     @classmethod
@@ -107,28 +109,20 @@ class GPTQ(BaseModel):
     @model_validator(mode="after")
     def _check_groups_and_overrides(self) -> GPTQ:
         check_group_size(self.group_size, self.bits)
-        for pattern, overrides in (self.dynamic or {}).items():
-            try:
-                re.compile(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern)
-                self._apply_overrides(overrides)
-            except (re.error, ConfigError) as error:
-                raise ValueError(f"dynamic[{pattern!r}]: {error}") from None
+        check_dynamic(self.dynamic, self._apply_overrides)
         return self
 
-    def _apply_overrides(self, overrides: dict[str, Any]) -> GPTQ:
-        unknown = ", ".join(key for key in overrides if key not in (*_OVERRIDES, *_QUANTIZERS))
-        if unknown:
-            raise ConfigError(f"unknown {unknown}; supported are {', '.join(_OVERRIDES)}")
-        settings = self.model_dump(exclude={"dynamic"})
-        return parse_settings(GPTQ, {**settings, **{key: overrides[key] for key in _OVERRIDES if key in overrides}})
+    def _apply_overrides(self, overrides: Mapping[str, Any]) -> GPTQ:
+        return override(self, overrides, _OVERRIDES)
 
     def find_settings(self, layer: str) -> GPTQ | None:
         """The settings of one layer with overrides applied; None where it is dense."""
         if layer == "lm_head" and not self.lm_head:
             return None
-        for pattern, overrides in (self.dynamic or {}).items():
-            if re.match(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, layer):
-                return None if pattern.startswith("-:") else self._apply_overrides(overrides)
+        found = find_override(self.dynamic, layer)
+        if found is not None:
+            is_dense, overrides = found
+            return None if is_dense else self._apply_overrides(overrides)
         named = [name for names in self.modules_in_block_to_quantize or [] for name in names]
         if named and not any(layer.endswith(f".{name}") for name in named):
             return None

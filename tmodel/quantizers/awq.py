@@ -16,9 +16,8 @@ import torch
 
 from tkernels.quantized.weight import QuantizedWeight, dequantize
 from tmodel.formats import AWQ
-from tmodel.quantization import Feed
 from tmodel.quantizers.calibration import Inputs, collect_inputs, forward
-from tmodel.quantizers.layers import linear_names
+from tmodel.quantizers.folding import fold_into_feeds
 from tmodel.quantizers.method import Layer, Method, QuantizedLayer
 from tmodel.quantizers.rtn import round_to_nearest
 
@@ -128,10 +127,7 @@ def quantize(layer: Layer, bits: int, group_size: int) -> QuantizedLayer:
 def fold_scales(
     layer: Layer, seen: Mapping[int, Inputs], bits: int, group_size: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Scales each group's inputs and divides what feeds them by the same scales: the layer's function stays.
-
-    A linear's rows may be scaled freely, because each row has its own steps. So scales that were searched on the
-    original weights also hold for the changed ones. A group without a feed keeps scales of 1.
+    """Folds the scales that leave the least output error into what feeds each group of linears.
 
     Args:
         layer: The dense layer.
@@ -140,49 +136,14 @@ def fold_scales(
         group_size: Inputs that share a step; -1 is all.
 
     Returns:
-        (all weights of the layer, float32; those that stay dense and changed, in the checkpoint's dtype; each group's
-        scales [K], float64).
+        As `fold_into_feeds`.
     """
-    weights = dict(layer.weights)
-    changed: dict[str, torch.Tensor] = {}
-    used = [torch.ones_like(seen[place].mean_abs) for place in range(len(layer.groups))]
-    linears = set(linear_names(layer.groups))
-    for place, group in enumerate(layer.groups):
-        feed = group.fed_by
-        if feed is None:
-            continue
-        rows = input_rows(feed, group.inputs)
-        matrices = [layer.weights[f"{name}.weight"] for name in group.names]
-        scales = search_scales(
-            matrices, seen[place], average_shared(seen[place].mean_abs, rows), bits, group_size
-        )  # [K]
-        made_by = weights[f"{feed.name}.weight"]
-        by_row = torch.ones(made_by.shape[0], dtype=scales.dtype).index_copy(0, rows, scales)  # of the feed's rows
-        if feed.name in linears:
-            weights[f"{feed.name}.weight"] = made_by / by_row.float()[:, None]
-        else:
-            kept, by_row = divide_norm(made_by, by_row, layer.dtype)
-            weights[f"{feed.name}.weight"], scales = kept, by_row[rows]
-            changed[f"{feed.name}.weight"] = kept.to(layer.dtype)
-        if (bias := weights.get(f"{feed.name}.bias")) is not None:
-            weights[f"{feed.name}.bias"] = bias / by_row.float()
-            changed[f"{feed.name}.bias"] = weights[f"{feed.name}.bias"].to(layer.dtype)
-        used[place] = scales
-        for name in group.names:
-            weights[f"{name}.weight"] = weights[f"{name}.weight"] * scales.float()
-    return weights, changed, used
 
+    def choose(place: int, matrices: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+        inputs = seen[place]
+        return search_scales(matrices, inputs, average_shared(inputs.mean_abs, rows), bits, group_size)
 
-def divide_norm(norm: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """norm / scales [K] rounded to `dtype`, and the scales [K] float64 that the rounded norm is divided by exactly."""
-    kept = (norm.double() / scales).to(dtype).double()
-    return kept.float(), torch.where(kept == 0, scales, norm.double() / kept)
-
-
-def input_rows(feed: Feed, inputs: int) -> torch.Tensor:
-    """[K] int64: the row of the feed that computes each of `inputs`."""
-    runs = feed.rows or (range(inputs),)
-    return torch.tensor([row for run in runs for row in run])
+    return fold_into_feeds(layer, choose)
 
 
 def average_shared(magnitude: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -95,6 +95,32 @@ def collect_inputs(
     return {group: Inputs(moments[group], sums[group] / num_tokens) for group in sorted(moments)}
 
 
+def collect_largest(
+    layers: TransformersLayers, weights: Weights, index: int, hidden: torch.Tensor
+) -> dict[int, torch.Tensor]:
+    """Collects the largest magnitude of each input of linears in one layer.
+
+    Args:
+        layers: The model.
+        weights: Of the layer.
+        index: Which layer it is.
+        hidden: [n, S, H], its input.
+
+    Returns:
+        Place of a group -> max |X| over tokens, [K] float64.
+    """
+    largest: dict[int, torch.Tensor] = {}
+
+    def observe(group: int, x: torch.Tensor) -> None:
+        most = x.abs().amax(0).double()
+        largest[group] = torch.maximum(largest[group], most) if group in largest else most
+
+    with torch.no_grad():
+        for part in hidden.split(_WINDOWS_AT_ONCE):
+            layers(weights, index, part, observe)
+    return dict(sorted(largest.items()))
+
+
 def head_gradient(layers: TransformersLayers, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The gradient [n, S, H] of each window's summed loss in nats by the last layer's output.
 

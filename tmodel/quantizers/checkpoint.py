@@ -79,6 +79,7 @@ class Job:
             "model": str(self.source.resolve()),
             "its files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
             "method": self.method.name,
+            **self.method.options.model_dump(),
             "bits": self.bits,
             "group_size": self.group_size,
             "tokens of a calibration window": None if self.windows is None else self.windows.shape[1] - 1,

@@ -1,23 +1,52 @@
 """GPTQ rounds weights one input after another, and lets the inputs that follow make up for the error so far.
 
 Source: Frantar et al., 2023, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
-algorithm 1. Its reference code also orders inputs by activation and finds a group's steps when it reaches the group.
+algorithm 1. Its reference code also orders inputs by activation, finds a group's steps when it reaches the group, and
+can search for narrower ones. Groups in the order of activation: Gafni et al., 2025, "Dual Precision Quantization for
+Efficient and Accurate Deep Neural Networks Inference".
 """
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Literal
+
 import torch
+from pydantic import Field
 
 from tkernels.quantized.weight import QuantizedWeight, dequantize
 from tmodel.formats import GPTQ
+from tmodel.formats.gptq import CheckpointFormat
 from tmodel.quantizers.calibration import collect_inputs, forward
-from tmodel.quantizers.method import Layer, Method, QuantizedLayer
-from tmodel.quantizers.rtn import compute_steps, pack_weight, round_to_codes
+from tmodel.quantizers.method import Layer, Method, Options, QuantizedLayer
+from tmodel.quantizers.rtn import compute_steps, pack_weight, round_to_codes, search_steps
 
-DAMPING = 0.01
-"""The share of the Hessian's mean diagonal that is added to the diagonal: the paper's."""
+ActOrder = Literal["inputs", "groups", "none"]
+
+DAMPING = 0.05
+"""The share of the Hessian's mean diagonal that is added to the diagonal: GPTQModel's; the paper's is 0.01."""
 
 _BLOCK = 128
+
+
+class GPTQOptions(Options):
+    """What GPTQ may be told.
+
+    Attributes:
+        damping: The share of the mean second moment that is added to each input's.
+        act_order: What the largest moments put first: "inputs", whose neighbours in the new order share a step, so that
+            a checkpoint says the group of each (desc_act); "groups" of neighbours as they are, and within each its
+            inputs, which a checkpoint does not show; or "none".
+        search: Whether each group's range is narrowed where that loses less, see rtn.search_steps.
+        symmetric: Whether every zero-point is 2**(bits - 1).
+        checkpoint_format: "gptq" (v1), which every reader knows, or "gptq_v2", whose zero-points may be 0.
+    """
+
+    damping: float = Field(default=DAMPING, gt=0, le=1)
+    act_order: ActOrder = "inputs"
+    search: bool = False
+    symmetric: bool = False
+    checkpoint_format: CheckpointFormat = "gptq"
 
 
 def gptq(
@@ -27,21 +56,25 @@ def gptq(
     group_size: int,
     *,
     symmetric: bool = False,
-    act_order: bool = True,
+    act_order: ActOrder = "inputs",
+    damping: float = DAMPING,
+    search: bool = False,
     lowest_zero: int = 0,
 ) -> QuantizedWeight:
     """Chooses codes that keep X W^T, not W, near its dense value.
 
-    With an identity for a second moment and no act_order the codes are those of round-to-nearest.
+    With an identity for a second moment, no act_order and no search the codes are those of round-to-nearest.
 
     Args:
         weight: [N, K], float32 or float64.
         second_moment: X^T X, [K, K], of the inputs seen.
         bits: Of a code.
         group_size: Inputs that share a step; -1 is all.
-        symmetric: Every zero-point is 2**(bits - 1).
-        act_order: The inputs with the largest moments go first, while most weights are left to make up for them.
-            Neighbours in this order share a group, so the result has a permutation.
+        symmetric: As in GPTQOptions, as the three after it.
+        act_order: What goes first, while most weights are left to make up for it. With "inputs" the result has a
+            permutation.
+        damping: More of it trusts the second moment less.
+        search: Whether ranges of groups are narrowed.
         lowest_zero: No zero-point is below it, see rtn.compute_steps.
 
     Returns:
@@ -55,14 +88,9 @@ def gptq(
     moment = second_moment.double()
     dead = moment.diagonal() == 0  # these inputs were always 0, so their weights do nothing
     moment = moment + torch.diag(dead.double())
-    columns = weight.t().masked_fill(dead[:, None], 0)  # [K, N]
-    order = torch.arange(inputs)
-    if act_order:
-        order = moment.diagonal().argsort(descending=True, stable=True)
-        moment, columns = moment[order][:, order], columns[order]
-    else:
-        columns = columns.clone()
-    inverse = _inverse_factor(moment).to(weight.dtype)  # [K, K], upper triangular
+    order = order_inputs(second_moment.double().diagonal(), size, act_order)
+    columns = weight.t().masked_fill(dead[:, None], 0)[order]  # [K, N]
+    inverse = _inverse_factor(moment[order][:, order], damping).to(weight.dtype)  # [K, K], upper triangular
     codes = torch.empty_like(columns)
     steps, zero_points = [], []
     # A block ends where a group begins: the group's step depends on all corrections from inputs before it.
@@ -70,9 +98,10 @@ def gptq(
     for start in range(0, inputs, block):
         stop = min(start + block, inputs)
         if start % size == 0:
-            step, zeros = compute_steps(
-                columns[start : start + size], bits, symmetric=symmetric, lowest_zero=lowest_zero
-            )
+            group = slice(start, start + size)
+            # An error of a column costs its square over the square of its pivot, whatever follows it.
+            costs = inverse.diagonal()[group, None].square().reciprocal() if search else None
+            step, zeros = _choose_steps(columns[group], costs, bits, symmetric=symmetric, lowest_zero=lowest_zero)
             steps.append(step)
             zero_points.append(zeros)
         errors = torch.empty((stop - start, outputs), dtype=weight.dtype)
@@ -83,23 +112,52 @@ def gptq(
             rest = inverse[place, place + 1 : stop]
             columns[place + 1 : stop] -= rest[:, None] * errors[place - start]
         columns[stop:] -= inverse[start:stop, stop:].t() @ errors
-    # Within a group inputs keep their order, because a file stores only the group of each.
+    # Groups of inputs that were not neighbours are numbered as they came, others as they lie.
+    numbers = torch.arange(inputs // size) if act_order == "inputs" else order[::size] // size
     group_of = torch.empty_like(order)
-    group_of[order] = torch.arange(inputs) // size
+    group_of[order] = numbers.repeat_interleave(size)
+    # Within a group inputs keep their order, because a file stores only the group of each.
     places = group_of.argsort(stable=True)
     by_input = torch.empty_like(codes)
     by_input[order] = codes
     permutation = None if torch.equal(places, torch.arange(inputs)) else places.int()
+    by_number = numbers.argsort()
     return pack_weight(
-        by_input[places], torch.cat(steps), torch.cat(zero_points), bits, size, symmetric=symmetric,
-        permutation=permutation,
+        by_input[places], torch.cat(steps)[by_number], torch.cat(zero_points)[by_number], bits, size,
+        symmetric=symmetric, permutation=permutation,
     )  # fmt: skip
 
 
-def _inverse_factor(moment: torch.Tensor) -> torch.Tensor:
+def order_inputs(moments: torch.Tensor, group_size: int, act_order: ActOrder) -> torch.Tensor:
+    """[K] int64: the inputs in the order in which they are rounded.
+
+    Args:
+        moments: [K], the second moment of each.
+        group_size: Inputs that share a step.
+        act_order: As in GPTQOptions; a group counts by its largest moment.
+    """
+    if act_order == "inputs":
+        return moments.argsort(descending=True, stable=True)
+    if act_order == "none":
+        return torch.arange(len(moments))
+    groups = moments.unflatten(0, (-1, group_size))  # [G, size]
+    first = groups.amax(1).argsort(descending=True, stable=True)  # [G]
+    within = groups.argsort(dim=1, descending=True, stable=True)  # [G, size]
+    return (first[:, None] * group_size + within[first]).flatten()
+
+
+def _choose_steps(
+    group: torch.Tensor, costs: torch.Tensor | None, bits: int, *, symmetric: bool, lowest_zero: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The step and zero-point [1, N] of a group [size, N]; searched for where errors have `costs` [size, 1]."""
+    if costs is None:
+        return compute_steps(group, bits, symmetric=symmetric, lowest_zero=lowest_zero)
+    return search_steps(group, costs, bits, symmetric=symmetric, lowest_zero=lowest_zero)
+
+
+def _inverse_factor(moment: torch.Tensor, damping: float) -> torch.Tensor:
     """U [K, K], upper triangular, with U^T U the inverse of the damped `moment`; damping grows until it exists."""
     mean = moment.diagonal().mean()
-    damping = DAMPING
     while True:
         damped = moment + torch.eye(len(moment), dtype=moment.dtype) * (damping * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
@@ -109,28 +167,44 @@ def _inverse_factor(moment: torch.Tensor) -> torch.Tensor:
                 return upper
         if damping >= 1:  # every eigenvalue is at least the mean diagonal here, so only bad input fails
             raise ValueError("gptq: the second moment of the inputs is not positive semidefinite, or not finite")
-        damping *= 10
+        damping = min(1.0, damping * 10)
 
 
-def quantize(layer: Layer, bits: int, group_size: int) -> QuantizedLayer:
+def quantize(options: GPTQOptions, layer: Layer, bits: int, group_size: int) -> QuantizedLayer:
     """Quantizes one group of linears after another, each on inputs from the quantized groups before it.
 
-    The next layer's inputs come from this layer's quantized weights. No zero-point is 0: format v1 cannot store it.
+    The next layer's inputs come from this layer's quantized weights. Format v1 cannot store a zero-point of 0.
     """
     layers, hidden = layer.require_calibration()
     weights = dict(layer.weights)
     linears: dict[str, QuantizedWeight] = {}
+    lowest_zero = 1 if options.checkpoint_format == "gptq" else 0
+    told = options.model_dump(exclude={"checkpoint_format"})
     for place, group in enumerate(layer.groups):
         moment = collect_inputs(layers, weights, layer.index, hidden, [place])[place].second_moment
         for name in group.names:
-            linears[name] = gptq(weights[f"{name}.weight"], moment, bits, group_size, lowest_zero=1)
+            weight = weights[f"{name}.weight"]
+            linears[name] = gptq(weight, moment, bits, group_size, lowest_zero=lowest_zero, **told)
             weights[f"{name}.weight"] = dequantize(linears[name], torch.float32)
     return QuantizedLayer(linears, carry=forward(layers, weights, layer.index, hidden))
 
 
-def _format(bits: int, group_size: int) -> GPTQ:
-    """Format v1, which every reader of GPTQ knows; v2 is GPTQModel's and newer."""
-    return GPTQ(bits=bits, group_size=group_size, desc_act=True, sym=False)
+def _format(options: GPTQOptions, bits: int, group_size: int) -> GPTQ:
+    return GPTQ(
+        bits=bits,
+        group_size=group_size,
+        desc_act=options.act_order == "inputs",
+        sym=options.symmetric,
+        checkpoint_format=options.checkpoint_format,
+    )
 
 
-METHOD = Method("gptq", (2, 3, 4, 8), _format, grouped=True, walk="forward", quantize=quantize)
+def make_method(options: GPTQOptions) -> Method:
+    """GPTQ that is told `options`."""
+    return Method(
+        "gptq", (2, 3, 4, 8), partial(_format, options), grouped=True, walk="forward",
+        quantize=partial(quantize, options), options=options, configure=make_method,
+    )  # fmt: skip
+
+
+METHOD = make_method(GPTQOptions())

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict
 
+from tkernels.names import suggest_name
+from tkernels.quantized.scaled_weight import ScaledWeight
 from tkernels.quantized.weight import QuantizedWeight
 from tmodel.formats import QuantizationFormat
+from tmodel.formats.base import parse_settings
+from tmodel.json_files import ConfigError
 from tmodel.quantization import LinearShape
 from tmodel.quantizers.layers import TransformersLayers, Weights
+from tmodel.quantizers.unfinished import QuantizerError
 
 Walk = Literal["none", "forward", "backward"]
 
@@ -57,9 +63,15 @@ class QuantizedLayer:
             gradients for the layer before in a backward walk; None where the walk is "none".
     """
 
-    linears: Mapping[str, QuantizedWeight]
+    linears: Mapping[str, QuantizedWeight] | Mapping[str, ScaledWeight]
     changed: Mapping[str, torch.Tensor] = field(default_factory=dict)
     carry: torch.Tensor | None = None
+
+
+class Options(BaseModel):
+    """What a method may be told besides bits and group size. Each method declares its own, and what it does untold."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,8 @@ class Method:
         walk: The order of the layers; "forward" is from the first to the last, with hidden states, "backward" from the
             last to the first, with gradients too.
         quantize: (layer, bits, group size) -> the quantized layer.
+        options: What `format` and `quantize` were made with.
+        configure: Other options -> the method with these; None where it has none.
     """
 
     name: str
@@ -82,3 +96,23 @@ class Method:
     grouped: bool
     walk: Walk
     quantize: Callable[[Layer, int, int], QuantizedLayer]
+    options: Options = field(default_factory=Options)
+    configure: Callable[[Any], Method] | None = None
+
+    def with_options(self, given: Mapping[str, Any]) -> Method:
+        """The method with some of its options given by name.
+
+        Raises:
+            QuantizerError: It has no such option, or the option no such value; the message lists what there is.
+        """
+        known = list(type(self.options).model_fields)
+        for name in given:
+            if name not in known:
+                there = f"its options are {', '.join(known)}" if known else "it has no options"
+                raise QuantizerError(f"{self.name} has no option {name!r}: {there}{suggest_name(name, known)}")
+        if not given or self.configure is None:
+            return self
+        try:
+            return self.configure(parse_settings(type(self.options), {**self.options.model_dump(), **given}))
+        except ConfigError as error:
+            raise QuantizerError(f"{self.name}'s options: {error}") from None

@@ -62,4 +62,4 @@ def estimate_weight_bytes(directory: Path, config: tmodel.ModelConfig, dtype: to
         stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
         return stored * dtype.itemsize // config.dtype.itemsize
     with Checkpoint(directory, device="cpu", dtype=dtype) as checkpoint:
-        return checkpoint.count_bytes_as(dtype) + config.quantization.zeros_bytes
+        return checkpoint.count_bytes_as(dtype) + config.quantization.added_bytes

@@ -60,11 +60,12 @@ def fit_options(
 
 
 def unit_sizes(config: tmodel.ModelConfig, block_size: int, dtype: torch.dtype) -> UnitSizes:
-    """The bytes of one block and of one state of a model's caches, and the interval of kept states in blocks."""
+    """What a block and a state of a model's caches take, and how long they are kept."""
     return UnitSizes(
         block_bytes=tmodel.kv_bytes_per_block(config, block_size, dtype),
         state_bytes=tmodel.bytes_per_state(config, block_size, dtype),
         state_interval=tmodel.state_interval(config),
+        window=tmodel.cache_window(config),
     )
 
 

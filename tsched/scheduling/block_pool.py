@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 BlockIds = NDArray[np.int32]
 
 NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
+NO_BLOCK = -1
+"""In the place of a block's number: there is none."""
 
 
 class BlockPool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from tsched.scheduling.block_pool import NO_BLOCKS, BlockIds, BlockPool
 from tsched.scheduling.policies.base import PrefixCache
 from tsched.scheduling.sequence import NO_STATE, Holding, Sequence
 from tsched.scheduling.state_slots import StateSlots
+from tsched.scheduling.window import Window
 
 
 @dataclass(slots=True)
@@ -31,7 +32,8 @@ class KVMemory:
 
     A waiting sequence may hold device blocks (it was forked) or host blocks (it was swapped out). Device blocks that
     wait are lent at call: `give_up` takes them back, and their holder computes those tokens again. Where layers keep
-    states, whoever holds blocks holds a state too, as of the same place.
+    states, whoever holds blocks holds a state too, as of the same place. Where layers have windows, whoever holds
+    blocks holds those that its next token sees, and no earlier ones than were left of them.
 
     Copies are collected for the plan being made. They run before that plan's forward and after everything earlier,
     swap-outs, swap-ins and copies in this order, so a block may be given away as soon as its copying out is planned.
@@ -40,12 +42,18 @@ class KVMemory:
     """
 
     def __init__(
-        self, pool: BlockPool, cache: PrefixCache, host_pool: BlockPool | None, states: StateSlots | None = None
+        self,
+        pool: BlockPool,
+        cache: PrefixCache,
+        host_pool: BlockPool | None,
+        states: StateSlots | None = None,
+        window: Window | None = None,
     ) -> None:
         self.pool = pool
         self.cache = cache
         self.host_pool = host_pool
         self.states = states
+        self.window = window
         self._holders: dict[int, Sequence] = {}  # waiting sequences with device blocks, by id
         self._copies = NO_COPIES
         self._usable = None if states is None else states.count_usable
@@ -58,22 +66,26 @@ class KVMemory:
             spare: Blocks that must be left available.
 
         Returns:
-            [blocks_for(its tokens)] blocks, the first num_computed tokens of which are in them by the time that the
-            plan's forward runs. None, and nothing changes, where there is no room.
+            Blocks for all its tokens, or as many as a window lets it have, from `sequence.first_block` on; what is
+            needed of its first num_computed tokens is in them by the time that the plan's forward runs. None, and
+            nothing changes, where there is no room.
         """
         if sequence.host_blocks.size:
             return self._restore(sequence, spare)
-        size, cache, states = self.pool.blocks_for(sequence.tokens.size), self.cache, self.states
+        cache, states = self.cache, self.states
         is_new = sequence.blocks.size == 0
         held = self._match(sequence) if is_new else sequence.blocks
-        num_computed = held.size * self.pool.block_size if is_new else sequence.num_computed
+        num_computed = sequence.num_computed
+        if is_new:
+            num_computed = (sequence.first_block + held.size) * self.pool.block_size
         copies = num_computed % self.pool.block_size != 0 and self._is_read_by_others(held[-1:])
-        missing = size - held.size + copies
+        missing = self._count_wanted(sequence) - held.size + copies
         has_room = missing + spare <= cache.num_available
         if not has_room or (states is not None and not states.has_room_for(sequence.state)):
             if held.size and is_new:
                 cache.release(sequence, held, 0)
                 self._release_state(sequence)
+                sequence.first_block = 0
             return None
         added = cache.allocate(missing)
         if copies:  # it is about to write to a block that others read
@@ -84,9 +96,14 @@ class KVMemory:
         sequence.blocks, sequence.num_computed = NO_BLOCKS, num_computed
         return np.concatenate((held, added))
 
+    def _count_wanted(self, sequence: Sequence) -> int:
+        """The blocks of all tokens of `sequence` from its first block on, as many as a window lets it have."""
+        count = self.pool.blocks_for(sequence.tokens.size) - sequence.first_block
+        return count if self.window is None else min(count, self.window.most_blocks)
+
     def _match(self, sequence: Sequence) -> BlockIds:
-        """The blocks of the longest prefix that every group of layers can go on from; the sequence holds the state as
-        of its end.
+        """The blocks of the longest prefix that every group of layers can go on from, of which `sequence.first_block`
+        is the first; the sequence holds the state as of its end.
         """
         held = self.cache.match(sequence, self._usable)
         if held.size and self.states is not None:
@@ -95,10 +112,10 @@ class KVMemory:
 
     def _restore(self, sequence: Sequence, spare: int) -> BlockIds | None:
         """`enter` of a sequence that was swapped out."""
-        size, cache, states = self.pool.blocks_for(sequence.tokens.size), self.cache, self.states
-        if size + spare > cache.num_available or (states is not None and states.num_available == 0):
+        count, cache, states = self._count_wanted(sequence), self.cache, self.states
+        if count + spare > cache.num_available or (states is not None and states.num_available == 0):
             return None
-        blocks, host = cache.allocate(size), sequence.host_blocks
+        blocks, host = cache.allocate(count), sequence.host_blocks
         self._plan_copies().swap_ins.append(np.stack((host, blocks[: host.size])))
         if states is not None:
             sequence.state = states.allocate()
@@ -118,18 +135,20 @@ class KVMemory:
         self.cache.release(sequence, block, 0)
         return own
 
-    def find_holding(self, row: int, blocks: BlockIds, most: int) -> Holding:
-        """What is there of the first tokens of a running row with these `blocks`, `most` of them at most."""
-        if self.states is None:
-            return Holding(blocks, most)
-        return Holding(blocks, *self.states.find_latest(row, most))
-
-    def share_row(self, child: Sequence, row: int, blocks: BlockIds, most: int) -> None:
-        """The waiting `child` holds what is there of the first tokens of a running row with these `blocks`, `most` of
-        them at most.
+    def find_holding(self, row: int, first: int, blocks: BlockIds, most: int) -> Holding:
+        """What is there of the first tokens of a running row with these `blocks` from the place `first` on, `most` of
+        the tokens at most.
         """
         if self.states is None:
-            self._lend(child, Holding(blocks, most))
+            return Holding(blocks, most, first_block=first)
+        return Holding(blocks, *self.states.find_latest(row, most))
+
+    def share_row(self, child: Sequence, row: int, first: int, blocks: BlockIds, most: int) -> None:
+        """The waiting `child` holds what is there of the first tokens of a running row with these `blocks` from the
+        place `first` on, `most` of the tokens at most.
+        """
+        if self.states is None:
+            self._lend(child, Holding(blocks, most, first_block=first))
         else:
             self._lend(child, Holding(blocks, *self.states.fork(row, most)))
 
@@ -143,31 +162,44 @@ class KVMemory:
             return
         if self.states is not None and parent.state != NO_STATE:
             self.states.share(parent.state)
-        self._lend(child, Holding(parent.blocks, num_computed, parent.state))
+        self._lend(child, Holding(parent.blocks, num_computed, parent.state, parent.first_block))
 
     def _lend(self, child: Sequence, held: Holding) -> None:
-        """The waiting `child` holds `held`, to whose state it has a reference already."""
-        blocks = held.blocks[: self.pool.blocks_for(held.num_computed)].copy()
-        if blocks.size:
-            self.pool.share(blocks)
+        """The waiting `child` holds what it needs of `held`, to whose state it has a reference already."""
+        held = self._cut_to_needed(held)
+        if held.blocks.size:
+            self.pool.share(held.blocks)
             self._holders[child.id] = child
-            child.blocks, child.num_computed, child.state = blocks, held.num_computed, held.state
+            child.blocks, child.num_computed, child.state = held.blocks, held.num_computed, held.state
+            child.first_block = held.first_block
 
     def _lend_host(self, child: Sequence, parent: Sequence, num_computed: int) -> None:
-        blocks = parent.host_blocks[: self.pool.blocks_for(num_computed)].copy()
-        if blocks.size and self.host_pool is not None:
-            self.host_pool.share(blocks)
-            child.host_blocks, child.num_computed = blocks, num_computed
+        held = self._cut_to_needed(Holding(parent.host_blocks, num_computed, first_block=parent.first_block))
+        if held.blocks.size and self.host_pool is not None:
+            self.host_pool.share(held.blocks)
+            child.host_blocks, child.num_computed, child.first_block = held.blocks, num_computed, held.first_block
             if self.states is not None:
                 self.states.share_on_host(parent.host_state)
                 child.host_state = parent.host_state
+
+    def _cut_to_needed(self, held: Holding) -> Holding:
+        """Of `held` the blocks, a copy, that a sequence needs to go on from num_computed; none where one is gone."""
+        first = held.first_block
+        if self.window is not None:
+            first = int(self.window.count_passed(held.num_computed))
+            if first < held.first_block:
+                return Holding(NO_BLOCKS, 0)
+        end = self.pool.blocks_for(held.num_computed)
+        blocks = held.blocks[first - held.first_block : end - held.first_block].copy()
+        return replace(held, blocks=blocks, first_block=first)
 
     def swap_out(self, sequence: Sequence, held: Holding) -> bool:
         """Copy what `sequence` `held` to the host, where it holds it from now on. False, and nothing changes, where the
         host has no room. The caller releases it in any case.
         """
+        held = self._cut_to_needed(held)
         pool, states, blocks = self.host_pool, self.states, held.blocks
-        count = self.pool.blocks_for(held.num_computed)
+        count = blocks.size
         if pool is None or count == 0 or count > pool.num_free:
             return False
         if states is not None:
@@ -194,6 +226,9 @@ class KVMemory:
         """
         if self.states is None:
             self.cache.release(sequence, blocks, num_computed)
+            if self.window is not None:  # what was swapped out begins with what is needed
+                is_kept = sequence.host_blocks.size > 0
+                sequence.first_block = int(self.window.count_passed(sequence.num_computed)) if is_kept else 0
             return
         blocks = self.insert(row, sequence, blocks, num_computed)
         self.states.leave(row)
@@ -223,7 +258,7 @@ class KVMemory:
                 self.states.release_on_host(sequence.host_state)
         sequence.blocks = sequence.host_blocks = NO_BLOCKS
         sequence.host_state = NO_STATE
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.first_block = 0
 
     def _release_state(self, sequence: Sequence) -> None:
         if self.states is not None and sequence.state != NO_STATE:

@@ -61,6 +61,7 @@ class Planner:
         self._table = table
         self._memory = memory
         self._states = memory.states
+        self._window = memory.window
         self._waiting = waiting
         self._budget = budget
         self._preemption = preemption
@@ -156,26 +157,35 @@ class Planner:
             if is_late:  # a sequence whose last token is under way has nothing left to compute
                 length = np.minimum(length, table.max_length[rows] - 1)
             computed = table.computed[rows]
-            wanted = length - computed
-            if self._states is not None and self._budget.chunked:
-                wanted = self._states.cut_at_checkpoints(rows, computed, wanted)
-            counts, left, room = self._budget.share(wanted)
-            # Blocks for all known tokens were allocated at admission, so a row grows by one block at most.
-            growing = rows[computed + counts > table.capacity[rows]]
+            counts, left, room = self._budget.share(self._cut_wanted(rows, computed, length - computed))
+            ends = computed + counts
+            is_short = ends > table.capacity[rows]
+            growing = rows[is_short]
+            # Blocks for all known tokens were allocated at admission, so a row grows by one block at most; where a
+            # window let it have blocks for a part of them alone, by several.
+            lacking = None if self._window is None else table.count_lacking(growing, ends[is_short])
+            num_lacking = growing.size if lacking is None else int(lacking.sum())
             writers = self._writers_to_shared(rows, counts) if self._forked else _NOTHING
-            needed = growing.size + len(writers)
-            if needed <= cache.num_available:
+            if num_lacking + len(writers) <= cache.num_available:
                 break
             if not self._make_room(rows, counts):
                 return np.zeros_like(counts), 0, 0, NO_ROWS
         if growing.size:
-            table.extend_each(growing, cache.allocate(growing.size))
+            table.extend_each(growing, cache.allocate(num_lacking), lacking)
         for row, place in writers:
             self._copy_on_write(row, place)
         if self._forked:
             still = set(rows[counts == 0].tolist())
             self._forked = [(row, epoch) for row, epoch in self._forked if row in still and table.epoch[row] == epoch]
         return counts, left, room, growing
+
+    def _cut_wanted(self, rows: Ints, computed: Ints, wanted: Ints) -> Ints:
+        """`wanted` [n] tokens of `rows` from places `computed` [n] on, as far as checkpoints of states or the blocks of
+        a window let each go at once.
+        """
+        if self._states is not None and self._budget.chunked:
+            return self._states.cut_at_checkpoints(rows, computed, wanted)
+        return wanted if self._window is None else self._window.cut(self._table, rows, computed, wanted)
 
     def _make_room(self, rows: Ints, counts: Ints) -> bool:
         """Take blocks back from who waits or, where nobody has any, from the last of the running `rows` [n], which were
@@ -225,7 +235,7 @@ class Planner:
         sequence, blocks = self.leave(row)
         sequence.num_preemptions += 1
         sequence.num_computed = 0
-        held = memory.find_holding(row, blocks, num_computed)
+        held = memory.find_holding(row, sequence.first_block, blocks, num_computed)
         if self._preemption.moves_to_host(held):
             memory.swap_out(sequence, held)
         memory.release(row, sequence, blocks, num_committed)
@@ -240,7 +250,7 @@ class Planner:
         table, budget, states = self._table, self._budget, self._states
         rows: list[int] = []
         counts: list[int] = []
-        growing = int(np.count_nonzero(table.can_grow(self.running)))
+        spared = self._count_spared(self.running)
         while left > 0 and table.num_free_rows:
             sequence = self._waiting.head()
             if sequence is None:
@@ -248,13 +258,14 @@ class Planner:
             wanted = sequence.tokens.size - sequence.num_computed
             if wanted > 1 and (room < 1 or (wanted > room and not budget.chunked)):
                 break
-            blocks = self._blocks_for(sequence, self.running.size + len(rows), growing)
+            blocks = self._blocks_for(sequence, self.running.size + len(rows), spared)
             if blocks is None:
                 break
             self._waiting.remove(sequence)
             rows.append(table.place(sequence, blocks, sequence.num_computed))
-            growing += bool(table.can_grow(rows[-1]))
-            wanted = sequence.tokens.size - sequence.num_computed
+            spared += self._count_spared(np.array(rows[-1:]))
+            # A window may have let it have blocks for a part of its tokens alone.
+            wanted = min(sequence.tokens.size, int(table.capacity[rows[-1]])) - sequence.num_computed
             if states is not None:
                 states.place(rows[-1], sequence)
                 if budget.chunked:
@@ -268,6 +279,12 @@ class Planner:
         self._start_running(new)
         return new, np.array(counts, dtype=np.int64)
 
+    def _count_spared(self, rows: Ints) -> int:
+        """Blocks that newcomers leave to the running `rows` [n]: one for each that may need one more."""
+        if self._window is not None:
+            return self._window.count_spared(self._table, rows)
+        return int(np.count_nonzero(self._table.can_grow(rows)))
+
     def _start_running(self, new: Ints) -> None:
         """The rows `new` [a], a >= 1, run from now on, each at its place in the order."""
         table = self._table
@@ -278,20 +295,20 @@ class Planner:
             running = running[np.lexsort((table.serial[running], table.key[running]))]
         self.running = running
 
-    def _blocks_for(self, sequence: Sequence, num_running: int, num_growing: int) -> BlockIds | None:
-        """Blocks for all tokens of `sequence`; None where there are not enough of them, with one kept back for each
-        of the `num_growing` among the running sequences that may need one more, or else the newcomer would be
+    def _blocks_for(self, sequence: Sequence, num_running: int, num_spared: int) -> BlockIds | None:
+        """Blocks for all tokens of `sequence`, or as many as a window lets it have; None where there are not enough of
+        them beside the `num_spared` that are kept back for the running sequences, or else the newcomer would be
         preempted at once.
         """
         memory = self._memory
-        spared, num_states = memory.cache.num_available - num_growing, 0
+        spared, num_states = memory.cache.num_available - num_spared, 0
         if self._states is not None:
             num_states = self._states.num_available
         if num_running and self._blocked is not None and self._blocked[0] is sequence:
             _, spared_then, num_states_then = self._blocked
             if spared <= spared_then and num_states <= num_states_then:
                 return None
-        while (blocks := memory.enter(sequence, num_growing)) is None:
+        while (blocks := memory.enter(sequence, num_spared)) is None:
             if num_running:
                 self._blocked = (sequence, spared, num_states)
                 return None

@@ -11,13 +11,17 @@ from numpy.typing import NDArray
 from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.block_pool import BlockPool
+from tsched.scheduling.window import Window
 
 
-def find_max_length(prompt_len: int, params: SamplingParams, pool: BlockPool, max_model_len: int) -> int:
+def find_max_length(
+    prompt_len: int, params: SamplingParams, pool: BlockPool, max_model_len: int, window: Window | None = None
+) -> int:
     """The tokens, prompt and output together, at which a request ends at the latest.
 
-    Without a max_tokens it may run to what max_model_len and the whole pool allow. RefusedError where it could never
-    run to its end, alone in the whole `pool`.
+    Without a max_tokens it may run to what max_model_len and the whole pool allow; with a `window` that fits into the
+    pool, its length asks for no more blocks. RefusedError where it could never run to its end, alone in the whole
+    `pool`.
     """
     if prompt_len < 1:
         raise RefusedError("the prompt is empty: there is no token to go on from")
@@ -26,12 +30,16 @@ def find_max_length(prompt_len: int, params: SamplingParams, pool: BlockPool, ma
             f"the prompt has {prompt_len} tokens, max_model_len is {max_model_len} for prompt and output "
             f"together: a prompt may have {max_model_len - 1} at most"
         )
-    if params.max_tokens is None:
-        longest = max(prompt_len, pool.num_blocks * pool.block_size) + 1
-    else:
+    if params.max_tokens is not None:
         longest = prompt_len + params.max_tokens
+    elif window is not None and window.least_blocks <= pool.num_blocks:
+        longest = max_model_len
+    else:
+        longest = max(prompt_len, pool.num_blocks * pool.block_size) + 1
     longest = min(longest, max_model_len)
     needed = pool.blocks_for(longest - 1)  # the last token is never fed back
+    if window is not None:
+        needed = min(needed, window.least_blocks)
     if needed > pool.num_blocks:
         raise RefusedError(
             f"a prompt of {prompt_len} tokens and an output up to {longest} in all need {needed} blocks of "

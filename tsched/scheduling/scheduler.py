@@ -2,7 +2,7 @@
 
 Plain Python and numpy; no torch, no model. Why nothing waits for ever:
 - a request whose longest form needs more blocks than the pool has is refused at the door, so any one sequence, alone,
-  can run to its end;
+  can run to its end; where layers have windows, no sequence needs more than its window's;
 - when the blocks run out, first those that waiting sequences hold are taken back, then the last in the order give way
   until the rest fit, so the first always goes on;
 - a preempted sequence keeps its place in the order, so only finitely many ever overtake it.
@@ -25,7 +25,7 @@ from tsched.scheduling.block_pool import BlockPool
 from tsched.scheduling.fast_forward import count_quiet_steps, skip_steps
 from tsched.scheduling.kv_memory import NO_COPIES, KVMemory
 from tsched.scheduling.planner import Counters, Planner, UnderWay
-from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
+from tsched.scheduling.policies import ORDERS, PREEMPTIONS, make_prefix_cache
 from tsched.scheduling.policies.base import CacheStats
 from tsched.scheduling.refusal import as_token_ids, find_max_length
 from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
@@ -34,6 +34,7 @@ from tsched.scheduling.state_slots import StateSlots
 from tsched.scheduling.step_plan import StepPlan
 from tsched.scheduling.token_budget import TokenBudget
 from tsched.scheduling.waiting_queue import WaitingQueue
+from tsched.scheduling.window import Window
 
 __all__ = ["Counters", "Scheduler", "StepPlan"]
 
@@ -63,13 +64,18 @@ class Scheduler:
         self.max_model_len = resolved.max_model_len
         self._eos_token_ids = eos_token_ids
         self._order = ORDERS[options.order]()
-        self._cache = PREFIX_CACHES[options.prefix_cache](self.pool)
+        self.window: Window | None = None
+        if resolved.window is not None:
+            if resolved.num_states:
+                raise ValueError("beside states all blocks are kept: window must be None where there are num_states")
+            self.window = Window.of(resolved.window, self.pool, chunk=budget.chunk, chunked=budget.chunked)
+        self._cache = make_prefix_cache(options.prefix_cache, self.pool, self.window)
         self.states: StateSlots | None = None
         if resolved.num_states:
             self.states = StateSlots(
                 resolved.num_states, resolved.num_host_states, resolved.state_interval, self.table, self.pool
             )
-        self._memory = KVMemory(self.pool, self._cache, self.host_pool, self.states)
+        self._memory = KVMemory(self.pool, self._cache, self.host_pool, self.states, self.window)
         self._waiting = WaitingQueue()
         preemption = PREEMPTIONS[options.preemption]()
         self._planner = Planner(self.table, self._memory, self._waiting, budget, preemption, self.counters)
@@ -104,8 +110,9 @@ class Scheduler:
         """Of the slots lent to running sequences, the fraction past their known tokens."""
         rows = self._planner.running
         capacity, known = self.table.capacity[rows], self.table.known[rows]
-        lent = int(capacity.sum())
-        return 1.0 - int(np.minimum(known, capacity).sum()) / lent if lent else 0.0
+        given_back = self.table.first_block[rows] * self.pool.block_size
+        lent = int((capacity - given_back).sum())
+        return 1.0 - int((np.minimum(known, capacity) - given_back).sum()) / lent if lent else 0.0
 
     def add(
         self,
@@ -141,7 +148,7 @@ class Scheduler:
             raise ValueError(f"a group is distinct ids and as many parameters, got {sequence_ids} and {len(params)}")
         self._require_new(sequence_ids)
         priority, tokens = check_priority(priority), as_token_ids(prompt)
-        lengths = [find_max_length(tokens.size, one, self.pool, self.max_model_len) for one in params]
+        lengths = [find_max_length(tokens.size, one, self.pool, self.max_model_len, self.window) for one in params]
         group = [
             Sequence.create(i, tokens, one, length, priority=priority, cache_salt=cache_salt)
             for i, one, length in zip(sequence_ids, params, lengths, strict=True)
@@ -174,7 +181,7 @@ class Scheduler:
         if not 1 <= count <= tokens.size:
             raise ValueError(f"sequence {sequence_id} has {tokens.size} tokens, a fork of {count} was asked for")
         prompt_len = min(parent.prompt_len, count)
-        max_length = find_max_length(prompt_len, params, self.pool, self.max_model_len)
+        max_length = find_max_length(prompt_len, params, self.pool, self.max_model_len, self.window)
         if count >= max_length:
             raise RefusedError(f"a fork of {count} tokens has reached its end already: {max_length} tokens at most")
         child = Sequence.create(
@@ -262,6 +269,8 @@ class Scheduler:
             self._memory.free_restored(under_way.copies)
         if under_way.prefills:
             self._commit_prefills(under_way.prefills)
+        if self.window is not None:
+            self._release_passed(under_way.prefills, rows, places)
         ended = lengths >= table.max_length[rows]
         stopped = self._find_stopped(rows, tokens, lengths)
         if stopped is not None:
@@ -280,7 +289,7 @@ class Scheduler:
         last = self._planner.repeatable
         if last is None or self._in_flight or self.table.num_with_stop_ids:
             return 0
-        if self.states is not None:  # at each checkpoint the rows' slots change
+        if self.states is not None or self.window is not None:  # slots change at checkpoints, blocks are given back
             return 0
         if self._eos_token_ids and not self.table.ignore_eos[last.rows].all():
             return 0
@@ -347,7 +356,8 @@ class Scheduler:
         if row >= 0:
             # What a plan under way computes is there before any later plan reads it.
             num_computed = min(int(table.computed[row]), most)
-            self._memory.share_row(child, row, table.blocks[row, : table.num_blocks[row]], num_computed)
+            blocks = table.blocks[row, parent.first_block : table.num_blocks[row]]
+            self._memory.share_row(child, row, parent.first_block, blocks, num_computed)
             self._planner.note_forked(row)
         else:
             self._memory.share_waiting(child, parent, most)
@@ -360,7 +370,7 @@ class Scheduler:
             if sequence is None or table.epoch[row] != epoch:
                 continue
             table.prefilled[row] = end
-            own = table.blocks[row, : end // block_size]
+            own = table.blocks[row, sequence.first_block : end // block_size]
             if own.size:
                 given = own.copy()
                 blocks = self._memory.insert(row, sequence, given, end)
@@ -372,6 +382,25 @@ class Scheduler:
                     self._share_blocks(sequence, follower)
                     self._waiting.add(follower)
                     self.counters.num_forks += 1
+
+    def _release_passed(self, prefills: list[tuple[int, int, int]], rows: Ints, ends: Ints) -> None:
+        """Give back the blocks that nobody sees any more once the plan with these `prefills` and sampled `rows` [m],
+        which computed their tokens up to `ends` [m], has run.
+        """
+        table, window = self.table, self.window
+        if window is None:
+            return
+        passed = {row: window.count_passed(end) for row, epoch, end in prefills if table.epoch[row] == epoch}
+        counts = window.count_passed(ends)
+        is_new = counts > table.first_block[rows]
+        passed |= zip(rows[is_new].tolist(), counts[is_new].tolist(), strict=True)
+        for row, count in passed.items():
+            sequence = table.sequences[row]
+            if sequence is None or count <= sequence.first_block:
+                continue
+            self._cache.release(sequence, table.take_before(row, int(count)), 0)
+            if len(self._waiting):  # it may be admitted now
+                self._planner.disturb()
 
     def _find_stopped(self, rows: Ints, tokens: Ints, lengths: Ints) -> NDArray[np.bool_] | None:
         """[m] bool, which of `rows` were ended by their new token; None where none was."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tsched.requests.sampling_params import SamplingParams
-from tsched.scheduling.block_pool import NO_BLOCKS, BlockIds
+from tsched.scheduling.block_pool import NO_BLOCK, NO_BLOCKS, BlockIds
 
 Ints = NDArray[np.int64]
 
@@ -42,6 +42,8 @@ class Sequence:
     row: int = -1  # its row of the table, -1 when it is not running
     finish_reason: str | None = None  # "stop", "length" or "abort"
     num_preemptions: int = 0
+    # Where layers have windows: the place of the first block that it has. Its lists of blocks begin there.
+    first_block: int = 0
     # While it waits: the blocks that it holds, on the device or on the host, and how many of its tokens are in them.
     blocks: BlockIds = field(default_factory=lambda: NO_BLOCKS)
     host_blocks: BlockIds = field(default_factory=lambda: NO_BLOCKS)
@@ -120,13 +122,14 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What the first `num_computed` tokens of a sequence left in the caches: `blocks`, which others may follow, and
-    where layers keep states, the slot of the state as of that place.
+    """What the first `num_computed` tokens of a sequence left in the caches: `blocks` from the place `first_block` on,
+    which others may follow, and where layers keep states, the slot of the state as of that place.
     """
 
     blocks: BlockIds
     num_computed: int
     state: int = NO_STATE
+    first_block: int = 0
 
 
 class SequenceTable:
@@ -158,7 +161,8 @@ class SequenceTable:
         self.prefilled: Ints = column()  # and those of them that committed plans have computed
         self.key: Ints = column()
         self.serial: Ints = column()
-        self.num_blocks: Ints = column()
+        self.first_block: Ints = column()  # where its blocks begin in `blocks`: those before were given back
+        self.num_blocks: Ints = column()  # and where they end
         self.capacity: Ints = column()  # num_blocks * block_size
         self.ignore_eos: NDArray[np.bool_] = column(np.bool_)
         self.has_stop_ids: NDArray[np.bool_] = column(np.bool_)
@@ -177,11 +181,11 @@ class SequenceTable:
         return len(self._free_rows)
 
     def place(self, sequence: Sequence, blocks: BlockIds, num_computed: int = 0) -> int:
-        """Give `sequence` a row and its `blocks` [n] int32, which hold its first `num_computed` tokens. Returns the
-        row.
+        """Give `sequence` a row and its `blocks` [n] int32 from its first one on, which hold what is still needed of
+        its first `num_computed` tokens. Returns the row.
         """
         row = self._free_rows.pop()
-        params, length = sequence.params, sequence.tokens.size
+        params, length, first = sequence.params, sequence.tokens.size, sequence.first_block
         self.sequences[row] = sequence
         sequence.row = row
         self.tokens[row, :length] = sequence.tokens
@@ -195,7 +199,9 @@ class SequenceTable:
         self.prefill_length[row] = length
         self.key[row] = sequence.key
         self.serial[row] = sequence.serial
-        self.num_blocks[row] = self.capacity[row] = 0
+        if first:
+            self.blocks[row, :first] = NO_BLOCK
+        self.first_block[row] = self.num_blocks[row] = first
         self.extend(row, blocks)
         self.ignore_eos[row] = params.ignore_eos
         self.has_stop_ids[row] = bool(sequence.stop_ids)
@@ -225,20 +231,40 @@ class SequenceTable:
         self.num_blocks[row] = have + blocks.size
         self.capacity[row] = (have + blocks.size) * self.block_size
 
-    def extend_each(self, rows: Ints, blocks: BlockIds) -> None:
-        """Append `blocks[i]` to row `rows[i]`; rows are distinct."""
+    def extend_each(self, rows: Ints, blocks: BlockIds, counts: Ints | None = None) -> None:
+        """Append to each of `rows`, which are distinct, the next of `blocks`, or the next `counts[i]` of them."""
+        if counts is not None and blocks.size > rows.size:
+            ends = np.cumsum(counts)
+            for row, begin, end in zip(rows.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
+                self.extend(row, blocks[begin:end])
+            return
         have = self.num_blocks[rows]
         self.blocks[rows, have] = blocks
         self.num_blocks[rows] = have + 1
         self.capacity[rows] += self.block_size
+
+    def count_lacking(self, rows: Ints, ends: Ints) -> Ints:
+        """[n] the blocks that each of `rows` lacks for its tokens up to place `ends[i]`, one at least."""
+        lacking: Ints = -(-ends // self.block_size) - self.num_blocks[rows]
+        return lacking
+
+    def take_before(self, row: int, place: int) -> BlockIds:
+        """Take the row's blocks before `place` of its list out, which are now the caller's."""
+        first, sequence = int(self.first_block[row]), self.sequences[row]
+        if sequence is None:
+            raise RuntimeError(f"row {row} of the sequence table is empty")
+        taken = self.blocks[row, first:place].copy()
+        self.blocks[row, first:place] = NO_BLOCK
+        self.first_block[row] = sequence.first_block = place
+        return taken
 
     def can_grow(self, rows: Ints | int) -> Any:
         """Which of `rows` may still need another block; a sequence's last token is never computed."""
         return self.capacity[rows] < self.max_length[rows] - 1
 
     def remove(self, row: int) -> tuple[Sequence, BlockIds]:
-        """Take the row's sequence out, with the tokens known of it; returns it and its blocks, which are now the
-        caller's.
+        """Take the row's sequence out, with the tokens known of it; returns it and its blocks from its first one on,
+        which are now the caller's.
         """
         sequence = self.sequences[row]
         if sequence is None:
@@ -250,4 +276,4 @@ class SequenceTable:
         self.num_departures += 1
         self.num_with_stop_ids -= bool(sequence.stop_ids)
         self._free_rows.append(row)
-        return sequence, self.blocks[row, : self.num_blocks[row]].copy()
+        return sequence, self.blocks[row, sequence.first_block : self.num_blocks[row]].copy()

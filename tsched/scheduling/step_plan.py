@@ -56,7 +56,7 @@ class StepPlan:
     What changed in the table's lists of blocks since the plan before; rows, not all of which need be in the plan:
     placed          [a] int64, changed hands: everything about the row is new
     rewritten       [r] int64, blocks in the middle are others now
-    grown           [g] int64, got one more block at the end
+    grown           [g] int64, got one more block at the end; where layers have windows, one at least
 
     states          None where no layer keeps states
     """

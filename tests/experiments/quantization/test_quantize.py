@@ -12,13 +12,16 @@ from typer.testing import CliRunner, Result
 from experiments.cli import app
 from experiments.document import ExperimentError
 from experiments.planning.plan import Plan
+from experiments.quantization.models import list_quantized_models
 from experiments.sweep.runner import CACHE
 from tests.experiments.conftest import Run
 from tests.tsched.conftest import TEXT, checkpoint
 
 __all__ = ["checkpoint"]
 
-METHODS = {"rtn": (4, 32), "gptq": (4, 32), "awq": (4, 32), "squeezellm": (4, -1)}
+METHODS = {
+    "rtn": (4, 32), "gptq": (4, 32), "awq": (4, 32), "squeezellm": (4, -1), "smoothquant": (8, -1), "fp8": (8, -1),
+}  # fmt: skip
 
 
 def tk(*arguments: Any) -> Result:
@@ -75,6 +78,34 @@ def test_quantize_then_eval_then_generate(method: str, dense: Path, text: Path, 
     assert "exists and is not an empty directory" in again.stderr
 
 
+def test_a_method_is_told_its_options(dense: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    told = ["act_order=groups", "symmetric=true", "checkpoint_format=gptq_v2", "damping=0.1", "search=yes"]
+    options = ["--bits", 4, "--group-size", 32, "--calibration", text, "--window", 32]
+    done = tk(
+        "quantize", dense, out, "--method", "gptq", *options, *(part for one in told for part in ("--option", one))
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert (found["desc_act"], found["sym"], found["checkpoint_format"]) == (False, True, "gptq_v2")
+
+
+def test_options_of_a_method_are_an_axis(dense: Path, text: Path, plan: Callable[..., Plan]) -> None:
+    options = {"act_order": ["groups", "none"], "search": True}
+    methods = {"gptq": {"bits": [3, 4], "group_size": 32, "options": options}, "rtn": {"bits": 4, "group_size": 32}}
+    quantization = plan(**experiment(dense, text, methods=methods)).experiment.quantization
+    assert quantization is not None
+    models = list_quantized_models(quantization)
+    assert [one.label for one in models] == [
+        "gptq (act_order groups, search True) 3 bits, groups of 32",
+        "gptq (act_order groups, search True) 4 bits, groups of 32",
+        "gptq (act_order none, search True) 3 bits, groups of 32",
+        "gptq (act_order none, search True) 4 bits, groups of 32",
+        "rtn 4 bits, groups of 32",
+    ]
+    assert models[2].configure().options.model_dump()["act_order"] == "none"
+
+
 def test_what_cannot_be_quantized_is_refused_before_anything_is_written(
     dense: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -93,6 +124,11 @@ def test_what_cannot_be_quantized_is_refused_before_anything_is_written(
             "none: no such file",
         ),
         (tmp_path / "nowhere", ("--method", "rtn", "--bits", 4), "there is no directory"),
+        (dense, ("--method", "gptq", "--bits", 4, "--option", "damping"), "--option damping: must be name=value"),
+        (dense, ("--method", "gptq", "--bits", 4, "--option", "search=1"), "gptq's options: search: "),
+        (dense, ("--method", "gptq", "--bits", 4, "--option", "serch=true"), "did you mean 'search'"),
+        (dense, ("--method", "rtn", "--bits", 4, "--option", "damping=[", "--option", "a=1"), "'[' is no YAML value"),
+        (dense, ("--method", "gptq", "--bits", 4, "--option", "search=on", "--option", "search=on"), "is given twice"),
     ):
         done = tk("quantize", source, out, *options)
         assert done.exit_code == 2, done.output
@@ -174,7 +210,10 @@ def test_settings_that_cannot_be_are_refused_by_their_place(
         ),
         ({"methods": {"awq": {"bits": 3}}}, "awq writes 4 bits, not 3"),
         ({"methods": {"gptq": {"bits": 4, "group_size": 128}}}, "group_size 128 does not divide"),
-        ({"methods": {"rtn": {"bit": 4}}}, "unknown key: there is bits, group_size; did you mean 'bits'?"),
+        ({"methods": {"rtn": {"bit": 4}}}, "unknown key: there is bits, group_size, options; did you mean 'bits'?"),
+        ({"methods": {"gptq": {"bits": 4, "options": {"dampign": 1}}}}, "did you mean 'damping'?"),
+        ({"methods": {"gptq": {"bits": 4, "options": {"act_order": ["none", "all"]}}}}, "'none', got 'all'"),
+        ({"methods": {"rtn": {"bits": 4, "options": {"search": True}}}}, "rtn has no option 'search': it has no"),
         ({"methods": {}}, "quantization.methods"),
         ({"window": 129}, "129 tokens, and the model was made for 128"),
         ({"text": "none.txt"}, "none.txt: no such file"),

@@ -173,6 +173,29 @@ def test_a_wrong_option_is_refused_with_what_there_is(arguments: list[str], mess
     assert result.stdout == ""
 
 
+def test_windows_need_few_blocks_and_say_what_layers_without_one_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all layers have a window, requests that are longer than the pool are served; where some have, all is kept
+    for the others, and a line says how many bytes.
+    """
+    words = ("--trace", AZURE, "--pool-blocks", 40, "--page-size", 16, "--max-num-seqs", 8)
+    shape = find_shape("Qwen3-8B")
+    whole = rows_of(*words)[0]
+    windowed = replace(shape, window=64)
+    monkeypatch.setattr("experiments.commands.simulate.find_shape", lambda *arguments: windowed)
+    for row in rows_of(*words, "--max-num-batched-tokens", 64):
+        assert row["refused"] == row["unread_bytes"] == 0 < whole["refused"]
+        assert (row["window"], row["finished"]) == (64, row["requests"])
+        assert 0 < row["empty_slots"] < 1
+    assert "that nobody reads" not in tk(*words).stdout
+    some = replace(shape, layer_windows=(64,) * 9)
+    monkeypatch.setattr("experiments.commands.simulate.find_shape", lambda *arguments: some)
+    row = rows_of(*words)[0]
+    unread = 9 * (row["max_model_len"] - 63) * shape.kv_bytes_per_token // 36
+    assert (row["window"], row["unread_bytes"], row["refused"]) == (None, unread, whole["refused"])
+    said = " ".join(tk(*words).stdout.split())
+    assert f"9 of 36 layers have a window: a sequence of {row['max_model_len']:,} tokens keeps" in said
+
+
 def test_states_take_memory_and_bound_the_hits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model some of whose layers keep states: a hit ends where one is kept, and blocks have what states leave."""
     words = ("--trace", MOONCAKE, "--kv-cache-bytes", 40 * 10**9, "--max-num-seqs", 4)

@@ -51,6 +51,22 @@ def test_copies_take_their_bytes_time() -> None:
     assert StepTime(GPU, MODEL, 16).copies(3, 5) == pytest.approx(3 * block / 1e8 + 5 * 2 * block / 1e9)
 
 
+def test_work_of_a_windowed_plan_counts_the_keys_that_each_token_sees() -> None:
+    window = 6
+    scheduler = build_scheduler(
+        num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=9, max_model_len=40, window=window
+    )
+    for i, length in enumerate((3, 17, 5)):
+        scheduler.add(i, list(range(length)), SamplingParams(max_tokens=9, ignore_eos=True))
+    while scheduler.has_unfinished:
+        plan = scheduler.schedule()
+        spans = list(zip(plan.starts.tolist(), plan.ends.tolist(), strict=True))
+        pairs = sum(min(place + 1, window) for start, end in spans for place in range(start, end))
+        context = sum(end - max(0, start + 1 - window) for start, end in spans)
+        assert Work.of(plan, window) == Work(plan.num_tokens, plan.sampled.size, pairs, context)
+        scheduler.commit(plan, np.zeros(plan.sampled.size, dtype=np.int64))
+
+
 def test_work_of_a_plan_counts_each_pair_of_a_token_and_a_key() -> None:
     scheduler = build_scheduler(num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=9, max_model_len=40)
     for i, length in enumerate((3, 17, 5)):

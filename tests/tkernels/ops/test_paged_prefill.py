@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from tkernels import OPS, ContractError, UnsupportedError
 from tkernels.contract import Axes, Case
 from tkernels.device import TARGETS
-from tkernels.inputs import Draws
+from tkernels.inputs import Draws, poison
 from tkernels.interpreter import watch_accesses
 from tkernels.launch import Kernel, jit_door
 from tkernels.ops.paged_cache import paged_inputs
 from tkernels.ops.paged_prefill.contract import CONTRACT, reference
 from tkernels.tuning import NEAREST
+from tkernels.verification.check import check_case
 
 PREFILL = OPS["paged_prefill"].variants
 TRITON = [name for name, v in PREFILL.items() if v.kind == "triton"]
@@ -71,6 +72,26 @@ def test_chunks_give_what_the_whole_prompt_gives(variant: str, window: int) -> N
         out, lse = PREFILL[variant](**chunk(inputs, begin, end))
         torch.testing.assert_close(out, whole[begin:end], rtol=0, atol=2e-6)
         torch.testing.assert_close(lse, whole_lse[begin:end], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("variant", list(PREFILL))
+@pytest.mark.parametrize("causal", [True, False])
+def test_pages_wholly_before_the_window_are_not_touched(variant: str, causal: bool) -> None:
+    """Their entries lie outside of the pool and their keys are NaN; the blocks of 64 keys begin on such pages."""
+    point = {**AXES, "T": 9, "S": 8, "N": 8, "P": 20, "Dv": 32, "B": 2, "window": 21, "causal": causal}
+    point |= {"activation": "float16", "kv": "float16"}
+    if variant == "tensor_descriptor":
+        point |= {"S": 16, "N": 4}
+    device = torch.device("cpu")
+    inputs = paged_inputs(point, Draws(0, device), device, [7, 2], 9, [59, 64])
+    cu_seqlens_q = torch.tensor([0, 7, 9], dtype=torch.int32)
+    case = Case(CONTRACT, point, 0, {**inputs, "cu_seqlens_q": cu_seqlens_q, "return_lse": True, "causal": causal})
+    unseen = [(59 - 7 + 1 - 21) // point["S"], (64 - 2 + 1 - 21) // point["S"]]
+    assert (inputs["block_tables"] == poison(torch.int32)).sum(1).tolist() == unseen
+    tile = {"BLOCK_M": 16, "BLOCK_N": 64}
+    config = None if variant == "torch" else PREFILL[variant].default_config("interpreter").pinned(tile)
+    result = check_case(PREFILL[variant], case, config)
+    assert result.status == "ok", result
 
 
 @pytest.mark.parametrize("variant", list(PREFILL))

@@ -82,6 +82,19 @@ def test_both_algorithms_give_the_same_bits_at_any_width() -> None:
             assert torch.equal(one.float(), other.float())
 
 
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_a_fixed_scale_is_every_rows_and_what_is_beyond_its_codes_is_the_last_of_them(variant: str) -> None:
+    x = torch.tensor([[1.0, -3.0, 300.0, -300.0, 253.0, 254.5], [0.0, 0.9, -1.0, 0.5, 5.0, -255.0]])
+    q, scale = VARIANTS[variant](x, dtype=torch.int8, static_scale=torch.tensor([2.0]))
+    assert q.tolist() == [[0, -2, 127, -128, 126, 127], [0, 0, 0, 0, 2, -128]]  # ties to even, and one below -127
+    assert scale.tolist() == [2.0, 2.0]
+    q, scale = VARIANTS[variant](x, dtype=FP8, static_scale=torch.tensor([0.5]))
+    assert q.float().tolist() == [[2, -6, 448, -448, 448, 448], [0, 1.75, -2, 1, 10, -448]]
+    assert scale.tolist() == [0.5, 0.5]
+    with pytest.raises(ContractError, match=r"argument 'static_scale' has shape \[2\], where \[1\] is needed"):
+        VARIANTS[variant](x, static_scale=torch.ones(2))
+
+
 def test_int8_is_what_no_dtype_means() -> None:
     q, _ = VARIANTS["torch"](torch.ones(1, 4))
     assert q.dtype == torch.int8

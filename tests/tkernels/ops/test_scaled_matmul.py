@@ -7,11 +7,11 @@ import torch
 
 from tkernels import OPS, Config, ContractError, Kernel, prepared
 from tkernels.device import INTERPRETER, TARGETS
-from tkernels.ops.scaled_matmul._code_sums import unsupported_sums
+from tkernels.ops.code_sums import unsupported_sums
 from tkernels.ops.scaled_matmul.auto import ALGORITHMS, by_tokens
 from tkernels.ops.scaled_matmul.contract import MOST_INPUTS
 from tkernels.ops.scaled_matmul.split_k import split_inputs
-from tkernels.quantized.scaled_weight import dequantize, quantize_rows
+from tkernels.quantized.scaled_weight import ScaledWeight, concatenate, dequantize, quantize_rows
 from tkernels.tuning import NEAREST
 
 VARIANTS = OPS["scaled_matmul"].variants
@@ -199,6 +199,57 @@ def test_a_weight_moves_and_maps_part_by_part_and_is_prepared_as_it_is() -> None
     made, report = prepared(VARIANTS["auto"], weight)
     assert made is weight
     assert report.bytes_after == weight.nbytes == 4 * 8 + 4 * 4
+
+
+def blocked(outputs: int, inputs: int, seed: int = 0) -> ScaledWeight:
+    codes = random_codes(outputs, inputs, seed).float().to(FP8)
+    return ScaledWeight(codes, torch.rand(-(-outputs // 128), inputs // 128) + 0.5)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "static", "blocks"])
+def test_weights_of_one_input_are_one_weight_bit_for_bit(kind: str) -> None:
+    if kind == "blocks":
+        parts = [blocked(128, 256), blocked(256, 256, seed=1), blocked(40, 256, seed=2)]
+    else:
+        dense = torch.randn(60, 64, generator=torch.Generator().manual_seed(0))
+        parts = [quantize_rows(part, torch.int8 if kind == "int8" else FP8) for part in dense.split([8, 32, 20])]
+        if kind == "static":
+            parts = [replace(part, input_scale=torch.tensor([0.5])) for part in parts]
+    joined = concatenate(parts)
+    assert torch.equal(dequantize(joined), torch.cat([dequantize(part) for part in parts]))
+    assert joined.nbytes == sum(part.nbytes for part in parts) - (8 if kind == "static" else 0)
+    assert concatenate(parts[:1]) is parts[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_scale": torch.tensor([2.0])}, "each has its own scale of the inputs"),
+        ({"input_scale": None}, "only one has a scale of its inputs"),
+        ({"values": torch.zeros(4, 8).to(FP8)}, "dtype torch.int8 and torch.float8_e4m3fn"),
+        ({"values": torch.zeros(4, 9, dtype=torch.int8)}, "inputs 8 and 9"),
+    ],
+)
+def test_weights_that_cannot_be_one_say_why(change: dict[str, torch.Tensor], message: str) -> None:
+    weight = replace(quantize_rows(torch.ones(4, 8), torch.int8), input_scale=torch.tensor([1.0]))
+    with pytest.raises(ValueError, match=f"scaled weights cannot be one: {message}"):
+        concatenate([weight, replace(weight, **change)])
+
+
+def test_blocks_that_end_within_a_part_cannot_go_on_in_the_next() -> None:
+    with pytest.raises(ValueError, match="cannot be one: its 40 outputs end within a block of 128"):
+        concatenate([blocked(40, 128), blocked(128, 128)])
+    with pytest.raises(ValueError, match="cannot be one: is_blocked True and False"):
+        concatenate([blocked(128, 128), quantize_rows(torch.ones(4, 128), FP8)])
+    for values, scales in (
+        (torch.zeros(4, 128, dtype=torch.int8), torch.ones(1, 1)),
+        (torch.zeros(4, 100).to(FP8), torch.ones(1, 1)),
+        (torch.zeros(129, 128).to(FP8), torch.ones(1, 1)),
+    ):
+        with pytest.raises(ValueError, match="blocks are of float8_e4m3fn values, K a multiple of 128"):
+            ScaledWeight(values, scales)
+    with pytest.raises(ValueError, match=r"input_scale must be \[1\], and of no blocks, got \[1\]"):
+        replace(blocked(128, 128), input_scale=torch.ones(1))
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import tkernels  # noqa: F401  before transformers, which the package imports: it decides whether Triton interprets
+from tests.tmodel.formats import eight_bits
 from tests.tmodel.formats.by_hand import Kind, as_torch, linear, settings
 from tests.tmodel.formats.test_layouts import INPUTS, OUTPUTS, saved
+from tests.tmodel.packed import Driver, in_one_go, load
+from tkernels.quantized import scaled_weight
 from tkernels.quantized.weight import dequantize
+from tkernels.verification.accuracy import judge
 from tmodel.formats import parse_format
 from tmodel.formats.bitstream import pack_stream, unpack_stream
 
@@ -50,3 +55,50 @@ def test_the_package_decompresses_to_the_same_weight(
     scheme = QuantizationScheme.model_validate(settings(kind)["config_groups"]["group_0"])
     theirs = PackedQuantizationCompressor.decompress(written, scheme)["weight"]
     assert torch.equal(dequantize(weight, torch.float32), theirs)
+
+
+@pytest.mark.parametrize("kind", eight_bits.KINDS, ids=str)
+def test_both_decode_8_bit_weights_alike(kind: eight_bits.Kind, tmp_path: Path) -> None:
+    """compressed-tensors' own by the package, fp8 in blocks by transformers; a scale for each layer is a product."""
+    from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    outputs, inputs = 256, 384
+    tensors, _ = eight_bits.linear(kind, outputs, inputs, np.random.default_rng(0))
+    quantization = parse_format(eight_bits.settings(kind))
+    checkpoint = saved(tmp_path, {f"a.b.{name}": tensor for name, tensor in tensors.items()})
+    weight = quantization.read(checkpoint, "a.b", outputs, inputs)
+    assert isinstance(weight, scaled_weight.ScaledWeight)
+    if kind.method == "fp8":
+        theirs = Fp8Dequantize(None)._dequantize_one(tensors["weight"], tensors["weight_scale_inv"], torch.float32)
+    else:
+        group = eight_bits.settings(kind)["config_groups"]["group_0"]
+        theirs = NaiveQuantizationCompressor.decompress(tensors, QuantizationScheme.model_validate(group))["weight"]
+    assert torch.equal(scaled_weight.dequantize(weight), theirs)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in eight_bits.KINDS if kind.method != "fp8"], ids=str)
+def test_logits_are_as_near_the_dense_models_as_the_packages_own(kind: eight_bits.Kind, tmp_path: Path) -> None:
+    """By the error rule: the oracle is the dequantized model in float64, and the natural error the package's, which
+    rounds the inputs of every layer to 8 bits too.
+    """
+    quantized, dense = eight_bits.write_models(tmp_path, kind, model_type="qwen3")
+    token_ids = torch.randint(40, (1, 60), generator=torch.Generator().manual_seed(0))
+
+    def served(directory: Path, dtype: torch.dtype) -> torch.Tensor:
+        return Driver(load(directory, dtype), [token_ids[0]], dtype).run(in_one_go([60]))[0]
+
+    def transformers_logits(directory: Path, **options: Any) -> torch.Tensor:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **options)
+        with torch.no_grad():
+            logits: torch.Tensor = model(token_ids).logits[0]
+        return logits
+
+    theirs = transformers_logits(quantized)
+    oracle = served(dense, torch.float64)
+    assert not torch.allclose(theirs.double(), oracle, rtol=1e-3, atol=1e-3)  # it does round inputs
+    verdict = judge(served(quantized, torch.float32), oracle, theirs)
+    assert verdict.ok, verdict

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 import tmodel.linear_reader
+from tests.tmodel.formats import eight_bits
 from tests.tmodel.formats.by_hand import Kind, settings
 from tests.tmodel.formats.models import SHAPE, write, write_models
 from tests.tmodel.packed import load
@@ -19,33 +22,37 @@ from tkernels import PrepareReport, Variant
 from tkernels.quantized.weight import QuantizedWeight
 
 LOAD = """
-import sys
+import json, sys
 import tkernels, tmodel, torch
 
 def kib(name):
     (line,) = [line for line in open("/proc/self/status") if line.startswith(name)]
     return int(line.split()[1])
 
-def load(directory, variant):
+def load(directory, choices):
     config = tmodel.load_config(directory)
     limits = tmodel.Limits(max_num_tokens=64, max_num_seqs=4, max_model_len=64, block_size=16, num_blocks=16)
     axes = tmodel.kernel_axes(config, limits)
-    kernels = tkernels.select({"dequant_gemm": variant}, device="cpu", dtype=torch.float16, axes=axes)
+    kernels = tkernels.select(json.loads(choices), device="cpu", dtype=torch.float16, axes=axes)
     return tmodel.load_model(directory, config, kernels, device="cpu", dtype=torch.float16)
 
-small, large, variant = sys.argv[1:]
-load(small, variant)  # whose peak is code that is mapped when it is first called
+small, large, choices = sys.argv[1:]
+load(small, choices)  # whose peak is code that is mapped when it is first called
 open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts again from here
 before = kib("VmRSS")
-model = load(large, variant)
+model = load(large, choices)
 print(1024 * (kib("VmHWM") - before), model.weight_bytes)
 """
 
 
-def write_wide(directory: Path, kind: Kind) -> Path:
-    """A model of 25 MB and more whose layers are each a small part of it; its words are anything."""
+Parts = Callable[[int, int], dict[str, torch.Tensor]]
+"""(outputs, inputs) -> a layer's tensors, whose codes are anything."""
+
+
+def write_wide(directory: Path, quantization: Mapping[str, Any], parts: Parts) -> Path:
+    """A model of 25 MB and more whose layers are each a small part of it."""
     config = {**SHAPE, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 24, "head_dim": 128}
-    config |= {"torch_dtype": "float16", "quantization_config": settings(kind)}
+    config |= {"torch_dtype": "float16", "quantization_config": quantization}
     names = {"q_proj": (512, 512), "k_proj": (256, 512), "v_proj": (256, 512), "o_proj": (512, 512)}
     mlp = {"gate_proj": (1536, 512), "up_proj": (1536, 512), "down_proj": (512, 1536)}
     tensors = {name: torch.ones(40, 512).half() for name in ("model.embed_tokens.weight", "lm_head.weight")}
@@ -57,15 +64,43 @@ def write_wide(directory: Path, kind: Kind) -> Path:
             tensors[f"{prefix}.{name}.weight"] = torch.ones(width).half()
         for name, (outputs, inputs) in (names | mlp).items():
             layer = f"{prefix}.{'mlp' if name in mlp else 'self_attn'}.{name}"
-            groups = inputs // kind.group_size
-            group_of = torch.arange(inputs, dtype=torch.int32) // kind.group_size
-            tensors |= {
-                f"{layer}.qweight": torch.randint(-(2**31), 2**31, (inputs * kind.bits // 32, outputs)).int(),
-                f"{layer}.qzeros": torch.randint(-(2**31), 2**31, (groups, outputs * kind.bits // 32)).int(),
-                f"{layer}.scales": torch.ones(groups, outputs).half(),
-                f"{layer}.g_idx": group_of[torch.randperm(inputs)] if kind.act_order else group_of,
-            }
+            tensors |= {f"{layer}.{part}": tensor for part, tensor in parts(outputs, inputs).items()}
     return write(directory, config, tensors)
+
+
+def gptq_parts(kind: Kind) -> Parts:
+    def make(outputs: int, inputs: int) -> dict[str, torch.Tensor]:
+        groups = inputs // kind.group_size
+        group_of = torch.arange(inputs, dtype=torch.int32) // kind.group_size
+        return {
+            "qweight": torch.randint(-(2**31), 2**31, (inputs * kind.bits // 32, outputs)).int(),
+            "qzeros": torch.randint(-(2**31), 2**31, (groups, outputs * kind.bits // 32)).int(),
+            "scales": torch.ones(groups, outputs).half(),
+            "g_idx": group_of[torch.randperm(inputs)] if kind.act_order else group_of,
+        }
+
+    return make
+
+
+def eight_bit_parts(kind: eight_bits.Kind) -> Parts:
+    def make(outputs: int, inputs: int) -> dict[str, torch.Tensor]:
+        codes = torch.randint(-100, 100, (outputs, inputs), dtype=torch.int8)
+        if kind.scales == "channel":
+            return {"weight": codes, "weight_scale": torch.ones(outputs, 1).half()}
+        blocks = torch.ones(-(-outputs // 128), inputs // 128)
+        return {"weight": codes.float().to(torch.float8_e4m3fn), "weight_scale_inv": blocks}
+
+    return make
+
+
+def assert_peak(small: Path, large: Path, choices: Mapping[str, str]) -> None:
+    """Loading takes less than 1.3 times the checkpoint, and what is kept is about as large as it."""
+    on_disk = (large / "model.safetensors").stat().st_size
+    command = [sys.executable, "-c", LOAD, str(small), str(large), json.dumps(choices)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    peak, kept = map(int, done.stdout.split())
+    assert 0.9 * on_disk < kept < peak < 1.3 * on_disk
 
 
 @pytest.mark.parametrize(
@@ -81,13 +116,16 @@ def write_wide(directory: Path, kind: Kind) -> Path:
 )
 def test_the_host_holds_less_than_a_third_more_than_the_checkpoint(variant: str, kind: Kind, tmp_path: Path) -> None:
     small, _ = write_models(tmp_path, kind)
-    large = write_wide(tmp_path / "large", kind)
-    on_disk = (large / "model.safetensors").stat().st_size
-    command = [sys.executable, "-c", LOAD, str(small), str(large), variant]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    peak, kept = map(int, done.stdout.split())
-    assert 0.9 * on_disk < kept < peak < 1.3 * on_disk
+    large = write_wide(tmp_path / "large", settings(kind), gptq_parts(kind))
+    assert_peak(small, large, {"dequant_gemm": variant})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [eight_bits.KINDS[0], eight_bits.KINDS[5]], ids=str)
+def test_so_does_a_model_of_8_bit_codes(kind: eight_bits.Kind, tmp_path: Path) -> None:
+    small, _ = eight_bits.write_models(tmp_path, kind)
+    large = write_wide(tmp_path / "large", eight_bits.settings(kind), eight_bit_parts(kind))
+    assert_peak(small, large, {})
 
 
 def test_no_more_than_one_shape_is_held_in_two_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def compressed(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        ({"quant_method": "gguf"}, "unknown quant_method 'gguf'; supported are gptq, awq, compressed-tensors, squee"),
+        ({"quant_method": "aqlm"}, "unknown quant_method 'aqlm'; supported are gptq, awq, compressed-tensors, squee"),
         ({"quant_method": "compressed_tensors"}, "did you mean 'compressed-tensors'"),
         ({"bits": 4}, "unknown quant_method None"),
         ([], "quantization_config: Input should be a valid dictionary"),
@@ -48,10 +48,13 @@ def compressed(**changes: Any) -> dict[str, Any]:
         *(
             ({**raw, "bits": bits}, rf"bits: must be an integer, got {bits}; supported are {supported}")
             for raw, supported in [(GPTQ_4, "2, 3, 4, 8"), (AWQ_4, "4")]
-            for bits in (None, True, 4.0)
+            for bits in (True, 4.0)
         ),
         ({**GPTQ_4, "bits": "4"}, "bits: must be an integer, got '4'; supported are 2, 3, 4, 8"),
-        ({"quant_method": "squeezellm", "wbits": None}, "wbits: must be an integer, got None; supported are 3, 4"),
+        *(
+            ({**raw, name: None}, f"{name}: Field required")
+            for raw, name in [(GPTQ_4, "bits"), (AWQ_4, "bits"), ({"quant_method": "squeezellm"}, "wbits")]
+        ),
         (compressed(num_bits="4"), "num_bits: must be an integer, got '4'; supported are 2, 3, 4, 8"),
         ({**GPTQ_4, "group_size": 0}, "group_size 0; supported are -1 .* multiples of 8 at 4 bits, such as 32, 64"),
         ({**GPTQ_4, "bits": 3, "group_size": 48}, "group_size 48; supported are -1 .* multiples of 32 at 3 bits"),
@@ -63,21 +66,27 @@ def compressed(**changes: Any) -> dict[str, Any]:
         ({**GPTQ_4, "dynamic": {"+:(": {}}}, r"dynamic\['\+:\('\]: .*unterminated"),
         ({**GPTQ_4, "dynamic": {"+:.*": {"bitz": 8}}}, "unknown bitz; supported are bits, group_size, desc_act, sym"),
         ({**GPTQ_4, "dynamic": {"+:.*": {"pack_dtype": "int8"}}}, "pack_dtype: .*'int32', got 'int8'"),
-        ({**AWQ_4, "version": None}, "version: the packing of version None is not supported; 'gemm' is"),
+        ({**AWQ_4, "dynamic": {"+:.*": {"bits": 8}}}, r"dynamic\['\+:\.\*'\]: bits: 8 bits; supported are 4"),
+        ({**AWQ_4, "dynamic": {"+:.*": {"bitz": 4}}}, "unknown bitz; supported are bits, group_size, zero_point, "),
+        ({**AWQ_4, "dynamic": {"+:(": {}}}, r"dynamic\['\+:\('\]: .*unterminated"),
+        ({**AWQ_4, "lm_head": "yes"}, "lm_head: .*boolean, got 'yes'"),
+        ({**AWQ_4, "pack_dtype": "int8"}, "pack_dtype: .*'int32', got 'int8'"),
+        *(
+            ({**raw, "adapter": {"rank": 8}}, r"adapter: .*LoRA adapter, which is not applied here, got {'rank': 8}; ")
+            for raw in (GPTQ_4, AWQ_4)
+        ),
         ({**AWQ_4, "format": "gemv"}, "format: the packing of format 'gemv' is not supported; 'gemm' is"),
         ({**AWQ_4, "checkpoint_format": "gemv_fast"}, "checkpoint_format: .*'gemv_fast' is not supported; 'gemm' is"),
         ({**AWQ_4, "bits": 8}, "8 bits; supported are 4"),
         ({**AWQ_4, "version": "gemv"}, "version: the packing of version 'gemv' is not supported; 'gemm' is"),
         ({**AWQ_4, "version": "gemv_fast"}, "'gemv_fast' is not supported"),
-        ({**COMPRESSED_4, "format": "float-quantized"}, "format: 'float-quantized' is not supported; 'pack-quantized'"),
-        ({**COMPRESSED_4, "format": "int-quantized"}, "'int-quantized' is not supported"),
-        ({**COMPRESSED_4, "format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized' is not supported"),
+        ({**COMPRESSED_4, "format": "marlin-24"}, "format: 'marlin-24' is not supported; 'pack-quantized', 'int-quan"),
+        ({**COMPRESSED_4, "format": "int-quantized"}, "group_0.weights: outside 'pack-quantized' 8 bits are supported"),
         ({**COMPRESSED_4, "config_groups": {}}, "config_groups: .*at least 1"),
         (compressed(num_bits=5), "5 bits; supported are 2, 3, 4, 8"),
         (compressed(type="float"), r"config_groups\.g\.weights\.type: .*'int', got 'float'"),
         (compressed(strategy="block"), r"strategy: .*'group' or 'channel', got 'block'"),
         (compressed(group_size=None), "strategy 'group' needs a group_size"),
-        ({**COMPRESSED_4, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ({**COMPRESSED_4, "ignore": ["re:("]}, r"'re:\(': .*unterminated"),
         ({"quant_method": "squeezellm", "wbits": 2}, "wbits: 2 bits; supported are 3, 4"),
         ({"quant_method": "squeezellm"}, "wbits: Field required"),

@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.tmodel.quantizers.test_layers import layers_of
 from tests.tmodel.test_parity import random_model
-from tkernels.quantized.weight import dequantize
+from tkernels.quantized import scaled_weight
+from tkernels.quantized.weight import QuantizedWeight, dequantize
 from tmodel import load_config
 from tmodel.formats import FORMATS, parse_format
 from tmodel.quantizers import METHODS
@@ -23,7 +25,7 @@ from tmodel.quantizers.awq import fold_scales
 from tmodel.quantizers.calibration import choose_windows, collect_inputs, forward
 from tmodel.quantizers.checkpoint import Job, choose_calibration_windows, plan_job, quantize_checkpoint
 from tmodel.quantizers.layers import layer_groups, layer_tensors, linear_names
-from tmodel.quantizers.method import Layer
+from tmodel.quantizers.method import Layer, QuantizedLayer
 from tmodel.quantizers.rtn import round_to_nearest
 from tmodel.quantizers.unfinished import QuantizerError
 from tmodel.weights import Checkpoint, WeightError
@@ -31,7 +33,7 @@ from tmodel.weights import Checkpoint, WeightError
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True}
 CASES = [
     ("rtn", 4, 32), ("rtn", 3, -1), ("gptq", 4, 32), ("gptq", 2, 32), ("gptq", 3, 32), ("gptq", 8, -1), ("awq", 4, 32),
-    ("squeezellm", 3, -1), ("squeezellm", 4, -1),
+    ("squeezellm", 3, -1), ("squeezellm", 4, -1), ("smoothquant", 8, -1), ("fp8", 8, -1),
 ]  # fmt: skip
 WINDOW = 24
 
@@ -91,7 +93,12 @@ def test_a_checkpoint_holds_the_model_in_its_format(
             groups = layer_groups(config, index)
             sizes = [(n, k, shape.inputs) for shape in groups for n, k in zip(shape.names, shape.outputs, strict=True)]
             for name, outputs, inputs in sizes:
-                made = dequantize(found.read(mine, f"{prefix}.{name}", outputs, inputs), torch.float32)
+                read = found.read(mine, f"{prefix}.{name}", outputs, inputs)
+                made = (
+                    dequantize(read, torch.float32)
+                    if isinstance(read, QuantizedWeight)
+                    else scaled_weight.dequantize(read)
+                )
                 weight = theirs.tensor(f"{prefix}.{name}.weight", (outputs, inputs))
                 if method == "rtn":
                     plain = dequantize(round_to_nearest(weight, bits, group_size, lowest_zero=1), torch.float32)
@@ -100,15 +107,74 @@ def test_a_checkpoint_holds_the_model_in_its_format(
             for name, shape in layer_tensors(config, index).items():
                 if name.removesuffix(".weight") not in linear_names(groups):
                     weights[name], originals[name] = (one.tensor(f"{prefix}.{name}", shape) for one in (mine, theirs))
-                    assert torch.equal(weights[name], originals[name]) or (method == "awq" and "layernorm" in name)
+                    scaled = method in ("awq", "smoothquant") and "layernorm" in name
+                    assert torch.equal(weights[name], originals[name]) or scaled
             hidden = torch.randn((4, WINDOW, 64), generator=torch.Generator().manual_seed(index))
             made, right = (forward(layers, one, index, hidden) - hidden for one in (weights, originals))
-            assert (made - right).norm() < {2: 1.2, 3: 0.6, 4: 0.3, 8: 0.03}[
-                bits
-            ] * right.norm()  # a wrong order gives 1.4
+            near = {2: 1.2, 3: 0.6, 4: 0.3, 8: 0.08 if method == "fp8" else 0.03}  # a wrong order gives 1.4
+            assert (made - right).norm() < near[bits] * right.norm()
         for name, shape in (("model.embed_tokens.weight", (97, 64)), ("model.norm.weight", (64,))):
             assert torch.equal(mine.tensor(name, shape), theirs.tensor(name, shape))
         mine.refuse_unused()
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ({}, {"desc_act": True, "sym": False, "checkpoint_format": "gptq"}),
+        ({"act_order": "groups"}, {"desc_act": False, "sym": False, "checkpoint_format": "gptq"}),
+        ({"symmetric": True}, {"desc_act": True, "sym": True, "checkpoint_format": "gptq"}),
+        ({"symmetric": True, "checkpoint_format": "gptq_v2", "act_order": "none"},
+         {"desc_act": False, "sym": True, "checkpoint_format": "gptq_v2"}),
+        ({"checkpoint_format": "gptq_v2", "search": True}, {"desc_act": True, "sym": False,
+                                                            "checkpoint_format": "gptq_v2"}),
+    ],
+)  # fmt: skip
+def test_what_gptq_is_told_is_in_the_checkpoint(
+    dense: Path, options: dict[str, object], settings: dict[str, object], tmp_path: Path
+) -> None:
+    """And what is read from it are the weights that the method chose, bit for bit, in either version."""
+    asked = job(dense, "gptq", 4, 32)
+    asked = dataclasses.replace(asked, method=asked.method.with_options(options))
+    chosen: dict[str, torch.Tensor] = {}
+
+    def kept(layer: Layer, bits: int, group_size: int) -> QuantizedLayer:
+        made = asked.method.quantize(layer, bits, group_size)
+        for name, weight in made.linears.items():
+            chosen[f"model.layers.{layer.index}.{name}"] = dequantize(weight, torch.float64)
+        return made
+
+    watched = dataclasses.replace(asked.method, quantize=kept)
+    quantize_checkpoint(dataclasses.replace(asked, method=watched), tmp_path / "out", silently)
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert {name: raw[name] for name in settings} == settings
+    found = parse_format(raw)
+    assert len(chosen) == 14
+    with Checkpoint(tmp_path / "out", device="cpu", dtype=torch.float32) as stored, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name, weight in chosen.items():
+            outputs, inputs = weight.shape
+            read = found.read(stored, name, outputs, inputs)
+            assert torch.equal(dequantize(read, torch.float64), weight)
+            assert read.symmetric == settings["sym"]
+            assert (read.permutation is not None) == settings["desc_act"]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "expected"),
+    [
+        ("gptq", {"dampign": 0.1}, "gptq has no option 'dampign': its options are damping, .*did you mean 'damping'"),
+        ("gptq", {"damping": 0}, "gptq's options: damping: .*greater than 0, got 0"),
+        ("gptq", {"damping": "much"}, "gptq's options: damping: .*valid number, got 'much'"),
+        ("gptq", {"act_order": "group"}, "gptq's options: act_order: .*'inputs', 'groups' or 'none', got 'group'"),
+        ("gptq", {"checkpoint_format": "v2"}, "checkpoint_format: .*'gptq' or 'gptq_v2', got 'v2'"),
+        ("gptq", {"search": 1}, "gptq's options: search: .*valid boolean, got 1"),
+        ("rtn", {"damping": 0.1}, "rtn has no option 'damping': it has no options"),
+    ],
+)
+def test_options_that_a_method_has_not(method: str, options: dict[str, object], expected: str) -> None:
+    with pytest.raises(QuantizerError, match=expected):
+        METHODS[method].with_options(options)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +222,10 @@ def test_other_options_do_not_go_on_with_it(dense: Path, tmp_path: Path) -> None
         (job(dense, "gptq", 3, 32), "bits was 4 and is now 3"),
         (job(dense, "gptq", 4, -1), "group_size was 32 and is now -1"),
         (job(dense, "rtn", 4, 32), "method was 'gptq' and is now 'rtn'"),
+        (
+            dataclasses.replace(asked, method=asked.method.with_options({"damping": 0.01})),
+            "damping was 0.05 and is now 0.01",
+        ),
         (dataclasses.replace(asked, windows=other_text), "sha256 of the calibration windows was"),
     ):
         with pytest.raises(QuantizerError, match=expected):

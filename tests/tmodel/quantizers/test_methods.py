@@ -10,9 +10,10 @@ import torch
 from tkernels.quantized.weight import QuantizedWeight, dequantize, unpack_codes
 from tmodel.quantizers.awq import clip_groups, output_error, power_scales, round_scaled, search_scales
 from tmodel.quantizers.calibration import Inputs
-from tmodel.quantizers.gptq import gptq
+from tmodel.quantizers.gptq import DAMPING, ActOrder, gptq, order_inputs
 from tmodel.quantizers.kmeans import kmeans, move_centres, nearest_centre, sorted_rows
-from tmodel.quantizers.rtn import round_to_nearest
+from tmodel.quantizers.rtn import compute_steps, round_to_codes, round_to_nearest, search_steps
+from tmodel.quantizers.smoothquant import share_largest, smoothing_scales
 from tmodel.quantizers.squeezellm import select_largest, squeezellm
 
 N, K = 32, 96
@@ -61,9 +62,9 @@ def test_a_group_above_zero_has_a_zero_point_that_v1_can_hold(weight: torch.Tens
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("group_size", [32, -1])
-@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("act_order", ["none", "groups", "inputs"])
 def test_gptq_leaves_less_output_error_than_rounding(
-    weight: torch.Tensor, inputs: Inputs, bits: int, group_size: int, act_order: bool
+    weight: torch.Tensor, inputs: Inputs, bits: int, group_size: int, act_order: ActOrder
 ) -> None:
     # Two bits around 0 are four values of which one is never used: too few to make up for anything with.
     for symmetric in (False, True)[: 1 if bits == 2 else 2]:
@@ -81,17 +82,20 @@ def test_gptq_leaves_less_output_error_than_rounding(
 def test_gptq_on_inputs_that_have_nothing_to_do_with_each_other_rounds(
     weight: torch.Tensor, bits: int, group_size: int, scale: float
 ) -> None:
-    made = gptq(weight, scale * torch.eye(K), bits, group_size, act_order=False)
+    made = gptq(weight, scale * torch.eye(K), bits, group_size, act_order="none")
     plain = round_to_nearest(weight, bits, group_size)
     assert torch.equal(unpack_codes(made), unpack_codes(plain))
     assert torch.equal(dequantize(made), dequantize(plain))
 
 
-def test_gptq_moves_what_is_left_to_the_least_squares_of_it(weight: torch.Tensor, inputs: Inputs) -> None:
+@pytest.mark.parametrize("damping", [0.01, DAMPING, 0.5])
+def test_gptq_moves_what_is_left_to_the_least_squares_of_it(
+    weight: torch.Tensor, inputs: Inputs, damping: float
+) -> None:
     """The definition, without Cholesky: after each column, those to come are the best for those that are fixed."""
     moment = inputs.second_moment.clone()
     moment[5, 5] = 1.0
-    damped = moment + 0.01 * moment.diagonal().mean() * torch.eye(K, dtype=torch.float64)
+    damped = moment + damping * moment.diagonal().mean() * torch.eye(K, dtype=torch.float64)
     wide = weight.double()
     wide[:, 5] = 0
     grid = round_to_nearest(wide, 4, -1)
@@ -106,8 +110,11 @@ def test_gptq_moves_what_is_left_to_the_least_squares_of_it(weight: torch.Tensor
         # min over d of [gone d] H [gone d]^T: d = -gone H_gr H_rr^-1
         best = -gone @ damped[: k + 1][:, rest] @ torch.linalg.inv(damped[rest][:, rest])
         current[:, rest] = wide[:, rest] + best
-    made = gptq(weight.double(), inputs.second_moment, 4, -1, act_order=False)
+    made = gptq(weight.double(), inputs.second_moment, 4, -1, act_order="none", damping=damping)
     assert torch.equal(dequantize(made, torch.float64), fixed)
+    if damping == DAMPING:
+        untold = gptq(weight.double(), inputs.second_moment, 4, -1, act_order="none")
+        assert torch.equal(dequantize(untold, torch.float64), fixed)
 
 
 def test_gptq_in_order_of_activation_groups_the_largest_inputs(weight: torch.Tensor, inputs: Inputs) -> None:
@@ -117,6 +124,60 @@ def test_gptq_in_order_of_activation_groups_the_largest_inputs(weight: torch.Ten
     largest = inputs.second_moment.diagonal().argsort(descending=True)[:32]
     assert made.permutation[:32].tolist() == sorted(largest.tolist())
     assert gptq(weight, inputs.second_moment, 4, -1).permutation is None  # one group needs none
+
+
+def test_gptq_in_order_of_groups_leaves_every_input_in_its_group(weight: torch.Tensor, inputs: Inputs) -> None:
+    made = gptq(weight, inputs.second_moment, 4, 32, act_order="groups")
+    assert made.permutation is None
+    # By definition: groups by their largest moment, inputs of each by their own.
+    moments = inputs.second_moment.diagonal()
+    groups = sorted(range(K // 32), key=lambda g: -float(moments[32 * g : 32 * g + 32].max()))
+    expected = [k for g in groups for k in sorted(range(32 * g, 32 * g + 32), key=lambda k: -float(moments[k]))]
+    order = order_inputs(moments, 32, "groups")
+    assert order.tolist() == expected
+    assert groups != sorted(groups), "a test of nothing"
+    # The first group that is rounded has the steps of its dense weights, for nothing was corrected yet.
+    first = slice(32 * groups[0], 32 * groups[0] + 32)
+    dead = moments[first] == 0
+    step, zeros = compute_steps(weight.t()[first].masked_fill(dead[:, None], 0), 4)
+    assert made.scales is not None
+    assert made.zeros is not None
+    assert torch.equal(made.scales[groups[0]].float(), step[0])
+    assert torch.equal(made.zeros[groups[0]].float(), zeros[0])
+    # In that order, a plain walk gives the same codes.
+    sorted_moment = inputs.second_moment[order][:, order]
+    walked = gptq(weight[:, order], sorted_moment, 4, 32, act_order="none")
+    assert torch.equal(unpack_codes(made)[order], unpack_codes(walked))
+    assert torch.equal(dequantize(made, torch.float64)[:, order], dequantize(walked, torch.float64))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("lowest_zero", [0, 1])
+def test_a_search_never_errs_more_than_the_whole_range(
+    weight: torch.Tensor, bits: int, symmetric: bool, lowest_zero: int
+) -> None:
+    """Of each group and output, weighted; and what it finds is the best of its grid, tried one by one in float64."""
+    groups = weight.double().t().unflatten(0, (-1, 32))[:, :, :6]  # [3, 32, 6]
+    costs = torch.rand((3, 32, 1), generator=torch.Generator().manual_seed(2), dtype=torch.float64).pow(6)
+
+    def cost(step: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+        rounded = (round_to_codes(groups, step, zeros, bits) - zeros) * step
+        return (costs * (rounded - groups).square()).sum(1)
+
+    options = {"symmetric": symmetric, "lowest_zero": lowest_zero}
+    plain = cost(*compute_steps(groups, bits, **options))  # type: ignore[arg-type]
+    found = cost(*search_steps(groups, costs, bits, **options))  # type: ignore[arg-type]
+    every = [cost(*compute_steps(groups * (1 - i / 100), bits, **options)) for i in range(80)]  # type: ignore[arg-type]
+    assert bool((found <= plain).all())
+    assert bool((found < 0.9 * plain).any()) or bits == 8
+    torch.testing.assert_close(found, torch.stack(every).amin(0), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_gptq_that_searches_leaves_less_output_error(weight: torch.Tensor, inputs: Inputs, bits: int) -> None:
+    whole, searched = (gptq(weight, inputs.second_moment, bits, 32, search=search) for search in (False, True))
+    assert error(weight, searched, inputs) < 0.97 * error(weight, whole, inputs)
 
 
 def test_gptq_refuses_what_is_no_second_moment(weight: torch.Tensor) -> None:
@@ -242,3 +303,23 @@ def test_the_most_are_a_share_and_the_first_of_equals() -> None:
     assert select_largest(scores, 0.25).tolist() == [[False, True], [False, False]]
     assert select_largest(scores, 0.5).tolist() == [[False, True], [True, False]]
     assert not select_largest(scores, 0.0).any()
+
+
+def test_smoothquant_makes_the_largest_input_and_the_largest_weight_of_one_size(weight: torch.Tensor) -> None:
+    largest = torch.randn(K, generator=torch.Generator().manual_seed(7), dtype=torch.float64).exp()
+    other = weight.flip(0)[: N // 2] * 2  # a second linear of the same inputs
+    scales = smoothing_scales(largest, [weight, other], torch.arange(K))
+    by_weight = (torch.cat([weight, other]).double() * scales).abs().amax(0)
+    torch.testing.assert_close(largest / scales, by_weight)
+    assert torch.equal(smoothing_scales(largest, [weight], torch.arange(K), migration=1.0), largest)  # all of it
+
+
+def test_smoothquant_scales_inputs_of_one_row_alike_and_dead_ones_finitely(weight: torch.Tensor) -> None:
+    rows = torch.arange(K // 2).repeat_interleave(2)
+    largest = torch.arange(K, dtype=torch.float64)
+    assert torch.equal(share_largest(largest, rows), (torch.arange(K // 2) * 2.0 + 1).repeat_interleave(2).double())
+    weight[:, 7] = 0
+    largest[10:12] = 0
+    scales = smoothing_scales(largest, [weight], rows)
+    assert torch.equal(scales[::2], scales[1::2])
+    assert bool(((scales > 0) & torch.isfinite(scales)).all())

@@ -41,6 +41,7 @@ class MatrixState:
     num_heads: int
     head_dim: int
     state_interval: int | None = 2  # blocks between two matrices that are kept for later prefixes
+    window: int | None = None
 
     def parts(self, block_size: int, dtype: torch.dtype) -> tuple[UnitPart, ...]:
         kept = torch.float64 if dtype == torch.float64 else torch.float32

@@ -50,8 +50,9 @@ def reference(
             KV head h.
         k_cache: [P, S, Hkv, D], as q or fp8 (e4m3fn); S, the page size, is a power of two.
         v_cache: [P, S, Hkv, Dv], as k_cache.
-        block_tables: [B, N] int32; entry i is the page of tokens i*S .. i*S+S-1. Those past ceil(context / S) are
-            undefined.
+        block_tables: [B, N] int32; entry i is the page of tokens i*S .. i*S+S-1. Those past ceil(context / S), and
+            those wholly before the window of the sequence's first query, (context - queries + 1 - window) // S of them,
+            are undefined and never dereferenced.
         cu_seqlens_q: [B+1] int32, where each sequence's tokens begin in q, from 0. A sequence may have none. Rows from
             cu_seqlens_q[-1] on belong to nobody: they are neither read nor written.
         context_lens: [B] int32, tokens in the cache, this step's included, so at least the sequence's tokens in q; at
@@ -74,14 +75,16 @@ def reference(
     starts = cu_seqlens_q.tolist()
     for sequence, length in enumerate(context_lens.tolist()):
         rows = slice(starts[sequence], starts[sequence + 1])
-        pages = block_tables[sequence, : -(-length // page)]
-        k = select_pages(k_cache, pages, q.dtype).flatten(0, 1)[:length]  # [keys, Hkv, D]
-        v = select_pages(v_cache, pages, q.dtype).flatten(0, 1)[:length]
+        cached = length - (rows.stop - rows.start)
+        passed = max(cached + 1 - window, 0) // page if window else 0  # pages that the first query does not see
+        pages = block_tables[sequence, passed : -(-length // page)]
+        k = select_pages(k_cache, pages, q.dtype).flatten(0, 1)[: length - passed * page]  # [keys, Hkv, D]
+        v = select_pages(v_cache, pages, q.dtype).flatten(0, 1)[: length - passed * page]
         k = k if k_scale is None else (k * k_scale[:, None]).to(k.dtype)
         v = v if v_scale is None else (v * v_scale[:, None]).to(v.dtype)
-        keys = torch.arange(length, device=q.device)
-        own = torch.arange(length - (rows.stop - rows.start), length, device=q.device).unsqueeze(1)  # [queries, 1]
-        visible = (keys <= own) if causal else (keys < length).expand(own.shape[0], length)
+        keys = torch.arange(passed * page, length, device=q.device)
+        own = torch.arange(cached, length, device=q.device).unsqueeze(1)  # [queries, 1]
+        visible = (keys <= own) if causal else (keys < length).expand(own.shape[0], keys.shape[0])
         if window is not None:
             visible = visible & (keys > own - window)
         for head in range(heads_kv):  # one at a time: all logits of a long prompt would not fit
@@ -122,9 +125,10 @@ def baseline(
     if live == 0:
         return (out, lse) if return_lse else out
     tables = block_tables[:, : -(-longest // page)]
-    k = gather_context(k_cache, tables, context_lens)[:, :longest].to(q.dtype)  # [B, L, Hkv, D]
-    v = gather_context(v_cache, tables, context_lens)[:, :longest].to(q.dtype)
     begins, sizes = cu_seqlens_q[:-1, None], cu_seqlens_q.diff().unsqueeze(1)  # [B, 1]
+    first_keys = None if window is None else context_lens - sizes.squeeze(1) + 1 - window
+    k = gather_context(k_cache, tables, context_lens, first_keys)[:, :longest].to(q.dtype)  # [B, L, Hkv, D]
+    v = gather_context(v_cache, tables, context_lens, first_keys)[:, :longest].to(q.dtype)
     places = torch.arange(most, device=q.device)
     # Padding repeats a sequence's last row.
     rows = torch.minimum(begins + places, begins + sizes - 1).clamp_min_(0)  # [B, M]

@@ -120,12 +120,14 @@ def paged_prefill_packed_gqa_store(
 
 @triton.jit
 def paged_prefill_packed_gqa_sweep(
-    acc, m, l, q, own, begin, end, length, k_ptr, v_ptr, table_ptr,  # noqa: E741
+    acc, m, l, q, own, begin, end, first, length, k_ptr, v_ptr, table_ptr,  # noqa: E741
     stride_k_p, stride_k_s, stride_v_p, stride_v_s, scale_log2, window,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Attends to the blocks of keys in begin .. end-1; all of them lie within the context unless MASKED."""
+    """Attends to the blocks of keys in begin .. end-1, of which those before `first`, where there is a window, are left
+    out; all of them lie within the context and the window unless MASKED.
+    """
     offs_d = tl.arange(0, q.shape[1])
     offs_dv = tl.arange(0, acc.shape[1])
     # Constant masks vanish when compiled: heads that fill their tiles, in blocks that every row sees, load unmasked.
@@ -133,7 +135,11 @@ def paged_prefill_packed_gqa_sweep(
     mask_dv = (offs_dv < HEAD_DIM_V) if acc.shape[1] != HEAD_DIM_V else tl.full([acc.shape[1]], True, tl.int1)
     for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
-        live = (keys < length) if MASKED else tl.full([BLOCK_N], True, tl.int1)
+        live = tl.full([BLOCK_N], True, tl.int1)
+        if MASKED:
+            live = keys < length
+            if window is not None:  # the first block may begin on pages that are another sequence's by now
+                live = live & (keys >= first)
         pages = tl.load(table_ptr + keys // PAGE_SIZE, mask=live).to(tl.int64)
         slots = (keys % PAGE_SIZE).to(tl.int64)
         k_rows = k_ptr + pages * stride_k_p + slots * stride_k_s
@@ -172,6 +178,9 @@ def paged_prefill_packed_gqa(
         begin, full_begin, full_end, end = paged_prefill_packed_gqa_key_range(
             own_first, own_end, length, window, BLOCK_N, CAUSAL
         )
+        first = 0
+        if window is not None:
+            first = own_first + 1 - window
         offs_d = tl.arange(0, BLOCK_D)
         q_rows = q_ptr + tokens * stride_q_t + heads * stride_q_h
         q = tl.load(q_rows[:, None] + offs_d[None, :], mask=mask_m[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
@@ -185,17 +194,17 @@ def paged_prefill_packed_gqa(
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         if window is not None:
             acc, m, l = paged_prefill_packed_gqa_sweep(  # noqa: E741
-                acc, m, l, q, own, begin, full_begin, length, k_head, v_head, table_ptr,
+                acc, m, l, q, own, begin, full_begin, first, length, k_head, v_head, table_ptr,
                 stride_k_p, stride_k_s, stride_v_p, stride_v_s, scale_log2, window,
                 HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_N, CAUSAL, True,
             )  # fmt: skip
         acc, m, l = paged_prefill_packed_gqa_sweep(  # noqa: E741
-            acc, m, l, q, own, full_begin, full_end, length, k_head, v_head, table_ptr,
+            acc, m, l, q, own, full_begin, full_end, first, length, k_head, v_head, table_ptr,
             stride_k_p, stride_k_s, stride_v_p, stride_v_s, scale_log2, window,
             HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_N, CAUSAL, False,
         )  # fmt: skip
         acc, m, l = paged_prefill_packed_gqa_sweep(  # noqa: E741
-            acc, m, l, q, own, tl.maximum(full_begin, full_end), end, length, k_head, v_head, table_ptr,
+            acc, m, l, q, own, tl.maximum(full_begin, full_end), end, first, length, k_head, v_head, table_ptr,
             stride_k_p, stride_k_s, stride_v_p, stride_v_s, scale_log2, window,
             HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_N, CAUSAL, True,
         )  # fmt: skip

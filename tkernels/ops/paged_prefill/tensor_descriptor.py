@@ -45,7 +45,8 @@ def paged_prefill_tensor_descriptor_sweep(
 ):  # fmt: skip
     """Attends to the blocks of keys in begin .. end-1; all of them lie within the context unless MASKED."""
     for start in range(begin, end, BLOCK_N):
-        # A block begins within the context and ends with its page: no table entry past the context is read.
+        # A block begins within the context and ends with its page, of which somebody sees a key: no table entry past
+        # the context, or wholly before the window, is read.
         page = tl.load(table_ptr + start // PAGE_SIZE)
         keys = start + tl.arange(0, BLOCK_N)
         k = k_pages.load([page, start % PAGE_SIZE, kv_head, 0]).reshape([BLOCK_N, q.shape[1]])

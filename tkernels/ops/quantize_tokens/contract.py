@@ -1,4 +1,4 @@
-"""quantize_tokens: each token's activations as 8-bit codes with a scale of its own, found on the fly."""
+"""quantize_tokens: each token's activations as 8-bit codes, with a scale found on the fly or fixed beforehand."""
 
 from typing import Any
 
@@ -7,29 +7,40 @@ import torch
 from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Contract, DType, Int, Output, Tensor, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
-from tkernels.quantized.row_codes import CODES, LARGEST, codes_and_scales
+from tkernels.quantized.row_codes import CODES, LARGEST, SMALLEST_SCALE, codes_and_scales, codes_at
 
 
-def reference(x: torch.Tensor, *, dtype: torch.dtype = torch.int8) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(
+    x: torch.Tensor, *, dtype: torch.dtype = torch.int8, static_scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric codes of each row: x[m, k] is about q[m, k] * scale[m], and the row's largest value is the top code.
 
     Args:
         x: [M, K], any float dtype, free row stride, finite (a row with an infinity or a NaN has undefined codes).
         dtype: of the codes: torch.int8 (-127 to 127) or torch.float8_e4m3fn (-448 to 448).
+        static_scale: [1] float32, at least 2**-126: every token's scale, fixed beforehand, as calibration finds it.
+            What is beyond the codes then becomes the last of them: -128 or 127, -448 or 448.
 
     Returns:
         q [M, K] in `dtype`, scale [M] float32. Both are exact: computed in fp32, whatever x's dtype (float64 is rounded
         to it first), one rounding an operation, ties to even: scale = max(max|x| * fp32(1 / 127 or 448), 2**-126) and
-        q = x * fp32(1 / scale). A row of zeros has codes 0 and the scale 2**-126.
+        q = x * fp32(1 / scale). A row of zeros has codes 0 and the scale 2**-126. With a static scale, scale is it M
+        times.
 
     Source: dynamic per-token quantization as in Yao et al., ZeroQuant, 2022, for fp8 Micikevicius et al., FP8 Formats
     for Deep Learning, 2022.
     """
     wide = x.float()
+    if static_scale is not None:
+        return codes_at(wide, static_scale.float(), dtype), static_scale.float().repeat(x.shape[0])
     return codes_and_scales(wide, wide.abs().amax(dim=-1), dtype)
 
 
-def baseline(x: torch.Tensor, *, dtype: torch.dtype = torch.int8) -> tuple[torch.Tensor, torch.Tensor]:
+def baseline(
+    x: torch.Tensor, *, dtype: torch.dtype = torch.int8, static_scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if static_scale is not None:
+        return codes_at(x.float(), static_scale, dtype), static_scale.repeat(x.shape[0])
     # The norm reads x once; absolute values would be written first.
     largest = torch.linalg.vector_norm(x, float("inf"), dim=-1).float()
     return codes_and_scales(x.float(), largest, dtype)
@@ -44,11 +55,19 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     dtype, codes, kind = dtype_of(axes["activation"]), dtype_of(axes["codes"]), axes["values"]
     x = draws.normal(shape, dtype, "ordinary" if kind in NASTY else kind)
     if device.type != "meta" and shape[0]:
-        x = _nasty(x, kind, codes, draws)
-    return {"x": draws.laid_out(x, axes["layout"]), "dtype": codes}
+        x = nasty(x, kind, codes, draws)
+    scale = draws.laid_out(_fixed_scale(x, codes)) if axes["static_scale"] else None
+    return {"x": draws.laid_out(x, axes["layout"]), "dtype": codes, "static_scale": scale}
 
 
-def _nasty(x: torch.Tensor, kind: Any, codes: torch.dtype, draws: Draws) -> torch.Tensor:
+def _fixed_scale(x: torch.Tensor, codes: torch.dtype) -> torch.Tensor:
+    """[1] float32 at which the largest values are beyond the codes' range, and others are not."""
+    if x.device.type == "meta" or not x.numel():
+        return torch.ones(1, device=x.device)
+    return (x.double().abs().amax() * 0.4 / LARGEST[codes]).clamp(min=SMALLEST_SCALE).float().view(1)
+
+
+def nasty(x: torch.Tensor, kind: Any, codes: torch.dtype, draws: Draws) -> torch.Tensor:
     """The values [M, K] made as bad as their kind says."""
     rows, inputs = x.shape
     finfo = torch.finfo(x.dtype)
@@ -75,7 +94,7 @@ def _nasty(x: torch.Tensor, kind: Any, codes: torch.dtype, draws: Draws) -> torc
 
 def bytes_moved(case: Case) -> int:
     x = case.inputs["x"]
-    return int(x.numel() * (x.element_size() + 1) + x.shape[0] * 4)
+    return int(x.numel() * (x.element_size() + 1) + 4 * (x.shape[0] + (case.inputs["static_scale"] is not None)))
 
 
 def flops(case: Case) -> int:
@@ -92,10 +111,15 @@ CONTRACT = Contract(
         Int("K", 1, 2**24, (1, 8, 31, 64, 100, 128, 257), "features", wide=(1000, 4100)),
         dtype_axis("activation"),
         Choice("codes", CODES, "dtype of the codes"),
+        Choice("static_scale", (False, True), "every token's scale is given"),
         Choice("layout", LAYOUTS),
         Choice("values", (*KINDS, *NASTY)),
     ),
-    arguments={"x": Tensor("M K", "activation"), "dtype": DType("codes")},
+    arguments={
+        "x": Tensor("M K", "activation"),
+        "dtype": DType("codes"),
+        "static_scale": Tensor("1", "float32", optional=True),
+    },
     outputs={"q": Output("M K", "codes", exact=True), "scale": Output("M", "float32", exact=True)},
     make_inputs=make_inputs,
     bytes_moved=bytes_moved,

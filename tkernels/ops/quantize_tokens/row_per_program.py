@@ -18,23 +18,38 @@ WIDEST = 32768
 
 @triton.jit
 def quantize_tokens_row_per_program(
-    q_ptr, scale_ptr, x_ptr, stride_q_m, stride_x_m, inputs, reciprocal, BLOCK_K: tl.constexpr
+    q_ptr,
+    scale_ptr,
+    x_ptr,
+    static_scale_ptr,
+    stride_q_m,
+    stride_x_m,
+    inputs,
+    reciprocal,
+    BLOCK_K: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)  # M * stride can pass 2**31
     offs = tl.arange(0, BLOCK_K)
     mask = offs < inputs
     x = tl.load(x_ptr + row * stride_x_m + offs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_K]
-    scale = scale_of(tl.max(tl.abs(x), axis=0), reciprocal)
+    scale = scale_of(tl.max(tl.abs(x), axis=0), reciprocal) if static_scale_ptr is None else tl.load(static_scale_ptr)
     tl.store(scale_ptr + row, scale)
     tl.store(q_ptr + row * stride_q_m + offs, codes_of(x, scale, q_ptr.dtype.element_ty), mask=mask)
 
 
-def launch(run: Run, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> None:
+def launch(
+    run: Run,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    static_scale: torch.Tensor | None,
+) -> None:
     tokens, inputs = x.shape
     run.launch(
         quantize_tokens_row_per_program,
         (tokens,),
-        **pointers("q[m] scale x[m]", q, scale, x),
+        **pointers("q[m] scale x[m] static_scale", q, scale, x, static_scale),
         inputs=inputs,
         reciprocal=reciprocal_of(dtype),
         BLOCK_K=triton.next_power_of_2(inputs),

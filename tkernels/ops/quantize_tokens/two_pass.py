@@ -1,4 +1,4 @@
-"""One program walks its row twice in blocks: once for its largest value, once to write codes.
+"""One program walks its row twice in blocks: once for its largest value, unless a scale is given, and to write codes.
 
 Wins for rows wider than a program's registers hold (from about 32k): nothing spills, and the second read of the row
 comes from the L2 cache, which the first has just filled.
@@ -19,17 +19,28 @@ CONFIGS = tuple(
 
 @triton.jit
 def quantize_tokens_two_pass(
-    q_ptr, scale_ptr, x_ptr, stride_q_m, stride_x_m, inputs, reciprocal, BLOCK_K: tl.constexpr
+    q_ptr,
+    scale_ptr,
+    x_ptr,
+    static_scale_ptr,
+    stride_q_m,
+    stride_x_m,
+    inputs,
+    reciprocal,
+    BLOCK_K: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)  # M * stride can pass 2**31
     x_ptr += row * stride_x_m
     q_ptr += row * stride_q_m
-    largest = tl.zeros((BLOCK_K,), dtype=tl.float32)
-    for start in range(0, inputs, BLOCK_K):
-        offs = start + tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + offs, mask=offs < inputs, other=0.0).to(tl.float32)  # [BLOCK_K]
-        largest = tl.maximum(largest, tl.abs(x))
-    scale = scale_of(tl.max(largest, axis=0), reciprocal)
+    if static_scale_ptr is None:
+        largest = tl.zeros((BLOCK_K,), dtype=tl.float32)
+        for start in range(0, inputs, BLOCK_K):
+            offs = start + tl.arange(0, BLOCK_K)
+            x = tl.load(x_ptr + offs, mask=offs < inputs, other=0.0).to(tl.float32)  # [BLOCK_K]
+            largest = tl.maximum(largest, tl.abs(x))
+        scale = scale_of(tl.max(largest, axis=0), reciprocal)
+    else:
+        scale = tl.load(static_scale_ptr)
     tl.store(scale_ptr + row, scale)
     for start in range(0, inputs, BLOCK_K):
         offs = start + tl.arange(0, BLOCK_K)
@@ -37,12 +48,19 @@ def quantize_tokens_two_pass(
         tl.store(q_ptr + offs, codes_of(x, scale, q_ptr.dtype.element_ty), mask=offs < inputs)
 
 
-def launch(run: Run, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> None:
+def launch(
+    run: Run,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    static_scale: torch.Tensor | None,
+) -> None:
     tokens, inputs = x.shape
     run.launch(
         quantize_tokens_two_pass,
         (tokens,),
-        **pointers("q[m] scale x[m]", q, scale, x),
+        **pointers("q[m] scale x[m] static_scale", q, scale, x, static_scale),
         inputs=inputs,
         reciprocal=reciprocal_of(dtype),
         **run.config,

@@ -9,7 +9,7 @@ from tkernels import Axes, Run, Variant
 from tkernels.contract import Value
 from tkernels.inputs import dtype_name
 from tkernels.ops.algorithms import Algorithms
-from tkernels.ops.scaled_matmul._code_sums import unsupported_sums
+from tkernels.ops.code_sums import unsupported_sums
 
 SPLIT_K_TOKENS = 64
 """By reasoning: so many tokens are one row of tiles, far fewer than fill a device, unless K is split."""

@@ -61,14 +61,14 @@ def baseline(
     return (out if bias is None else out + bias).to(out_dtype)
 
 
-_STEP = {"ordinary": 1.0, "zeros": 1.0, "huge": 8.0, "tiny": 2.0**-9}
+STEP = {"ordinary": 1.0, "zeros": 1.0, "huge": 8.0, "tiny": 2.0**-9}
 """Of fp8 codes: whole numbers, of which fp32 sums the products without error, up to 448, and subnormal ones."""
-_FP8_SPREAD = 16.0
+FP8_SPREAD = 16.0
 _SIZE = {"ordinary": 73.0, "zeros": 73.0, "huge": 127.0, "tiny": 0.8}
 """Of int8 codes, as the root of their mean square."""
 
 
-def _codes(shape: tuple[int, int], dtype: torch.dtype, kind: str, draws: Draws) -> torch.Tensor:
+def draw_codes(shape: tuple[int, int], dtype: torch.dtype, kind: str, draws: Draws) -> torch.Tensor:
     """Codes of a kind. Not int8's 127, which is what nobody may read."""
     if draws.device.type == "meta":
         return torch.empty(shape, dtype=dtype, device=draws.device)
@@ -78,18 +78,18 @@ def _codes(shape: tuple[int, int], dtype: torch.dtype, kind: str, draws: Draws) 
         if kind == "huge":
             codes = torch.where(codes < 0, low, high)
         return codes.to(dtype).to(draws.device)
-    whole = (draws.normal(shape, torch.float64) * _FP8_SPREAD).round()
-    return (whole * _STEP[kind]).clamp(-448.0, 448.0).to(dtype)
+    whole = (draws.normal(shape, torch.float64) * FP8_SPREAD).round()
+    return (whole * STEP[kind]).clamp(-448.0, 448.0).to(dtype)
 
 
 def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     draws = Draws(seed, device)
     tokens, outputs, inputs = int(axes["M"]), int(axes["N"]), int(axes["K"])
     codes, out, kind = dtype_of(axes["codes"]), dtype_of(axes["out"]), str(axes["values"])
-    q, weight = (_codes((rows, inputs), codes, kind, draws) for rows in (tokens, outputs))
+    q, weight = (draw_codes((rows, inputs), codes, kind, draws) for rows in (tokens, outputs))
     scale, weight_scale = (draws.normal((rows,), torch.float32).abs() + 0.1 for rows in (tokens, outputs))
     # So that outputs are of size 1 whatever K is.
-    size = _SIZE[kind] if codes == torch.int8 else _FP8_SPREAD * _STEP[kind]
+    size = _SIZE[kind] if codes == torch.int8 else FP8_SPREAD * STEP[kind]
     weight_scale /= size**2 * inputs**0.5
     if kind == "zeros" and device.type != "meta":  # tokens of zeros, as quantize_tokens makes them
         q[::2], scale[::2] = 0, SMALLEST_SCALE

@@ -12,14 +12,14 @@ import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
 from tkernels.ops.arguments import pointers
-from tkernels.ops.products import tile_grid, tile_sizes
-from tkernels.ops.scaled_matmul._code_sums import (
+from tkernels.ops.code_sums import (
     rescaled,
     sums_are_short,
     unsupported_sums,
     with_products,
     zero_sums,
 )
+from tkernels.ops.products import tile_grid, tile_sizes
 from tkernels.ops.split_sums import (
     partial_arguments,
     partial_buffers_of_rows,

@@ -10,14 +10,14 @@ import triton.language as tl
 
 from tkernels import Config, Run, Variant
 from tkernels.ops.arguments import pointers
-from tkernels.ops.products import tile_configs, tile_grid
-from tkernels.ops.scaled_matmul._code_sums import (
+from tkernels.ops.code_sums import (
     rescaled,
     sums_are_short,
     unsupported_sums,
     with_products,
     zero_sums,
 )
+from tkernels.ops.products import tile_configs, tile_grid
 
 CONFIGS = tile_configs(
     (

@@ -7,8 +7,9 @@ prefix_cache  which blocks a new sequence may take over, and who owns the free o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from tsched.scheduling.block_pool import BlockPool
 from tsched.scheduling.policies.base import Order, Preemption, PrefixCache
 from tsched.scheduling.policies.fcfs import FirstComeFirstServed
 from tsched.scheduling.policies.hash_prefix_cache import HashPrefixCache
@@ -17,6 +18,8 @@ from tsched.scheduling.policies.priority import Priority
 from tsched.scheduling.policies.radix_prefix_cache import RadixPrefixCache
 from tsched.scheduling.policies.recompute import Recompute
 from tsched.scheduling.policies.swap import Swap
+from tsched.scheduling.policies.windowed_prefix_caches import WindowedHashCache, WindowedRadixCache
+from tsched.scheduling.window import Window
 
 ORDERS: Mapping[str, type[Order]] = {"fcfs": FirstComeFirstServed, "priority": Priority}
 PREEMPTIONS: Mapping[str, type[Preemption]] = {"recompute": Recompute, "swap": Swap}
@@ -25,3 +28,14 @@ PREFIX_CACHES: Mapping[str, type[PrefixCache]] = {
     "hash": HashPrefixCache,
     "radix": RadixPrefixCache,
 }
+_WINDOWED: Mapping[str, Callable[[BlockPool, Window], PrefixCache]] = {
+    "none": lambda pool, window: NoPrefixCache(pool),
+    "hash": WindowedHashCache,
+    "radix": WindowedRadixCache,
+}
+"""The same, where every layer has a window."""
+
+
+def make_prefix_cache(name: str, pool: BlockPool, window: Window | None) -> PrefixCache:
+    """The prefix cache of that `name` over `pool`, for layers that all have a `window`, or not."""
+    return PREFIX_CACHES[name](pool) if window is None else _WINDOWED[name](pool, window)

@@ -49,6 +49,8 @@ class PrefixCache(Protocol):
     A block becomes matchable only once the keys and values in it have really been computed, by a plan that has been
     committed: the scheduler calls `insert` and `release` with such tokens alone. Sequences share a block only where
     all tokens up to its end, and `Sequence.cache_salt`, are equal.
+
+    Where every layer has a window, a sequence's blocks begin with the place `Sequence.first_block`, which `match` sets.
     """
 
     def __init__(self, pool: BlockPool) -> None: ...

@@ -22,6 +22,53 @@ DIGEST_SIZE = 16  # bytes; two of 2**32 blocks are alike with a chance of 2**-65
 _EMPTY = blake2b(digest_size=DIGEST_SIZE)
 
 
+def draw_secret() -> bytes:
+    """What nobody outside of this process knows."""
+    return secrets.token_bytes(32)
+
+
+class BlockDigests:
+    """The digests of a sequence's blocks, made once for each sequence and kept in its `prefix`."""
+
+    _pool: BlockPool
+    _secret: bytes  # drawn for this process
+
+    def prepare(self, sequence: Sequence) -> None:
+        self._digests(sequence, sequence.tokens.size // self._pool.block_size)
+
+    def adopt(self, child: Sequence, parent: Sequence) -> None:
+        child.prefix = self._digests(parent, 0)[: child.tokens.size // self._pool.block_size * DIGEST_SIZE]
+
+    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
+        sequence.prefix = self._digests(sequence, 0)[: num_tokens // self._pool.block_size * DIGEST_SIZE]
+
+    def _digests(self, sequence: Sequence, count: int) -> bytes:
+        """The digests of at least the first `count` blocks of the sequence; new ones are made from its tokens."""
+        digests = sequence.prefix
+        if not isinstance(digests, bytes):
+            digests = sequence.prefix = b""
+        num_ready = len(digests) // DIGEST_SIZE
+        if num_ready < count:
+            block_size = self._pool.block_size
+            data = sequence.tokens[num_ready * block_size : count * block_size].tobytes()
+            last = digests[-DIGEST_SIZE:] or self._root(sequence.cache_salt)
+            digests = sequence.prefix = digests + self._chain(last, data)
+        return digests
+
+    def _chain(self, last: bytes, data: bytes) -> bytes:
+        """The digests of the blocks with the int64 tokens `data`, which follow the one of digest `last`."""
+        width, digests = self._pool.block_size * 8, []
+        for start in range(0, len(data), width):
+            hasher = _EMPTY.copy()  # cheaper than a new one
+            hasher.update(last + data[start : start + width])
+            last = hasher.digest()
+            digests.append(last)
+        return b"".join(digests)
+
+    def _root(self, salt: bytes) -> bytes:
+        return blake2b(salt, digest_size=DIGEST_SIZE, key=self._secret).digest()
+
+
 class Run:
     """Blocks that were inserted together and follow each other in one history.
 
@@ -58,24 +105,15 @@ class Run:
         return bisect_left(places, True, key=differs)
 
 
-class HashPrefixCache(RunCache[Run]):
+class HashPrefixCache(BlockDigests, RunCache[Run]):
     """Digest of a run's first block -> run, for runs of blocks whose content is known; digests are made once for each
     sequence. A prompt's blocks take one entry and not thousands, and a long common prefix is found by one comparison.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         super().__init__(pool)
-        self._secret = secrets.token_bytes(32)
+        self._secret = draw_secret()
         self._run_at: dict[bytes, Run] = {}  # by the digest of the first block
-
-    def prepare(self, sequence: Sequence) -> None:
-        self._digests(sequence, sequence.tokens.size // self._pool.block_size)
-
-    def adopt(self, child: Sequence, parent: Sequence) -> None:
-        child.prefix = self._digests(parent, 0)[: child.tokens.size // self._pool.block_size * DIGEST_SIZE]
-
-    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        sequence.prefix = self._digests(sequence, 0)[: num_tokens // self._pool.block_size * DIGEST_SIZE]
 
     def _find(self, sequence: Sequence, start: int, end: int, before: Run | None) -> tuple[BlockIds, Run | None]:
         digests = self._digests(sequence, min(start + 1, end))
@@ -91,37 +129,11 @@ class HashPrefixCache(RunCache[Run]):
         pending = sequence.tokens[num_digests * self._pool.block_size : end * self._pool.block_size].tobytes()
         self._note(Run(start, digests[start * DIGEST_SIZE : end * DIGEST_SIZE], pending, blocks, parent))
 
-    def _digests(self, sequence: Sequence, count: int) -> bytes:
-        """The digests of at least the first `count` blocks of the sequence; new ones are made from its tokens."""
-        digests = sequence.prefix
-        if not isinstance(digests, bytes):
-            digests = sequence.prefix = b""
-        num_ready = len(digests) // DIGEST_SIZE
-        if num_ready < count:
-            block_size = self._pool.block_size
-            data = sequence.tokens[num_ready * block_size : count * block_size].tobytes()
-            last = digests[-DIGEST_SIZE:] or self._root(sequence.cache_salt)
-            digests = sequence.prefix = digests + self._chain(last, data)
-        return digests
-
-    def _chain(self, last: bytes, data: bytes) -> bytes:
-        """The digests of the blocks with the int64 tokens `data`, which follow the one of digest `last`."""
-        width, digests = self._pool.block_size * 8, []
-        for start in range(0, len(data), width):
-            hasher = _EMPTY.copy()  # cheaper than a new one
-            hasher.update(last + data[start : start + width])
-            last = hasher.digest()
-            digests.append(last)
-        return b"".join(digests)
-
     def _complete(self, run: Run) -> None:
         """All its blocks have their digests now."""
         if run.pending:
             run.digests += self._chain(run.digests[-DIGEST_SIZE:], run.pending)
             run.pending = b""
-
-    def _root(self, salt: bytes) -> bytes:
-        return blake2b(salt, digest_size=DIGEST_SIZE, key=self._secret).digest()
 
     def _walk(self, digests: bytes, start: int, end: int, before: Run | None) -> tuple[BlockIds, Run | None]:
         """`_find` by `digests`, which has those of all blocks before `end`."""

@@ -1,4 +1,4 @@
-"""What the variants share: a tile of codes on the matrix units, and what becomes of its sums."""
+"""What products of 8-bit codes share: a tile of codes on the matrix units, and what becomes of its sums."""
 
 import triton
 import triton.language as tl

@@ -1,0 +1,38 @@
+"""Packs with auto-round, rounding to nearest; its torch kernels decode.
+
+Options: `format` as quantize_and_save takes it, the rest AutoRound's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from auto_round import AutoRound
+from decoded import decode_by_identity, pack_as_asked
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def pack(model: Path, checkpoint: Path, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    told = {"iters": 0, "disable_opt_rtn": True, **options}
+    written_as = told.pop("format")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    AutoRound(AutoModelForCausalLM.from_pretrained(model), tokenizer, **told).quantize_and_save(
+        output_dir=str(checkpoint), format=written_as
+    )
+    (folder,) = {file.parent for file in checkpoint.rglob("config.json")}
+    if folder != checkpoint:  # newer versions make a folder of their own within it
+        for file in list(folder.iterdir()):
+            file.rename(checkpoint / file.name)
+    packed = AutoModelForCausalLM.from_pretrained(checkpoint, device_map="cpu", dtype=torch.float32)
+    return {
+        name: decode_by_identity(layer, getattr(layer, "infeatures", None) or layer.in_features, torch.float32)
+        for name, layer in packed.named_modules()
+        if hasattr(layer, "qweight")
+    }
+
+
+if __name__ == "__main__":
+    pack_as_asked(pack)

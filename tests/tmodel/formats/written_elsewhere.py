@@ -1,0 +1,193 @@
+"""Checkpoints that other tools pack themselves, each in an environment of its own: are they read bit for bit?
+
+python -m tests.tmodel.formats.written_elsewhere MODEL FOLDER [--only NAME ...] [--squeezellm CHECKOUT]
+
+MODEL is a small dense model with a tokenizer, such as `tk make-model --preset tiny` writes. FOLDER keeps the tools'
+environments (pip installs them, and an index must be in reach) and what they packed: what is there is not made again.
+A tool that does not install here is said not to be made, which is no success. CHECKOUT is of github.com/SqueezeAILab/
+SqueezeLLM. Of every checkpoint each layer is read and compared with what the tool itself decodes, and `tk generate`
+is run on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import venv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from tests.tmodel.formats.tools.decoded import CHECKPOINT, DECODED
+from tkernels.quantized.weight import dequantize
+from tmodel import load_config
+from tmodel.weights import Checkpoint
+
+PACKERS = Path(__file__).parent / "tools"
+REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
+    "gptqmodel": ("gptqmodel",),
+    "autoawq": ("autoawq==0.2.7", "transformers<4.48"),
+    "auto_round": ("auto-round",),
+    "llm_compressor": ("llmcompressor",),
+    "squeezellm": ("torch", "transformers", "safetensors", "numpy"),
+}
+"""Packer -> what its environment needs."""
+
+GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A kind of checkpoint: a tool's packer and what it is told."""
+
+    name: str
+    packer: str
+    options: Mapping[str, Any]
+
+
+KINDS = (
+    Made("gptqmodel-4bit-sym", "gptqmodel", {"bits": 4, "group_size": 32, "sym": True, "desc_act": False}),
+    Made("gptqmodel-4bit-v2-act-order", "gptqmodel",
+         {"bits": 4, "group_size": 32, "sym": False, "desc_act": True, "format": "gptq_v2"}),
+    *(Made(f"gptqmodel-{bits}bit", "gptqmodel", {"bits": bits, "group_size": 32, "sym": False, "desc_act": False})
+      for bits in (2, 3, 8)),
+    Made("gptqmodel-dynamic", "gptqmodel",
+         {"bits": 4, "group_size": 32, "dynamic": {"-:.*o_proj": {}, "+:.*down_proj": {"bits": 8}}}),
+    Made("gptqmodel-awq", "gptqmodel", {"bits": 4, "group_size": 32, "quant_method": "awq", "format": "gemm"}),
+    Made("autoawq", "autoawq", {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}),
+    Made("auto-round", "auto_round", {"bits": 4, "group_size": 32, "sym": True, "format": "auto_round"}),
+    Made("auto-round-asymmetric", "auto_round", {"bits": 4, "group_size": 32, "sym": False, "format": "auto_round"}),
+    Made("auto-round-gptqmodel", "auto_round",
+         {"bits": 4, "group_size": 32, "sym": False, "format": "auto_round:gptqmodel"}),
+    Made("auto-round-awq", "auto_round", {"bits": 4, "group_size": 32, "sym": False, "format": "auto_round:auto_awq"}),
+    Made("llm-compressor-w4a16", "llm_compressor", {"weights": {**GROUPS, "symmetric": True}}),
+    Made("llm-compressor-w4a16-asymmetric", "llm_compressor", {"weights": {**GROUPS, "symmetric": False}}),
+    Made("llm-compressor-w8a8", "llm_compressor",
+         {"weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+          "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}}),
+    Made("llm-compressor-fp8", "llm_compressor",
+         {"weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+          "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}}),
+    *(Made(f"squeezellm-{bits}bit{'-sparse' if sparse else ''}", "squeezellm", {"wbits": bits, "sparse": sparse})
+      for bits in (3, 4) for sparse in (0, 0.005)),
+)  # fmt: skip
+
+
+def find_differences(checkpoint: Path, decoded: Path) -> tuple[int, list[str]]:
+    """Compares each layer as it is read with what the tool decodes of it, in the dtype that the tool decodes in.
+
+    A product of a code and a scale is exact in float64, so that rounding it once gives the tool's own result.
+
+    Returns:
+        (weights that were compared, what differs: a layer that only one of the two has, or unequal weights).
+    """
+    config = load_config(checkpoint)
+    quantization = config.quantization
+    if quantization is None:
+        return 0, [f"{checkpoint}: is read as a dense model"]
+    sizes = {
+        n: (rows, part.inputs) for part in config.linears() for n, rows in zip(part.names, part.outputs, strict=True)
+    }
+    compared, problems = 0, []
+    with (
+        Checkpoint(checkpoint, device="cpu", dtype=torch.float32) as stored,
+        safe_open(decoded, framework="pt") as theirs,
+    ):
+        decoded_layers = set(theirs.keys())
+        problems += [f"{name}: there is no such layer" for name in sorted(decoded_layers - sizes.keys())]
+        for name, (outputs, inputs) in sizes.items():
+            is_quantized = quantization.scheme(name) is not None
+            if is_quantized != (name in decoded_layers):
+                problems.append(f"{name}: is read as {'quantized' if is_quantized else 'dense'}, which the tool denies")
+            elif is_quantized:
+                expected = theirs.get_tensor(name)
+                weight = dequantize(quantization.format.read(stored, name, outputs, inputs), torch.float64)
+                unequal = weight.to(expected.dtype) != expected
+                compared += expected.numel()
+                if bool(unequal.any()):
+                    place = tuple(unequal.nonzero()[0].tolist())
+                    problems.append(
+                        f"{name}: {int(unequal.sum())} of {unequal.numel()} weights differ, the first at {place}: "
+                        f"{float(weight[place])} is read, {float(expected[place])} is the tool's"
+                    )
+    return compared, problems
+
+
+def make_environment(folder: Path, packer: str) -> Path | None:
+    """The interpreter of a packer's environment, made where it is not there; None where it does not install here."""
+    python = folder / packer / "bin" / "python"
+    ready = folder / packer / "installed.txt"
+    if ready.exists():
+        return python
+    venv.create(folder / packer, with_pip=True, clear=True)
+    done = _run([python, "-m", "pip", "install", "--quiet", *REQUIREMENTS[packer]])
+    if done.returncode:
+        print(f"{packer}: does not install here:\n{done.stderr.strip()[-2000:]}", file=sys.stderr)
+        return None
+    ready.write_text(_run([python, "-m", "pip", "freeze"]).stdout)
+    return python
+
+
+def check_kind(kind: Made, python: Path, model: Path, out: Path, options: Mapping[str, Any]) -> list[str]:
+    """Packs a kind where it is not there, and says what is wrong with how it is read; prints what was compared."""
+    if not (out / DECODED).exists():
+        told = json.dumps({**kind.options, **options})
+        done = _run([python, PACKERS / f"pack_{kind.packer}.py", model, out, told])
+        if done.returncode:
+            return [f"its tool failed:\n{done.stderr.strip()[-2000:]}"]
+    checkpoint = out / CHECKPOINT
+    if kind.packer == "squeezellm" and not (out / "converted").exists():
+        done = _run_tk("convert", checkpoint, out / "converted")
+        if done.returncode:
+            return [done.stderr.strip()]
+    checkpoint = out / "converted" if kind.packer == "squeezellm" else checkpoint
+    try:
+        compared, problems = find_differences(checkpoint, out / DECODED)
+    except ValueError as error:
+        return [str(error)]
+    done = _run_tk("generate", "--model", checkpoint, "--prompt", "def main(", "--max-tokens", 4, "--ignore-eos")
+    if done.returncode:
+        problems.append(f"tk generate: {done.stderr.strip()[-2000:]}")
+    print(f"{kind.name}: {compared:,} weights compared, {len(problems)} problems", flush=True)
+    return problems
+
+
+def _run(command: Sequence[object]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+
+
+def _run_tk(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return _run([sys.executable, "-m", "experiments.cli", *arguments])
+
+
+def main() -> int:
+    """1 where a kind is read wrong or was not made."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", nargs="+", choices=[kind.name for kind in KINDS])
+    parser.add_argument("--squeezellm", type=Path, metavar="CHECKOUT")
+    asked = parser.parse_args()
+    bad = []
+    for kind in (kind for kind in KINDS if not asked.only or kind.name in asked.only):
+        options = {"checkout": str(asked.squeezellm)} if kind.packer == "squeezellm" else {}
+        missing = kind.packer == "squeezellm" and asked.squeezellm is None
+        python = None if missing else make_environment(asked.folder / "environments", kind.packer)
+        problems = ["not made"] if python is None else check_kind(
+            kind, python, asked.model.resolve(), asked.folder / kind.name, options
+        )  # fmt: skip
+        bad += problems and [kind.name]
+        for problem in problems:
+            print(f"{kind.name}: {problem}", flush=True)
+    print(f"{len(KINDS if not asked.only else asked.only) - len(bad)} kinds are read bit for bit; not: {bad or 'none'}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
