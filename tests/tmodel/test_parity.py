@@ -47,7 +47,7 @@ LONGROPE = {  # every sequence goes beyond the original length; but for a single
 }  # fmt: skip
 
 
-GPT2 = {"heads": (4, 4), "eos_token_id": None}
+GPT2 = {"heads": (3, 3), "eos_token_id": None}
 
 
 def shapes(architecture: str, **covered: Mapping[str, Any]) -> list[Shape]:
