@@ -11,14 +11,29 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from tkernels.names import suggest_name
 from tmodel.json_files import ConfigError
 from tmodel.rotary import ROPE_KINDS, Rope, RopeParameters
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+_MAX_SIZE = 2**24
+"""Of a whole number in config.json. The longest context of a published model is 10,485,760 tokens; vocabularies and
+widths are far smaller."""
+_MAX_LAYERS = 2**12
+"""Of a number of layers, each of which takes names, shapes and objects before any weight is read. Published models have
+up to 126."""
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
@@ -39,6 +54,15 @@ class HuggingFaceConfig(BaseModel):
     def _read_old_dtype(cls, raw: dict[str, Any]) -> dict[str, Any]:
         """Before transformers 5 the key was `torch_dtype`."""
         return raw if raw.get("dtype") is not None else {**raw, "dtype": raw.get("torch_dtype")}
+
+    @field_validator("*")
+    @classmethod
+    def _check_size(cls, value: Any, info: ValidationInfo) -> Any:
+        """Bounds every architecture's sizes: tables and lists are made of them before any weight shows them wrong."""
+        most = _MAX_LAYERS if "layer" in str(info.field_name) else _MAX_SIZE
+        if type(value) is int and abs(value) > most:
+            raise PydanticCustomError("size", "must be at most {most}", {"most": most})
+        return value
 
     def resolved_dtype(self) -> torch.dtype:
         """The dtype that the checkpoint was saved for; float32 where none is named."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,9 @@ from tmodel.formats.cache_scheme import parse_cache_dtype
 from tmodel.json_files import ConfigError, read_json
 from tmodel.quantization import Quantization
 from tmodel.weights import Checkpoint
+
+_MAX_NAME = 200
+"""Characters of an architecture's name that a message still shows."""
 
 
 def load_config(path: str | Path, architectures: Architectures | None = None) -> ModelConfig:
@@ -83,8 +87,8 @@ def find_named_architecture(raw: Mapping[str, Any], architectures: Architectures
         ConfigError: It names none, several or an unknown one.
     """
     names = raw.get("architectures")
-    if not isinstance(names, list) or len(names) != 1:
-        raise ConfigError(f"architectures must name exactly one architecture, got {names!r}")
+    if not isinstance(names, list) or len(names) != 1 or len(str(names[0])) > _MAX_NAME:
+        raise ConfigError(f"architectures must name exactly one architecture, got {reprlib.repr(names)}")
     return find_architecture(names[0], known_architectures() if architectures is None else architectures)
 
 
@@ -127,6 +131,6 @@ def _parse_token_ids(given: Any, vocab_size: int) -> tuple[int, ...]:
     """Checks `given`, an id, a list of ids or None, and drops duplicates."""
     ids = [] if given is None else given if isinstance(given, list) else [given]
     for token_id in ids:
-        if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            raise ConfigError(f"eos_token_id {token_id!r} is not a token id below vocab_size={vocab_size}")
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:  # JSON's true is no number
+            raise ConfigError(f"eos_token_id {reprlib.repr(token_id)} is not a token id below vocab_size={vocab_size}")
     return tuple(dict.fromkeys(ids))

@@ -6,7 +6,6 @@ calls the other functions. None of them loads, makes or fetches weights: that is
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from tkernels.names import suggest_name
 from tmodel.architectures import Architectures
 from tmodel.config import ModelConfig
 from tmodel.formats import refuse_gguf
+from tmodel.hub import HubError, fetch_config, fetch_model, parse_hub_name
 from tmodel.json_files import ConfigError
 from tmodel.loading import load_config, parse_config
 from tmodel.presets import PRESETS, preset_path
@@ -22,12 +22,6 @@ from tmodel.random_weights import RANDOM_PRESETS, num_parameters, random_config
 
 RANDOM = "random:"
 """Before the name of a published shape, it asks for random weights of that shape."""
-
-_CONFIG_FILES = ("*.json",)
-_DATA_FILES = ("*.json", "*.safetensors", "tokenizer.model")
-"""All that is ever fetched of a hub model: no pickles, no code."""
-
-_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -78,9 +72,11 @@ def find_model(model: str | Path, architectures: Architectures | None = None) ->
         raise ConfigError(f"model {model!r} is a file, not a directory with config.json and safetensors")
     names = [*PRESETS, *(RANDOM + preset for preset in RANDOM_PRESETS)]
     looked = f"model {model!r}: there is no directory {directory.absolute()}, no trained preset of that name"
-    if not _HUB_ID.fullmatch(model):
+    if parse_hub_name(model) is None:
         meant = f"; did you mean {RANDOM + model!r}?" if model in RANDOM_PRESETS else suggest_name(model, names)
-        raise ConfigError(f"{looked}, and it is no hub id, owner/name; presets are {', '.join(names)}{meant}")
+        raise ConfigError(
+            f"{looked}, and it is no hub id, owner/name or owner/name@revision; presets are {', '.join(names)}{meant}"
+        )
     try:
         return hub_model(model, architectures)
     except HubError as error:
@@ -107,35 +103,31 @@ def preset_model(preset: str) -> ModelPlan:
 
 def random_model(preset: str) -> ModelPlan:
     """Random weights of a published shape. ConfigError where there is none of that name."""
+    name = RANDOM + preset
+    if preset in PRESETS:
+        raise ConfigError(
+            f"{name!r}: {preset} is trained; its name alone asks for it, or {{preset: {preset}}} in a YAML"
+        )
     if preset not in RANDOM_PRESETS:
         known = [RANDOM + name for name in RANDOM_PRESETS]
-        name = RANDOM + preset
         raise ConfigError(f"unknown model {name!r}: there is {', '.join(known)}{suggest_name(name, known)}")
     shape = RANDOM_PRESETS[preset]
     return ModelPlan(preset, random_config(shape), lambda: preset_path(preset), random_weights=num_parameters(shape))
 
 
 def hub_model(hub_id: str, architectures: Architectures | None = None) -> ModelPlan:
-    """A model of the Hugging Face hub, or of its local cache. HubError where neither has it."""
-    config = load_config(_fetch(hub_id, _CONFIG_FILES), architectures)
-    return ModelPlan(hub_id, config, lambda: _fetch(hub_id, _DATA_FILES))
+    """A model of the Hugging Face hub, or of its local cache.
 
+    Args:
+        hub_id: owner/name, or owner/name@revision: a branch, a tag or a commit.
+        architectures: As for `find_model`.
 
-class HubError(ConfigError):
-    """A model cannot be fetched from the Hugging Face hub, and is not in its local cache."""
-
-
-def _fetch(hub_id: str, patterns: tuple[str, ...]) -> Path:
-    # Late: few models come from the hub.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
-    except LocalEntryNotFoundError as error:
-        reason = " ".join(str(error).split())
-        raise HubError(
-            f"{hub_id!r} is not in the Hugging Face hub's local cache, nor to be fetched: {reason}"
-        ) from error
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise HubError(f"{hub_id!r} cannot be fetched from the Hugging Face hub: {error}") from error
+    Raises:
+        ConfigError: It is no such name, or its configuration cannot be served.
+        HubError: Neither the hub nor its cache has it.
+    """
+    name = parse_hub_name(hub_id)
+    if name is None:
+        raise ConfigError(f"{hub_id!r} is no hub id, owner/name or owner/name@revision")
+    folder = fetch_config(name)
+    return ModelPlan(hub_id, load_config(folder, architectures), lambda: fetch_model(name, folder))

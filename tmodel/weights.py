@@ -9,12 +9,8 @@ before any data is read: a file cut short is refused by name of the first tensor
 
 from __future__ import annotations
 
-import json
 import math
-import reprlib
-import struct
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -22,38 +18,16 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+from tmodel.json_files import parse_json
+from tmodel.safetensors_header import DTYPES, FLOATS, Entry, WeightError, read_header
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
 _HEAD = "lm_head."
 BUFFER_BYTES = 2**25
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPES = {
-    **_FLOATS,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Computed = TypeVar("Computed")
-
-
-class WeightError(ValueError):
-    """A checkpoint cannot be loaded; the message names the file and, where there is one, the tensor."""
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """Where a tensor lies, according to its file's header; it begins at byte `start` of the file."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
 
 
 class Checkpoint:
@@ -77,16 +51,16 @@ class Checkpoint:
         self.directory = directory
         self.device = torch.device(device)
         self.dtype = dtype
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._taken: set[str] = set()
         self._open: dict[Path, FileIO] = {}
         self._computed: dict[Hashable, Any] = {}
         listed = _list_files(directory)
         for file, expected in listed.items():
-            entries = _read_header(file)
+            entries = read_header(file)
             for name in expected or ():
                 if name not in entries:
-                    raise WeightError(f"{file}: tensor {name!r} is missing; {_INDEX} says that it is there")
+                    raise WeightError(f"{file}: tensor {name!r} is missing; {INDEX} says that it is there")
             for name, entry in entries.items():
                 if name in self._entries:
                     raise WeightError(f"{file}: tensor {name!r} is also in {self._entries[name].file.name}")
@@ -138,7 +112,7 @@ class Checkpoint:
             WeightError: As `tensor`.
         """
         for name, shape in zip(names, shapes, strict=True):
-            self._check_entry(name, tuple(shape), "config.json asks for {}", _FLOATS.values())
+            self._check_entry(name, tuple(shape), "config.json asks for {}", FLOATS.values())
         rows = [shape[0] for shape in shapes]
         fused = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype, device=self.device)
         for name, part in zip(names, fused.split(rows), strict=True):
@@ -211,7 +185,7 @@ class Checkpoint:
     def count_bytes_as(self, dtype: torch.dtype) -> int:
         """Bytes of all tensors with the floating ones cast to `dtype`."""
         return sum(
-            math.prod(entry.shape) * (dtype if entry.dtype in _FLOATS.values() else entry.dtype).itemsize
+            math.prod(entry.shape) * (dtype if entry.dtype in FLOATS.values() else entry.dtype).itemsize
             for entry in self._entries.values()
         )
 
@@ -264,13 +238,13 @@ class Checkpoint:
                 "the architecture in config.json has no place for it"
             )
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> Entry:
         if name not in self._entries:
             files = ", ".join(sorted({entry.file.name for entry in self._entries.values()}))
             raise WeightError(f"{self.directory}: tensor {name!r} is missing from {files}")
         return self._entries[name]
 
-    def _check_entry(self, name: str, shape: tuple[int, ...], layout: str, dtypes: Collection[torch.dtype]) -> _Entry:
+    def _check_entry(self, name: str, shape: tuple[int, ...], layout: str, dtypes: Collection[torch.dtype]) -> Entry:
         entry = self._entry(name)
         if entry.dtype not in dtypes:
             supported = ", ".join(_NAMES[dtype] for dtype in dtypes)
@@ -317,29 +291,42 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 def _list_files(directory: Path) -> dict[Path, set[str] | None]:
     """The safetensors files of a directory -> the tensors that the index puts there (None without an index)."""
-    if (directory / _SINGLE).exists():
-        return {directory / _SINGLE: None}
-    index = directory / _INDEX
-    if not index.exists():
+    if (directory / SINGLE).exists():
+        return {directory / SINGLE: None}
+    if not (directory / INDEX).exists():
         raise WeightError(_explain_missing_weights(directory))
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        promised: dict[Path, set[str] | None] = {}
-        for tensor, name in weight_map.items():
-            if Path(name).name != name or not name.endswith(".safetensors"):
-                raise WeightError(f"{index}: tensor {tensor!r} is said to be in {name!r}, not a safetensors file here")
-            tensors = promised.setdefault(directory / name, set())
-            if tensors is not None:
-                tensors.add(tensor)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, WeightError):
-            raise
-        raise WeightError(f"{index}: not a safetensors index with a weight_map: {error!r}") from error
-    for file, tensors in promised.items():
-        if not file.exists():
-            example = min(tensors) if tensors else "?"
-            raise WeightError(f"{file}: no such file; {_INDEX} says that it holds tensor {example!r}")
+    promised: dict[Path, set[str] | None] = {}
+    for name, tensors in read_index(directory / INDEX).items():
+        if not (directory / name).exists():
+            raise WeightError(f"{directory / name}: no such file; {INDEX} says that it holds tensor {min(tensors)!r}")
+        promised[directory / name] = tensors
     return promised
+
+
+def read_index(index: Path, suffix: str = ".safetensors") -> dict[str, set[str]]:
+    """Reads the index of a sharded checkpoint.
+
+    Args:
+        index: model.safetensors.index.json, or another of its form.
+        suffix: How the names of its shards end.
+
+    Returns:
+        The shards' file names, which lie beside the index -> the tensors in each.
+
+    Raises:
+        WeightError: It is damaged, or names a file of another kind or another directory.
+    """
+    shards: dict[str, set[str]] = {}
+    try:
+        for tensor, name in parse_json(index.read_bytes())["weight_map"].items():
+            if Path(name).name != name or not name.endswith(suffix):
+                raise WeightError(f"{index}: tensor {tensor!r} is said to be in {name!r}, not a {suffix[1:]} file here")
+            shards.setdefault(name, set()).add(tensor)
+    except WeightError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightError(f"{index}: not a {suffix[1:]} index with a weight_map: {error!r}") from error
+    return shards
 
 
 def _explain_missing_weights(directory: Path) -> str:
@@ -348,59 +335,11 @@ def _explain_missing_weights(directory: Path) -> str:
     present = sorted(path.name for path in directory.iterdir())
     shards = [name for name in present if name.endswith(".safetensors")]
     if shards:
-        return f"{directory}: has {', '.join(shards[:3])} but neither {_SINGLE} nor {_INDEX}"
+        return f"{directory}: has {', '.join(shards[:3])} but neither {SINGLE} nor {INDEX}"
     pickles = [name for name in present if name.endswith(_PICKLES)]
     if pickles:
         return (
             f"{directory}: only has {', '.join(pickles[:3])}, a Python pickle: loading one can run any code that its "
-            "author put there, so none is read. Save the model again as safetensors (save_pretrained does)"
+            "author put there, so none is read. `tk convert` turns it into safetensors, as does save_pretrained"
         )
-    return f"{directory}: no weights here; expected {_SINGLE} or {_INDEX}"
-
-
-def _read_header(file: Path) -> dict[str, _Entry]:
-    """Reads the header of a safetensors file and checks it against the file's length.
-
-    Layout: 8 bytes little-endian header length, the header as JSON, then the data that its offsets refer to.
-    """
-    try:
-        file_bytes = file.stat().st_size
-        with file.open("rb") as stream:
-            prefix = stream.read(8)
-            header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if len(prefix) < 8 or header_bytes > min(file_bytes - 8, _MAX_HEADER_BYTES):
-                raise WeightError(f"{file}: truncated or not safetensors: {file_bytes} bytes cannot hold its header")
-            header = json.loads(stream.read(header_bytes))
-    except WeightError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise WeightError(f"{file}: its header cannot be read: {error}") from error
-    if not isinstance(header, dict):
-        raise WeightError(f"{file}: its header is not a JSON object")
-    header.pop("__metadata__", None)
-    return {name: _parse_entry(file, name, info, 8 + header_bytes, file_bytes) for name, info in header.items()}
-
-
-def _parse_entry(file: Path, name: str, info: Any, data_start: int, file_bytes: int) -> _Entry:
-    try:
-        dtype, shape, (start, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise WeightError(f"{file}: tensor {name!r} has a damaged header entry") from error
-    # `type`, not isinstance: JSON's true is no number.
-    if type(dtype) is not str or any(type(number) is not int or number < 0 for number in (*shape, start, end)):
-        raise WeightError(
-            f"{file}: tensor {name!r} has a damaged header entry: dtype must be a name, shape and data_offsets whole "
-            f"numbers of at least 0; got {reprlib.repr(info)}"
-        )
-    if dtype not in _DTYPES:
-        raise WeightError(f"{file}: tensor {name!r} is stored as {dtype}; supported are {', '.join(_DTYPES)}")
-    data_bytes, item_bytes = file_bytes - data_start, _DTYPES[dtype].itemsize
-    if end > data_bytes:
-        raise WeightError(
-            f"{file}: truncated: tensor {name!r} ends at byte {end} of the data, the file holds {data_bytes}"
-        )
-    if end - start != math.prod(shape) * item_bytes:
-        raise WeightError(
-            f"{file}: tensor {name!r} spans {end - start} bytes, its shape {list(shape)} as {dtype} does not"
-        )
-    return _Entry(file, shape, _DTYPES[dtype], data_start + start)
+    return f"{directory}: no weights here; expected {SINGLE} or {INDEX}"

@@ -13,8 +13,8 @@ from tsched.execution.engine import Request
 from tsched.execution.engine_thread import EngineThread, NewTokens, Ticket
 from tsched.execution.served_model import ServedModel, joint_error, joint_metrics
 from tsched.requests.detokenizer import IncrementalDetokenizer
-from tsched.requests.errors import RefusedError
-from tsched.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from tsched.requests.errors import RefusedError, RequestFault
+from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tsched.requests.prompts import PreparedRequest, Prompt, Salt
 from tsched.requests.sampling_params import SamplingParams
 
@@ -242,6 +242,7 @@ class RequestStream:
         self._num_tokens = [0] * len(ticket.news)
         self._num_shown = [0] * len(ticket.news)  # characters
         self._logprob_sums = [0.0] * len(ticket.news)
+        self._faults: dict[int, str] = {}  # by sample, why its tokens have no text
 
     @property
     def request_id(self) -> str:
@@ -320,26 +321,42 @@ class RequestStream:
         )
 
     def _make_completion(self, index: int, news: NewTokens) -> CompletionOutput:
-        params, detokenizer = self._ticket.prepared.params, self._texts[index]
-        for token_id in news.token_ids:
-            self._num_tokens[index] += 1
-            if not detokenizer.is_stopped:
-                detokenizer.append(token_id, may_stop=self._num_tokens[index] > params.min_tokens)
-        if news.finish_reason is not None:
-            detokenizer.finish()
-        final_len = len(detokenizer.text) if news.finish_reason is not None else detokenizer.stable_len
-        text = detokenizer.text[self._num_shown[index] : final_len]
-        self._num_shown[index] = final_len
-        wants_logprobs = params.logprobs is not None
+        wants_logprobs = self._ticket.prepared.params.logprobs is not None
+        text, reason = "", news.finish_reason
+        logprobs: list[dict[int, Logprob]] = []
+        if index not in self._faults:
+            try:
+                text = self._new_text(index, news)
+                logprobs = [self._llm._label_logprobs(place) for place in news.logprobs] if wants_logprobs else []
+            except RequestFault as fault:
+                self._faults[index] = str(fault)
+                self._thread.abort(self._ticket, slice(index, index + 1))
+        if index in self._faults and reason is not None:  # its end has come, by the abort or before it
+            request, reason = self._ticket.requests[index], "error"
+            request.error = request.error or self._faults[index]
         self._logprob_sums[index] += sum(place.logprobs[0] for place in news.logprobs)
         return CompletionOutput(
             index=index,
             token_ids=news.token_ids,
             text=text,
-            finish_reason=news.finish_reason,
-            logprobs=[self._llm._label_logprobs(place) for place in news.logprobs] if wants_logprobs else None,
+            finish_reason=reason,
+            logprobs=logprobs if wants_logprobs else None,
             cumulative_logprob=self._logprob_sums[index] if wants_logprobs else None,
         )
+
+    def _new_text(self, index: int, news: NewTokens) -> str:
+        """The text of sample `index` that its new tokens make final; RequestFault where the tokenizer makes none."""
+        detokenizer, min_tokens = self._texts[index], self._ticket.prepared.params.min_tokens
+        for token_id in news.token_ids:
+            self._num_tokens[index] += 1
+            if not detokenizer.is_stopped:
+                detokenizer.append(token_id, may_stop=self._num_tokens[index] > min_tokens)
+        if news.finish_reason is not None:
+            detokenizer.finish()
+        final_len = len(detokenizer.text) if news.finish_reason is not None else detokenizer.stable_len
+        text = detokenizer.text[self._num_shown[index] : final_len]
+        self._num_shown[index] = final_len
+        return text
 
 
 def _consumer_ended(stream: weakref.ref[RequestStream], task: asyncio.Task[Any]) -> None:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tsched.execution.beam_search import BeamSearch, BeamSearchParams
 from tsched.execution.engine import Request
 from tsched.execution.served_model import ServedModel, joint_error, joint_metrics
-from tsched.requests.errors import RefusedError
+from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tsched.requests.prompts import PreparedRequest, Prompt, Salt, broadcast_to_prompts, split_prompts
 from tsched.requests.sampling_params import SamplingParams
@@ -193,18 +193,19 @@ class LLM(ServedModel):
         metrics = RequestMetrics(
             prepared.arrival_time, search.first_token_time, time.perf_counter(), search.num_preemptions
         )
-        if search.error is not None:
-            failed = [CompletionOutput(0, [], "", "error")]
-            return RequestOutput(
-                prepared.request_id, prepared.text, prepared.token_ids, failed, metrics, error=search.error
-            )
-        found = [
-            CompletionOutput(
-                index, list(one.token_ids), self._decode(one.token_ids), one.finish_reason, None, one.logprob
-            )
-            for index, one in enumerate(search.finished)
-        ]
-        return RequestOutput(prepared.request_id, prepared.text, prepared.token_ids, found, metrics)
+        error = search.error
+        found = [CompletionOutput(0, [], "", "error")]
+        if error is None:
+            try:
+                found = [
+                    CompletionOutput(
+                        index, list(one.token_ids), self._decode(one.token_ids), one.finish_reason, None, one.logprob
+                    )
+                    for index, one in enumerate(search.finished)
+                ]
+            except RequestFault as fault:
+                error = str(fault)
+        return RequestOutput(prepared.request_id, prepared.text, prepared.token_ids, found, metrics, error=error)
 
     def _output(self, prepared: PreparedRequest, requests: list[Request]) -> RequestOutput:
         return RequestOutput(

@@ -1,9 +1,9 @@
-"""`tk convert`: the original SqueezeLLM checkpoint, a Python pickle, as safetensors that can be served."""
+"""`tk convert`: a checkpoint of Python pickles as safetensors that can be served."""
 
 from experiments.commands.output import progress_bar
 from experiments.commands.requests import ConvertRequest
+from experiments.conversion.checkpoint import Conversion, PickledCheckpoint, find_checkpoint, write_safetensors
 from experiments.planning.models import open_architectures
-from experiments.quantization.squeezellm_pickle import read_original, write_safetensors
 from tkernels.files import check_new_folder
 
 
@@ -12,10 +12,22 @@ def run(request: ConvertRequest) -> int:
     out = request.out
     check_new_folder(out, "a model")
     architectures = open_architectures(request.architectures_from)
-    original = read_original(request.source)
-    with progress_bar("writing tensors", len(original.tensors), stays=True) as update:
-        write_safetensors(original, out, architectures, lambda count: update(advance=count))
+    original = find_checkpoint(request.source)
+    with progress_bar("writing tensors", 0, stays=True) as update:
+        conversion = write_safetensors(
+            original, out, architectures, lambda known, count: update(total=known.num_tensors, advance=count)
+        )
     sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
-    what = f"SqueezeLLM of {original.settings.wbits} bits, {len(original.tensors)} tensors"
-    print(f"{out}: {what}, {sum(sizes):,} bytes in {len(sizes)} files")
+    print(f"{out}: {_describe(original, conversion)}, {sum(sizes):,} bytes in {len(sizes)} files")
+    for what, names in (
+        ("plain numbers", conversion.numbers),
+        ("second names of tensors", conversion.second_names),
+    ):
+        if names:
+            print(f"left out, {what}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if names[5:] else ''}")
     return 0
+
+
+def _describe(original: PickledCheckpoint, conversion: Conversion) -> str:
+    what = "" if original.settings is None else f"SqueezeLLM of {original.settings.wbits} bits, "
+    return f"{what}{conversion.num_tensors} tensors"

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from experiments.commands.choices import open_registry
 from experiments.commands.generate import parse_kernels
-from experiments.commands.output import make_table, print_json, progress_bar
+from experiments.commands.output import print_json, progress_bar
 from experiments.commands.requests import DivergeRequest
 from experiments.divergence.captured_call import CapturedCall, save_call
 from experiments.divergence.finding import LETTERS, Arm, Divergence, Logits, WrongPart, find_divergence
@@ -21,8 +21,9 @@ from experiments.divergence.reading import FoundWrong, Token
 from experiments.document import ExperimentError
 from experiments.engine_flags import engine_options
 from experiments.planning.models import named_model
-from experiments.runs.folder import check_new
+from experiments.reporting.table_style import make_table
 from experiments.runs.rows import is_odd
+from tkernels.files import check_new_folder
 from tkernels.inputs import dtype_name
 from tkernels.launch import Kernel
 from tkernels.verification.check import outside_folder, replay_captured
@@ -47,7 +48,7 @@ def run(request: DivergeRequest) -> int:
     except ValueError as error:
         raise ExperimentError([f"--device {request.engine['device']}: {error}"]) from None
     if request.out is not None:
-        check_new(request.out)
+        check_new_folder(request.out, "what is kept")
     ops = open_registry(request.variants_from)
     plan = named_model(request.model, "--model", request.architectures_from)
     prompts = _read_prompts(request, plan)

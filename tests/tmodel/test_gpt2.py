@@ -68,7 +68,7 @@ def rename(directory: Path, prefix: str, extra: dict[str, torch.Tensor]) -> None
 def test_either_spelling_of_names_is_read_and_masks_are_left_alone(tmp_path: Path) -> None:
     save_random(tmp_path)
     expected = our_logits(tmp_path)
-    mask = torch.ones(1, 1, 64, 64, dtype=torch.uint8).tril()
+    mask = torch.ones(1, 1, 64, 64, dtype=torch.bool).tril()
     for prefix in ("", "transformer."):
         masks = {f"{prefix}h.{i}.attn.bias": mask.clone() for i in range(3)}
         masks |= {f"{prefix}h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in range(3)}

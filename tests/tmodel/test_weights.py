@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.tmodel import fuzz_headers
 from tests.tmodel.conftest import CONFIG, WriteCheckpoint, checkpoint_tensors
 from tmodel.weights import Checkpoint, WeightError
 
@@ -148,6 +149,72 @@ def test_no_value_in_a_header_escapes_the_checks(write_checkpoint: WriteCheckpoi
         file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + bytes(8))
         with pytest.raises(WeightError, match=r"model\.safetensors: .*tensor 'w' "):
             opened(directory)
+
+
+@pytest.mark.parametrize(
+    ("header", "data_bytes", "message"),
+    [
+        # The whole data is read, and `b` is some of `a`'s bytes.
+        ({"a": (0, 8), "b": (4, 8)}, 8, "tensor 'b' begins at byte 4 of the data, where byte 8 is expected"),
+        ({"a": (4, 12)}, 12, "tensor 'a' begins at byte 4 of the data, where byte 0 is expected"),
+        ({"a": (0, 4), "b": (8, 12)}, 12, "tensor 'b' begins at byte 8 of the data, where byte 4 is expected"),
+        ({"a": (0, 8)}, 12, "4 bytes follow its last tensor"),
+        ({}, 1, "1 bytes follow its last tensor"),
+        ({"a": (0, 8)}, 7, "truncated: tensor 'a' ends at byte 8 of the data, the file holds 7"),
+    ],
+)
+def test_tensors_share_the_data_out(
+    tmp_path: Path, header: dict[str, tuple[int, int]], data_bytes: int, message: str
+) -> None:
+    entries = {
+        name: {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}
+        for name, (start, end) in header.items()
+    }
+    encoded = json.dumps(entries).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded + bytes(data_bytes))
+    with pytest.raises(WeightError, match=rf"model\.safetensors: {message}"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b'{"w": ENTRY, "w": ENTRY}', "its header cannot be read: 'w' stands twice in one object"),
+        (b'{"w": {"dtype": "F32", "shape": [3], "shape": [2], "data_offsets": [0, 8]}}', "'shape' stands twice"),
+        (b'{"w": {"dtype": "F32", "shape": [-0, 2], "data_offsets": [-0, 8]}}', "whole numbers"),
+        (b'{"w": {"dtype": "F32", "shape": {}, "data_offsets": [0, 4]}}', "whole numbers"),
+        (b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], "more": 1}}', "must be an object of"),
+        (
+            b'{"w": {"dtype": "F32", "shape": [4294967296, 4294967296, 0], "data_offsets": [0, 0]}}',
+            "more than 92233720",
+        ),
+        (b'{"w": {"dtype": "F32", "shape": [9223372036854775808, 0], "data_offsets": [0, 0]}}', "whole numbers"),
+        (b'{"\\ud800": ENTRY}', "its header cannot be read"),
+        (b'\xef\xbb\xbf{"w": ENTRY}', "its header cannot be read"),
+        ('{"w": ENTRY}'.encode("utf-16-le"), "its header cannot be read"),
+        (b'{"w": ENTRY, "__metadata__": {"a": 1}}', "__metadata__ of its header must map names to texts"),
+        (b'{"w": ENTRY, "__metadata__": []}', "__metadata__ of its header must map names to texts"),
+    ],
+)
+def test_a_header_says_one_thing_alone(tmp_path: Path, header: bytes, message: str) -> None:
+    encoded = header.replace(b"ENTRY", b'{"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}')
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded + bytes(8))
+    with pytest.raises(WeightError, match=rf"model\.safetensors: .*{message}"):
+        opened(tmp_path)
+
+
+def test_a_header_over_the_formats_limit_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as stream:
+        stream.write(struct.pack("<Q", 100_000_001))
+        stream.truncate(100_000_200)  # a hole: no byte of it is on disk
+    with pytest.raises(WeightError, match="its header has 100000001 bytes; the most are 100000000"):
+        opened(tmp_path)
+
+
+def test_mutated_headers_load_only_where_the_reference_library_loads_them() -> None:
+    outcomes, wrong = fuzz_headers.fuzz(400)
+    assert not wrong
+    assert {"both load", "both refuse"} <= outcomes.keys()
 
 
 def test_a_missing_shard_is_named_with_a_tensor(write_checkpoint: WriteCheckpoint) -> None:

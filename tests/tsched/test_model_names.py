@@ -94,6 +94,8 @@ def test_random_weights_are_asked_for_as_such(tmp_path: Path, monkeypatch: pytes
         find_model("small")
     with pytest.raises(ConfigError, match="unknown model 'random:smal': there is .*; did you mean 'random:small'"):
         find_model("random:smal")
+    with pytest.raises(ConfigError, match=r"'random:tiny': tiny is trained; its name alone .*\{preset: tiny\}"):
+        find_model("random:tiny")
 
 
 @pytest.mark.usefixtures("_nothing_is_trained")

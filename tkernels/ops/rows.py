@@ -43,10 +43,10 @@ def too_wide(axes: Axes, axis: str, widest: int, what: str, instead: str | None 
     """Why a variant that keeps whole rows does not take such wide ones, or None where it does.
 
     Args:
-        axis: the width of a row.
-        widest: elements of a row.
-        what: wider rows do.
-        instead: the variant that takes them.
+        axis: The width of a row.
+        widest: Elements of a row.
+        what: Wider rows do.
+        instead: The variant that takes them.
     """
     if int(axes[axis]) <= widest:
         return None

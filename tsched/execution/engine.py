@@ -410,11 +410,16 @@ class Engine:
                 reason, request.error = "error", str(fault)
         detokenizer = request.detokenizer
         if detokenizer is not None:
-            detokenizer.append(token, may_stop=may_stop)
-            if detokenizer.is_stopped and reason is None:
-                reason = "stop"
+            try:
+                detokenizer.append(token, may_stop=may_stop)
+                if detokenizer.is_stopped and reason is None:
+                    reason = "stop"
+            except RequestFault as fault:
+                reason, request.error = "error", request.error or str(fault)
         if reason is not None and self.scheduler.finish(sequence.id, reason) is not None:
             finished.append(request)
+        if reason == "error":  # which its last token may have been the end of by its length
+            sequence.finish_reason = reason
 
     def _fail_request(self, request: Request, token: int, fault: str | None, finished: list[Request]) -> None:
         """Ends a request that got no token, `token` < 0: by the `fault` of a logits processor, or see Sampled."""
@@ -438,7 +443,10 @@ class Engine:
         self._num_unbegun -= request.first_token_time is None
         request.finish_time = now
         if request.detokenizer is not None:
-            request.detokenizer.finish()
+            try:
+                request.detokenizer.finish()
+            except RequestFault as fault:
+                request.error, request.sequence.finish_reason = request.error or str(fault), "error"
             if request.detokenizer.is_stopped and request.error is None:
                 # The last token may have reached a length limit too; a stop string comes first.
                 request.sequence.finish_reason = "stop"

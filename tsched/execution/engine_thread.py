@@ -12,6 +12,7 @@ from tsched.execution.sampler import TokenLogprobs
 from tsched.requests.errors import RefusedError
 from tsched.requests.prompts import PreparedRequest
 
+ALL = slice(None)
 _IDLE_S = 1.0  # seconds after which an idle thread checks whether anybody can still submit requests
 
 
@@ -110,9 +111,12 @@ class EngineThread:
             self._active[ticket] = None
             self._commands.put(lambda: self._begin(ticket))
 
-    def abort(self, ticket: Ticket) -> None:
-        """Ends a request in whatever state it is. Any thread may call this at any moment, also after its end."""
-        self._commands.put(lambda: self._abort(ticket))
+    def abort(self, ticket: Ticket, samples: slice = ALL) -> None:
+        """Ends a request, or some of its samples, in whatever state it is.
+
+        Any thread may call this at any moment, also after its end.
+        """
+        self._commands.put(lambda: self._abort(ticket, samples))
 
     def drain(self) -> None:
         """Ends the thread once everything submitted is over."""
@@ -201,8 +205,8 @@ class EngineThread:
         ticket.num_reported = [0] * len(ticket.requests)
         self._samples |= {request.sequence.id: (ticket, i) for i, request in enumerate(ticket.requests)}
 
-    def _abort(self, ticket: Ticket) -> None:
-        for request in ticket.requests:
+    def _abort(self, ticket: Ticket, samples: slice = ALL) -> None:
+        for request in ticket.requests[samples]:
             if request.finish_time is None and self._engine.abort(request.sequence.id) is not None:
                 self._ended.append(request)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -17,8 +18,9 @@ from tsched.execution.engine_stats import EngineStats
 from tsched.execution.placement import check_random_weights, find_device, find_dtype, fit_options
 from tsched.execution.sampler import TokenLogprobs
 from tsched.options import OPTIONS, EngineOptions, read_options
+from tsched.requests.callbacks import attribute_to
 from tsched.requests.detokenizer import IncrementalDetokenizer
-from tsched.requests.errors import RefusedError
+from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tsched.requests.prompts import (
     PreparedRequest,
@@ -237,13 +239,20 @@ class ServedModel:
             text.encode()
         except UnicodeError as error:  # a lone surrogate
             raise RefusedError(f"the prompt cannot be encoded as UTF-8: {error}") from error
-        return list(self.tokenizer(text)["input_ids"])
+        try:
+            with attribute_to("the tokenizer on the prompt"):
+                return [operator.index(token_id) for token_id in self.tokenizer(text)["input_ids"]]
+        except RequestFault as fault:
+            raise RefusedError(str(fault)) from fault
 
     def _decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids; RequestFault where the tokenizer makes none of them."""
         if self.tokenizer is None:
             return ""
-        with self._detokenize:
-            text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        with self._detokenize, attribute_to("the tokenizer's decode"):
+            text = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            if not isinstance(text, str):
+                raise RequestFault(f"the tokenizer's decode gave a {type(text).__name__}, not a text")
         return text
 
     def _make_refused_output(self, prepared: PreparedRequest, reason: str, now: float) -> RequestOutput:
@@ -253,16 +262,23 @@ class ServedModel:
         return RequestOutput(prepared.request_id, prepared.text, prepared.token_ids, outputs, metrics, error=reason)
 
     def _make_completion(self, index: int, request: Request) -> CompletionOutput:
-        """Makes the whole completion of a finished request."""
+        """Makes the whole completion of a finished request; its `error` is set where its tokens have no text."""
         sequence = request.sequence
         token_ids = sequence.output_token_ids
         wants_logprobs = sequence.params.logprobs is not None
+        text = ""
+        logprobs: list[dict[int, Logprob]] = []
+        try:
+            text = self._decode(token_ids) if request.detokenizer is None else request.detokenizer.text
+            logprobs = [self._label_logprobs(place) for place in request.logprobs] if wants_logprobs else []
+        except RequestFault as fault:
+            request.error, sequence.finish_reason = request.error or str(fault), "error"
         return CompletionOutput(
             index=index,
             token_ids=token_ids,
-            text=self._decode(token_ids) if request.detokenizer is None else request.detokenizer.text,
+            text=text,
             finish_reason=sequence.finish_reason or "abort",
-            logprobs=[self._label_logprobs(place) for place in request.logprobs] if wants_logprobs else None,
+            logprobs=logprobs if wants_logprobs else None,
             cumulative_logprob=sum(place.logprobs[0] for place in request.logprobs) if wants_logprobs else None,
         )
 

@@ -1,4 +1,4 @@
-"""Calling a user's own code for one request, so that its failure is that request's alone."""
+"""Calling foreign code for one request, a user's callback or the tokenizer: its failure is that request's alone."""
 
 from __future__ import annotations
 
@@ -33,8 +33,22 @@ def attribute_failures(what: str, callback: object, place: int) -> Iterator[str]
         RequestFault: The body raised. A KeyboardInterrupt on the main thread is the user's and passes through.
     """
     where = f"{what} {describe_callback(callback)} at output token {place}"
-    try:
+    with attribute_to(where):
         yield where
+
+
+@contextmanager
+def attribute_to(where: str) -> Iterator[None]:
+    """Turns whatever the body raises into a RequestFault.
+
+    Args:
+        where: Names what the body runs, "the tokenizer's decode".
+
+    Raises:
+        RequestFault: The body raised. A KeyboardInterrupt on the main thread is the user's and passes through.
+    """
+    try:
+        yield
     except RequestFault:
         raise
     except BaseException as error:

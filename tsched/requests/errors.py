@@ -8,4 +8,4 @@ class RefusedError(ValueError):
 
 
 class RequestFault(Exception):
-    """A request's own logits processor or stopping criterion failed. The message names it."""
+    """A request's own logits processor or stopping criterion, or the tokenizer, failed. The message names it."""

@@ -2,11 +2,10 @@
 
 python -m tests.tmodel.formats.written_elsewhere MODEL FOLDER [--only NAME ...] [--squeezellm CHECKOUT]
 
-MODEL is a small dense model with a tokenizer, such as `tk make-model --preset tiny` writes. FOLDER keeps the tools'
-environments (pip installs them, and an index must be in reach) and what they packed: what is there is not made again.
-A tool that does not install here is said not to be made, which is no success. CHECKOUT is of github.com/SqueezeAILab/
-SqueezeLLM. Of every checkpoint each layer is read and compared with what the tool itself decodes, and `tk generate`
-is run on it.
+MODEL is a small dense model with a tokenizer: a directory, or the preset tiny. FOLDER keeps the tools' environments
+(pip installs them, and an index must be in reach) and what they packed: what is there is not made again. A tool that
+does not install here is said not to be made, which is no success. CHECKOUT is of github.com/SqueezeAILab/SqueezeLLM. Of
+every checkpoint each layer is read and compared with what the tool itself decodes, and `tk generate` is run on it.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ import torch
 from safetensors import safe_open
 
 from tests.tmodel.formats.tools.decoded import CHECKPOINT, DECODED
-from tkernels.quantized.weight import dequantize
-from tmodel import load_config
+from tkernels.quantized import scaled_weight
+from tkernels.quantized.weight import QuantizedWeight, dequantize
+from tmodel import find_model, load_config
 from tmodel.weights import Checkpoint
 
 PACKERS = Path(__file__).parent / "tools"
@@ -107,7 +107,9 @@ def find_differences(checkpoint: Path, decoded: Path) -> tuple[int, list[str]]:
                 problems.append(f"{name}: is read as {'quantized' if is_quantized else 'dense'}, which the tool denies")
             elif is_quantized:
                 expected = theirs.get_tensor(name)
-                weight = dequantize(quantization.format.read(stored, name, outputs, inputs), torch.float64)
+                read = quantization.format.read(stored, name, outputs, inputs)
+                decode = dequantize if isinstance(read, QuantizedWeight) else scaled_weight.dequantize
+                weight = decode(read, torch.float64)
                 unequal = weight.to(expected.dtype) != expected
                 compared += expected.numel()
                 if bool(unequal.any()):
@@ -169,18 +171,19 @@ def _run_tk(*arguments: object) -> subprocess.CompletedProcess[str]:
 def main() -> int:
     """1 where a kind is read wrong or was not made."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", nargs="+", choices=[kind.name for kind in KINDS])
     parser.add_argument("--squeezellm", type=Path, metavar="CHECKOUT")
     asked = parser.parse_args()
+    model = find_model(asked.model).directory().resolve()
     bad = []
     for kind in (kind for kind in KINDS if not asked.only or kind.name in asked.only):
         options = {"checkout": str(asked.squeezellm)} if kind.packer == "squeezellm" else {}
         missing = kind.packer == "squeezellm" and asked.squeezellm is None
         python = None if missing else make_environment(asked.folder / "environments", kind.packer)
         problems = ["not made"] if python is None else check_kind(
-            kind, python, asked.model.resolve(), asked.folder / kind.name, options
+            kind, python, model, asked.folder / kind.name, options
         )  # fmt: skip
         bad += problems and [kind.name]
         for problem in problems:

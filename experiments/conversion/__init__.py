@@ -1,0 +1,1 @@
+"""Checkpoints that are Python pickles become safetensors: what `tk convert` does."""
