@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +29,7 @@ from tmodel.hub import HubError, HubName, fetch_config, parse_hub_name
 from tmodel.weights import Checkpoint
 
 REPO = "someone/model"
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -193,6 +197,36 @@ def test_a_model_is_fetched_as_far_as_it_is_needed_and_once(hub: Hub, directory:
     check_whole(folder, directory)
     assert find_model(REPO).directory() == folder
     assert len(hub.gets) == 3
+
+
+SERVE = """
+import sys
+from tsched import LLM, SamplingParams
+
+(output,) = LLM(sys.argv[1], device="cpu", kv_cache_bytes=10**6).generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+print(len(output.outputs[0].token_ids))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_fetches_from_its_hf_endpoint_and_shows_its_progress(
+    hub: Hub, directory: Path, tmp_path: Path
+) -> None:
+    hub.commit(directory, "v1")
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(tmp_path / "home"),
+        "PYTHONPATH": str(ROOT),
+    }
+    for offline in ("0", "1"):
+        done = subprocess.run(
+            [sys.executable, "-c", SERVE, f"{REPO}@v1"], env={**environment, "HF_HUB_OFFLINE": offline},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout.strip()) == (0, "2"), done.stderr
+        assert "Fetching 2 files: 100%" in done.stderr
+    assert fetched_names(hub) == ["config.json", "model.safetensors"]
 
 
 def test_of_a_sharded_model_the_files_that_the_index_names(hub: Hub, directory: Path) -> None:

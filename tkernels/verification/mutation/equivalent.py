@@ -108,8 +108,4 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     _no_rows("paged_prefill_packed_gqa"),
     _no_rows("paged_prefill_tensor_descriptor"),
-    Equivalent(
-        "paged_prefill", "paged_prefill_packed_gqa_key_range", "off_by_one", "own_first + 1", "own_first",
-        "a block more is read, of which no row sees a key: test_paged_prefill counts the blocks",
-    ),
 )  # fmt: skip
