@@ -211,10 +211,10 @@ def judge_results(
     """The error rule for what one call returned and wrote.
 
     Args:
-        arguments: every parameter by name, as they were before the call; they are left as they are.
-        axes: as the contract binds them from these.
-        got: each output that the call asks for and each written argument.
-        slack: what the rule's allowance is multiplied by.
+        arguments: Every parameter by name, as they were before the call; they are left as they are.
+        axes: As the contract binds them from these.
+        got: Each output that the call asks for and each written argument.
+        slack: What the rule's allowance is multiplied by.
 
     Returns:
         The verdict on each of them, and "" or the reason why there is none to give.

@@ -21,7 +21,7 @@ def reference(
         residual: [T, H], as x, with a row stride of its own. Not written.
         weight: [H], as x.
         bias: [H], as x.
-        eps: added to the variance, at least 0.
+        eps: Added to the variance, at least 0.
 
     Returns:
         out [T, H] and new_residual [T, H], as x, both new. The norm sees the sum before it is rounded.

@@ -19,7 +19,7 @@ def reference(x: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
 
     Args:
         x: [T, I], any float dtype, free row stride.
-        tanh: take the paper's approximation of that share, (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, which GPT-2
+        tanh: Take the paper's approximation of that share, (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, which GPT-2
             was trained with.
 
     Returns:

@@ -31,7 +31,7 @@ def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: fl
         x: [T, H], any float dtype, free row stride.
         weight: [H], as x.
         bias: [H], as x.
-        eps: added to the variance, the mean squared distance from the mean; at least 0.
+        eps: Added to the variance, the mean squared distance from the mean; at least 0.
 
     Returns:
         out [T, H], as x.

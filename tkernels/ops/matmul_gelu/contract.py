@@ -21,7 +21,7 @@ def reference(
         x: [T, H], any float dtype, free row stride.
         weight: [I, H], as x, free row stride: one row per output feature.
         bias: [I], as x.
-        tanh: by tanh, as GPT-2 was trained: see `gelu`.
+        tanh: By tanh, as GPT-2 was trained: see `gelu`.
 
     Returns:
         out [T, I], as x.
