@@ -14,7 +14,10 @@ from experiments.engine_flags import EngineFlags, Given
 from experiments.sampling import SAMPLING_KEYS, SamplingFlags
 from tsched.options import SCHEDULER_OPTIONS
 
-A_MODEL = "a Hugging Face directory, a trained preset as in tiny, a hub id, or random weights as in random:Qwen3-0.6B"
+A_MODEL = (
+    "a Hugging Face directory, a trained preset as in tiny, a hub id (owner/name or owner/name@revision), or random "
+    "weights as in random:Qwen3-0.6B"
+)
 ModelName = Annotated[str, Option(metavar="MODEL", help=f"{A_MODEL[0].upper()}{A_MODEL[1:]}.")]
 Op = Annotated[str | None, Option(help="Only this op.")]
 VariantName = Annotated[str | None, Option(help="Only variants of this name.")]
