@@ -10,7 +10,7 @@ from experiments.schema.names import preset_names, unknown_name
 from experiments.schema.workload import A_LENGTH, A_PRIORITY, WORKLOAD_KINDS
 from tsched.torch_free import suggest_name
 
-A_MODEL = "a model is exactly one of {preset: NAME}, {path: DIRECTORY} and {hub: ORG/NAME}"
+A_MODEL = "a model is exactly one of {preset: NAME}, {path: DIRECTORY} and {hub: ORG/NAME[@REVISION]}"
 _A_MAPPING = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
 _WORDING: Mapping[str, str] = {
     **dict.fromkeys(_A_MAPPING, "must be a mapping of keys to values"),

@@ -136,11 +136,12 @@ def attend(
     """One sequence: q [L, Hq, D] -> out [L, Hq, Dv], lse [L, Hq]."""
     length, query_heads, _ = q.shape
     size, kv_heads = k_cache.shape[1], k_cache.shape[2]
-    pages = table[: -(-context // size)].long()
-    k, v = (cache[pages].to(q.dtype).flatten(0, 1)[:context] for cache in (k_cache, v_cache))  # [context, Hkv, D]
+    passed = max(context - length + 1 - window, 0) // size if window else 0  # pages that no query sees
+    pages, keys = table[passed : -(-context // size)].long(), context - passed * size
+    k, v = (cache[pages].to(q.dtype).flatten(0, 1)[:keys] for cache in (k_cache, v_cache))  # [keys, Hkv, D]
     position = torch.arange(length)[:, None] + context - length
-    key = torch.arange(context)[None, :]
-    visible = (key <= position) if causal else torch.ones(length, context, dtype=torch.bool)
+    key = torch.arange(passed * size, context)[None, :]
+    visible = (key <= position) if causal else torch.ones(length, keys, dtype=torch.bool)
     if window is not None:
         visible = visible & (key > position - window)
     outs, lses = [], []

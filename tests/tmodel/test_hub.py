@@ -22,6 +22,8 @@ from urllib.parse import unquote
 import pytest
 import torch
 
+from experiments.planning.models import plan_model
+from experiments.schema import ModelSource
 from tests.tmodel.conftest import CONFIG, WriteCheckpoint, checkpoint_tensors
 from tests.tmodel.test_weights import write_sharded
 from tmodel import ConfigError, find_model, load_config
@@ -238,7 +240,9 @@ def test_of_a_sharded_model_the_files_that_the_index_names(hub: Hub, directory: 
     assert "model-00002-of-00002.safetensors" in fetched_names(hub)
 
 
-def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: Hub, directory: Path, write_checkpoint: WriteCheckpoint) -> None:
+def test_a_revision_is_a_branch_a_tag_or_a_commit(
+    hub: Hub, directory: Path, write_checkpoint: WriteCheckpoint, tmp_path: Path
+) -> None:
     first = hub.commit(directory, "v1.0", "refs/pr/3")
     second = hub.commit(write_checkpoint(max_position_embeddings=32))
     assert first != second
@@ -247,7 +251,7 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: Hub, directory: Path, wri
         for name in ("", "@main", "@v1.0", "@refs/pr/3", f"@{first}", f"@{second}")
     }
     assert lengths == {"": 32, "@main": 32, "@v1.0": 64, "@refs/pr/3": 64, f"@{first}": 64, f"@{second}": 32}
-    plan = find_model(f"{REPO}@v1.0")
+    plan = plan_model(ModelSource(hub=f"{REPO}@v1.0"), tmp_path)  # as an experiment's YAML says it
     hub.revisions["v1.0"] = second  # the tag is moved between the two fetches
     assert plan.directory().name == first
     with pytest.raises(ConfigError, match=r"'someone/model@v9' cannot be fetched .*Revision Not Found"):

@@ -47,6 +47,9 @@ LONGROPE = {  # every sequence goes beyond the original length; but for a single
 }  # fmt: skip
 
 
+GPT2 = {"heads": (3, 3), "eos_token_id": None}
+
+
 def shapes(architecture: str, **covered: Mapping[str, Any]) -> list[Shape]:
     """Shapes by what they cover."""
     return [Shape(architecture, covers.replace("_", " "), fields) for covers, fields in covered.items()]
@@ -93,6 +96,15 @@ SHAPES = (
         yarn={"rope_parameters": YARN},
         sharded={"heads": (8, 2), "num_hidden_layers": 3, "rope_theta": 1e6},
     ),
+    *shapes(
+        "GPT2LMHeadModel",
+        tied=GPT2,
+        untied_gelu_fast={**GPT2, "tie_word_embeddings": False, "activation_function": "gelu_fast"},
+        width_and_epsilon_of_its_own={**GPT2, "n_inner": 80, "layer_norm_epsilon": 1e-3},
+        scale_by_layer={**GPT2, "scale_attn_by_inverse_layer_idx": True},
+        one_head_upcast={**GPT2, "heads": (1, 1), "reorder_and_upcast_attn": True},
+        no_scale_gelu_by_erf={**GPT2, "scale_attn_weights": False, "activation_function": "gelu"},
+    ),
 )  # fmt: skip
 """Of every architecture of the house, shapes that between them cover what its fields can say."""
 
@@ -127,7 +139,7 @@ def random_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("norm.weight"):
+            if parameter.ndim == 1 and name.endswith("weight"):  # a norm's
                 parameter.copy_(1 + 0.4 * noise)
             elif parameter.ndim == 2:
                 parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
