@@ -11,6 +11,7 @@ import typer
 from experiments.commands import requests
 from experiments.engine_flags import EngineFlags
 from experiments.exits import end, import_torch
+from experiments.sampling import SamplingFlags
 
 app = typer.Typer(
     name="tk",
@@ -28,11 +29,11 @@ def add_command(
     """Adds a command: its options are the fields of `request`, and `run` of its module in `commands` takes the record.
 
     Args:
-        refuse_early: called with the record before torch is imported.
+        refuse_early: Called with the record before torch is imported.
     """
 
     def run(given: dict[str, Any]) -> int:
-        taken = {name: flags.take(given) for name, flags in _find_engine_flags(request).items()}
+        taken = {name: flags.take(given) for name, flags in find_derived_flags(request).items()}
         asked = request(**given, **taken)
         refuse_early(asked)
         if needs_torch:
@@ -50,23 +51,23 @@ def add_command(
     app.command(name)(command)
 
 
-def _find_engine_flags(request: type[Any]) -> dict[str, EngineFlags]:
-    """By the name of the record's field."""
+def find_derived_flags(request: type[Any]) -> dict[str, EngineFlags | SamplingFlags]:
+    """By the name of the record's field, flags that follow from another record."""
     marks = ((one.name, mark) for one in fields(request) for mark in get_args(one.type))
-    return {name: mark for name, mark in marks if isinstance(mark, EngineFlags)}
+    return {name: mark for name, mark in marks if isinstance(mark, EngineFlags | SamplingFlags)}
 
 
 def _make_parameters(request: type[Any]) -> list[Parameter]:
     """The parameters of a function from which typer makes the record's options."""
-    engine = _find_engine_flags(request)
+    derived = find_derived_flags(request)
     parameters = []
     for one in fields(request):
         default = Parameter.empty if one.default is MISSING else one.default
         if one.default_factory is not MISSING:
             default = one.default_factory()
-        if one.name not in engine:
+        if one.name not in derived:
             parameters.append(Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=one.type))
-    return [*parameters, *(one for flags in engine.values() for one in flags.parameters())]
+    return [*parameters, *(one for flags in derived.values() for one in flags.parameters())]
 
 
 def _refuse_profile(asked: requests.ProfileRequest) -> None:

@@ -67,12 +67,12 @@ class Document:
     """An experiment's file as plain data that knows where each part was written.
 
     Attributes:
-        data: as YAML gave it, with overrides.
-        folder: where its relative paths start.
-        places: path -> the file, line and column, or the override, that wrote it.
-        text: the file as it was written, comments and all, before any override.
-        faults: what is wrong with it as YAML, and overrides that fit nowhere, where the rest could be read.
-        full: the document with its own section of that name applied, where it has one.
+        data: As YAML gave it, with overrides.
+        folder: Where its relative paths start.
+        places: Path -> the file, line and column, or the override, that wrote it.
+        text: The file as it was written, comments and all, before any override.
+        faults: What is wrong with it as YAML, and overrides that fit nowhere, where the rest could be read.
+        full: The document with its own section of that name applied, where it has one.
     """
 
     data: Mapping[str, Any]
@@ -131,8 +131,11 @@ def parse_document(text: str, label: str, folder: Path, overrides: Sequence[str]
 def _make_document(text: str, label: str, folder: Path, overrides: Sequence[str], *, full: bool) -> Document:
     reader = _Reader(label)
     data = reader.read(text)
+    if data is None:
+        raise ExperimentError([f"{label}: is empty; an experiment is a mapping of keys to values"])
     if not isinstance(data, dict):
-        raise ExperimentError([f"{label}: an experiment is a mapping of keys to values, got {type(data).__name__}"])
+        found = "a list" if isinstance(data, list) else f"the {type(data).__name__} {str(data)[:40]!r}"
+        raise ExperimentError([f"{label}: an experiment is a mapping of keys to values, got {found}"])
     of_full, others = ([one for one in overrides if _is_of_full(one) == wanted] for wanted in (True, False))
     faults = [*reader.faults, *_apply_overrides(data, reader.places, of_full)]
     if full:
@@ -249,7 +252,8 @@ class _Reader:
         try:
             value = loader.construct_object(node)
         except (ValueError, LookupError, AttributeError):  # what PyYAML lets through of "2024-13-45" and "!!int x"
-            self._fault(path, f"{node.value!r} looks like a {node.tag.rpartition(':')[2]}, and is none")
+            kind = node.tag.rpartition(":")[2]
+            self._fault(path, f"{node.value!r} looks like a{'n' * (kind == 'int')} {kind}, and is none")
             return node.value
         if isinstance(value, str) and "\0" in value:
             self._fault(path, f"{value!r} has the character U+0000, which no file's name and no prompt may have")

@@ -21,9 +21,9 @@ class EngineFlags:
     """Marks the field of a command's record that holds engine options: the command has a flag for each of `names`.
 
     Attributes:
-        names: the options.
-        aliases: option -> another flag that says the same.
-        usual: option -> what the command takes where it is not given, in words, if that is not the engine's default.
+        names: The options.
+        aliases: Option -> another flag that says the same.
+        usual: Option -> what the command takes where it is not given, in words, if that is not the engine's default.
     """
 
     names: Sequence[str]

@@ -52,7 +52,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "package": "__init__",
     },
     "experiments": {
-        "document": "__init__ document exits engine_flags",
+        "document": "__init__ document exits engine_flags sampling",
         "simulation": "simulation",
         "serving": "serving",
         "peers": "peers",

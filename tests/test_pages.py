@@ -67,6 +67,8 @@ NOT_RUN: Mapping[str, str] = {
     "python -m tests.experiments.runs.false_alarms": "hours, and a figure; tests/experiments/runs/test_verdicts.py",
     "python -m tests.experiments.sweep.kill_runs --times 20": "minutes; tests/experiments/sweep/test_kill_runs.py",
     "python -m tests.tmodel.fuzz_configs --count 2000": "minutes; tests/tmodel/test_config_bounds.py",
+    "python -m tests.tmodel.parity_table": "a minute, and a figure; tests/tmodel/test_parity.py",
+    "python -m tests.tmodel.parity_table --trained": "trains every preset, and a figure; tests/tmodel/test_parity.py",
     "python -m tests.tsched.schedules --count 2000 --model hash": "hours; tests/tsched/test_schedules.py",
     "python -m tests.tsched.random_rules --steps 1000000": "hours; tests/tsched/test_state_machine.py",
     "python -m tests.tsched.planted_bugs": "minutes; tests/tsched/test_planted_bugs.py",

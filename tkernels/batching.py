@@ -17,13 +17,13 @@ class Batching:
     """The members of an op's batch, independent of each other by definition: its rows, or its sequences.
 
     Attributes:
-        count: inputs -> how many members there are.
+        count: Inputs -> how many members there are.
         take: (inputs, picks) -> new inputs of the batch that holds the picked members in that order. One may come
             twice. Tensors that belong to members are copied, with the layout they had and poison wherever nobody may
             read; the others are shared, so a test clones what the op writes.
         part: (inputs, results, member) -> that member's share of each result, by name of the output or written
             argument. Elements that the op leaves untouched are not part of it.
-        loosen: inputs -> the same batch behind wider tables and looser host-side bounds, where the op has any.
+        loosen: Inputs -> the same batch behind wider tables and looser host-side bounds, where the op has any.
     """
 
     count: Callable[[Inputs], int]

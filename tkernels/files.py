@@ -1,8 +1,8 @@
 """Files and folders that are there whole or not at all, whenever the process that writes them is killed."""
 
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +16,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """Gives a path to write a file to. The file is on disk, and takes the place of `path`, when the block ends well.
 
     Raises:
-        OSError: it cannot be written; the error names `path`.
+        OSError: It cannot be written; the error names `path`.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
@@ -49,18 +49,19 @@ def new_folder(path: Path, holds: str) -> Iterator[Path]:
     """Gives a folder to fill. It takes the place of `path` when the block ends well, and is removed when it does not.
 
     Args:
-        path: new, or an empty folder.
-        holds: what is written into it, for the error.
+        path: New, or an empty folder.
+        holds: What is written into it, for the error.
 
     Raises:
-        FileExistsError: there is something at `path`.
+        FileExistsError: There is something at `path`.
     """
     check_new_folder(path, holds)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))  # beside `path`: one rename moves it
+    # Beside `path`, so that one rename moves it; another process may be filling the same folder.
+    unfinished = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    unfinished.mkdir()
     try:
         yield unfinished
-        unfinished.chmod(0o755)  # mkdtemp's is for the owner alone
         unfinished.rename(path)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)

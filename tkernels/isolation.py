@@ -81,6 +81,10 @@ class Tell:
         """The child has come to its end."""
         self._send("done", None)
 
+    def raised(self, error: BaseException) -> None:
+        """The child ends by what is no Exception: its code called sys.exit, or raised KeyboardInterrupt itself."""
+        self._send("raised", f"{type(error).__name__}: {error}")
+
     def _send(self, kind: str, value: Any) -> None:
         if os.getpid() != self._child:
             os._exit(1)
@@ -103,8 +107,8 @@ class Server(contextlib.AbstractContextManager["Server"]):
         """Starts the process, which imports torch and then waits for `load`.
 
         Args:
-            environment: variables beside this process's own.
-            imports: modules that the tasks will want. They are imported at once where the environment, or a torch that
+            environment: Variables beside this process's own.
+            imports: Modules that the tasks will want. They are imported at once where the environment, or a torch that
                 knows no GPU, has decided how Triton runs.
         """
         # -P: the files beside this one are no modules. A session of its own: Ctrl-C is for the one that starts it.
@@ -121,7 +125,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
 
         Args:
             prepare: "module:function", called once in the server with `about`; it returns a `Prepare`.
-            environment: variables that are set before anything but torch is imported.
+            environment: Variables that are set before anything but torch is imported.
         """
         self._order([prepare, about, dict(environment or {})])
 
@@ -208,7 +212,7 @@ class _Child:
     def __init__(self, work: Work, on_message: OnMessage, timeout: float | None) -> None:
         self.began, self.on_message = time.monotonic(), on_message
         self.give(math.inf if timeout is None else timeout)
-        self.unfinished, self.printed, self.garbage = bytearray(), b"", ""
+        self.unfinished, self.printed, self.garbage, self.raised = bytearray(), b"", "", ""
         self.timed_out = self.is_done = False
         self.status: int | None = None
         (self.messages, sending), (self.output, printing), starter = os.pipe(), os.pipe(), os.getpid()
@@ -257,6 +261,8 @@ class _Child:
                     self.give(seconds)
                 case ["done", _]:
                     self.is_done = True
+                case ["raised", str() as error]:
+                    self.raised = error
                 case _:  # something else in the process has written into the pipe
                     self.garbage = self.garbage or line.decode(errors="replace")[:_LAST_WORDS]
         return bool(data)
@@ -288,6 +294,8 @@ class _Child:
             death = f"timeout: it took longer than {self.limit:g} s"
         elif code < 0:
             death = describe_exit(code)
+        elif self.raised:
+            death = f"it raised {self.raised}"
         elif code or not self.is_done:  # anything may call exit(0), and what was to come is missing
             death = f"its process left with {describe_exit(code)}{'' if code else ' before its end'}"
         elif self.garbage:
@@ -313,7 +321,7 @@ def _last_words(text: str) -> str:
 
 def _live(work: Work, sending: int, printing: int, starter: int) -> NoReturn:
     """A child's whole life."""
-    status = 1
+    status, tell = 1, Tell(sending)
     try:
         os.setpgid(0, 0)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -326,12 +334,13 @@ def _live(work: Work, sending: int, printing: int, starter: int) -> NoReturn:
         # Anew: what its starter has printed, and not yet written, is the starter's to write.
         sys.stdout, sys.stderr = (os.fdopen(target, "w", closefd=False) for target in (1, 2))
         faulthandler.enable(2)
-        tell = Tell(sending)
         work(tell)
         tell.done()
         status = 0
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        if not isinstance(error, Exception):
+            tell.raised(error)
     finally:
         # Not exit(): what runs there is the starter's, and a thread that hangs would hold it up.
         with contextlib.suppress(BaseException):

@@ -52,10 +52,10 @@ class Measurement:
 
     Attributes:
         status: "void" is a time that the hardware does not allow: it is not reported.
-        config_source: how the config was found; None for a variant that has none.
-        prepare_us, prepared_bytes: making the variant's own weight, once, at load; None where it takes the weight as it
+        config_source: How the config was found; None for a variant that has none.
+        prepare_us, prepared_bytes: Making the variant's own weight, once, at load; None where it takes the weight as it
             is.
-        limit: the share of the roofline.
+        limit: The share of the roofline.
     """
 
     op: str
@@ -156,10 +156,10 @@ class Prepared:
     """A call with its weight as the variant wants it.
 
     Attributes:
-        case: with that weight, or, where another project's object stands for it, with the contract's own.
-        arguments: what is timed.
-        variant: what is checked, as it is timed: with such an object in the place of the case's weight.
-        microseconds, made_bytes: of making the weight; None where it is taken as it is.
+        case: With that weight, or, where another project's object stands for it, with the contract's own.
+        arguments: What is timed.
+        variant: What is checked, as it is timed: with such an object in the place of the case's weight.
+        microseconds, made_bytes: Of making the weight; None where it is taken as it is.
     """
 
     case: Case
@@ -212,10 +212,10 @@ def measure(
     """Checks a variant at a point, times it where it was right, and says what the figures are worth.
 
     Args:
-        point: what people call it.
-        axes: all of the contract's axes.
-        pins: config values to hold.
-        slack: see `check_case`.
+        point: What people call it.
+        axes: All of the contract's axes.
+        pins: Config values to hold.
+        slack: See `check_case`.
 
     Nothing is raised for what a variant does wrong: the status and the reason say it.
     """
@@ -241,7 +241,7 @@ def measure(
         if wrong := _check(variant, ready, row.config, slack):
             return replace(row, status=wrong[0], reason=wrong[1])
         return _timed(row, kernel, ready.arguments, method, facts, device)
-    except Exception as error:  # a variant may be anyone's and raise anything
+    except (Exception, SystemExit) as error:  # a variant may be anyone's and raise anything
         return replace(row, status="failed", reason=f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 

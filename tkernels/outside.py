@@ -28,7 +28,7 @@ def importing(prepare: str) -> Iterator[Callable[[Any, str], str | None]]:
     """Gives a function that has a task's files imported in a process of their own.
 
     Args:
-        prepare: as for `Server.load`; a task's work tells what is wrong.
+        prepare: As for `Server.load`; a task's work tells what is wrong.
 
     Yields:
         Maps a task, and what it is called, to why its files cannot be imported; to None where they can.
@@ -52,9 +52,9 @@ def work_of_import(name: str, imports: Callable[[], Any], failure: FailureTypes)
     """A task's work: it imports files, and tells of a failure and of threads that would outlive the import.
 
     Args:
-        name: what the files are called.
-        imports: imports them.
-        failure: what this raises where they are broken, with a message that names the file.
+        name: What the files are called.
+        imports: Imports them.
+        failure: What this raises where they are broken, with a message that names the file.
     """
 
     def work(tell: Tell) -> None:
@@ -79,7 +79,7 @@ def broken_files(folders: Sequence[Path]) -> dict[Path, str]:
     """The files of outside folders that cannot join the ops, each with its reason.
 
     Args:
-        folders: as for `Registry.with_variants_from`, which then leaves these files out.
+        folders: As for `Registry.with_variants_from`, which then leaves these files out.
     """
     files = [(folder, file) for folder in folders if folder.is_dir() for file in variant_files(folder)]
     broken: dict[Path, str] = {}

@@ -36,7 +36,7 @@ def prepared(variant: Variant, weight: Any) -> tuple[Any, PrepareReport]:
     """The weight as this variant wants it, and what that cost.
 
     Args:
-        weight: of the op's weight type, which has `nbytes` and `device`. It stays as it is; one that the variant takes
+        weight: Of the op's weight type, which has `nbytes` and `device`. It stays as it is; one that the variant takes
             as it is comes back itself.
     """
     made, seconds = timed_preparation(variant, weight)

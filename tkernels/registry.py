@@ -41,11 +41,11 @@ class Registry(Names[Op]):
         """This registry and the variants (and ops) of an outside folder of the same shape.
 
         Args:
-            broken: files that are not imported, each with its reason, as `tkernels.outside.broken_files` finds them:
+            broken: Files that are not imported, each with its reason, as `tkernels.outside.broken_files` finds them:
                 what they hold is unavailable.
 
         Raises:
-            VariantError: no such folder, an op folder that is neither known nor has a contract, a duplicate, a broken
+            VariantError: No such folder, an op folder that is neither known nor has a contract, a duplicate, a broken
             file.
         """
         folder = Path(folder).resolve()

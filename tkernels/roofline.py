@@ -57,13 +57,13 @@ def roofline(median_us: float, bytes_moved: int, flops: int, dtype: str, device:
     """The share of the roofline that `median_us` reaches.
 
     Args:
-        median_us: measured microseconds a call, above 0.
-        bytes_moved, flops: the contract's, at the case that was measured.
-        dtype: the inputs', by name ("bfloat16").
-        device: what it was measured on.
+        median_us: Measured microseconds a call, above 0.
+        bytes_moved, flops: The contract's, at the case that was measured.
+        dtype: The inputs', by name ("bfloat16").
+        device: What it was measured on.
 
     Raises:
-        RooflineError: the time is beyond the physical limit.
+        RooflineError: The time is beyond the physical limit.
     """
     if median_us <= 0:
         raise ValueError(f"median_us must be above 0, got {median_us}")

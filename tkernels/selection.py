@@ -81,14 +81,14 @@ def select(
     """The kernel set for a model.
 
     Args:
-        choices: see Choices. An op without one gets the default: its Triton variant on CUDA, `torch` on a CPU.
-        dtype: the activation dtype, which also stands for kv and weight where `axes` does not give those.
-        axes: the ops that the model uses, each with the whole range of axes it will call them with.
-        ops: the registry; the built-in one by default.
-        ranges: where what runs is named: for NVTX's tools by default, or a Recording.
+        choices: See Choices. An op without one gets the default: its Triton variant on CUDA, `torch` on a CPU.
+        dtype: The activation dtype, which also stands for kv and weight where `axes` does not give those.
+        axes: The ops that the model uses, each with the whole range of axes it will call them with.
+        ops: The registry; the built-in one by default.
+        ranges: Where what runs is named: for NVTX's tools by default, or a Recording.
 
     Raises:
-        SelectionError: an unknown name (with the alternatives and the nearest match), or a variant that does not
+        SelectionError: An unknown name (with the alternatives and the nearest match), or a variant that does not
             support the whole range on this device (with its reason).
     """
     ops = builtin_ops() if ops is None else ops

@@ -34,8 +34,8 @@ class Timing:
 
     Attributes:
         timer: "perf_counter", or "cuda events" or "cuda graph" with "cold L2" or "warm L2".
-        first_call_us: the host's time for the very first call, waited for: compilation, plans, allocations.
-        before, after: the clocks around the samples.
+        first_call_us: The host's time for the very first call, waited for: compilation, plans, allocations.
+        before, after: The clocks around the samples.
     """
 
     samples_us: tuple[float, ...]
@@ -98,17 +98,17 @@ def time_calls(
     mean, and the microseconds that starting a graph takes are shared. A warm cache needs the first set only.
 
     Args:
-        calls: each runs the work once; on CUDA it only has to queue it.
-        device: where the work is done; decides the timer.
-        samples: how many to take, at least 2.
-        warmup: calls before the first sample, at least 1.
-        launch: on CUDA, "eager" puts events around each call: where it is shorter than its launch, the launch is what
+        calls: Each runs the work once; on CUDA it only has to queue it.
+        device: Where the work is done; decides the timer.
+        samples: How many to take, at least 2.
+        warmup: Calls before the first sample, at least 1.
+        launch: On CUDA, "eager" puts events around each call: where it is shorter than its launch, the launch is what
             is measured (behind a cold cache's flush it is hidden). "graph" replays the calls from one CUDA graph.
-        l2: on CUDA, "cold" reads a large buffer before each sample, so that nothing of the call's is cached.
-        between: on a CPU, called after each sample and not timed.
+        l2: On CUDA, "cold" reads a large buffer before each sample, so that nothing of the call's is cached.
+        between: On a CPU, called after each sample and not timed.
 
     Raises:
-        ValueError: too few samples, a device without a timer, or `between` on CUDA, where samples are queued together.
+        ValueError: Too few samples, a device without a timer, or `between` on CUDA, where samples are queued together.
         Whatever a call raises, capture's refusals included.
     """
     if samples < 2 or warmup < 1 or not calls:

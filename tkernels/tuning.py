@@ -292,13 +292,13 @@ def search(
     interrupted search goes on where it was.
 
     Args:
-        point: the shape bucket.
-        launch: builds a config's launch on tensors of its own.
-        path: the lockfile.
-        tried: told each new timing.
+        point: The shape bucket.
+        launch: Builds a config's launch on tensors of its own.
+        path: The lockfile.
+        tried: Told each new timing.
 
     Raises:
-        TuningError: no config could be timed, with every reason.
+        TuningError: No config could be timed, with every reason.
     """
     key = tuning_key(variant, point)
     known = read_lockfile(path).get(key)

@@ -104,8 +104,9 @@ def tune(
     """Times what the lockfiles in `folder` do not have yet, and yields each point as it is done.
 
     Args:
-        facts: of the device that is tuned, where it is not the one that the tensors are made on.
-        tried: told each timing. stop: asked before each point; the rest is left for another run.
+        facts: Of the device that is tuned, where it is not the one that the tensors are made on.
+        tried: Told each timing.
+        stop: Asked before each point; the rest is left for another run.
     """
     facts = device_facts(device) if facts is None else facts
     for point in points:

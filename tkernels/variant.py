@@ -39,24 +39,24 @@ class Variant:
     """A variant's declaration: the last object in its file, called VARIANT.
 
     Attributes:
-        wins: when this algorithm should be the fastest, one sentence.
+        wins: When this algorithm should be the fastest, one sentence.
         launch: `(run, *outputs, *op's parameters)`; or function: a plain callable with the op's signature (torch,
             peers). Either may leave out options of the op (keyword-only parameters that have a default), and a launcher
             the outputs that only such an option asks for: a call that sets one of these is refused by its name.
-        parts: for a fusion made of other ops, their names; the function gets one callable for each, then the op's
+        parts: For a fusion made of other ops, their names; the function gets one callable for each, then the op's
             parameters. `select` binds the chosen ones; called straight from a registry it gets the device's defaults.
-        part_axes: part -> axis -> what it is called at: an axis of the fusion ("T", "2*I") or a value. Axes of the same
+        part_axes: Part -> axis -> what it is called at: an axis of the fusion ("T", "2*I") or a value. Axes of the same
             name need no entry.
-        configs: what tuning tries beside the defaults; left out, it tries the defaults alone.
-        default: the untuned choice, by architecture; "" is for every other one.
+        configs: What tuning tries beside the defaults; left out, it tries the defaults alone.
+        default: The untuned choice, by architecture; "" is for every other one.
         supports: (axes, device) -> None, or the reason why not. Called with every axis that the contract binds from a
             call.
         workspace: (axes, config, device) -> named buffers.
         limits: (low, high) of a config value that may not be every legal number; pins outside are refused.
-        key: the axes that select a tuned config; dtypes are always part of it.
-        prepare: for a weight op, the weight as this variant wants it, made once at load.
-        deterministic: the same bits on every run.
-        batch_invariant: a row's bits do not depend on the batch around it.
+        key: The axes that select a tuned config; dtypes are always part of it.
+        prepare: For a weight op, the weight as this variant wants it, made once at load.
+        deterministic: The same bits on every run.
+        batch_invariant: A row's bits do not depend on the batch around it.
     """
 
     wins: str
@@ -126,7 +126,7 @@ class Variant:
         """Why its declaration refuses these axes on such a device, wherever this process runs; None where it does not.
 
         Args:
-            axes: as the contract binds them from a call, or those of them that are known.
+            axes: As the contract binds them from a call, or those of them that are known.
         """
         if self.left_out and (refused := set(self.left_out).intersection(self.contract.set_options(axes))):
             return f"{self.name} does not take {', '.join(sorted(refused))}"
@@ -138,7 +138,7 @@ class Variant:
         """Why this variant cannot run at these axes on this device, or None where it can.
 
         Args:
-            parts: the variants that a composed fusion calls; None for each part's default on the device.
+            parts: The variants that a composed fusion calls; None for each part's default on the device.
         """
         if self.kind == "triton":
             if reason := unavailable_reason(device):
@@ -162,9 +162,9 @@ class Variant:
         """Calls the launcher with the outputs and arguments that it takes.
 
         Args:
-            run: the launcher's first argument, a Run.
-            outputs: every output of the op by name, None for those that the call does not ask for.
-            arguments: every parameter of the op by name.
+            run: The launcher's first argument, a Run.
+            outputs: Every output of the op by name, None for those that the call does not ask for.
+            arguments: Every parameter of the op by name.
         """
         assert self.launch is not None, "a variant without a launcher is a function"
         if self.left_out:
@@ -218,7 +218,7 @@ class Variant:
         """This declaration as part of an op, after its rules were checked.
 
         Args:
-            entry: what a call of the variant is, `(variant, *args, **kwargs)`; without one it cannot be called itself.
+            entry: What a call of the variant is, `(variant, *args, **kwargs)`; without one it cannot be called itself.
         """
         declared = self.launch or self.function
         left_out = contract.options_left_out_by(declared) if declared is not None else ()

@@ -36,7 +36,7 @@ class ZeroedBuffers:
         """The buffer for a launch now.
 
         Raises:
-            RuntimeError: a capture asks for a buffer that no launch before it has used.
+            RuntimeError: A capture asks for a buffer that no launch before it has used.
         """
         place = (name, device, buffer.shape, buffer.dtype)
         if device.type != "cuda":

@@ -136,6 +136,11 @@ class ModelConfig:
         """Name -> shape of every tensor of the dense checkpoint."""
         return self.architecture.tensors(self)
 
+    @property
+    def base_prefix(self) -> str:
+        """What the names of all tensors but the head's begin with: "model."."""
+        return f"{self.architecture.layers.partition('.')[0]}."
+
     def layer_prefix(self, index: int) -> str:
         """What the names of layer `index`'s tensors begin with: "model.layers.0."."""
         return f"{self.architecture.layers}.{index}."

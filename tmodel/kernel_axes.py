@@ -12,7 +12,7 @@ from tkernels.contract import Value
 from tkernels.inputs import dtype_name
 from tkernels.variant import AxisRanges
 from tmodel.config import Axes, Limits, ModelConfig
-from tmodel.quantization import LinearShape, Quantization, fuses_swiglu
+from tmodel.quantization import LinearShape, Quantization, fuses_gelu, fuses_swiglu
 
 Range = Value | tuple[int, int]
 
@@ -109,12 +109,35 @@ def rms_norm_axes(width: int, limits: Limits) -> Axes:
     return {"rms_norm": norm, "add_rms_norm": norm}
 
 
+def layer_norm_axes(width: int, limits: Limits) -> Axes:
+    """Layer norms of vectors of `width`, alone and with the residual's addition."""
+    norm: AxisRanges = {"T": (1, limits.max_num_tokens), "H": width}
+    return {"layer_norm": norm, "add_layer_norm": norm}
+
+
+def scatter_axes(config: ModelConfig, limits: Limits) -> Axes:
+    """The write of keys and values that nothing turns."""
+    return {
+        "kv_scatter": {
+            "T": (1, limits.max_num_tokens),
+            "Hkv": config.num_kv_heads,
+            "D": config.head_dim,
+            "Dv": config.head_dim,
+            "P": limits.num_blocks,
+            "S": limits.block_size,
+            "k_scale": False,
+            "v_scale": False,
+        }
+    }
+
+
 def linear_axes(linears: Sequence[LinearShape], quantization: Quantization | None, limits: Limits) -> Axes:
-    """What the linear layers `linears` and their SwiGLUs call, as LinearReader makes them."""
+    """What the linear layers `linears` and their activations call, as LinearReader makes them."""
     tokens = (1, limits.max_num_tokens)
     fused = [shape for shape in linears if fuses_swiglu(shape, quantization)]
     split = [shape for shape in linears if shape.gated and shape not in fused]
-    apart = [shape for shape in linears if shape not in fused]
+    curved = [shape for shape in linears if fuses_gelu(shape, quantization)]
+    apart = [shape for shape in linears if shape not in (*fused, *curved)]
     dense = [(shape, sizes) for shape in apart if (sizes := _dense_outputs(shape, quantization))]
     axes: Axes = {}
     if dense:
@@ -129,7 +152,25 @@ def linear_axes(linears: Sequence[LinearShape], quantization: Quantization | Non
         axes["gate_up_swiglu"] = {"T": tokens, "H": _span(shape.inputs for shape in fused), "I": widths}
     if split:
         axes["swiglu"] = {"T": tokens, "I": _span(shape.outputs[0] for shape in split)}
+    axes |= _gelu_axes(curved, [shape for shape in apart if shape.gelu], tokens)
     return axes if quantization is None else {**axes, **quantization.kernel_axes(tokens)}
+
+
+def _gelu_axes(fused: Sequence[LinearShape], split: Sequence[LinearShape], tokens: tuple[int, int]) -> Axes:
+    """What computes the gelus: with their projections, or after them."""
+    axes: Axes = {}
+    if fused:
+        axes["matmul_gelu"] = {
+            "T": tokens,
+            "I": _span(sum(shape.outputs) for shape in fused),
+            "H": _span(shape.inputs for shape in fused),
+            "bias": _span(shape.bias for shape in fused),
+            "tanh": _span(shape.gelu == "tanh" for shape in fused),
+        }
+    if split:
+        widths = _span(sum(shape.outputs) for shape in split)
+        axes["gelu"] = {"T": tokens, "I": widths, "tanh": _span(shape.gelu == "tanh" for shape in split)}
+    return axes
 
 
 def _dense_outputs(shape: LinearShape, quantization: Quantization | None) -> tuple[int, ...]:

@@ -88,6 +88,31 @@ class SplitGateUp:
         return self.swiglu(self.projections(x))  # [T, H] -> [T, 2 I] -> [T, I]
 
 
+@dataclass(frozen=True, slots=True)
+class MatmulGelu:
+    """x [T, K] -> gelu(x W^T + b) [T, N] by one kernel, with a dense weight [N, K]; by the curve of tanh, or not."""
+
+    matmul_gelu: Callable[..., torch.Tensor]
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    tanh: bool
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.matmul_gelu(x, self.weight, bias=self.bias, tanh=self.tanh)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitGelu:
+    """x [T, K] -> gelu(x W^T + b) [T, N] by two kernels: the projection, then gelu of what it wrote."""
+
+    projection: Linear | JoinedLinear
+    gelu: Callable[..., torch.Tensor]
+    tanh: bool
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gelu(self.projection(x), tanh=self.tanh)
+
+
 def count_weight_bytes(part: Any) -> int:
     """Bytes of all weights in a layer, or in lists of layers. Tied weights share memory and count once."""
     sizes: dict[int, int] = {}

@@ -15,8 +15,8 @@ from tkernels.quantized.scaled_weight import ScaledWeight
 from tkernels.quantized.weight import QuantizedWeight
 from tkernels.ranges import Range
 from tmodel.formats.base import Scheme
-from tmodel.layers import GateUp, JoinedLinear, Linear, ScaledMatmul, SplitGateUp
-from tmodel.quantization import LinearShape, Quantization, fuses_swiglu
+from tmodel.layers import GateUp, JoinedLinear, Linear, MatmulGelu, ScaledMatmul, SplitGateUp, SplitGelu
+from tmodel.quantization import LinearShape, Quantization, fuses_gelu, fuses_swiglu
 from tmodel.weights import Checkpoint, WeightError
 
 
@@ -74,6 +74,18 @@ class LinearReader:
             return GateUp(self.kernels.gate_up_swiglu, self._dense_weight(shape, 0, len(shape.names)))
         return SplitGateUp(self.linear(shape), self.kernels.swiglu)
 
+    def gelu(self, shape: LinearShape) -> MatmulGelu | SplitGelu:
+        """Reads the projection of `shape`, with the gelu that follows: x [T, H] -> [T, I].
+
+        Raises:
+            WeightError: As `linear`.
+        """
+        tanh, parts = shape.gelu == "tanh", len(shape.names)
+        if fuses_gelu(shape, self.quantization):
+            weight, bias = self._dense_weight(shape, 0, parts), self._bias(shape, 0, parts)
+            return MatmulGelu(self.kernels.matmul_gelu, weight, bias, tanh)
+        return SplitGelu(self.linear(shape), self.kernels.gelu, tanh)
+
     def _dense(self, shape: LinearShape, start: int, stop: int) -> Linear:
         weight, bias = self._dense_weight(shape, start, stop), self._bias(shape, start, stop)
         return Linear(self._range(shape, start, stop), self.kernels.matmul, weight, bias)
@@ -83,8 +95,12 @@ class LinearReader:
 
     def _dense_weight(self, shape: LinearShape, start: int, stop: int) -> torch.Tensor:
         """[sum of outputs, inputs] of the parts `start` to `stop`."""
-        names, outputs = shape.names[start:stop], shape.outputs[start:stop]
-        return self.checkpoint.fused([f"{name}.weight" for name in names], [(n, shape.inputs) for n in outputs])
+        names = [f"{name}.weight" for name in shape.names[start:stop]]
+        sizes = [(outputs, shape.inputs) for outputs in shape.outputs[start:stop]]
+        if shape.transposed:
+            (name,), (size,) = names, sizes
+            return self.checkpoint.transposed(name, size)
+        return self.checkpoint.fused(names, sizes)
 
     def _bias(self, shape: LinearShape, start: int, stop: int) -> torch.Tensor | None:
         """[sum of outputs] of the parts `start` to `stop`."""

@@ -108,7 +108,8 @@ def load_model(
         WeightError: A tensor is missing, cut short, of another shape than `config` asks for, or not the model's. The
             message names file and tensor.
     """
-    with Checkpoint(Path(path), device=device, dtype=dtype) as checkpoint, torch.inference_mode():
+    opened = Checkpoint(Path(path), device=device, dtype=dtype, prefix=config.base_prefix)
+    with opened as checkpoint, torch.inference_mode():
         # Checkpoints of 2023 and before carry this table; every model computes it from config.json.
         checkpoint.ignore(name for name in checkpoint.names if name.endswith(".rotary_emb.inv_freq"))
         model = config.architecture.build(config, checkpoint, kernels)

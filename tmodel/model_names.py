@@ -103,9 +103,13 @@ def preset_model(preset: str) -> ModelPlan:
 
 def random_model(preset: str) -> ModelPlan:
     """Random weights of a published shape. ConfigError where there is none of that name."""
+    name = RANDOM + preset
+    if preset in PRESETS:
+        raise ConfigError(
+            f"{name!r}: {preset} is trained; its name alone asks for it, or {{preset: {preset}}} in a YAML"
+        )
     if preset not in RANDOM_PRESETS:
         known = [RANDOM + name for name in RANDOM_PRESETS]
-        name = RANDOM + preset
         raise ConfigError(f"unknown model {name!r}: there is {', '.join(known)}{suggest_name(name, known)}")
     shape = RANDOM_PRESETS[preset]
     return ModelPlan(preset, random_config(shape), lambda: preset_path(preset), random_weights=num_parameters(shape))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -38,7 +39,9 @@ class LinearShape:
         outputs: N of each.
         inputs: K of all.
         bias: Whether all have one; else none has.
+        transposed: Whether a dense weight is stored [K, N], as those of GPT-2 are; such a layer stands alone.
         gated: They are the gate and up projections of a SwiGLU.
+        gelu: Which gelu follows, by the error function or by tanh; None is none.
         fed_by: The layer that can take the inverse of a scale of the inputs, which AWQ needs; None where none can.
     """
 
@@ -46,14 +49,16 @@ class LinearShape:
     outputs: tuple[int, ...]
     inputs: int
     bias: bool = False
+    transposed: bool = False
     gated: bool = False
+    gelu: Literal["erf", "tanh"] | None = None
     fed_by: Feed | None = None
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Tensor name -> shape, of the dense weights [N, K] and biases [N]."""
+        """Tensor name -> shape as it is stored, of the dense weights and biases [N]."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, outputs in zip(self.names, self.outputs, strict=True):
-            shapes[f"{name}.weight"] = (outputs, self.inputs)
+            shapes[f"{name}.weight"] = (self.inputs, outputs) if self.transposed else (outputs, self.inputs)
             if self.bias:
                 shapes[f"{name}.bias"] = (outputs,)
         return shapes
@@ -142,6 +147,11 @@ class Quantization:
 def fuses_swiglu(shape: LinearShape, quantization: Quantization | None) -> bool:
     """Whether one kernel computes the projections of `shape` and their SwiGLU: weights are dense and without bias."""
     return shape.gated and not shape.bias and (quantization is None or quantization.is_dense(shape))
+
+
+def fuses_gelu(shape: LinearShape, quantization: Quantization | None) -> bool:
+    """Whether one kernel computes the projection of `shape` and the gelu that follows: the weight is dense."""
+    return shape.gelu is not None and (quantization is None or quantization.is_dense(shape))
 
 
 def _added_bytes(scheme: Scheme | ScaledScheme | None, outputs: int, inputs: int) -> int:

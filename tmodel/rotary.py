@@ -20,6 +20,7 @@ from tmodel.json_files import ConfigError
 
 Length = Annotated[int, Field(gt=1, le=2**24)]
 Turns = Annotated[float, Field(ge=1e-3, le=1e6)]
+Scale = Annotated[float, Field(gt=0, le=1e6)]
 
 
 class RopeParameters(BaseModel):
@@ -123,7 +124,7 @@ class YarnRope(RopeParameters):
 
     factor: PositiveFloat | None = None
     original_max_position_embeddings: Length | None = None
-    attention_factor: PositiveFloat | None = None
+    attention_factor: Scale | None = None
     beta_fast: Turns = 32.0
     beta_slow: Turns = 1.0
     mscale: float | None = Field(default=None, ge=0)
@@ -189,7 +190,7 @@ class LongRope(RopeParameters):
     long_factor: list[PositiveFloat]
     original_max_position_embeddings: Length | None = None
     factor: PositiveFloat | None = None
-    attention_factor: PositiveFloat | None = None
+    attention_factor: Scale | None = None
 
     def inverse_frequencies(self, dim: int, length: int) -> torch.Tensor:
         chosen = self.long_factor if length > self._original(length) else self.short_factor
@@ -200,7 +201,9 @@ class LongRope(RopeParameters):
             return self.attention_factor
         original = self._original(length)
         factor = self.factor or length / original
-        return 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+        if factor <= 1.0 or original == 1:  # a single position is not turned
+            return 1.0
+        return math.sqrt(1 + math.log(factor) / math.log(original))
 
     def check(self, dim: int) -> None:
         for name, divisors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):

@@ -24,6 +24,7 @@ from tmodel.safetensors_header import DTYPES, FLOATS, Entry, WeightError, read_h
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_HEAD = "lm_head."
 BUFFER_BYTES = 2**25
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Computed = TypeVar("Computed")
@@ -38,13 +39,15 @@ class Checkpoint:
     Args:
         directory: With model.safetensors, or an index and its shards.
         device: Where tensors go.
-        dtype: Of `tensor` and `fused`.
+        dtype: Of `tensor`, `fused` and `transposed`.
+        prefix: What the names of all tensors but the head's are to begin with. Where none does, the model was saved
+            without its head, and all names get it.
 
     Raises:
         WeightError: There are no safetensors, a file is damaged or cut short, or a tensor is in two files.
     """
 
-    def __init__(self, directory: Path, *, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(self, directory: Path, *, device: torch.device | str, dtype: torch.dtype, prefix: str = "") -> None:
         self.directory = directory
         self.device = torch.device(device)
         self.dtype = dtype
@@ -62,6 +65,10 @@ class Checkpoint:
                 if name in self._entries:
                     raise WeightError(f"{file}: tensor {name!r} is also in {self._entries[name].file.name}")
                 self._entries[name] = entry
+        if not any(name.startswith(prefix) for name in self._entries):
+            self._entries = {
+                name if name.startswith(_HEAD) else f"{prefix}{name}": entry for name, entry in self._entries.items()
+            }
 
     def __enter__(self) -> Self:
         return self
@@ -115,6 +122,21 @@ class Checkpoint:
                 raise self.error(name, f"has values beyond {str(self.dtype).removeprefix('torch.')}'s range")
             self._taken.add(name)
         return fused
+
+    def transposed(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """Reads a matrix that is stored with inputs as rows, as GPT-2's are; one matrix is in memory twice meanwhile.
+
+        Args:
+            name: Of the tensor.
+            shape: [N, K], of the result.
+
+        Returns:
+            [N, K] as `self.dtype` on `self.device`, contiguous.
+
+        Raises:
+            WeightError: As `tensor`.
+        """
+        return self.tensor(name, tuple(reversed(shape))).t().contiguous()
 
     def raw(
         self, name: str, shape: Sequence[int], dtypes: Collection[torch.dtype], layout: str = "config.json asks for {}"

@@ -105,11 +105,10 @@ def resolve_options(
     if longest > max_position_embeddings:
         allowed = f"None or an integer from 1 to {max_position_embeddings}, the model's max_position_embeddings"
         raise OptionError("max_model_len", f"max_model_len must be {allowed}, got {longest}")
-    if options.expected_len is not None and (sizes.state_bytes == 0 or options.expected_len > longest):
-        why = f"at most {longest}, max_model_len" if sizes.state_bytes else "None: no layer of the model keeps states"
-        raise OptionError("expected_len", f"expected_len must be {why}; got {options.expected_len}")
-    units = _fit_cache(options, sizes, cache_bytes, longest)
-    host = _fit_host(options, sizes, longest)
+    check_expected_len(options, sizes, longest)
+    most = most_units(options, sizes, longest, options.block_size)
+    units = fit_cache(options, sizes, cache_bytes, longest, options.block_size, most)
+    host = fit_host(options, sizes, longest, options.block_size)
     return ResolvedOptions(
         options,
         longest,
@@ -123,19 +122,39 @@ def resolve_options(
     )
 
 
-def _fit_cache(options: EngineOptions, sizes: UnitSizes, cache_bytes: int, longest: int) -> CacheUnits:
-    """The device's blocks and states for requests of up to `longest` tokens."""
-    most_blocks = -(-options.max_num_seqs * longest // options.block_size)
-    # A row writes one state and has the last one that it passed; one more is kept for later prefixes.
-    states_each = 2 if options.prefix_cache == "none" else 3
-    most_states = 2 * options.max_num_seqs + most_blocks // sizes.state_interval
+def check_expected_len(options: EngineOptions, sizes: UnitSizes, longest: int) -> None:
+    """Refuses an expected_len that nothing would heed, or above the `longest` tokens of a request, by OptionError."""
+    if options.expected_len is not None and (sizes.state_bytes == 0 or options.expected_len > longest):
+        why = f"at most {longest}, max_model_len" if sizes.state_bytes else "None: no layer of the model keeps states"
+        raise OptionError("expected_len", f"expected_len must be {why}; got {options.expected_len}")
+
+
+def most_units(options: EngineOptions, sizes: UnitSizes, longest: int, block_size: int) -> CacheUnits:
+    """What max_num_seqs requests of up to `longest` tokens can fill."""
+    num_blocks = -(-options.max_num_seqs * longest // block_size)
+    num_states = most_states(options, sizes, num_blocks)
     if sizes.block_bytes == 0:  # so that no kept state goes for want of a block that takes no bytes
-        most_blocks += most_states * sizes.state_interval
+        num_blocks += num_states * sizes.state_interval
+    return CacheUnits(num_blocks, num_states)
+
+
+def most_states(options: EngineOptions, sizes: UnitSizes, num_blocks: int) -> int:
+    """The states that requests in `num_blocks` blocks can fill; 0 where no layer keeps one."""
+    return 2 * options.max_num_seqs + num_blocks // sizes.state_interval if sizes.state_bytes else 0
+
+
+def fit_cache(
+    options: EngineOptions, sizes: UnitSizes, cache_bytes: int, longest: int, block_size: int, most: CacheUnits
+) -> CacheUnits:
+    """The device's blocks and states in `cache_bytes`, `most` at most, for requests of up to `longest` tokens.
+
+    Raises:
+        OptionError: Not one block or too few states fit.
+    """
+    # A row writes one state and has the last one that it passed; one more is kept for later prefixes.
+    each = CacheUnits(_expected_blocks(options, longest, block_size), 2 if options.prefix_cache == "none" else 3)
     # Padding's state takes a slot of its own.
-    units = split_bytes(
-        max(0, cache_bytes - sizes.state_bytes), sizes, CacheUnits(_expected_blocks(options, longest), states_each),
-        CacheUnits(most_blocks, most_states),
-    )  # fmt: skip
+    units = split_bytes(max(0, cache_bytes - sizes.state_bytes), sizes, each, most)
     given = "kv_cache_bytes is" if options.kv_cache_bytes is not None else "the memory left for the KV cache is"
     option = "kv_cache_fraction" if options.kv_cache_bytes is None else "kv_cache_bytes"
     if sizes.state_bytes and units.num_states < 2:
@@ -144,22 +163,26 @@ def _fit_cache(options: EngineOptions, sizes: UnitSizes, cache_bytes: int, longe
         )
         raise OptionError(option, message)
     if units.num_blocks < 1:
-        block = f"a block of {options.block_size} tokens takes {sizes.block_bytes} bytes"
+        block = f"a block of {block_size} tokens takes {sizes.block_bytes} bytes"
         raise OptionError(option, f"{given} {cache_bytes}, {block}")
     return units
 
 
-def _fit_host(options: EngineOptions, sizes: UnitSizes, longest: int) -> CacheUnits:
-    """The host's blocks and states for requests that give way; none where they are computed again."""
+def fit_host(options: EngineOptions, sizes: UnitSizes, longest: int, block_size: int) -> CacheUnits:
+    """The host's blocks and states for requests that give way; none where they are computed again.
+
+    Raises:
+        OptionError: swap_bytes hold not one of each.
+    """
     if options.preemption != "swap":
         return CacheUnits(0, 0)
     most_blocks = BYTES_END
     if sizes.block_bytes == 0:
-        most_blocks = options.swap_bytes // sizes.state_bytes * -(-longest // options.block_size)
+        most_blocks = options.swap_bytes // sizes.state_bytes * -(-longest // block_size)
     most = CacheUnits(most_blocks, BYTES_END)
-    host = split_bytes(options.swap_bytes, sizes, CacheUnits(_expected_blocks(options, longest), 1), most)
+    host = split_bytes(options.swap_bytes, sizes, CacheUnits(_expected_blocks(options, longest, block_size), 1), most)
     if host.num_blocks < 1 or (sizes.state_bytes and host.num_states < 1):
-        needed = f"one of {options.block_size} tokens takes {sizes.block_bytes} bytes"
+        needed = f"one of {block_size} tokens takes {sizes.block_bytes} bytes"
         if sizes.state_bytes:
             needed += f", a request's state {sizes.state_bytes}"
         message = f"preemption 'swap' needs swap_bytes for a block at least: {needed}, got {options.swap_bytes}"
@@ -167,7 +190,7 @@ def _fit_host(options: EngineOptions, sizes: UnitSizes, longest: int) -> CacheUn
     return host
 
 
-def _expected_blocks(options: EngineOptions, longest: int) -> int:
+def _expected_blocks(options: EngineOptions, longest: int, block_size: int) -> int:
     """Blocks of a request of the expected length."""
     expected = -(-longest // 2) if options.expected_len is None else options.expected_len
-    return -(-expected // options.block_size)
+    return -(-expected // block_size)

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.commands.choices import choose_variants, only_contract, open_registry, parse_point
-from experiments.commands.output import make_table, print_json, progress_bar
+from experiments.commands.output import print_json, progress_bar
 from experiments.commands.requests import BenchRequest
 from experiments.exits import check_name
 from experiments.peers import slack_of, with_peers
-from experiments.reporting.table_style import format_microseconds
+from experiments.reporting.table_style import format_microseconds, make_table
 from tkernels.device import device_facts, first_device
 from tkernels.measurement import INTERPRETED, Measurement, Method, benchmark_points, measure
 from tkernels.timing import Cache, Launch

@@ -10,11 +10,11 @@ from rich.text import Text
 
 from experiments.commands import mutate, sanitize
 from experiments.commands.choices import Subject, case_size, choose_subjects, choose_variants, open_registry
-from experiments.commands.output import make_table, print_json, progress_bar
+from experiments.commands.output import print_json, progress_bar
 from experiments.commands.requests import CheckRequest
 from experiments.divergence.captured_call import check_captured, load_call
 from experiments.document import ExperimentError
-from experiments.reporting.table_style import status_text
+from experiments.reporting.table_style import make_table, status_text
 from experiments.runs.checked import record_checked
 from tkernels import ContractError
 from tkernels.device import first_device

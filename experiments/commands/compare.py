@@ -17,7 +17,7 @@ def run(request: CompareRequest) -> int:
     """Compares every further run with the first; of a single one, its arms. Returns 0 whatever the verdicts are.
 
     Raises:
-        ExperimentError: a folder is no run, or may not be compared; what the others say has been printed by then.
+        ExperimentError: A folder is no run, or may not be compared; what the others say has been printed by then.
     """
     for what in request.across:
         check_name("--across", what, WHATS)

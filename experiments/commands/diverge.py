@@ -9,20 +9,22 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from experiments.commands.choices import open_registry
 from experiments.commands.generate import parse_kernels
-from experiments.commands.output import make_table, print_json, progress_bar
+from experiments.commands.output import print_json, progress_bar
 from experiments.commands.requests import DivergeRequest
 from experiments.divergence.captured_call import CapturedCall, save_call
-from experiments.divergence.finding import LETTERS, Arm, Divergence, Logits, WrongPart, find_divergence
+from experiments.divergence.finding import LETTERS, Arm, Divergence, Logits, Rounding, WrongPart, find_divergence
 from experiments.divergence.reading import FoundWrong, Token
 from experiments.document import ExperimentError
 from experiments.engine_flags import engine_options
 from experiments.planning.models import named_model
-from experiments.runs.folder import check_new
+from experiments.reporting.table_style import make_table
 from experiments.runs.rows import is_odd
+from tkernels.files import check_new_folder
 from tkernels.inputs import dtype_name
 from tkernels.launch import Kernel
 from tkernels.verification.check import outside_folder, replay_captured
@@ -47,7 +49,7 @@ def run(request: DivergeRequest) -> int:
     except ValueError as error:
         raise ExperimentError([f"--device {request.engine['device']}: {error}"]) from None
     if request.out is not None:
-        check_new(request.out)
+        check_new_folder(request.out, "what is kept")
     ops = open_registry(request.variants_from)
     plan = named_model(request.model, "--model", request.architectures_from)
     prompts = _read_prompts(request, plan)
@@ -141,6 +143,7 @@ def _as_json(found: Divergence) -> dict[str, Any]:
         "sequences": [list(sequence) for sequence in found.sequences],
         "logits": asdict(found.logits),
         "differences": [asdict(one) for one in found.differences],
+        "rounding": [asdict(one) for one in found.rounding],
         "wrong_part": None if found.wrong_part is None else asdict(found.wrong_part),
     }
 
@@ -170,8 +173,18 @@ def _print(console: Console, title: str, found: Divergence, wrong: Mapping[str, 
         for one in found.differences
     ]
     console.print(make_table("Apart, place by place", ("place", *columns), rows, right=columns, caption=_CAPTION))
+    if found.rounding:
+        console.print(_rounding_table(found.rounding))
     for line in _verdict(found, wrong):
         console.print(Text(line), soft_wrap=True)
+
+
+def _rounding_table(rounding: Sequence[Rounding]) -> Table:
+    """The places that are not bit-equal."""
+    rows = [(*one.place, f"{one.other:,} of {one.elements:,}") for one in rounding if one.other]
+    caption = f"Of {len(rounding)} places; those that are not here are bit-equal."
+    title = "Rounded otherwise than by transformers, on the same inputs"
+    return make_table(title, ("place", "side", "values"), rows, right=("values",), caption=caption)
 
 
 def _logits_rows(logits: Logits) -> Iterator[tuple[str, str]]:

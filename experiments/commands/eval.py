@@ -5,12 +5,13 @@ from dataclasses import asdict
 import torch
 from rich.console import Console
 
-from experiments.commands.output import make_table, print_json, progress_bar
+from experiments.commands.output import print_json, progress_bar
 from experiments.commands.requests import EvalRequest
 from experiments.document import ExperimentError
 from experiments.planning.models import named_model
 from experiments.quantization.evaluation import Evaluation, WindowReader, cut_windows, evaluate
 from experiments.quantization.texts import read_text, tokenize_text
+from experiments.reporting.table_style import make_table
 from tkernels import OPS
 from tkernels.device import first_device
 from tmodel import ModelPlan

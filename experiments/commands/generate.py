@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import yaml
@@ -19,8 +18,7 @@ def run(request: GenerateRequest) -> int:
     ops = open_registry(request.variants_from)
     open_architectures(request.architectures_from)  # what is wrong with a folder names the flag
     try:
-        names = [one.name for one in fields(SamplingParams) if hasattr(request, one.name)]
-        params = SamplingParams(**{name: getattr(request, name) for name in names})
+        params = SamplingParams(**request.sampling)
         llm = LLM(
             request.model,
             kernels=parse_kernels(request.kernels),

@@ -16,7 +16,7 @@ from experiments.gpu_report.steps import DOES, Step, make_steps, schedule, steps
 from experiments.gpu_report.supervisor import run_steps, step_runner
 from experiments.gpu_report.table import report
 from experiments.peers import with_peers
-from experiments.reporting.table_style import add_row, new_table
+from experiments.reporting.table_style import make_table
 from tkernels import OPS
 from tkernels.clocks import read_clocks
 from tkernels.device import TARGETS, device_facts
@@ -65,12 +65,12 @@ def print_plan(steps: Sequence[Step], out: Path, minutes: float) -> None:
     left = schedule(steps_left(steps, begun.rows if begun is not None else ()), 60 * minutes)
     console = Console()
     title = f"{len(steps)} steps; estimates, most valuable first"
-    table = new_table(title, ["step", "s", "at s", "what it does"], ["s", "at s"])
+    rows = []
     for step, ends, within in left:
         does = DOES[step.kind] if step.seconds else "cannot run here: says so in the report"
         cells = [step.title, f"{step.seconds:.0f}", f"{ends:.0f}", does]
-        add_row(table, *(Text(cell, "" if within else "dim") for cell in cells))
-    console.print(table)
+        rows.append([Text(cell, "" if within else "dim") for cell in cells])
+    console.print(make_table(title, ["step", "s", "at s", "what it does"], rows, right=["s", "at s"]))
     if len(left) < len(steps):
         console.print(Text(f"{len(steps) - len(left)} steps are done in {out} and would be skipped."))
     reached = sum(within for _, _, within in left)

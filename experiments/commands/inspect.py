@@ -14,10 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.commands.choices import choose_variants, only_contract, open_registry, parse_axes
-from experiments.commands.output import make_table, print_json, progress_bar
+from experiments.commands.output import print_json, progress_bar
 from experiments.commands.requests import InspectRequest
 from experiments.document import ExperimentError
 from experiments.exits import parse_names
+from experiments.reporting.table_style import make_table
 from tkernels import OPS, Registry
 from tkernels.contract import Axes
 from tkernels.device import TARGETS

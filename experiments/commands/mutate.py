@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.commands.choices import choose_variants, open_registry
-from experiments.commands.output import make_table, print_json, progress_bar
+from experiments.commands.output import print_json, progress_bar
 from experiments.commands.requests import CheckRequest
 from experiments.document import ExperimentError
+from experiments.reporting.table_style import make_table
 from tkernels import Registry
 from tkernels.verification.mutation import campaign
 from tkernels.verification.mutation.campaign import Comparison, Outcome, Score, Trial

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.commands.choices import open_registry
-from experiments.commands.output import make_table, print_json
+from experiments.commands.output import print_json
 from experiments.commands.requests import OpsRequest
+from experiments.reporting.table_style import make_table
 from tkernels.contract import Axes, Contract, Value
 from tkernels.device import device_facts, first_device
 from tkernels.mode import unavailable_reason

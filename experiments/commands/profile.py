@@ -27,10 +27,10 @@ from experiments.profiling.nsys_export import read_export
 from experiments.profiling.nsys_stats import read_stats
 from experiments.profiling.proton import profile_with_proton, unavailable
 from experiments.profiling.range_table import range_table
-from experiments.runs.folder import check_new
 from experiments.stages.engine import interpreted_ops
 from experiments.stages.steady import recorded
 from experiments.stages.steps import range_columns
+from tkernels.files import check_new_folder
 from tkernels.spans import Breakdown, breakdown
 
 _RECORDED = "Recording takes time of its own, most where ranges are short: compare shares, not speeds."
@@ -88,7 +88,7 @@ def _make_folder(plan: Plan, out: Path | None) -> Path:
     """The folder of this profile, new or empty."""
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     path = out if out is not None else Path("profiles") / f"{plan.experiment.name}-{stamp}"
-    check_new(path)
+    check_new_folder(path, "a profile")
     path.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -3,16 +3,21 @@
 The command line is made of these records, and the module of each command takes its own. The docstring is the help.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
 from experiments.engine_flags import EngineFlags, Given
+from experiments.sampling import SAMPLING_KEYS, SamplingFlags
 from tsched.options import SCHEDULER_OPTIONS
 
-A_MODEL = "a Hugging Face directory, a trained preset as in tiny, a hub id, or random weights as in random:Qwen3-0.6B"
+A_MODEL = (
+    "a Hugging Face directory, a trained preset as in tiny, a hub id (owner/name or owner/name@revision), or random "
+    "weights as in random:Qwen3-0.6B"
+)
 ModelName = Annotated[str, Option(metavar="MODEL", help=f"{A_MODEL[0].upper()}{A_MODEL[1:]}.")]
 Op = Annotated[str | None, Option(help="Only this op.")]
 VariantName = Annotated[str | None, Option(help="Only variants of this name.")]
@@ -293,19 +298,11 @@ class GenerateRequest:
     kernels: Annotated[list[str], Option(metavar="op=variant", help="A variant for an op. Repeatable.")] = field(
         default_factory=list
     )
-    max_tokens: Annotated[int, Option(help="Output tokens at most.")] = 64
-    temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0
-    top_k: Annotated[int, Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0
-    top_p: Annotated[float, Option(help="Keep the fewest tokens of this much probability.")] = 1.0
-    min_p: Annotated[float, Option(help="Keep tokens this likely relative to the likeliest.")] = 0.0
-    repetition_penalty: Annotated[float, Option(help="Above 1 avoids tokens already there.")] = 1.0
-    presence_penalty: Annotated[float, Option(help="Above 0 avoids tokens of the output.")] = 0.0
-    frequency_penalty: Annotated[float, Option(help="The same, for each occurrence.")] = 0.0
-    stop: Annotated[list[str], Option(help="A text that ends the output. Repeatable.")] = field(default_factory=list)
-    seed: Annotated[int | None, Option(help="Of the random numbers.")] = None
-    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Go on past the end-of-sequence token.")] = False
     variants_from: VariantsFrom = field(default_factory=list)
     architectures_from: ArchitecturesFrom = field(default_factory=list)
+    sampling: Annotated[
+        Mapping[str, Any], SamplingFlags(["max_tokens", *SAMPLING_KEYS], usual={"max_tokens": 64, "temperature": 0.0})
+    ] = field(default_factory=dict)
     engine: Annotated[Given, EngineFlags(["dtype", "device", *SCHEDULER_OPTIONS])] = field(default_factory=dict)
 
 

@@ -7,20 +7,28 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from experiments.commands.output import make_table, print_json
+from experiments.commands.output import print_json
 from experiments.commands.requests import RunsRequest
 from experiments.document import ExperimentError
+from experiments.reporting.table_style import make_table
 from experiments.runs.reading import read_run
+
+_OF_A_RUN = ("run.json", "results.jsonl")
+"""What has neither is no run at all: quantized checkpoints are kept beside runs too."""
 
 
 def run(request: RunsRequest) -> int:
-    """Lists them; what cannot be read is listed with its reason. ExperimentError where there is no such folder."""
+    """Lists them; what cannot be read is listed with its reason.
+
+    Raises:
+        ExperimentError: There is no such folder, or it is a run itself.
+    """
     folder = request.folder
     if not folder.is_dir():
         raise ExperimentError([f"{folder}: no such folder; `tk run` makes runs/ where it is called"])
-    # What has neither is no run at all: quantized checkpoints are kept there too.
-    files = [folder.glob(f"[!.]*/{name}") for name in ("run.json", "results.jsonl")]
-    names = sorted({file.parent for some in files for file in some})
+    if any((folder / name).exists() for name in _OF_A_RUN):
+        raise ExperimentError([f"{folder}: is a run itself; `tk runs {folder / '..'}` lists it, `tk report` tells it"])
+    names = sorted({file.parent for name in _OF_A_RUN for file in folder.glob(f"[!.]*/{name}")})
     listed = sorted(map(_describe, names), key=lambda one: str(one.get("when") or ""))
     if request.as_json:
         print_json({"runs": listed})

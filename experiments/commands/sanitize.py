@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.commands.choices import Subject, case_size
-from experiments.commands.output import make_table, print_json, progress_bar
+from experiments.commands.output import print_json, progress_bar
 from experiments.commands.requests import CheckRequest
 from experiments.document import ExperimentError
-from experiments.reporting.table_style import status_text
+from experiments.reporting.table_style import make_table, status_text
 from tkernels import UnknownNameError
 from tkernels.variant import Variant
 from tkernels.verification.sanitizers.base import (

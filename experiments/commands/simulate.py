@@ -14,7 +14,7 @@ from experiments.commands.requests import SimulateRequest
 from experiments.document import ExperimentError
 from experiments.engine_flags import engine_options
 from experiments.exits import parse_names
-from experiments.reporting.table_style import add_row, new_table
+from experiments.reporting.table_style import make_table
 from experiments.simulation.arms import UNBOUNDED, Arm, Setup, make_scheduler, simulate
 from experiments.simulation.hardware import find_gpu
 from experiments.simulation.metrics import sparkline
@@ -151,11 +151,11 @@ def _tabulate_pool(rows: Sequence[Row]) -> Table:
     first = rows[0]
     size = f"{first['pool_blocks']:,} blocks of {first['page_size']:,} tokens, {first['pool_bytes'] / 1e9:,.4g} GB"
     names = [row["prefix_cache"] for row in rows]
-    table = new_table(size, ["prefix cache", *names], names)
+    has_bound = first["hit_rate_bound"] is not None
+    facts = {name: cell for name, cell in _FACTS.items() if name != "hits, at most" or has_bound}
+    lines = ([name, *map(cell, rows)] for name, cell in facts.items())
+    table = make_table(size, ["prefix cache", *names], lines, right=names)
     table.columns[0].no_wrap = True
-    for name, cell in _FACTS.items():
-        if name != "hits, at most" or first["hit_rate_bound"] is not None:
-            add_row(table, name, *(cell(row) for row in rows))
     return table
 
 
@@ -191,11 +191,12 @@ def _tabulate_hit_rates(pools: Mapping[tuple[int, int], Sequence[Row]]) -> Table
     """A line for each pool, the policies side by side."""
     policies = list(dict.fromkeys(row["prefix_cache"] for rows in pools.values() for row in rows))
     sizes = ["page", "blocks"] if len({page for page, _ in pools}) > 1 else ["blocks"]
-    table = new_table("", [*sizes, *policies], [*sizes, *policies])
+    lines = []
     for pool, rows in pools.items():
         rates = {row["prefix_cache"]: row["hit_rate"] for row in rows}
-        add_row(table, *(f"{size:,}" for size in pool[-len(sizes) :]), *(f"{rates[name]:.1%}" for name in policies))
-    return table
+        lines.append([*(f"{size:,}" for size in pool[-len(sizes) :]), *(f"{rates[name]:.1%}" for name in policies)])
+    columns = [*sizes, *policies]
+    return make_table("", columns, lines, right=columns)
 
 
 def _percentiles(summary: Mapping[str, float | None], scale: float) -> str:

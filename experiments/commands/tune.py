@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.commands.choices import choose_variants, cuda_device, open_registry, parse_point
-from experiments.commands.output import make_table, progress_bar
+from experiments.commands.output import progress_bar
 from experiments.commands.requests import TuneRequest
 from experiments.document import ExperimentError
-from experiments.reporting.table_style import format_microseconds
+from experiments.reporting.table_style import format_microseconds, make_table
 from tkernels.device import DeviceFacts, device_facts
 from tkernels.tuning import TUNED_FOLDER, ConfigTiming, Entry, Measure, candidates, lockfile, median_us
 from tkernels.tuning_session import Tuned, TuningPoint, in_tuning_order, one_per_bucket, points_of, tune

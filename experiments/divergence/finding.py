@@ -93,6 +93,38 @@ class WrongPart:
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """How often this engine and transformers round the same inputs to other values.
+
+    Attributes:
+        place: The linear layer and side, of all layers together: "model.layers.*.self_attn.o_proj".
+        elements: Values there.
+        other: Those of them that differ.
+    """
+
+    place: Place
+    elements: int
+    other: int
+
+
+@dataclass(frozen=True)
+class Beside:
+    """This engine beside transformers.
+
+    Attributes:
+        theirs: What transformers computed.
+        exact: What it computed in float64.
+        wrong_part: The first part of ours that is wrong on its own inputs.
+        rounding: Place by place, on our inputs.
+    """
+
+    theirs: Reading
+    exact: Reading
+    wrong_part: WrongPart | None
+    rounding: tuple[Rounding, ...]
+
+
+@dataclass(frozen=True)
 class Divergence:
     """What was found.
 
@@ -102,13 +134,15 @@ class Divergence:
         differences: Layer by layer.
         wrong_calls: Letter of an arm -> the first call of its kernels that is wrong on its own arguments.
         wrong_part: Beside transformers, the first part that is wrong on its own inputs.
+        rounding: Beside transformers, what is rounded otherwise.
     """
 
     sequences: Sequence[Sequence[int]]
     logits: Logits
     differences: tuple[Difference, ...]
     wrong_calls: Mapping[str, FoundWrong]
-    wrong_part: WrongPart | None
+    wrong_part: WrongPart | None = None
+    rounding: tuple[Rounding, ...] = ()
 
     @property
     def is_rounding(self) -> bool:
@@ -145,13 +179,16 @@ def find_divergence(
         given = next((reading.sequences for reading in readings.values()), None)
         readings[letter] = one.read(prompts, given, partial(_tell, advance, letter))
     wrong_calls = {letter: one.wrong for letter, one in heard.items() if one.wrong is not None}
-    exact, wrong_part = None, None
+    beside = None
     if None in arms:
         (ours,) = readings.values()
         beside = compare_with_transformers(ours, *load_both(model.directory(), device, dtype), advance)
-        readings[LETTERS[arms.index(None)]], exact, wrong_part = beside
+        readings[LETTERS[arms.index(None)]] = beside.theirs
     a, b = (readings[letter] for letter in LETTERS)
-    return Divergence(a.sequences, compare_logits(a, b), compare_places(a, b, exact), wrong_calls, wrong_part)
+    found = a.sequences, compare_logits(a, b), compare_places(a, b, None if beside is None else beside.exact)
+    if beside is None:
+        return Divergence(*found, wrong_calls)
+    return Divergence(*found, wrong_calls, beside.wrong_part, beside.rounding)
 
 
 def _tell(advance: Callable[[str], None], letter: str, step: str) -> None:
@@ -160,7 +197,7 @@ def _tell(advance: Callable[[str], None], letter: str, step: str) -> None:
 
 def compare_with_transformers(
     ours: Reading, model: object, exact_model: object, advance: Callable[[str], None] = lambda step: None
-) -> tuple[Reading, Reading, WrongPart | None]:
+) -> Beside:
     """Reads our tokens with transformers' model, and judges every part of ours on its own inputs.
 
     Args:
@@ -168,9 +205,6 @@ def compare_with_transformers(
         model: transformers' model.
         exact_model: The same in float64.
         advance: Hears what is read, when it has been.
-
-    Returns:
-        What transformers computed, what it computed in float64, and the first part of ours that is wrong.
     """
     names = list(dict.fromkeys(name for name, _ in ours.places))
     readings = []
@@ -183,7 +217,18 @@ def compare_with_transformers(
         readings.append(read_transformers(one, ours.sequences, names, given))
         advance(what)
     theirs, exact, natural, expected = readings
-    return theirs, exact, find_wrong_part(ours, expected, natural)
+    return Beside(theirs, exact, find_wrong_part(ours, expected, natural), count_rounding(ours, natural))
+
+
+def count_rounding(ours: Reading, natural: Reading) -> tuple[Rounding, ...]:
+    """Counts what transformers makes other values of, on our own inputs."""
+    counts: dict[Place, list[int]] = {}
+    for (name, side), got in ours.places.items():
+        if (name, side) in natural.places:
+            count = counts.setdefault((re.sub(r"\.\d+\.", ".*.", name, count=1), side), [0, 0])
+            count[0] += got.numel()
+            count[1] += int((got != natural.places[name, side].to(got.device)).sum())
+    return tuple(Rounding(place, elements, other) for place, (elements, other) in counts.items())
 
 
 def find_wrong_part(ours: Reading, expected: Reading, natural: Reading) -> WrongPart | None:

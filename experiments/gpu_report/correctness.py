@@ -93,7 +93,7 @@ def rerun(variant: Variant, axes: Axes, device: torch.device, runs: int, *, busy
     Every run must give the first one's bits where the variant is deterministic, and all must leave counters at zero.
 
     Args:
-        busy: another stream keeps memory busy, so that programs arrive in other orders.
+        busy: Another stream keeps memory busy, so that programs arrive in other orders.
     """
     case = prepare(variant, variant.contract.case(axes, 0, device)).case
     kernel, arguments = Kernel(variant, NEAREST, {}), variant.contract.bind_arguments((), case.inputs)

@@ -24,7 +24,7 @@ def read_report(out: Path) -> RecordedRun | None:
     """The report in a folder, its rows and its environment; None where none has begun.
 
     Raises:
-        ExperimentError: it is another run's folder, or one of a report that kept facts.jsonl.
+        ExperimentError: It is another run's folder, or one of a report that kept facts.jsonl.
     """
     if (out / "facts.jsonl").exists():
         problem = f"{out}: holds the facts.jsonl of an earlier tkernels; a report's rows are in results.jsonl now"
@@ -44,7 +44,7 @@ def open_report(out: Path, device: torch.device, steps: Sequence[Step]) -> RunFo
     off, failed, or is of code that has changed since is measured anew.
 
     Raises:
-        ExperimentError: as `read_report`; another process has the folder; or it is another device's.
+        ExperimentError: As `read_report`; another process has the folder; or it is another device's.
     """
     out.mkdir(parents=True, exist_ok=True)
     environment = {"run_id": new_run_id(), **describe_device(device)}

@@ -46,10 +46,10 @@ def attend(
     """Runs a wrapper that was planned for these tensors.
 
     Args:
-        make_wrapper: given the workspace.
-        q, caches, block_tables, context_lens, scale: the op's.
-        starts: what its plan takes before the pages: a prefill's cu_seqlens_q.
-        options: that its plan takes besides.
+        make_wrapper: Given the workspace.
+        q, caches, block_tables, context_lens, scale: The op's.
+        starts: What its plan takes before the pages: a prefill's cu_seqlens_q.
+        options: That its plan takes besides.
     """
 
     def planned() -> Any:

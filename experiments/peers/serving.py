@@ -48,9 +48,9 @@ def make_peer(task: PeerTask) -> Peer:
     Raises PeerUnsupportedError where a token would not depend on the tokens before it alone, or a request comes late.
     """
     for request in task.requests:
-        params = request.params
-        if not (params.is_greedy and params.ignore_eos) or params.has_penalties or params.stop or params.stop_token_ids:
-            raise PeerUnsupportedError("only greedy requests that run to their exact length (ignore_eos) are compared")
+        if not (request.params.is_plain and request.params.ends_by_length):
+            only = "greedy requests that ask for nothing else and run to their exact length (ignore_eos)"
+            raise PeerUnsupportedError(f"only {only} are compared")
         if request.after:
             raise PeerUnsupportedError("only requests that come at once are compared")
     peer: Peer = import_module(PEERS[task.name]).make_peer(task)

@@ -20,9 +20,9 @@ def peer_variant(package: str | None, function: Callable[..., Any], **facts: Any
     """The variant that is another project's kernel, for 16-bit tensors on a GPU of NVIDIA.
 
     Args:
-        package: the module that has to be installed; None for torch itself.
-        function: with the op's signature.
-        facts: of the `Variant`. `supports` refuses what the kernel does not take besides. What is not said is claimed
+        package: The module that has to be installed; None for torch itself.
+        function: With the op's signature.
+        facts: Of the `Variant`. `supports` refuses what the kernel does not take besides. What is not said is claimed
             to be neither deterministic nor batch-invariant.
     """
     more: Supports = facts.pop("supports", lambda axes, device: None)

@@ -31,8 +31,8 @@ class ServedWorkload:
     """One point of an entry of `workload`.
 
     Attributes:
-        settings: its swept fields, {"workload.num_requests": 8}; name and settings together tell it from the others.
-        entry: the index of the entry.
+        settings: Its swept fields, {"workload.num_requests": 8}; name and settings together tell it from the others.
+        entry: The index of the entry.
     """
 
     name: str
@@ -53,8 +53,8 @@ class Arm:
     requests are batched, and the workloads that this engine serves.
 
     Attributes:
-        swept: the keys that differ between arms, "op", "scheduler.option", "batching", "model" or "dtype".
-        model, dtype: what they are called, where they are swept.
+        swept: The keys that differ between arms, "op", "scheduler.option", "batching", "model" or "dtype".
+        model, dtype: What they are called, where they are swept.
     """
 
     picks: Mapping[str, Pick]

@@ -31,11 +31,11 @@ class Value:
     """One of the distinct values of an axis.
 
     Attributes:
-        value: as it was written; of an op, its Pick.
-        label: what it is called in rows and rules.
-        index: which of the axis's values it is.
-        place: its index in the list that was written.
-        is_swept: whether the axis has others.
+        value: As it was written; of an op, its Pick.
+        label: What it is called in rows and rules.
+        index: Which of the axis's values it is.
+        place: Its index in the list that was written.
+        is_swept: Whether the axis has others.
     """
 
     value: Any
@@ -90,9 +90,9 @@ class Grid:
     """Branches whose points are of one kind: the arms of an experiment, or the shapes of one op.
 
     Attributes:
-        noun: what a point is called: "arm" or "shape".
-        section: what its paths start with: "" or "shapes.swiglu".
-        most: of its points.
+        noun: What a point is called: "arm" or "shape".
+        section: What its paths start with: "" or "shapes.swiglu".
+        most: Of its points.
     """
 
     noun: str

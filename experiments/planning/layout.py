@@ -23,7 +23,7 @@ class Part:
     """What one model runs in one dtype.
 
     Attributes:
-        model_place: where the model is written.
+        model_place: Where the model is written.
     """
 
     model: ModelSource | None
@@ -37,8 +37,8 @@ class Shape:
     """A point of `shapes`.
 
     Attributes:
-        entry: the index of the entry that it is of.
-        places: axis -> the index of its value in the list that was written.
+        entry: The index of the entry that it is of.
+        places: Axis -> the index of its value in the list that was written.
     """
 
     entry: int
@@ -51,7 +51,7 @@ class Layout:
     """A document in which round one found nothing wrong.
 
     Attributes:
-        shapes: op -> the points of `shapes`, the last list of an entry varying fastest.
+        shapes: Op -> the points of `shapes`, the last list of an entry varying fastest.
     """
 
     document: Document
@@ -64,7 +64,7 @@ def lay_out(document: Document) -> list[Layout]:
     """The layout of the document and, where it has full sizes, that of these.
 
     Raises:
-        ExperimentError: all faults of round one, in both.
+        ExperimentError: All faults of round one, in both.
     """
     problems: list[str] = []
     layouts = [_lay_out_sizes(some, problems) for some in (document, document.full) if some is not None]

@@ -31,8 +31,8 @@ class Plan:
     """What one model of an experiment runs in one dtype.
 
     Attributes:
-        folder: where the experiment's paths start.
-        shapes: op -> the points of `shapes`.
+        folder: Where the experiment's paths start.
+        shapes: Op -> the points of `shapes`.
     """
 
     experiment: Experiment
@@ -104,10 +104,18 @@ class Plan:
         return {op: arm.picks.get(op, default[op]) for op in self._ranges_of(arm)}
 
     @cached_property
+    def callers(self) -> dict[str, dict[Pick, list[int]]]:
+        """op -> the distinct variants that some arm calls -> the indices of those arms."""
+        found: dict[str, dict[Pick, list[int]]] = {op: {} for op in self.ranges}
+        for index, arm in enumerate(self.arms):
+            for op, pick in self.running(arm).items():
+                found[op].setdefault(pick, []).append(index)
+        return found
+
+    @property
     def picks(self) -> dict[str, list[Pick]]:
         """op -> the distinct variants that some arm calls."""
-        calls = [self.running(arm) for arm in self.arms]
-        return {op: list(dict.fromkeys(picks[op] for picks in calls if op in picks)) for op in self.ranges}
+        return {op: list(picks) for op, picks in self.callers.items()}
 
 
 @dataclass(frozen=True)
@@ -151,11 +159,11 @@ def make_sweep(document: Document, *, full: bool | None = None, broken: Mapping[
     """Resolves a document; loads and builds no weights.
 
     Args:
-        broken: the files of outside variants that are left out, each with its reason; None is to find out.
-        full: whether the sizes of its section `full` are meant; None is where the device is CUDA.
+        broken: The files of outside variants that are left out, each with its reason; None is to find out.
+        full: Whether the sizes of its section `full` are meant; None is where the device is CUDA.
 
     Raises:
-        ExperimentError: all faults of round one, which needs no torch; of a document that has none, all of round two.
+        ExperimentError: All faults of round one, which needs no torch; of a document that has none, all of round two.
     """
     layouts = lay_out(document)
     problems: list[str] = []
@@ -245,9 +253,9 @@ def _open_architectures(layout: Layout, is_first: bool, problems: list[str]) -> 
     """The house's and the outside folders' architectures; what is wrong with a folder is a problem.
 
     Args:
-        layout: of the document.
-        is_first: whether nobody has imported these files yet; they are then tried in a process of their own.
-        problems: gets what is wrong.
+        layout: Of the document.
+        is_first: Whether nobody has imported these files yet; they are then tried in a process of their own.
+        problems: Gets what is wrong.
     """
     folders = [layout.document.folder / folder for folder in layout.experiment.architectures_from]
     if is_first and (reason := why_broken(folders)) is not None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from experiments.planning.arms import Pick
+from experiments.planning.arms import Pick, ServedWorkload
 from experiments.planning.plan import Plan
 from experiments.planning.requests import traced_lengths
 from experiments.planning.shape_points import (
@@ -34,24 +34,40 @@ class Point:
     """Where an op is checked and timed.
 
     Attributes:
-        name: for people: "decode", "prefill", or its sizes.
-        axes: every axis of the op's contract.
-        serves: the workloads whose steps have these sizes, each with the settings that make them; none of a point that
+        name: For people: "decode", "prefill", or its sizes.
+        axes: Every axis of the op's contract.
+        serves: The workloads whose steps have these sizes, each with the settings that make them; none of a point that
             no workload asks for.
+        arms: The indices of the arms whose steps have these sizes; None of a point that is every variant's.
     """
 
     name: str
     axes: Mapping[str, Value]
     serves: tuple[Mapping[str, Any], ...] = ()
+    arms: frozenset[int] | None = None
 
 
 Sizes = tuple[int, int, int]
 """Of a workload: requests at once, prompt tokens, and tokens of a context halfway through the outputs."""
 
-Typical = Mapping[Sizes, tuple[str, Sequence[Mapping[str, Any]]]]
-"""The sizes of the first workload's points -> what tells them from its first, " input_len=512", and the workloads that
-have them, of any name, by name and settings.
-"""
+
+@dataclass(frozen=True)
+class _Load:
+    """Workloads of the same sizes.
+
+    Attributes:
+        label: What tells them from the first, " input_len=512".
+        serves: The workloads, of any name, by name and settings.
+        arms: The indices of the arms that serve one of them.
+    """
+
+    label: str
+    serves: list[Mapping[str, Any]]
+    arms: set[int]
+
+
+Typical = Mapping[Sizes, _Load]
+"""The sizes of the first workload's points -> the workloads that have them."""
 
 
 def points_of(plan: Plan) -> dict[str, list[Point]]:
@@ -62,6 +78,12 @@ def points_of(plan: Plan) -> dict[str, list[Point]]:
     """
     typical = _typical_sizes(plan)
     return {op: _make_points(plan, op, typical) for op in plan.ranges}
+
+
+def called_points(plan: Plan, op: str, pick: Pick, points: Sequence[Point]) -> Sequence[Point]:
+    """The op's points at which some arm calls a variant; all of them where the arms that call it have none."""
+    callers = set(plan.callers[op][pick])
+    return [point for point in points if point.arms is None or point.arms & callers] or points
 
 
 def _make_points(plan: Plan, op: str, typical: Typical) -> list[Point]:
@@ -95,13 +117,13 @@ def _make_served_points(plan: Plan, op: str, typical: Typical) -> Iterator[Point
     # A swept page size is another shape to every op that sees pages; None is LLM's default.
     pages = list(dict.fromkeys(arm.scheduler.get("block_size") for arm in plan.arms))
     is_paged = "S" in contract.axis_by_name
-    all_pages = pages if is_paged else pages[:1]
-    for page, way, (sizes, (swept, served)) in product(all_pages, all_ways, typical.items()):
+    for page, way, (sizes, load) in product(pages if is_paged else pages[:1], all_ways, typical.items()):
         own, fixed = ({"block_size": page}, {"S": page}) if is_paged and page is not None else ({}, {})
-        suffix = (f" S={page}" if page != pages[0] else "") + _way_label(way, all_ways) + swept
+        arms = {index for index in load.arms if not is_paged or plan.arms[index].scheduler.get("block_size") == page}
+        suffix = (f" S={page}" if page != pages[0] else "") + _way_label(way, all_ways) + load.label
         for step, axes in _step_axes(contract, {**way, **fixed}, sizes).items():
             axes = _fit_point(contract, axes, plan.dtype_name, interpreted)
-            yield Point(step + suffix, axes, tuple({**one, **own} for one in served))
+            yield Point(step + suffix, axes, tuple({**one, **own} for one in load.serves), frozenset(arms))
 
 
 def _way_label(way: AxisRanges, others: Sequence[AxisRanges]) -> str:
@@ -145,8 +167,8 @@ def _clip(size: int | None, bounds: Value | tuple[int, int]) -> Value:
 
 def _typical_sizes(plan: Plan) -> Typical:
     if not plan.workloads:
-        return {(4, _TEXT_TOKENS, 2 * _TEXT_TOKENS): ("", [])}
-    found: dict[Sizes, tuple[str, list[Mapping[str, Any]]]] = {}
+        return {(4, _TEXT_TOKENS, 2 * _TEXT_TOKENS): _Load("", [], set(range(len(plan.arms))))}
+    found: dict[Sizes, _Load] = {}
     first = plan.workloads[0]
     # Of other names there are no points of their own: these come last, to those that there are.
     for served in sorted(plan.workloads, key=lambda one: one.name != first.name):
@@ -154,10 +176,18 @@ def _typical_sizes(plan: Plan) -> Typical:
         if served.name == first.name and sizes not in found:
             differing = {key: value for key, value in served.settings.items() if value != first.settings.get(key)}
             label = "".join(f" {key.removeprefix('workload.')}={value}" for key, value in differing.items())
-            found[sizes] = (label, [])
+            found[sizes] = _Load(label, [], set())
         if sizes in found:
-            found[sizes][1].append({"workload": served.name, **served.settings})
+            found[sizes].serves.append({"workload": served.name, **served.settings})
+            found[sizes].arms.update(_find_arms(plan, served))
     return found
+
+
+def _find_arms(plan: Plan, served: ServedWorkload) -> Iterator[int]:
+    """The indices of the arms that serve a workload."""
+    for index, arm in enumerate(plan.arms):
+        if any((one.name, one.settings) == (served.name, served.settings) for one in arm.workloads):
+            yield index
 
 
 def _workload_sizes(workload: AnyWorkload) -> Sizes:
@@ -200,6 +230,6 @@ def _count_most_programs(point: Mapping[str, Value], variants: Sequence[tuple[Va
         try:
             config = variant.default_config("interpreter").pinned(dict(pick.pins))
             counts.append(count_programs(variant, variant.contract.case(point, 0), config))
-        except Exception:  # a launcher may be anyone's and raise anything: the check stage reports it
+        except (Exception, SystemExit):  # a launcher may be anyone's and raise anything: the check stage reports it
             continue
     return max(counts)

@@ -58,9 +58,9 @@ def kernel_plots(rows: Sequence[Row], asked: Mapping[str, object], about: str) -
     """Of each op the times of its variants.
 
     Args:
-        rows: of the kernels stage, merged.
-        asked: the experiment's `shapes`; sizes that a workload gives make a curve from three on.
-        about: device, timer and spread, for the captions.
+        rows: Of the kernels stage, merged.
+        asked: The experiment's `shapes`; sizes that a workload gives make a curve from three on.
+        about: Device, timer and spread, for the captions.
     """
     plots = []
     for op, mine in group_by(select_timed(rows), lambda row: str(row.op)).items():
@@ -83,7 +83,7 @@ def engine_plots(rows: Sequence[Row], about: str, waits: str) -> list[Plot]:
     """Of arms and peers the tokens per second, and what users wait for; `waits` is what is said about the latter.
 
     Args:
-        rows: of the engine and peers stages, merged.
+        rows: Of the engine and peers stages, merged.
     """
     engines = select_stages(rows, "engine")
     names = swept_names(engines)

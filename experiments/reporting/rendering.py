@@ -60,7 +60,7 @@ def as_html(report: Report, svgs: Mapping[str, str]) -> str:
     """One file that needs nothing else: no network, no script.
 
     Args:
-        svgs: name -> the picture in marks, as `drawn` gives them.
+        svgs: Name -> the picture in marks, as `drawn` gives them.
     """
     environment = _environment(code=_code, breakable=_breakable)
     # Markup: what this module made itself, of the theme and of matplotlib's output, whose texts are escaped there.

@@ -20,7 +20,7 @@ def resources_of(environment: Mapping[str, Any]) -> tuple[PlainTable | None, lis
     """The table, None where no row fits, and what is to be said about it.
 
     Args:
-        environment: of the run: its "kernels" are "op.variant" -> hash of the code, None for one without a kernel.
+        environment: Of the run: its "kernels" are "op.variant" -> hash of the code, None for one without a kernel.
     """
     used = {name: source for name, source in environment.get("kernels", {}).items() if source is not None}
     if not used:

@@ -38,9 +38,9 @@ def roofline_pictures(rows: Sequence[Row], device: str, about: str) -> list[Pict
     timed.
 
     Args:
-        rows: of the kernels stage, merged.
-        device: its name as the driver gives it, by which its peaks are known.
-        about: device, timer and spread, for the caption.
+        rows: Of the kernels stage, merged.
+        device: Its name as the driver gives it, by which its peaks are known.
+        about: Device, timer and spread, for the caption.
     """
     from tkernels.roofline import PEAKS
 

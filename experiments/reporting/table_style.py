@@ -4,7 +4,7 @@ import re
 import textwrap
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, takewhile
 from typing import TypeVar
 
 from rich import box
@@ -77,28 +77,21 @@ class PlainTable:
         headed = any(isinstance(line, str) for line in lines)
         wanted = _wanted_widths(columns, lines)
         widths = _widths(wanted, [one.right or one.whole for one in columns], _CONSOLE - 2 * headed)
-        table = _start_table(self.title, columns, self.caption)
+        rows: list[Sequence[str | Text]] = []
+        heading = ""
         for line in lines:
             if isinstance(line, str):
-                add_row(table, Text(textwrap.fill(line, max(_HEADING, 2 + widths[0])), "bold"))
+                heading = textwrap.fill(line, max(_HEADING, 2 + widths[0]))
             else:
-                add_row(table, *_fit(line, widths, "  " if headed else ""))
+                texts = [cell.as_rich(width) for cell, width in zip(line, widths, strict=True)]
+                rows.append([heading, *texts] if headed else texts)
+        right = [one.name for one in columns if one.right]
+        table = make_table(
+            self.title, [one.name for one in columns], rows, right=right, headed=headed, caption=self.caption
+        )
+        for one, column in zip(columns, table.columns, strict=True):
+            column.no_wrap = one.right or one.whole
         return table
-
-
-def _start_table(title: str, columns: Sequence[Column], caption: str) -> Table:
-    table = new_table(title, [one.name for one in columns], [one.name for one in columns if one.right])
-    table.caption, table.caption_justify = escape(caption), "left"
-    for one, column in zip(columns, table.columns, strict=True):
-        column.no_wrap = one.right or one.whole
-    return table
-
-
-def _fit(line: Sequence[Cell], widths: Sequence[int], indent: str) -> list[Text]:
-    """The cells for columns of these widths, the first with an indent."""
-    texts = [cell.as_rich(width) for cell, width in zip(line, widths, strict=True)]
-    texts[0].plain = textwrap.indent(texts[0].plain, indent)
-    return texts
 
 
 def _wanted_widths(columns: Sequence[Column], lines: Sequence[Sequence[Cell] | str]) -> list[int]:
@@ -192,11 +185,49 @@ def status_text(status: str) -> Text:
     return Text(status, style=_STYLES.get(status, ""))
 
 
-def new_table(title: str, columns: Sequence[str], right: Sequence[str] = ()) -> Table:
-    """A table without vertical rules; columns named in `right` are aligned there and never broken."""
+def make_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    *,
+    right: Sequence[str] = (),
+    once: int = 0,
+    headed: bool = False,
+    caption: str = "",
+) -> Table:
+    """A table for a console. Texts are shown as they are: "split_kv[num_splits=4]" is no markup.
+
+    Args:
+        title: Above it.
+        columns: Their names.
+        rows: Cells, one for each column.
+        right: Columns of numbers, aligned there and never broken.
+        once: So many first cells are left blank as far as they are those of the row above.
+        headed: A row begins with a heading, which is shown where it changes and indents what is under it.
+        caption: Explains the columns.
+    """
+    table = _start_table(title, columns, right, caption)
+    above: Sequence[str | Text] = ()
+    last: str | Text = ""
+    for row in rows:
+        cells = list(row)
+        if headed:
+            heading = cells.pop(0)
+            if heading != last and heading:
+                table.add_row(Text(str(heading), "bold"))
+            last = heading
+            cells[0] = _indent(cells[0])
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(cells[:once], above, strict=False))))
+        shown = ["" if place < same else cell for place, cell in enumerate(cells)]
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in shown))
+        above = cells
+    return table
+
+
+def _start_table(title: str, columns: Sequence[str], right: Sequence[str], caption: str) -> Table:
     table = Table(
-        title=escape(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False,
-        padding=(0, 1, 0, 0),
+        title=escape(title), title_justify="left", title_style="bold", caption=escape(caption) or None,
+        caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
     )  # fmt: skip
     for column in columns:
         numeric = column in right
@@ -205,6 +236,7 @@ def new_table(title: str, columns: Sequence[str], right: Sequence[str] = ()) -> 
     return table
 
 
-def add_row(table: Table, *cells: str | Text) -> None:
-    """A row whose cells are shown as they are: rich would take "split_kv[num_splits=4]" for its own markup."""
-    table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in cells))
+def _indent(cell: str | Text) -> Text:
+    text = cell.copy() if isinstance(cell, Text) else Text(cell)
+    text.plain = textwrap.indent(text.plain, "  ")
+    return text

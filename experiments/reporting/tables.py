@@ -49,7 +49,7 @@ def print_report(console: Console, prompts: Mapping[str, Sequence[str]], rows: S
     """What a run found, stage by stage, reasons last. A replay command stays one line, so that it can be copied.
 
     Args:
-        prompts: a workload's name -> the texts that it gives.
+        prompts: A workload's name -> the texts that it gives.
     """
     parts: list[RenderableType] = []
     for name, table in tables_of(rows).items():
@@ -99,7 +99,7 @@ def _kernel_table(checks: Sequence[Row], kernels: Sequence[Row], count: int) -> 
     dtypes = list(dict.fromkeys(row.dtype for row in checks))
     show: Show = {
         Column("variant", whole=True): lambda row: str(row.variant),
-        Column("shape"): lambda row: str(row.point),
+        Column("shape"): lambda row: row.point or "-",  # it died after its last point
     }
     if len(dtypes) > 1:
         show[Column("dtype")] = lambda row: row.dtype
@@ -233,7 +233,7 @@ def continued_prompts(prompts: Mapping[str, Sequence[str]], rows: Iterable[Row])
     """Each prompt, with what the first arm that answered its workload made of it.
 
     Args:
-        prompts: a workload's name -> the texts that it gives.
+        prompts: A workload's name -> the texts that it gives.
     """
     answers: dict[str | None, Sequence[str]] = {}
     for row in rows:
@@ -280,6 +280,9 @@ def same_tokens_cell(row: Row, asked: int | None) -> Cell:
 def check_table(checks: Sequence[Row]) -> PlainTable:
     """A line for each variant and dtype: at how many points it was checked, and its largest error over the allowed."""
 
+    def count_ok(rows: Sequence[Row]) -> int:
+        return sum(row.status == "ok" for row in rows)
+
     def worst(rows: Sequence[Row], column: str, text: str) -> str:
         """The text, of the row where the column is the largest."""
         judged = [row for row in rows if getattr(row, column) is not None]
@@ -290,7 +293,7 @@ def check_table(checks: Sequence[Row]) -> PlainTable:
         Column("variant"): lambda rows: str(rows[0].variant),
         Column("dtype"): lambda rows: rows[0].dtype,
         Column("result"): lambda rows: status_cell(min((row.status for row in rows), key=_WORST_FIRST.index)),
-        number_column("points right"): lambda rows: f"{sum(row.status == 'ok' for row in rows)} of {len(rows)}",
+        number_column("points right"): lambda rows: f"{count_ok(rows)} of {sum(row.point is not None for row in rows)}",
         number_column("worst error"): lambda rows: worst(rows, "max_error_ratio", "{0.max_error_ratio:.2f}"),
         number_column("worst RMS"): lambda rows: worst(rows, "rms_error_ratio", "{0.rms_error_ratio:.2f}"),
         Column("at"): lambda rows: worst(rows, "max_error_ratio", "{0.point}"),

@@ -37,11 +37,11 @@ def verdict_of(
     """The verdict on a run.
 
     Args:
-        rows: merged.
-        count: processes that timed things were repeated in.
-        finished: whether the run ended.
-        judged: its arms beside the first of their places, where there are processes enough to tell.
-        environment: of the run: its cores, and the outside variants that `tk check` never saw.
+        rows: Merged.
+        count: Processes that timed things were repeated in.
+        finished: Whether the run ended.
+        judged: Its arms beside the first of their places, where there are processes enough to tell.
+        environment: Of the run: its cores, and the outside variants that `tk check` never saw.
     """
     served = select_stages(rows, "engine", "peers")
     unserved = _failed_requests(served)
@@ -88,7 +88,8 @@ def _checks(checks: Sequence[Row]) -> list[str]:
     judged = [row for row in checks if row.status != "unsupported"]
     variants = group_by(judged, lambda row: f"{row.op}.{row.variant}")
     wrong = list(dict.fromkeys(f"{row.op}.{row.variant}" for row in judged if row.status != "ok"))
-    at = f"at the {_count(len(set(map(place_of, judged))), 'point')} of this run"
+    points = {place_of(row) for row in judged if row.point is not None}  # a process may die after its last one
+    at = f"at the {_count(len(points), 'point')} of this run"
     if not judged:
         return ["no variant could be checked"] if checks else []
     if wrong:

@@ -34,7 +34,7 @@ from experiments.planning.resolved import resolved_text
 from experiments.runs.provenance import source_files
 from experiments.runs.reading import SOURCE, check_version, read_meta, read_object, read_run
 from experiments.runs.rows import SCHEMA, VERSION, Row, describe_columns
-from tkernels.files import PARTIAL, naming, replacing, write_text
+from tkernels.files import PARTIAL, naming, new_folder, replacing, write_text
 from tkernels.isolation import write_whole
 
 
@@ -180,26 +180,29 @@ def new_run_id() -> str:
     return f"r{secrets.token_hex(4)}"
 
 
-def new_folder(
-    sweep: Sweep, path: Path, run_id: str, environment: Mapping[str, Any], executor: str, tasks: int
-) -> RunFolder:
+def make_run(sweep: Sweep, path: Path, environment: Mapping[str, Any], executor: str, tasks: int) -> RunFolder:
     """Makes the folder `path`, which is new or empty. It is there whole or not at all, whenever the process is killed.
 
-    tasks: how many there will be where nothing goes wrong.
+    Args:
+        sweep: What the run is of.
+        path: The folder.
+        environment: environment.json, which has the run's id.
+        executor: The name of what carries tasks out.
+        tasks: How many there will be where nothing goes wrong.
+
+    Raises:
+        ExperimentError: It cannot be made.
     """
-    begun = path.parent / f".{path.name}.{run_id}.begun"  # another process may be making the same folder
     try:
-        begun.mkdir(parents=True)
-        (begun / SOURCE).write_text(sweep.document.text, encoding="utf-8")
-        write_files(begun, sweep.experiment.name, resolved_text(sweep), environment, executor, tasks)
-        for place, file in source_files(sweep.plans).items():
-            target = begun / "sources" / place
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, target)
-        os.rename(begun, path)  # over an empty folder too
+        with new_folder(path, "a run") as unfinished:
+            (unfinished / SOURCE).write_text(sweep.document.text, encoding="utf-8")
+            write_files(unfinished, sweep.experiment.name, resolved_text(sweep), environment, executor, tasks)
+            for place, file in source_files(sweep.plans).items():
+                target = unfinished / "sources" / place
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, target)
     except OSError as error:
-        shutil.rmtree(begun, ignore_errors=True)
-        raise ExperimentError([f"{path}: cannot be made: {error.strerror}"]) from None
+        raise ExperimentError([f"{path}: cannot be made: {error.strerror or error}"]) from None
     return RunFolder(path)
 
 
@@ -219,12 +222,6 @@ def write_files(
     (folder / "results.jsonl").touch()
     for file, value in (("environment", environment), ("columns", describe_columns()), ("run", meta)):
         _write_json(folder / f"{file}.json", value)
-
-
-def check_new(path: Path) -> None:
-    """Raises ExperimentError where there is something at `path` that is not an empty folder."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ExperimentError([f"--out {path}: exists and is not an empty folder"])
 
 
 def open_again(sweep: Sweep, path: Path, environment: Mapping[str, Any], executor: str) -> RunFolder:

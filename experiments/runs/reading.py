@@ -65,7 +65,7 @@ def read_run(path: Path) -> RecordedRun:
     """Reads the run in the folder `path`; a half-written end of results.jsonl is left out, and said.
 
     Raises:
-        ExperimentError: it is no run's folder, of a newer schema, or damaged; names the file and the line.
+        ExperimentError: It is no run's folder, of a newer schema, or damaged; names the file and the line.
     """
     meta = read_meta(path)
     resolved, repairs = _read_resolved(path / "resolved.yaml", meta["resolved_sha256"])

@@ -1,4 +1,6 @@
-"""A run as one long table: place, arm, figure, value, unit, replicate. What compares, draws and prints reads this.
+"""A run as one long table: place, arm, figure, value, unit, replicate; and its times, which are what is compared.
+
+Tables and pictures for people show what is no number too (a status, sizes, samples), so that they read rows.
 
 A place is what was asked, and where arms can be compared: an op at a point, or a workload, with the dtype, the model
 and the sizes that are swept. An arm is what is compared there: variants, options, a peer, a quantization method.
@@ -122,13 +124,13 @@ def times_of(
     """The figures of time by a key that is the same in every run of the same YAML, in the rows' order.
 
     Args:
-        rows: of each process.
+        rows: Of each process.
         across: "dtype" and "model", where named, tell arms apart and not places; with `leave_out`, nothing at all, for
             runs that have one each.
-        among: the rows that titles tell arms apart in; `rows` itself by default.
+        among: The rows that titles tell arms apart in; `rows` itself by default.
 
     Raises:
-        ExperimentError: two rows of one process are of the same thing.
+        ExperimentError: Two rows of one process are of the same thing.
     """
     swept = swept_ops(rows if among is None else among)
     found: dict[str, Figure] = {}

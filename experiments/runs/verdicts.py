@@ -72,7 +72,7 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
     across: the names of WHATS that they need not share.
 
     Raises:
-        ExperimentError: they differ in something of WHATS that is not allowed; or have no figure in common.
+        ExperimentError: They differ in something of WHATS that is not allowed; or have no figure in common.
     """
     allowed = _allowed_differences(first, second, across)
     among = (*first.rows, *second.rows)
@@ -121,7 +121,7 @@ def compare_arms(run: RecordedRun, across: Collection[str] = ()) -> Comparison:
     across: "dtype" and "model" make no other place; nothing else of WHATS differs within a run.
 
     Raises:
-        ExperimentError: no place has figures of several arms.
+        ExperimentError: No place has figures of several arms.
     """
     figures = times_of(run.rows, across=across)
     pairs = {mine: (figures[first], figures[mine]) for first, mine in beside_the_first(figures)}

@@ -194,8 +194,8 @@ def read_experiment(
     """An experiment of `data`, or everything that is wrong with its types and names.
 
     Args:
-        data: the document's, with one entry of `workload` for each point of it.
-        written: the path in the document of a path in `data`.
+        data: The document's, with one entry of `workload` for each point of it.
+        written: The path in the document of a path in `data`.
     """
     try:
         return Experiment.model_validate(data, context=names), []

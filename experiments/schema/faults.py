@@ -6,11 +6,11 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from experiments.document import Document, PathParts
-from experiments.schema.names import unknown_name
+from experiments.schema.names import preset_names, unknown_name
 from experiments.schema.workload import A_LENGTH, A_PRIORITY, WORKLOAD_KINDS
 from tsched.torch_free import suggest_name
 
-A_MODEL = "a model is exactly one of {preset: NAME}, {path: DIRECTORY} and {hub: ORG/NAME}"
+A_MODEL = "a model is exactly one of {preset: NAME}, {path: DIRECTORY} and {hub: ORG/NAME[@REVISION]}"
 _A_MAPPING = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
 _WORDING: Mapping[str, str] = {
     **dict.fromkeys(_A_MAPPING, "must be a mapping of keys to values"),
@@ -39,8 +39,8 @@ def explain(
     """One of pydantic's errors as a problem of the document.
 
     Args:
-        model: what was validated.
-        written: the path in the document of a path in the validated data.
+        model: What was validated.
+        written: The path in the document of a path in the validated data.
     """
     path = written(_without_kind(error["loc"]))
     match error["type"]:
@@ -58,7 +58,14 @@ def explain(
             return document.problem(path, unknown_name("value", error["input"], known))
         case "value_error":
             return document.problem(path, error["msg"].removeprefix("Value error, "))
-    return document.problem(path, f"{_wording(error)}, got {error['input']!r}")
+    return document.problem(path, f"{_wording(error)}, got {error['input']!r}{_suggest_preset(error)}")
+
+
+def _suggest_preset(error: dict[str, Any]) -> str:
+    """The preset that a text in place of a model means, as on a command line: "tiny", or "random:Qwen3-0.6B"."""
+    name = str(error["input"]).removeprefix("random:")
+    is_model = error["type"] in ("model_type", "model_attributes_type") and "model" in error["loc"]
+    return f"; did you mean {{preset: {name}}}?" if is_model and name in preset_names() else ""
 
 
 def _wording(error: dict[str, Any]) -> str:

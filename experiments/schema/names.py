@@ -22,9 +22,9 @@ class KnownNames:
     """What an experiment's names are checked against; the context of its validation.
 
     Attributes:
-        folder: where the experiment's relative paths start.
-        variants: op -> its variants, of the house, the peers and the outside folders that are there.
-        is_complete: whether all outside folders are there.
+        folder: Where the experiment's relative paths start.
+        variants: Op -> its variants, of the house, the peers and the outside folders that are there.
+        is_complete: Whether all outside folders are there.
     """
 
     folder: Path

@@ -1,12 +1,12 @@
 """What an experiment's YAML may say of the requests that are served."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from experiments.sampling import SAMPLING_KEYS
 from experiments.schema.values import Count, Strict
 from tsched.requests.prompts import MAX_PRIORITY
 from tsched.requests.sampling_params import SamplingParams
@@ -84,11 +84,6 @@ def _check_priorities(requests: RequestsT) -> RequestsT:
     if each and len(each) != count:
         raise ValueError(f"priority is a list of {len(each)} for {count} requests: give one, or one each")
     return requests
-
-
-# Set elsewhere in the experiment (n, max_tokens, output_len), by the stages themselves (logprobs), or code.
-_NOT_SAMPLING = frozenset({"n", "max_tokens", "logprobs", "logits_processors", "stopping_criteria"})
-SAMPLING_KEYS = tuple(f.name for f in fields(SamplingParams) if f.name not in _NOT_SAMPLING)
 
 
 class _Workload(Strict):

@@ -15,8 +15,16 @@ from experiments.simulation.replay import Replay
 from experiments.simulation.shapes import ModelShape
 from experiments.simulation.step_time import StepTime
 from experiments.simulation.traces import Extent, Trace
-from tsched.options import BYTES_END, GPU_FRACTION, EngineOptions
-from tsched.resolved_options import CacheUnits, ResolvedOptions, split_bytes
+from tsched.options import BYTES_END, GPU_FRACTION, EngineOptions, OptionError
+from tsched.resolved_options import (
+    CacheUnits,
+    ResolvedOptions,
+    check_expected_len,
+    fit_cache,
+    fit_host,
+    most_states,
+    most_units,
+)
 from tsched.scheduling.scheduler import Scheduler
 
 UNBOUNDED = "unbounded"
@@ -69,22 +77,24 @@ def fit_arm(arm: Arm, setup: Setup) -> ResolvedOptions:
     A pool that is given by its bytes has all of them, where the engine takes no more than max_num_seqs requests fill,
     and pages may be of any size: what is asked here is what a cache could give.
     """
-    page_size, options = arm.page_size, replace(setup.options, prefix_cache=arm.policy)
+    longest, page_size, options = setup.max_model_len, arm.page_size, replace(setup.options, prefix_cache=arm.policy)
     sizes = setup.model.unit_sizes(page_size)
-    if arm.pool_blocks is None:
-        given = options.kv_cache_bytes
-        units = _fit_units("", memory_left(setup) if given is None else given, page_size, setup)
-    else:
-        num_blocks = setup.extent.num_blocks[page_size] if isinstance(arm.pool_blocks, str) else arm.pool_blocks
-        num_states = 2 * options.max_num_seqs + num_blocks // sizes.state_interval if sizes.state_bytes else 0
-        units = CacheUnits(num_blocks, num_states)
-    host = CacheUnits(0, 0)
-    if options.preemption == "swap":
-        as_much = setup.swaps_as_much
-        host = units if as_much else _fit_units("--swap-bytes: ", options.swap_bytes, page_size, setup)
+    try:
+        check_expected_len(options, sizes, longest)
+        if arm.pool_blocks is None:
+            given = options.kv_cache_bytes
+            most_blocks = BYTES_END if sizes.block_bytes else most_units(options, sizes, longest, page_size).num_blocks
+            left, most = memory_left(setup) if given is None else given, CacheUnits(most_blocks, BYTES_END)
+            units = fit_cache(options, sizes, left, longest, page_size, most)
+        else:
+            num_blocks = setup.extent.num_blocks[page_size] if isinstance(arm.pool_blocks, str) else arm.pool_blocks
+            units = CacheUnits(num_blocks, most_states(options, sizes, num_blocks))
+        host = units if setup.swaps_as_much else fit_host(options, sizes, longest, page_size)
+    except OptionError as error:
+        raise ExperimentError([str(error)]) from None
     return ResolvedOptions(
         options,
-        setup.max_model_len,
+        longest,
         page_size,
         num_blocks=units.num_blocks,
         num_host_blocks=host.num_blocks,
@@ -93,20 +103,6 @@ def fit_arm(arm: Arm, setup: Setup) -> ResolvedOptions:
         state_interval=sizes.state_interval,
         window=sizes.window,
     )
-
-
-def _fit_units(option: str, size: int, page_size: int, setup: Setup) -> CacheUnits:
-    """What `size` bytes hold, shared out by a sequence of the expected length where layers keep states."""
-    sizes = setup.model.unit_sizes(page_size)
-    expected = setup.options.expected_len or -(-setup.max_model_len // 2)
-    most_blocks = BYTES_END if sizes.block_bytes else -(-setup.options.max_num_seqs * setup.max_model_len // page_size)
-    units = split_bytes(size, sizes, CacheUnits(-(-expected // page_size), 3), CacheUnits(most_blocks, BYTES_END))
-    if units.num_blocks < 1:
-        taken = f"hold no block of {page_size} tokens, which takes {sizes.block_bytes} bytes"
-        raise ExperimentError([f"{option}{size} {taken}"])
-    if sizes.state_bytes and units.num_states < 2:
-        raise ExperimentError([f"{option}{size} hold no two states of {sizes.state_bytes} bytes beside the blocks"])
-    return units
 
 
 def make_scheduler(arm: Arm, setup: Setup) -> Scheduler:
@@ -165,7 +161,9 @@ def _row(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics) -> dict
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "max_model_len": setup.max_model_len,
         "max_chunk_tokens": options.max_chunk_tokens,
+        "chunked_prefill": options.chunked_prefill,
         "decode_share": options.decode_share,
+        "expected_len": options.expected_len,
         "host_blocks": scheduler.host_pool.num_blocks if scheduler.host_pool is not None else 0,
         "speedup": setup.times_factor,
         "requests": metrics.num_requests,

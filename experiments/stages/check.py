@@ -34,7 +34,7 @@ def _check(context: Context, at: Mapping[str, Any]) -> dict[str, Any]:
         if variant.kind == "triton":
             config = Kernel(variant, context.tuning, dict(pick.pins)).config(axes, device, arguments)
         return _columns(check_case(ready.variant, ready.case, config, slack=slack_of(variant)), seed)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return {"status": "failed", "reason": describe_error(error), "seed": seed, "replay": None}
 
 

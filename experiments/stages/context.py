@@ -35,7 +35,7 @@ def measure_process(device: torch.device, load: float) -> dict[str, Any]:
     """The columns of the memory that this process held, and of how busy the machine is.
 
     Args:
-        load: when the task began.
+        load: When the task began.
     """
     return {
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -107,7 +107,7 @@ def task_fields(plan: Plan, task: Task, run_id: str, axes: Mapping[str, Any] | N
     """The columns by which every row of a task says what it is of.
 
     Args:
-        axes: of the row, where it is about a point.
+        axes: Of the row, where it is about a point.
     """
     fields: dict[str, Any] = {"run_id": run_id, "task": task.key, "replicate": task.replicate}
     fields |= {"dtype": dtype_at(plan, axes or {}), "device": plan.device.type, "settings": plan_settings(plan)}

@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.planning.arms import ServedWorkload
 from experiments.planning.plan import Plan, Sweep
-from experiments.planning.points import Point
+from experiments.planning.points import Point, called_points
 from experiments.quantization.models import list_quantized_models
 from experiments.runs.rows import Row
 from experiments.stages.context import plan_settings
@@ -17,16 +17,17 @@ RowsOf = Callable[[str], Sequence[Row]]
 
 
 def check_tasks(sweep: Sweep, points: Sequence[Mapping[str, Sequence[Point]]]) -> list[Task]:
-    """One for each variant of each op that some arm of a plan calls: all its points, of each plan."""
+    """One for each variant of each op that some arm of a plan calls: its points there, of each plan."""
     return _with_unique_keys(
         Task(
             f"check/{_plan_prefix(plan)}{op}.{pick.label}", "check", number, timeout=sweep.experiment.timeout,
-            op=op, variant=pick.label, points=tuple((point.name, dict(point.axes)) for point in points[number][op]),
-            serves={point.name: point.serves for point in points[number][op] if point.serves},
+            op=op, variant=pick.label, points=tuple((point.name, dict(point.axes)) for point in called),
+            serves={point.name: point.serves for point in called if point.serves},
         )
         for number, plan in enumerate(sweep.plans)
         for op, picks in plan.picks.items()
         for pick in picks
+        for called in (called_points(plan, op, pick, points[number][op]),)
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from experiments.planning.plan import Plan, Sweep
 from experiments.planning.points import Point, points_of
 from experiments.planning.resolved import resolved_text
 from experiments.runs.environment import environment_of
-from experiments.runs.folder import RunFolder, check_new, new_folder, new_path, new_run_id, open_again
+from experiments.runs.folder import RunFolder, make_run, new_path, new_run_id, open_again
 from experiments.runs.provenance import lockfile_entries, sha256_of, source_files
 from experiments.runs.reading import read_meta
 from experiments.runs.rows import Row
@@ -27,6 +27,7 @@ from experiments.sweep.tasks import Ended, Executor, Setup
 from tkernels import ContractError, Tuning
 from tkernels.clocks import read_clocks
 from tkernels.device import device_facts
+from tkernels.files import check_new_folder
 from tkernels.mode import MODE
 
 CACHE = "quantized"
@@ -61,7 +62,8 @@ def run_experiment(
     this machine. resume: the folder of a run that was cut off; so is `out`, where it is one of this very experiment.
 
     Raises ExperimentError where the folder cannot be made, resumed or written into, or an op's contract has no point
-    for the model; whatever goes wrong in one task becomes a row. RunInterrupted for Ctrl-C.
+    for the model; whatever goes wrong in one task becomes a row. FileExistsError where `out` is neither new nor empty
+    and no run to go on with. RunInterrupted for Ctrl-C.
     """
     points = [_points_of(plan) for plan in sweep.plans]
     for plan in sweep.plans:
@@ -104,9 +106,9 @@ def _open_folder(
         return open_again(sweep, again, environment_of(sweep, run_id, list(overrides)), executor)
     run_id = new_run_id()
     path = new_path(sweep, out, run_id)
-    check_new(path)
+    check_new_folder(path, "a run")
     tasks = len(listing.expected_tasks(sweep, points))
-    return new_folder(sweep, path, run_id, environment_of(sweep, run_id, list(overrides)), executor, tasks)
+    return make_run(sweep, path, environment_of(sweep, run_id, list(overrides)), executor, tasks)
 
 
 def _is_cut_off(sweep: Sweep, out: Path) -> bool:

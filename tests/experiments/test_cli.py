@@ -111,6 +111,17 @@ def test_check_fails_a_wrong_variant_and_its_replay_fails_the_same_way(tmp_path:
     assert "expected" in printed.stdout
 
 
+def test_a_launcher_that_exits_is_a_failed_check(tmp_path: Path) -> None:
+    """Status 0 too, which would read as: all is right."""
+    before = "    tokens, width = out.shape\n"
+    write_variant(tmp_path, (before, f"{before}    raise SystemExit(0)\n"))
+    result = tk("check", "--variant", "doubled", "--examples", 1, "--json", "--variants-from", tmp_path)
+    assert result.exit_code == 1
+    (summary,) = json.loads(result.stdout)
+    assert (summary["status"], summary["ok"]) == ("failed", 0)
+    assert "SystemExit: 0" in summary["failures"][0]["message"]
+
+
 def test_check_shows_the_smallest_failing_case_first(tmp_path: Path) -> None:
     write_variant(tmp_path, WRONG)
     result = tk("check", "--variant", "doubled", "--examples", 12, "--json", "--variants-from", tmp_path)
@@ -196,7 +207,7 @@ def test_generate_continues_a_prompt_the_same_with_every_kernel(checkpoint: Path
         (("--dtype", "float8"), "dtype must be"),
         (("--prompt", ""), "the prompt is empty"),
         (("--model", "tinny"), "tinny, no trained preset of that name, and it is no hub id"),
-        (("--model", "tinny"), "presets are tiny, tiny-llama, "),
+        (("--model", "tinny"), "presets are tiny, "),
         (("--model", "tinny"), "; did you mean 'tiny'?"),
     ],
 )

@@ -75,12 +75,14 @@ _MANY_ALIASES = "a: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'
     [
         ("name: a\nname: b\n", r"name \(a.yaml, line 2, column 1\): given twice"),
         ("name: [a\n", "a.yaml, line 2, column 1: not YAML"),
-        ("- a\n", "a.yaml: an experiment is a mapping of keys to values, got list"),
-        ("", "a.yaml: an experiment is a mapping"),
+        ("- a\n", "a.yaml: an experiment is a mapping of keys to values, got a list"),
+        ("hello\n", "a.yaml: an experiment is a mapping of keys to values, got the str 'hello'"),
+        ("", "a.yaml: is empty; an experiment is a mapping"),
+        ("# nothing yet\n", "a.yaml: is empty; an experiment is a mapping"),
         ("1: a\n", "line 1, column 1: key 1 must be a text"),
         ("name: a\nseed: '\a'", r"a.yaml, line 2, column 8: not YAML: the character U\+0007 is not allowed"),
         ("name: a\nseed: 2024-13-45", r"seed \(a.yaml, line 2, column 7\): '2024-13-45' looks like a timestamp"),
-        ("seed: !!int x", r"seed \(a.yaml, line 1, column 7\): 'x' looks like a int, and is none"),
+        ("seed: !!int x", r"seed \(a.yaml, line 1, column 7\): 'x' looks like an int, and is none"),
         ('model: {path: "a\\0/b"}', r"model.path .*'a\\x00/b' has the character U\+0000"),
         (
             "kernels: !!python/object/apply:os.system [ls]",

@@ -57,7 +57,7 @@ def wrong_words(one: Option) -> st.SearchStrategy[str]:
 
 @pytest.mark.parametrize(("command", "one"), FLAGS)
 def test_every_wrong_value_of_a_flag_is_refused_by_its_name(command: str, one: Option) -> None:
-    @settings(max_examples=20)
+    @settings(max_examples=20, deadline=None)  # the first call imports the command
     @given(wrong_words(one))
     def check(word: str) -> None:
         result = tk(command, f"{flag(one)}={word}")

@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from experiments.commands.output import make_table, progress_bar
+from experiments.commands.output import progress_bar
+from experiments.reporting.table_style import make_table
 
 
 def lines(table: Table) -> list[list[str]]:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +13,16 @@ from torch.nn.attention import SDPBackend
 from experiments.peers import slack_of, with_peers
 from experiments.peers.dense_attention import dense_attention
 from experiments.peers.flashinfer_pages import Pages, attend
+from experiments.peers.serving import PeerTask, PeerUnsupportedError, make_peer
 from experiments.peers.transformers_generate import fastest
 from experiments.peers.variants import MadeOnce, peer_variant, refuse_other_codes
+from experiments.serving.requests import Request
 from experiments.serving.rounds import Served
 from tkernels import OPS, UnsupportedError
 from tkernels.device import TARGETS, device_facts
 from tkernels.measurement import CPU_SIZE, cut_axes
 from tkernels.verification.check import check_case, chooser
+from tsched import SamplingParams
 
 PAGED = {"D": 32, "Dv": 32, "Hq": 4, "Hkv": 2, "S": 8, "N": 5, "activation": "float64", "kv": "float64"}
 
@@ -169,3 +173,23 @@ def test_the_fastest_settings_are_chosen_by_the_median_of_trials_in_turns() -> N
     # The first is slow once, the second is lucky once, and the third is hopeless: it is tried once.
     assert fastest([candidate(0, 1.4, 1.0, 1.0), candidate(1, 1.1, 1.2, 1.2), candidate(2, 1.7)]) == 0
     assert tried == [0, 1, 2, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.5},
+        {"frequency_penalty": 0.5},
+        {"logprobs": 0},
+        {"logits_processors": [max]},
+        {"ignore_eos": False},
+        {"stop": "END"},
+        {"stopping_criteria": [lambda tokens, text: True]},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_peer_is_asked_for_nothing_that_it_would_not_do(changes: dict[str, Any], tmp_path: Path) -> None:
+    params = replace(SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), **changes)
+    task = PeerTask("without_kv_cache", tmp_path, [Request([1, 2], params)], torch.device("cpu"), torch.float32)
+    with pytest.raises(PeerUnsupportedError, match="only greedy requests that ask for nothing else"):
+        make_peer(task)

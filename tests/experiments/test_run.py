@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 import experiments.stages.engine
-from experiments.document import ExperimentError, read_document
+from experiments.document import read_document
 from experiments.planning.plan import Plan, make_sweep
 from experiments.planning.resolved import resolved_text
 from experiments.reporting.tables import print_report
@@ -344,7 +344,7 @@ def test_the_report_fits_the_terminal(
 def test_a_folder_in_use_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "precious").touch()
-    with pytest.raises(ExperimentError, match="exists and is not an empty folder"):
+    with pytest.raises(FileExistsError, match="exists and is not an empty directory; a run is written to a new one"):
         run(**KERNELS)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["precious"]
 

@@ -38,6 +38,28 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return reordered_norm(total, weight, eps).to(x.dtype), total.to(x.dtype)
 
 
+def reordered_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    centered = x.float() - (chunked_sum(x.float(), 3) / x.shape[-1]).unsqueeze(-1)
+    deviation = (chunked_sum(centered * centered, 5) / x.shape[-1] + eps).sqrt().unsqueeze(-1)
+    return centered / deviation * weight.float() + bias.float()
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return reordered_layer_norm(x, weight, bias, eps).to(x.dtype)
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = residual.float() + x.float()
+    return reordered_layer_norm(total, weight, bias, eps).to(x.dtype), total.to(x.dtype)
+
+
+def gelu(x: Tensor, *, tanh: bool = False) -> Tensor:
+    """By other identities: the share below x is 1 less the share above, and (1 + tanh(u)) / 2 a sigmoid."""
+    wide = x.float()
+    share = torch.sigmoid((8 / math.pi) ** 0.5 * wide * (1 + 0.044715 * wide * wide))
+    return (wide * (share if tanh else torch.erfc(-wide / 2**0.5) / 2)).to(x.dtype)
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (up * (gate * (0.5 + 0.5 * torch.tanh(gate / 2)))).to(gate_up.dtype)  # sigmoid by another identity
@@ -114,11 +136,12 @@ def attend(
     """One sequence: q [L, Hq, D] -> out [L, Hq, Dv], lse [L, Hq]."""
     length, query_heads, _ = q.shape
     size, kv_heads = k_cache.shape[1], k_cache.shape[2]
-    pages = table[: -(-context // size)].long()
-    k, v = (cache[pages].to(q.dtype).flatten(0, 1)[:context] for cache in (k_cache, v_cache))  # [context, Hkv, D]
+    passed = max(context - length + 1 - window, 0) // size if window else 0  # pages that no query sees
+    pages, keys = table[passed : -(-context // size)].long(), context - passed * size
+    k, v = (cache[pages].to(q.dtype).flatten(0, 1)[:keys] for cache in (k_cache, v_cache))  # [keys, Hkv, D]
     position = torch.arange(length)[:, None] + context - length
-    key = torch.arange(context)[None, :]
-    visible = (key <= position) if causal else torch.ones(length, context, dtype=torch.bool)
+    key = torch.arange(passed * size, context)[None, :]
+    visible = (key <= position) if causal else torch.ones(length, keys, dtype=torch.bool)
     if window is not None:
         visible = visible & (key > position - window)
     outs, lses = [], []
@@ -177,6 +200,11 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def gate_up_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     return swiglu(matmul(x.float(), weight.float())).to(x.dtype)  # gate and up are not rounded
+
+
+def matmul_gelu(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, tanh: bool = False) -> Tensor:
+    sums = matmul(x.float(), weight.float(), None if bias is None else bias.float())  # what gelu reads is not rounded
+    return gelu(sums, tanh=tanh).to(x.dtype)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -274,6 +302,10 @@ REORDERED: dict[str, Callable[..., Any]] = {
     "scaled_matmul": scaled_matmul,
     "quantize_groups": quantize_groups,
     "block_scaled_matmul": block_scaled_matmul,
+    "layer_norm": layer_norm,
+    "add_layer_norm": add_layer_norm,
+    "gelu": gelu,
+    "matmul_gelu": matmul_gelu,
 }
 
 

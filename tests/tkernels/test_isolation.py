@@ -31,6 +31,10 @@ def _stopped_and_alive(tell: Tell) -> None:
     tell("left two behind")
 
 
+def _raise(error: BaseException) -> None:
+    raise error
+
+
 def _many(tell: Tell) -> None:
     for number in range(1000):
         tell({"number": number, "text": "x" * 300})
@@ -65,6 +69,8 @@ WORKS: dict[str, Work] = {
     "leaves": lambda tell: (print("on my way", flush=True), os._exit(3))[0],  # type: ignore[func-returns-value]
     "leaves early": lambda tell: os._exit(0),
     "raises": lambda tell: [][0],
+    "exits": lambda tell: _raise(SystemExit(0)),
+    "interrupts": lambda tell: _raise(KeyboardInterrupt("mine")),
     "is killed": lambda tell: os.kill(os.getpid(), signal.SIGKILL),
     "crashes": lambda tell: __import__("ctypes").string_at(0),
     "hangs": lambda tell: time.sleep(60),
@@ -170,6 +176,13 @@ def test_a_crash_and_an_exception_say_where(run: Callable[..., Any]) -> None:
     raised = run("raises", lambda message: None)
     assert raised.death.startswith("its process left with exit status 1; last printed: ")
     assert raised.death.endswith("IndexError: list index out of range")
+
+
+@pytest.mark.parametrize(("name", "error"), [("exits", "SystemExit: 0"), ("interrupts", "KeyboardInterrupt: mine")])
+def test_what_no_task_should_raise_is_named(run: Callable[..., Any], name: str, error: str) -> None:
+    death = run(name, lambda message: None).death
+    assert death.startswith(f"it raised {error}; last printed: ")
+    assert "_raise" in death
 
 
 def test_seconds_may_be_given_anew(run: Callable[..., Any]) -> None:

@@ -1,4 +1,7 @@
-"""Each architecture beside transformers, on the random shapes of the tests or on the trained presets, as a table:
+"""Each architecture beside transformers, on the random shapes of the tests or on the trained presets, as a table.
+
+Of each it has the largest difference of any logit in float32, over all schedules, and for each dtype our largest RMS
+distance of any schedule from transformers in float64, over transformers' own:
 
 python -m tests.tmodel.parity_table
 python -m tests.tmodel.parity_table --trained
@@ -8,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +21,6 @@ from tests.tmodel.test_parity import (
     LENGTHS,
     SCHEDULES,
     SHAPES,
-    assert_parity,
     distances_to_float64,
     first_shape,
     packed_logits,
@@ -30,67 +32,70 @@ from tmodel import PRESETS, known_architectures, preset_path
 from tmodel.corpus import standard_library_corpus
 from tmodel.train import encode
 
-HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WINDOW = 128  # of held-out tokens
 
 
 def largest_difference(directory: Path, sequences: Sequence[torch.Tensor]) -> float:
-    """Of float32 logits from transformers', over all rows of all schedules; AssertionError where it is above 1e-4."""
+    """Of float32 logits from transformers', over all rows of all schedules."""
     expected = transformers_logits(directory, sequences, torch.float32)
     model = load(directory, torch.float32)
     found = [packed_logits(model, sequences, torch.float32, schedule) for schedule in SCHEDULES]
-    for logits in found:
-        assert_parity(logits, expected)
     return max(float((logits - expected).abs().max()) for logits in found)
 
 
-def half_ratio(directory: Path, dtype: torch.dtype, sequences: Sequence[torch.Tensor]) -> float:
+def ratio(directory: Path, dtype: torch.dtype, sequences: Sequence[torch.Tensor]) -> float:
     """Our largest RMS distance from float64 of any schedule, over transformers' own."""
     ours, theirs = distances_to_float64(directory, dtype, sequences)
     return max(ours.values()) / theirs
 
 
-def random_rows() -> Iterator[tuple[str, str, float, list[float]]]:
-    """(architecture, what was compared, largest difference, ratios in half precision)"""
+def random_rows(architectures: Collection[str]) -> Iterator[tuple[str, str, float, list[float]]]:
+    """(architecture, what was compared, largest difference, ratios by dtype)"""
     sequences = random_sequences(LENGTHS)
-    for architecture in known_architectures():
+    for architecture in architectures:
         shapes = [shape for shape in SHAPES if shape.architecture == architecture]
         differences, ratios = [], []
         for shape in shapes:
             with tempfile.TemporaryDirectory() as folder:
                 directory = random_model(Path(folder), architecture=architecture, **shape.fields)
                 differences.append(largest_difference(directory, sequences))
-        for dtype in HALVES:
+        for dtype in DTYPES:
             with tempfile.TemporaryDirectory() as folder:
                 directory = random_model(Path(folder), dtype, architecture, **first_shape(architecture).fields)
-                ratios.append(half_ratio(directory, dtype, random_sequences((64,) * 16)))
+                ratios.append(ratio(directory, dtype, random_sequences((64,) * 16)))
         rows = sum(LENGTHS) * len(SCHEDULES) * len(shapes)
         yield architecture, f"{len(shapes)} random shapes, {rows:,} rows", max(differences), ratios
 
 
-def trained_rows() -> Iterator[tuple[str, str, float, list[float]]]:
+def trained_rows(architectures: Collection[str]) -> Iterator[tuple[str, str, float, list[float]]]:
     """As `random_rows`, of the trained presets, on text that they were not trained on."""
     from transformers import AutoTokenizer
 
     for preset, recipe in PRESETS.items():
+        (architecture,) = recipe.config["architectures"]
+        if architecture not in architectures:
+            continue
         directory = preset_path(preset)
         tokens = encode(AutoTokenizer.from_pretrained(directory), standard_library_corpus(recipe.corpus_bytes).held_out)
         sequences = list(tokens[: 6 * _WINDOW].split(_WINDOW))
         difference = largest_difference(directory, sequences)
-        ratios = [half_ratio(directory, dtype, sequences) for dtype in HALVES]
+        ratios = [ratio(directory, dtype, sequences) for dtype in DTYPES]
         rows = len(sequences) * _WINDOW * len(SCHEDULES)
-        yield recipe.config["architectures"][0], f"{preset}, {rows:,} rows", difference, ratios
+        yield architecture, f"{preset}, {rows:,} rows", difference, ratios
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.tmodel.parity_table", description=__doc__)
     parser.add_argument("--trained", action="store_true", help="the trained presets, which are made where they are not")
-    print("| architecture | compared | largest difference, float32 | bfloat16 | float16 |")
-    print("|---|---|---|---|---|")
-    for architecture, what, difference, (bfloat16, float16) in (
-        trained_rows() if parser.parse_args().trained else random_rows()
-    ):
-        print(f"| {architecture} | {what} | {difference:.1e} | {bfloat16:.2f}x | {float16:.2f}x |", flush=True)
+    parser.add_argument("architectures", nargs="*", help="all, where none is named")
+    arguments = parser.parse_args()
+    rows = trained_rows if arguments.trained else random_rows
+    print("| architecture | compared | largest difference | float32 | bfloat16 | float16 |")
+    print("|---|---|---|---|---|---|")
+    for architecture, what, difference, ratios in rows(arguments.architectures or known_architectures()):
+        shown = " | ".join(f"{one:.2f}x" for one in ratios)
+        print(f"| {architecture} | {what} | {difference:.1e} | {shown} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +22,8 @@ from urllib.parse import unquote
 import pytest
 import torch
 
+from experiments.planning.models import plan_model
+from experiments.schema import ModelSource
 from tests.tmodel.conftest import CONFIG, WriteCheckpoint, checkpoint_tensors
 from tests.tmodel.test_weights import write_sharded
 from tmodel import ConfigError, find_model, load_config
@@ -26,6 +31,7 @@ from tmodel.hub import HubError, HubName, fetch_config, parse_hub_name
 from tmodel.weights import Checkpoint
 
 REPO = "someone/model"
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -195,6 +201,36 @@ def test_a_model_is_fetched_as_far_as_it_is_needed_and_once(hub: Hub, directory:
     assert len(hub.gets) == 3
 
 
+SERVE = """
+import sys
+from tsched import LLM, SamplingParams
+
+(output,) = LLM(sys.argv[1], device="cpu", kv_cache_bytes=10**6).generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+print(len(output.outputs[0].token_ids))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_fetches_from_its_hf_endpoint_and_shows_its_progress(
+    hub: Hub, directory: Path, tmp_path: Path
+) -> None:
+    hub.commit(directory, "v1")
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(tmp_path / "home"),
+        "PYTHONPATH": str(ROOT),
+    }
+    for offline in ("0", "1"):
+        done = subprocess.run(
+            [sys.executable, "-c", SERVE, f"{REPO}@v1"], env={**environment, "HF_HUB_OFFLINE": offline},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout.strip()) == (0, "2"), done.stderr
+        assert "Fetching 2 files: 100%" in done.stderr
+    assert fetched_names(hub) == ["config.json", "model.safetensors"]
+
+
 def test_of_a_sharded_model_the_files_that_the_index_names(hub: Hub, directory: Path) -> None:
     write_sharded(directory)
     (directory / "model-00001-of-00001.safetensors").write_bytes(b"another cut of the same weights")
@@ -204,7 +240,9 @@ def test_of_a_sharded_model_the_files_that_the_index_names(hub: Hub, directory: 
     assert "model-00002-of-00002.safetensors" in fetched_names(hub)
 
 
-def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: Hub, directory: Path, write_checkpoint: WriteCheckpoint) -> None:
+def test_a_revision_is_a_branch_a_tag_or_a_commit(
+    hub: Hub, directory: Path, write_checkpoint: WriteCheckpoint, tmp_path: Path
+) -> None:
     first = hub.commit(directory, "v1.0", "refs/pr/3")
     second = hub.commit(write_checkpoint(max_position_embeddings=32))
     assert first != second
@@ -213,7 +251,7 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: Hub, directory: Path, wri
         for name in ("", "@main", "@v1.0", "@refs/pr/3", f"@{first}", f"@{second}")
     }
     assert lengths == {"": 32, "@main": 32, "@v1.0": 64, "@refs/pr/3": 64, f"@{first}": 64, f"@{second}": 32}
-    plan = find_model(f"{REPO}@v1.0")
+    plan = plan_model(ModelSource(hub=f"{REPO}@v1.0"), tmp_path)  # as an experiment's YAML says it
     hub.revisions["v1.0"] = second  # the tag is moved between the two fetches
     assert plan.directory().name == first
     with pytest.raises(ConfigError, match=r"'someone/model@v9' cannot be fetched .*Revision Not Found"):

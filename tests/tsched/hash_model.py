@@ -43,10 +43,13 @@ class HashPages:
 
 
 class HashModel:
-    """Logits [n, VOCAB]: 5 at the next token, 4 at the one after it (mod VOCAB), falling on from there."""
+    """Logits [n, VOCAB]: 5 at the next token, 4 at the one after it (mod VOCAB), falling on from there. With a `window`
+    they follow from the last so many tokens.
+    """
 
     vocab_size = VOCAB
     dtype = torch.float32
+    window: int | None = None
 
     def logits_after(self, tokens: np.ndarray) -> torch.Tensor:
         """[VOCAB], those that follow `tokens` [n] int64."""
@@ -81,7 +84,7 @@ class HashModel:
                 assert not kept[index]
                 continue
             assert int(batch.positions[index]) == context - 1
-            place = torch.arange(context)
+            place = torch.arange(0 if self.window is None else max(0, context - self.window), context)
             slots = batch.block_tables[row].long()[place // block_size] * block_size + place % block_size
             assert (positions[slots] == place).all()
             logits[i] = self.logits_after(tokens[slots].long().numpy())

@@ -50,6 +50,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     },
     "MistralForCausalLM": {"sliding_window": 9},
     "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    "GPT2LMHeadModel": {"num_attention_heads": 2, "scale_attn_by_inverse_layer_idx": True},
 }  # fmt: skip
 """What each has beside SHAPE."""
 

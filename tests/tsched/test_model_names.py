@@ -94,6 +94,8 @@ def test_random_weights_are_asked_for_as_such(tmp_path: Path, monkeypatch: pytes
         find_model("small")
     with pytest.raises(ConfigError, match="unknown model 'random:smal': there is .*; did you mean 'random:small'"):
         find_model("random:smal")
+    with pytest.raises(ConfigError, match=r"'random:tiny': tiny is trained; its name alone .*\{preset: tiny\}"):
+        find_model("random:tiny")
 
 
 @pytest.mark.usefixtures("_nothing_is_trained")
@@ -104,6 +106,19 @@ def test_random_weights_that_do_not_fit_are_refused_with_the_numbers(monkeypatch
         LLM("random:Qwen3-4B", device="cpu", dtype="float32")
     with pytest.raises(AssertionError, match="Qwen3-0.6B is made"):  # it fits
         LLM("random:Qwen3-0.6B", device="cpu", dtype="float32", kernels={})
+
+
+def test_sequences_that_no_machine_could_hold_are_refused_with_the_numbers(
+    write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest that a config.json may promise; what is asked for by name may be shorter."""
+    monkeypatch.setattr(tsched.execution.placement, "device_memory", lambda device: (24 * 10**9, 0))
+    directory = write_checkpoint(max_position_embeddings=2**24)
+    needed = (
+        "max_model_len is 16777216: the tokens of max_num_seqs=256 such sequences take 34.4 GB, this machine has 24.0"
+    )
+    with pytest.raises(ValueError, match=needed):
+        LLM(directory, device="cpu", kv_cache_bytes=10**6)
 
 
 def test_what_is_nowhere_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,26 @@ def test_good_values_are_kept_in_one_form() -> None:
     assert SamplingParams(max_tokens=None, min_tokens=10**6).min_tokens == 10**6
 
 
+OTHERS: dict[str, object] = {
+    "n": 2, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.5, "repetition_penalty": 1.5,
+    "presence_penalty": 0.5, "frequency_penalty": 0.5, "seed": 7, "logprobs": 0, "stop": "END", "stop_token_ids": [3],
+    "max_tokens": None, "min_tokens": 2, "ignore_eos": True, "logits_processors": [max],
+    "stopping_criteria": [lambda tokens, text: True],
+}  # fmt: skip
+"""A value of each parameter that is not its default."""
+
+
+@pytest.mark.parametrize("name", [one.name for one in dataclasses.fields(SamplingParams)])
+def test_a_parameter_makes_a_request_special_unless_it_is_of_draws_or_of_the_end(name: str) -> None:
+    greedy = {} if name in ("n", "temperature") else {"temperature": 0.0}
+    params = SamplingParams(**{**greedy, name: OTHERS[name]})
+    of_draws, of_the_end = ("top_k", "top_p", "min_p", "seed"), ("stop", "stop_token_ids", "max_tokens", "ignore_eos")
+    assert params.is_plain == (name in (*of_draws, *of_the_end, "stopping_criteria"))
+    exact = dataclasses.replace(params, ignore_eos=True)
+    assert exact.ends_by_length == (name not in ("stop", "stop_token_ids", "stopping_criteria"))
+    assert not dataclasses.replace(params, ignore_eos=False).ends_by_length
+
+
 def test_a_minimum_without_a_maximum_is_bounded_too() -> None:
     for params in ({"min_tokens": 2**63, "max_tokens": None}, {"min_tokens": 2**63, "max_tokens": 2**63}):
         with pytest.raises(ValueError, match=r"(min|max)_tokens must be at least [01] and at most 2147483647"):

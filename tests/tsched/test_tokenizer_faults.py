@@ -50,6 +50,11 @@ def llm(checkpoint: Path, request: pytest.FixtureRequest) -> LLM:
     return make_llm(checkpoint, overlap=request.param)
 
 
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> LLM:
+    return make_llm(checkpoint)
+
+
 def only_in(llm: LLM, index: int, place: int) -> int:
     """A token id that request `index` alone has, at output token `place` or after."""
     outputs = [set(output.outputs[0].token_ids) for output in llm.generate(PROMPTS[3:6], FREE)]
@@ -147,10 +152,10 @@ def test_the_users_interrupt_is_no_fault_of_the_tokenizer(llm: LLM, monkeypatch:
 
 @pytest.mark.parametrize("stop", [(), ("no text has this",)], ids=["in the stream", "in the engine"])
 def test_a_streams_request_ends_alone(
-    checkpoint: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, stop: tuple[str, ...]
+    checkpoint: Path, reference: LLM, monkeypatch: pytest.MonkeyPatch, stop: tuple[str, ...]
 ) -> None:
     params = dataclasses.replace(LONG, stop=stop)
-    whole = llm.generate(PROMPTS[3:5], params)
+    whole = reference.generate(PROMPTS[3:5], params)
     tokens = [output.outputs[0].token_ids for output in whole]
     bad = next(token for token in tokens[1][2:] if token not in tokens[0])
 
@@ -176,9 +181,9 @@ def test_a_streams_request_ends_alone(
     run(main)
 
 
-def test_one_sample_of_a_stream(checkpoint: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_sample_of_a_stream(checkpoint: Path, reference: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(n=3, seed=1, temperature=1.5, max_tokens=12, ignore_eos=True)
-    (whole,) = llm.generate([PROMPTS[3]], params)
+    (whole,) = reference.generate([PROMPTS[3]], params)
     samples = [one.token_ids for one in whole.outputs]
     bad = next(token for token in samples[1] if token not in samples[0] and token not in samples[2])
 

@@ -5,11 +5,13 @@ The full size: python -m tests.tsched.schedules --count 1000 --model window, and
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.tsched.hash_server import next_token, tenant_of
 from tests.tsched.planted_bugs import PlantedBug, first_failure, planted
@@ -17,7 +19,9 @@ from tests.tsched.random_rules import random_window, run_world
 from tests.tsched.random_schedules import EOS, Request, Schedule, draw_schedule
 from tests.tsched.schedulers import build_scheduler
 from tests.tsched.schedules import check_nothing_is_left, serve_or_say_how_to_replay, server_factory
+from tests.tsched.test_beam_search import Levels, by_brute_force, make_engine, search
 from tests.tsched.window_server import WindowServer, hashes_after, most_held
+from tsched.execution.beam_search import BeamSearchParams
 from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.kv_memory import KVMemory
@@ -175,6 +179,30 @@ def test_a_fork_at_a_place_whose_window_is_gone_computes_its_tokens_itself(lag: 
     assert_as_alone(server, parent, wanted)
     assert_as_alone(server, late, Request(wanted.prompt, params[0], given=tuple(tokens)))
     assert_as_alone(server, early, Request(wanted.prompt, params[1], given=tuple(tokens[:6])))
+
+
+class WindowedLevels(Levels):
+    window = 6
+
+    def logprobs_after(self, tokens: list[int]) -> torch.Tensor:
+        return super().logprobs_after(tokens[-self.window :])
+
+
+@pytest.mark.parametrize("prefix_cache", ["none", *CACHES])
+def test_the_beams_of_a_windowed_model_are_those_of_brute_force(prefix_cache: str) -> None:
+    """Beams fork from each other while their first blocks are given back, in a pool that is short of blocks."""
+    rng = random.Random(3)
+    params = BeamSearchParams(beam_width=3, max_tokens=14)
+    for seed in range(4):
+        model = WindowedLevels(6, 50, seed)
+        engine = make_engine(model, 13, prefix_cache=prefix_cache, window=model.window)
+        prompts = [[rng.randrange(6) for _ in range(rng.randint(1, 30))] for _ in range(2)]
+        for prompt, one in zip(prompts, search(engine, prompts, params, {2}), strict=True):
+            expected = by_brute_force(model.logprobs_after, prompt, params, {2})
+            assert one.error is None
+            assert [h.token_ids for h in one.finished] == [h.token_ids for h in expected]
+        check_nothing_is_left(engine.scheduler)
+        assert engine._pages.num_copied > 0
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -46,23 +46,23 @@ class Contract:
     """Everything that holds for every variant of one op. See DESIGN: "The contract: an op".
 
     Attributes:
-        reference: the definition, float64 in, float64 out; its signature is the op's. Returns what `pack` makes of the
+        reference: The definition, float64 in, float64 out; its signature is the op's. Returns what `pack` makes of the
             outputs in the order of `outputs`. An output element that the op leaves untouched is NaN in the reference's
             result.
-        baseline: torch's own best way; the variant `torch`. Same signature and results.
+        baseline: Torch's own best way; the variant `torch`. Same signature and results.
         make_inputs: (axes, seed, device) -> keyword arguments, poisoned with NaN wherever nothing may be read.
-        bytes_moved: each unique byte once.
-        flops: by the usual counting (2 for a multiply-add).
-        writes: the arguments that it writes.
-        consumes: those whose contents are undefined afterwards, each variant's scratch to use or to leave: the
+        bytes_moved: Each unique byte once.
+        flops: By the usual counting (2 for a multiply-add).
+        writes: The arguments that it writes.
+        consumes: Those whose contents are undefined afterwards, each variant's scratch to use or to leave: the
             definition writes them or not, and nobody looks.
-        default: the variant chosen on CUDA when nothing was named.
-        benchmarks: realistic points, by name.
-        inspected: by name, what a benchmark point has to be at to be compiled beside the last of all: where a kernel is
+        default: The variant chosen on CUDA when nothing was named.
+        benchmarks: Realistic points, by name.
+        inspected: By name, what a benchmark point has to be at to be compiled beside the last of all: where a kernel is
             other code there.
-        corners: points that no draw reaches and a kernel may be wrong at, by name; what they leave open is drawn.
-        batching: how its batch is taken apart; without one, `batch_invariant` cannot be tested.
-        work: what its time goes into: by this the inspection knows what its code must have, and a report groups it.
+        corners: Points that no draw reaches and a kernel may be wrong at, by name; what they leave open is drawn.
+        batching: How its batch is taken apart; without one, `batch_invariant` cannot be tested.
+        work: What its time goes into: by this the inspection knows what its code must have, and a report groups it.
     """
 
     name: str

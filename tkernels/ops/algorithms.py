@@ -29,8 +29,8 @@ class Algorithms:
     """The algorithms of one op that a call may run.
 
     Args:
-        op: its name.
-        names: the variants that tuning times.
+        op: Its name.
+        names: The variants that tuning times.
         in_order: (axes, what tuning found: one name or none) -> the variants to try; the first that supports the axes
             is run, and the last of them supports all that are left.
     """

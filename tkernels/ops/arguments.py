@@ -13,8 +13,8 @@ def pointers(layout: str, *tensors: torch.Tensor | None) -> dict[str, Any]:
     weight_ptr.
 
     Args:
-        layout: for each tensor its name, and in brackets a letter for each leading dim whose stride is taken.
-        tensors: one for each name; None where an optional one without strides is not there.
+        layout: For each tensor its name, and in brackets a letter for each leading dim whose stride is taken.
+        tensors: One for each name; None where an optional one without strides is not there.
     """
     names, counts = _parameter_names(layout)
     values: list[Any] = []

@@ -1,9 +1,10 @@
-"""What the launches of norms share: rows that a program keeps in its registers, one of them or a tile of them."""
+"""What norms share: rows that a program keeps in its registers, one of them or a tile of them, and their launches."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import triton
+import triton.language as tl
 
 from tkernels.config import Config
 from tkernels.contract import Axes
@@ -11,6 +12,12 @@ from tkernels.launch import Run
 
 ROW_CONFIGS = tuple(Config(num_warps=warps) for warps in (1, 2, 4, 8, 16))
 """Configs of a program for each row, whose tile is the row."""
+
+TILE_CONFIGS = tuple(
+    Config(BLOCK_ELEMENTS=elements, num_warps=warps)
+    for elements, warps in ((1024, 1), (2048, 2), (2048, 4), (4096, 4), (4096, 8), (8192, 8))
+)
+"""Configs of a program for a tile of rows."""
 
 TILE_DEFAULTS = {
     # 4096 elements over 4 warps: four 16-byte loads of each operand a thread in flight; 32 rows of 128, 2 of 2048.
@@ -21,14 +28,25 @@ TILE_DEFAULTS = {
 """The untuned configs of a program for a tile of rows."""
 
 
+@triton.jit
+def layer_normalized(x, inside, hidden, eps, AXIS: tl.constexpr):
+    """fp32 rows along AXIS, each less its mean and divided by its deviation; what is not `inside` a row is 0 in x."""
+    mean = tl.sum(x, axis=AXIS, keep_dims=True) / hidden
+    centered = tl.where(inside, x - mean, 0.0)
+    # Of a mean far from 0 the rounding shows in all of a row: what it left over is the mean of the differences.
+    left_over = tl.sum(centered, axis=AXIS, keep_dims=True) / hidden
+    variance = tl.sum(centered * centered, axis=AXIS, keep_dims=True) / hidden - left_over * left_over
+    return (centered - left_over) * tl.rsqrt(variance + eps)
+
+
 def too_wide(axes: Axes, axis: str, widest: int, what: str, instead: str | None = None) -> str | None:
     """Why a variant that keeps whole rows does not take such wide ones, or None where it does.
 
     Args:
-        axis: the width of a row.
-        widest: elements of a row.
-        what: wider rows do.
-        instead: the variant that takes them.
+        axis: The width of a row.
+        widest: Elements of a row.
+        what: Wider rows do.
+        instead: The variant that takes them.
     """
     if int(axes[axis]) <= widest:
         return None

@@ -46,9 +46,9 @@ def words_per_split(words: int, block: int, outputs: int, config: Config, device
     Never a function of the number of tokens: where the sums are cut decides how they round.
 
     Args:
-        words: rows of words that K has; where codes are not packed, its inputs.
-        block: what the result is a multiple of.
-        most: splits.
+        words: Rows of words that K has; where codes are not packed, its inputs.
+        block: What the result is a multiple of.
+        most: Splits.
     """
     programs, tiles = device.multiprocessors * config["PROGRAMS_PER_SM"], triton.cdiv(outputs, config["BLOCK_N"])
     splits = min(max(programs // tiles, 1), most)

@@ -41,9 +41,9 @@ def quantize(
     Args:
         weight: [N, K], any float dtype, finite; K a multiple of 32 / bits (of 32 for 3 bits).
         bits: 2, 3, 4 or 8.
-        group_size: as in QuantizedWeight.
-        symmetric: the range is [-max|w|, max|w|] and no zero-points are stored; otherwise it is [min(w, 0), max(w, 0)].
-        dtype: of the scales; `weight`'s by default.
+        group_size: As in QuantizedWeight.
+        symmetric: The range is [-max|w|, max|w|] and no zero-points are stored; otherwise it is [min(w, 0), max(w, 0)].
+        dtype: Of the scales; `weight`'s by default.
 
     Returns:
         A weight within half a step, plus the rounding of the scale, of the given one.

@@ -23,7 +23,7 @@ class ScaledWeight:
             each token, or each 128 inputs of it, finds its own.
 
     Raises:
-        ValueError: parts whose shapes, dtypes or strides do not fit together.
+        ValueError: Parts whose shapes, dtypes or strides do not fit together.
     """
 
     values: torch.Tensor
@@ -97,7 +97,7 @@ def quantize_rows(weight: torch.Tensor, dtype: torch.dtype) -> ScaledWeight:
         dtype: torch.int8 or torch.float8_e4m3fn.
 
     Raises:
-        ValueError: another dtype, a shape that is not [N, K], or a value that is not finite.
+        ValueError: Another dtype, a shape that is not [N, K], or a value that is not finite.
     """
     if dtype not in LARGEST:
         raise ValueError(f"quantize_rows: dtype must be torch.int8 or torch.float8_e4m3fn, got {dtype}")
@@ -144,7 +144,7 @@ def concatenate(weights: Sequence[ScaledWeight]) -> ScaledWeight:
     """One weight with the outputs of all, in order, bit for bit.
 
     Raises:
-        ValueError: two of them cannot be one weight; see `incompatible_reason`.
+        ValueError: Two of them cannot be one weight; see `incompatible_reason`.
     """
     for one, other in itertools.pairwise(weights):
         if reason := incompatible_reason(one, other):

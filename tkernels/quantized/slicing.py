@@ -26,7 +26,7 @@ def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """One weight with the outputs of all, in order, bit for bit.
 
     Raises:
-        ValueError: two of them cannot be one weight; see `incompatible_reason`.
+        ValueError: Two of them cannot be one weight; see `incompatible_reason`.
     """
     first = weights[0]
     for other in weights[1:]:

@@ -41,17 +41,17 @@ class QuantizedWeight:
         table: [2**bits, N] floating, each output's own values (SqueezeLLM: Kim et al., 2023); None for uniform codes.
         permutation: [Kp] int32, the input that each place stands for, each input once; -1 is padding, whose code counts
             nothing. GPTQ's activation order (Frantar et al., 2023) puts inputs of one group side by side by it.
-        outliers: weights kept beside the codes, of the scales' or table's dtype; None where there are none.
+        outliers: Weights kept beside the codes, of the scales' or table's dtype; None where there are none.
         bits: 2, 3, 4 or 8.
-        group_size: places that share a scale, whole words of them, a divisor of Kp; -1 means all.
-        order: of the codes in a word: "sequential", as checkpoints have them, or "interleaved", as kernels read them.
+        group_size: Places that share a scale, whole words of them, a divisor of Kp; -1 means all.
+        order: Of the codes in a word: "sequential", as checkpoints have them, or "interleaved", as kernels read them.
         inputs: K; -1 means Kp.
 
     At 4 bits and group size 128 a weight with zero-points takes 0.266 times the bytes of bf16. The two-dimensional
     parts have unit stride in the last dim.
 
     Raises:
-        ValueError: parts whose shapes, dtypes or strides do not fit together, parts of both codings or of none, an
+        ValueError: Parts whose shapes, dtypes or strides do not fit together, parts of both codings or of none, an
             unknown order, or a packed part of 2**31 words (8 GB).
     """
 

@@ -46,11 +46,11 @@ def judge(
     """The error rule for one output.
 
     Args:
-        got: any shape, at the output's dtype.
-        oracle: the same shape, float64.
-        baseline: as got, by torch.
-        slack: what the allowance is multiplied by: 1 for every variant; the check of the baseline itself takes more.
-        exact: nothing is allowed, neither eps nor a baseline's error.
+        got: Any shape, at the output's dtype.
+        oracle: The same shape, float64.
+        baseline: As got, by torch.
+        slack: What the allowance is multiplied by: 1 for every variant; the check of the baseline itself takes more.
+        exact: Nothing is allowed, neither eps nor a baseline's error.
     """
     eps, spacing = _precision(got.dtype, exact)
     wide, base = got.double(), baseline.double()

@@ -42,17 +42,17 @@ def compile_for(
     """Compiles variants, given as "op.variant" (none given: every Triton variant), for each architecture.
 
     Args:
-        axes: axes to hold, instead of a benchmark point's.
-        ops: what the variants are of; None is the built-in ones.
-        points: of `tkernels.verification.inspection.points.POINTS`, or a contract's own.
-        dump: a folder for the texts.
-        on_row: called with each row as it arrives.
+        axes: Axes to hold, instead of a benchmark point's.
+        ops: What the variants are of; None is the built-in ones.
+        points: Of `tkernels.verification.inspection.points.POINTS`, or a contract's own.
+        dump: A folder for the texts.
+        on_row: Called with each row as it arrives.
 
     Returns:
         A row for each kernel at each point, by architecture and then variant in the order given.
 
     Raises:
-        CompilationError: an unknown architecture, a tool that is missing, or a process that does not start.
+        CompilationError: An unknown architecture, a tool that is missing, or a process that does not start.
     """
     if unknown := set(archs) - TARGETS.keys():
         raise CompilationError(f"unknown architecture {min(unknown)!r}: there is {', '.join(TARGETS)}")

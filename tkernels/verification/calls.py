@@ -53,7 +53,7 @@ def call(
     addresses where kernels are interpreted.
 
     Raises:
-        NotZeroError: a workspace that is declared zero is not left so, where `watch_zeroed` asks for it.
+        NotZeroError: A workspace that is declared zero is not left so, where `watch_zeroed` asks for it.
         Whatever the variant raises.
     """
     contract, door = variant.contract, door or default_door()

@@ -143,7 +143,7 @@ def _run_and_judge(
         got = call(variant, mine, config, door=door, watch_zeroed=True)
     except NotZeroError as error:
         return "wrong", str(error), {}
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a launcher that exits must not end us, least of all with status 0
         return "failed", f"{type(error).__name__}: {error}", {}
     if reason := _changed_outside(contract, before, arguments, mine) or _misshapen_output(contract, axes, got):
         return "wrong", reason, {}
@@ -158,7 +158,7 @@ def _offsets_fault(variant: Variant, case: Case, config: Config | None) -> str:
         return ""
     try:
         check_offsets(variant, case, config)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return f"offsets, on strides faked to 2**30: {type(error).__name__}: {error}"
     return ""
 
@@ -170,8 +170,8 @@ def _changed_outside(
 
     Args:
         before: `outside_views` of the arguments that the call got.
-        arguments: what these were copies of.
-        after: they themselves, after the call.
+        arguments: What these were copies of.
+        after: They themselves, after the call.
     """
     written = (*contract.writes, *contract.consumes)
     outside = outside_views(after, written)
@@ -211,10 +211,10 @@ def judge_results(
     """The error rule for what one call returned and wrote.
 
     Args:
-        arguments: every parameter by name, as they were before the call; they are left as they are.
-        axes: as the contract binds them from these.
-        got: each output that the call asks for and each written argument.
-        slack: what the rule's allowance is multiplied by.
+        arguments: Every parameter by name, as they were before the call; they are left as they are.
+        axes: As the contract binds them from these.
+        got: Each output that the call asks for and each written argument.
+        slack: What the rule's allowance is multiplied by.
 
     Returns:
         The verdict on each of them, and "" or the reason why there is none to give.
@@ -312,7 +312,7 @@ def draw(
     for one in dict.fromkeys((chosen, configs[0])):
         try:
             count = count_programs(variant, case, one)
-        except Exception:  # a launcher that raises is for `check_case` to report
+        except (Exception, SystemExit):  # a launcher that raises is for `check_case` to report
             return case, one
         if count <= max_programs:
             return case, one

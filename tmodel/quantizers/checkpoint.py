@@ -19,7 +19,14 @@ from tmodel.json_files import ConfigError, read_json
 from tmodel.loading import load_config
 from tmodel.quantization import LinearShape
 from tmodel.quantizers.calibration import choose_windows, forward, head_gradient
-from tmodel.quantizers.layers import TransformersLayers, layer_groups, layer_tensors, linear_names, outer_tensors
+from tmodel.quantizers.layers import (
+    TransformersLayers,
+    layer_groups,
+    layer_tensors,
+    linear_names,
+    outer_tensors,
+    transposed_matrices,
+)
 from tmodel.quantizers.method import Layer, Method, QuantizedLayer
 from tmodel.quantizers.unfinished import QuantizerError, Unfinished, open_unfinished
 from tmodel.weights import Checkpoint
@@ -186,8 +193,8 @@ def quantize_checkpoint(job: Job, out: Path, progress: Progress) -> None:
     config, method = job.config, job.method
     _check_weights(job)
     with (
-        Checkpoint(job.source, device="cpu", dtype=torch.float32) as dense,
-        Checkpoint(job.source, device="cpu", dtype=config.dtype) as stored,
+        Checkpoint(job.source, device="cpu", dtype=torch.float32, prefix=config.base_prefix) as dense,
+        Checkpoint(job.source, device="cpu", dtype=config.dtype, prefix=config.base_prefix) as stored,
     ):
         layers = None if method.walk == "none" else _make_layers(job, dense)
         with open_unfinished(out, config.num_layers, job.options()) as unfinished:
@@ -213,7 +220,7 @@ def quantize_checkpoint(job: Job, out: Path, progress: Progress) -> None:
 
 def _check_weights(job: Job) -> None:
     """Reads every tensor once. A walk may take hours, and damage must not stop it half way."""
-    with Checkpoint(job.source, device="cpu", dtype=torch.float32) as dense:
+    with Checkpoint(job.source, device="cpu", dtype=torch.float32, prefix=job.config.base_prefix) as dense:
         for name, shape in job.config.tensors().items():
             dense.require_finite(name, dense.tensor(name, shape))
 
@@ -288,5 +295,10 @@ def _embed_windows(job: Job, layers: TransformersLayers) -> torch.Tensor:
 
 
 def _read_layer_weights(config: ModelConfig, dense: Checkpoint, index: int) -> dict[str, torch.Tensor]:
-    prefix = config.layer_prefix(index)
-    return {name: dense.tensor(f"{prefix}{name}", shape) for name, shape in layer_tensors(config, index).items()}
+    prefix, transposed = config.layer_prefix(index), transposed_matrices(config, index)
+    return {
+        name: dense.transposed(f"{prefix}{name}", shape[::-1])
+        if name in transposed
+        else dense.tensor(f"{prefix}{name}", shape)
+        for name, shape in layer_tensors(config, index).items()
+    }

@@ -21,7 +21,7 @@ from tmodel.quantization import LinearShape
 from tmodel.transformers_models import new_transformers_model
 
 Weights = Mapping[str, torch.Tensor]
-"""A layer's tensors by what follows its prefix in a checkpoint, as in "mlp.up_proj.weight"."""
+"""A layer's tensors by what follows its prefix in a checkpoint, as in "mlp.up_proj.weight". Matrices are [N, K]."""
 
 Observe = Callable[[int, torch.Tensor], None]
 """observe(group, x [tokens, K]) is called with the input of each group of linears."""
@@ -48,6 +48,12 @@ def layer_tensors(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]
     """The shape of every tensor of layer `index`, by the names of Weights."""
     prefix = config.layer_prefix(index)
     return {name.removeprefix(prefix): shape for name, shape in config.tensors().items() if name.startswith(prefix)}
+
+
+def transposed_matrices(config: ModelConfig, index: int) -> frozenset[str]:
+    """The matrices of layer `index` that a checkpoint and transformers hold as [K, N], by the names of Weights."""
+    groups = (group for group in layer_groups(config, index) if group.transposed)
+    return frozenset(f"{name}.weight" for group in groups for name in group.names)
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -88,6 +94,7 @@ class TransformersLayers:
         except (AttributeError, TypeError) as error:
             name = config.architecture.name
             raise ConfigError(f"transformers' {name} has other modules than are declared: {error}") from None
+        self._transposed = [transposed_matrices(config, index) for index in range(len(self._layers))]
         # Each layer is called as the model itself calls it, with its own mask and the positions of a window.
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         with self._replace_layers(self._record_call), torch.no_grad():
@@ -129,7 +136,8 @@ class TransformersLayers:
 
             hooks.append(linear.register_forward_pre_hook(show))
         try:
-            out: torch.Tensor = functional_call(self._layers[index], dict(weights), (hidden, *args), kwargs)
+            theirs = {name: one.t() if name in self._transposed[index] else one for name, one in weights.items()}
+            out: torch.Tensor = functional_call(self._layers[index], theirs, (hidden, *args), kwargs)
         finally:
             for hook in hooks:
                 hook.remove()

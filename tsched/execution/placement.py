@@ -8,7 +8,7 @@ import torch
 
 import tmodel
 from tsched.execution.cache_size import compute_cache_bytes, device_memory
-from tsched.options import EngineOptions
+from tsched.options import EngineOptions, OptionError
 from tsched.resolved_options import ResolvedOptions, UnitSizes, resolve_options
 
 
@@ -57,6 +57,22 @@ def fit_options(
         sizes=unit_sizes(config, options.block_size, dtype),
         cache_bytes=compute_cache_bytes(options, config, weights, device=device, dtype=dtype),
     )
+
+
+def check_token_table(resolved: ResolvedOptions) -> None:
+    """Checks that the host has room for the int64 tokens of every row; what is never written takes none of it.
+
+    Raises:
+        OptionError: It has not. The message has the numbers.
+    """
+    rows, longest = resolved.options.max_num_seqs, resolved.max_model_len
+    total, _ = device_memory(torch.device("cpu"))
+    if rows * longest * 8 > total:
+        raise OptionError(
+            "max_model_len",
+            f"max_model_len is {longest}: the tokens of max_num_seqs={rows} such sequences take "
+            f"{rows * longest * 8 / 1e9:.1f} GB, this machine has {total / 1e9:.1f} GB; lower one of the two",
+        )
 
 
 def unit_sizes(config: tmodel.ModelConfig, block_size: int, dtype: torch.dtype) -> UnitSizes:

@@ -15,7 +15,7 @@ import tmodel
 from tkernels.ranges import NVTX
 from tsched.execution.engine import Engine, Request
 from tsched.execution.engine_stats import EngineStats
-from tsched.execution.placement import check_random_weights, find_device, find_dtype, fit_options
+from tsched.execution.placement import check_random_weights, check_token_table, find_device, find_dtype, fit_options
 from tsched.execution.sampler import TokenLogprobs
 from tsched.options import OPTIONS, EngineOptions, read_options
 from tsched.requests.callbacks import attribute_to
@@ -119,6 +119,7 @@ class ServedModel:
     def _choose(self, options: EngineOptions, weights: Path | None) -> tuple[ResolvedOptions, tkernels.KernelSet]:
         """Resolves the options for this model and selects its kernels."""
         fitted = fit_options(options, self.config, weights, device=self.device, dtype=self.dtype)
+        check_token_table(fitted)
         kernels = tkernels.select(
             options.kernels or {},
             device=self.device,

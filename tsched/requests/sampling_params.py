@@ -6,7 +6,7 @@ import inspect
 import math
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,11 @@ MAX_STOP_LENGTH = 1000
 MAX_CALLBACKS = 64
 MAX_COUNT = 2**31 - 1  # of tokens, and the largest id: int64 holds sums of a few
 MAX_PENALTY = 2.0**126  # float32 holds it and its reciprocal, so float64 holds any float32 logit times it
+
+# A greedy request's sampler need not look at parameters of draws, nor at those of the output's end. It looks at a new
+# parameter until that is put here.
+_OF_DRAWS = frozenset({"n", "temperature", "top_k", "top_p", "min_p", "seed"})
+_OF_ENDS = frozenset({"stop", "stop_token_ids", "max_tokens", "ignore_eos", "stopping_criteria"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,16 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def is_plain(self) -> bool:
+        """Whether every token is the one of the model's largest logit, and nothing else is asked of the sampler."""
+        return self.is_greedy and all(getattr(self, name) == _UNSET[name] for name in _HEEDED)
+
+    @property
+    def ends_by_length(self) -> bool:
+        """Whether the output ends at max_tokens and never before."""
+        return self.ignore_eos and all(getattr(self, name) == _UNSET[name] for name in _EARLY_ENDS)
+
+    @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
@@ -160,6 +175,11 @@ class SamplingParams:
             allowed = f"at least {low} and at most {high}" if high == MAX_COUNT else f"from {low} to {high}"
             raise ValueError(f"{name} must be {allowed}, got {value!r}")
         object.__setattr__(self, name, number)
+
+
+_UNSET = {one.name: one.default for one in fields(SamplingParams)}
+_HEEDED = _UNSET.keys() - _OF_DRAWS - _OF_ENDS
+_EARLY_ENDS = _OF_ENDS - {"max_tokens", "ignore_eos"}
 
 
 def _check_integer(name: str, value: Any) -> int:

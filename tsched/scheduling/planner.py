@@ -247,7 +247,7 @@ class Planner:
         """Admit from the queue while rows, blocks, `left` tokens and `room` for prefill tokens last; returns their
         rows and counts, [a] each.
         """
-        table, budget, states = self._table, self._budget, self._states
+        table, budget = self._table, self._budget
         rows: list[int] = []
         counts: list[int] = []
         spared = self._count_spared(self.running)
@@ -263,13 +263,8 @@ class Planner:
                 break
             self._waiting.remove(sequence)
             rows.append(table.place(sequence, blocks, sequence.num_computed))
-            spared += self._count_spared(np.array(rows[-1:]))
-            # A window may have let it have blocks for a part of its tokens alone.
-            wanted = min(sequence.tokens.size, int(table.capacity[rows[-1]])) - sequence.num_computed
-            if states is not None:
-                states.place(rows[-1], sequence)
-                if budget.chunked:
-                    wanted = int(states.cut_at_checkpoints(rows[-1], sequence.num_computed, wanted))
+            wanted, grows = self._enter_row(rows[-1], sequence)
+            spared += grows
             counts.append(1 if wanted == 1 else min(wanted, budget.chunk, room))
             left -= counts[-1]
             room = min(left, room if wanted == 1 else room - counts[-1])
@@ -278,6 +273,21 @@ class Planner:
         new = np.array(rows, dtype=np.int64)
         self._start_running(new)
         return new, np.array(counts, dtype=np.int64)
+
+    def _enter_row(self, row: int, sequence: Sequence) -> tuple[int, int]:
+        """The tokens that `sequence`, which was just placed in `row`, may compute at once; the blocks that newcomers
+        after it leave to it.
+        """
+        table, window, wanted = self._table, self._window, sequence.tokens.size - sequence.num_computed
+        if self._states is not None:
+            self._states.place(row, sequence)
+            if self._budget.chunked:
+                wanted = int(self._states.cut_at_checkpoints(row, sequence.num_computed, wanted))
+        if window is None:
+            return wanted, bool(table.can_grow(row))
+        # Its blocks may be for a part of its tokens alone.
+        wanted = min(wanted, int(table.capacity[row]) - sequence.num_computed)
+        return wanted, window.count_spared(table, np.array([row]))
 
     def _count_spared(self, rows: Ints) -> int:
         """Blocks that newcomers leave to the running `rows` [n]: one for each that may need one more."""

@@ -166,7 +166,7 @@ class SequenceTable:
         self.capacity: Ints = column()  # num_blocks * block_size
         self.ignore_eos: NDArray[np.bool_] = column(np.bool_)
         self.has_stop_ids: NDArray[np.bool_] = column(np.bool_)
-        # What the sampler reads. `plain` rows are greedy and ask for nothing else: their token is the largest logit's.
+        # What the sampler reads. `plain`: as SamplingParams.is_plain.
         self.plain: NDArray[np.bool_] = column(np.bool_)
         self.temperature: NDArray[np.float64] = column(np.float64)
         self.top_p: NDArray[np.float64] = column(np.float64)
@@ -210,13 +210,7 @@ class SequenceTable:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.top_k[row] = max(params.top_k, 0)
-        self.plain[row] = (
-            params.is_greedy
-            and not params.has_penalties
-            and params.logprobs is None
-            and params.min_tokens == 0
-            and not params.processors
-        )
+        self.plain[row] = params.is_plain
         return row
 
     def num_committed(self, row: int) -> int:

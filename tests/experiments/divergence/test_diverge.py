@@ -116,7 +116,7 @@ def test_a_planted_wrong_layer_of_transformers_is_named(
     for model in models:
         with torch.no_grad():
             model.model.get_submodule(weight).weight *= 1.001 if dtype == torch.float32 else 1.5
-    _, _, wrong = compare_with_transformers(ours, *models)
+    wrong = compare_with_transformers(ours, *models).wrong_part
     assert wrong is not None
     assert wrong.place == place
     assert wrong.ratio > 1
@@ -135,8 +135,9 @@ def reading(directory: Path, dtype: torch.dtype) -> Reading:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_same_model_differs_from_transformers_by_rounding_alone(checkpoint: Path, dtype: torch.dtype) -> None:
     ours = reading(checkpoint, dtype)
-    theirs, exact, wrong = compare_with_transformers(ours, *load_both(checkpoint, torch.device("cpu"), dtype))
-    assert wrong is None
+    beside = compare_with_transformers(ours, *load_both(checkpoint, torch.device("cpu"), dtype))
+    theirs, exact = beside.theirs, beside.exact
+    assert beside.wrong_part is None
     assert theirs.sequences == ours.sequences
     assert theirs.places.keys() == ours.places.keys()
     mine, other = ((one.logits.double() - exact.logits).square().mean().sqrt() for one in (ours, theirs))
@@ -268,3 +269,22 @@ def test_what_cannot_be_done_is_refused(checkpoint: Path, arguments: tuple[str, 
 def test_a_text_needs_a_tokenizer(checkpoint_without_tokenizer: Path) -> None:
     done = tk("diverge", "default", "default", "--model", checkpoint_without_tokenizer, "--prompt", "a")
     assert (done.exit_code, "has no tokenizer; without --prompt, tokens are drawn" in done.stderr) == (2, True)
+
+
+def test_variants_that_round_where_transformers_rounds_come_nearer_to_it(checkpoint: Path) -> None:
+    """In bf16; neither set is wrong."""
+    ops = tkernels.OPS.with_variants_from(Path(__file__).parent / "as_transformers")
+    like = dict.fromkeys(("rms_norm", "add_rms_norm", "qk_norm_rope"), "as_transformers")
+    apart = []
+    for kernels in ({}, like):
+        found = find_divergence(
+            (kernels, None), find_model(checkpoint), PROMPTS, 0, device=torch.device("cpu"), dtype=torch.bfloat16,
+            ops=ops, advance=lambda step: None,
+        )  # fmt: skip
+        assert found.is_rounding
+        apart.append(found.differences[-1].apart)  # of the logits
+    assert apart[1] < apart[0] / 2
+    rounding = {one.place: one for one in found.rounding}
+    norms = [("model.layers.*.self_attn.q_proj", "input"), ("lm_head", "input")]
+    assert [(rounding[place].elements, rounding[place].other) for place in norms] == [(2 * 23 * 32, 0), (23 * 32, 0)]
+    assert 0 < rounding["model.layers.*.self_attn.o_proj", "input"].other < 2 * 23 * 64 / 10

@@ -85,7 +85,10 @@ def test_without_nsys_the_command_is_printed_and_the_trace_named(
     out = capsys.readouterr().out
     for line in ("Phases", "paged_decode.torch", "ui.perfetto.dev", "The first arm", "nsys profile --capture-range="):
         assert line in out
-    assert "exists and is not an empty folder" in refusal(asked(QUICKSTART, *overrides, out=tmp_path))
+    with pytest.raises(
+        FileExistsError, match="exists and is not an empty directory; a profile is written to a new one"
+    ):
+        run(asked(QUICKSTART, *overrides, out=tmp_path))
 
 
 def test_an_export_needs_no_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from experiments.reporting.arms import count_processes, merge_processes
 from experiments.reporting.question import question_of
 from experiments.reporting.rendering import as_html
 from experiments.reporting.report import report_of
-from experiments.reporting.tables import parity_table, tables_of
+from experiments.reporting.tables import check_table, parity_table, tables_of
 from experiments.reporting.verdict import Verdict, verdict_of
 from experiments.runs.reading import read_run
 from experiments.runs.rows import Row
@@ -168,6 +168,16 @@ def test_what_is_wrong_comes_first_and_a_cut_run_says_so() -> None:
     assert " The lowest perplexity is rtn's at 4 bits (27); the dense model's is 26.5." in text
     assert text.endswith("The run has not ended: what follows is what it knew when it was cut off.")
     assert not judge(everything()).good
+
+
+def test_a_process_that_died_after_its_last_point_is_at_no_point() -> None:
+    died = check("swiglu", "fused", "failed").model_copy(update={"point": None})
+    rows = [check("swiglu", "torch"), check("swiglu", "fused"), died]
+    assert verdict(rows).startswith("1 of 2 variants is not right at the 1 point of this run (swiglu.fused)")
+    shown = [[cell.text for cell in line] for line in tables_of(rows)["kernels"].lines if not isinstance(line, str)]
+    assert [line[1:3] for line in shown] == [["decode", "ok"], ["decode", "ok"], ["-", "failed"]]
+    counts = [[cell.text for cell in line] for line in check_table(rows).lines if not isinstance(line, str)]
+    assert [line[3:5] for line in counts] == [["ok", "1 of 1"], ["failed", "1 of 1"]]
 
 
 def test_nothing_is_made_of_what_was_not_measured() -> None:

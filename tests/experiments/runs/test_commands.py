@@ -74,6 +74,13 @@ def test_no_runs_and_no_folder_are_said(tmp_path: Path) -> None:
     assert "no such folder; `tk run` makes runs/" in result.stderr
 
 
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_a_run_is_no_folder_of_runs(tmp_path: Path, as_json: tuple[str, ...]) -> None:
+    result = tk("runs", write_run(tmp_path / "a", []), *as_json)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{tmp_path / 'a'}: is a run itself; `tk runs {tmp_path / 'a'}/..` lists it" in result.stderr
+
+
 def test_a_comparison_says_its_verdicts_and_what_else_differs(two: tuple[Path, Path]) -> None:
     result = tk("compare", *two)
     assert result.exit_code == 0

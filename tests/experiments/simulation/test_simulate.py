@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from experiments.cli import app
+from experiments.cli import app, find_derived_flags
+from experiments.commands.requests import SimulateRequest
 from experiments.simulation.shapes import find_shape
 from experiments.simulation.traces import bound_hit_rate, open_trace
+from tsched.options import EngineOptions
+from tsched.resolved_options import resolve_options
 from tsched.scheduling.policies import PREFIX_CACHES
 
 DATA = Path(__file__).parent / "data"
@@ -155,14 +158,19 @@ def test_rate_and_speedup_say_the_same() -> None:
         (["--page-size", "0"], "--page-size 0: there is whole numbers from 1, or contiguous"),
         (["--kv-bytes", "3XB"], "must be a number of bytes from 1"),
         (["--kv-bytes", "nan"], "must be a number of bytes from 1"),
-        (["--kv-bytes", "10"], "hold no block of 16 tokens"),
+        (["--kv-bytes", "10"], "kv_cache_bytes is 10, a block of 16 tokens takes"),
         (["--kv-bytes", "1GB", "--pool-blocks", "5"], "give one"),
         (["--rate", "3", "--speedup", "2"], "give one"),
         (["--rate", "inf"], "--rate inf: must be a finite number above 0"),
         (["--model", "Qwen3-32B", "--gpu", "A100-40GB"], "its weights take 65.5 GB, A100-40GB has 40 GB"),
         (["--trace", "no.csv"], "no such file"),
         (["--host-bytes", "1GB"], "give both"),
-        (["--host-bytes", "1", "--preemption", "swap"], "--swap-bytes: 1 hold no block of 16 tokens, which takes"),
+        (
+            ["--host-bytes", "1", "--preemption", "swap"],
+            "for a block at least: one of 16 tokens takes",
+        ),
+        (["--expected-len", "8"], "expected_len must be None: no layer of the model keeps states; got 8"),
+        (["--expected-len", "8", "--pool-blocks", "99"], "expected_len must be None"),
         (["--pool-blocks", "9" * 5000], "there is whole numbers from 1"),
     ],
 )
@@ -210,3 +218,27 @@ def test_states_take_memory_and_bound_the_hits(monkeypatch: pytest.MonkeyPatch) 
         assert row["hit_rate"] <= pages[policy]["hit_rate"]
         assert pages[policy]["states"] == 0
     assert 0 < mixed["hash"]["hit_rate"] == mixed["radix"]["hit_rate"]
+
+
+@pytest.mark.parametrize("policy", PREFIX_CACHES)
+def test_bytes_hold_what_they_hold_in_an_engine(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = find_shape("Qwen3-8B")
+    hybrid = replace(shape, kv_bytes_per_token=shape.kv_bytes_per_token // 4, state_bytes=6 * 10**6, state_interval=4)
+    monkeypatch.setattr("experiments.commands.simulate.find_shape", lambda *arguments: hybrid)
+    given = {"kv_cache_bytes": 10**9, "swap_bytes": 10**8, "preemption": "swap", "expected_len": 100}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    (row,) = rows_of("--trace", AZURE, "--limit", 2, "--policy", policy, *flags)
+    options = EngineOptions(prefix_cache=policy, **given)
+    engine = resolve_options(
+        options, max_position_embeddings=row["max_model_len"], sizes=hybrid.unit_sizes(16), cache_bytes=10**9
+    )
+    assert (row["page_size"], row["expected_len"], row["chunked_prefill"]) == (16, 100, True)
+    assert (row["pool_blocks"], row["states"]) == (engine.num_blocks, engine.num_states)
+    assert row["host_blocks"] == engine.num_host_blocks
+
+
+def test_a_row_says_every_option_that_is_no_number_of_bytes() -> None:
+    """The pool's bytes and blocks are there as they came out."""
+    (row,) = rows_of("--trace", AZURE, "--limit", 2, "--policy", "none")
+    given = {name for flags in find_derived_flags(SimulateRequest).values() for name in flags.names}
+    assert {name for name in given if not name.startswith("kv_cache_")} - {"swap_bytes"} <= row.keys()

@@ -65,6 +65,46 @@ def test_keys_depend_on_the_experiment_alone_and_are_all_different(write: Write,
     assert first.phase == "check"
 
 
+@pytest.mark.parametrize(
+    ("rule", "served"),
+    [
+        ({"scheduler.block_size": 16}, ["decode", "decode num_requests=2"]),
+        ({"workload.num_requests": 2}, ["decode", "decode S=16"]),
+        ({"scheduler.block_size": 16, "workload.num_requests": 2}, None),
+    ],
+)
+def test_a_variant_is_checked_where_some_arm_calls_it(
+    rule: dict[str, int], served: list[str] | None, write: Write, checkpoint: Path
+) -> None:
+    file = write(
+        model={"path": str(checkpoint)}, kernels={"paged_decode": ["torch", "split_kv"]},
+        scheduler={**SMALL, "block_size": [8, 16]}, workload={**SYNTHETIC, "num_requests": [1, 2]},
+        exclude=[{"kernels.paged_decode": "split_kv", **rule}],
+    )  # fmt: skip
+    sweep = make_sweep(read_document(file))
+    found = check_tasks(sweep, [points_of(plan) for plan in sweep.plans])
+    named = {task.key: [name for name, _ in task.points] for task in found}
+    every = ["decode", "decode num_requests=2", "decode S=16", "decode S=16 num_requests=2"]
+    assert named["check/paged_decode.torch"] == every
+    # an arm with the one and an arm with the other leave a point that both reach
+    assert named["check/paged_decode.split_kv"] == (served or every[:3])
+    assert all(task.serves.keys() == {name for name, _ in task.points} for task in found)
+    assert named["check/swiglu.torch"] == ["decode", "prefill", "decode num_requests=2", "prefill num_requests=2"]
+
+
+def test_a_variant_is_checked_although_no_workload_with_points_has_its_arms(write: Write, checkpoint: Path) -> None:
+    file = write(
+        model={"path": str(checkpoint)}, scheduler=SMALL, kernels={"swiglu": ["torch", "fused"]},
+        workload=[{**SYNTHETIC, "name": name, "num_requests": number} for name, number in (("a", 1), ("b", 2))],
+        exclude=[{"kernels.swiglu": "fused", "workload": "a"}],
+    )  # fmt: skip
+    sweep = make_sweep(read_document(file))
+    found = check_tasks(sweep, [points_of(plan) for plan in sweep.plans])
+    assert {task.key: [name for name, _ in task.points] for task in found if task.op == "swiglu"} == {
+        "check/swiglu.torch": ["decode", "prefill"], "check/swiglu.fused": ["decode", "prefill"],
+    }  # fmt: skip
+
+
 def test_names_that_collide_get_keys_that_do_not(write: Write, checkpoint: Path) -> None:
     file = write(
         model={"path": str(checkpoint)}, scheduler=[{**SMALL}, {**SMALL}], replicates=2,

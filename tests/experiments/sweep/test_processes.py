@@ -33,6 +33,8 @@ DEATHS = {
     "hangs": "import time; time.sleep(60)",
     "hungry": "torch.empty(1 << 60, dtype=torch.uint8)",
     "memory": "raise MemoryError",
+    "exits": "raise SystemExit(0)",
+    "interrupts": "raise KeyboardInterrupt('mine')",
     "orphans": "import subprocess; subprocess.Popen(['sleep', '300'])",
 }
 
@@ -78,7 +80,10 @@ def test_whatever_ends_a_task_is_its_row_and_the_others_go_on(tmp_path: Path, ru
     assert reasons["hangs"].startswith("timeout: it took longer than 12 s")
     assert reasons["hungry"].startswith("out of memory: RuntimeError")
     assert reasons["memory"].startswith("out of memory: MemoryError")
-    for name in ("segfault", "killed", "leaves", "hangs"):
+    assert reasons["exits"] == "SystemExit: 0"
+    assert str(checks["exits"].replay).startswith("tk check ")
+    assert reasons["interrupts"].startswith("it raised KeyboardInterrupt: mine; last printed: ")
+    for name in ("segfault", "killed", "leaves", "hangs", "interrupts"):
         assert reasons[name].endswith("(at: I=8,T=2)")
         assert (checks[name].point, checks[name].task_rows) == ("I=8,T=2", 1)
     assert checks["doubled"].status == checks["torch"].status == "ok"

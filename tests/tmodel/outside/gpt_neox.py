@@ -1,11 +1,9 @@
 """GPT-NeoX, as a user adds it: attention and MLP side by side on one residual, LayerNorm, biases, partial rotary.
 
 Source: Black et al., GPT-NeoX-20B, 2022, section 2.1; fields and tensor names as in transformers' `GPTNeoXForCausalLM`.
-Norms and GELU are torch's own functions, for which there is no op.
 """
 
 import torch
-import torch.nn.functional as F
 from pydantic import PositiveFloat, PositiveInt
 
 from tkernels import KernelSet
@@ -13,7 +11,7 @@ from tmodel.batch import Batch, KVCache
 from tmodel.config import Architecture, Axes, Limits, ModelConfig
 from tmodel.fields import RotaryConfig
 from tmodel.json_files import ConfigError
-from tmodel.kernel_axes import attention_axes, linear_axes, rotary_axes
+from tmodel.kernel_axes import attention_axes, layer_norm_axes, linear_axes, rotary_axes
 from tmodel.layers import PagedAttention, count_weight_bytes
 from tmodel.linear_reader import LinearReader
 from tmodel.quantization import Feed, LinearShape
@@ -66,7 +64,7 @@ def layer_linears(config: ModelConfig, index: int) -> list[LinearShape]:
     return [
         LinearShape((qkv,), (3 * hidden,), hidden, bias, fed_by=norms[0]),
         LinearShape((f"{name}.attention.dense",), (hidden,), hidden, bias, fed_by=Feed(qkv, values)),
-        LinearShape((f"{name}.mlp.dense_h_to_4h",), (width,), hidden, bias=True, fed_by=norms[1]),
+        LinearShape((f"{name}.mlp.dense_h_to_4h",), (width,), hidden, bias=True, gelu="erf", fed_by=norms[1]),
         LinearShape((f"{name}.mlp.dense_4h_to_h",), (hidden,), width, bias=True),
     ]
 
@@ -96,6 +94,7 @@ def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def axes(config: ModelConfig, limits: Limits) -> Axes:
     return {
         **linear_axes([*linears(config), head_shape(config)], config.quantization, limits),
+        "layer_norm": layer_norm_axes(config.fields.hidden_size, limits)["layer_norm"],
         **rotary_axes(config, limits, rope(config).dim, head_norms=False),
         **attention_axes(config, limits),
     }
@@ -113,7 +112,8 @@ class NeoX:
         self.final_norm = read("gpt_neox.final_layer_norm.weight", "gpt_neox.final_layer_norm.bias")
         self.norms = [read(*norms(config, index)) for index in range(config.num_layers)]
         self.layers = [
-            [reader.linear(shape) for shape in layer_linears(config, index)] for index in range(config.num_layers)
+            [reader.gelu(shape) if shape.gelu else reader.linear(shape) for shape in layer_linears(config, index)]
+            for index in range(config.num_layers)
         ]
         self.head = reader.linear(head_shape(config))
         self.rotation = rope(config).tables(
@@ -125,20 +125,18 @@ class NeoX:
     def weight_bytes(self) -> int:
         return count_weight_bytes([self.embedding, self.final_norm, self.norms, self.layers, self.head])
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
-
     @torch.inference_mode()
     def __call__(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
         heads, dim = self.config.num_heads, self.config.head_dim
+        norm = self.kernels.layer_norm
         step = PagedAttention(self.kernels, batch, dim**-0.5)
         hidden = self.embedding.index_select(0, batch.token_ids)  # [T, H]
-        for (qkv, output, up, down), norm, (k_cache, v_cache) in zip(self.layers, self.norms, kv_cache, strict=True):
-            q, k, v = qkv(self.norm(hidden, *norm[:2])).view(-1, heads, 3, dim).unbind(2)  # [T, heads, D] each
+        for (qkv, output, up, down), norms, (k_cache, v_cache) in zip(self.layers, self.norms, kv_cache, strict=True):
+            q, k, v = qkv(norm(hidden, *norms[:2], self.eps)).view(-1, heads, 3, dim).unbind(2)  # [T, heads, D] each
             self.kernels.qk_norm_rope_scatter(q, k, v, *self.rotation, batch.positions, k_cache, v_cache, batch.slots)
             attended = output(step(q, k_cache, v_cache, None).flatten(1))
-            hidden = hidden + attended + down(F.gelu(up(self.norm(hidden, *norm[2:]))))
-        logits = self.head(self.norm(hidden[batch.logit_indices], *self.final_norm))  # [n, vocab]
+            hidden = hidden + attended + down(up(norm(hidden, *norms[2:], self.eps)))
+        logits = self.head(norm(hidden[batch.logit_indices], *self.final_norm, self.eps))  # [n, vocab]
         return logits if logits.dtype == torch.float64 else logits.float()
 
 

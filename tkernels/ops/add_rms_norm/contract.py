@@ -19,7 +19,7 @@ def reference(
         x: [T, H], any float dtype, free row stride: what the block before computed.
         residual: [T, H], as x, with a row stride of its own. Not written.
         weight: [H], as x.
-        eps: added to the mean square, at least 0.
+        eps: Added to the mean square, at least 0.
 
     Returns:
         out [T, H] and new_residual [T, H], as x, both new. The norm sees the sum before it is rounded.

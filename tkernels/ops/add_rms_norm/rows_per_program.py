@@ -7,14 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tkernels import Axes, Config, DeviceFacts, Run, Variant
+from tkernels import Axes, DeviceFacts, Run, Variant
 from tkernels.ops.arguments import pointers
-from tkernels.ops.rows import TILE_DEFAULTS, launch_tiles_of_rows, too_wide
+from tkernels.ops.rows import TILE_CONFIGS, TILE_DEFAULTS, launch_tiles_of_rows, too_wide
 
-CONFIGS = tuple(
-    Config(BLOCK_ELEMENTS=elements, num_warps=warps)
-    for elements, warps in ((1024, 1), (2048, 2), (2048, 4), (4096, 4), (4096, 8), (8192, 8))
-)
 WIDEST = 2048
 
 
@@ -71,7 +67,7 @@ def supports(axes: Axes, device: DeviceFacts) -> str | None:
 VARIANT = Variant(
     wins="rows up to 2048 wide, many of them",
     launch=launch,
-    configs=CONFIGS,
+    configs=TILE_CONFIGS,
     supports=supports,
     default=TILE_DEFAULTS,
     key=("H",),

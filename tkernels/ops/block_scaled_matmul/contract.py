@@ -30,7 +30,7 @@ def reference(
         weight: [N, K], as q, free row stride: one row of codes per output feature.
         weight_scale: [ceil(N / 128), K / 128] float32: what a block's codes are multiplied by.
         bias: [N], in out_dtype.
-        out_dtype: of the result, any float dtype.
+        out_dtype: Of the result, any float dtype.
 
     Returns:
         out [M, N] in out_dtype, rounded once, from fp32 (float64 where scale is float64: the oracle).

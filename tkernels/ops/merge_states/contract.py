@@ -20,7 +20,7 @@ def reference(
         out_a: [T, Hq, Dv], any float dtype, free token and head strides: attention over the first keys.
         lse_a: [T, Hq] float32, free token stride: the log-sum-exp (natural) of their logits. -inf is a part without
             keys, whose out_a is not read.
-        out_b, lse_b: the same over the other keys.
+        out_b, lse_b: The same over the other keys.
 
     Returns:
         out [T, Hq, Dv], as out_a; zeros where both parts are empty.

@@ -281,7 +281,7 @@ def split_arguments(
     """How many splits to launch, and what kernels are given that leave or combine parts.
 
     Args:
-        part: see `part_arguments`.
+        part: See `part_arguments`.
     """
     acc, m, l = (run.workspace[name] for name in ("acc", "m", "l"))  # noqa: E741
     num_splits, min_blocks, block_n = acc.shape[2], run.config["MIN_BLOCKS"], part["BLOCK_N"]

@@ -52,13 +52,13 @@ def reference(
         block_tables: [B, N] int32; entry i is the page of tokens i*S .. i*S+S-1. Those past ceil(context / S), and
             those wholly before the window, (context - window) // S of them, are undefined and never dereferenced.
         context_lens: [B] int32, tokens in the cache, this step's included, at most N*S. 0 gives zeros.
-        scale: multiplies the logits.
-        max_context_len: upper bound of context_lens that the host knows, by default N*S. Contexts beyond it are
+        scale: Multiplies the logits.
+        max_context_len: Upper bound of context_lens that the host knows, by default N*S. Contexts beyond it are
             undefined.
-        window: a query sees the last `window` keys, itself included, at least 1; None is all.
+        window: A query sees the last `window` keys, itself included, at least 1; None is all.
         k_scale: [Hkv] float32, the real keys are the cached ones times it.
         v_scale: [Hkv] float32, the same for values.
-        return_lse: return the log-sum-exp of the logits too.
+        return_lse: Return the log-sum-exp of the logits too.
 
     Returns:
         out [B, Hq, Dv], as q; with return_lse also lse [B, Hq] float32 (float64 of float64), natural log, -inf for

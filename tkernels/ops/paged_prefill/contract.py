@@ -57,13 +57,13 @@ def reference(
             cu_seqlens_q[-1] on belong to nobody: they are neither read nor written.
         context_lens: [B] int32, tokens in the cache, this step's included, so at least the sequence's tokens in q; at
             most N*S. The last token in q is the last in the cache.
-        scale: multiplies the logits; positive.
-        max_context_len: upper bound of context_lens that the host knows, by default N*S.
-        window: a query sees the last `window` keys up to its own position, itself included, at least 1; None is all.
+        scale: Multiplies the logits; positive.
+        max_context_len: Upper bound of context_lens that the host knows, by default N*S.
+        window: A query sees the last `window` keys up to its own position, itself included, at least 1; None is all.
         k_scale: [Hkv] float32, positive; the real keys are the cached ones times it.
         v_scale: [Hkv] float32, the same for values.
-        return_lse: return the log-sum-exp of the logits too.
-        causal: a query sees no key after its own position. Otherwise it sees all of them, and `window` bounds the past
+        return_lse: Return the log-sum-exp of the logits too.
+        causal: A query sees no key after its own position. Otherwise it sees all of them, and `window` bounds the past
             only.
 
     Returns:

@@ -31,8 +31,8 @@ def reference(
             position p in radians; R <= D.
         positions: [T] int64, each in [0, L). Not checked: that would wait for the device.
         q_weight, k_weight: [D], as q: the norms' weights. Both or neither; without them nothing is normalized.
-        eps: added to the mean square, at least 0.
-        interleaved: rotate dims (2i, 2i+1), as GPT-J does, instead of (i, i + R/2), as GPT-NeoX and Llama do.
+        eps: Added to the mean square, at least 0.
+        interleaved: Rotate dims (2i, 2i+1), as GPT-J does, instead of (i, i + R/2), as GPT-NeoX and Llama do.
 
     Source: Su et al., RoFormer, 2021; the norms as in Qwen3 (Technical Report, 2025, section 2).
     """

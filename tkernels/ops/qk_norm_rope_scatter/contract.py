@@ -49,8 +49,8 @@ def reference(
         slots: [T] int64: page * S + offset, or -1 for a row whose keys and values are not kept (its queries are normed
             and rotated all the same). The others are distinct and less than P * S. Not checked.
         q_weight, k_weight: [D], as q: the norms' weights. Both or neither; without them nothing is normalized.
-        eps: added to the mean square, at least 0.
-        interleaved: rotate dims (2i, 2i+1) instead of (i, i + R/2).
+        eps: Added to the mean square, at least 0.
+        interleaved: Rotate dims (2i, 2i+1) instead of (i, i + R/2).
         k_scale, v_scale: [Hkv] float32: what a stored value is to be multiplied by when it is read.
     """
     qk_norm_rope.reference(

@@ -17,7 +17,7 @@ def reference(
 
     Args:
         x: [M, K], any float dtype, free row stride, finite (a row with an infinity or a NaN has undefined codes).
-        dtype: of the codes: torch.int8 (-127 to 127) or torch.float8_e4m3fn (-448 to 448).
+        dtype: Of the codes: torch.int8 (-127 to 127) or torch.float8_e4m3fn (-448 to 448).
         static_scale: [1] float32, at least 2**-126: every token's scale, fixed beforehand, as calibration finds it.
             What is beyond the codes then becomes the last of them: -128 or 127, -448 or 448.
 

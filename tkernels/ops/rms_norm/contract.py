@@ -16,7 +16,7 @@ def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
     Args:
         x: [T, H], any float dtype, free row stride.
         weight: [H], as x.
-        eps: added to the mean square, at least 0.
+        eps: Added to the mean square, at least 0.
 
     Returns:
         out [T, H], as x.

@@ -35,7 +35,7 @@ def reference(
             padding: its tokens get id 0, position 0 and slot -1, whatever they are.
         cu_counts: [B+1] int32, where each sequence's tokens begin in the step, from 0; ascending, the last at most T.
             Tokens past it are padding too.
-        page_size: tokens a page.
+        page_size: Tokens a page.
 
     Returns:
         token_ids [T] int64.

@@ -44,8 +44,9 @@ def compile_point(
     """A row for each launch of a variant at a point; none where its contract has no such point.
 
     Args:
-        held: axes to hold, of those that the contract has. config: instead of the architecture's default.
-        dump: a folder for the texts of every kernel: <op>.<variant>.<point>.<launch>.<arch>.{ttir,ptx,sass,amdgcn}.
+        held: Axes to hold, of those that the contract has.
+        config: Instead of the architecture's default.
+        dump: A folder for the texts of every kernel: <op>.<variant>.<point>.<launch>.<arch>.{ttir,ptx,sass,amdgcn}.
     """
     facts, contract = TARGETS[arch], variant.contract
     mine = {axis: value for axis, value in (held or {}).items() if axis in contract.axis_by_name}

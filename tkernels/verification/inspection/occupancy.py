@@ -77,7 +77,9 @@ def resident_blocks(limits: Limits, warps: int, registers: int, shared_bytes: in
     share); shared memory (rounded up, the system's part included); tensor memory.
 
     Args:
-        registers: of a thread. shared_bytes: of a block. tensor_columns: of a block.
+        registers: Of a thread.
+        shared_bytes: Of a block.
+        tensor_columns: Of a block.
     """
     of_warp = _up(registers * limits.warp_size, limits.register_unit)
     warps_by_registers = (

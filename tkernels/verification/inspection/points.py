@@ -50,7 +50,7 @@ def point(variant: Variant, name: str, facts: DeviceFacts, held: Axes | None = N
     """The named point of a variant; None where its contract has none of that name.
 
     Args:
-        held: axes to hold; then nothing is searched for and the rest is the last benchmark point's, where they agree.
+        held: Axes to hold; then nothing is searched for and the rest is the last benchmark point's, where they agree.
 
     Returns:
         A point whose `reason` says why the variant does not support it, where it does not.

@@ -43,7 +43,7 @@ def plant(variant: Variant, function: str, original: Path, mutated: Path) -> Non
 
     Raises:
         SyntaxError, or whatever importing the mutated file raises.
-        LookupError: the variant runs no such function.
+        LookupError: The variant runs no such function.
     """
     spec = importlib.util.spec_from_file_location(f"mutant_{mutated.stem}", mutated)
     assert spec is not None

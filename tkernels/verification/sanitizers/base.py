@@ -26,13 +26,13 @@ class Sanitizer:
     """A way to look at a variant that its results alone do not give.
 
     Attributes:
-        finds: what it would find, in a few words.
+        finds: What it would find, in a few words.
         run: (variant, case, config) -> what is wrong, or None. An exception is a finding too.
-        unfit: variant -> why it cannot be put under this sanitizer, or None.
-        draws: how many cases a run over the registry takes; with `each_config`, for each config of the variant.
-        max_programs: of a drawn case.
-        fixed: axes that every other draw holds, where the op has them.
-        interpreted: it watches the interpreter; otherwise it also runs where kernels are compiled.
+        unfit: Variant -> why it cannot be put under this sanitizer, or None.
+        draws: How many cases a run over the registry takes; with `each_config`, for each config of the variant.
+        max_programs: Of a drawn case.
+        fixed: Axes that every other draw holds, where the op has them.
+        interpreted: It watches the interpreter; otherwise it also runs where kernels are compiled.
     """
 
     name: str
@@ -79,7 +79,7 @@ def inspect_case(sanitizer: Sanitizer, variant: Variant, case: Case, config: Con
     """Puts one case under a sanitizer."""
     try:
         message = sanitizer.run(variant, case, config)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         message = f"{type(error).__name__}: {error}"
     return None if message is None else Finding(sanitizer.name, variant, case, config, message)
 

@@ -1,0 +1,79 @@
+"""One program adds and normalizes one row, which it reads once and keeps in registers.
+
+Wins wherever a row fits into a program's registers: two reads and two writes of a row are the minimum, and the sum
+never goes to memory and back before it is normalized.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels import Axes, Config, DeviceFacts, Run, Variant
+from tkernels.ops.arguments import pointers
+from tkernels.ops.rows import ROW_CONFIGS, launch_rows, layer_normalized, too_wide
+
+WIDEST = 16384
+
+
+@triton.jit
+def add_layer_norm_row_per_program(
+    out_ptr,
+    new_residual_ptr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    stride_out_t,
+    stride_new_residual_t,
+    stride_x_t,
+    stride_residual_t,
+    hidden,
+    eps,
+    BLOCK_H: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)  # T * stride can pass 2**31
+    offs = tl.arange(0, BLOCK_H)
+    mask = offs < hidden
+    x = tl.load(x_ptr + row * stride_x_t + offs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_H]
+    residual = tl.load(residual_ptr + row * stride_residual_t + offs, mask=mask, other=0.0).to(tl.float32)
+    total = x + residual
+    # The norm goes on with the sum in fp32; what is stored is rounded once.
+    new_residual = total.to(new_residual_ptr.dtype.element_ty)
+    tl.store(new_residual_ptr + row * stride_new_residual_t + offs, new_residual, mask=mask)
+    normalized = layer_normalized(total, mask, hidden, eps, 0)
+    weight = tl.load(weight_ptr + offs, mask=mask).to(tl.float32)
+    bias = tl.load(bias_ptr + offs, mask=mask).to(tl.float32)
+    out = (normalized * weight + bias).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * stride_out_t + offs, out, mask=mask)
+
+
+def launch(
+    run: Run,
+    out: torch.Tensor,
+    new_residual: torch.Tensor,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+) -> None:
+    tensors = (out, new_residual, x, residual, weight, bias)
+    arguments = pointers("out[t] new_residual[t] x[t] residual[t] weight bias", *tensors)
+    launch_rows(run, add_layer_norm_row_per_program, arguments, x.shape, eps)
+
+
+def supports(axes: Axes, device: DeviceFacts) -> str | None:
+    return too_wide(axes, "H", WIDEST, "leave a program's registers")
+
+
+VARIANT = Variant(
+    wins="rows up to 16k wide: every element is read and written once",
+    launch=launch,
+    configs=ROW_CONFIGS,
+    supports=supports,
+    # 8 warps keep a thread at 16 elements of each operand for widths of 2k to 4k: two 16-byte loads of each in flight.
+    default={"": Config(num_warps=8)},
+    key=("H",),
+    deterministic=True,
+    batch_invariant=True,
+)
