@@ -12,7 +12,9 @@ import pytest
 
 from tests.tsched.async_serving import LONG, check_empty, collect, joined, make_async, run
 from tests.tsched.test_llm import GREEDY, PROMPTS, completion, make_llm
+from tmodel import ConfigError
 from tsched import LLM, BeamSearchParams, SamplingParams
+from tsched.requests.tokenizer import load_tokenizer
 
 FREE = dataclasses.replace(GREEDY, ignore_eos=True)
 STOPPED = dataclasses.replace(FREE, stop=["no text has this"])
@@ -138,6 +140,18 @@ def test_a_failing_encoder_refuses_one_prompt(
     good, bad = llm.generate(["good", "bad"], GREEDY)
     assert good.error is None
     assert message in str(bad.error)
+
+
+@pytest.mark.parametrize("error", [ValueError("no such type"), PanicError("no entry found for key")])
+def test_a_tokenizer_that_cannot_be_loaded_is_named_by_its_directory(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fail(*_: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fail)
+    with pytest.raises(ConfigError, match=f"{checkpoint}: its tokenizer cannot be loaded: .*: {error}"):
+        load_tokenizer(checkpoint)
 
 
 def test_the_users_interrupt_is_no_fault_of_the_tokenizer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

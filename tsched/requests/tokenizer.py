@@ -24,6 +24,8 @@ def load_tokenizer(directory: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # tokenizers raises bare Exceptions too
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # tokenizers raises bare Exceptions, and panics that are none
         reason = f"{type(error).__name__}: {error}"
         raise tmodel.ConfigError(f"{directory}: its tokenizer cannot be loaded: {reason}") from error
