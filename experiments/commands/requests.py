@@ -347,14 +347,16 @@ class EvalRequest:
 
 @dataclass(frozen=True)
 class QuantizeRequest:
-    """Write a quantized checkpoint of a dense one: GPTQ's format (rtn, gptq), AWQ's or SqueezeLLM's."""
+    """Write a quantized checkpoint of a dense one: GPTQ's format (rtn, gptq), AWQ's, SqueezeLLM's or, of 8-bit weights
+    and inputs, compressed-tensors' (smoothquant, fp8).
+    """
 
     source: Annotated[str, Argument(metavar="IN", help=f"Dense: {A_MODEL}.")]
     out: Annotated[Path, Argument(metavar="OUT", help="Where to write it; new or empty.")]
-    method: Annotated[str, Option(metavar="rtn|gptq|awq|squeezellm", help="How codes are chosen.")]
-    bits: Annotated[int, Option(help="Of a code: 2, 3, 4 or 8; awq: 4; squeezellm: 3 or 4.")]
+    method: Annotated[str, Option(metavar="rtn|gptq|awq|squeezellm|smoothquant|fp8", help="How codes are chosen.")]
+    bits: Annotated[int, Option(help="Of a code: 2, 3, 4 or 8; awq: 4; squeezellm: 3 or 4; smoothquant, fp8: 8.")]
     group_size: Annotated[
-        int | None, Option(help="Inputs that share a scale; -1 is all. 128, or -1 for squeezellm.")
+        int | None, Option(help="Inputs that share a scale; -1 is all. 128, or -1 where a method has no groups.")
     ] = None
     options: Annotated[
         list[str],
@@ -366,7 +368,7 @@ class QuantizeRequest:
         ),
     ] = field(default_factory=list)
     calibration: Annotated[
-        Path | None, Option(metavar="TEXT", help="A file of text like what the model will read; not for rtn.")
+        Path | None, Option(metavar="TEXT", help="A file of text like what the model will read; not for rtn, fp8.")
     ] = None
     window: Annotated[
         int | None, Option(min=1, metavar="TOKENS", help="Tokens of it read at once: 512, or the model's length.")

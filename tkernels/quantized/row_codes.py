@@ -59,14 +59,18 @@ def scale_of(largest, reciprocal):
 
 
 @triton.jit
-def codes_of(x, scale, code: tl.constexpr):
-    """x [...] fp32 in codes of type `code`: see `codes_at`."""
+def codes_of(x, scale, code: tl.constexpr, SATURATES: tl.constexpr):
+    """x [...] fp32 in codes of type `code`: see `codes_at`. SATURATES: x may be beyond their range at this scale."""
     # A division that rounds as the definition's: `/` is off by two units in the last place on a GPU.
     products = x * tl.div_rn(1.0, scale)
     if code == tl.int8:
-        return nearest_even(tl.minimum(tl.maximum(products, -128.0), 127.0)).to(tl.int8)
+        if SATURATES:
+            products = tl.minimum(tl.maximum(products, -128.0), 127.0)
+        return nearest_even(products).to(tl.int8)
     else:
-        return tl.minimum(tl.maximum(products, -448.0), 448.0).to(code)
+        if SATURATES:
+            products = tl.minimum(tl.maximum(products, -448.0), 448.0)
+        return products.to(code)
 
 
 def unsupported_codes(axes: Axes, device: DeviceFacts) -> str | None:

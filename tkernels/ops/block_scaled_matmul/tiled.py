@@ -63,9 +63,10 @@ def block_scaled_matmul_tiled(
     out = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, inputs, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
-        q = tl.load(q_ptrs + offs_k[None, :], mask=mask_m[:, None], other=0.0)  # [BLOCK_M, BLOCK_K]
-        weight = tl.load(weight_ptrs + offs_k[None, :], mask=mask_n[:, None], other=0.0)  # [BLOCK_N, BLOCK_K]
-        scale = tl.load(scale_ptrs + start // GROUP, mask=mask_m)  # what is masked off is not stored
+        # Rows and columns that are masked off are not stored, whatever is read of them.
+        q = tl.load(q_ptrs + offs_k[None, :], mask=mask_m[:, None])  # [BLOCK_M, BLOCK_K]
+        weight = tl.load(weight_ptrs + offs_k[None, :], mask=mask_n[:, None])  # [BLOCK_N, BLOCK_K]
+        scale = tl.load(scale_ptrs + start // GROUP, mask=mask_m)
         weight_scale = tl.load(weight_scale_ptr + start // GROUP)
         sums = with_products(zero_sums(BLOCK_M, BLOCK_N, q_ptr.dtype.element_ty), q, tl.trans(weight), SHORT)
         # The token's scale first: two scales' product can be too small for fp32 where that of all three is not.

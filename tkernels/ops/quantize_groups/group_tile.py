@@ -34,10 +34,11 @@ def quantize_groups_group_tile(
     group = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
     mask = group < groups
     offs = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = tl.load(x_ptr + row * stride_x_m + offs, mask=mask[:, None], other=0.0).to(tl.float32)  # [BLOCK_GROUPS, GROUP]
+    # Groups past the last are not stored, whatever is read of them.
+    x = tl.load(x_ptr + row * stride_x_m + offs, mask=mask[:, None]).to(tl.float32)  # [BLOCK_GROUPS, GROUP]
     scale = scale_of(tl.max(tl.abs(x), axis=1), reciprocal)  # [BLOCK_GROUPS]
     tl.store(scale_ptr + row * stride_scale_m + group, scale, mask=mask)
-    codes = codes_of(x, scale[:, None], q_ptr.dtype.element_ty)
+    codes = codes_of(x, scale[:, None], q_ptr.dtype.element_ty, False)
     tl.store(q_ptr + row * stride_q_m + offs, codes, mask=mask[:, None])
 
 

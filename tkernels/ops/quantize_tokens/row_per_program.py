@@ -34,7 +34,8 @@ def quantize_tokens_row_per_program(
     x = tl.load(x_ptr + row * stride_x_m + offs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_K]
     scale = scale_of(tl.max(tl.abs(x), axis=0), reciprocal) if static_scale_ptr is None else tl.load(static_scale_ptr)
     tl.store(scale_ptr + row, scale)
-    tl.store(q_ptr + row * stride_q_m + offs, codes_of(x, scale, q_ptr.dtype.element_ty), mask=mask)
+    codes = codes_of(x, scale, q_ptr.dtype.element_ty, static_scale_ptr is not None)
+    tl.store(q_ptr + row * stride_q_m + offs, codes, mask=mask)
 
 
 def launch(

@@ -45,7 +45,8 @@ def quantize_tokens_two_pass(
     for start in range(0, inputs, BLOCK_K):
         offs = start + tl.arange(0, BLOCK_K)
         x = tl.load(x_ptr + offs, mask=offs < inputs, other=0.0).to(tl.float32)
-        tl.store(q_ptr + offs, codes_of(x, scale, q_ptr.dtype.element_ty), mask=offs < inputs)
+        codes = codes_of(x, scale, q_ptr.dtype.element_ty, static_scale_ptr is not None)
+        tl.store(q_ptr + offs, codes, mask=offs < inputs)
 
 
 def launch(

@@ -51,9 +51,9 @@ def _no_rows(function: str) -> Equivalent:
     return Equivalent("paged_prefill", function, "mask_shifted", inside, at_the_end, _NO_ROWS)
 
 
-def _largest_in_any_dtype(function: str, load: str) -> Equivalent:
+def _largest_in_any_dtype(function: str, load: str, op: str = "quantize_tokens") -> Equivalent:
     why = "the largest absolute value is exact in any dtype, and what it is compared with or multiplied by is fp32"
-    return Equivalent("quantize_tokens", function, "cast_removed", f"{load}.to(tl.float32)", load, why)
+    return Equivalent(op, function, "cast_removed", f"{load}.to(tl.float32)", load, why)
 
 
 def _passed_over(function: str, nth: int) -> Equivalent:
@@ -90,6 +90,9 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     _largest_in_any_dtype(_ROW, "tl.load(x_ptr + row * stride_x_m + offs, mask=mask, other=0.0)"),
     _largest_in_any_dtype(_WALKED, "tl.load(x_ptr + offs, mask=offs < inputs, other=0.0)"),
+    _largest_in_any_dtype(
+        "quantize_groups_group_tile", "tl.load(x_ptr + row * stride_x_m + offs, mask=mask[:, None])", "quantize_groups"
+    ),
     _passed_over(_ROW, 0),
     _passed_over(_WALKED, 1),
     Equivalent(

@@ -1,4 +1,4 @@
-"""Packs with auto-round, rounding to nearest; its torch kernels decode.
+"""Packs with auto-round, rounding to nearest; its torch layers decode, in float16 as their scales are.
 
 Options: `format` as quantize_and_save takes it, the rest AutoRound's.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from auto_round import AutoRound
 from decoded import decode_by_identity, pack_as_asked
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -26,12 +27,18 @@ def pack(model: Path, checkpoint: Path, options: Mapping[str, Any]) -> dict[str,
     if folder != checkpoint:  # newer versions make a folder of their own within it
         for file in list(folder.iterdir()):
             file.rename(checkpoint / file.name)
-    packed = AutoModelForCausalLM.from_pretrained(checkpoint, device_map="cpu", dtype=torch.float32)
-    return {
-        name: decode_by_identity(layer, getattr(layer, "infeatures", None) or layer.in_features, torch.float32)
-        for name, layer in packed.named_modules()
-        if hasattr(layer, "qweight")
-    }
+    packed = AutoModelForCausalLM.from_pretrained(checkpoint, device_map="cpu", dtype=torch.float16)
+    dense = AutoModelForCausalLM.from_pretrained(model)
+    decoded = {}
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as stored:
+            names = [key.removesuffix(".qweight") for key in stored.keys() if key.endswith(".qweight")]  # noqa: SIM118
+        for name in names:
+            layer, inputs = packed.get_submodule(name), dense.get_submodule(name).in_features
+            # Some of its layers hold codes, and others what these decode to.
+            has_codes = hasattr(layer, "qweight")
+            decoded[name] = decode_by_identity(layer, inputs, torch.float16) if has_codes else layer.weight
+    return decoded
 
 
 if __name__ == "__main__":
