@@ -70,7 +70,11 @@ NOT_RUN: Mapping[str, str] = {
     "python -m tests.tmodel.parity_table": "a minute, and a figure; tests/tmodel/test_parity.py",
     "python -m tests.tmodel.parity_table --trained": "trains every preset, and a figure; tests/tmodel/test_parity.py",
     "python -m tests.tsched.schedules --count 2000 --model hash": "hours; tests/tsched/test_schedules.py",
+    "python -m tests.tsched.schedules --count 2000 --model state": "minutes; tests/tsched/test_state_slots.py",
+    "python -m tests.tsched.schedules --count 1000 --model window": "minutes; tests/tsched/test_windows.py",
     "python -m tests.tsched.random_rules --steps 1000000": "hours; tests/tsched/test_state_machine.py",
+    "python -m tests.tsched.random_rules --steps 1000000 --states": "hours; tests/tsched/test_state_slots.py",
+    "python -m tests.tsched.random_rules --steps 1000000 --windows": "hours; tests/tsched/test_windows.py",
     "python -m tests.tsched.planted_bugs": "minutes; tests/tsched/test_planted_bugs.py",
 }
 """Command -> why the suite does not run it as it stands: where it is run, or what it needs."""

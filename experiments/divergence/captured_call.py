@@ -18,6 +18,7 @@ from experiments.document import ExperimentError
 from tkernels import Config
 from tkernels.contract import Case
 from tkernels.inputs import dtype_name, dtype_of, tensors_in, whole_storage
+from tkernels.measurement import prepare
 from tkernels.quantized.outliers import Outliers
 from tkernels.quantized.scaled_weight import ScaledWeight
 from tkernels.quantized.weight import QuantizedWeight
@@ -87,10 +88,16 @@ def load_call(file: Path, device: torch.device) -> CapturedCall:
 
 
 def check_captured(variant: Variant, call: CapturedCall, file: Path) -> CheckResult:
-    """Checks a variant on a captured call, with the call's config where it is the variant that was called."""
+    """Checks a variant on a captured call.
+
+    The variant that was called gets the call's config and its weight as it is; another one prepares the weight for
+    itself, as it does when a model is loaded.
+    """
     axes, _ = variant.contract.bind_axes(call.arguments)
-    case = Case(variant.contract, axes, 0, call.arguments)
-    config = call.config if variant.name == call.variant else None
+    case, config = Case(variant.contract, axes, 0, call.arguments), call.config
+    if variant.name != call.variant:
+        made = prepare(variant, case)
+        case, variant, config = made.case, made.variant, None
     return replace(check_case(variant, case, config, slack=MODEL_SLACK, offsets=False), captured=file)
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import tkernels
 from experiments.cli import app
-from experiments.divergence.captured_call import CapturedCall, load_call, save_call
+from experiments.divergence.captured_call import CapturedCall, check_captured, load_call, save_call
 from experiments.document import ExperimentError
 from tkernels import Config
 from tkernels.contract import Axes
@@ -46,6 +46,20 @@ def _sharing(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
         first, begin = firsts.setdefault(tensor.untyped_storage().data_ptr(), (len(firsts), tensor.data_ptr()))
         places.append((first, tensor.data_ptr() - begin))
     return places
+
+
+def test_another_variant_prepares_the_weight_of_a_captured_call(tmp_path: Path) -> None:
+    """torch's kernel takes codes in the order of a checkpoint, the Triton variants in one of their own."""
+    variants = tkernels.OPS["dequant_gemm"].variants
+    contract = variants["torch"].contract
+    axes = contract.draw_axes(chooser(0), {"M": 3, "N": 40, "order": "sequential", "activation": "float32"})
+    arguments = contract.bind_arguments((), contract.case(axes, 0).inputs)
+    save_call(CapturedCall("dequant_gemm", "torch", None, arguments), tmp_path / "call.safetensors")
+    call = load_call(tmp_path / "call.safetensors", torch.device("cpu"))
+    for name in ("torch", "split_k"):
+        result = check_captured(variants[name], call, tmp_path / "call.safetensors")
+        assert result.status == "ok", result
+        assert result.replay == f"tk check --call {tmp_path / 'call.safetensors'} --variant {name}"
 
 
 class OwnWeight:

@@ -182,6 +182,13 @@ def test_a_batch_is_halved_until_the_interpreter_can_take_it(plan: MakePlan) -> 
     assert MOST_INTERPRETED_PROGRAMS / 2 < programs <= MOST_INTERPRETED_PROGRAMS
 
 
+def test_a_launcher_that_exits_does_not_end_the_planning(plan: MakePlan, tmp_path: Path) -> None:
+    before = "    tokens, width = out.shape\n"
+    write_variant(tmp_path / "mine", (before, f"{before}    raise SystemExit(0)\n"))
+    made = plan(**TINY, **PROMPTS, kernels={"swiglu": "doubled"}, variants_from=["mine"], device="cpu")
+    assert [point.name for point in points_of(made)["swiglu"]] == ["decode", "prefill"]
+
+
 @pytest.mark.parametrize(("pool_bytes", "sequences"), [(None, 4), (1 << 30, 4), (12 * 16384, 3)])
 def test_a_points_pool_just_covers_it(plan: MakePlan, pool_bytes: int | None, sequences: int) -> None:
     workload = {"kind": "synthetic", "num_requests": 4, "input_len": 40, "output_len": 40}

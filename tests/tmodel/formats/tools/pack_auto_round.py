@@ -1,4 +1,4 @@
-"""Packs with auto-round, rounding to nearest; its torch kernels decode.
+"""Packs with auto-round, rounding to nearest; its torch layers decode, in float16 as their scales are.
 
 Options: `format` as quantize_and_save takes it, the rest AutoRound's.
 """
@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from auto_round import AutoRound
+from auto_round.export.export_to_awq.utils import dequantize_gemm
 from decoded import decode_by_identity, pack_as_asked
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -26,12 +28,18 @@ def pack(model: Path, checkpoint: Path, options: Mapping[str, Any]) -> dict[str,
     if folder != checkpoint:  # newer versions make a folder of their own within it
         for file in list(folder.iterdir()):
             file.rename(checkpoint / file.name)
-    packed = AutoModelForCausalLM.from_pretrained(checkpoint, device_map="cpu", dtype=torch.float32)
-    return {
-        name: decode_by_identity(layer, getattr(layer, "infeatures", None) or layer.in_features, torch.float32)
-        for name, layer in packed.named_modules()
-        if hasattr(layer, "qweight")
-    }
+    packed = AutoModelForCausalLM.from_pretrained(checkpoint, device_map="cpu", dtype=torch.float16)
+    dense = AutoModelForCausalLM.from_pretrained(model)
+    stored = {name: tensor for file in checkpoint.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    decoded = {}
+    for name in (key.removesuffix(".qweight") for key in stored if key.endswith(".qweight")):
+        layer, inputs = packed.get_submodule(name), dense.get_submodule(name).in_features
+        if hasattr(layer, "qweight"):
+            decoded[name] = decode_by_identity(layer, inputs, torch.float16)
+        else:  # no layer of it reads AWQ's words on a CPU; its own unpacking does
+            parts = (stored[f"{name}.{part}"] for part in ("qweight", "qzeros", "scales"))
+            decoded[name] = dequantize_gemm(*parts, told["bits"], told["group_size"]).t()
+    return decoded
 
 
 if __name__ == "__main__":
