@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,3 +74,6 @@ def test_each_method_costs_less_perplexity_than_rounding(dense: Path, tmp_path: 
     assert bool((cost("gptq", 4, 32) < 0.3 * rounding).all())
     assert bool((cost("awq", 4, 32) < 0.5 * rounding).all())
     assert bool((cost("squeezellm", 3, -1) < 0.6 * cost("rtn", 3, 32)).all())
+    # In 8 bits, and the inputs of every linear too: of the dense model's perplexity 1% in e4m3, 2% in int8.
+    assert float(cost("fp8", 8, -1)[0]) < math.log(1.01)
+    assert float(cost("smoothquant", 8, -1)[0]) < math.log(1.02)
