@@ -63,6 +63,8 @@ MARKS: tuple[Mark, ...] = (
     *_quantized(16, 3.0, 3.85),
     *_quantized(64, 2.0, 2.86),
     *_quantized(128, 1.2, 1.43),
+    Mark("block_scaled_matmul", "M=64,N=19456,K=2560", "peer", 1.4, ("cublas_16bit",), 2.0),
+    Mark("block_scaled_matmul", "M=2048,N=19456,K=2560", "peer", 1.4, ("cublas_16bit",), 2.0),
 )
 
 

@@ -32,8 +32,9 @@ def peer_variant(package: str | None, function: Callable[..., Any], **facts: Any
             return f"{package} is not installed"
         if not device.arch.startswith("sm_"):
             return "it is for NVIDIA GPUs"
-        if axes.get("activation") not in ("float16", "bfloat16"):
-            return f"it takes float16 and bfloat16, not {axes.get('activation')}"
+        dtype = axes.get("activation", axes.get("out"))  # of an op on codes it is the result's
+        if dtype not in ("float16", "bfloat16"):
+            return f"it takes float16 and bfloat16, not {dtype}"
         return more(axes, device)
 
     usual = {"wins": "a peer", "deterministic": False, "batch_invariant": False}

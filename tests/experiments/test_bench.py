@@ -78,7 +78,8 @@ def test_a_peer_is_unavailable_with_a_reason(op: str, peer: str) -> None:
     axes: Axes = dict(next(iter(contract.benchmarks.values())))
     assert variant.supports(axes, INTERPRETER) is not None
     assert variant.supports({**axes, "activation": "float32"}, TARGETS["sm_90"]) is not None
-    point = contract.draw_axes(lambda name, candidates: candidates[-1], {"activation": "bfloat16"})
+    role = "activation" if "activation" in contract.axis_by_name else "out"
+    point = contract.draw_axes(lambda name, candidates: candidates[-1], {role: "bfloat16"})
     inputs = contract.case(point, 0).inputs
     with pytest.raises(UnsupportedError, match="does not support this call"):
         variant(**inputs)
