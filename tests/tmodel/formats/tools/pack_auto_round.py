@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from auto_round import AutoRound
+from auto_round.export.export_to_awq.utils import dequantize_gemm
 from decoded import decode_by_identity, pack_as_asked
-from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -29,15 +30,15 @@ def pack(model: Path, checkpoint: Path, options: Mapping[str, Any]) -> dict[str,
             file.rename(checkpoint / file.name)
     packed = AutoModelForCausalLM.from_pretrained(checkpoint, device_map="cpu", dtype=torch.float16)
     dense = AutoModelForCausalLM.from_pretrained(model)
+    stored = {name: tensor for file in checkpoint.glob("*.safetensors") for name, tensor in load_file(file).items()}
     decoded = {}
-    for file in checkpoint.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as stored:
-            names = [key.removesuffix(".qweight") for key in stored.keys() if key.endswith(".qweight")]  # noqa: SIM118
-        for name in names:
-            layer, inputs = packed.get_submodule(name), dense.get_submodule(name).in_features
-            # Some of its layers hold codes, and others what these decode to.
-            has_codes = hasattr(layer, "qweight")
-            decoded[name] = decode_by_identity(layer, inputs, torch.float16) if has_codes else layer.weight
+    for name in (key.removesuffix(".qweight") for key in stored if key.endswith(".qweight")):
+        layer, inputs = packed.get_submodule(name), dense.get_submodule(name).in_features
+        if hasattr(layer, "qweight"):
+            decoded[name] = decode_by_identity(layer, inputs, torch.float16)
+        else:  # no layer of it reads AWQ's words on a CPU; its own unpacking does
+            parts = (stored[f"{name}.{part}"] for part in ("qweight", "qzeros", "scales"))
+            decoded[name] = dequantize_gemm(*parts, told["bits"], told["group_size"]).t()
     return decoded
 
 
