@@ -40,14 +40,14 @@ class EnteredRanges:
     def captured(self) -> CapturedRanges:
         return SILENCE
 
-    def innermost(self, category: Category) -> str:
-        """The name of the last range of a category that is entered; "" where none is."""
-        return next((one.name for one in reversed(self.entered) if one.category == category), "")
+    def innermost(self, category: Category) -> "EnteredRange | None":
+        """The last range of a category that is entered; None where none is."""
+        return next((one for one in reversed(self.entered) if one.category == category), None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class EnteredRange:
-    """One name of EnteredRanges."""
+    """One name of EnteredRanges. Two layers of one name have a range each, which are not equal."""
 
     ranges: EnteredRanges
     name: str

@@ -13,7 +13,15 @@ from typing import Any, Literal
 import torch
 
 import tkernels
-from experiments.divergence.listening import Arguments, EnteredRanges, Results, WrongCall, find_wrong, hear_kernels
+from experiments.divergence.listening import (
+    Arguments,
+    EnteredRange,
+    EnteredRanges,
+    Results,
+    WrongCall,
+    find_wrong,
+    hear_kernels,
+)
 from tkernels.inputs import clone_inputs
 from tkernels.launch import Kernel
 from tkernels.selection import Choices
@@ -74,6 +82,10 @@ class FoundWrong:
     token: Token | None
 
 
+Part = tuple[str, EnteredRange]
+"""Linear layers as a model's ranges name them: the layer's name, and their own range."""
+
+
 @dataclass
 class _Step:
     """What was heard in one step."""
@@ -81,8 +93,8 @@ class _Step:
     name: str
     tokens: list[Token]
     logits: torch.Tensor
-    inputs: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)  # by layer and part
-    outputs: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    inputs: dict[Part, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[Part, torch.Tensor] = field(default_factory=dict)
 
 
 class HeardModel:
@@ -212,13 +224,15 @@ class HeardModel:
 
     def _hear(self, kernel: Kernel, arguments: Arguments, results: Results) -> None:
         """Keeps what a linear layer got and gave, and judges the call unless one before it was wrong."""
-        layer, part, step = self._ranges.innermost("layer"), self._ranges.innermost("part"), self._step
-        if part:  # a layer's first call has its input, its last has its output
+        inside, part, step = self._ranges.innermost("layer"), self._ranges.innermost("part"), self._step
+        layer = "" if inside is None else inside.name
+        if part is not None:  # a layer's first call has its input, its last has its output
             step.inputs.setdefault((layer, part), next(iter(arguments.values())).clone())
             step.outputs[layer, part] = next(iter(results.values())).clone()
         if self.wrong is None and (wrong := find_wrong(kernel, arguments, results)) is not None:
             kept = replace(wrong, arguments=clone_inputs(wrong.arguments))  # later steps go on writing the caches
-            self.wrong = FoundWrong(kept, step.name, layer, part, self._token_of(wrong))
+            title = "" if part is None else part.name
+            self.wrong = FoundWrong(kept, step.name, layer, title, self._token_of(wrong))
 
     def _token_of(self, wrong: WrongCall) -> Token | None:
         """Whose row the worst element of a wrong result is in."""
@@ -234,7 +248,8 @@ class HeardModel:
         names = self._linear_names()
         places: dict[Place, torch.Tensor] = {}
         for layer, part in steps[0].inputs:
-            linears, outputs = names.get((layer, part), ((part,), None))
+            of_title = names.get((layer, part.name))  # two of a layer may have one title: they come in their order
+            linears, outputs = of_title.pop(0) if of_title else ((part.name,), None)
             given, made = (
                 torch.cat([heard[layer, part] for heard in each])[order]
                 for each in ([step.inputs for step in steps], [step.outputs for step in steps])
@@ -244,9 +259,11 @@ class HeardModel:
             places |= {(name, "output"): one for name, one in zip(linears, parts, strict=True)}
         return Reading(texts, torch.cat([step.logits for step in steps])[order], places)
 
-    def _linear_names(self) -> dict[tuple[str, str], tuple[tuple[str, ...], tuple[int, ...] | None]]:
-        """(layer, part) as ranges name them -> the linear layers' names and widths. One may be of a part of a shape."""
-        found: dict[tuple[str, str], tuple[tuple[str, ...], tuple[int, ...] | None]] = {}
+    def _linear_names(self) -> dict[tuple[str, str], list[tuple[tuple[str, ...], tuple[int, ...] | None]]]:
+        """(layer, title) as ranges name them -> names and widths of the linear layers, of each that has that title, in
+        the order of computation. One may be of a part of a shape.
+        """
+        found: dict[tuple[str, str], list[tuple[tuple[str, ...], tuple[int, ...] | None]]] = {}
         prefix = f"{self._config.architecture.layers}."
         for shape in self._config.linears():
             inside = shape.names[0].removeprefix(prefix) if shape.names[0].startswith(prefix) else ""
@@ -254,7 +271,7 @@ class HeardModel:
             for start in range(len(shape.names)):
                 for stop in range(start + 1, len(shape.names) + 1):
                     named = shape.names[start:stop], shape.outputs[start:stop]
-                    found[layer, shape.title(start, stop)] = named
+                    found.setdefault((layer, shape.title(start, stop)), []).append(named)
         return found
 
 

@@ -23,7 +23,8 @@ from tmodel.formats.base import ScaledScheme, make_dense_layer_error
 from tmodel.formats.scaled import check_scaled, make_weight, read_codes, read_input_scale, read_scales
 from tmodel.weights import Checkpoint
 
-_DENSE_BY_DEFAULT = ["lm_head"]
+_HEAD = "lm_head"
+"""Dense whether or not it is listed: vLLM and SGLang never quantize it, and lists made for them leave it out."""
 
 
 class FP8(BaseModel):
@@ -36,7 +37,7 @@ class FP8(BaseModel):
         fmt: Of the codes, by one of its two names.
         scale_fmt: Of scales in memory; "ue8m0", powers of two, is not supported.
         modules_to_not_convert: Regular expressions of dense layers; one matches a name from its beginning to its end or
-            to a dot, or is the name's end. None is the head alone.
+            to a dot, or is the name's end. The head is dense anyway.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
@@ -69,8 +70,7 @@ class FP8(BaseModel):
         return self
 
     def scheme(self, layer: str) -> ScaledScheme | None:
-        dense = _DENSE_BY_DEFAULT if self.modules_to_not_convert is None else self.modules_to_not_convert
-        if any(_matches(pattern, layer) for pattern in dense):
+        if layer == _HEAD or any(_matches(pattern, layer) for pattern in self.modules_to_not_convert or ()):
             return None
         return ScaledScheme("float8_e4m3fn", self.weight_block_size is not None, self.activation_scheme == "static")
 

@@ -18,6 +18,7 @@ from experiments.divergence.finding import compare_logits, compare_with_transfor
 from experiments.divergence.reading import HeardModel, Reading
 from experiments.divergence.transformers_reading import load_both
 from tests.tkernels.outside import write_variant
+from tests.tmodel.test_parity import SHAPES, random_model
 from tests.tsched.conftest import checkpoint, checkpoint_without_tokenizer
 from tmodel import find_model, load_config
 
@@ -25,6 +26,9 @@ __all__ = ["checkpoint", "checkpoint_without_tokenizer"]
 
 PROMPTS = ([7, 3, 250, 11, 40, 8, 19, 150, 6, 77, 31, 201, 5, 90, 13, 64, 299, 2], [101, 4, 33, 12, 9])
 """More than a page, and less."""
+
+PROMPTS_BELOW_97 = [[token % 97 for token in prompt] for prompt in PROMPTS]
+GPT2 = next(shape.fields for shape in SHAPES if shape.architecture == "GPT2LMHeadModel")
 
 
 def tk(*arguments: object) -> Result:
@@ -288,3 +292,15 @@ def test_variants_that_round_where_transformers_rounds_come_nearer_to_it(checkpo
     norms = [("model.layers.*.self_attn.q_proj", "input"), ("lm_head", "input")]
     assert [(rounding[place].elements, rounding[place].other) for place in norms] == [(2 * 23 * 32, 0), (23 * 32, 0)]
     assert 0 < rounding["model.layers.*.self_attn.o_proj", "input"].other < 2 * 23 * 64 / 10
+
+
+def test_two_layers_of_one_last_name_are_two_places(tmp_path: Path) -> None:
+    """GPT-2 has a c_proj behind its attention and one behind its MLP."""
+    directory = random_model(tmp_path, architecture="GPT2LMHeadModel", **GPT2)
+    found = find_divergence(
+        ({}, None), find_model(directory), PROMPTS_BELOW_97, 1, device=torch.device("cpu"), dtype=torch.float32,
+        ops=tkernels.OPS, advance=lambda step: None,
+    )  # fmt: skip
+    assert found.is_rounding
+    places = {one.place for one in found.rounding}
+    assert {(f"transformer.h.*.{part}.c_proj", "output") for part in ("attn", "mlp")} < places

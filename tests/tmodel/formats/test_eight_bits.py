@@ -136,7 +136,7 @@ def test_layers_are_targeted_and_ignored_and_formats_mixed(tmp_path: Path) -> No
     [
         (None, lambda name: name == "lm_head"),
         (["lm_head", r"model\.layers\.0"], lambda name: name == "lm_head" or ".0." in name),
-        (["lm_head", "down_proj"], lambda name: name == "lm_head" or name.endswith("down_proj")),
+        (["down_proj"], lambda name: name == "lm_head" or name.endswith("down_proj")),
         (["lm_head", "model.layers.1.mlp"], lambda name: name == "lm_head" or "1.mlp" in name),
         (["lm_head", "model.layers.1.mlp.gate"], lambda name: name == "lm_head"),  # gate_proj is another module
         (["lm_head", r"model.layers.\d+.self_attn.[qk]_proj"], lambda name: name == "lm_head" or name[-6:-5] in "qk"),
