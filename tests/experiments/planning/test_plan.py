@@ -212,17 +212,19 @@ def test_a_hub_model_is_its_configuration_first_and_never_a_pickle(
 ) -> None:
     fetched = []
 
-    def fetch(hub_id: str, allow_patterns: list[str]) -> str:
-        fetched.append((hub_id, allow_patterns))
+    def fetch(hub_id: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        fetched.append((hub_id, revision, allow_patterns))
         return str(checkpoint)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     made = plan(model={"hub": "someone/something"})
-    assert fetched == [("someone/something", ["*.json"])]
+    assert fetched == [("someone/something", None, ["*.json"])]
     assert made.model is not None
     assert made.model.directory() == checkpoint
-    assert "*.safetensors" in fetched[1][1]
-    assert not any("bin" in pattern or "pt" in pattern for pattern in fetched[1][1])
+    hub_id, commit, patterns = fetched[1]
+    assert (hub_id, commit) == ("someone/something", checkpoint.name)
+    assert "model.safetensors" in patterns
+    assert not any("bin" in pattern or "pt" in pattern for pattern in patterns)
 
 
 @pytest.mark.parametrize("op", tkernels.OPS)

@@ -113,7 +113,7 @@ def test_what_cannot_be_quantized_is_refused_before_anything_is_written(
     short.write_text("def scan(line):")
     out = tmp_path / "out"
     for source, options, expected in (
-        (dense, ("--method", "gtpq", "--bits", 4), "unknown method 'gtpq': there is rtn, gptq, awq, squeezellm; did"),
+        (dense, ("--method", "gtpq", "--bits", 4), "unknown method 'gtpq': there is rtn, gptq, awq, squeezellm, smoothquant, fp8; did"),
         (dense, ("--method", "awq", "--bits", 3, "--calibration", text), "awq writes 4 bits, not 3"),
         (dense, ("--method", "gptq", "--bits", 4, "--calibration", text), "group_size 128 does not divide"),
         (dense, ("--method", "gptq", "--bits", 4, "--group-size", 32), "gptq needs --calibration"),
@@ -206,7 +206,7 @@ def test_settings_that_cannot_be_are_refused_by_their_place(
     for changes, expected in (
         (
             {"methods": {"rtm": {"bits": 4}}},
-            "unknown method 'rtm': there is rtn, gptq, awq, squeezellm; did",
+            "unknown method 'rtm': there is rtn, gptq, awq, squeezellm, smoothquant, fp8; did",
         ),
         ({"methods": {"awq": {"bits": 3}}}, "awq writes 4 bits, not 3"),
         ({"methods": {"gptq": {"bits": 4, "group_size": 128}}}, "group_size 128 does not divide"),
