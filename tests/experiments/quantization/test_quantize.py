@@ -113,7 +113,11 @@ def test_what_cannot_be_quantized_is_refused_before_anything_is_written(
     short.write_text("def scan(line):")
     out = tmp_path / "out"
     for source, options, expected in (
-        (dense, ("--method", "gtpq", "--bits", 4), "unknown method 'gtpq': there is rtn, gptq, awq, squeezellm, smoothquant, fp8; did"),
+        (
+            dense,
+            ("--method", "gtpq", "--bits", 4),
+            "unknown method 'gtpq': there is rtn, gptq, awq, squeezellm, smoothquant, fp8; did",
+        ),
         (dense, ("--method", "awq", "--bits", 3, "--calibration", text), "awq writes 4 bits, not 3"),
         (dense, ("--method", "gptq", "--bits", 4, "--calibration", text), "group_size 128 does not divide"),
         (dense, ("--method", "gptq", "--bits", 4, "--group-size", 32), "gptq needs --calibration"),
