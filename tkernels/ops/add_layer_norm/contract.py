@@ -75,6 +75,7 @@ CONTRACT = Contract(
         Choice("residual_layout", LAYOUTS, "of residual"),
         Choice("values", layer_norm.VALUES),
     ),
+    constraints=(layer_norm.DRAWN,),
     arguments={
         "x": Tensor("T H", "activation"),
         "residual": Tensor("T H", "activation"),

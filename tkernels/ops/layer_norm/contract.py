@@ -7,12 +7,17 @@ import torch
 import torch.nn.functional as F
 
 from tkernels.batching import row_batching
-from tkernels.contract import Axes, Case, Choice, Contract, Int, Output, Scalar, Tensor, dtype_axis
+from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Output, Scalar, Tensor, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
 
 VALUES = (*KINDS, "shifted")
 _SHIFT = 4.0
 """The mean of "shifted" rows, in standard deviations: a variance that is made as E[x^2] - E[x]^2 loses four bits."""
+
+DRAWN = Constraint("H > 1 or values != 'huge'")
+"""One element has no variance. What is left of a huge one is the rounding of x / sqrt(eps), by which torch's own was
+beyond the error rule in 12 of 80 draws in float16; with two elements or more it was so in none.
+"""
 
 
 def shifted(draws: Draws, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -78,6 +83,7 @@ CONTRACT = Contract(
         Choice("layout", LAYOUTS),
         Choice("values", VALUES),
     ),
+    constraints=(DRAWN,),
     arguments={
         "x": Tensor("T H", "activation"),
         "weight": Tensor("H", "activation"),
