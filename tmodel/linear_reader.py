@@ -86,6 +86,33 @@ class LinearReader:
             return MatmulGelu(self.kernels.matmul_gelu, weight, bias, tanh)
         return SplitGelu(self.linear(shape), self.kernels.gelu, tanh)
 
+    def embedding_and_head(
+        self, name: str, head: LinearShape, *, tied: bool
+    ) -> tuple[torch.Tensor, Linear | JoinedLinear]:
+        """Reads the token embedding and the head that turns hidden states into logits.
+
+        Args:
+            name: Tensor of the embedding, [V, H].
+            head: Shape of the head, x [T, H] -> [T, V].
+            tied: Whether the head's weight is the embedding.
+
+        Returns:
+            The embedding [V, H], and the head.
+
+        Raises:
+            WeightError: As `linear`; or both are tied, stored, and different.
+        """
+        size = (head.outputs[0], head.inputs)
+        if not tied:
+            return self.checkpoint.tensor(name, size), self.linear(head)
+        stored = f"{head.names[0]}.weight"
+        if name in self.checkpoint or stored not in self.checkpoint:
+            embedding = self.checkpoint.tensor(name, size)
+            self.checkpoint.require_equal(stored, embedding)
+        else:  # of tensors that share memory some tools keep the other name (AutoAWQ 0.2.7)
+            embedding = self.checkpoint.tensor(stored, size)
+        return embedding, Linear(self._range(head, 0, 1), self.kernels.matmul, embedding)
+
     def _dense(self, shape: LinearShape, start: int, stop: int) -> Linear:
         weight, bias = self._dense_weight(shape, start, stop), self._bias(shape, start, stop)
         return Linear(self._range(shape, start, stop), self.kernels.matmul, weight, bias)

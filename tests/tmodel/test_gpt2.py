@@ -78,6 +78,16 @@ def test_either_spelling_of_names_is_read_and_masks_are_left_alone(tmp_path: Pat
         save_random(tmp_path)
 
 
+def test_a_tied_file_may_keep_the_heads_name_alone(tmp_path: Path) -> None:
+    save_random(tmp_path)
+    expected = our_logits(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
+    save_file(tensors, file)
+    assert torch.equal(our_logits(tmp_path), expected)
+
+
 def test_a_tensor_that_is_missing_or_of_another_model_is_named(tmp_path: Path) -> None:
     save_random(tmp_path)
     rename(tmp_path, "", {"h.3.ln_1.weight": torch.ones(64)})

@@ -177,21 +177,16 @@ class GPT2Model:
         fields, shapes = _fields(config), tensors(config)
         self.norm_eps = fields.layer_norm_epsilon
         checkpoint.ignore(name for name in checkpoint.names if name.endswith(_BUFFERS))
-        self.embedding = checkpoint.tensor(_EMBEDDING, shapes[_EMBEDDING])
         self.positions = checkpoint.tensor(_POSITIONS, shapes[_POSITIONS])
-        self._embed = kernels.ranges.named("embedding", "part")
         reader = LinearReader(checkpoint, kernels, config.quantization)
+        self.embedding, self.head = reader.embedding_and_head(
+            _EMBEDDING, head_shape(fields), tied=fields.tie_word_embeddings
+        )
+        self._embed = kernels.ranges.named("embedding", "part")
         self.layers = [self._layer(fields, index, checkpoint, reader) for index in range(config.num_layers)]
         self.final_norm = _read_norm(_FINAL_NORM, checkpoint, fields)
         # A layer's second add_layer_norm is also the next layer's first norm, so it takes that layer's weights.
         self.next_norms = [*(layer.attention_norm for layer in self.layers[1:]), self.final_norm]
-        if fields.tie_word_embeddings:
-            checkpoint.require_equal("lm_head.weight", self.embedding)
-            self.head: Linear | JoinedLinear = Linear(
-                kernels.ranges.named("lm_head", "part"), kernels.matmul, self.embedding
-            )
-        else:
-            self.head = reader.linear(head_shape(fields))
         self.prepare_report = reader.report
 
     @staticmethod

@@ -21,13 +21,12 @@ from tmodel.decoders.gated_mlp import GatedMLP, MLPLayer
 from tmodel.fields import HuggingFaceConfig
 from tmodel.json_files import ConfigError
 from tmodel.kernel_axes import attention_axes, linear_axes, rms_norm_axes, rotary_axes
-from tmodel.layers import JoinedLinear, Linear, PagedAttention, count_weight_bytes
+from tmodel.layers import PagedAttention, count_weight_bytes
 from tmodel.linear_reader import LinearReader
 from tmodel.quantization import Feed, LinearShape
 from tmodel.weights import Checkpoint
 
 _EMBEDDING, _FINAL_NORM, _LAYERS = "model.embed_tokens.weight", "model.norm.weight", "model.layers"
-_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -133,24 +132,13 @@ class PreNormModel:
         self.norm_eps = decoder.norm_eps
         attention = decoder.layers[0].attention
         self.scale = attention.head_dim**-0.5
-        # Of tensors that share memory some tools keep the other name (AutoAWQ 0.2.7).
-        only_head = decoder.tied_head and _EMBEDDING not in checkpoint and _HEAD in checkpoint
-        embedding = _HEAD if only_head else _EMBEDDING
-        self.embedding = checkpoint.tensor(embedding, (decoder.vocab_size, decoder.hidden_size))
-        self._embed = kernels.ranges.named("embedding", "part")
         reader = LinearReader(checkpoint, kernels, config.quantization)
+        self.embedding, self.head = reader.embedding_and_head(_EMBEDDING, decoder.head(), tied=decoder.tied_head)
+        self._embed = kernels.ranges.named("embedding", "part")
         self.layers = [self._layer(decoder, index, checkpoint, reader) for index in range(len(decoder.layers))]
         self.final_norm = checkpoint.tensor(_FINAL_NORM, (decoder.hidden_size,))
         # A layer's second add_rms_norm is also the next layer's first norm, so it takes that layer's weight.
         self.next_norms = [*(layer.attention_norm for layer in self.layers[1:]), self.final_norm]
-        if decoder.tied_head:
-            if not only_head:
-                checkpoint.require_equal(_HEAD, self.embedding)
-            self.head: Linear | JoinedLinear = Linear(
-                kernels.ranges.named("lm_head", "part"), kernels.matmul, self.embedding
-            )
-        else:
-            self.head = reader.linear(decoder.head())
         self.prepare_report = reader.report
         self.rotation = attention.rope.tables(
             decoder.max_position_embeddings, dtype=checkpoint.dtype, device=checkpoint.device

@@ -31,7 +31,7 @@ from experiments.runs.verdicts import judge_pairs
 from tests.experiments.runs.false_alarms import SHAPES, SLOWER
 
 RECORD = Path(__file__).parent / "data" / "drift.csv"
-"""Of two cores with nothing else on them. Beside it lies `drift_busy.csv`, of the same cores at a load of 2 to 10."""
+"""Of two cores with next to nothing else on them. Beside it lies `drift_busy.csv`, of the same at a load of 2 to 10."""
 _SHAPES: dict[str, dict[str, Any]] = {
     **SHAPES,
     "rms_norm": {"T": 256, "H": 512},
