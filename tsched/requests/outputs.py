@@ -83,6 +83,9 @@ class RequestOutput:
         prompt_token_ids: The prompt's token ids.
         outputs: The completions by index, SamplingParams.n of them.
         metrics: When the request began and ended.
+        prompt_logprobs: For each prompt token, token id -> log-probability, of that token and the most likely ones; None
+            for the first token. None unless asked for, in parts after the first, and where the prompt was not computed
+            to its end.
         error: Why it failed, with n > 1 for each completion that failed; None where none did.
         finished: Whether this is the last part.
     """
@@ -94,3 +97,4 @@ class RequestOutput:
     metrics: RequestMetrics
     error: str | None = None
     finished: bool = True
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
