@@ -54,7 +54,7 @@ def test_deltas_and_stats_are_the_engines_own_and_json_holds_them(checkpoint: Pa
     assert json.loads(json.dumps(deltas)) is not None
     for index, whole in enumerate(expected.outputs):
         parts = [sample for delta in deltas for sample in delta.samples if sample.index == index]
-        assert sum((part.token_ids for part in parts), []) == whole.token_ids
+        assert [token for part in parts for token in part.token_ids] == whole.token_ids
         assert "".join(part.text for part in parts) == whole.text
         assert parts[-1].finish_reason == whole.finish_reason
         scores = [scores for part in parts for scores in part.logprobs or []]
