@@ -82,7 +82,7 @@ class SampleDelta(NamedTuple):
     """What is new in one completion of a request.
 
     Attributes:
-        index: Of the completion, below `n`.
+        sample: Index of the completion, below `n`.
         token_ids: New ones.
         text: What they make final; it may lag behind them by a held back character or stop string.
         logprobs: One for each new token; None unless asked for.
@@ -90,7 +90,7 @@ class SampleDelta(NamedTuple):
         stop_reason: The stop string or stop token that ended it, where one did.
     """
 
-    index: int
+    sample: int
     token_ids: list[int]
     text: str
     logprobs: list[TokenScores] | None = None

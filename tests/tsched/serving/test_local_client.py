@@ -53,7 +53,7 @@ def test_deltas_and_stats_are_the_engines_own_and_json_holds_them(checkpoint: Pa
     assert [delta.is_last for delta in deltas] == [False] * (len(deltas) - 1) + [True]
     assert json.loads(json.dumps(deltas)) is not None
     for index, whole in enumerate(expected.outputs):
-        parts = [sample for delta in deltas for sample in delta.samples if sample.index == index]
+        parts = [sample for delta in deltas for sample in delta.samples if sample.sample == index]
         assert [token for part in parts for token in part.token_ids] == whole.token_ids
         assert "".join(part.text for part in parts) == whole.text
         assert parts[-1].finish_reason == whole.finish_reason
