@@ -49,6 +49,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "scheduling": "scheduling",
         "execution": "execution",
         "llm": "llm async_llm",
+        "serving": "serving",
         "package": "__init__",
     },
     "experiments": {

@@ -249,6 +249,11 @@ class RequestStream:
     def request_id(self) -> str:
         return str(self._ticket.prepared.request_id)
 
+    @property
+    def refusal(self) -> str | None:
+        """Why the engine never took the request; None where it did, or has not yet."""
+        return self._ticket.refusal
+
     def __aiter__(self) -> RequestStream:
         return self
 
