@@ -83,9 +83,8 @@ class RequestOutput:
         prompt_token_ids: The prompt's token ids.
         outputs: The completions by index, SamplingParams.n of them.
         metrics: When the request began and ended.
-        prompt_logprobs: For each prompt token, token id -> log-probability, of that token and the most likely ones; None
-            for the first token. None unless asked for, in parts after the first, and where the prompt was not computed
-            to its end.
+        prompt_logprobs: For each prompt token, token id -> log-probability, of that token and the most likely ones;
+            None for the first token. None unless asked for, in later parts, and where the prompt was not computed.
         error: Why it failed, with n > 1 for each completion that failed; None where none did.
         finished: Whether this is the last part.
     """

@@ -23,8 +23,8 @@ MAX_CALLBACKS = 64
 MAX_COUNT = 2**31 - 1  # of tokens, and the largest id: int64 holds sums of a few
 MAX_PENALTY = 2.0**126  # float32 holds it and its reciprocal, so float64 holds any float32 logit times it
 
-# A greedy request's sampler need not look at parameters of draws, of prompts, nor at those of the output's end. It looks at a new
-# parameter until that is put here.
+# A greedy request's sampler need not look at parameters of draws, of prompts, nor at those of the output's end. It
+# looks at a new parameter until that is put here.
 _OF_DRAWS = frozenset({"n", "temperature", "top_k", "top_p", "min_p", "seed"})
 _OF_PROMPTS = frozenset({"prompt_logprobs"})
 _OF_ENDS = frozenset({"stop", "stop_token_ids", "max_tokens", "ignore_eos", "stopping_criteria"})
@@ -53,7 +53,8 @@ class SamplingParams:
             reads no cached prefix.
         stop: Up to 1000 strings of up to 1000 characters that end the output. The text is cut off before them.
         stop_token_ids: Up to 1000 token ids below 2**31 that end the output and stay in its token_ids.
-        max_tokens: In [1, 2**31) output tokens, or 0 with prompt_logprobs. None is as many as the model's length and the cache allow.
+        max_tokens: In [1, 2**31) output tokens, or 0 with prompt_logprobs. None is as many as the model's length and
+            the cache allow.
         min_tokens: At most max_tokens. No end-of-sequence token, stop token or stop string ends the output before.
         ignore_eos: Whether the output goes on after the model's end-of-sequence token.
         logits_processors: Up to 64, called in this order with the model's logits, see
