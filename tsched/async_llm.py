@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
+from collections.abc import AsyncGenerator
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -15,7 +16,7 @@ from tsched.execution.engine_thread import EngineThread, NewTokens, Ticket
 from tsched.execution.served_model import ServedModel, joint_error, joint_metrics
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError, RequestFault
-from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, add_part
 from tsched.requests.prompts import PreparedRequest, Prompt, Salt
 from tsched.requests.sampling_params import SamplingParams
 
@@ -114,6 +115,36 @@ class AsyncLLM(ServedModel):
         session.streams[ticket] = weakref.ref(stream)
         session.tickets[request_id] = ticket
         return stream
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: Salt = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Serves `prompt`, from the first output that is asked for on.
+
+        Args:
+            prompt: As in `add_request`, like `priority`, `cache_salt` and what is raised.
+            sampling_params: None is SamplingParams().
+            request_id: The caller's name for the request, unlike those of other unfinished requests; None is a number.
+
+        Yields:
+            The request's output so far, each time that there is more of it: the last has all of it.
+        """
+        if request_id is None:
+            request_id = str(next(self._request_ids))
+        stream = self.add_request(request_id, prompt, sampling_params, priority=priority, cache_salt=cache_salt)
+        whole = None
+        try:
+            async for part in stream:
+                whole = add_part(whole, part)
+                yield whole
+        finally:
+            await stream.aclose()
 
     def abort(self, request_id: str) -> None:
         """Ends a request, wherever it is. Its iterator gives what it had, with finish_reason "abort".
