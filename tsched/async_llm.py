@@ -13,7 +13,7 @@ from typing import Any
 from tkernels.errors import TKernelsError
 from tsched.execution.engine import Request
 from tsched.execution.engine_thread import EngineThread, NewTokens, Ticket
-from tsched.execution.served_model import ServedModel, joint_error, joint_metrics
+from tsched.execution.served_model import ServedModel, Swaps, joint_error, joint_metrics
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, add_part
@@ -155,6 +155,33 @@ class AsyncLLM(ServedModel):
         if ticket is not None and self._session is not None:
             self._session.thread.abort(ticket)
 
+    async def swap_kernels(self, choices: Swaps) -> int:
+        """Changes kernels while requests are served: `await llm.swap_kernels({"paged_decode": "split_kv"})`.
+
+        The variants are selected, and weights prepared for them, while the engine runs; the swap comes between two
+        steps. Steps before the one whose number this returns ran over the old kernels, and that one and all after it
+        run over the new ones. Requests go on over the caches that they have. Decode graphs are recorded again as they
+        are used.
+
+        Args:
+            choices: As the option `kernels`. An op that it leaves out keeps its variant; None asks for the default.
+
+        Returns:
+            The number of the first step that they run; the engine's first is 0.
+
+        Raises:
+            tkernels.SelectionError: A name is unknown, or a variant cannot serve this model; nothing has changed then.
+            RuntimeError: This was drained or closed, or serves another event loop.
+            EngineError: The engine has failed.
+        """
+        session = self._open()
+        async with session.swapping:  # the next one goes out from what this one leaves
+            swap = await asyncio.to_thread(self._plan_swap, choices)
+            try:
+                return await asyncio.wrap_future(session.thread.call(swap))
+            except RuntimeError:  # it ended since we looked
+                raise _engine_error(session.thread.failure) from session.thread.failure
+
     async def drain(self) -> None:
         """Takes no more requests, lets the unfinished ones finish, and closes.
 
@@ -203,6 +230,7 @@ class _Session:
         self._owner = weakref.ref(llm)
         self.streams: dict[Ticket, weakref.ref[RequestStream]] = {}  # of unfinished requests
         self.tickets: dict[str, Ticket] = {}  # and by their names
+        self.swapping = asyncio.Lock()
         self._ended = asyncio.Event()
         self.thread = EngineThread(
             llm._engine,
@@ -279,6 +307,11 @@ class RequestStream:
     @property
     def request_id(self) -> str:
         return str(self._ticket.prepared.request_id)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the engine never took the request; None where it did, or has not yet."""
+        return self._ticket.refusal
 
     def __aiter__(self) -> RequestStream:
         return self

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tsched.execution.beam_search import BeamSearch, BeamSearchParams
 from tsched.execution.engine import Request
-from tsched.execution.served_model import ServedModel, joint_error, joint_metrics
+from tsched.execution.served_model import ServedModel, Swaps, joint_error, joint_metrics
 from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tsched.requests.prompts import PreparedRequest, Prompt, Salt, broadcast_to_prompts, split_prompts
@@ -114,6 +114,20 @@ class LLM(ServedModel):
             return self._search(asked, params, at_once=max_num_seqs // params.beam_width)
         finally:
             self._engine.overlap = overlap
+
+    def swap_kernels(self, choices: Swaps) -> int:
+        """Changes kernels of the loaded model, see AsyncLLM.swap_kernels.
+
+        Args:
+            choices: As the option `kernels`. An op that it leaves out keeps its variant; None asks for the default.
+
+        Returns:
+            The number of the first step that they run.
+
+        Raises:
+            tkernels.SelectionError: A name is unknown, or a variant cannot serve this model; nothing has changed then.
+        """
+        return self._plan_swap(choices)()
 
     def _run(self, total: int, use_tqdm: bool) -> None:
         """Steps until nothing is left, with a bar once that takes long."""
