@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 ROOMS: dict[str, dict[str, str]] = {
     "tkernels": {
-        "process": "cores mode device names files interpreter",
+        "process": "errors cores mode device names files interpreter",
         "contract": "config dims overlap inputs batching contract folders source_hash workspace variant",
         "launch": "ranges spans recording clocks timing roofline tuning launch preparation",
         "registry": "registry selection __init__",
@@ -33,7 +33,7 @@ ROOMS: dict[str, dict[str, str]] = {
     "tmodel": {
         "weights": "json_files safetensors_header weights formats quantization",
         "config": "cache_kinds batch rotary fields config",
-        "parts": "kv_cache kernel_axes layers linear_reader decoders",
+        "parts": "kv_cache kernel_axes layers kernel_swap linear_reader decoders",
         "architectures": "architectures outside loading",
         "training": "transformers_models random_weights corpus training_state train presets hub model_names",
         "quantizers": "quantizers",
@@ -49,6 +49,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "scheduling": "scheduling",
         "execution": "execution",
         "llm": "llm async_llm",
+        "serving": "serving",
         "package": "__init__",
     },
     "experiments": {

@@ -14,17 +14,18 @@ from tkernels.config import Config
 from tkernels.contract import Axes, Contract, ContractError, Value
 from tkernels.device import DeviceFacts, device_facts
 from tkernels.dims import Dim
+from tkernels.errors import TKernelsError
 from tkernels.mode import unavailable_reason
 from tkernels.names import Names
 from tkernels.source_hash import is_jit, source_hash
 from tkernels.workspace import Buffer, ZeroedBuffers
 
 
-class UnsupportedError(ValueError):
+class UnsupportedError(TKernelsError, ValueError):
     """A variant was asked for something it does not do; the message says what and why."""
 
 
-class VariantError(ValueError):
+class VariantError(TKernelsError, ValueError):
     """A variant file that breaks the rules of its op; the message names the file and the rule."""
 
 
@@ -32,6 +33,11 @@ Kind = Literal["torch", "triton", "library"]
 
 AxisRanges = Mapping[str, Value | tuple[int, int]]
 """Axis -> its value, or (low, high) where a whole range is meant."""
+
+
+def as_it_is(weight: Any) -> Any:
+    """What preparing a weight is where a variant reads it in the layout in which it was loaded."""
+    return weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +78,7 @@ class Variant:
     workspace: Callable[[Axes, Config, DeviceFacts], Mapping[str, Buffer]] = lambda axes, config, device: {}
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     key: tuple[str, ...] = ()
-    prepare: Callable[[Any], Any] = lambda weight: weight
+    prepare: Callable[[Any], Any] = as_it_is
     # Filled in when the file joins a registry:
     name: str = ""
     file: Path = field(default_factory=Path)
