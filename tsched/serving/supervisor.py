@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +232,8 @@ class SupervisedClient:
             if kind == "failed":
                 self._fail_all(message["reason"])
         elif kind in ("swapped", "swap_refused"):
+            if kind == "swapped" and self._stats is not None:
+                self._stats = replace(self._stats, arm=message["arm"])
             answer = self._swaps.get(message["id"])
             if answer is not None and not answer.done():
                 if kind == "swapped":
@@ -328,7 +330,8 @@ class SupervisedClient:
                 self._worker.kill(f"it took no step for {still:.1f} s with {len(self._served)} unfinished requests")
 
     def _give(self, served: _Served, worker: WorkerProcess) -> None:
-        worker.send({"kind": "submit", "request": asdict(served.request)})
+        request = {one.name: getattr(served.request, one.name) for one in fields(EngineRequest)}  # asdict copies tokens
+        worker.send({"kind": "submit", "request": request})
         served.num_lives += 1
 
     def _forget(self, request_id: str) -> _Served | None:
