@@ -134,7 +134,7 @@ class DrainingServer(uvicorn.Server):
 class DeadlineProtocol(H11Protocol):
     """h11's protocol with a deadline for a request's headers."""
 
-        _deadline: asyncio.TimerHandle | None = None
+    _deadline: asyncio.TimerHandle | None = None
 
     @property
     def _limits(self) -> ServerLimits:
