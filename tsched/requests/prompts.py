@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from tsched.requests.chat_template import Conversation
 from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
 
 MAX_PRIORITY = 2**31  # the scheduler's keys are int64
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
+Prompt = str | Sequence[int] | Mapping[str, Any] | Conversation
+"""Text, token ids, vLLM's {"prompt": text} and {"prompt_token_ids": ids}, or messages."""
 
 Salt = str | bytes | None
 """Separates one tenant's cached prefixes from another's; None is the empty salt."""
@@ -51,14 +52,15 @@ _PLAIN = frozenset({int})  # a list of nothing else needs no check of each entry
 
 
 def split_prompts(prompts: Any) -> list[Any]:
-    """Splits prompts into one entry per request. A single text, mapping or list of token ids is one request.
+    """Splits prompts into one entry per request. A single text, mapping, conversation or list of token
+    ids is one request.
 
     Raises:
         TypeError: It is neither that nor a list of prompts.
     """
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, Mapping, Conversation)):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise TypeError(f"prompts must be a text, a list of token ids or a list of those, got {type(prompts).__name__}")
