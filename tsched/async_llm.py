@@ -302,6 +302,7 @@ class RequestStream:
         self._num_tokens = [0] * len(ticket.news)
         self._num_shown = [0] * len(ticket.news)  # characters
         self._logprob_sums = [0.0] * len(ticket.news)
+        self._wants_prompt = params.prompt_logprobs is not None
         self._faults: dict[int, str] = {}  # by sample, why its tokens have no text
 
     @property
@@ -371,6 +372,10 @@ class RequestStream:
         metrics = (
             joint_metrics(ticket.requests) if ticket.requests else RequestMetrics(prepared.arrival_time, None, None)
         )
+        prompt_logprobs = None
+        if self._wants_prompt and ticket.requests:  # known before the first token is
+            prompt_logprobs = self._llm._make_prompt_logprobs(ticket.requests)
+            self._wants_prompt = prompt_logprobs is None
         return RequestOutput(
             prepared.request_id,
             prepared.text,
@@ -383,6 +388,7 @@ class RequestStream:
             metrics,
             error=joint_error(ticket.requests) if is_over else None,
             finished=is_over,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _make_completion(self, index: int, news: NewTokens) -> CompletionOutput:

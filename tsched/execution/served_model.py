@@ -316,6 +316,22 @@ class ServedModel:
             cumulative_logprob=sum(place.logprobs[0] for place in request.logprobs) if wants_logprobs else None,
         )
 
+    def _make_prompt_logprobs(self, requests: Sequence[Request]) -> list[dict[int, Logprob] | None] | None:
+        """Makes the log-probabilities of the prompt of `requests`, which are its samples, once they are known.
+
+        The first request's `error` is set where the prompt's tokens have no text.
+        """
+        first = requests[0]
+        if first.prompt_scores is None or not first.prompt_scores.is_complete:
+            return None
+        try:
+            return [None, *(self._label_logprobs(place) for place in first.prompt_scores.found)]
+        except RequestFault as fault:
+            first.error = first.error or str(fault)
+            if first.finish_time is not None:
+                first.sequence.finish_reason = "error"
+            return None
+
     def _label_logprobs(self, place: TokenLogprobs) -> dict[int, Logprob]:
         """Token id -> log-probability at one place of the output, the chosen token first."""
         by_token: dict[int, Logprob] = {}
