@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -21,13 +20,14 @@ import jinja2.ext
 import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tsched.requests.errors import RefusedError
+from tsched.requests.callbacks import attribute_to
+from tsched.requests.errors import RefusedError, RequestFault
+from tsched.requests.prompts import ROLES, Conversation
 from tsched.torch_free import TKernelsError, suggest_name
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-ROLES = ("system", "developer", "user", "assistant")
 TEMPLATE_FILE = "chat_template.jinja"
 _KEYS = ("role", "content", "name", "reasoning_content")
 _PRIVATE_USE = range(0xE000, 0xF8FF)
@@ -36,26 +36,6 @@ _TAKEN_NAMES = frozenset({"messages", "add_generation_prompt", "continue_final_m
 
 class ChatTemplateError(TKernelsError, ValueError):
     """A chat template cannot be read. The message says where it is wrong."""
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Messages that a chat template makes a prompt of.
-
-    Attributes:
-        messages: Mappings with a `role` of ROLES and a `content`, a text or a list of {"type": "text", "text": ...},
-            whose lines follow each other; `name` and `reasoning_content` where the template asks for them.
-        add_generation_prompt: Whether the prompt ends with what begins an assistant's message.
-        continue_final_message: Whether the prompt ends with the last message's content, which the output goes on from.
-        chat_template: The text of a template to use in the place of the checkpoint's.
-        variables: More of the template's variables, as `enable_thinking` of some.
-    """
-
-    messages: Sequence[Mapping[str, Any]]
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template: str | None = None
-    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ChatTemplate:
@@ -170,7 +150,11 @@ class ChatEncoder:
         ]
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids if text else []
+        try:
+            with attribute_to("the tokenizer on the messages"):
+                ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids if text else []
+        except RequestFault as fault:
+            raise RefusedError(str(fault)) from fault
         return ids
 
     def _encode_as_text(self, token: str) -> list[int]:

@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
-from tsched.requests.chat_template import Conversation
 from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
 
 MAX_PRIORITY = 2**31  # the scheduler's keys are int64
+
+ROLES = ("system", "developer", "user", "assistant")
+"""Of the messages of a chat."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages that a chat template makes a prompt of, see tsched.requests.chat_template.
+
+    Attributes:
+        messages: Mappings with a `role` of ROLES and a `content`, a text or a list of {"type": "text", "text": ...},
+            whose lines follow each other; `name` and `reasoning_content` where the template asks for them.
+        add_generation_prompt: Whether the prompt ends with what begins an assistant's message.
+        continue_final_message: Whether the prompt ends with the last message's content, which the output goes on from.
+        chat_template: The text of a template to use in the place of the checkpoint's.
+        variables: More of the template's variables, as `enable_thinking` of some.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | Conversation
 """Text, token ids, vLLM's {"prompt": text} and {"prompt_token_ids": ids}, or messages."""
