@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
+from collections.abc import AsyncGenerator
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -12,10 +13,10 @@ from typing import Any
 from tkernels.errors import TKernelsError
 from tsched.execution.engine import Request
 from tsched.execution.engine_thread import EngineThread, NewTokens, Ticket
-from tsched.execution.served_model import ServedModel, joint_error, joint_metrics
+from tsched.execution.served_model import ServedModel, Swaps, joint_error, joint_metrics
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError, RequestFault
-from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, add_part
 from tsched.requests.prompts import PreparedRequest, Prompt, Salt
 from tsched.requests.sampling_params import SamplingParams
 
@@ -115,6 +116,36 @@ class AsyncLLM(ServedModel):
         session.tickets[request_id] = ticket
         return stream
 
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: Salt = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Serves `prompt`, from the first output that is asked for on.
+
+        Args:
+            prompt: As in `add_request`, like `priority`, `cache_salt` and what is raised.
+            sampling_params: None is SamplingParams().
+            request_id: The caller's name for the request, unlike those of other unfinished requests; None is a number.
+
+        Yields:
+            The request's output so far, each time that there is more of it: the last has all of it.
+        """
+        if request_id is None:
+            request_id = str(next(self._request_ids))
+        stream = self.add_request(request_id, prompt, sampling_params, priority=priority, cache_salt=cache_salt)
+        whole = None
+        try:
+            async for part in stream:
+                whole = add_part(whole, part)
+                yield whole
+        finally:
+            await stream.aclose()
+
     def abort(self, request_id: str) -> None:
         """Ends a request, wherever it is. Its iterator gives what it had, with finish_reason "abort".
 
@@ -123,6 +154,33 @@ class AsyncLLM(ServedModel):
         ticket = None if self._session is None else self._session.tickets.get(request_id)
         if ticket is not None and self._session is not None:
             self._session.thread.abort(ticket)
+
+    async def swap_kernels(self, choices: Swaps) -> int:
+        """Changes kernels while requests are served: `await llm.swap_kernels({"paged_decode": "split_kv"})`.
+
+        The variants are selected, and weights prepared for them, while the engine runs; the swap comes between two
+        steps. Steps before the one whose number this returns ran over the old kernels, and that one and all after it
+        run over the new ones. Requests go on over the caches that they have. Decode graphs are recorded again as they
+        are used.
+
+        Args:
+            choices: As the option `kernels`. An op that it leaves out keeps its variant; None asks for the default.
+
+        Returns:
+            The number of the first step that they run; the engine's first is 0.
+
+        Raises:
+            tkernels.SelectionError: A name is unknown, or a variant cannot serve this model; nothing has changed then.
+            RuntimeError: This was drained or closed, or serves another event loop.
+            EngineError: The engine has failed.
+        """
+        session = self._open()
+        async with session.swapping:  # the next one goes out from what this one leaves
+            swap = await asyncio.to_thread(self._plan_swap, choices)
+            try:
+                return await asyncio.wrap_future(session.thread.call(swap))
+            except RuntimeError:  # it ended since we looked
+                raise _engine_error(session.thread.failure) from session.thread.failure
 
     async def drain(self) -> None:
         """Takes no more requests, lets the unfinished ones finish, and closes.
@@ -172,6 +230,7 @@ class _Session:
         self._owner = weakref.ref(llm)
         self.streams: dict[Ticket, weakref.ref[RequestStream]] = {}  # of unfinished requests
         self.tickets: dict[str, Ticket] = {}  # and by their names
+        self.swapping = asyncio.Lock()
         self._ended = asyncio.Event()
         self.thread = EngineThread(
             llm._engine,
@@ -243,6 +302,7 @@ class RequestStream:
         self._num_tokens = [0] * len(ticket.news)
         self._num_shown = [0] * len(ticket.news)  # characters
         self._logprob_sums = [0.0] * len(ticket.news)
+        self._wants_prompt = params.prompt_logprobs is not None
         self._faults: dict[int, str] = {}  # by sample, why its tokens have no text
 
     @property
@@ -312,6 +372,10 @@ class RequestStream:
         metrics = (
             joint_metrics(ticket.requests) if ticket.requests else RequestMetrics(prepared.arrival_time, None, None)
         )
+        prompt_logprobs = None
+        if self._wants_prompt and ticket.requests:  # known before the first token is
+            prompt_logprobs = self._llm._make_prompt_logprobs(ticket.requests)
+            self._wants_prompt = prompt_logprobs is None
         return RequestOutput(
             prepared.request_id,
             prepared.text,
@@ -324,6 +388,7 @@ class RequestStream:
             metrics,
             error=joint_error(ticket.requests) if is_over else None,
             finished=is_over,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _make_completion(self, index: int, news: NewTokens) -> CompletionOutput:

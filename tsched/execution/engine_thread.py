@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
@@ -93,6 +94,7 @@ class EngineThread:
         # Under the lock: tickets that are not over, in the order of arrival; and those with news for their consumers.
         self._active: dict[Ticket, None] = {}
         self._changed: dict[Ticket, None] = {}
+        self._calls: set[Future[int]] = set()  # under the lock: those that nobody has answered
         self._is_notified = False  # on_news was called since the last changed()
         self._stops_when_idle = False
         self._must_stop = threading.Event()
@@ -117,6 +119,33 @@ class EngineThread:
         Any thread may call this at any moment, also after its end.
         """
         self._commands.put(lambda: self._abort(ticket, samples))
+
+    def call(self, act: Callable[[], int]) -> Future[int]:
+        """Calls `act` on the thread between two steps. Any thread may call this.
+
+        Returns:
+            What it returned or raised; RuntimeError where the thread ends first.
+
+        Raises:
+            RuntimeError: The engine's thread has ended.
+        """
+        answer: Future[int] = Future()
+
+        def run() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(act())
+                except BaseException as error:
+                    answer.set_exception(error)
+            with self._lock:
+                self._calls.discard(answer)
+
+        with self._lock:
+            if self.has_ended:
+                raise RuntimeError("the engine's thread has ended")
+            self._calls.add(answer)
+            self._commands.put(run)
+        return answer
 
     def drain(self) -> None:
         """Ends the thread once everything submitted is over."""
@@ -161,6 +190,9 @@ class EngineThread:
                     news.finish_reason = news.finish_reason or "abort"
                 self._changed[ticket] = None
             self._active.clear()
+        for answer in self._calls:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(RuntimeError("the engine's thread has ended"))
         try:
             self._on_news()
         except RuntimeError:

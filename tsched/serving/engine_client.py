@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
-from tsched.torch_free import suggest_name
+from tsched.torch_free import TKernelsError, suggest_name
 
 State = Literal["loading", "ready", "restarting", "draining", "failed"]
 """Whether an engine takes requests: it does when "ready"; it will, or will again, when "loading" or "restarting"."""
@@ -159,6 +159,19 @@ class StatsSnapshot:
     arm: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class KernelSwap:
+    """A swap of kernels that was made.
+
+    Attributes:
+        first_step: Number of the first step over the new kernels, counted from 0 since the engine was made.
+        arm: op -> the variant that serves it from then on.
+    """
+
+    first_step: int
+    arm: Mapping[str, str]
+
+
 class RequestRefusedError(RefusedError):
     """The engine cannot take this request, now or later.
 
@@ -189,7 +202,7 @@ def read_sampling(sampling: Mapping[str, Any]) -> SamplingParams:
         raise RequestRefusedError(message, next((name for name in sampling if name in message), None)) from error
 
 
-class EngineUnavailableError(RuntimeError):
+class EngineUnavailableError(TKernelsError, RuntimeError):
     """The engine takes no request now: it loads, restarts or drains.
 
     Args:
@@ -202,7 +215,7 @@ class EngineUnavailableError(RuntimeError):
         self.retry_after = retry_after
 
 
-class EngineFailedError(RuntimeError):
+class EngineFailedError(TKernelsError, RuntimeError):
     """The engine, or its process, failed while it served the request, or failed for good. The message has no stack."""
 
 
@@ -253,17 +266,15 @@ class EngineClient(Protocol):
     def stats(self) -> StatsSnapshot:
         """The last step's snapshot; it waits for nothing. EngineUnavailableError until the model was loaded once."""
 
-    async def swap_kernels(self, choices: Mapping[str, Any]) -> Mapping[str, str]:
-        """Swaps kernels between two steps.
+    async def swap_kernels(self, choices: Mapping[str, Any]) -> KernelSwap:
+        """Swaps kernels between two steps. An engine that is started again begins with those of its start.
 
         Args:
-            choices: {op: variant} or {op: {variant: {config value: number}}}, as an experiment's `kernels`.
-
-        Returns:
-            op -> the variant that serves it now.
+            choices: {op: variant} or {op: {variant: {config value: number}}}, as an experiment's `kernels`; an op that
+                is left out keeps its variant, and None asks for the op's default.
 
         Raises:
-            RequestRefusedError: A choice is unknown, or does not support the model.
+            RequestRefusedError: A choice is unknown, or does not support the model; nothing has changed then.
             EngineUnavailableError: The engine is not ready.
         """
 
