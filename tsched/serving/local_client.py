@@ -26,8 +26,12 @@ from tsched.serving.engine_client import (
 
 if TYPE_CHECKING:  # both load torch, and the server answers before that is there
     from tsched.async_llm import AsyncLLM, EngineError, RequestStream
+<<<<<<< HEAD
     from tsched.execution.phase_times import PhaseTimes
     from tsched.requests.outputs import CompletionOutput, RequestOutput
+=======
+    from tsched.requests.outputs import CompletionOutput, Logprob, RequestOutput
+>>>>>>> main
 
 
 class LocalClient:
@@ -207,11 +211,19 @@ def _failure_of(error: EngineError) -> EngineFailedError:
 
 
 def _make_delta(output: RequestOutput) -> Delta:
-    return Delta([_make_sample(one) for one in output.outputs], output.finished, output.error)
+    prompt = output.prompt_logprobs
+    return Delta(
+        [_make_sample(one) for one in output.outputs],
+        output.finished,
+        output.error,
+        prompt_logprobs=None if prompt is None else [None if place is None else _scores(place) for place in prompt],
+    )
 
 
 def _make_sample(output: CompletionOutput) -> SampleDelta:
-    scores = None
-    if output.logprobs is not None:
-        scores = [TokenScores(list(place), [one.logprob for one in place.values()]) for place in output.logprobs]
+    scores = None if output.logprobs is None else [_scores(place) for place in output.logprobs]
     return SampleDelta(output.index, output.token_ids, output.text, scores, output.finish_reason)
+
+
+def _scores(place: Mapping[int, Logprob]) -> TokenScores:
+    return TokenScores(list(place), [one.logprob for one in place.values()])

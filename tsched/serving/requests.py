@@ -13,7 +13,7 @@ from tsched.serving.chat_template import ChatTemplate, TemplateError
 from tsched.serving.engine_client import EngineRequest, ModelFacts, RequestRefusedError, read_sampling
 from tsched.serving.protocol.chat import ChatRequest
 from tsched.serving.protocol.completions import CompletionRequest
-from tsched.serving.protocol.errors import ApiError, invalid_value, unsupported_parameter
+from tsched.serving.protocol.errors import ApiError, invalid_value
 from tsched.serving.protocol.sampling import GenerationRequest
 from tsched.serving.text import TextCodec, check_text, no_tokenizer
 
@@ -95,8 +95,7 @@ def check_request(request: GenerationRequest, facts: ModelFacts) -> dict[str, An
         ApiError: Another model is asked for, or a field has a value that it cannot have.
     """
     check_model(request.model, facts)
-    if request.stream_options is not None and not request.stream:
-        raise invalid_value("stream_options needs stream: true", "stream_options")
+    _check_pairs(request)
     if abs(request.priority or 0) > MAX_PRIORITY:
         raise invalid_value(f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}", "priority")
     sampling = request.sampling()
@@ -104,6 +103,9 @@ def check_request(request: GenerationRequest, facts: ModelFacts) -> dict[str, An
     if top_logprobs is not None:
         sampling["logprobs"] = top_logprobs
     given = _given_max_tokens(request)
+    is_scored = isinstance(request, CompletionRequest) and request.echo and top_logprobs is not None
+    if is_scored or (isinstance(request, CompletionRequest) and given == 0):
+        sampling["prompt_logprobs"] = top_logprobs or 0
     try:
         read_sampling(sampling | ({} if given is None else {"max_tokens": given}))
     except RequestRefusedError as error:
@@ -112,9 +114,26 @@ def check_request(request: GenerationRequest, facts: ModelFacts) -> dict[str, An
     if stop_ids and max(stop_ids) >= facts.vocab_size:
         message = f"stop_token_ids holds {max(stop_ids)}; ids go from 0 to {facts.vocab_size - 1}"
         raise invalid_value(message, "stop_token_ids")
-    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
-        raise unsupported_parameter("echo", "echo with logprobs is not supported here: leave one out")
     return sampling
+
+
+def _check_pairs(request: GenerationRequest) -> None:
+    """Refuses fields that contradict each other, by ApiError."""
+    if request.stream_options is not None and not request.stream:
+        raise invalid_value("stream_options needs stream: true", "stream_options")
+    if isinstance(request, CompletionRequest) and request.best_of not in (None, request.n or 1):
+        message = f"best_of is {_short(request.best_of)} and n {_short(request.n or 1)}: all are returned, so give n"
+        raise invalid_value(message, "best_of")
+    if isinstance(request, ChatRequest):
+        if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
+            message = "max_tokens and max_completion_tokens are two names of one thing: give one"
+            raise invalid_value(message, "max_completion_tokens")
+        if request.top_logprobs is not None and not request.logprobs:
+            raise invalid_value("top_logprobs needs logprobs: true", "top_logprobs")
+
+
+def _short(number: int | None) -> str:
+    return str(number) if number is None or abs(number) < 10**20 else "a number of dozens of digits"
 
 
 def make_job(
@@ -187,7 +206,7 @@ def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, facts: Model
     """
     given, left = _given_max_tokens(request), facts.max_model_len - num_prompt_tokens
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
-    if left < max(1, given or 1):
+    if left < (1 if given is None else given):
         asked = "" if given is None else f" and {given} of output"
         message = f"the model takes {facts.max_model_len} tokens; the request has {num_prompt_tokens} of prompt{asked}"
         raise invalid_value(message, param, "context_length_exceeded")
@@ -225,8 +244,7 @@ def check_ids(token_ids: list[int], facts: ModelFacts, param: str = "prompt") ->
         raise invalid_value(message, param, "context_length_exceeded")
     wrong = next((one for one in token_ids if not 0 <= one < facts.vocab_size), None)
     if wrong is not None:
-        shown = wrong if abs(wrong) < 10**20 else "one of dozens of digits"
-        message = f"token id {shown} is out of vocabulary; ids go from 0 to {facts.vocab_size - 1}"
+        message = f"token id {_short(wrong)} is out of vocabulary; ids go from 0 to {facts.vocab_size - 1}"
         raise invalid_value(message, param)
 
 

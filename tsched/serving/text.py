@@ -41,6 +41,8 @@ class TextCodec:
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         except Exception as error:  # tokenizers raises bare Exceptions
             raise TokenizerFilesError(f"{file}: cannot be read: {error}") from error
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         config_file = directory / "tokenizer_config.json"
         self.config: Mapping[str, Any] = json.loads(config_file.read_text()) if config_file.is_file() else {}
         self.max_token_chars = max(map(len, vocabulary), default=1)
@@ -60,6 +62,10 @@ class TextCodec:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; half a character is some of its bytes."""
         return self._pieces(token_id)
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token has in a text; a special token has none there."""
+        return b"" if token_id in self._special else self.token_bytes(token_id)
 
     def describe(self, chat_template: str | None) -> TokenizerInfo:
         """What clients ask of a tokenizer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 
 from tsched.serving.protocol.sampling import (
     FinishReason,
@@ -66,14 +66,6 @@ class ChatRequest(GenerationRequest):
     tools: Unsupported = None
     verbosity: Unsupported = None
     web_search_options: Unsupported = None
-
-    @model_validator(mode="after")
-    def _check_pairs(self) -> ChatRequest:
-        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise ValueError("max_tokens and max_completion_tokens are two names of one thing: give one")
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
-        return self
 
 
 class TokenLogprob(BaseModel):
