@@ -26,12 +26,8 @@ from tsched.serving.engine_client import (
 
 if TYPE_CHECKING:  # both load torch, and the server answers before that is there
     from tsched.async_llm import AsyncLLM, EngineError, RequestStream
-<<<<<<< HEAD
     from tsched.execution.phase_times import PhaseTimes
-    from tsched.requests.outputs import CompletionOutput, RequestOutput
-=======
     from tsched.requests.outputs import CompletionOutput, Logprob, RequestOutput
->>>>>>> main
 
 
 class LocalClient:
