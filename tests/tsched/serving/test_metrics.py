@@ -110,9 +110,8 @@ def test_received_is_refused_and_finished_by_reason_with_aborts(server: RunningS
     assert total(server, "vllm:request_success_total", finished_reason="abort") == before["abort"] + 1
     assert total(server, "tkernels_requests_refused_total", reason="invalid_json") >= 1
     assert total(server, "vllm:generation_tokens_total") >= 4 * 3
-    assert total(server, "vllm:iteration_tokens_total_sum") <= total(server, "vllm:prompt_tokens_total") + total(
-        server, "vllm:generation_tokens_total"
-    )
+    computed = total(server, "vllm:prompt_tokens_total") + total(server, "vllm:generation_tokens_total")
+    assert 0 < total(server, "vllm:iteration_tokens_total_sum") <= computed + 1e-6
     assert total(server, "tkernels_step_phase_seconds_total", phase="forward") > 0
     assert total(server, "tkernels_step_phase_seconds_total", phase="step") > 0
 
