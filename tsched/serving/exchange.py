@@ -147,7 +147,7 @@ class Exchange(Response):
 
     async def _serve(self, request: GenerationRequest, sampling: Any, ticket: Ticket, *, is_short: bool) -> None:
         front = self._front
-        parts = (request, sampling, front.facts(), front.codec, front.template, self._tenant)
+        parts = (request, sampling, front.facts(), front.codec, front.chats, self._tenant)
         if is_short:
             job = make_job(*parts)
         else:

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tsched.requests.chat_template import ChatEncoder, ChatTemplate, read_chat_template
 from tsched.serving.admission import Admission
 from tsched.serving.auth import Keys
-from tsched.serving.chat_template import ChatTemplate, read_template
 from tsched.serving.engine_client import EngineClient, EngineUnavailableError, ModelFacts
 from tsched.serving.limits import ServerLimits
 from tsched.serving.metrics import Metrics
@@ -38,6 +38,7 @@ class FrontEnd:
         metrics: What is counted and measured.
         codec: The model's tokenizer; None where it has none, or before it is loaded.
         template: Its chat template; the same.
+        chats: What makes prompts of chats with it; the same.
         load_error: Why the model could not be loaded.
         is_draining: Whether the server stops: it takes no more requests.
         exchanges: The requests in work.
@@ -55,6 +56,7 @@ class FrontEnd:
         self.metrics = Metrics(client)
         self.codec: TextCodec | None = None
         self.template: ChatTemplate | None = None
+        self.chats: ChatEncoder | None = None
         self.load_error: BaseException | None = None
         self.is_draining = False
         self.exchanges: set[Exchange] = set()
@@ -128,14 +130,18 @@ class FrontEnd:
             state = "loading"
         return {"status": state}
 
+    def _read_tokenizer(self, directory: Path) -> None:
+        self.codec = TextCodec(directory)
+        self.template = read_chat_template(directory, self._chat_template)
+        if self.template is not None:
+            self.chats = ChatEncoder(self.codec.tokenizer, self.template)
+
     async def _load(self) -> None:
         try:
             await self.client.start()
             facts = self.client.facts
             if facts.tokenizer_directory is not None:
-                directory = Path(facts.tokenizer_directory)
-                self.codec = await asyncio.to_thread(TextCodec, directory)
-                self.template = read_template(directory, self.codec.config, self._chat_template)
+                await asyncio.to_thread(self._read_tokenizer, Path(facts.tokenizer_directory))
             limits = self.limits
             self._admission = Admission(
                 limits.max_in_flight or 4 * facts.max_num_seqs,
