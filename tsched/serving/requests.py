@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tsched.requests.chat_template import ChatEncoder
+from tsched.requests.errors import RefusedError
+from tsched.requests.prompts import Conversation
 from tsched.serving.auth import Tenant
-from tsched.serving.chat_template import ChatTemplate, TemplateError
 from tsched.serving.engine_client import EngineRequest, ModelFacts, RequestRefusedError, read_sampling
 from tsched.serving.protocol.chat import ChatRequest
 from tsched.serving.protocol.completions import CompletionRequest
@@ -141,7 +143,7 @@ def make_job(
     sampling: dict[str, Any],
     facts: ModelFacts,
     codec: TextCodec | None,
-    template: ChatTemplate | None,
+    chats: ChatEncoder | None,
     tenant: Tenant,
 ) -> Job:
     """Tokenizes a request that `check_request` has passed. It takes time, so it runs off the event loop.
@@ -151,7 +153,7 @@ def make_job(
     """
     is_chat = isinstance(request, ChatRequest)
     if isinstance(request, ChatRequest):
-        prompts = [_render_chat(request, facts, codec, template)]
+        prompts = [_encode_chat(request, facts, codec, chats)]
     elif isinstance(request, CompletionRequest):
         prompts = _read_prompts(request, facts, codec)
     else:
@@ -248,23 +250,26 @@ def check_ids(token_ids: list[int], facts: ModelFacts, param: str = "prompt") ->
         raise invalid_value(message, param)
 
 
-def _render_chat(
-    request: ChatRequest, facts: ModelFacts, codec: TextCodec | None, template: ChatTemplate | None
-) -> Prompt:
+def _encode_chat(request: ChatRequest, facts: ModelFacts, codec: TextCodec | None, chats: ChatEncoder | None) -> Prompt:
     if codec is None:
         raise no_tokenizer("messages")
-    if template is None:
+    if chats is None:
         message = "the model has no chat template: start the server with --chat-template FILE, or use /v1/completions"
         raise invalid_value(message, "messages")
     num_chars = sum(len(message.text) for message in request.messages)
     if num_chars > facts.max_model_len * codec.max_token_chars:
         message = f"the model takes {facts.max_model_len} tokens, and {num_chars} characters have more"
         raise invalid_value(message, "messages", "context_length_exceeded")
+    conversation = Conversation(
+        [one.model_dump(exclude_none=True) for one in request.messages],
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_final_message=bool(request.continue_final_message),
+        variables=request.chat_template_kwargs or {},
+    )
     try:
-        text = template.render([{"role": one.role, "content": one.text} for one in request.messages])
-    except TemplateError as error:
+        text, token_ids = chats.encode(conversation)
+    except RefusedError as error:
         raise invalid_value(str(error), "messages") from None
-    token_ids = codec.encode(text, add_special_tokens=False)  # the template writes them
     if not token_ids:
         raise invalid_value("the rendered messages have no tokens", "messages")
     return Prompt(token_ids, text)

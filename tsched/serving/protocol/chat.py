@@ -45,6 +45,9 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     response_format: TextFormat | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     # Without effect, see docs/serving.md.
     metadata: dict[str, str] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
