@@ -6,6 +6,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -18,6 +19,7 @@ from tsched.execution.engine_stats import EngineStats
 from tsched.execution.placement import check_random_weights, check_token_table, find_device, find_dtype, fit_options
 from tsched.execution.sampler import TokenLogprobs
 from tsched.options import OPTIONS, EngineOptions, read_options
+from tsched.requests.bad_words import spell_bad_words
 from tsched.requests.callbacks import attribute_to
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError, RequestFault
@@ -25,9 +27,9 @@ from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, R
 from tsched.requests.prompts import (
     PreparedRequest,
     Salt,
+    check_named_ids,
     check_priority,
     check_salt,
-    check_stop_ids,
     check_token_ids,
     parse_prompt,
 )
@@ -234,7 +236,8 @@ class ServedModel:
             text = prompt if isinstance(prompt, str) else None
             token_ids = self._encode(prompt) if isinstance(prompt, str) else prompt
             check_token_ids(token_ids, self.config.vocab_size)
-            check_stop_ids(params, self.config.vocab_size, self.config.eos_token_ids)
+            params = self._spell_bad_words(params)
+            check_named_ids(params, self.config.vocab_size, self.config.eos_token_ids)
         except RefusedError as error:
             refusal = str(error)
         salt = check_salt(cache_salt)
@@ -262,6 +265,20 @@ class ServedModel:
             priority=prepared.priority,
             cache_salt=prepared.cache_salt,
         )
+
+    def _spell_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """`params` with all bad_words in tokens, where there is a tokenizer."""
+        if self.tokenizer is None or not any(isinstance(word, str) for word in params.forbidden):
+            return params
+
+        def encode(text: str) -> list[int]:
+            with attribute_to("the tokenizer on bad_words"):
+                return [operator.index(one) for one in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+        try:
+            return replace(params, bad_words=spell_bad_words(params.forbidden, encode))
+        except RequestFault as fault:
+            raise RefusedError(str(fault)) from fault
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
