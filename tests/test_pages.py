@@ -244,7 +244,7 @@ def test_the_commands_of_a_page_work(page: str, reader: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("containing", ["llm.generate(\n", "async def stream"])
+@pytest.mark.parametrize("containing", ["llm.generate(\n", "async def stream", "llm.chat("])
 def test_the_python_of_the_pages_works(containing: str, reader: Path) -> None:
     source = next(text for text in blocks("python.md", "python") if containing.strip() in text)
     if "async def stream" in source:

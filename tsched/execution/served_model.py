@@ -21,10 +21,12 @@ from tsched.execution.sampler import TokenLogprobs
 from tsched.options import OPTIONS, EngineOptions, read_options
 from tsched.requests.bad_words import spell_bad_words
 from tsched.requests.callbacks import attribute_to
+from tsched.requests.chat_template import ChatEncoder, ChatTemplateError, read_chat_template
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tsched.requests.prompts import (
+    Conversation,
     PreparedRequest,
     Salt,
     check_named_ids,
@@ -232,9 +234,7 @@ class ServedModel:
         token_ids: list[int] = []
         refusal = None
         try:
-            prompt = parse_prompt(entry)
-            text = prompt if isinstance(prompt, str) else None
-            token_ids = self._encode(prompt) if isinstance(prompt, str) else prompt
+            text, token_ids = self._read_prompt(entry)
             check_token_ids(token_ids, self.config.vocab_size)
             params = self._spell_bad_words(params)
             check_named_ids(params, self.config.vocab_size, self.config.eos_token_ids)
@@ -279,6 +279,23 @@ class ServedModel:
             return replace(params, bad_words=spell_bad_words(params.forbidden, encode))
         except RequestFault as fault:
             raise RefusedError(str(fault)) from fault
+
+    def _read_prompt(self, entry: Any) -> tuple[str | None, list[int]]:
+        """The prompt's text, None where it is token ids, and its token ids."""
+        if isinstance(entry, Conversation):
+            return self._chat_encoder.encode(entry)
+        prompt = parse_prompt(entry)
+        return (prompt, self._encode(prompt)) if isinstance(prompt, str) else (None, prompt)
+
+    @functools.cached_property
+    def _chat_encoder(self) -> ChatEncoder:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise RefusedError(f"{self.directory} has no tokenizer of the library tokenizers, which chats need")
+        try:
+            return ChatEncoder(backend, read_chat_template(self.directory))
+        except ChatTemplateError as error:
+            raise RefusedError(str(error)) from error
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
