@@ -14,6 +14,7 @@ from tsched.serving.admission import Admission
 from tsched.serving.auth import Keys
 from tsched.serving.engine_client import EngineClient, EngineUnavailableError, ModelFacts
 from tsched.serving.limits import ServerLimits
+from tsched.serving.metrics import Metrics
 from tsched.serving.protocol.errors import ApiError, unavailable
 from tsched.serving.text import TextCodec
 
@@ -34,6 +35,7 @@ class FrontEnd:
         chat_template: A file that takes the place of the model's own.
 
     Attributes:
+        metrics: What is counted and measured.
         codec: The model's tokenizer; None where it has none, or before it is loaded.
         template: Its chat template; the same.
         chats: What makes prompts of chats with it; the same.
@@ -51,6 +53,7 @@ class FrontEnd:
         chat_template: Path | None = None,
     ) -> None:
         self.client, self.limits, self.keys = client, limits, keys
+        self.metrics = Metrics(client)
         self.codec: TextCodec | None = None
         self.template: ChatTemplate | None = None
         self.chats: ChatEncoder | None = None
@@ -62,10 +65,12 @@ class FrontEnd:
         self._chat_template = chat_template
         self._admission: Admission | None = None
         self._loading: asyncio.Task[None] | None = None
+        self._measuring: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
         """Begins to load the model; the server answers meanwhile."""
         self._loading = asyncio.create_task(self._load())
+        self._measuring = asyncio.create_task(self.metrics.watch_loop())
 
     async def drain(self) -> None:
         """Takes no more requests, and returns when those in work have ended, or have been ended at drain_timeout."""
@@ -86,8 +91,9 @@ class FrontEnd:
     async def stop(self) -> None:
         """Ends what is in work, and the engine."""
         await self.end_all()
-        if self._loading is not None:
-            self._loading.cancel()
+        for task in (self._loading, self._measuring):
+            if task is not None:
+                task.cancel()
         await self.client.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
 
