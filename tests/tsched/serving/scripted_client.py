@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,9 @@ class ScriptedClient:
 
     def stats(self) -> StatsSnapshot:
         return StatsSnapshot(len(self.running), 0, 64, 0, 0, 0, 0, 0, 0, 0)
+
+    def listen(self, listener: Callable[[StatsSnapshot], object]) -> None:
+        """No step is taken here."""
 
     async def swap_kernels(self, choices: Mapping[str, Any]) -> KernelSwap:
         raise AssertionError("nobody asks for it")
