@@ -11,6 +11,8 @@ from typing import Any
 import yaml
 from yaml.reader import ReaderError
 
+from tsched.torch_free import TKernelsError
+
 PathParts = tuple[str | int, ...]
 
 Report = Callable[[PathParts, str], None]
@@ -26,7 +28,7 @@ _COLLECTIONS = ("tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
 _PLACE = re.compile(r"line (\d+), column (\d+)\b")
 
 
-class ExperimentError(ValueError):
+class ExperimentError(TKernelsError, ValueError):
     """What is wrong with an experiment, one line per problem, each with the YAML path it is at."""
 
     def __init__(self, problems: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 ROOMS: dict[str, dict[str, str]] = {
     "tkernels": {
-        "process": "cores mode device names files interpreter",
+        "process": "errors cores mode device names files interpreter",
         "contract": "config dims overlap inputs batching contract folders source_hash workspace variant",
         "launch": "ranges spans recording clocks timing roofline tuning launch preparation",
         "registry": "registry selection __init__",
@@ -49,6 +49,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "scheduling": "scheduling",
         "execution": "execution",
         "llm": "llm async_llm",
+        "serving": "serving",
         "package": "__init__",
     },
     "experiments": {

@@ -22,6 +22,7 @@ from tkernels.contract import (
     Tensor,
 )
 from tkernels.device import DeviceFacts
+from tkernels.errors import TKernelsError
 from tkernels.launch import Kernel, Run
 from tkernels.names import UnknownNameError
 from tkernels.preparation import PrepareReport, prepared
@@ -62,6 +63,7 @@ __all__ = [
     "Run",
     "Scalar",
     "SelectionError",
+    "TKernelsError",
     "Tensor",
     "Tuning",
     "TuningError",

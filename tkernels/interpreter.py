@@ -15,8 +15,10 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 
+from tkernels.errors import TKernelsError
 
-class Bfloat16ArithmeticError(TypeError):
+
+class Bfloat16ArithmeticError(TKernelsError, TypeError):
     """A kernel computes on bf16 values without widening them; the interpreter would do it on raw bit patterns."""
 
 
@@ -122,7 +124,7 @@ def install() -> None:  # noqa: C901  the methods that replace Triton's own, a f
     builder.binary_op = refusing_binary_op
 
 
-class RunawayError(RuntimeError):
+class RunawayError(TKernelsError, RuntimeError):
     """A program that makes more accesses than any honest one: its loop does not end."""
 
 

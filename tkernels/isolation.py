@@ -31,6 +31,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tkernels.errors import TKernelsError
+
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _PIPE_BYTES = 1 << 20
 """No pipe holds more."""
@@ -40,7 +42,7 @@ _POLL_S, _SOON_S = 0.05, 0.001
 """How often a child is asked whether it has ended: while its messages' pipe is open, and after."""
 
 
-class ServerError(RuntimeError):
+class ServerError(TKernelsError, RuntimeError):
     """A server did not start, or has ended; the message says how."""
 
 

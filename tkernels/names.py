@@ -5,10 +5,12 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
+from tkernels.errors import TKernelsError
+
 T = TypeVar("T")
 
 
-class UnknownNameError(KeyError, ValueError):
+class UnknownNameError(TKernelsError, KeyError, ValueError):
     """A name that nothing here has; lists what there is and the nearest match."""
 
     def __str__(self) -> str:  # KeyError shows the repr of its message

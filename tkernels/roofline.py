@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from tkernels.device import DeviceFacts
+from tkernels.errors import TKernelsError
 
 
-class RooflineError(ValueError):
+class RooflineError(TKernelsError, ValueError):
     """A time shorter than the hardware allows: the timer, the contract's counting or the peaks are wrong."""
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tkernels.device import device_facts
+from tkernels.errors import TKernelsError
 from tkernels.inputs import dtype_name
 from tkernels.launch import Kernel
 from tkernels.names import UnknownNameError, unknown_name
@@ -31,7 +32,7 @@ def ways(ranges: AxisRanges | Sequence[AxisRanges]) -> tuple[AxisRanges, ...]:
     return (ranges,) if isinstance(ranges, Mapping) else tuple(ranges)
 
 
-class SelectionError(ValueError):
+class SelectionError(TKernelsError, ValueError):
     """A choice that cannot be made: an unknown op, variant or config value, or a variant unsupported here."""
 
 

@@ -21,6 +21,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from tkernels.config import Config, TuningMode
 from tkernels.contract import Axes, Int
 from tkernels.device import INTERPRETER, DeviceFacts
+from tkernels.errors import TKernelsError
 from tkernels.files import write_text
 from tkernels.timing import time_call
 from tkernels.variant import Variant
@@ -43,7 +44,7 @@ IN_WORDS: Mapping[Match, str] = {
 """Where a config came from: only "exact" was measured with this very kernel."""
 
 
-class TuningError(ValueError):
+class TuningError(TKernelsError, ValueError):
     """A config was asked for that the lockfile does not have, or a lockfile that cannot be read."""
 
 

@@ -14,17 +14,18 @@ from tkernels.config import Config
 from tkernels.contract import Axes, Contract, ContractError, Value
 from tkernels.device import DeviceFacts, device_facts
 from tkernels.dims import Dim
+from tkernels.errors import TKernelsError
 from tkernels.mode import unavailable_reason
 from tkernels.names import Names
 from tkernels.source_hash import is_jit, source_hash
 from tkernels.workspace import Buffer, ZeroedBuffers
 
 
-class UnsupportedError(ValueError):
+class UnsupportedError(TKernelsError, ValueError):
     """A variant was asked for something it does not do; the message says what and why."""
 
 
-class VariantError(ValueError):
+class VariantError(TKernelsError, ValueError):
     """A variant file that breaks the rules of its op; the message names the file and the rule."""
 
 

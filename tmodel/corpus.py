@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tkernels.errors import TKernelsError
+
 # Tests repeat themselves, `encodings` and `pydoc_data` are tables, and site-packages differs from machine to machine.
 _SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "lib2to3", "turtledemo"}
@@ -17,7 +19,7 @@ _MAX_FILE_BYTES = 200_000
 _HELD_OUT_EVERY = 16
 
 
-class CorpusError(RuntimeError):
+class CorpusError(TKernelsError, RuntimeError):
     """This Python has too little of its standard library as source files to train on."""
 
 

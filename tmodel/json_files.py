@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tkernels.errors import TKernelsError
+
 _MAX_BYTES = 2**24
 """Of a config file: a thousand times what the largest published ones have."""
 _MAX_DEPTH = 50
@@ -18,7 +20,7 @@ _MAX_TEXT = 10_000
 _MAX_MESSAGE = 4000
 
 
-class ConfigError(ValueError):
+class ConfigError(TKernelsError, ValueError):
     """A model directory's config.json is missing, damaged, or asks for what is not supported; or its tokenizer is.
 
     A message that shows values without an end is cut.

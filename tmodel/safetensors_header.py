@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tkernels.errors import TKernelsError
 from tmodel.json_files import parse_json
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -37,7 +38,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
 _MAX_COUNT = 2**63 - 1  # the most elements that torch counts
 
 
-class WeightError(ValueError):
+class WeightError(TKernelsError, ValueError):
     """A checkpoint cannot be loaded; the message names the file and, where there is one, the tensor."""
 
 

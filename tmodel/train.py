@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tkernels.cores import usable_cores
+from tkernels.errors import TKernelsError
 from tmodel.corpus import Corpus
 from tmodel.training_state import load_state, save_state
 from tmodel.transformers_models import new_transformers_model
@@ -32,7 +33,7 @@ _SECONDS_BETWEEN_STATES = 3.0  # a state of the tiny preset takes some 10 ms to 
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-class TrainingError(RuntimeError):
+class TrainingError(TKernelsError, RuntimeError):
     """The trained model is not good enough to be handed out."""
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from tkernels.errors import TKernelsError
 from tsched.execution.engine import Request
 from tsched.execution.engine_thread import EngineThread, NewTokens, Ticket
 from tsched.execution.served_model import ServedModel, joint_error, joint_metrics
@@ -19,7 +20,7 @@ from tsched.requests.prompts import PreparedRequest, Prompt, Salt
 from tsched.requests.sampling_params import SamplingParams
 
 
-class EngineError(RuntimeError):
+class EngineError(TKernelsError, RuntimeError):
     """The engine failed and serves no more; `__cause__` is what it raised."""
 
 
@@ -247,6 +248,11 @@ class RequestStream:
     @property
     def request_id(self) -> str:
         return str(self._ticket.prepared.request_id)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the engine never took the request; None where it did, or has not yet."""
+        return self._ticket.refusal
 
     def __aiter__(self) -> RequestStream:
         return self

@@ -17,7 +17,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, ForwardRef, Literal, get_args
 
 from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
-from tsched.torch_free import suggest_name
+from tsched.torch_free import TKernelsError, suggest_name
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ Section = Literal["scheduler", "experiment", "program"]
 """Who may say an option: an experiment's section `scheduler`; an experiment in a key of its own; a program alone."""
 
 
-class OptionError(ValueError):
+class OptionError(TKernelsError, ValueError):
     """An option has a value that it cannot have, alone or here.
 
     Args:

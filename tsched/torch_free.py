@@ -23,6 +23,8 @@ def folder_of(package: str) -> Path:
 
 def load_from_file(name: str) -> ModuleType:
     """The module tkernels.`name`. An import of it later finds the same one, with the same classes."""
+    if name != "errors":
+        load_from_file("errors")  # it is where any module's errors come from
     full_name = f"tkernels.{name}"
     if full_name not in sys.modules:
         spec = importlib.util.spec_from_file_location(full_name, folder_of("tkernels") / f"{name}.py")
@@ -31,6 +33,12 @@ def load_from_file(name: str) -> ModuleType:
         sys.modules[full_name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[full_name])
     return sys.modules[full_name]
+
+
+if TYPE_CHECKING:
+    from tkernels.errors import TKernelsError as TKernelsError
+else:
+    TKernelsError = load_from_file("errors").TKernelsError
 
 
 def suggest_name(name: object, known: "Iterable[str]") -> str:

@@ -11,9 +11,10 @@ import torch
 from experiments.peers import PEERS
 from experiments.serving.requests import Request
 from experiments.serving.rounds import Served
+from tkernels.errors import TKernelsError
 
 
-class PeerUnsupportedError(ValueError):
+class PeerUnsupportedError(TKernelsError, ValueError):
     """A peer cannot serve this workload in a way that compares."""
 
 

@@ -26,6 +26,7 @@ from typing import NamedTuple
 from experiments.document import ExperimentError
 from experiments.profiling.range_table import category_of
 from experiments.profiling.tools import STEADY
+from tkernels.errors import TKernelsError
 from tkernels.ranges import DOMAIN, RECORD_GRAPH
 from tkernels.spans import DEVICE_IDLE, Breakdown, RangeTotal, Span, Track, breakdown
 
@@ -53,7 +54,7 @@ def read_export(file: Path) -> Breakdown:
         raise ExperimentError([f"--nsys-export {file}: {error}"]) from None
 
 
-class _ExportError(ValueError):
+class _ExportError(TKernelsError, ValueError):
     """What the file lacks."""
 
 

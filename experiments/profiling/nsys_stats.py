@@ -17,6 +17,7 @@ from typing import NamedTuple
 from experiments.document import ExperimentError
 from experiments.profiling.range_table import category_of
 from experiments.profiling.tools import STEADY
+from tkernels.errors import TKernelsError
 from tkernels.ranges import DOMAIN
 from tkernels.spans import Breakdown, Clock, RangeTotal
 
@@ -86,7 +87,7 @@ def _read_totals(columns: _Columns, lines: Iterator[list[str]]) -> Iterator[Rang
                 yield RangeTotal(name, category, clock, calls, ns, None)
 
 
-class _BrokenLineError(ValueError):
+class _BrokenLineError(TKernelsError, ValueError):
     """A line of one of our ranges that lacks a number."""
 
 

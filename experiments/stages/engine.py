@@ -12,6 +12,7 @@ from experiments.stages.context import Context, describe_error
 from experiments.stages.served_figures import count_served, no_times, raw_rounds, summarize_times, time_rounds
 from experiments.stages.timed_llm import TimedLLM, Timeline
 from tkernels import SelectionError
+from tkernels.errors import TKernelsError
 from tsched import SamplingParams
 from tsched.requests.outputs import RequestOutput
 
@@ -35,7 +36,7 @@ def run(context: Context) -> None:
         context.record(**columns)
 
 
-class _NothingServedError(RuntimeError):
+class _NothingServedError(TKernelsError, RuntimeError):
     """Every request failed."""
 
 

@@ -10,10 +10,11 @@ import torch
 
 from tkernels.contract.axes import Axes, Value
 from tkernels.dims import Dim
+from tkernels.errors import TKernelsError
 from tkernels.inputs import dtype_name
 
 
-class ContractError(ValueError):
+class ContractError(TKernelsError, ValueError):
     """A call or a definition that breaks a contract; the message names the op, the argument and the rule."""
 
 

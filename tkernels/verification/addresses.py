@@ -13,12 +13,13 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tkernels.config import Config
+from tkernels.errors import TKernelsError
 from tkernels.interpreter import overflow_checks, watch_accesses
 from tkernels.launch import Door, jit_door
 from tkernels.mode import MODE
 
 
-class AddressError(RuntimeError):
+class AddressError(TKernelsError, RuntimeError):
     """An access outside every tensor of the launch."""
 
 

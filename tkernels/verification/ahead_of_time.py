@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from tkernels.device import TARGETS
+from tkernels.errors import TKernelsError
 from tkernels.isolation import Prepare, Server, ServerError, Tell, Work
 from tkernels.registry import Registry, builtin_ops, registry_of
 from tkernels.verification.inspection.rows import CompiledKernel
@@ -23,7 +24,7 @@ KERNEL_SECONDS = 300.0
 """For the kernels of one variant at one point, which take a few: a block of 65536 on one warp took over 840."""
 
 
-class CompilationError(RuntimeError):
+class CompilationError(TKernelsError, RuntimeError):
     """Nothing can be compiled here; a kernel that does not compile is a row with its reason instead."""
 
 

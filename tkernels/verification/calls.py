@@ -8,6 +8,7 @@ import torch
 from tkernels.config import Config
 from tkernels.contract import Contract, unpack
 from tkernels.device import device_facts
+from tkernels.errors import TKernelsError
 from tkernels.inputs import map_tensors, poison
 from tkernels.launch import Door, Kernel, Run
 from tkernels.tuning import NEAREST
@@ -20,7 +21,7 @@ Place = Callable[[torch.Tensor], torch.Tensor]
 _FINITE = {torch.float16: 60000.0, torch.float8_e4m3fn: 448.0}
 
 
-class NotZeroError(RuntimeError):
+class NotZeroError(TKernelsError, RuntimeError):
     """A launch did not leave its zeroed workspace at zero: the next one would begin with what is there."""
 
 

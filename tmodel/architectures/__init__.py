@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path, PurePath
 from types import MappingProxyType, ModuleType
 
+from tkernels.errors import TKernelsError
 from tkernels.names import suggest_name
 from tkernels.registry import import_outside
 from tmodel.config import Architecture
@@ -22,7 +23,7 @@ Architectures = Mapping[str, Architecture]
 """By name; read-only."""
 
 
-class ArchitectureError(ValueError):
+class ArchitectureError(TKernelsError, ValueError):
     """An architecture's file is broken, or declares one that is there already; the message names the file."""
 
 

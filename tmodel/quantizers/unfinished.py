@@ -22,11 +22,12 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 
+from tkernels.errors import TKernelsError
 from tkernels.files import PARTIAL, check_new_folder, replacing, write_text
 from tmodel.json_files import read_json
 
 
-class QuantizerError(ValueError):
+class QuantizerError(TKernelsError, ValueError):
     """A quantizer cannot do what it was asked, or an unfinished checkpoint was begun with other options."""
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
+from tkernels.errors import TKernelsError
 from tkernels.isolation import Server, ServerError
 from tkernels.registry import Registry, builtin_ops
 from tkernels.variant import Variant
@@ -29,7 +30,7 @@ CASE_SECONDS = 20.0
 """Of processor time, for a case that takes an honest kernel well under one."""
 
 
-class MutationError(RuntimeError):
+class MutationError(TKernelsError, RuntimeError):
     """Mutants cannot be judged: the original is wrong, or a worker ended, which no mutant can make it do."""
 
 

@@ -26,6 +26,7 @@ from tkernels.config import Config
 from tkernels.contract import Axes, Case, Contract, ContractError, Int, Tensor, Value
 from tkernels.device import INTERPRETER
 from tkernels.dims import Dim
+from tkernels.errors import TKernelsError
 from tkernels.inputs import map_tensors
 from tkernels.interpreter import overflow_checks, replaced_methods
 from tkernels.launch import Run, jit_door
@@ -44,7 +45,7 @@ _DEVICE = replace(INTERPRETER, multiprocessors=2**31 - 1)
 """So that where programs share the tiles out, each has one, the last the last."""
 
 
-class OversizeError(RuntimeError):
+class OversizeError(TKernelsError, RuntimeError):
     """A launch fails at a size that its contract allows and its variant says it supports."""
 
 

@@ -16,6 +16,7 @@ from triton.runtime import interpreter as triton_interpreter
 
 from tkernels.config import Config
 from tkernels.contract import Case
+from tkernels.errors import TKernelsError
 from tkernels.inputs import clone_inputs, roughen_floats
 from tkernels.interpreter import replaced_methods
 from tkernels.launch import Door
@@ -29,7 +30,7 @@ from tkernels.verification.sanitizers.base import Sanitizer
 ORDERS = ("reversed", "shuffled 1", "shuffled 2")
 
 
-class StoreConflictError(RuntimeError):
+class StoreConflictError(TKernelsError, RuntimeError):
     """Two programs of one launch, or two lanes of one store, store different values to the same element."""
 
 

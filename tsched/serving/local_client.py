@@ -1,0 +1,177 @@
+"""An engine in this process as the server's front end knows one: `AsyncLLM` behind `EngineClient`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tsched.options import read_options
+from tsched.serving.engine_client import (
+    Delta,
+    EngineFailedError,
+    EngineRequest,
+    EngineUnavailableError,
+    ModelFacts,
+    RequestRefusedError,
+    SampleDelta,
+    State,
+    StatsSnapshot,
+    TokenScores,
+    read_sampling,
+)
+
+if TYPE_CHECKING:  # both load torch, and the server answers before that is there
+    from tsched.async_llm import AsyncLLM, RequestStream
+    from tsched.requests.outputs import CompletionOutput, RequestOutput
+
+
+class LocalClient:
+    """Serves one model on the threads of this process.
+
+    Args:
+        model: As of `AsyncLLM`.
+        name: What clients call it; the name of its directory, preset or hub id by default.
+        options: As of `AsyncLLM`. TypeError or OptionError says at once where one is wrong.
+    """
+
+    def __init__(self, model: str | Path, name: str | None = None, **options: Any) -> None:
+        read_options(options)
+        self._model, self._options = model, options
+        self._name = name or Path(model).name or str(model)
+        self._llm: AsyncLLM | None = None
+        self._facts: ModelFacts | None = None
+        self._is_closing = False
+
+    @property
+    def state(self) -> State:
+        if self._is_closing:
+            return "draining"
+        if self._llm is None:
+            return "loading"
+        return "ready" if self._llm.is_running else "failed"
+
+    @property
+    def facts(self) -> ModelFacts:
+        if self._facts is None:
+            raise EngineUnavailableError("the model is being loaded", retry_after=2.0)
+        return self._facts
+
+    async def start(self) -> None:
+        """Loads the model on a thread of its own: the event loop goes on."""
+        llm = await asyncio.to_thread(_load, self._model, self._options)
+        await llm.__aenter__()
+        stats, table = llm.stats(), llm._engine.scheduler.table
+        self._facts = ModelFacts(
+            name=self._name,
+            created=int(time.time()),
+            max_model_len=llm.max_model_len,
+            vocab_size=llm.config.vocab_size,
+            eos_token_ids=tuple(llm.config.eos_token_ids),
+            tokenizer_directory=None if llm.tokenizer is None else str(llm.directory),
+            max_num_seqs=table.num_rows,
+            num_cache_tokens=stats.num_blocks * stats.block_size,
+            block_size=stats.block_size,
+            arm=llm.arm,
+        )
+        self._llm = llm
+
+    def submit(self, request: EngineRequest) -> LocalStream:
+        llm, params = self._running(), read_sampling(request.sampling)
+        stream = llm.add_request(
+            request.request_id,
+            request.prompt_token_ids,
+            params,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+        return LocalStream(stream)
+
+    def abort(self, request_id: str) -> None:
+        if self._llm is not None:
+            self._llm.abort(request_id)
+
+    def stats(self) -> StatsSnapshot:
+        if self._llm is None:
+            raise EngineUnavailableError("the model is being loaded", retry_after=2.0)
+        stats = self._llm.stats()
+        return StatsSnapshot(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_blocks=stats.num_blocks,
+            num_used_blocks=stats.num_used_blocks,
+            num_steps=stats.num_steps,
+            num_prompt_tokens=stats.num_prefill_tokens,
+            num_output_tokens=stats.num_output_tokens,
+            num_preemptions=stats.num_preemptions,
+            num_cache_queries=stats.prefix_cache.lookup_tokens,
+            num_cache_hits=stats.prefix_cache.hit_tokens,
+            arm=self._llm.arm,
+        )
+
+    async def swap_kernels(self, choices: Mapping[str, Any]) -> Mapping[str, str]:
+        raise RequestRefusedError("an engine in the server's own process swaps no kernels", "kernels")
+
+    async def drain(self) -> None:
+        self._is_closing = True
+        if self._llm is not None:
+            await self._llm.drain()
+
+    async def close(self) -> None:
+        self._is_closing = True
+        if self._llm is not None:
+            await self._llm.close()
+
+    def _running(self) -> AsyncLLM:
+        if self._is_closing:
+            raise EngineUnavailableError("the server is stopping and takes no more requests", retry_after=5.0)
+        if self._llm is None:
+            raise EngineUnavailableError("the model is being loaded", retry_after=2.0)
+        if not self._llm.is_running:
+            raise EngineFailedError("the engine has failed")
+        return self._llm
+
+
+class LocalStream:
+    """The deltas of a request of `AsyncLLM`."""
+
+    def __init__(self, stream: RequestStream) -> None:
+        self._stream = stream
+
+    def __aiter__(self) -> LocalStream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        from tsched.async_llm import EngineError
+
+        try:
+            output = await self._stream.__anext__()
+        except EngineError as error:
+            raise EngineFailedError(f"the engine failed: {type(error.__cause__).__name__}") from error
+        refusal = self._stream.refusal
+        if refusal is not None:
+            raise RequestRefusedError(refusal, "prompt")
+        return _make_delta(output)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+def _load(model: str | Path, options: Mapping[str, Any]) -> AsyncLLM:
+    import tkernels  # noqa: F401  before anything that imports Triton
+    from tsched.async_llm import AsyncLLM
+
+    return AsyncLLM(model, **options)
+
+
+def _make_delta(output: RequestOutput) -> Delta:
+    return Delta([_make_sample(one) for one in output.outputs], output.finished, output.error)
+
+
+def _make_sample(output: CompletionOutput) -> SampleDelta:
+    scores = None
+    if output.logprobs is not None:
+        scores = [TokenScores(list(place), [one.logprob for one in place.values()]) for place in output.logprobs]
+    return SampleDelta(output.index, output.token_ids, output.text, scores, output.finish_reason)
