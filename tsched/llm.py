@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tsched.execution.beam_search import BeamSearch, BeamSearchParams
-from tsched.execution.engine import Request
-from tsched.execution.served_model import ServedModel, joint_error, joint_metrics
+from tsched.execution.request import Request, joint_error, joint_metrics
+from tsched.execution.served_model import ServedModel
 from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tsched.requests.prompts import PreparedRequest, Prompt, Salt, broadcast_to_prompts, split_prompts
