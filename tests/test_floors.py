@@ -33,7 +33,7 @@ ROOMS: dict[str, dict[str, str]] = {
     "tmodel": {
         "weights": "json_files safetensors_header weights formats quantization",
         "config": "cache_kinds batch rotary fields config",
-        "parts": "kv_cache kernel_axes layers linear_reader decoders",
+        "parts": "kv_cache kernel_axes layers kernel_swap linear_reader decoders",
         "architectures": "architectures outside loading",
         "training": "transformers_models random_weights corpus training_state train presets hub model_names",
         "quantizers": "quantizers",

@@ -35,6 +35,11 @@ AxisRanges = Mapping[str, Value | tuple[int, int]]
 """Axis -> its value, or (low, high) where a whole range is meant."""
 
 
+def as_it_is(weight: Any) -> Any:
+    """What preparing a weight is where a variant reads it in the layout in which it was loaded."""
+    return weight
+
+
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """A variant's declaration: the last object in its file, called VARIANT.
@@ -73,7 +78,7 @@ class Variant:
     workspace: Callable[[Axes, Config, DeviceFacts], Mapping[str, Buffer]] = lambda axes, config, device: {}
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     key: tuple[str, ...] = ()
-    prepare: Callable[[Any], Any] = lambda weight: weight
+    prepare: Callable[[Any], Any] = as_it_is
     # Filled in when the file joins a registry:
     name: str = ""
     file: Path = field(default_factory=Path)

@@ -7,6 +7,7 @@ from tmodel.cache_kinds import CacheKind, Pages, UnitPart, WindowedPages
 from tmodel.config import Architecture, Limits, Model, ModelConfig
 from tmodel.json_files import ConfigError
 from tmodel.kernel_axes import kernel_axes
+from tmodel.kernel_swap import with_kernels
 from tmodel.kv_cache import (
     CachePages,
     CacheTensors,
@@ -60,4 +61,5 @@ __all__ = [
     "make_random_model",
     "preset_path",
     "state_interval",
+    "with_kernels",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import overload
@@ -172,6 +173,12 @@ class CachePages:
         ]
         unit_bytes = sum(units[0].numel() * units.element_size() for units in by_unit)
         self._num_staged = max(1, staged_bytes // max(1, unit_bytes))
+
+    def with_kernel(self, copy_pages: Callable[..., None]) -> CachePages:
+        """The same caches and host memory, copied by another variant of the op."""
+        pages = copy.copy(self)
+        pages._copy_pages = copy_pages
+        return pages
 
     def swap_out(self, pages: PagePairs) -> None:
         """Copies units of the device (pages[0]) to distinct units of the host (pages[1])."""

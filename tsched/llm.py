@@ -1,4 +1,4 @@
-"""Offline serving of a Hugging Face directory: `LLM(model, kernels={...}).generate(prompts, params)`."""
+"""Offline serving of a Hugging Face directory: `LLM(model, kernels={...}).generate(prompts, sampling_params)`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tsched.execution.beam_search import BeamSearch, BeamSearchParams
 from tsched.execution.request import Request, joint_error, joint_metrics
-from tsched.execution.served_model import ServedModel
+from tsched.execution.served_model import ServedModel, Swaps
 from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tsched.requests.prompts import PreparedRequest, Prompt, Salt, broadcast_to_prompts, split_prompts
@@ -32,20 +32,20 @@ class LLM(ServedModel):
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
         cache_salt: Salt | Sequence[Salt] = None,
-        progress: bool = True,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Serves `prompts` to their ends.
 
         Args:
             prompts: A text, a list of token ids, or a list of such.
-            params: One for all prompts, or a list of one each; None is SamplingParams().
+            sampling_params: One for all prompts, or a list of one each; None is SamplingParams().
             priority: The same; lower goes first, with order="priority".
             cache_salt: The same; only requests of one salt share cached prefixes.
-            progress: Whether to show a bar where the work is long and stderr is a terminal.
+            use_tqdm: Whether to show a progress bar where the work is long and stderr is a terminal.
 
         Returns:
             The outputs in the prompts' order. A request that cannot be served has finish_reason "error" and says why in
@@ -56,8 +56,10 @@ class LLM(ServedModel):
             ValueError: A list has another length than `prompts`, or a priority is too large.
         """
         entries = split_prompts(prompts)
-        each_params = broadcast_to_prompts("params", params, len(entries), SamplingParams, default=SamplingParams())
-        asked = self._prepare_all(entries, each_params, priority, cache_salt)
+        params = broadcast_to_prompts(
+            "sampling_params", sampling_params, len(entries), SamplingParams, default=SamplingParams()
+        )
+        asked = self._prepare_all(entries, params, priority, cache_salt)
         started: dict[int, list[Request]] = {}
         refused: dict[int, RequestOutput] = {}
         try:
@@ -66,7 +68,7 @@ class LLM(ServedModel):
                     started[place] = self._start(prepared)
                 except RefusedError as error:
                     refused[place] = self._make_refused_output(prepared, str(error), time.perf_counter())
-            self._run(sum(map(len, started.values())), progress)
+            self._run(sum(map(len, started.values())), use_tqdm)
         except BaseException:
             for requests in started.values():
                 for request in requests:
@@ -113,7 +115,21 @@ class LLM(ServedModel):
         finally:
             self._engine.overlap = overlap
 
-    def _run(self, total: int, progress: bool) -> None:
+    def swap_kernels(self, choices: Swaps) -> int:
+        """Changes kernels of the loaded model, see AsyncLLM.swap_kernels.
+
+        Args:
+            choices: As the option `kernels`. An op that it leaves out keeps its variant; None asks for the default.
+
+        Returns:
+            The number of the first step that they run.
+
+        Raises:
+            tkernels.SelectionError: A name is unknown, or a variant cannot serve this model; nothing has changed then.
+        """
+        return self._plan_swap(choices)()
+
+    def _run(self, total: int, use_tqdm: bool) -> None:
         """Steps until nothing is left, with a bar once that takes long."""
         engine = self._engine
         started = time.perf_counter()
@@ -124,7 +140,7 @@ class LLM(ServedModel):
         console = Console(stderr=True)
         columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(
-            *columns, TextColumn("{task.fields[rate]}"), console=console, disable=not (progress and console.is_terminal)
+            *columns, TextColumn("{task.fields[rate]}"), console=console, disable=not (use_tqdm and console.is_terminal)
         ) as bar:
             task = bar.add_task("generate", total=total, completed=total - engine.num_unfinished, rate="")
             before = engine.stats().num_output_tokens

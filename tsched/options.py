@@ -16,6 +16,7 @@ from pathlib import PurePath
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, ForwardRef, Literal, get_args
 
+from tsched.requests.vllm_names import ENGINE_NAMES
 from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
 from tsched.torch_free import TKernelsError, suggest_name
 
@@ -403,10 +404,12 @@ def read_options(given: Mapping[str, Any]) -> EngineOptions:
     """The record of the options `given` by name; the others have their defaults.
 
     Raises:
-        TypeError: There is no option of such a name. The message has the nearest one.
+        TypeError: There is no option of such a name. The message has the nearest one, or what vLLM's is here.
         OptionError: As EngineOptions.
     """
     for name in given:
+        if name in ENGINE_NAMES:
+            raise TypeError(f"an engine has no option {name!r}: it {ENGINE_NAMES[name]}")
         if name not in OPTIONS:
             hint = suggest_name(name, OPTIONS)
             raise TypeError(f"an engine has no option {name!r}: there is {', '.join(OPTIONS)}{hint}")

@@ -45,7 +45,7 @@ class RecomputingPeer:
         """The next token of each request that goes on, from all that came before it."""
         known = [[*self.requests[i].prompt, *outputs[i]] for i in going]
         params = [replace(self.requests[i].params, max_tokens=1) for i in going]
-        found = self.llm.generate(known, params, progress=False)
+        found = self.llm.generate(known, params, use_tqdm=False)
         for one in found:
             if one.error is not None:
                 raise RuntimeError(one.error)

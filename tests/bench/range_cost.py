@@ -66,7 +66,7 @@ def round_of(llm: LLM, batch: int, steps: int) -> float:
     prompts = [[3 + number, 5, 7] for number in range(batch)]
     before = llm.stats().num_steps
     began = time.thread_time()
-    llm.generate(prompts, params, progress=False)
+    llm.generate(prompts, params, use_tqdm=False)
     return (time.thread_time() - began) / (llm.stats().num_steps - before)
 
 

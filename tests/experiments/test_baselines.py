@@ -85,7 +85,7 @@ def test_every_token_has_its_moment(llm: TimedLLM) -> None:
     assert [len(moments) for moments in timeline.moments] == [3, 1, 7, 2]
     assert all(0 < a < b <= timeline.seconds for m in timeline.moments for a, b in itertools.pairwise(m))
     assert timeline.peak_running == 2
-    alone = llm.generate([r.prompt for r in requests], [r.params for r in requests], progress=False)
+    alone = llm.generate([r.prompt for r in requests], [r.params for r in requests], use_tqdm=False)
     assert [o.outputs[0].token_ids for o in timeline.outputs] == [o.outputs[0].token_ids for o in alone]
 
 

@@ -55,13 +55,15 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
 """What each has beside SHAPE."""
 
 
-def save_random_model(directory: Path, architecture: str = QWEN3) -> None:
+def save_random_model(directory: Path, architecture: str = QWEN3, **changes: Any) -> None:
+    """Saves a model of SHAPE, `changes` of it aside."""
     # Late: it takes seconds, and the kernels are of use without it.
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    model = new_transformers_model({"architectures": [architecture], **SHAPE, **ARCHITECTURES[architecture]})
+    shape = {**SHAPE, **ARCHITECTURES[architecture], **changes}
+    model = new_transformers_model({"architectures": [architecture], **shape})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):  # they begin as zeros

@@ -26,7 +26,7 @@ def serve(checkpoint: Path, **options: bool) -> list[tuple[list[int], str, str]]
         checkpoint, dtype="float32", device=DEVICE, max_num_seqs=5, max_num_batched_tokens=16, block_size=4,
         kv_cache_bytes=30 * 4 * 2 * 2 * 2 * 16 * 4, **options,
     )  # fmt: skip
-    outputs = llm.generate(PROMPTS, PARAMS, progress=False)
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert llm.stats().num_used_blocks == 0
     return [(o.outputs[0].token_ids, o.outputs[0].text, o.outputs[0].finish_reason) for o in outputs]
 

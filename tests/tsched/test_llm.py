@@ -79,7 +79,7 @@ def test_company_pressure_and_splitting_change_nothing(checkpoint: Path, llm: LL
         kv_cache_bytes=crowded_bytes(checkpoint, 24),
         max_num_seqs=5,
     )
-    together = crowded.generate(PROMPTS, params, progress=False)
+    together = crowded.generate(PROMPTS, params, use_tqdm=False)
     stats = crowded.stats()
     assert stats.num_blocks == 24
     assert stats.num_preemptions > 0
@@ -154,7 +154,7 @@ def test_bad_requests_fail_alone(checkpoint: Path) -> None:
         ([1], dataclasses.replace(GREEDY, stop_token_ids=[300]), "stop_token_ids holds 300"),
     ]
     prompts = [entry for prompt, _, _ in cases for entry in (prompt, PROMPTS[2])]
-    outputs = llm.generate(prompts, [p for _, params, _ in cases for p in (params, GREEDY)], progress=False)
+    outputs = llm.generate(prompts, [p for _, params, _ in cases for p in (params, GREEDY)], use_tqdm=False)
     good = {json.dumps(completion(output)) for output in outputs[1::2]}
     assert len(good) == 1
     assert len(outputs[1].outputs[0].token_ids) > 1
@@ -192,8 +192,8 @@ def test_a_seeded_run_is_repeatable(checkpoint: Path) -> None:
         (b"text", None, TypeError, "got bytes"),
         ([[1]], {"temperature": 0}, TypeError, "SamplingParams"),
         ([[1]], [0.5], TypeError, "SamplingParams, got float"),
-        ([[1], [2]], [GREEDY, None, GREEDY], ValueError, "3 params for 2 prompts"),
-        ([[1], [2]], [GREEDY], ValueError, "1 params for 2 prompts"),
+        ([[1], [2]], [GREEDY, None, GREEDY], ValueError, "3 sampling_params for 2 prompts"),
+        ([[1], [2]], [GREEDY], ValueError, "1 sampling_params for 2 prompts"),
     ],
 )
 def test_wrong_arguments_raise(llm: LLM, prompts: Any, params: Any, error: type[Exception], message: str) -> None:

@@ -30,7 +30,7 @@ def serve(checkpoint: Path, recording: Recording, **options: bool) -> LLM:
         checkpoint, dtype="float32", device="cpu", max_num_seqs=4, max_num_batched_tokens=32, block_size=16,
         kv_cache_bytes=1 << 20, ranges=recording, **options,
     )  # fmt: skip
-    llm.generate([[1, 2, 3], [4, 5]], PARAMS, progress=False)
+    llm.generate([[1, 2, 3], [4, 5]], PARAMS, use_tqdm=False)
     return llm
 
 

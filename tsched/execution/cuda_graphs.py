@@ -122,6 +122,11 @@ class DecodeGraphs:
         """Drops all graphs; the next use of each records it again."""
         self._replays.clear()
 
+    def use_model(self, model: Callable[[Batch, KVCache], torch.Tensor]) -> None:
+        """Records `model` from now on, which has the same caches."""
+        self._model = model
+        self.forget()
+
     def run(self, rows: Ints, starts: Ints, state_slots: Ints | None = None) -> torch.Tensor:
         """Runs the step in which the state's first n places decode.
 

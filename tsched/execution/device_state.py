@@ -40,7 +40,7 @@ class DeviceState:
 
     def __init__(self, table: SequenceTable, device: torch.device, step_inputs: StepInputs = baseline) -> None:
         self._table = table
-        self._step_inputs = step_inputs
+        self.step_inputs = step_inputs
         self.device = device
         rows, width = table.blocks.shape
         self.block_tables = torch.zeros(rows, width, dtype=torch.int32, device=device)
@@ -224,7 +224,7 @@ class DeviceState:
     ) -> Batch:  # fmt: skip
         num_pages = -(-max_context_len // self._block_size)
         tables = self.block_tables[: starts.shape[0], :num_pages]
-        token_ids, positions, slots, context_lens = self._step_inputs(
+        token_ids, positions, slots, context_lens = self.step_inputs(
             tokens, self.last_tokens, tables, starts, cu_counts, self._block_size
         )
         return Batch(

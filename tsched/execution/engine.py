@@ -245,6 +245,20 @@ class Engine:
         if self._graphs is not None:
             self._graphs.forget()
 
+    def use_model(self, model: Forward, *, step_inputs: StepInputs, pages: PageMover) -> int:
+        """Runs `model` from the next step on, which has the same caches; a step in flight ends as it began.
+
+        Args:
+            model: As the engine was made with, like `step_inputs` and `pages`.
+
+        Returns:
+            The number of the first step that it runs; the engine's first is 0.
+        """
+        self._model, self._state.step_inputs, self._pages = model, step_inputs, pages
+        if self._graphs is not None:
+            self._graphs.use_model(model)
+        return self.scheduler.counters.num_steps
+
     def stats(self) -> EngineStats:
         """Returns counts since the engine was made, and the pool's use."""
         cache = self._kv_cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
@@ -135,6 +136,7 @@ class EngineThread:
         self._lock = threading.Lock()
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._active: dict[Ticket, None] = {}  # whose last news is to come; others add under the lock
+        self._calls: set[Future[int]] = set()  # under the lock: those that nobody has answered
         self._stops_when_idle = False
         self._must_stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -156,6 +158,33 @@ class EngineThread:
         """Ends a request in whatever state it is. Any thread may call this at any moment, also after its end."""
         self._commands.put(lambda: self._abort(ticket))
 
+    def call(self, act: Callable[[], int]) -> Future[int]:
+        """Calls `act` on the thread between two steps. Any thread may call this.
+
+        Returns:
+            What it returned or raised; RuntimeError where the thread ends first.
+
+        Raises:
+            RuntimeError: The engine's thread has ended.
+        """
+        answer: Future[int] = Future()
+
+        def run() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(act())
+                except BaseException as error:
+                    answer.set_exception(error)
+            with self._lock:
+                self._calls.discard(answer)
+
+        with self._lock:
+            if self.has_ended:
+                raise RuntimeError("the engine's thread has ended")
+            self._calls.add(answer)
+            self._commands.put(run)
+        return answer
+
     def drain(self) -> None:
         """Ends the thread once everything submitted is over."""
         self._commands.put(self._stop_when_idle)
@@ -176,6 +205,9 @@ class EngineThread:
         with self._lock:
             self.has_ended = True
             left, self._active = list(self._active), {}  # also tickets that never began
+        for answer in self._calls:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(RuntimeError("the engine's thread has ended"))
         reason = "abort" if self.failure is None else "error"
         error = None if self.failure is None else f"the engine failed: {type(self.failure).__name__}: {self.failure}"
         for ticket in left:

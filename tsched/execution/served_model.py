@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -35,6 +35,9 @@ from tsched.requests.token_texts import TokenTexts
 from tsched.requests.tokenizer import TOKENIZER_FILES, load_tokenizer
 from tsched.resolved_options import ResolvedOptions
 from tsched.scheduling.scheduler import Scheduler
+
+Swaps = Mapping[str, str | Mapping[str, Mapping[str, int] | None] | None]
+"""op -> a variant as in the option `kernels`, or None for the op's default."""
 
 SelfT = TypeVar("SelfT")
 ParametersT = ParamSpec("ParametersT")
@@ -107,6 +110,7 @@ class ServedModel:
             self._choose(options, None)
         directory = self.directory = plan.directory()
         fitted, self.kernels = self._choose(options, directory)
+        self._choices, self._ops, self._axes = dict(options.kernels or {}), options.ops, fitted.kernel_axes(self.config)
         self.max_model_len = fitted.max_model_len
         scheduler = Scheduler(fitted, self.config.eos_token_ids)
         # tkernels decides at import how Triton runs, so transformers, which imports Triton too, comes after it.
@@ -135,11 +139,16 @@ class ServedModel:
         pool, host, states = scheduler.pool, scheduler.host_pool, scheduler.states
         host_states = None if states is None else states.host_pool
         network = tmodel.load_model(self.directory, self.config, self.kernels, device=self.device, dtype=self.dtype)
-        self.weight_bytes, self.prepare_report = network.weight_bytes, network.prepare_report
+        self._network, self.weight_bytes, self.prepare_report = network, network.weight_bytes, network.prepare_report
         kv_cache = tmodel.allocate_kv_cache(
             self.config, pool.num_blocks, pool.block_size, 0 if states is None else states.pool.num_blocks,
             device=self.device, dtype=self.dtype,
         )  # fmt: skip
+        self._pages = tmodel.CachePages(
+            kv_cache.blocks,
+            self.kernels.copy_pages if kv_cache.blocks else None,
+            0 if host is None else host.num_blocks,
+        )
         return Engine(
             network,
             kv_cache,
@@ -148,11 +157,7 @@ class ServedModel:
             seed=options.seed,
             eos_token_ids=self.config.eos_token_ids,
             step_inputs=self.kernels.step_inputs,
-            pages=tmodel.CachePages(
-                kv_cache.blocks,
-                self.kernels.copy_pages if kv_cache.blocks else None,
-                0 if host is None else host.num_blocks,
-            ),
+            pages=self._pages,
             states=tmodel.CachePages(kv_cache.states, None, 0 if host_states is None else host_states.num_blocks),
             overlap=options.overlap,
             cuda_graphs=options.cuda_graphs,
@@ -172,6 +177,34 @@ class ServedModel:
     def arm(self) -> dict[str, str]:
         """op -> the variant that serves it."""
         return self.kernels.arm
+
+    def _plan_swap(self, choices: Swaps) -> Callable[[], int]:
+        """Selects other kernels and builds the model over them.
+
+        Args:
+            choices: As the option `kernels`. An op that it leaves out keeps its variant; None asks for the default.
+
+        Returns:
+            What makes them run, and returns the first step that they run: to be called between two steps.
+
+        Raises:
+            tkernels.SelectionError: A name is unknown, or a variant cannot serve this model; nothing has changed then.
+        """
+        asked = {op: choice for op, choice in {**self._choices, **choices}.items() if choice is not None}
+        old = self.kernels
+        kernels = tkernels.select(
+            asked, device=self.device, dtype=self.dtype, axes=self._axes, tuning=old.tuning, ops=self._ops,
+            ranges=old.ranges,
+        )  # fmt: skip
+        network = tmodel.with_kernels(self._network, kernels)
+        pages = self._pages.with_kernel(kernels.copy_pages) if "copy_pages" in kernels else self._pages
+
+        def swap() -> int:
+            self._choices, self.kernels, self._pages = asked, kernels, pages
+            self._network, self.weight_bytes = network, network.weight_bytes
+            return self._engine.use_model(network, step_inputs=kernels.step_inputs, pages=pages)
+
+        return swap
 
     def stats(self) -> EngineStats:
         """Returns counts of steps, tokens, preemptions and prefix cache hits since its making, and the pool's use."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,9 @@ class CompletionOutput:
 class RequestOutput:
     """A request's prompt and completions.
 
-    LLM returns it whole. AsyncLLM yields it in parts. A part holds the token_ids, text and logprobs that came since the
-    part before, so the parts together are the whole; its cumulative_logprob is the sum so far. A part leaves out
-    completions with nothing new.
+    LLM returns it whole. AsyncLLM.generate yields all that there is so far. AsyncLLM.add_request yields it in parts. A
+    part holds the token_ids, text and logprobs that came since the part before, so the parts together are the whole;
+    its cumulative_logprob is the sum so far. A part leaves out completions with nothing new.
 
     Attributes:
         request_id: The caller's, or a number.
@@ -94,3 +94,19 @@ class RequestOutput:
     metrics: RequestMetrics
     error: str | None = None
     finished: bool = True
+
+
+def add_part(whole: RequestOutput | None, part: RequestOutput) -> RequestOutput:
+    """The output so far: `whole`, of the parts before, and the next `part`; None before the first."""
+    if whole is None:
+        return part
+    by_index = {one.index: one for one in whole.outputs}
+    for one in part.outputs:
+        before = by_index.get(one.index)
+        by_index[one.index] = one if before is None else _joined(before, one)
+    return replace(part, outputs=[by_index[index] for index in sorted(by_index)])
+
+
+def _joined(before: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
+    logprobs = None if new.logprobs is None else [*(before.logprobs or ()), *new.logprobs]
+    return replace(new, token_ids=[*before.token_ids, *new.token_ids], text=before.text + new.text, logprobs=logprobs)

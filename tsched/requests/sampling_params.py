@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tsched.requests.vllm_names import refuse_other_names
+
 if TYPE_CHECKING:  # the scheduler reads this file, and loads no torch
     from tsched.requests.logits_processors import LogitsProcessor
     from tsched.requests.stopping import StoppingCriterion
@@ -29,6 +31,7 @@ _OF_DRAWS = frozenset({"n", "temperature", "top_k", "top_p", "min_p", "seed"})
 _OF_ENDS = frozenset({"stop", "stop_token_ids", "max_tokens", "ignore_eos", "stopping_criteria"})
 
 
+@refuse_other_names
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The sampling parameters of a request; immutable. Names and meanings are vLLM's.
@@ -58,6 +61,7 @@ class SamplingParams:
         stopping_criteria: Up to 64, any of which may end the output after min_tokens, see tsched.requests.stopping.
 
     Raises:
+        TypeError: There is no such field. The message has the nearest one, or what vLLM's is here.
         ValueError: A field is wrong. The message has its name.
     """
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
-from tsched.torch_free import suggest_name
+from tsched.torch_free import TKernelsError, suggest_name
 
 State = Literal["loading", "ready", "restarting", "draining", "failed"]
 """Whether an engine takes requests: it does when "ready"; it will, or will again, when "loading" or "restarting"."""
@@ -189,7 +189,7 @@ def read_sampling(sampling: Mapping[str, Any]) -> SamplingParams:
         raise RequestRefusedError(message, next((name for name in sampling if name in message), None)) from error
 
 
-class EngineUnavailableError(RuntimeError):
+class EngineUnavailableError(TKernelsError, RuntimeError):
     """The engine takes no request now: it loads, restarts or drains.
 
     Args:
@@ -202,7 +202,7 @@ class EngineUnavailableError(RuntimeError):
         self.retry_after = retry_after
 
 
-class EngineFailedError(RuntimeError):
+class EngineFailedError(TKernelsError, RuntimeError):
     """The engine, or its process, failed while it served the request, or failed for good. The message has no stack."""
 
 

@@ -29,7 +29,7 @@ def served(directory: Path, **changes: Any) -> LLM:
 
 
 def tokens(llm: LLM, count: int = 8) -> list[list[int]]:
-    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True), progress=False)
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True), use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
 
 
