@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -68,6 +69,7 @@ async def serve(clocks: Clocks, streams: int, params: SamplingParams) -> None:
         async for _ in llm.add_request(str(number), [3 + number % 500, 5, 7], params):
             pass
 
+    gc.collect()  # what loading left: else it would be collected at some step
     async with llm:
         await asyncio.gather(*map(consume, range(streams)))
 

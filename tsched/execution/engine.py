@@ -37,7 +37,6 @@ from tsched.requests.sampling_params import SamplingParams
 from tsched.requests.stopping import should_stop
 from tsched.scheduling.block_pool import BlockIds
 from tsched.scheduling.scheduler import Scheduler
-from tsched.scheduling.sequence import Sequence
 from tsched.scheduling.step_plan import StepPlan
 
 Forward = Callable[[Batch, KVCache], torch.Tensor]

@@ -209,10 +209,10 @@ class EngineThread:
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(RuntimeError("the engine's thread has ended"))
         reason = "abort" if self.failure is None else "error"
-        error = None if self.failure is None else f"the engine failed: {type(self.failure).__name__}: {self.failure}"
+        why = None if self.failure is None else f"the engine failed: {type(self.failure).__name__}: {self.failure}"
         for ticket in left:
             ticket.failure = self.failure
-        news = [one for ticket in left for one in self._tell_ends(ticket, reason, error)]
+        news = [one for ticket in left for one in self._tell_ends(ticket, reason, why)]
         try:
             if news:
                 self._on_news(news)
@@ -318,7 +318,8 @@ class EngineThread:
         ticket, request = sample.ticket, sample.request
         have = sample.num_told
         sample.num_told = have + len(token_ids)
-        text, logprobs = "", [] if sample.wants_logprobs else None
+        text = ""
+        logprobs: list[dict[int, Logprob]] | None = [] if sample.wants_logprobs else None
         if not sample.has_no_text:
             try:
                 text = self._new_text(sample, token_ids, is_over)
