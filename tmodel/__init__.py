@@ -4,7 +4,7 @@ import tkernels as _tkernels  # noqa: F401  before transformers: it decides whet
 from tmodel.architectures import ArchitectureError, Architectures, architectures_with, known_architectures
 from tmodel.batch import Batch, KVCache
 from tmodel.cache_kinds import CacheKind, Pages, UnitPart, WindowedPages
-from tmodel.config import Architecture, Limits, Model, ModelConfig
+from tmodel.config import Architecture, Limits, Model, ModelConfig, SplitModel
 from tmodel.json_files import ConfigError
 from tmodel.kernel_axes import kernel_axes
 from tmodel.kernel_swap import with_kernels
@@ -42,6 +42,7 @@ __all__ = [
     "ModelPlan",
     "Pages",
     "Recipe",
+    "SplitModel",
     "TrainingError",
     "TrainingReport",
     "UnitPart",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -56,6 +56,22 @@ class Model(Protocol):
 
         This step's keys and values are written to `kv_cache`.
         """
+        ...
+
+
+@runtime_checkable
+class SplitModel(Protocol):
+    """A model whose head may be applied to a part of a step's tokens at a time.
+
+    `model(batch, kv_cache)` is `model.compute_logits(model.compute_hidden(batch, kv_cache))`.
+    """
+
+    def compute_hidden(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
+        """The final hidden states [n, H] at `batch.logit_indices`; writes the caches as a call does."""
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocab] of final hidden states [n, H], float32 or float64."""
         ...
 
 

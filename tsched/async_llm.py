@@ -375,6 +375,7 @@ class RequestStream:
             news.metrics,
             news.error,
             news.is_last,
+            news.prompt_logprobs,
         )
 
 

@@ -224,6 +224,7 @@ class LLM(ServedModel):
         return RequestOutput(prepared.request_id, prepared.text, prepared.token_ids, found, metrics, error=error)
 
     def _output(self, prepared: PreparedRequest, requests: list[Request]) -> RequestOutput:
+        prompt_logprobs = self._make_prompt_logprobs(requests[0])
         return RequestOutput(
             prepared.request_id,
             prepared.text,
@@ -231,4 +232,5 @@ class LLM(ServedModel):
             [self._make_completion(index, request) for index, request in enumerate(requests)],
             joint_metrics(requests),
             error=joint_error(requests),
+            prompt_logprobs=prompt_logprobs,
         )

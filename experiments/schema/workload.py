@@ -89,7 +89,7 @@ def _check_priorities(requests: RequestsT) -> RequestsT:
 class _Workload(Strict):
     """`name` labels its rows. `sampling`: keys of SamplingParams, greedy where temperature is not given.
 
-    n: completions of each request, which share its prompt's pages; they need a temperature above 0.
+    n: completions of each request, which share its prompt's pages; at temperature 0 they are equal.
     priority: of the requests, lower going first with `order: priority`; 0 where it is not given.
     tenants: the requests are dealt to so many in turn, and share cached prefixes with their own tenant's alone.
     """

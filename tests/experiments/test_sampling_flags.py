@@ -17,7 +17,7 @@ CODE = {"logits_processors", "stopping_criteria"}
 
 
 def test_a_parameter_is_a_key_unless_it_is_said_elsewhere() -> None:
-    assert set(SAMPLING_KEYS) == NAMES - CODE - {"n", "max_tokens", "logprobs"}
+    assert set(SAMPLING_KEYS) == NAMES - CODE - {"n", "max_tokens", "logprobs", "prompt_logprobs"}
 
 
 def test_every_parameter_is_described() -> None:
@@ -30,7 +30,7 @@ def test_every_parameter_is_described() -> None:
 def test_the_flags_of_generate_are_the_parameters_with_their_words() -> None:
     shown = typer.main.get_command(app).commands["generate"].params  # type: ignore[attr-defined]
     panel = {one.name: one for one in shown if getattr(one, "rich_help_panel", None) == "Sampling"}
-    assert panel.keys() == NAMES - CODE - {"n", "logprobs"}
+    assert panel.keys() == NAMES - CODE - {"n", "logprobs", "prompt_logprobs"}
     for name, one in panel.items():
         assert one.opts == [f"--{name.replace('_', '-')}"]
         assert one.help.startswith(read_meanings()[name])

@@ -110,7 +110,6 @@ def test_every_problem_is_reported_at_once_with_its_place() -> None:
         (f"workload: {SYNTHETIC}, priority: {{uniform: [0, 1], each: [1, 2]}}}}", "a priority is a whole number to"),
         (f"workload: {SYNTHETIC}, priority: 99999999999}}", "must be less than or equal to 2147483648"),
         (f"workload: {SYNTHETIC}, late: {LATE}, every: 1, priority: [1]}}}}", "priority is a list of 1 for 2 requests"),
-        (f"workload: {SYNTHETIC}, n: 2}}", "n must be 1 where temperature is 0"),
         (
             f"workload: {SYNTHETIC}, n: 0}}",
             "workload.n (a.yaml, line 5, column 75): must be greater than or equal to 1, got 0",

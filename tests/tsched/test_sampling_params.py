@@ -40,6 +40,8 @@ from tsched.requests.sampling_params import SamplingParams
         ("seed", 2**64, "from 0 to"),
         ("logprobs", -1, "from 0 to 1000"),
         ("logprobs", 1001, "from 0 to 1000"),
+        ("prompt_logprobs", -1, "from 0 to 1000"),
+        ("prompt_logprobs", True, "integer"),
         ("stop", "", "non-empty"),
         ("stop", ["a", ""], "non-empty"),
         ("stop", [1], "non-empty strings"),
@@ -71,11 +73,6 @@ def test_a_bad_value_is_named_with_what_is_allowed(name: str, value: object, all
         SamplingParams(**{name: value})
 
 
-def test_equal_completions_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"n must be 1 where temperature is 0.*got 2"):
-        SamplingParams(n=2, temperature=0)
-
-
 def test_good_values_are_kept_in_one_form() -> None:
     params = SamplingParams(
         n=1,
@@ -101,7 +98,8 @@ def test_good_values_are_kept_in_one_form() -> None:
 
 OTHERS: dict[str, object] = {
     "n": 2, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.5, "repetition_penalty": 1.5,
-    "presence_penalty": 0.5, "frequency_penalty": 0.5, "seed": 7, "logprobs": 0, "stop": "END", "stop_token_ids": [3],
+    "presence_penalty": 0.5, "frequency_penalty": 0.5, "seed": 7,
+    "logprobs": 0, "prompt_logprobs": 0, "stop": "END", "stop_token_ids": [3],
     "max_tokens": None, "min_tokens": 2, "ignore_eos": True, "logits_processors": [max],
     "stopping_criteria": [lambda tokens, text: True],
 }  # fmt: skip
@@ -113,7 +111,7 @@ def test_a_parameter_makes_a_request_special_unless_it_is_of_draws_or_of_the_end
     greedy = {} if name in ("n", "temperature") else {"temperature": 0.0}
     params = SamplingParams(**{**greedy, name: OTHERS[name]})
     of_draws, of_the_end = ("top_k", "top_p", "min_p", "seed"), ("stop", "stop_token_ids", "max_tokens", "ignore_eos")
-    assert params.is_plain == (name in (*of_draws, *of_the_end, "stopping_criteria"))
+    assert params.is_plain == (name in (*of_draws, *of_the_end, "prompt_logprobs", "stopping_criteria"))
     exact = dataclasses.replace(params, ignore_eos=True)
     assert exact.ends_by_length == (name not in ("stop", "stop_token_ids", "stopping_criteria"))
     assert not dataclasses.replace(params, ignore_eos=False).ends_by_length

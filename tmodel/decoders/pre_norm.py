@@ -163,6 +163,11 @@ class PreNormModel:
     @torch.inference_mode()
     def __call__(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
         """Logits [n, vocab] at `batch.logit_indices`, float32 or float64; writes this step into `kv_cache`."""
+        return self.compute_logits(self.compute_hidden(batch, kv_cache))
+
+    @torch.inference_mode()
+    def compute_hidden(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
+        """The final hidden states [n, H] at `batch.logit_indices`; writes this step into `kv_cache`."""
         kernels, eps = self.kernels, self.norm_eps
         step = PagedAttention(kernels, batch, self.scale)
         with self._embed:
@@ -177,7 +182,12 @@ class PreNormModel:
                     mixed, residual = mixed[batch.logit_indices], residual[batch.logit_indices]
                 hidden, residual = kernels.add_rms_norm(layer.attention.output(mixed), residual, layer.mlp_norm, eps)
                 hidden, residual = kernels.add_rms_norm(layer.mlp(hidden), residual, next_norm, eps)
-        logits = self.head(hidden)  # [n, vocab]
+        return hidden
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocab] of final hidden states [n, H], float32 or float64."""
+        logits = self.head(hidden)
         return logits if logits.dtype == torch.float64 else logits.float()
 
 

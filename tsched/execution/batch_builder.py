@@ -46,6 +46,11 @@ class ArrangedPlan:
     state_slots: Ints | None = None
 
     @property
+    def sampled_tokens(self) -> Ints:
+        """[m] int64, the places of the sampled tokens among the step's."""
+        return np.cumsum(self.counts)[self.sampled] - 1
+
+    @property
     def all_decode(self) -> bool:
         """Whether every entry decodes one token and wants the next."""
         return self.num_decodes == self.rows.size == self.sampled.size
@@ -105,8 +110,13 @@ class BatchBuilder:
             self._state.update_tokens(rows[:num_decodes], arranged.starts[:num_decodes])
         return arranged
 
-    def build(self, step: ArrangedPlan) -> Batch:
-        """Builds the batch of `step`, the last arranged plan: its decode rows, then its prefill chunks, no padding."""
+    def build(self, step: ArrangedPlan, others: Ints | None = None) -> Batch:
+        """Builds the batch of `step`, the last arranged plan: its decode rows, then its prefill chunks, no padding.
+
+        Args:
+            step: The plan.
+            others: [l] int64, tokens of the step whose logits are wanted beside the sampled ones; None is none.
+        """
         rows, starts, ends, num_decodes = step.rows, step.starts, step.ends, step.num_decodes
         if num_decodes == rows.size:
             owners, positions, logits = np.arange(rows.size), starts, step.sampled
@@ -121,6 +131,8 @@ class BatchBuilder:
             prefill_tokens = self._tokens.take(
                 rows[owners[num_decodes:]] * self._tokens_stride + positions[num_decodes:]
             )
+        if others is not None:
+            logits = np.sort(np.concatenate((logits, others)))
         if self._on_device:
             tokens = np.concatenate((-1 - rows[:num_decodes], prefill_tokens))
             return self._state.make_mixed_batch(

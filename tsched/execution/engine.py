@@ -28,6 +28,7 @@ from tsched.execution.cuda_graphs import CudaRecorder, DecodeGraphs, EagerRecord
 from tsched.execution.device_state import DeviceState, StepInputs
 from tsched.execution.engine_stats import EngineStats, PeakUse
 from tsched.execution.phases import Phases
+from tsched.execution.prompt_logprobs import PromptScorer, PromptScores, ScoredPrompts, compute_with_prompts
 from tsched.execution.readback import HostReader, Outcome, Readback
 from tsched.execution.request import Request
 from tsched.execution.sampler import NONE_LEFT, Sampler, TokenLogprobs
@@ -38,6 +39,9 @@ from tsched.requests.stopping import should_stop
 from tsched.scheduling.block_pool import BlockIds
 from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.step_plan import StepPlan
+
+_AT_FAULT = "a kernel, the weights or the dtype's range is at fault"
+_PROMPT_NOT_FINITE = f"the model's logits for the prompt's tokens are not finite: {_AT_FAULT}"
 
 Forward = Callable[[Batch, KVCache], torch.Tensor]
 
@@ -62,6 +66,7 @@ class _LaunchedStep:
     plan: StepPlan
     step: ArrangedPlan
     readback: Readback
+    store_prompts: Callable[[], None] | None
 
 
 class Engine:
@@ -112,6 +117,7 @@ class Engine:
         self._builder = BatchBuilder(scheduler.table, self._state)
         self._sampler = Sampler(scheduler.table, seed=seed, eos_token_ids=eos_token_ids)
         self._reader = HostReader(device)
+        self._prompt_scorer = PromptScorer()
         self._launched: _LaunchedStep | None = None  # the step in flight, not committed yet
         self._graphs: DecodeGraphs | None = None
         if is_gpu if cuda_graphs is None else cuda_graphs:
@@ -191,12 +197,17 @@ class Engine:
                 raise RefusedError("stop strings are looked for in text, and there is no tokenizer to make it")
         sequences = self.scheduler.add_group(request_ids, prompt, params, priority=priority, cache_salt=cache_salt)
         arrival = time.perf_counter() if arrival_time is None else arrival_time
-        return [self._register(Request(s, arrival, d)) for s, d in zip(sequences, detokenizers, strict=True)]
+        wanted = [one.prompt_logprobs for one in params if one.prompt_logprobs is not None]
+        scores = PromptScores(sequences[0].tokens, max(wanted)) if wanted else None
+        return [
+            self._register(Request(s, arrival, d, prompt_scores=scores))
+            for s, d in zip(sequences, detokenizers, strict=True)
+        ]
 
     def fork(self, request_id: int, new_id: int, params: SamplingParams, *, num_tokens: int) -> Request:
         """Queues a request that goes on from the first `num_tokens` tokens of an unfinished one, see Scheduler.fork.
 
-        The fork ignores stop strings.
+        The fork ignores stop strings, and prompt_logprobs.
         """
         return self._register(
             Request(self.scheduler.fork(request_id, new_id, params, num_tokens=num_tokens), time.perf_counter())
@@ -206,6 +217,8 @@ class Engine:
         self._requests[request.sequence.id] = request
         self._num_watched += request.is_watched
         self._num_unbegun += 1
+        if request.prompt_scores is not None:
+            self._prompt_scorer.add(request.sequence, request.prompt_scores)
         return request
 
     def abort(self, sequence_id: int) -> Request | None:
@@ -233,6 +246,7 @@ class Engine:
             self._launched = None
             self.scheduler.abort_all()
             self._requests.clear()
+            self._prompt_scorer.clear()
             self._num_watched = self._num_unbegun = 0
             raise
 
@@ -292,7 +306,7 @@ class Engine:
             return finished
         with torch.inference_mode():
             with phases.forward.carrying(self._request_ids(plan)) if phases.listening else phases.forward:
-                logits = self._forward(step)
+                logits, prompts = self._forward(step)
             if launched is not None:
                 finished += self._complete_step(launched)
             with phases.sample:
@@ -300,16 +314,21 @@ class Engine:
                 nobody_left = self.scheduler.table.num_departures == plan.num_departures
                 sampled = self._sampler.sample(logits, rows, lengths, None if nobody_left else epochs)
                 self._state.keep_tokens(rows, lengths, epochs, sampled.token_ids)
-                self._launched = _LaunchedStep(plan, step, self._reader.start(sampled))
+                store = None if prompts is None else self._reader.start_prompts(prompts)
+                self._launched = _LaunchedStep(plan, step, self._reader.start(sampled), store)
         if self.overlap and self._requests:
             return finished
         return finished + self._complete_step(self._launched)
 
-    def _forward(self, step: ArrangedPlan) -> torch.Tensor:
-        """Computes the logits [m, V] of the step's sampled rows."""
+    def _forward(self, step: ArrangedPlan) -> tuple[torch.Tensor, ScoredPrompts | None]:
+        """Computes the logits [m, V] of the step's sampled rows, and the scores of prompts that want any."""
         if self._graphs is not None and step.all_decode:
-            return self._graphs.run(step.rows, step.starts, step.state_slots)
-        return self._model(self._builder.build(step), self._kv_cache)
+            return self._graphs.run(step.rows, step.starts, step.state_slots), None
+        spans = self._prompt_scorer.find_spans(step)
+        if not spans:
+            return self._model(self._builder.build(step), self._kv_cache), None
+        batch = self._builder.build(step, np.concatenate([span.tokens for span in spans]))
+        return compute_with_prompts(self._model, batch, self._kv_cache, step.sampled_tokens, spans)
 
     def _request_ids(self, plan: StepPlan) -> list[int]:
         """The ids of the requests that advance in a step, in the order of its rows."""
@@ -334,6 +353,8 @@ class Engine:
         self._launched = None
         with self._phases.wait:
             outcome = launched.readback()
+            if launched.store_prompts is not None:
+                launched.store_prompts()
         with self._phases.commit:
             return self._commit(launched, outcome)
 
@@ -359,6 +380,8 @@ class Engine:
                 length = int(step.lengths[entry]) + 1
                 self._check_token(request, int(tokens[entry]), length, outcome.logprobs.get(entry), finished)
         for entry, request in broken.items():
+            if request.sequence.params.max_tokens == 0:  # nobody asked for this token
+                continue
             self._fail_request(request, int(tokens[entry]), outcome.faults.get(entry), finished)
         for request in finished:
             self._finish_request(request, now)
@@ -423,8 +446,7 @@ class Engine:
         if token == NONE_LEFT:
             why = f"processors, penalties and min_tokens together left no finite logit to choose {place} from"
         else:
-            at_fault = "a kernel, the weights or the dtype's range is at fault"
-            why = f"the model's logits for {place} are not finite: {at_fault}"
+            why = f"the model's logits for {place} are not finite: {_AT_FAULT}"
         request.error = fault or why
 
     def _finish_request(self, request: Request, now: float) -> None:
@@ -433,6 +455,10 @@ class Engine:
         self._num_watched -= request.is_watched
         self._num_unbegun -= request.first_token_time is None
         request.finish_time = now
+        if request.prompt_scores is not None:
+            self._prompt_scorer.forget(request.sequence.id)
+            if request.prompt_scores.has_nan and request.error is None:
+                request.error, request.sequence.finish_reason = _PROMPT_NOT_FINITE, "error"
         if request.detokenizer is not None and request.stops_at_text:
             try:
                 request.detokenizer.finish()

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 import numpy as np
 
 from tsched.execution.engine import Engine
-from tsched.execution.request import Request, extend_text, joint_error, joint_metrics
+from tsched.execution.request import Request, extend_text, joint_error, joint_metrics, label_places, label_prompt
 from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics
 from tsched.requests.prompts import PreparedRequest
@@ -34,6 +34,7 @@ class Ticket:
         prepared: The request as submitted.
         requests: The engine's request of each sample.
         num_going: Samples whose end has not been told.
+        has_told_prompt: Whether news have had the prompt's log-probabilities.
         metrics: As of the last news that changed them.
         refusal: Why the engine never took the request.
         failure: The engine's exception that ended the request with the thread.
@@ -42,6 +43,7 @@ class Ticket:
     prepared: PreparedRequest
     requests: list[Request] = field(default_factory=list)
     num_going: int = 0
+    has_told_prompt: bool = False
     metrics: RequestMetrics = field(init=False)
     refusal: str | None = None
     failure: BaseException | None = None
@@ -60,6 +62,7 @@ class News:
         metrics: Of the request.
         is_last: Whether no other news of the request follow, of any sample.
         error: With the last news: why samples failed; None where none did.
+        prompt_logprobs: The prompt's, once, with the first news of any sample; only where the request asks for them.
     """
 
     ticket: Ticket
@@ -67,6 +70,7 @@ class News:
     metrics: RequestMetrics
     is_last: bool = False
     error: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -318,13 +322,15 @@ class EngineThread:
         ticket, request = sample.ticket, sample.request
         have = sample.num_told
         sample.num_told = have + len(token_ids)
-        text = ""
+        text, prompt_logprobs = "", None
         logprobs: list[dict[int, Logprob]] | None = [] if sample.wants_logprobs else None
         if not sample.has_no_text:
             try:
                 text = self._new_text(sample, token_ids, is_over)
                 if sample.wants_logprobs:
                     logprobs = self._new_logprobs(sample, have)
+                if not have:
+                    prompt_logprobs = self._new_prompt_logprobs(ticket)
             except RequestFault as fault:
                 sample.has_no_text = True
                 self._fail(request, str(fault))
@@ -336,10 +342,11 @@ class EngineThread:
             return News(ticket, completion, ticket.metrics)
         ticket.metrics = joint_metrics(ticket.requests)
         ticket.num_going -= is_over
-        if ticket.num_going:
-            return News(ticket, completion, ticket.metrics)
-        del self._active[ticket]
-        return News(ticket, completion, ticket.metrics, True, joint_error(ticket.requests))
+        news = News(ticket, completion, ticket.metrics, prompt_logprobs=prompt_logprobs)
+        if not ticket.num_going:
+            del self._active[ticket]
+            news.is_last, news.error = True, joint_error(ticket.requests)
+        return news
 
     def _new_text(self, sample: _Sample, token_ids: list[int], is_over: bool) -> str:
         """The text that a sample's new tokens make final; RequestFault where the tokenizer makes none."""
@@ -357,7 +364,15 @@ class EngineThread:
         """The log-probabilities of a sample's tokens from the one at place `have` on."""
         places = sample.request.logprobs[have : sample.num_told]
         sample.logprob_sum += sum(place.logprobs[0] for place in places)
-        return [self._texts.label_logprobs(place.token_ids, place.logprobs, place.ranks) for place in places]
+        return label_places(places, self._texts)
+
+    def _new_prompt_logprobs(self, ticket: Ticket) -> list[dict[int, Logprob] | None] | None:
+        """The prompt's log-probabilities where they have not been told; they are known before any token is."""
+        if ticket.prepared.params.prompt_logprobs is None or ticket.has_told_prompt:
+            return None
+        found = label_prompt(ticket.requests[0], self._texts)
+        ticket.has_told_prompt = found is not None
+        return found
 
     def _fail(self, request: Request, why: str) -> None:
         """Ends a request whose tokens have no text."""

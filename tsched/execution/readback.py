@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tsched.execution.prompt_logprobs import ScoredPrompts
 from tsched.execution.sampler import Sampled, TokenLogprobs
 from tsched.scheduling.sequence import Ints
 
@@ -43,17 +44,27 @@ class HostReader:
 
     def start(self, sampled: Sampled) -> Readback:
         """Starts a copy, which begins once the device has computed `sampled`. The call does not wait."""
+        wait = self._copy(_list_tensors(sampled))
+        return lambda: _make_outcome(sampled, wait())
+
+    def start_prompts(self, scored: ScoredPrompts) -> Callable[[], None]:
+        """The same for the scores of prompts. The result waits for the copy and stores them."""
+        wait = self._copy(list(scored.tensors))
+        return lambda: scored.store(wait())
+
+    def _copy(self, tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Starts to copy `tensors` to the host. The result waits for the copies and returns them."""
         if self._stream is None:
-            return lambda: _make_outcome(sampled, _list_tensors(sampled))
+            return lambda: tensors
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            copies = [_pinned_copy(tensor, self._stream) for tensor in _list_tensors(sampled)]
+            copies = [_pinned_copy(tensor, self._stream) for tensor in tensors]
             done = torch.cuda.Event()
             done.record(self._stream)
 
-        def wait() -> Outcome:
+        def wait() -> list[torch.Tensor]:
             done.synchronize()
-            return _make_outcome(sampled, copies)
+            return copies
 
         return wait
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
+from tsched.execution.prompt_logprobs import PromptScores
 from tsched.execution.sampler import TokenLogprobs
 from tsched.requests.detokenizer import IncrementalDetokenizer
-from tsched.requests.outputs import RequestMetrics
+from tsched.requests.outputs import Logprob, RequestMetrics
+from tsched.requests.token_texts import TokenTexts
 from tsched.scheduling.sequence import Sequence
 
 
@@ -23,6 +25,7 @@ class Request:
         first_token_time: Seconds on the same clock; None before.
         finish_time: Seconds on the same clock; None before.
         logprobs: For each output token, where the request asks for them.
+        prompt_scores: The prompt's log-probabilities, where the request asks for them.
         error: Why it failed; None where it did not.
     """
 
@@ -32,6 +35,7 @@ class Request:
     first_token_time: float | None = None
     finish_time: float | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_scores: PromptScores | None = None
     error: str | None = None
 
     @property
@@ -43,11 +47,31 @@ class Request:
     def is_watched(self) -> bool:
         """Whether the engine must inspect each of its tokens."""
         params = self.sequence.params
+        if params.max_tokens == 0:  # its one token is dropped
+            return False
         return self.stops_at_text or params.logprobs is not None or bool(params.criteria)
 
     def fail(self, why: str) -> None:
         """Ends it in an error; the first one stays."""
         self.error, self.sequence.finish_reason = self.error or why, "error"
+
+
+def label_places(places: Items[TokenLogprobs], texts: TokenTexts) -> list[dict[int, Logprob]]:
+    """Labels the log-probabilities of each of `places`; RequestFault where the tokenizer fails."""
+    return [texts.label_logprobs(place.token_ids, place.logprobs, place.ranks) for place in places]
+
+
+def label_prompt(request: Request, texts: TokenTexts) -> list[dict[int, Logprob] | None] | None:
+    """Labels the log-probabilities of the prompt's tokens, of which the first has none.
+
+    Returns:
+        One for each token; None where nobody asks for them, or they are not known yet.
+
+    Raises:
+        RequestFault: The tokenizer fails.
+    """
+    scores = request.prompt_scores
+    return None if scores is None or not scores.is_complete else [None, *label_places(scores.found, texts)]
 
 
 def extend_text(detokenizer: IncrementalDetokenizer, token_ids: Items[int], *, is_over: bool) -> str:

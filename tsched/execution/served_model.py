@@ -16,7 +16,7 @@ from tkernels.ranges import NVTX
 from tsched.execution.engine import Engine
 from tsched.execution.engine_stats import EngineStats
 from tsched.execution.placement import check_random_weights, check_token_table, find_device, find_dtype, fit_options
-from tsched.execution.request import Request, extend_text
+from tsched.execution.request import Request, extend_text, label_places, label_prompt
 from tsched.options import OPTIONS, EngineOptions, read_options
 from tsched.requests.callbacks import attribute_to
 from tsched.requests.errors import RefusedError, RequestFault
@@ -304,9 +304,7 @@ class ServedModel:
         try:
             with self._engine.phases.detokenize:
                 text = self._make_text(request, token_ids)
-                if wants_logprobs:
-                    label = self._texts.label_logprobs
-                    logprobs = [label(place.token_ids, place.logprobs, place.ranks) for place in request.logprobs]
+                logprobs = label_places(request.logprobs, self._texts)
         except RequestFault as fault:
             request.fail(str(fault))
         return CompletionOutput(
@@ -324,3 +322,13 @@ class ServedModel:
         if detokenizer is None:
             return ""
         return detokenizer.text if request.stops_at_text else extend_text(detokenizer, token_ids, is_over=True)
+
+    def _make_prompt_logprobs(self, first: Request) -> list[dict[int, Logprob] | None] | None:
+        """Makes the log-probabilities of a prompt, of whose requests `first` is one; its `error` is set where it
+        fails.
+        """
+        try:
+            return label_prompt(first, self._texts)
+        except RequestFault as fault:
+            first.fail(str(fault))
+            return None

@@ -83,6 +83,8 @@ class RequestOutput:
         prompt_token_ids: The prompt's token ids.
         outputs: The completions by index, SamplingParams.n of them.
         metrics: When the request began and ended.
+        prompt_logprobs: For each prompt token, token id -> log-probability, of that token and the most likely ones;
+            None for the first token. None unless asked for, in later parts, and where the prompt was not computed.
         error: Why it failed, with n > 1 for each completion that failed; None where none did.
         finished: Whether this is the last part.
     """
@@ -94,6 +96,7 @@ class RequestOutput:
     metrics: RequestMetrics
     error: str | None = None
     finished: bool = True
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 def add_part(whole: RequestOutput | None, part: RequestOutput) -> RequestOutput:
@@ -104,7 +107,8 @@ def add_part(whole: RequestOutput | None, part: RequestOutput) -> RequestOutput:
     for one in part.outputs:
         before = by_index.get(one.index)
         by_index[one.index] = one if before is None else _joined(before, one)
-    return replace(part, outputs=[by_index[index] for index in sorted(by_index)])
+    outputs = [by_index[index] for index in sorted(by_index)]
+    return replace(part, outputs=outputs, prompt_logprobs=part.prompt_logprobs or whole.prompt_logprobs)
 
 
 def _joined(before: CompletionOutput, new: CompletionOutput) -> CompletionOutput:

@@ -25,9 +25,10 @@ MAX_CALLBACKS = 64
 MAX_COUNT = 2**31 - 1  # of tokens, and the largest id: int64 holds sums of a few
 MAX_PENALTY = 2.0**126  # float32 holds it and its reciprocal, so float64 holds any float32 logit times it
 
-# A greedy request's sampler need not look at parameters of draws, nor at those of the output's end. It looks at a new
-# parameter until that is put here.
+# A greedy request's sampler need not look at parameters of draws, of prompts, nor at those of the output's end. It
+# looks at a new parameter until that is put here.
 _OF_DRAWS = frozenset({"n", "temperature", "top_k", "top_p", "min_p", "seed"})
+_OF_PROMPTS = frozenset({"prompt_logprobs"})
 _OF_ENDS = frozenset({"stop", "stop_token_ids", "max_tokens", "ignore_eos", "stopping_criteria"})
 
 
@@ -39,8 +40,8 @@ class SamplingParams:
     They apply in this order: logits processors, penalties, temperature, min_p, top_k, top_p.
 
     Attributes:
-        n: In [1, 128], completions per prompt. It is 1 where temperature is 0, because all would be equal. Completion 0
-            draws from `seed`, completion i from a seed derived from (seed, i).
+        n: In [1, 128], completions per prompt. Completion 0 draws from `seed`, completion i from a seed derived from
+            (seed, i). Where temperature is 0 they are equal.
         temperature: At least 0. 0 is greedy and ignores top_k, top_p, min_p and seed.
         top_k: Below 2**31, keeps the k most likely tokens (ties go to the lower id); 0 or -1 keeps all.
         top_p: In (0, 1], keeps the fewest most likely tokens whose probabilities reach top_p.
@@ -51,9 +52,12 @@ class SamplingParams:
         frequency_penalty: In [-2, 2], subtracted once per occurrence in the output.
         seed: In [0, 2**64). None takes a stream of its own from the engine's seed.
         logprobs: In [0, 1000], reports the log-probabilities of the chosen token and of that many most likely tokens.
+        prompt_logprobs: In [0, 1000], reports the same for every token of the prompt from the second on. Such a request
+            reads no cached prefix.
         stop: Up to 1000 strings of up to 1000 characters that end the output. The text is cut off before them.
         stop_token_ids: Up to 1000 token ids below 2**31 that end the output and stay in its token_ids.
-        max_tokens: In [1, 2**31) output tokens. None is as many as the model's length and the cache allow.
+        max_tokens: In [1, 2**31) output tokens, or 0 with prompt_logprobs. None is as many as the model's length and
+            the cache allow.
         min_tokens: At most max_tokens. No end-of-sequence token, stop token or stop string ends the output before.
         ignore_eos: Whether the output goes on after the model's end-of-sequence token.
         logits_processors: Up to 64, called in this order with the model's logits, see
@@ -75,6 +79,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop: str | Iterable[str] | None = ()
     stop_token_ids: Iterable[int] | None = ()
     max_tokens: int | None = 16
@@ -86,8 +91,6 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._set_integer("n", 1, MAX_SAMPLES)
         self._set_float("temperature", 0.0, math.inf)
-        if self.n > 1 and self.is_greedy:
-            raise ValueError(f"n must be 1 where temperature is 0, for all completions would be equal; got {self.n}")
         self._set_float("top_p", 0.0, 1.0, above=True)
         self._set_float("min_p", 0.0, 1.0)
         self._set_float("repetition_penalty", 0.0, math.inf, above=True)
@@ -97,7 +100,8 @@ class SamplingParams:
         self._set_integer("top_k", -1)
         self._set_integer("seed", 0, 2**64 - 1, optional=True)
         self._set_integer("logprobs", 0, MAX_LOGPROBS, optional=True)
-        self._set_integer("max_tokens", 1, optional=True)
+        self._set_integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._set_integer("max_tokens", 1 if self.prompt_logprobs is None else 0, optional=True)
         self._set_integer("min_tokens", 0, MAX_COUNT if self.max_tokens is None else self.max_tokens)
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
@@ -182,7 +186,7 @@ class SamplingParams:
 
 
 _UNSET = {one.name: one.default for one in fields(SamplingParams)}
-_HEEDED = _UNSET.keys() - _OF_DRAWS - _OF_ENDS
+_HEEDED = _UNSET.keys() - _OF_DRAWS - _OF_PROMPTS - _OF_ENDS
 _EARLY_ENDS = _OF_ENDS - {"max_tokens", "ignore_eos"}
 
 

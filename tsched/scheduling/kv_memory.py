@@ -105,6 +105,8 @@ class KVMemory:
         """The blocks of the longest prefix that every group of layers can go on from, of which `sequence.first_block`
         is the first; the sequence holds the state as of its end.
         """
+        if sequence.params.prompt_logprobs is not None and sequence.tokens.size == sequence.prompt_len:
+            return NO_BLOCKS  # what is not computed has no logits
         held = self.cache.match(sequence, self._usable)
         if held.size and self.states is not None:
             sequence.state = self.states.share_at(held[-1])

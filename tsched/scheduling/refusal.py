@@ -31,7 +31,7 @@ def find_max_length(
             f"together: a prompt may have {max_model_len - 1} at most"
         )
     if params.max_tokens is not None:
-        longest = prompt_len + params.max_tokens
+        longest = prompt_len + max(1, params.max_tokens)  # with 0, its step brings a token that is dropped
     elif window is not None and window.least_blocks <= pool.num_blocks:
         longest = max_model_len
     else:

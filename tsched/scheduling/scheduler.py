@@ -432,6 +432,9 @@ class Scheduler:
             self._groups.form(heirs[0], heirs[1:])
             self._waiting.add(heirs[0])
         self._planner.disturb()
+        if sequence.params.max_tokens == 0 and sequence.tokens.size > sequence.prompt_len:
+            self.counters.num_output_tokens -= sequence.tokens.size - sequence.prompt_len
+            sequence.tokens, reason = sequence.tokens[: sequence.prompt_len], "length"
         sequence.finish_reason = reason
         self.counters.num_finished += 1
         return sequence

@@ -159,6 +159,19 @@ class StatsSnapshot:
     arm: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class KernelSwap:
+    """A swap of kernels that was made.
+
+    Attributes:
+        first_step: Number of the first step over the new kernels, counted from 0 since the engine was made.
+        arm: op -> the variant that serves it from then on.
+    """
+
+    first_step: int
+    arm: Mapping[str, str]
+
+
 class RequestRefusedError(RefusedError):
     """The engine cannot take this request, now or later.
 
@@ -253,17 +266,15 @@ class EngineClient(Protocol):
     def stats(self) -> StatsSnapshot:
         """The last step's snapshot; it waits for nothing. EngineUnavailableError until the model was loaded once."""
 
-    async def swap_kernels(self, choices: Mapping[str, Any]) -> Mapping[str, str]:
-        """Swaps kernels between two steps.
+    async def swap_kernels(self, choices: Mapping[str, Any]) -> KernelSwap:
+        """Swaps kernels between two steps. An engine that is started again begins with those of its start.
 
         Args:
-            choices: {op: variant} or {op: {variant: {config value: number}}}, as an experiment's `kernels`.
-
-        Returns:
-            op -> the variant that serves it now.
+            choices: {op: variant} or {op: {variant: {config value: number}}}, as an experiment's `kernels`; an op that
+                is left out keeps its variant, and None asks for the op's default.
 
         Raises:
-            RequestRefusedError: A choice is unknown, or does not support the model.
+            RequestRefusedError: A choice is unknown, or does not support the model; nothing has changed then.
             EngineUnavailableError: The engine is not ready.
         """
 

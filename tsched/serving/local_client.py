@@ -14,6 +14,7 @@ from tsched.serving.engine_client import (
     EngineFailedError,
     EngineRequest,
     EngineUnavailableError,
+    KernelSwap,
     ModelFacts,
     RequestRefusedError,
     SampleDelta,
@@ -24,7 +25,7 @@ from tsched.serving.engine_client import (
 )
 
 if TYPE_CHECKING:  # both load torch, and the server answers before that is there
-    from tsched.async_llm import AsyncLLM, RequestStream
+    from tsched.async_llm import AsyncLLM, EngineError, RequestStream
     from tsched.requests.outputs import CompletionOutput, RequestOutput
 
 
@@ -111,8 +112,17 @@ class LocalClient:
             arm=self._llm.arm,
         )
 
-    async def swap_kernels(self, choices: Mapping[str, Any]) -> Mapping[str, str]:
-        raise RequestRefusedError("an engine in the server's own process swaps no kernels", "kernels")
+    async def swap_kernels(self, choices: Mapping[str, Any]) -> KernelSwap:
+        from tkernels import SelectionError
+        from tsched.async_llm import EngineError
+
+        llm = self._running()
+        try:
+            return KernelSwap(await llm.swap_kernels(choices), llm.arm)
+        except SelectionError as error:
+            raise RequestRefusedError(str(error), "kernels") from error
+        except EngineError as error:
+            raise _failure_of(error) from error
 
     async def drain(self) -> None:
         self._is_closing = True
@@ -149,7 +159,7 @@ class LocalStream:
         try:
             output = await self._stream.__anext__()
         except EngineError as error:
-            raise EngineFailedError(f"the engine failed: {type(error.__cause__).__name__}") from error
+            raise _failure_of(error) from error
         refusal = self._stream.refusal
         if refusal is not None:
             raise RequestRefusedError(refusal, "prompt")
@@ -157,6 +167,13 @@ class LocalStream:
 
     async def aclose(self) -> None:
         await self._stream.aclose()
+
+
+def _failure_of(error: EngineError) -> EngineFailedError:
+    """The engine's failure as clients are told of it: its kind and the first line of its message, no stack."""
+    cause = error.__cause__
+    first_line = next(iter(str(cause).splitlines()), "")
+    return EngineFailedError(f"the engine failed: {type(cause).__name__}: {first_line}".rstrip(": "))
 
 
 def _load(model: str | Path, options: Mapping[str, Any]) -> AsyncLLM:

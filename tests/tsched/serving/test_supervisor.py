@@ -1,0 +1,265 @@
+"""Workers that die, hang and fail: what becomes of their requests, and when they are started again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tsched.serving.scripted_worker import (
+    ANSWER,
+    HANG,
+    LIE,
+    RAISE,
+    SILENT,
+    SILENT_ONCE,
+    SPEAK_AND_WAIT,
+)  # fmt: skip
+from tsched.serving import link, supervisor, worker_process
+from tsched.serving.engine_client import (
+    Delta,
+    EngineFailedError,
+    EngineRequest,
+    EngineUnavailableError,
+    RequestRefusedError,
+    SampleDelta,
+)
+from tsched.serving.link import join_deltas
+from tsched.serving.supervisor import SupervisedClient, restart_delay
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = worker_process._PROGRAM.replace("tsched.serving.worker", "tests.tsched.serving.scripted_worker")
+    assert program != worker_process._PROGRAM
+    monkeypatch.setattr(worker_process, "_PROGRAM", program)
+    soon = [0.1, 0.1, 0.1, 0.1, 0.1, None]
+    monkeypatch.setattr(supervisor, "restart_delay", lambda deaths, now: soon[len(deaths) - 1])
+
+
+def serve(folder: Path, main: Callable[[SupervisedClient], Awaitable[None]], **options: Any) -> None:
+    """Runs `main` with a client, and looks for what is left of it."""
+    files = len(os.listdir("/proc/self/fd"))
+
+    async def watched() -> None:
+        client = SupervisedClient(folder, **options)
+        await client.start()
+        try:
+            await asyncio.wait_for(main(client), 30)
+        finally:
+            await client.close()
+        await asyncio.sleep(0.05)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert not [life for life in folder.iterdir() if Path(f"/proc/{life.read_text()}").exists()]
+
+    asyncio.run(watched())
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def ask(client: SupervisedClient, name: str, token: int) -> supervisor.WorkerStream:
+    return client.submit(EngineRequest(name, [token], {"max_tokens": 2}))
+
+
+async def until_ready(client: SupervisedClient) -> None:
+    while client.state != "ready":
+        await asyncio.sleep(0.01)
+
+
+def test_a_worker_killed_ends_the_streams_that_spoke_within_half_a_second_and_serves_the_others_again(
+    tmp_path: Path,
+) -> None:
+    async def main(client: SupervisedClient) -> None:
+        spoken, silent = ask(client, "a", SPEAK_AND_WAIT), ask(client, "b", SILENT_ONCE)
+        assert (await anext(spoken)).samples[0].text == "a"
+        before = client.stats()
+        assert client.worker_pid is not None
+        os.kill(client.worker_pid, signal.SIGKILL)
+        killed = time.monotonic()
+        with pytest.raises(EngineFailedError, match=r"killed by signal 9 \(SIGKILL\)"):
+            await anext(spoken)
+        assert time.monotonic() - killed < 0.5
+        with pytest.raises(EngineUnavailableError) as unavailable:
+            ask(client, "c", ANSWER)
+        assert unavailable.value.retry_after >= 1
+        assert client.state == "restarting"
+        deltas = [delta async for delta in silent]
+        assert [delta.samples[0].token_ids for delta in deltas] in ([[7], [8]], [[7, 8]])
+        assert deltas[-1].samples[0].finish_reason == "stop"
+        assert client.stats().num_restarts == 1
+        assert client.stats().num_output_tokens == before.num_output_tokens + 2, "sums go on over a restart"
+        assert [delta.is_last async for delta in ask(client, "d", ANSWER)][-1]
+
+    serve(tmp_path, main)
+
+
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_a_worker_that_takes_no_step_with_unfinished_requests_is_killed(tmp_path: Path, by_signal: bool) -> None:
+    async def main(client: SupervisedClient) -> None:
+        spoken = ask(client, "a", SPEAK_AND_WAIT)
+        await anext(spoken)
+        pid = client.worker_pid
+        assert pid is not None
+        if by_signal:
+            os.kill(pid, signal.SIGSTOP)
+        else:
+            ask(client, "b", HANG)
+        with pytest.raises(EngineFailedError, match="took no step for .* with . unfinished requests"):
+            await anext(spoken)
+        await until_ready(client)
+        assert client.worker_pid != pid
+
+    serve(tmp_path, main, stall_timeout=0.3)
+
+
+def test_an_idle_worker_is_not_taken_for_a_hung_one(tmp_path: Path) -> None:
+    async def main(client: SupervisedClient) -> None:
+        assert client.worker_pid is not None
+        os.kill(client.worker_pid, signal.SIGSTOP)
+        await asyncio.sleep(0.5)
+        os.kill(client.worker_pid, signal.SIGCONT)
+        assert [delta.is_last async for delta in ask(client, "a", ANSWER)][-1]
+        assert client.stats().num_restarts == 0
+
+    serve(tmp_path, main, stall_timeout=0.3)
+
+
+def test_a_step_that_raises_fails_all_requests_of_its_worker_with_the_reason(tmp_path: Path) -> None:
+    async def main(client: SupervisedClient) -> None:
+        waiting = [ask(client, "a", SPEAK_AND_WAIT), ask(client, "b", SILENT_ONCE), ask(client, "c", RAISE)]
+        await anext(waiting[0])
+        for stream in waiting:
+            with pytest.raises(EngineFailedError, match="^the engine failed: RuntimeError: planted$"):
+                await anext(stream)
+        await until_ready(client)
+        assert [delta.is_last async for delta in ask(client, "d", ANSWER)][-1]
+
+    serve(tmp_path, main)
+
+
+def test_a_worker_that_breaks_the_link_is_killed(tmp_path: Path) -> None:
+    async def main(client: SupervisedClient) -> None:
+        spoken = ask(client, "a", SPEAK_AND_WAIT)
+        await anext(spoken)
+        ask(client, "b", LIE)
+        with pytest.raises(EngineFailedError, match="its link broke: a message of 2147483648 bytes is announced"):
+            await anext(spoken)
+
+    serve(tmp_path, main)
+
+
+def test_a_request_that_two_workers_died_with_goes_to_no_third(tmp_path: Path) -> None:
+    async def main(client: SupervisedClient) -> None:
+        stream = ask(client, "a", SILENT)
+        for _ in range(2):
+            await until_ready(client)
+            await asyncio.sleep(0.05)
+            assert client.worker_pid is not None
+            os.kill(client.worker_pid, signal.SIGKILL)
+            await asyncio.sleep(0.05)
+        with pytest.raises(EngineFailedError, match="SIGKILL"):
+            await anext(stream)
+
+    serve(tmp_path, main)
+
+
+def test_after_six_deaths_nothing_is_started_and_requests_say_so(tmp_path: Path) -> None:
+    async def main(client: SupervisedClient) -> None:
+        for _ in range(6):
+            await until_ready(client)
+            with pytest.raises(EngineFailedError, match="planted"):
+                await anext(ask(client, "a", RAISE))
+            while client.state == "ready":
+                await asyncio.sleep(0.01)
+        assert client.state == "failed"
+        with pytest.raises(EngineFailedError, match="failed 6 times in 600 s, at last: .*planted"):
+            ask(client, "b", ANSWER)
+        assert len(os.listdir(tmp_path)) == 6
+
+    serve(tmp_path, main)
+
+
+def test_delays_double_up_to_half_a_minute_and_old_deaths_are_forgotten() -> None:
+    now = 10_000.0
+    assert [restart_delay([now] * count, now) for count in range(1, 7)] == [1, 2, 4, 8, 16, None]
+    assert restart_delay([*[now - 601] * 5, now], now) == 1
+    assert restart_delay([*[now - 599] * 5, now], now) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("broken", "^ConfigError: no such model$"), ("killed", r"is no more: it was killed by signal 9 \(SIGKILL\)")],
+)
+def test_what_goes_wrong_at_the_start_is_raised_there(tmp_path: Path, name: str, reason: str) -> None:
+    async def main() -> None:
+        client = SupervisedClient(tmp_path, name=name)
+        with pytest.raises(EngineUnavailableError):
+            ask(client, "a", ANSWER)
+        with pytest.raises(EngineFailedError, match=reason):
+            await client.start()
+        assert client.state == "failed"
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_restart_that_cannot_load_is_tried_again_until_given_up(tmp_path: Path) -> None:
+    async def main(client: SupervisedClient) -> None:
+        stream = ask(client, "a", SILENT)
+        assert client.worker_pid is not None
+        os.kill(client.worker_pid, signal.SIGKILL)
+        with pytest.raises(EngineFailedError, match="failed 6 times .* ConfigError: no such model"):
+            await anext(stream)
+
+    serve(tmp_path, main, name="broken later")
+
+
+def test_aborts_reach_requests_in_a_worker_and_between_two(tmp_path: Path) -> None:
+    async def main(client: SupervisedClient) -> None:
+        one, other, third = ask(client, "a", SILENT), ask(client, "b", SILENT), ask(client, "c", SILENT)
+        client.abort("a")
+        assert [delta.samples[0].finish_reason async for delta in one] == ["abort"]
+        assert client.worker_pid is not None
+        os.kill(client.worker_pid, signal.SIGKILL)
+        while client.state == "ready":
+            await asyncio.sleep(0.01)
+        client.abort("b")
+        assert [delta.samples[0].finish_reason async for delta in other] == ["abort"]
+        waiting = asyncio.ensure_future(anext(third))
+        await asyncio.sleep(0)
+        waiting.cancel()  # a cancelled consumer aborts
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asyncio.wait_for(client.drain(), 5)
+
+    serve(tmp_path, main)
+
+
+def test_what_the_front_end_can_refuse_reaches_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "MAX_FRAME_BYTES", 10_000)
+    with pytest.raises(TypeError):
+        SupervisedClient(tmp_path, blocksize=3)
+
+    async def main(client: SupervisedClient) -> None:
+        with pytest.raises(RequestRefusedError, match="top_p"):
+            client.submit(EngineRequest("a", [ANSWER], {"top_p": 7.0}))
+        with pytest.raises(RequestRefusedError, match="at most"):
+            client.submit(EngineRequest("a", [10**9] * 1_000, {}))
+        ask(client, "b", SILENT)
+        with pytest.raises(ValueError, match="not finished"):
+            ask(client, "b", SILENT)
+
+    serve(tmp_path, main)
+
+
+def test_joined_deltas_say_what_both_say() -> None:
+    one = Delta([SampleDelta(0, [1], "a", None), SampleDelta(1, [2], "b", [])], False, num_cached_tokens=3)
+    other = Delta([SampleDelta(1, [4], "c", [], "stop", "x")], True, error="e")
+    assert join_deltas(one, other) == Delta(
+        [SampleDelta(0, [1], "a", None), SampleDelta(1, [2, 4], "bc", [], "stop", "x")], True, "e", 3
+    )

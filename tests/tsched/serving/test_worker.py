@@ -1,0 +1,229 @@
+"""A real worker: its streams are the engine's own, kernels are swapped in it, and its faults end its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tsched.test_llm import PROMPTS
+from tsched import LLM, SamplingParams
+from tsched.serving.engine_client import (
+    Delta,
+    DeltaStream,
+    EngineFailedError,
+    EngineRequest,
+    KernelSwap,
+    RequestRefusedError,
+)
+from tsched.serving.link import Message
+from tsched.serving.local_client import LocalClient
+from tsched.serving.supervisor import SupervisedClient
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float64", "max_num_seqs": 8}
+LONG = {"temperature": 0, "max_tokens": 80, "ignore_eos": True}
+
+RAISING = """
+import functools
+from pathlib import Path
+from tkernels import Variant
+from tkernels.ops.rms_norm.contract import CONTRACT
+@functools.wraps(CONTRACT.baseline)
+def compute(*args, **kwargs):
+    if Path({trigger!r}).exists():
+        Path({trigger!r}).unlink()
+        raise RuntimeError("planted\\nbelow it a stack")
+    return CONTRACT.baseline(*args, **kwargs)
+VARIANT = Variant(wins="never: it fails", deterministic=True, batch_invariant=False, function=compute)
+"""
+
+
+async def collect(client: SupervisedClient, name: str, prompt: list[int], sampling: dict[str, Any]) -> list[Delta]:
+    return [delta async for delta in client.submit(EngineRequest(name, prompt, sampling))]
+
+
+def joined(deltas: list[Delta]) -> dict[int, tuple[list[int], str, str | None]]:
+    """Completion -> its tokens, its text and why it ended."""
+    assert [delta.is_last for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    found: dict[int, tuple[list[int], str, str | None]] = {}
+    for sample in (sample for delta in deltas for sample in delta.samples):
+        tokens, text, _ = found.get(sample.sample, ([], "", None))
+        found[sample.sample] = (tokens + sample.token_ids, text + sample.text, sample.finish_reason)
+    return found
+
+
+def test_a_workers_streams_are_the_engines_own_and_a_step_is_one_message(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [
+        *((prompt, LONG) for prompt in PROMPTS[:6]),
+        (PROMPTS[5], {"n": 3, "seed": 3, "temperature": 1.2, "max_tokens": 30, "logprobs": 2}),
+    ]
+    llm = LLM(checkpoint, **OPTIONS)
+    expected = [llm.generate([prompt], SamplingParams(**sampling))[0] for prompt, sampling in asked]
+    messages: list[Message] = []
+    receive = SupervisedClient._receive
+
+    def hear(client: SupervisedClient, message: Message) -> None:
+        messages.append(message)
+        receive(client, message)
+
+    monkeypatch.setattr(SupervisedClient, "_receive", hear)
+
+    async def main() -> None:
+        client = SupervisedClient(checkpoint, **OPTIONS)
+        await client.start()
+        assert client.facts.tokenizer_directory == str(checkpoint)
+        streams = [collect(client, str(i), *one) for i, one in enumerate(asked)]
+        everything = await asyncio.gather(*streams)
+        for deltas, whole in zip(everything, expected, strict=True):
+            assert joined(deltas) == {
+                one.index: (list(one.token_ids), one.text, one.finish_reason) for one in whole.outputs
+            }
+        scores = [scores for delta in everything[-1] for s in delta.samples if s.sample == 1 for scores in s.logprobs]
+        (_, one, _) = expected[-1].outputs
+        assert [list(place) for place in one.logprobs] == [scores.token_ids for scores in scores]
+        chosen = [place[scores.token_ids[0]].logprob for place, scores in zip(one.logprobs, scores, strict=True)]
+        assert chosen == pytest.approx([scores.logprobs[0] for scores in scores], abs=1e-9)
+        news = [message for message in messages if message["kind"] == "news" and message["deltas"]]
+        assert len(news) <= client.stats().num_steps
+        assert max(len(message["deltas"]) for message in news) >= len(asked)
+
+        with pytest.raises(RequestRefusedError, match="out of vocabulary"):
+            await collect(client, "a", [300], {})
+        with pytest.raises(RequestRefusedError, match="there is .*one_pass"):
+            await client.swap_kernels({"paged_decode": "split"})
+        going = asyncio.create_task(collect(client, "b", PROMPTS[0], LONG))
+        await asyncio.sleep(0.01)
+        swap = await client.swap_kernels({"paged_decode": "torch", "matmul": "torch"})
+        assert isinstance(swap, KernelSwap)
+        assert 0 < swap.first_step <= client.stats().num_steps + 80
+        assert client.stats().arm == swap.arm == llm.arm
+        assert joined(await going)[0][0] == list(expected[0].outputs[0].token_ids)
+        await client.drain()
+
+    asyncio.run(main())
+
+
+def test_the_front_end_of_a_worker_loads_no_torch() -> None:
+    program = "import sys, json, tsched.serving.supervisor; print(json.dumps([*sys.modules]))"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert not {"torch", "triton", "transformers", "tokenizers"} & set(json.loads(out))
+
+
+async def rest(stream: DeltaStream) -> list[Delta]:
+    return [delta async for delta in stream]
+
+
+async def until_ready(client: SupervisedClient) -> None:
+    while client.state != "ready":
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_real_worker_killed_or_stopped_is_replaced(checkpoint: Path, sent: signal.Signals) -> None:
+    (whole,) = LLM(checkpoint, **OPTIONS).generate([PROMPTS[3]], SamplingParams(**LONG))
+
+    async def main() -> None:
+        client = SupervisedClient(checkpoint, stall_timeout=1.0, **OPTIONS)
+        await client.start()
+        streams = [client.submit(EngineRequest(str(i), PROMPTS[i], LONG)) for i in range(8)]
+        for stream in streams:
+            await anext(stream)
+        silent = asyncio.create_task(collect(client, "silent", PROMPTS[3], LONG))  # a ninth: it waits
+        await asyncio.sleep(0)
+        assert client.worker_pid is not None
+        os.kill(client.worker_pid, sent)
+        killed = time.monotonic()
+        for stream in streams:
+            with pytest.raises(EngineFailedError):
+                await rest(stream)
+        assert time.monotonic() - killed < (0.5 if sent == signal.SIGKILL else 3)
+        assert joined(await silent)[0][0] == list(whole.outputs[0].token_ids)
+        assert client.stats().num_restarts == 1
+        await client.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_kernel_that_raises_in_a_real_worker_is_told_without_a_stack(checkpoint: Path, tmp_path: Path) -> None:
+    trigger = tmp_path / "trigger"
+    (tmp_path / "variants" / "rms_norm").mkdir(parents=True)
+    (tmp_path / "variants" / "rms_norm" / "raising.py").write_text(RAISING.format(trigger=str(trigger)))
+
+    async def main() -> None:
+        kernels = {"rms_norm": "raising"}
+        client = SupervisedClient(checkpoint, variants_from=[tmp_path / "variants"], kernels=kernels, **OPTIONS)
+        await client.start()
+        streams = [client.submit(EngineRequest(str(i), PROMPTS[i], LONG)) for i in range(4)]
+        await anext(streams[0])
+        trigger.touch()
+        for stream in streams:
+            with pytest.raises(EngineFailedError, match="^the engine failed: RuntimeError: planted$"):
+                await rest(stream)
+        await until_ready(client)
+        assert joined(await collect(client, "again", PROMPTS[0], LONG))[0][2] == "length"
+        await client.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_100_swaps_in_a_real_worker_drop_no_request(checkpoint: Path) -> None:
+    expected = _local(checkpoint)
+
+    async def main() -> None:
+        client = SupervisedClient(checkpoint, **OPTIONS)
+        await client.start()
+        done = asyncio.Event()
+
+        async def serve(index: int) -> int:
+            count = 0
+            while not done.is_set():
+                assert joined(await collect(client, f"{index}-{count}", PROMPTS[index], LONG)) == expected[index]
+                count += 1
+            return count
+
+        clients = [asyncio.create_task(serve(index)) for index in range(6)]
+        steps = []
+        for i in range(100):
+            swap = await client.swap_kernels({"qk_norm_rope_scatter": ("torch", "composed")[i % 2]})
+            steps.append(swap.first_step)
+            await asyncio.sleep(0.01)
+        done.set()
+        assert min(await asyncio.gather(*clients)) >= 1
+        assert steps == sorted(steps)
+        await client.drain()
+
+    asyncio.run(main())
+
+
+def _local(checkpoint: Path) -> list[dict[int, tuple[list[int], str, str | None]]]:
+    outputs = LLM(checkpoint, **OPTIONS).generate(PROMPTS[:6], SamplingParams(**LONG))
+    return [{0: (list(o.outputs[0].token_ids), o.outputs[0].text, o.outputs[0].finish_reason)} for o in outputs]
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_served_is_told_at_the_start(tmp_path: Path) -> None:
+    """The same words as in this process."""
+
+    async def main() -> None:
+        with pytest.raises(Exception, match="config.json") as here:
+            await LocalClient(tmp_path).start()
+        client = SupervisedClient(tmp_path)
+        with pytest.raises(EngineFailedError) as there:
+            await client.start()
+        assert str(there.value) == f"{type(here.value).__name__}: {here.value}"
+        await client.close()
+
+    asyncio.run(main())

@@ -1,0 +1,104 @@
+"""The link between the front end and a worker: JSON messages over a socket pair, each with its length ahead of it.
+
+Loads no torch, so that the front end stays small. A message is a dict with its `kind`. The front end sends `load`,
+`submit`, `abort` and `swap`; a worker answers with `ready` or `load_failed`, then with `news`, `swapped`,
+`swap_refused` and `failed`. All news of one step of the engine are one message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from typing import Any
+
+from tsched.serving.engine_client import Delta, RequestTimes, SampleDelta, TokenScores
+from tsched.torch_free import TKernelsError
+
+MAX_FRAME_BYTES = 2**26
+"""Of one message: prompts of a million tokens fit, and what a broken peer makes us allocate is bounded."""
+
+_LENGTH = struct.Struct("!I")
+
+Message = dict[str, Any]
+
+
+class LinkError(TKernelsError, RuntimeError):
+    """A message that is too long, or bytes that are none."""
+
+
+def encode_message(message: Message) -> bytes:
+    """The frame of a message.
+
+    Raises:
+        LinkError: It is longer than MAX_FRAME_BYTES.
+        TypeError: It holds what JSON does not.
+    """
+    body = json.dumps(message, separators=(",", ":")).encode()  # in ASCII: lone surrogates are escaped
+    if len(body) > MAX_FRAME_BYTES:
+        raise LinkError(f"a {message.get('kind')!r} message has {len(body)} bytes; at most {MAX_FRAME_BYTES} are sent")
+    return _LENGTH.pack(len(body)) + body
+
+
+async def read_message(reader: asyncio.StreamReader) -> Message | None:
+    """The next message; None where the peer has closed the link between two.
+
+    Raises:
+        LinkError: The bytes are no message, or stop in the middle of one.
+    """
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        if length > MAX_FRAME_BYTES:
+            raise LinkError(f"a message of {length} bytes is announced; at most {MAX_FRAME_BYTES} are read")
+        body = await reader.readexactly(length)
+    except asyncio.IncompleteReadError as error:
+        if not error.partial and error.expected == _LENGTH.size:
+            return None
+        raise LinkError("the link ends in the middle of a message") from error
+    except ConnectionError:  # it died with something of ours unread
+        return None
+    try:
+        message = json.loads(body)
+    except ValueError as error:
+        raise LinkError(f"a message is not JSON: {error}") from error
+    if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+        raise LinkError("a message is no object with a kind")
+    return message
+
+
+def delta_of(written: list[Any]) -> Delta:
+    """The Delta that JSON made a list of."""
+    samples, is_last, error, num_cached, prompt_logprobs, times = written
+    return Delta(
+        [SampleDelta(s, ids, text, _scores_of(scores), *ends) for s, ids, text, scores, *ends in samples],
+        is_last,
+        error,
+        num_cached,
+        None if prompt_logprobs is None else [None if one is None else TokenScores(*one) for one in prompt_logprobs],
+        None if times is None else RequestTimes(*times),
+    )
+
+
+def _scores_of(written: list[Any] | None) -> list[TokenScores] | None:
+    return None if written is None else [TokenScores(*one) for one in written]
+
+
+def join_deltas(one: Delta, other: Delta) -> Delta:
+    """What two deltas of a request say, the `other` after `one`."""
+    samples = {sample.sample: sample for sample in one.samples}
+    for new in other.samples:
+        old = samples.get(new.sample)
+        samples[new.sample] = new if old is None else _join_samples(old, new)
+    return Delta(
+        list(samples.values()),
+        other.is_last,
+        other.error if one.error is None else one.error,
+        other.num_cached_tokens if one.num_cached_tokens is None else one.num_cached_tokens,
+        other.prompt_logprobs if one.prompt_logprobs is None else one.prompt_logprobs,
+        other.times,
+    )
+
+
+def _join_samples(old: SampleDelta, new: SampleDelta) -> SampleDelta:
+    scores = None if old.logprobs is None and new.logprobs is None else [*(old.logprobs or ()), *(new.logprobs or ())]
+    return new._replace(token_ids=old.token_ids + new.token_ids, text=old.text + new.text, logprobs=scores)

@@ -1,0 +1,411 @@
+"""An engine in a process of its own, started, watched and started again: `SupervisedClient` behind `EngineClient`.
+
+Loads no torch. A worker that dies, hangs or fails ends the requests that it had begun to answer, with the reason; those
+that it had sent nothing for wait for the next worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from tsched.options import read_options
+from tsched.serving.engine_client import (
+    Delta,
+    EngineFailedError,
+    EngineRequest,
+    EngineUnavailableError,
+    KernelSwap,
+    ModelFacts,
+    RequestRefusedError,
+    SampleDelta,
+    State,
+    StatsSnapshot,
+    read_sampling,
+)
+from tsched.serving.link import LinkError, Message, delta_of, encode_message, join_deltas
+from tsched.serving.worker_process import WorkerProcess
+
+MOST_DEATHS = 5
+DEATHS_WINDOW_S = 600.0
+LONGEST_DELAY_S = 30.0
+_MOST_LIVES = 2
+"""Workers that a request is given to: what kills two of them may be the request."""
+
+_SUMS = (
+    "num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_cache_queries", "num_cache_hits",
+)  # fmt: skip
+"""The fields of a StatsSnapshot that only grow; a new worker counts from 0."""
+
+
+def restart_delay(deaths: Sequence[float], now: float) -> float | None:
+    """Seconds to wait before the next start: 1, 2, 4 and so on, 30 at most; None is to give up.
+
+    Args:
+        deaths: When workers died, the last one included, in seconds.
+        now: On the same clock.
+    """
+    recent = sum(now - death <= DEATHS_WINDOW_S for death in deaths)
+    return None if recent > MOST_DEATHS else min(LONGEST_DELAY_S, 2.0 ** max(0, recent - 1))
+
+
+@dataclass(eq=False, slots=True)
+class _Served:
+    """A request that has not ended.
+
+    Attributes:
+        request: As submitted.
+        stream: Its consumer's.
+        num_lives: Workers that had it.
+        has_sent: Whether its consumer was given anything.
+    """
+
+    request: EngineRequest
+    stream: WorkerStream
+    num_lives: int = 0
+    has_sent: bool = False
+
+
+class SupervisedClient:
+    """Serves one model in a worker process.
+
+    Args:
+        model: As of `AsyncLLM`.
+        name: What clients call it; the name of its directory, preset or hub id by default.
+        stall_timeout: Seconds without a step, while a request is unfinished, after which the worker is killed.
+        variants_from: Folders of kernel variants that join the registry.
+        options: As of `AsyncLLM`, such that JSON holds them. TypeError or OptionError says at once where one is wrong.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        name: str | None = None,
+        *,
+        stall_timeout: float = 120.0,
+        variants_from: Sequence[str | Path] = (),
+        **options: Any,
+    ) -> None:
+        read_options(options)
+        self._load: Message = {
+            "kind": "load",
+            "model": str(model),
+            "name": name or Path(model).name or str(model),
+            "options": options,
+            "variants_from": [str(folder) for folder in variants_from],
+        }
+        encode_message(self._load)
+        self._stall_timeout = stall_timeout
+        self._state: State = "loading"
+        self._failure: str | None = None
+        self._facts: ModelFacts | None = None
+        self._worker: WorkerProcess | None = None
+        self._served: dict[str, _Served] = {}  # unfinished requests in the order of arrival
+        self._all_ended = asyncio.Event()
+        self._all_ended.set()
+        self._swaps: dict[int, asyncio.Future[KernelSwap]] = {}
+        self._num_swaps = 0
+        self._deaths: deque[float] = deque(maxlen=MOST_DEATHS + 1)
+        self._num_restarts = 0
+        self._restart_at = 0.0
+        self._before: StatsSnapshot | None = None  # sums of the workers before this one
+        self._stats: StatsSnapshot | None = None  # of this worker
+        self._moved_at = 0.0  # when this worker last took a step, or got its first request
+        self._loaded: asyncio.Future[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def facts(self) -> ModelFacts:
+        if self._facts is None:
+            raise EngineUnavailableError("the model is being loaded", retry_after=2.0)
+        return self._facts
+
+    @property
+    def worker_pid(self) -> int | None:
+        """Of the process that serves; None between two."""
+        return None if self._worker is None else self._worker.pid
+
+    async def start(self) -> None:
+        """Starts the worker and returns when it has loaded the model.
+
+        Raises:
+            EngineFailedError: It could not; the message is what the loading raised, or how the worker ended.
+        """
+        self._loaded = asyncio.get_running_loop().create_future()
+        await self._start_worker()
+        await self._loaded
+        self._keep(self._watch_progress())
+
+    def submit(self, request: EngineRequest) -> WorkerStream:
+        read_sampling(request.sampling)
+        if self._state == "failed":
+            raise EngineFailedError(str(self._failure))
+        if self._state != "ready" or self._worker is None:
+            raise EngineUnavailableError(*self._why_unavailable())
+        if request.request_id in self._served:
+            raise ValueError(f"a request {request.request_id!r} is not finished yet")
+        served = _Served(request, WorkerStream(self, request.request_id))
+        if not self._served:
+            self._moved_at = time.monotonic()
+        try:
+            self._give(served, self._worker)
+        except LinkError as error:
+            raise RequestRefusedError(str(error), "prompt") from error
+        self._served[request.request_id] = served
+        self._all_ended.clear()
+        return served.stream
+
+    def abort(self, request_id: str) -> None:
+        served = self._served.get(request_id)
+        if served is None:
+            return
+        if self._worker is not None and self._state != "restarting":
+            self._worker.send({"kind": "abort", "id": request_id})
+            return
+        count = read_sampling(served.request.sampling).n
+        self._forget(request_id)
+        served.stream._put(Delta([SampleDelta(i, [], "", None, "abort") for i in range(count)], True))
+
+    def stats(self) -> StatsSnapshot:
+        if self._stats is None:
+            raise EngineUnavailableError("the model is being loaded", retry_after=2.0)
+        return replace(_add(self._before, self._stats), num_restarts=self._num_restarts)
+
+    async def swap_kernels(self, choices: Mapping[str, Any]) -> KernelSwap:
+        if self._state != "ready" or self._worker is None:
+            raise EngineUnavailableError(*self._why_unavailable())
+        self._num_swaps += 1
+        swap_id, answer = self._num_swaps, asyncio.get_running_loop().create_future()
+        self._worker.send({"kind": "swap", "id": swap_id, "choices": dict(choices)})
+        self._swaps[swap_id] = answer
+        try:
+            return await answer
+        finally:
+            self._swaps.pop(swap_id, None)
+
+    async def drain(self) -> None:
+        if self._state != "failed":
+            self._state = "draining"
+        await self._all_ended.wait()
+        await self.close()
+
+    async def close(self) -> None:
+        """Aborts what is unfinished and ends the worker, in any state."""
+        if self._state != "failed":
+            self._state = "draining"
+        for task in self._tasks:
+            task.cancel()
+        worker = self._worker
+        if worker is not None:
+            worker.kill("the server is stopping")
+            await worker.wait()
+        self._fail_all("the server is stopping")
+
+    def _why_unavailable(self) -> tuple[str, float]:
+        """(why no request is taken now, seconds after which to ask again)."""
+        if self._state == "draining":
+            return "the server is stopping and takes no more requests", 5.0
+        if self._state == "restarting":
+            left = self._restart_at - time.monotonic()
+            return "the engine is being started again", max(1.0, left)
+        return "the model is being loaded", 2.0
+
+    # From the worker.
+
+    def _receive(self, message: Message) -> None:
+        kind = message["kind"]
+        if kind == "news":
+            self._take_news(message)
+        elif kind == "ready":
+            self._begin(message)
+        elif kind in ("failed", "load_failed"):
+            self._failure = message["reason"]
+            if kind == "failed":
+                self._fail_all(message["reason"])
+        elif kind in ("swapped", "swap_refused"):
+            if kind == "swapped" and self._stats is not None:
+                self._stats = replace(self._stats, arm=message["arm"])
+            answer = self._swaps.get(message["id"])
+            if answer is not None and not answer.done():
+                if kind == "swapped":
+                    answer.set_result(KernelSwap(message["first_step"], message["arm"]))
+                else:
+                    answer.set_exception(RequestRefusedError(message["reason"], message["param"]))
+        else:
+            raise LinkError(f"nobody knows a message {kind!r} here")
+
+    def _begin(self, message: Message) -> None:
+        facts = ModelFacts(**message["facts"] | {"eos_token_ids": tuple(message["facts"]["eos_token_ids"])})
+        self._facts = facts if self._facts is None else replace(facts, created=self._facts.created)
+        self._stats, self._moved_at = StatsSnapshot(**message["stats"]), time.monotonic()
+        if self._state in ("loading", "restarting"):
+            self._state = "ready"
+        if self._loaded is not None and not self._loaded.done():
+            self._loaded.set_result(None)
+        assert self._worker is not None, "it has just said that it is ready"
+        for served in self._served.values():
+            self._give(served, self._worker)
+
+    def _take_news(self, message: Message) -> None:
+        stats = StatsSnapshot(**message["stats"])
+        if self._stats is None or stats.num_steps > self._stats.num_steps or message["deltas"] or message["refusals"]:
+            self._moved_at = time.monotonic()
+        self._stats = stats
+        for request_id, written in message["deltas"]:
+            served = self._served.get(request_id)
+            if served is not None:
+                served.has_sent = True
+                delta = delta_of(written)
+                if delta.is_last:
+                    self._forget(request_id)
+                served.stream._put(delta)
+        for request_id, reason, param in message["refusals"]:
+            served = self._forget(request_id)
+            if served is not None:
+                served.stream._fail(RequestRefusedError(reason, param))
+
+    # Lives and deaths.
+
+    async def _start_worker(self) -> None:
+        self._failure = None
+        self._worker = WorkerProcess(self._receive, self._on_death)
+        await self._worker.open()
+        self._worker.send(self._load)
+
+    def _on_death(self, reason: str) -> None:
+        self._worker = None
+        for answer in self._swaps.values():
+            if not answer.done():
+                answer.set_exception(EngineUnavailableError(f"the engine's process is no more: {reason}"))
+        reason = self._failure or f"the engine's process is no more: {reason}"
+        if self._loaded is not None and not self._loaded.done():
+            self._state, self._failure = "failed", reason
+            self._loaded.set_exception(EngineFailedError(reason))
+        if self._state in ("failed", "draining"):
+            self._fail_all(reason)
+            return
+        if self._stats is not None:
+            idle = replace(self._stats, num_running=0, num_waiting=0, num_used_blocks=0)
+            self._before, self._stats = _add(self._before, idle), _without_sums(idle)
+        for served in [*self._served.values()]:
+            if served.has_sent or served.num_lives >= _MOST_LIVES:
+                self._forget(served.request.request_id)
+                served.stream._fail(EngineFailedError(reason))
+        now = time.monotonic()
+        self._deaths.append(now)
+        delay = restart_delay(self._deaths, now)
+        if delay is None:
+            self._state = "failed"
+            self._failure = f"the engine failed {len(self._deaths)} times in {DEATHS_WINDOW_S:.0f} s, at last: {reason}"
+            self._fail_all(self._failure)
+            return
+        self._state, self._restart_at = "restarting", now + delay
+        self._keep(self._restart(delay))
+
+    async def _restart(self, delay: float) -> None:
+        await asyncio.sleep(delay)
+        self._num_restarts += 1
+        await self._start_worker()
+
+    async def _watch_progress(self) -> None:
+        """Kills a worker that has unfinished requests and takes no step."""
+        while True:
+            await asyncio.sleep(min(1.0, self._stall_timeout / 4))
+            still = time.monotonic() - self._moved_at
+            if (
+                self._served
+                and self._worker is not None
+                and self._state != "restarting"
+                and still > self._stall_timeout
+            ):
+                self._worker.kill(f"it took no step for {still:.1f} s with {len(self._served)} unfinished requests")
+
+    def _give(self, served: _Served, worker: WorkerProcess) -> None:
+        request = {one.name: getattr(served.request, one.name) for one in fields(EngineRequest)}  # asdict copies tokens
+        worker.send({"kind": "submit", "request": request})
+        served.num_lives += 1
+
+    def _forget(self, request_id: str) -> _Served | None:
+        served = self._served.pop(request_id, None)
+        if not self._served:
+            self._all_ended.set()
+        return served
+
+    def _fail_all(self, reason: str) -> None:
+        for request_id in [*self._served]:
+            served = self._forget(request_id)
+            if served is not None:
+                served.stream._fail(EngineFailedError(reason))
+
+    def _keep(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class WorkerStream:
+    """The deltas of a request that a worker serves."""
+
+    def __init__(self, client: SupervisedClient, request_id: str) -> None:
+        self._client = client
+        self._request_id = request_id
+        self._news: Delta | None = None  # that nobody has taken yet
+        self._error: Exception | None = None
+        self._is_over = False
+        self._changed = asyncio.Event()
+
+    def __aiter__(self) -> WorkerStream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._is_over:
+            raise StopAsyncIteration
+        try:
+            await self._changed.wait()
+        except asyncio.CancelledError:
+            self._client.abort(self._request_id)
+            raise
+        news, self._news = self._news, None
+        if news is None:
+            self._is_over = True
+            assert self._error is not None, "something has changed"
+            raise self._error
+        self._is_over = news.is_last
+        if self._error is None:
+            self._changed.clear()
+        return news
+
+    async def aclose(self) -> None:
+        """Aborts the request, unless it has finished, and ends the iteration."""
+        self._client.abort(self._request_id)
+        self._is_over = True
+
+    def _put(self, delta: Delta) -> None:
+        self._news = delta if self._news is None else join_deltas(self._news, delta)
+        self._changed.set()
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        self._changed.set()
+
+
+def _add(before: StatsSnapshot | None, now: StatsSnapshot) -> StatsSnapshot:
+    """The snapshot `now` with the sums of both."""
+    if before is None:
+        return now
+    sums: dict[str, Any] = {name: getattr(before, name) + getattr(now, name) for name in _SUMS}
+    return replace(now, **sums)
+
+
+def _without_sums(stats: StatsSnapshot) -> StatsSnapshot:
+    sums: dict[str, Any] = dict.fromkeys(_SUMS, 0)
+    return replace(stats, **sums)
