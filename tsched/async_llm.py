@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import weakref
 from collections.abc import AsyncGenerator
 from functools import partial
@@ -94,7 +93,6 @@ class AsyncLLM(ServedModel):
             RuntimeError: This was drained or closed, or serves another event loop.
             EngineError: The engine has failed.
         """
-        arrival = time.perf_counter()
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
         if params is not None and not isinstance(params, SamplingParams):
@@ -102,10 +100,9 @@ class AsyncLLM(ServedModel):
         session = self._open()
         if request_id in session.tickets:
             raise ValueError(f"a request {request_id!r} is not finished yet; names of unfinished requests must differ")
-        prepared = self._prepare(
-            request_id, prompt, params or SamplingParams(), arrival, priority=priority, cache_salt=cache_salt
+        ticket = self.make_ticket(
+            request_id, prompt, params or SamplingParams(), priority=priority, cache_salt=cache_salt
         )
-        ticket = Ticket(prepared)
         stream = RequestStream(self, session, ticket)
         try:
             session.thread.submit(ticket)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -15,6 +16,7 @@ import tmodel
 from tkernels.ranges import NVTX
 from tsched.execution.engine import Engine
 from tsched.execution.engine_stats import EngineStats
+from tsched.execution.engine_thread import EngineThread, News, Ticket
 from tsched.execution.placement import check_random_weights, check_token_table, find_device, find_dtype, fit_options
 from tsched.execution.request import Request, extend_text, label_places, label_prompt
 from tsched.options import OPTIONS, EngineOptions, read_options
@@ -23,6 +25,7 @@ from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tsched.requests.prompts import (
     PreparedRequest,
+    Prompt,
     Salt,
     check_priority,
     check_salt,
@@ -266,6 +269,43 @@ class ServedModel:
             priority=prepared.priority,
             cache_salt=prepared.cache_salt,
         )
+
+    def start_thread(
+        self, on_news: Callable[[list[News]], object], on_end: Callable[[BaseException | None], object]
+    ) -> EngineThread:
+        """Begins to serve on a thread of its own, for a caller who takes the news of all requests together.
+
+            thread = model.start_thread(on_news, on_end)
+            ticket = model.make_ticket("a", [5, 6, 7], SamplingParams(max_tokens=8))
+            thread.submit(ticket)
+
+        Args:
+            on_news: Called on the thread after each step with what it brought, see EngineThread.
+            on_end: Called on the thread once, at its end, with the engine's exception or None.
+
+        Returns:
+            The thread, which alone uses the engine from now on.
+        """
+        name = f"engine of {self.directory.name}"
+        return EngineThread(self._engine, self._start, self._texts, on_news=on_news, on_end=on_end, name=name)
+
+    def make_ticket(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: Salt = None,
+    ) -> Ticket:
+        """Checks a request for `EngineThread.submit`. A fault of the prompt refuses it there.
+
+        Raises:
+            TypeError: The priority or the salt has another type.
+            ValueError: The priority is too large.
+        """
+        arrival = time.perf_counter()
+        return Ticket(self._prepare(request_id, prompt, params, arrival, priority=priority, cache_salt=cache_salt))
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
