@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args
 
 import typer
+import yaml
 
 from experiments.document import ExperimentError
 from tsched.options import OPTIONS, EngineOptions, Option, OptionError, read_options
@@ -64,6 +65,22 @@ def parse_bytes(name: str, text: str) -> int:
         units = ", ".join(filter(None, _UNITS))
         raise ExperimentError([f"{name} must be a number of bytes from 1, with or without {units}, got {text!r}"])
     return int(value)
+
+
+def parse_kernels(texts: Sequence[str], option: str = "--kernels") -> dict[str, Any]:
+    """ "op=variant" or "op={variant: {config value: number}}", each once."""
+    choices: dict[str, Any] = {}
+    for text in texts:
+        op, equals, choice = text.partition("=")
+        if not equals or not op.strip() or not choice.strip():
+            raise ExperimentError([f"{option} {text}: must be op=variant, as in paged_decode=split_kv"])
+        if op.strip() in choices:
+            raise ExperimentError([f"{option} {text}: {op.strip()} is given twice"])
+        try:
+            choices[op.strip()] = yaml.safe_load(choice)
+        except yaml.YAMLError as error:
+            raise ExperimentError([f"{option} {text}: not YAML: {error}"]) from None
+    return choices
 
 
 def _parse(option: Option, value: Any) -> Any:

@@ -59,6 +59,7 @@ NOT_RUN: Mapping[str, str] = {
     "python -m tests.tmodel.quantizers.beside_gptqmodel beside-gptqmodel": "needs a package index",
     "tk convert directory-with-pytorch-model-bin directory-with-safetensors": "needs a pickle; "
     "tests/experiments/test_convert_bin.py",
+    "tk serve tiny --port 8000": "serves until a signal; tests/tsched/serving/test_serve_command.py",
     "tk repeat A": "runs the quickstart a third time; tests/experiments/runs/test_repeat.py",
     "python -m tests.bench.range_cost": "minutes, and a figure",
     "python -m tests.bench.beside_nano_vllm PATH/TO/nano-vllm": "needs nano-vllm's sources",
@@ -243,7 +244,7 @@ def test_the_commands_of_a_page_work(page: str, reader: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("containing", ["llm.generate(\n", "async def stream"])
+@pytest.mark.parametrize("containing", ["llm.generate(\n", "async def stream", "llm.chat("])
 def test_the_python_of_the_pages_works(containing: str, reader: Path) -> None:
     source = next(text for text in blocks("python.md", "python") if containing.strip() in text)
     if "async def stream" in source:

@@ -20,7 +20,7 @@ from tmodel.presets import cache_folder
 from tmodel.weights import INDEX, SINGLE, read_index
 
 _CONFIG_FILES = ("*.json",)
-_TOKENIZER_FILES = ("*.json", "merges.txt", "tokenizer.model")
+_TOKENIZER_FILES = ("*.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
 """Beside the weights, all that is ever fetched: no pickles, no code."""
 
 _NAME = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(\w(?:[\w/-]|\.(?!\.))*))?")

@@ -17,7 +17,7 @@ from filelock import FileLock
 from tkernels.files import new_folder
 from tmodel.corpus import standard_library_corpus
 from tmodel.random_weights import PRESET_TABLE, RANDOM_PRESETS, VERSION, write_random
-from tmodel.train import Recipe, TrainingReport, train_on
+from tmodel.train import CHAT_TEMPLATE, Recipe, TrainingReport, train_on
 
 PRESETS = {name: Recipe(**recipe) for name, recipe in PRESET_TABLE["trained"].items()}
 """Each takes about a minute on two idle cores, most of it matrix products: 1,000 steps of 1,024 tokens. tiny is a
@@ -45,7 +45,8 @@ def preset_path(preset: str) -> Path:
     """The directory of `preset` in the user's cache folder, made there on first use.
 
     Two processes that ask at once make it once: the second waits for the first. A folder's name carries a hash of the
-    recipe and of the Python version whose library is the text, or of the shape that the random weights have.
+    recipe, the chat template and the Python version whose library is the text, or of the shape that the random weights
+    have.
     """
     make: Callable[[Path], Any]
     if preset in RANDOM_PRESETS:
@@ -53,7 +54,7 @@ def preset_path(preset: str) -> Path:
         make = lambda directory: make_random_model(preset, directory)  # noqa: E731
     else:
         recipe = find_recipe(preset)
-        made_of = json.dumps([asdict(recipe), platform.python_version()], sort_keys=True)
+        made_of = json.dumps([asdict(recipe), platform.python_version(), CHAT_TEMPLATE], sort_keys=True)
         make = lambda directory: make_from_recipe(recipe, directory, seed=0)  # noqa: E731
     directory = cache_folder() / f"{preset}-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
     if not directory.exists():

@@ -70,6 +70,16 @@ class TrainingReport:
     seconds: float
 
 
+CHAT_TEMPLATE = """\
+{#- A model of Python's sources answers no questions: a chat is a dialogue in comments, for it to continue. -#}
+{% for message in messages %}
+{{ '# ' + message.role + ': ' + message.content + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '# assistant:' }}
+{%- endif %}"""
+
+
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
     """A byte-level BPE tokenizer (transformers' PreTrainedTokenizerFast): no text is out of its vocabulary."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -86,7 +96,10 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
     )
 
 

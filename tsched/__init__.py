@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tsched.execution.beam_search import BeamSearchParams
     from tsched.llm import LLM
     from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from tsched.requests.prompts import Conversation
     from tsched.requests.sampling_params import SamplingParams
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "AsyncLLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "Conversation",
     "EngineError",
     "Logprob",
     "RequestMetrics",
@@ -35,6 +37,7 @@ _HOMES = {
     "BeamSearchParams": "tsched.execution.beam_search",
     "EngineError": "tsched.async_llm",
     "CompletionOutput": "tsched.requests.outputs",
+    "Conversation": "tsched.requests.prompts",
     "Logprob": "tsched.requests.outputs",
     "RequestMetrics": "tsched.requests.outputs",
     "RequestOutput": "tsched.requests.outputs",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from tsched.execution.request import Request, joint_error, joint_metrics
 from tsched.execution.served_model import ServedModel, Swaps
 from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from tsched.requests.prompts import PreparedRequest, Prompt, Salt, broadcast_to_prompts, split_prompts
+from tsched.requests.prompts import Conversation, PreparedRequest, Prompt, Salt, broadcast_to_prompts, split_prompts
 from tsched.requests.sampling_params import SamplingParams
 
 _PATIENCE_S = 2.0  # work shorter than this needs no progress bar
@@ -41,7 +41,7 @@ class LLM(ServedModel):
         """Serves `prompts` to their ends.
 
         Args:
-            prompts: A text, a list of token ids, or a list of such.
+            prompts: A text, a list of token ids, a Conversation, or a list of such.
             sampling_params: One for all prompts, or a list of one each; None is SamplingParams().
             priority: The same; lower goes first, with order="priority".
             cache_salt: The same; only requests of one salt share cached prefixes.
@@ -78,6 +78,32 @@ class LLM(ServedModel):
             refused[place] if place in refused else self._output(prepared, started[place])
             for place, prepared in enumerate(asked)
         ]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Continues a conversation, or each of several, that the checkpoint's chat template makes a prompt of.
+
+        Args:
+            messages: The messages of one conversation, or a list of such, see Conversation, like what is not said here.
+            sampling_params: As in `generate`, like `use_tqdm` and what is returned and raised.
+            chat_template: The text of a template in the place of the checkpoint's.
+            chat_template_kwargs: More of the template's variables.
+        """
+        several: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        conversations = [
+            Conversation(one, add_generation_prompt, continue_final_message, chat_template, chat_template_kwargs or {})
+            for one in several
+        ]
+        return self.generate(conversations, sampling_params, use_tqdm=use_tqdm)
 
     def beam_search(
         self,

@@ -1,14 +1,11 @@
 """`tk generate`: one prompt, continued by a model with chosen kernels."""
 
 import sys
-from collections.abc import Sequence
-from typing import Any
-
-import yaml
 
 from experiments.commands.choices import open_registry
 from experiments.commands.requests import GenerateRequest
 from experiments.document import ExperimentError
+from experiments.engine_flags import parse_kernels
 from experiments.planning.models import open_architectures
 from tsched import LLM, SamplingParams
 
@@ -37,19 +34,3 @@ def run(request: GenerateRequest) -> int:
     print(continuation.text)
     print(f"[{len(continuation.token_ids)} tokens, finished by {continuation.finish_reason}]", file=sys.stderr)
     return 0
-
-
-def parse_kernels(texts: Sequence[str], option: str = "--kernels") -> dict[str, Any]:
-    """ "op=variant" or "op={variant: {config value: number}}", each once."""
-    choices: dict[str, Any] = {}
-    for text in texts:
-        op, equals, choice = text.partition("=")
-        if not equals or not op.strip() or not choice.strip():
-            raise ExperimentError([f"{option} {text}: must be op=variant, as in paged_decode=split_kv"])
-        if op.strip() in choices:
-            raise ExperimentError([f"{option} {text}: {op.strip()} is given twice"])
-        try:
-            choices[op.strip()] = yaml.safe_load(choice)
-        except yaml.YAMLError as error:
-            raise ExperimentError([f"{option} {text}: not YAML: {error}"]) from None
-    return choices

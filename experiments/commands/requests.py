@@ -306,6 +306,27 @@ class GenerateRequest:
     engine: Annotated[Given, EngineFlags(["dtype", "device", *SCHEDULER_OPTIONS])] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class ServeRequest:
+    """Serve a model to OpenAI's clients: /v1/completions, /v1/chat/completions, /v1/models. Ctrl-C ends it."""
+
+    model: Annotated[str, Argument(metavar="MODEL", help=f"{A_MODEL[0].upper()}{A_MODEL[1:]}.")]
+    host: Annotated[str, Option(help="The address to listen at; 0.0.0.0 is all of this machine's.")] = "127.0.0.1"
+    port: Annotated[int, Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000
+    name: Annotated[str | None, Option(help="What clients call the model; its own name by default.")] = None
+    api_key_file: Annotated[
+        Path | None, Option(metavar="FILE", help="Keys that may ask, a YAML list of {key, tenant, priority, admin}.")
+    ] = None
+    chat_template: Annotated[
+        Path | None, Option(metavar="FILE", help="A jinja2 template in the place of the model's own.")
+    ] = None
+    kernels: Annotated[list[str], Option(metavar="op=variant", help="A variant for an op. Repeatable.")] = field(
+        default_factory=list
+    )
+    architectures_from: ArchitecturesFrom = field(default_factory=list)
+    engine: Annotated[Given, EngineFlags(["dtype", "device", *SCHEDULER_OPTIONS])] = field(default_factory=dict)
+
+
 _ARM = "default, transformers, or kernels, op=variant,op=variant"
 
 

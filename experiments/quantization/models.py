@@ -16,6 +16,7 @@ from experiments.quantization.evaluation import cut_windows
 from experiments.quantization.texts import read_text, tokenize_text
 from experiments.schema import Experiment, Quantization
 from tmodel.corpus import standard_library_corpus
+from tmodel.formats.base import ScaledScheme
 from tmodel.quantizers import METHODS, Method
 from tmodel.quantizers.calibration import MAX_TOKENS
 from tmodel.quantizers.checkpoint import check_settings, choose_calibration_windows, plan_job, quantize_checkpoint
@@ -40,9 +41,11 @@ class QuantizedModel:
 
     @property
     def told(self) -> str:
-        """The method and its options: "gptq (act_order groups, search True)"."""
+        """The method, that inputs are quantized too, and its options: "fp8 W8A8", "gptq (act_order groups)"."""
         options = ", ".join(f"{name} {value}" for name, value in self.options)
-        return f"{self.method} ({options})" if options else self.method
+        scheme = METHODS[self.method].format(self.bits, self.group_size).scheme("any")
+        inputs_too = f" W{self.bits}A{self.bits}" if isinstance(scheme, ScaledScheme) else ""
+        return f"{self.method}{inputs_too} ({options})" if options else f"{self.method}{inputs_too}"
 
     @property
     def label(self) -> str:

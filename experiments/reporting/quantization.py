@@ -25,26 +25,37 @@ if TYPE_CHECKING:
 def quantization_table(rows: Sequence[Row]) -> PlainTable:
     """A line for each model."""
     first = next((row for row in rows if row.status == "ok"), None)
+    # A sweep has a dense model for each of its settings.
+    dense = {str(row.settings): row.perplexity for row in rows if row.status == "ok" and row.bits is None}
 
     def judged(show: Callable[[Any], str]) -> Callable[[Row], str]:
         """`show` of a model that was judged."""
         return lambda row: show(row) if row.status == "ok" else "-"
+
+    def cost(row: Row) -> str:
+        """Perplexity over the dense model's, as "+0.18%"."""
+        theirs = dense.get(str(row.settings))
+        if theirs is None or row.perplexity is None or row.bits is None:
+            return "-"
+        return f"{row.perplexity / theirs - 1:+.2%}"
 
     show: dict[Column, Callable[[Row], str | Cell]] = {
         Column("model", whole=True): _title,
         number_column("perplexity"): lambda row: (
             format_number(row.perplexity, ".3f") if row.status == "ok" else status_cell(row.status)
         ),
+        number_column("cost"): cost,
         number_column("KL"): lambda row: format_number(row.kl, ".4f"),
         number_column("top-1"): lambda row: format_number(row.top1_agreement, ".1%"),
-        number_column("disk"): judged(lambda row: f"{row.disk_bytes / 1e6:,.2f}"),
+        number_column("disk", wide=True): judged(lambda row: f"{row.disk_bytes / 1e6:,.2f}"),
         number_column("memory"): judged(lambda row: f"{row.memory_bytes / 1e6:,.2f}"),
-        number_column("tokens/s"): judged(lambda row: format_number(row.tokens_per_s, ",.0f", "n/m")),
+        number_column("tokens/s", wide=True): judged(lambda row: format_number(row.tokens_per_s, ",.0f", "n/m")),
         number_column("x dense"): judged(lambda row: format_number(row.speedup, ".2f", "n/m")),
     }
     caption = "" if first is None else (
-        f"Of {first.num_tokens:,} tokens, in windows of {first.window} that are each read alone. KL in nats, and top-1 "
-        "agreement, with the dense model. disk, memory: MB of all weights. n/m: not measured."
+        f"Of {first.num_tokens:,} tokens, in windows of {first.window} that are each read alone. cost: perplexity over "
+        "the dense model's; KL in nats, and top-1 agreement, with it. W8A8: inputs are quantized too. disk, memory: MB "
+        "of all weights. x dense: tokens/s over its. n/m: not measured."
     )  # fmt: skip
     return build_table("Quantization", show, rows, caption)
 

@@ -51,7 +51,7 @@ def test_help_loads_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for name in ("ops", "check", "run", "generate", "make-model"):
+    for name in ("ops", "check", "run", "generate", "serve", "make-model"):
         assert name in done.stdout
 
 

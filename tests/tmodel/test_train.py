@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tmodel import Recipe, TrainingError, load_config, make_model, presets, train
 from tmodel.corpus import CorpusError, standard_library_corpus
 from tmodel.presets import make_from_recipe, preset_path
-from tmodel.train import bigram_loss, encode, train_tokenizer
+from tmodel.train import CHAT_TEMPLATE, bigram_loss, encode, train_tokenizer
 from tmodel.training_state import load_state, save_state
 
 SMALL = Recipe(
@@ -61,6 +61,7 @@ def test_a_trained_model_is_complete_reproducible_and_better_than_a_bigram(
     assert all(torch.equal(first[name], second[name]) for name in first)
     tokenizers = [(tmp_path / name / "tokenizer.json").read_text() for name in ("first", "second")]
     assert tokenizers[0] == tokenizers[1]
+    assert AutoTokenizer.from_pretrained(tmp_path / "first").chat_template == CHAT_TEMPLATE
 
     assert report.held_out_loss < report.bigram_loss < math.log(SMALL.vocab_size)
     assert json.loads((tmp_path / "first" / "training.json").read_text())["held_out_loss"] == report.held_out_loss

@@ -21,9 +21,11 @@ from tsched.execution.placement import check_random_weights, check_token_table, 
 from tsched.execution.request import Request, extend_text, label_places, label_prompt
 from tsched.options import OPTIONS, EngineOptions, read_options
 from tsched.requests.callbacks import attribute_to
+from tsched.requests.chat_template import ChatEncoder, ChatTemplateError, read_chat_template
 from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tsched.requests.prompts import (
+    Conversation,
     PreparedRequest,
     Prompt,
     Salt,
@@ -241,9 +243,7 @@ class ServedModel:
         token_ids: list[int] = []
         refusal = None
         try:
-            prompt = parse_prompt(entry)
-            text = prompt if isinstance(prompt, str) else None
-            token_ids = self._encode(prompt) if isinstance(prompt, str) else prompt
+            text, token_ids = self._read_prompt(entry)
             check_token_ids(token_ids, self.config.vocab_size)
             check_stop_ids(params, self.config.vocab_size, self.config.eos_token_ids)
         except RefusedError as error:
@@ -306,6 +306,23 @@ class ServedModel:
         """
         arrival = time.perf_counter()
         return Ticket(self._prepare(request_id, prompt, params, arrival, priority=priority, cache_salt=cache_salt))
+
+    def _read_prompt(self, entry: Any) -> tuple[str | None, list[int]]:
+        """The prompt's text, None where it is token ids, and its token ids."""
+        if isinstance(entry, Conversation):
+            return self._chat_encoder.encode(entry)
+        prompt = parse_prompt(entry)
+        return (prompt, self._encode(prompt)) if isinstance(prompt, str) else (None, prompt)
+
+    @functools.cached_property
+    def _chat_encoder(self) -> ChatEncoder:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise RefusedError(f"{self.directory} has no tokenizer of the library tokenizers, which chats need")
+        try:
+            return ChatEncoder(backend, read_chat_template(self.directory))
+        except ChatTemplateError as error:
+            raise RefusedError(str(error)) from error
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:

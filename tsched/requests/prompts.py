@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,8 +13,32 @@ from tsched.requests.sampling_params import SamplingParams
 
 MAX_PRIORITY = 2**31  # the scheduler's keys are int64
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
+ROLES = ("system", "developer", "user", "assistant")
+"""Of the messages of a chat."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages that a chat template makes a prompt of, see tsched.requests.chat_template.
+
+    Attributes:
+        messages: Mappings with a `role` of ROLES and a `content`, a text or a list of {"type": "text", "text": ...},
+            whose lines follow each other; `name` and `reasoning_content` where the template asks for them.
+        add_generation_prompt: Whether the prompt ends with what begins an assistant's message.
+        continue_final_message: Whether the prompt ends with the last message's content, which the output goes on from.
+        chat_template: The text of a template to use in the place of the checkpoint's.
+        variables: More of the template's variables, as `enable_thinking` of some.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+Prompt = str | Sequence[int] | Mapping[str, Any] | Conversation
+"""Text, token ids, vLLM's {"prompt": text} and {"prompt_token_ids": ids}, or messages."""
 
 Salt = str | bytes | None
 """Separates one tenant's cached prefixes from another's; None is the empty salt."""
@@ -51,14 +75,15 @@ _PLAIN = frozenset({int})  # a list of nothing else needs no check of each entry
 
 
 def split_prompts(prompts: Any) -> list[Any]:
-    """Splits prompts into one entry per request. A single text, mapping or list of token ids is one request.
+    """Splits prompts into one entry per request. A single text, mapping, conversation or list of token
+    ids is one request.
 
     Raises:
         TypeError: It is neither that nor a list of prompts.
     """
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, Mapping, Conversation)):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise TypeError(f"prompts must be a text, a list of token ids or a list of those, got {type(prompts).__name__}")

@@ -24,7 +24,6 @@ def add_layer_norm_row_per_program(
     weight_ptr,
     bias_ptr,
     stride_out_t,
-    stride_new_residual_t,
     stride_x_t,
     stride_residual_t,
     hidden,
@@ -37,9 +36,9 @@ def add_layer_norm_row_per_program(
     x = tl.load(x_ptr + row * stride_x_t + offs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_H]
     residual = tl.load(residual_ptr + row * stride_residual_t + offs, mask=mask, other=0.0).to(tl.float32)
     total = x + residual
-    # The norm goes on with the sum in fp32; what is stored is rounded once.
+    # The norm goes on with the sum in fp32; what is stored is rounded once, laid out as `out` is.
     new_residual = total.to(new_residual_ptr.dtype.element_ty)
-    tl.store(new_residual_ptr + row * stride_new_residual_t + offs, new_residual, mask=mask)
+    tl.store(new_residual_ptr + row * stride_out_t + offs, new_residual, mask=mask)
     normalized = layer_normalized(total, mask, hidden, eps, 0)
     weight = tl.load(weight_ptr + offs, mask=mask).to(tl.float32)
     bias = tl.load(bias_ptr + offs, mask=mask).to(tl.float32)
@@ -58,7 +57,7 @@ def launch(
     eps: float,
 ) -> None:
     tensors = (out, new_residual, x, residual, weight, bias)
-    arguments = pointers("out[t] new_residual[t] x[t] residual[t] weight bias", *tensors)
+    arguments = pointers("out[t] new_residual x[t] residual[t] weight bias", *tensors)
     launch_rows(run, add_layer_norm_row_per_program, arguments, x.shape, eps)
 
 

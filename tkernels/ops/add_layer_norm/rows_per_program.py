@@ -23,7 +23,6 @@ def add_layer_norm_rows_per_program(
     weight_ptr,
     bias_ptr,
     stride_out_t,
-    stride_new_residual_t,
     stride_x_t,
     stride_residual_t,
     tokens,
@@ -38,9 +37,9 @@ def add_layer_norm_rows_per_program(
     x = tl.load(x_ptr + rows * stride_x_t + offs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_H]
     residual = tl.load(residual_ptr + rows * stride_residual_t + offs, mask=mask, other=0.0).to(tl.float32)
     total = x + residual
-    # The norm goes on with the sum in fp32; what is stored is rounded once.
+    # The norm goes on with the sum in fp32; what is stored is rounded once, laid out as `out` is.
     new_residual = total.to(new_residual_ptr.dtype.element_ty)
-    tl.store(new_residual_ptr + rows * stride_new_residual_t + offs, new_residual, mask=mask)
+    tl.store(new_residual_ptr + rows * stride_out_t + offs, new_residual, mask=mask)
     # Along the row alone, by threads whose places follow from BLOCK_T and BLOCK_H: no row's bits depend on another's.
     normalized = layer_normalized(total, offs < hidden, hidden, eps, 1)
     weight = tl.load(weight_ptr + offs, mask=offs < hidden).to(tl.float32)  # [1, BLOCK_H]
@@ -60,7 +59,7 @@ def launch(
     eps: float,
 ) -> None:
     tensors = (out, new_residual, x, residual, weight, bias)
-    arguments = pointers("out[t] new_residual[t] x[t] residual[t] weight bias", *tensors)
+    arguments = pointers("out[t] new_residual x[t] residual[t] weight bias", *tensors)
     launch_tiles_of_rows(run, add_layer_norm_rows_per_program, arguments, x.shape, eps)
 
 

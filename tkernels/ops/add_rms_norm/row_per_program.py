@@ -23,7 +23,6 @@ def add_rms_norm_row_per_program(
     residual_ptr,
     weight_ptr,
     stride_out_t,
-    stride_new_residual_t,
     stride_x_t,
     stride_residual_t,
     hidden,
@@ -36,9 +35,9 @@ def add_rms_norm_row_per_program(
     x = tl.load(x_ptr + row * stride_x_t + offs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_H]
     residual = tl.load(residual_ptr + row * stride_residual_t + offs, mask=mask, other=0.0).to(tl.float32)
     total = x + residual
-    # The norm goes on with the sum in fp32; what is stored is rounded once.
+    # The norm goes on with the sum in fp32; what is stored is rounded once, laid out as `out` is.
     new_residual = total.to(new_residual_ptr.dtype.element_ty)
-    tl.store(new_residual_ptr + row * stride_new_residual_t + offs, new_residual, mask=mask)
+    tl.store(new_residual_ptr + row * stride_out_t + offs, new_residual, mask=mask)
     scale = tl.rsqrt(tl.sum(total * total, axis=0) / hidden + eps)
     weight = tl.load(weight_ptr + offs, mask=mask).to(tl.float32)
     out = (total * scale * weight).to(out_ptr.dtype.element_ty)
@@ -54,7 +53,7 @@ def launch(
     weight: torch.Tensor,
     eps: float,
 ) -> None:
-    arguments = pointers("out[t] new_residual[t] x[t] residual[t] weight", out, new_residual, x, residual, weight)
+    arguments = pointers("out[t] new_residual x[t] residual[t] weight", out, new_residual, x, residual, weight)
     launch_rows(run, add_rms_norm_row_per_program, arguments, x.shape, eps)
 
 

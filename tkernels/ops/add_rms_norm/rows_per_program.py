@@ -22,7 +22,6 @@ def add_rms_norm_rows_per_program(
     residual_ptr,
     weight_ptr,
     stride_out_t,
-    stride_new_residual_t,
     stride_x_t,
     stride_residual_t,
     tokens,
@@ -37,9 +36,9 @@ def add_rms_norm_rows_per_program(
     x = tl.load(x_ptr + rows * stride_x_t + offs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_H]
     residual = tl.load(residual_ptr + rows * stride_residual_t + offs, mask=mask, other=0.0).to(tl.float32)
     total = x + residual
-    # The norm goes on with the sum in fp32; what is stored is rounded once.
+    # The norm goes on with the sum in fp32; what is stored is rounded once, laid out as `out` is.
     new_residual = total.to(new_residual_ptr.dtype.element_ty)
-    tl.store(new_residual_ptr + rows * stride_new_residual_t + offs, new_residual, mask=mask)
+    tl.store(new_residual_ptr + rows * stride_out_t + offs, new_residual, mask=mask)
     # Along the row alone, by threads whose places follow from BLOCK_T and BLOCK_H: no row's bits depend on another's.
     scale = tl.rsqrt(tl.sum(total * total, axis=1, keep_dims=True) / hidden + eps)  # [BLOCK_T, 1]
     weight = tl.load(weight_ptr + offs, mask=offs < hidden).to(tl.float32)  # [1, BLOCK_H]
@@ -56,7 +55,7 @@ def launch(
     weight: torch.Tensor,
     eps: float,
 ) -> None:
-    arguments = pointers("out[t] new_residual[t] x[t] residual[t] weight", out, new_residual, x, residual, weight)
+    arguments = pointers("out[t] new_residual x[t] residual[t] weight", out, new_residual, x, residual, weight)
     launch_tiles_of_rows(run, add_rms_norm_rows_per_program, arguments, x.shape, eps)
 
 

@@ -36,15 +36,15 @@ def quantize_tokens_two_pass(
         largest = tl.zeros((BLOCK_K,), dtype=tl.float32)
         for start in range(0, inputs, BLOCK_K):
             offs = start + tl.arange(0, BLOCK_K)
-            x = tl.load(x_ptr + offs, mask=offs < inputs, other=0.0).to(tl.float32)  # [BLOCK_K]
-            largest = tl.maximum(largest, tl.abs(x))
+            x = tl.load(x_ptr + offs, mask=offs < inputs, other=0.0)  # [BLOCK_K]
+            largest = tl.maximum(largest, tl.abs(x))  # exact in x's own dtype
         scale = scale_of(tl.max(largest, axis=0), reciprocal)
     else:
         scale = tl.load(static_scale_ptr)
     tl.store(scale_ptr + row, scale)
     for start in range(0, inputs, BLOCK_K):
         offs = start + tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + offs, mask=offs < inputs, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + offs, mask=offs < inputs).to(tl.float32)  # codes past the last are not stored
         codes = codes_of(x, scale, q_ptr.dtype.element_ty, static_scale_ptr is not None)
         tl.store(q_ptr + offs, codes, mask=offs < inputs)
 

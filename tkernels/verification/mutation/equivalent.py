@@ -23,19 +23,10 @@ class Equivalent:
         return mine == (op, mutant.function, mutant.kind, mutant.before, mutant.after, mutant.nth)
 
 
-_OUTPUTS = "the entry allocates both outputs, contiguous and of one shape"
 _NO_ROWS = "a tile that begins where its sequence ends has no rows: every store is masked"
 _SKIPPED = "what heads past the last are divided by is not stored"
 _EMPTY = "what -inf is compared with decides nothing: exp2 of -inf less any finite origin is 0"
 _REPEATED = "in steps of one, every program computes all tiles from its own on: too often, and each time the same"
-
-
-def _outputs_swapped(op: str, variant: str) -> tuple[Equivalent, Equivalent]:
-    out, residual = "stride_out_t", "stride_new_residual_t"
-    return (
-        Equivalent(op, f"{op}_{variant}", "stride_swapped", out, residual, _OUTPUTS),
-        Equivalent(op, f"{op}_{variant}", "stride_swapped", residual, out, _OUTPUTS),
-    )
 
 
 def _steps_of_one(op: str, function: str) -> Equivalent:
@@ -56,18 +47,9 @@ def _largest_in_any_dtype(function: str, load: str, op: str = "quantize_tokens")
     return Equivalent(op, function, "cast_removed", f"{load}.to(tl.float32)", load, why)
 
 
-def _passed_over(function: str, nth: int) -> Equivalent:
-    why = "a maximum passes over NaN, and codes of what is masked off are not stored"
-    return Equivalent("quantize_tokens", function, "constant_changed", "0.0", "float('nan')", why, nth)
-
-
-_ROW, _WALKED = "quantize_tokens_row_per_program", "quantize_tokens_two_pass"
+_ROW = "quantize_tokens_row_per_program"
 
 EQUIVALENT: tuple[Equivalent, ...] = (
-    *_outputs_swapped("add_rms_norm", "row_per_program"),
-    *_outputs_swapped("add_rms_norm", "rows_per_program"),
-    *_outputs_swapped("add_layer_norm", "row_per_program"),
-    *_outputs_swapped("add_layer_norm", "rows_per_program"),
     _steps_of_one("matmul", "matmul_persistent"),
     _steps_of_one("matmul", "matmul_tensor_descriptor"),
     _steps_of_one("gate_up_swiglu", "gate_up_swiglu_paired_tiles"),
@@ -89,12 +71,13 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "the part of a split without keys is written where the reduction never looks",
     ),
     _largest_in_any_dtype(_ROW, "tl.load(x_ptr + row * stride_x_m + offs, mask=mask, other=0.0)"),
-    _largest_in_any_dtype(_WALKED, "tl.load(x_ptr + offs, mask=offs < inputs, other=0.0)"),
     _largest_in_any_dtype(
         "quantize_groups_group_tile", "tl.load(x_ptr + row * stride_x_m + offs, mask=mask[:, None])", "quantize_groups"
     ),
-    _passed_over(_ROW, 0),
-    _passed_over(_WALKED, 1),
+    Equivalent(
+        "quantize_tokens", _ROW, "constant_changed", "0.0", "float('nan')",
+        "a maximum passes over NaN, and codes of what is masked off are not stored",
+    ),
     Equivalent(
         "scaled_matmul", "summed_by_the_last", "constant_changed", "0.0", "float('nan')",
         "sums of what is masked off are not stored",

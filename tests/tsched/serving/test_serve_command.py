@@ -1,0 +1,59 @@
+"""`tk serve`, as a process: the page's example, what is said when it cannot start, and how it ends."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[3] / "docs" / "serving.md"
+TK = [sys.executable, "-c", "from experiments.cli import main; main()", "serve"]
+
+
+def test_the_pages_example_prints_text_and_sigterm_ends_the_server(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (example,) = re.findall(r"```python\n(from openai.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    command = [*TK, str(checkpoint), "--name", "tiny", "--port", "0", "--kv-cache-bytes", "1MB"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        base = re.search(r"http://\S+/v1", process.stdout.readline())
+        assert base is not None
+        # The client asks again while the server says 503: the model is being loaded.
+        source = example.replace("http://127.0.0.1:8000/v1", base.group()).replace('"none"', '"none", max_retries=100')
+        exec(source, {})
+        assert len(capsys.readouterr().out) > 8
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=20)
+    assert process.returncode == 0, log
+    assert '"path": "/v1/completions", "status": 200' in log
+    assert "def main" not in log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["no/such/directory"], "no/such/directory"),
+        (["tiny", "--kernels", "swiglu"], "must be op=variant"),
+        (["tiny", "--api-key-file", "missing.yaml"], "missing.yaml"),
+    ],
+)
+def test_what_cannot_start_says_why_and_exits_with_2(arguments: list[str], said: str, tmp_path: Path) -> None:
+    done = subprocess.run([*TK, *arguments, "--port", "0"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "error:" in done.stderr
+    assert said in done.stderr.split("error:")[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_said(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = subprocess.run([*TK, "tiny", "--port", port], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"127.0.0.1:{port}: Address already in use" in done.stderr

@@ -1,0 +1,242 @@
+"""The routes, as a FastAPI app."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from tsched.serving.auth import Keys
+from tsched.serving.body import read_body
+from tsched.serving.engine_client import EngineClient
+from tsched.serving.exchange import Exchange
+from tsched.serving.front_end import FrontEnd
+from tsched.serving.gate import Gate
+from tsched.serving.limits import ServerLimits
+from tsched.serving.local_client import LocalClient
+from tsched.serving.protocol import chat, completions
+from tsched.serving.protocol.errors import ApiError, document_errors
+from tsched.serving.protocol.json_body import parse_request
+from tsched.serving.protocol.models import ModelCard, ModelList
+from tsched.serving.protocol.sampling import GenerationRequest, WireModel
+from tsched.serving.protocol.tokenization import (
+    DetokenizedText,
+    DetokenizeRequest,
+    TokenizeRequest,
+    TokenizerInfo,
+    Tokens,
+)
+from tsched.serving.requests import check_ids, check_model
+from tsched.serving.text import TextCodec, check_text, no_tokenizer
+
+_BODIES: tuple[type[WireModel], ...] = (
+    completions.CompletionRequest,
+    chat.ChatRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
+_ANY = document_errors([401, 431, 500])
+_BODY_ERRORS = document_errors([400, 404, 408, 413, 415, 429, 503, 504])
+
+
+def create_app(
+    client: EngineClient,
+    limits: ServerLimits | None = None,
+    *,
+    keys: Keys | None = None,
+    chat_template: Path | None = None,
+) -> FastAPI:
+    """An OpenAI server over an engine, which it starts and closes with itself.
+
+    Args:
+        client: The engine.
+        limits: Every bound and time-out; None is ServerLimits().
+        keys: Who may ask; None lets everybody.
+        chat_template: A file that takes the place of the model's own.
+
+    Returns:
+        The app; `app.state.front_end` is its state.
+    """
+    front = FrontEnd(client, limits or ServerLimits(), keys, chat_template)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        front.begin()
+        try:
+            yield
+        finally:
+            await front.stop()
+
+    app = FastAPI(title="tkernels", version=version("tkernels"), lifespan=lifespan, responses=_ANY)
+    app.state.front_end = front
+    _add_errors(app)
+    _add_generation(app, front)
+    _add_models(app, front)
+    _add_tokenization(app, front)
+    _add_health(app, front)
+    app.add_middleware(Gate, front=front)
+    app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
+    return app
+
+
+def create_api_server(model: str | Path, *, limits: ServerLimits | None = None, **options: Any) -> FastAPI:
+    """A server of one model on the threads of this process, as `uvicorn.run` takes it.
+
+        uvicorn.run(create_api_server("tiny", max_num_seqs=32), port=8000)
+
+    Args:
+        model: As of AsyncLLM.
+        limits: Every bound and time-out.
+        options: As of AsyncLLM.
+    """
+    return create_app(LocalClient(model, **options), limits)
+
+
+def _add_errors(app: FastAPI) -> None:
+    def say(error: ApiError, headers: Any = None) -> Response:
+        return Response(error.body, error.status, {**error.headers, **(headers or {})}, "application/json")
+
+    @app.exception_handler(ApiError)
+    async def say_api_error(_: Request, error: ApiError) -> Response:
+        return say(error)
+
+    @app.exception_handler(HTTPException)
+    async def say_http_error(request: Request, error: HTTPException) -> Response:
+        """Starlette's own: there is no such route, or it has another method."""
+        path, allowed = request.url.path[:200], (error.headers or {}).get("Allow", "")
+        if error.status_code == 405:
+            wrong = ApiError(405, f"{path} has no {request.method}, but {allowed}", "method_not_allowed")
+        else:
+            wrong = ApiError(error.status_code, f"there is no {path}", "not_found")
+        return say(wrong, error.headers)
+
+
+def _post(app: FastAPI, path: str, kind: type[WireModel], answer: Any, example: Any) -> Callable[[Any], Any]:
+    """Adds a route that reads its own body, with bounds, and is documented as if FastAPI did."""
+    schema = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}, "example": example}
+    extra = {"requestBody": {"required": True, "content": {"application/json": schema}}}
+    responses: dict[int | str, dict[str, Any]] = {200: {"model": answer}, **_BODY_ERRORS}
+    return app.post(path, response_model=None, responses=responses, openapi_extra=extra)
+
+
+def _add_generation(app: FastAPI, front: FrontEnd) -> None:
+    def answer(kind: type[GenerationRequest]) -> Callable[[Request], Any]:
+        async def handle(request: Request) -> Response:
+            return Exchange(front, kind, request.state.tenant)
+
+        handle.__name__ = f"create_{kind.__name__.removesuffix('Request').lower()}"
+        return handle
+
+    text, talk = completions.CompletionRequest, chat.ChatRequest
+    _post(app, "/v1/completions", text, completions.Completion, completions.EXAMPLE)(answer(text))
+    _post(app, "/v1/chat/completions", talk, chat.ChatCompletion, chat.EXAMPLE)(answer(talk))
+
+
+def _add_models(app: FastAPI, front: FrontEnd) -> None:
+    unready = document_errors([503])
+
+    @app.get("/v1/models", responses=unready)
+    async def list_models() -> ModelList:
+        return ModelList(data=[ModelCard.describe(front.facts())])
+
+    @app.get("/v1/models/{model:path}", responses=unready | document_errors([404]))
+    async def show_model(model: str) -> ModelCard:
+        check_model(model, front.facts())
+        return ModelCard.describe(front.facts())
+
+
+def _add_tokenization(app: FastAPI, front: FrontEnd) -> None:
+    def need_codec(param: str) -> TextCodec:
+        front.facts()
+        if front.codec is None:
+            raise no_tokenizer(param)
+        return front.codec
+
+    @_post(app, "/tokenize", TokenizeRequest, Tokens, {"prompt": "def main("})
+    async def tokenize(request: Request) -> Response:
+        asked = parse_request(TokenizeRequest, await read_body(request.scope, request.receive, front.limits))
+        facts, codec = front.facts(), need_codec("prompt")
+        check_model(asked.model, facts)
+        check_text(asked.prompt, codec, facts.max_model_len, "prompt")
+        special = asked.add_special_tokens is not False
+        ids = await _off_loop(front, lambda: codec.encode(asked.prompt, add_special_tokens=special))
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": facts.max_model_len})
+
+    @_post(app, "/detokenize", DetokenizeRequest, DetokenizedText, {"tokens": [1, 2]})
+    async def detokenize(request: Request) -> Response:
+        asked = parse_request(DetokenizeRequest, await read_body(request.scope, request.receive, front.limits))
+        facts, codec = front.facts(), need_codec("tokens")
+        check_model(asked.model, facts)
+        check_ids(asked.tokens, facts, "tokens")
+        text = await _off_loop(front, lambda: codec.decode(asked.tokens, skip_special_tokens=False))
+        return JSONResponse({"prompt": text})
+
+    @app.get("/tokenizer_info", responses=document_errors([400, 503]))
+    async def show_tokenizer() -> TokenizerInfo:
+        codec = need_codec("model")
+        return codec.describe(None if front.template is None else front.template.source)
+
+
+def _add_health(app: FastAPI, front: FrontEnd) -> None:
+    def say_ready() -> Response:
+        readiness = front.readiness()
+        is_ready = readiness["status"] == "ready"
+        return JSONResponse(dict(readiness), 200 if is_ready else 503, None if is_ready else {"retry-after": "1"})
+
+    state: dict[int | str, dict[str, Any]] = {503: {"description": "No request is taken now; `status` says why"}}
+
+    @app.get("/live", response_model=None)
+    async def live() -> Response:
+        """Whether the front end answers."""
+        return JSONResponse({"status": "live"})
+
+    @app.get("/ready", response_model=None, responses=state)
+    async def ready() -> Response:
+        """Whether requests are taken."""
+        return say_ready()
+
+    @app.get("/health", response_model=None, responses=state)
+    async def health() -> Response:
+        """The same as /ready: a dead or draining engine is not healthy."""
+        return say_ready()
+
+    @app.get("/version")
+    async def show_version() -> dict[str, str]:
+        return {"version": version("tkernels")}
+
+    @app.get("/load", responses=document_errors([503]))
+    async def show_load() -> dict[str, int]:
+        """What is in work, as a load balancer asks."""
+        front.facts()
+        stats, door = front.client.stats(), front.open_door()
+        return {
+            "in_flight": door.num_in_flight,
+            "waiting_tokens": door.num_waiting_tokens,
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+        }
+
+
+async def _off_loop(front: FrontEnd, work: Callable[[], Any]) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(front.pool, work)
+
+
+def _describe(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document, with the bodies that the routes read themselves."""
+    if app.openapi_schema is None:
+        document = FastAPI.openapi(app)
+        _, bodies = models_json_schema(
+            [(kind, "validation") for kind in _BODIES], ref_template="#/components/schemas/{model}"
+        )
+        document["components"]["schemas"].update(bodies["$defs"])
+        app.openapi_schema = document
+    return app.openapi_schema

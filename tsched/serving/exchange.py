@@ -1,0 +1,287 @@
+"""One request for text, from its body to its last byte, as raw ASGI: a chunk of a stream is one `send`.
+
+The request runs in the task of its connection. Whatever ends it early (the client left, a time is over, the server
+stops) cancels that task with a reason, wherever it waits: so there is one way to clean up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from tsched.serving.admission import BYTES_PER_TOKEN, Refused, Ticket
+from tsched.serving.auth import Tenant
+from tsched.serving.body import ClientGoneError, read_body
+from tsched.serving.engine_client import (
+    Delta,
+    DeltaStream,
+    EngineFailedError,
+    EngineUnavailableError,
+    RequestRefusedError,
+)
+from tsched.serving.front_end import FrontEnd
+from tsched.serving.protocol.errors import ApiError, engine_failure, invalid_value, unavailable
+from tsched.serving.protocol.json_body import parse_request
+from tsched.serving.protocol.sampling import GenerationRequest
+from tsched.serving.requests import check_request, count_asked_outputs, count_completions, make_job
+from tsched.serving.responses import Answer, error_frame
+
+_INLINE_BYTES = 1024  # a body this short is tokenized in less time than a thread takes to wake
+_JSON = [(b"content-type", b"application/json")]
+_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy in front passes every event on at once
+]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a request, for the log.
+
+    Attributes:
+        status: Of the response; 499 where the client left before one.
+        error: The code of its error.
+        num_prompt_tokens: Of all prompts, once they are counted.
+        num_completion_tokens: Made so far.
+        finish_reasons: Of the completions that ended.
+    """
+
+    status: int = 499
+    error: str | None = None
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+    finish_reasons: list[str] = field(default_factory=list)
+
+
+class Exchange(Response):
+    """Answers one request for text.
+
+    Args:
+        front: The server.
+        kind: The record of the API that was asked.
+        tenant: Who asks.
+    """
+
+    def __init__(self, front: FrontEnd, kind: type[GenerationRequest], tenant: Tenant) -> None:
+        self.background = None
+        self.outcome = Outcome()
+        self._front, self._kind, self._tenant = front, kind, tenant
+        self._reason: ApiError | ClientGoneError | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._is_started = False  # the response, so its status is sent
+        self._sending_since: float | None = None
+        self._is_stream = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._task = asyncio.current_task()
+        self._send = scope.get("state", {}).get("send", send)
+        scope.get("state", {})["outcome"] = self.outcome
+        self._front.exchanges.add(self)
+        try:
+            await self._answer(scope, receive)
+        except asyncio.CancelledError:
+            if self._reason is None or self._task is None:
+                raise
+            self._task.uncancel()
+            await self._fail(self._reason)
+        except (ApiError, ClientGoneError) as error:
+            await self._fail(error)
+        finally:
+            for timer in self._timers.values():
+                timer.cancel()
+            self._front.exchanges.discard(self)
+
+    def end(self, reason: ApiError | ClientGoneError) -> None:
+        """Ends the request early; the first reason is said."""
+        if self._reason is None and self._task is not None and not self._task.done():
+            self._reason = reason
+            self._task.cancel()
+
+    async def _answer(self, scope: Scope, receive: Receive) -> None:
+        limits, loop = self._front.limits, asyncio.get_running_loop()
+        self._front.open_door()  # before a body is read for nothing
+        seconds = _asked_seconds(scope, limits.request_timeout)
+        self._end_after("request", seconds, "the request's time is over", "request_timeout")
+        body = await read_body(scope, receive, limits)
+        if len(body) > _INLINE_BYTES:
+            request = await loop.run_in_executor(self._front.pool, parse_request, self._kind, body)
+        else:
+            request = parse_request(self._kind, body)
+        sampling = check_request(request, self._front.facts())
+        self._is_stream = bool(request.stream)
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            ticket = self._admit(request, len(body))
+            try:
+                await self._serve(request, sampling, ticket, is_short=len(body) <= _INLINE_BYTES)
+            finally:
+                ticket.give_back()
+        finally:
+            watcher.cancel()
+
+    def _admit(self, request: GenerationRequest, num_bytes: int) -> Ticket:
+        """Lets the request in, before anything of it is tokenized; ApiError 429 says why not."""
+        num_tokens = num_bytes // BYTES_PER_TOKEN
+        num_asked = num_tokens + count_asked_outputs(request, self._front.facts())
+        admitted = self._front.open_door().admit(self._tenant.name, count_completions(request), num_tokens, num_asked)
+        if isinstance(admitted, Refused):
+            if admitted.retry_after is None:
+                raise invalid_value(admitted.message, "n" if admitted.reason == "in_flight" else "max_tokens")
+            raise ApiError(
+                429, admitted.message, admitted.reason, kind="rate_limit_error", retry_after=admitted.retry_after
+            )
+        return admitted
+
+    async def _serve(self, request: GenerationRequest, sampling: Any, ticket: Ticket, *, is_short: bool) -> None:
+        front = self._front
+        parts = (request, sampling, front.facts(), front.codec, front.template, self._tenant)
+        if is_short:
+            job = make_job(*parts)
+        else:
+            job = await asyncio.get_running_loop().run_in_executor(front.pool, make_job, *parts)
+        self.outcome.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
+        ticket.count(self.outcome.num_prompt_tokens)
+        answer = Answer(job, front.codec)
+        streams: list[DeltaStream] = []
+        try:
+            streams += [front.client.submit(one) for one in job.requests]
+            self._end_after("queue", front.limits.queue_timeout, "no token came in time", "queue_timeout")
+            await (self._stream if job.stream else self._gather)(answer, _merge(streams), ticket)
+        except RequestRefusedError as error:
+            raise invalid_value(str(error), error.param) from None
+        except EngineUnavailableError as error:
+            raise unavailable(str(error), error.retry_after) from None
+        except EngineFailedError as error:
+            raise engine_failure(str(error)) from None
+        finally:
+            for stream in streams:
+                await stream.aclose()
+
+    async def _gather(self, answer: Answer, deltas: AsyncIterator[tuple[int, Delta]], ticket: Ticket) -> None:
+        choices: list[dict[str, Any]] = []
+        async for place, delta in deltas:
+            self._take_note(answer, delta, ticket)
+            choices += answer.write_choices(place, delta)
+            self.outcome.num_completion_tokens = answer.num_completion_tokens
+        await self._respond(200, _JSON, answer.make_body(choices))
+
+    async def _stream(self, answer: Answer, deltas: AsyncIterator[tuple[int, Delta]], ticket: Ticket) -> None:
+        self._end_stalled()
+        async for place, delta in deltas:
+            self._take_note(answer, delta, ticket)
+            chunks = answer.write_chunks(place, delta)
+            self.outcome.num_completion_tokens = answer.num_completion_tokens
+            if chunks:
+                if not self._is_started:
+                    await self._start(200, _STREAM)
+                await self._write(chunks)
+        await self._write(answer.end_stream(), more=False)
+
+    def _take_note(self, answer: Answer, delta: Delta, ticket: Ticket) -> None:
+        """Notes that output has come; raises ApiError where a completion failed."""
+        if "queue" in self._timers:
+            self._timers.pop("queue").cancel()
+            ticket.start()
+        reasons = [sample.finish_reason for sample in delta.samples if sample.finish_reason is not None]
+        self.outcome.finish_reasons += reasons
+        if delta.error is not None or "error" in reasons:
+            raise engine_failure(delta.error or "the engine failed at this request")
+        if "abort" in reasons:
+            raise unavailable("the request was aborted by the server", 1.0)
+
+    async def _watch(self, receive: Receive) -> None:
+        """Ends the request when its client leaves."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.end(ClientGoneError())
+
+    def _end_after(self, name: str, seconds: float, message: str, code: str) -> None:
+        error = ApiError(504, f"{message} ({seconds:g} s)", code, kind="timeout_error")
+        self._timers[name] = asyncio.get_running_loop().call_later(seconds, self.end, error)
+
+    def _end_stalled(self) -> None:
+        """Ends the request where its reader has left a full connection unread for write_timeout; asks again else."""
+        loop, longest = asyncio.get_running_loop(), self._front.limits.write_timeout
+        if self._sending_since is not None and loop.time() - self._sending_since >= longest:
+            self.end(ClientGoneError())
+        else:
+            self._timers["write"] = loop.call_later(longest / 4, self._end_stalled)
+
+    async def _fail(self, error: ApiError | ClientGoneError) -> None:
+        """Says the error where somebody may hear it: as a response, or as a stream's last event."""
+        if isinstance(error, ClientGoneError):
+            self.outcome.error = "client_gone"
+            return
+        self.outcome.error = error.code
+        if not self._is_started:
+            headers = [*_JSON, *((name.encode(), value.encode()) for name, value in error.headers.items())]
+            if error.status in (408, 413):  # the rest of the body is not read
+                headers.append((b"connection", b"close"))
+            await self._respond(error.status, headers, error.body)
+        else:
+            await self._write(error_frame(error), more=False)
+
+    async def _respond(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+        await self._start(status, [*headers, (b"content-length", str(len(body)).encode())])
+        await self._write(body, more=False)
+
+    async def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self._is_started, self.outcome.status = True, status
+        message: Message = {"type": "http.response.start", "status": status, "headers": list(headers)}
+        await self._send(message)
+
+    async def _write(self, body: bytes, *, more: bool = True) -> None:
+        self._sending_since = asyncio.get_running_loop().time()
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        self._sending_since = None
+
+
+async def _merge(streams: Sequence[DeltaStream]) -> AsyncIterator[tuple[int, Delta]]:
+    """(place, delta) of all streams as they come; an error of one ends all."""
+    if len(streams) == 1:
+        async for delta in streams[0]:
+            yield 0, delta
+        return
+    news: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue()
+
+    async def read(place: int, stream: DeltaStream) -> None:
+        try:
+            async for delta in stream:
+                news.put_nowait((place, delta))
+        except Exception as error:
+            news.put_nowait(error)
+
+    readers = [asyncio.create_task(read(place, stream)) for place, stream in enumerate(streams)]
+    try:
+        num_left = len(streams)
+        while num_left:
+            found = await news.get()
+            if isinstance(found, Exception):
+                raise found
+            yield found
+            num_left -= found[1].is_last
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+def _asked_seconds(scope: Scope, longest: float) -> float:
+    """The time that the header x-request-timeout asks for, at most the server's own; ApiError where it is none."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-timeout"), None)
+    if given is None:
+        return longest
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0.0:
+        raise invalid_value("the header x-request-timeout must be seconds above 0", "x-request-timeout")
+    return min(seconds, longest)

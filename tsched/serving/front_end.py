@@ -1,0 +1,144 @@
+"""What the routes of one server share: the engine's client, the tokenizer, the counts at the door, the requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tsched.serving.admission import Admission
+from tsched.serving.auth import Keys
+from tsched.serving.chat_template import ChatTemplate, read_template
+from tsched.serving.engine_client import EngineClient, EngineUnavailableError, ModelFacts
+from tsched.serving.limits import ServerLimits
+from tsched.serving.protocol.errors import ApiError, unavailable
+from tsched.serving.text import TextCodec
+
+if TYPE_CHECKING:
+    from tsched.serving.exchange import Exchange
+
+LOG = logging.getLogger("tsched.serving")
+_RETRY_S = 5.0  # when a server that stops may have been replaced
+
+
+class FrontEnd:
+    """One server's state, on one event loop.
+
+    Args:
+        client: The engine.
+        limits: Every bound and time-out.
+        keys: Who may ask; None lets everybody.
+        chat_template: A file that takes the place of the model's own.
+
+    Attributes:
+        codec: The model's tokenizer; None where it has none, or before it is loaded.
+        template: Its chat template; the same.
+        load_error: Why the model could not be loaded.
+        is_draining: Whether the server stops: it takes no more requests.
+        exchanges: The requests in work.
+        pool: Threads that tokenize.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        limits: ServerLimits,
+        keys: Keys | None = None,
+        chat_template: Path | None = None,
+    ) -> None:
+        self.client, self.limits, self.keys = client, limits, keys
+        self.codec: TextCodec | None = None
+        self.template: ChatTemplate | None = None
+        self.load_error: BaseException | None = None
+        self.is_draining = False
+        self.exchanges: set[Exchange] = set()
+        self.pool = ThreadPoolExecutor(limits.tokenizer_threads, thread_name_prefix="tokenize")
+        self.is_loaded = asyncio.Event()  # or has failed to
+        self._chat_template = chat_template
+        self._admission: Admission | None = None
+        self._loading: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Begins to load the model; the server answers meanwhile."""
+        self._loading = asyncio.create_task(self._load())
+
+    async def drain(self) -> None:
+        """Takes no more requests, and returns when those in work have ended, or have been ended at drain_timeout."""
+        self.is_draining = True
+        deadline = asyncio.get_running_loop().time() + self.limits.drain_timeout
+        while self.exchanges and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        await self.end_all()
+
+    async def end_all(self) -> None:
+        """Ends every request in work with an error that says so."""
+        self.is_draining = True
+        for exchange in list(self.exchanges):
+            exchange.end(unavailable("the server stopped before the request ended", _RETRY_S))
+        while self.exchanges:
+            await asyncio.sleep(0.005)
+
+    async def stop(self) -> None:
+        """Ends what is in work, and the engine."""
+        await self.end_all()
+        if self._loading is not None:
+            self._loading.cancel()
+        await self.client.close()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+    def facts(self) -> ModelFacts:
+        """Of the model; ApiError 503 before it is loaded."""
+        try:
+            return self.client.facts
+        except EngineUnavailableError as error:
+            raise unavailable(str(error), error.retry_after) from None
+
+    def open_door(self) -> Admission:
+        """The counts at the door.
+
+        Raises:
+            ApiError: 503, no request is taken now.
+        """
+        if self.is_draining:
+            raise unavailable("the server stops and takes no more requests", _RETRY_S)
+        if self.load_error is not None or self.client.state == "failed":
+            raise ApiError(503, "the engine has failed", "engine_failed", kind="server_error", retry_after=_RETRY_S)
+        if self._admission is None:
+            self.facts()
+            raise unavailable("the model is being loaded", 1.0)
+        return self._admission
+
+    def readiness(self) -> Mapping[str, Any]:
+        """Whether requests are taken, and why not."""
+        state: str = self.client.state
+        if self.load_error is not None:
+            state = "failed"
+        elif self.is_draining:
+            state = "draining"
+        elif state == "ready" and self._admission is None:
+            state = "loading"
+        return {"status": state}
+
+    async def _load(self) -> None:
+        try:
+            await self.client.start()
+            facts = self.client.facts
+            if facts.tokenizer_directory is not None:
+                directory = Path(facts.tokenizer_directory)
+                self.codec = await asyncio.to_thread(TextCodec, directory)
+                self.template = read_template(directory, self.codec.config, self._chat_template)
+            limits = self.limits
+            self._admission = Admission(
+                limits.max_in_flight or 4 * facts.max_num_seqs,
+                limits.max_waiting_tokens or 2 * facts.num_cache_tokens,
+                limits.requests_per_minute,
+                limits.tokens_per_minute,
+            )
+        except Exception as error:
+            self.load_error = error
+            LOG.error("the model cannot be served: %s", error)
+        finally:
+            self.is_loaded.set()

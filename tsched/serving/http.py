@@ -1,0 +1,182 @@
+"""uvicorn with deadlines, a drain, and errors in OpenAI's form where a request is not even HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tsched.serving.front_end import FrontEnd
+from tsched.serving.limits import ServerLimits
+from tsched.serving.protocol.errors import ApiError
+from tsched.torch_free import TKernelsError
+
+_BACKLOG = 2048
+
+
+class ServerStartError(TKernelsError, RuntimeError):
+    """The server could not start; the message says why."""
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0 takes a free one.
+
+    Raises:
+        ServerStartError: The port is in use, or the host is none of this machine.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(_BACKLOG)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ServerStartError(f"cannot listen at {host}:{port}: {reason}") from error
+    listening.setblocking(False)
+    return listening
+
+
+def serve(app: FastAPI, listening: socket.socket) -> None:
+    """Serves an app of `create_app` until SIGTERM or SIGINT. The first lets running requests end, a second ends them.
+
+    Raises:
+        ServerStartError: The model cannot be loaded.
+    """
+    server = make_server(app)
+    server.run(sockets=[listening])
+    error = server.front.load_error
+    if error is not None:
+        raise ServerStartError(f"the model cannot be served: {error}") from error
+
+
+def make_server(app: FastAPI) -> DrainingServer:
+    """uvicorn's server of an app of `create_app`."""
+    front: FrontEnd = app.state.front_end
+    config = uvicorn.Config(
+        app,
+        http=DeadlineProtocol,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        backlog=_BACKLOG,
+        timeout_keep_alive=max(1, round(front.limits.keep_alive_timeout)),
+        timeout_graceful_shutdown=5,
+        h11_max_incomplete_event_size=front.limits.max_header_bytes,
+    )
+    return DrainingServer(config, front)
+
+
+class DrainingServer(uvicorn.Server):
+    """Goes on to answer while running requests end, and ends as soon as they have.
+
+    Args:
+        config: uvicorn's.
+        front: The app's state.
+    """
+
+    def __init__(self, config: uvicorn.Config, front: FrontEnd) -> None:
+        super().__init__(config)
+        self.front = front
+        self._stopping: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handles signals on the loop; uvicorn's own would raise them again at the end, for another exit status."""
+        loop = asyncio.get_running_loop()
+        self._watching = loop.create_task(self._stop_if_not_loaded())
+        handled: list[signal.Signals] = []
+        for one in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(ValueError, RuntimeError):  # another thread than the main one has none
+                loop.add_signal_handler(one, self.stop)
+                handled.append(one)
+        try:
+            yield
+        finally:
+            for one in handled:
+                loop.remove_signal_handler(one)
+            self._watching.cancel()
+
+    def stop(self) -> None:
+        """Lets running requests end, then ends; called again, ends them."""
+        if self._stopping is None:
+            self._stopping = asyncio.get_running_loop().create_task(self._stop())
+        else:
+            self.should_exit = True
+
+    async def _stop(self) -> None:
+        await self.front.drain()
+        self.should_exit = True
+
+    async def _stop_if_not_loaded(self) -> None:
+        await self.front.is_loaded.wait()
+        if self.front.load_error is not None:
+            self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends what is in work, with an error that says so, before uvicorn waits for it."""
+        await self.front.end_all()
+        await super().shutdown(sockets)
+
+
+class DeadlineProtocol(H11Protocol):
+    """h11's protocol with a deadline for a request's headers."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def _limits(self) -> ServerLimits:
+        limits: ServerLimits = self.config.app.state.front_end.limits  # type: ignore[union-attr]
+        return limits
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(self._limits.header_timeout, self._close_late)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        is_between = self.conn.their_state is h11.IDLE
+        if not is_between and self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        elif is_between and self._deadline is None and self.conn.trailing_data[0]:
+            self._deadline = self.loop.call_later(self._limits.header_timeout, self._close_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what h11 refuses; called where it raised."""
+        hint = getattr(sys.exc_info()[1], "error_status_hint", 400)
+        if hint == 431:
+            error = ApiError(431, f"the headers may have {self._limits.max_header_bytes} bytes", "headers_too_large")
+        else:
+            error = ApiError(400, f"this is no HTTP request: {msg}", "invalid_http")
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()
+            return
+        headers = [("content-type", "application/json"), ("content-length", str(len(error.body)))]
+        response = h11.Response(
+            status_code=error.status, headers=[*headers, ("connection", "close")], reason=b"Refused"
+        )
+        for event in (response, h11.Data(data=error.body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _close_late(self) -> None:
+        self._deadline = None
+        self.transport.close()

@@ -1,0 +1,114 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from tsched.serving.protocol.sampling import (
+    FinishReason,
+    GenerationRequest,
+    TopLogprobs,
+    Unsupported,
+    Usage,
+    WireModel,
+)
+
+MAX_MESSAGES = 4096
+
+
+class TextPart(WireModel):
+    type: Literal["text"]
+    text: str
+
+
+class Message(WireModel):
+    role: Literal["developer", "system", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content; its parts joined."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class TextFormat(WireModel):
+    type: Literal["text"]
+
+
+class ChatRequest(GenerationRequest):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    response_format: TextFormat | None = None
+    # Without effect, see docs/serving.md.
+    metadata: dict[str, str] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    parallel_tool_calls: bool | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    tool_choice: Literal["none"] | None = None
+    # OpenAI's alone.
+    audio: Unsupported = None
+    function_call: Unsupported = None
+    functions: Unsupported = None
+    moderation: Unsupported = None
+    prediction: Unsupported = None
+    prompt_cache_key: Unsupported = None
+    prompt_cache_options: Unsupported = None
+    prompt_cache_retention: Unsupported = None
+    reasoning_effort: Unsupported = None
+    tools: Unsupported = None
+    verbosity: Unsupported = None
+    web_search_options: Unsupported = None
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> ChatRequest:
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise ValueError("max_tokens and max_completion_tokens are two names of one thing: give one")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
+
+
+class TokenLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class PlaceLogprobs(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[PlaceLogprobs]
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+
+
+EXAMPLE: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "def main("}], "max_tokens": 8}

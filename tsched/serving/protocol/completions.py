@@ -1,0 +1,62 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from tsched.serving.protocol.sampling import FinishReason, GenerationRequest, TopLogprobs, Unsupported, Usage
+
+MAX_PROMPTS = 128
+
+Prompts = (
+    Annotated[str, Field(min_length=1)]
+    | Annotated[list[int], Field(min_length=1)]
+    | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
+"""A text, token ids, or a list of either, of one kind."""
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Prompts
+    max_tokens: int | None = None
+    logprobs: TopLogprobs | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: Unsupported = None
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError(f"best_of is {self.best_of} and n {self.n or 1}: all completions are returned, so give n")
+        return self
+
+
+class CompletionLogprobs(BaseModel):
+    """One entry for each token; `top_logprobs` maps tokens to log-probabilities, the token of the place among them."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+EXAMPLE: dict[str, Any] = {"model": "tiny", "prompt": "def main(", "max_tokens": 8}

@@ -1,0 +1,74 @@
+"""The fields that completions and chat have in common. SamplingParams checks their values."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tsched.requests.sampling_params import SamplingParams
+
+MAX_TOP_LOGPROBS = 20
+
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+"""How many of the most likely tokens are reported at each place."""
+
+Unsupported: TypeAlias = None
+"""The type of a field that OpenAI has and this server has not: null says the same as leaving it out."""
+
+
+class WireModel(BaseModel):
+    """A record of the wire: nothing is converted, and nothing unknown is dropped."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(WireModel):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(WireModel):
+    """What any request for text may say; null is the default everywhere."""
+
+    model: str
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    priority: int | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Without effect, see docs/serving.md.
+    user: str | None = None
+    # Later ones.
+    logit_bias: Unsupported = None
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields that are SamplingParams' own and were given."""
+        given = {name: getattr(self, name) for name in _SAMPLING_NAMES if name in type(self).model_fields}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+_SAMPLING_NAMES = frozenset(one.name for one in fields(SamplingParams)) - {"logprobs", "max_tokens"}
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int] | None = None
+
+
+FinishReason = Literal["stop", "length"] | None

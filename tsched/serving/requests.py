@@ -1,0 +1,252 @@
+"""From the wire to the engine: one `Job` for each HTTP request, with an engine request for each of its prompts."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tsched.serving.auth import Tenant
+from tsched.serving.chat_template import ChatTemplate, TemplateError
+from tsched.serving.engine_client import EngineRequest, ModelFacts, RequestRefusedError, read_sampling
+from tsched.serving.protocol.chat import ChatRequest
+from tsched.serving.protocol.completions import CompletionRequest
+from tsched.serving.protocol.errors import ApiError, invalid_value, unsupported_parameter
+from tsched.serving.protocol.sampling import GenerationRequest
+from tsched.serving.text import TextCodec, check_text, no_tokenizer
+
+MAX_PRIORITY = 2**30  # of a request; the tenant's is added
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as tokens, and as text where it came as such."""
+
+    token_ids: list[int]
+    text: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one HTTP request asks of the engine, and how it is answered.
+
+    Attributes:
+        id: Of the answer. Engine requests have it with the prompt's place, so nobody else can guess their names.
+        api: Which one.
+        created: Seconds since 1970.
+        model: As clients call it.
+        prompts: One engine request each.
+        requests: Those.
+        n: Completions of each prompt.
+        stream: Whether the answer is a stream.
+        include_usage: Whether a stream ends with the usage.
+        continuous_usage: Whether every chunk has it.
+        echo: Whether the answer begins with the prompt.
+        top_logprobs: Most likely tokens to report at each place; None reports no log-probabilities.
+    """
+
+    id: str
+    api: Literal["completion", "chat"]
+    created: int
+    model: str
+    prompts: Sequence[Prompt]
+    requests: Sequence[EngineRequest]
+    n: int
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    echo: bool
+    top_logprobs: int | None
+
+
+def count_completions(request: GenerationRequest) -> int:
+    """Completions that a request asks for, over all its prompts."""
+    prompts = 1
+    if isinstance(request, CompletionRequest) and not isinstance(request.prompt, str):
+        prompts = 1 if isinstance(request.prompt[0], int) else len(request.prompt)
+    return prompts * max(1, request.n or 1)
+
+
+def count_asked_outputs(request: GenerationRequest, facts: ModelFacts) -> int:
+    """Output tokens that a request may make at most."""
+    given = request.max_completion_tokens if isinstance(request, ChatRequest) else None
+    given = request.max_tokens if given is None and isinstance(request, ChatRequest | CompletionRequest) else given
+    if given is None:
+        given = 16 if isinstance(request, CompletionRequest) else facts.max_model_len
+    return count_completions(request) * min(max(given, 0), facts.max_model_len)
+
+
+def check_model(asked: str | None, facts: ModelFacts) -> None:
+    """Refuses another model than the served one by ApiError 404."""
+    if asked is not None and asked != facts.name:
+        message = f"there is no model {asked[:100]!r}; {facts.name!r} is served"
+        raise ApiError(404, message, "model_not_found", param="model")
+
+
+def check_request(request: GenerationRequest, facts: ModelFacts) -> dict[str, Any]:
+    """Checks all that needs no tokens.
+
+    Returns:
+        Keywords of SamplingParams, without max_tokens.
+
+    Raises:
+        ApiError: Another model is asked for, or a field has a value that it cannot have.
+    """
+    check_model(request.model, facts)
+    if request.stream_options is not None and not request.stream:
+        raise invalid_value("stream_options needs stream: true", "stream_options")
+    if abs(request.priority or 0) > MAX_PRIORITY:
+        raise invalid_value(f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}", "priority")
+    sampling = request.sampling()
+    top_logprobs = _top_logprobs(request)
+    if top_logprobs is not None:
+        sampling["logprobs"] = top_logprobs
+    given = _given_max_tokens(request)
+    try:
+        read_sampling(sampling | ({} if given is None else {"max_tokens": given}))
+    except RequestRefusedError as error:
+        raise invalid_value(str(error), error.param) from None
+    stop_ids = request.stop_token_ids or ()
+    if stop_ids and max(stop_ids) >= facts.vocab_size:
+        message = f"stop_token_ids holds {max(stop_ids)}; ids go from 0 to {facts.vocab_size - 1}"
+        raise invalid_value(message, "stop_token_ids")
+    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
+        raise unsupported_parameter("echo", "echo with logprobs is not supported here: leave one out")
+    return sampling
+
+
+def make_job(
+    request: GenerationRequest,
+    sampling: dict[str, Any],
+    facts: ModelFacts,
+    codec: TextCodec | None,
+    template: ChatTemplate | None,
+    tenant: Tenant,
+) -> Job:
+    """Tokenizes a request that `check_request` has passed. It takes time, so it runs off the event loop.
+
+    Raises:
+        ApiError: A prompt is too long, has ids outside the vocabulary, or cannot be made.
+    """
+    is_chat = isinstance(request, ChatRequest)
+    if isinstance(request, ChatRequest):
+        prompts = [_render_chat(request, facts, codec, template)]
+    elif isinstance(request, CompletionRequest):
+        prompts = _read_prompts(request, facts, codec)
+    else:
+        raise TypeError(f"no API has a {type(request).__name__}")
+    name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+    requests = [
+        EngineRequest(
+            f"{name}-{place}",
+            prompt.token_ids,
+            sampling | {"max_tokens": _max_tokens(request, len(prompt.token_ids), facts)},
+            (request.priority or 0) + tenant.priority,
+            tenant.salt(request.cache_salt),
+        )
+        for place, prompt in enumerate(prompts)
+    ]
+    options = request.stream_options
+    return Job(
+        id=name,
+        api="chat" if is_chat else "completion",
+        created=int(time.time()),
+        model=facts.name,
+        prompts=prompts,
+        requests=requests,
+        n=request.n or 1,
+        stream=bool(request.stream),
+        include_usage=options is not None and bool(options.include_usage),
+        continuous_usage=options is not None and bool(options.continuous_usage_stats),
+        echo=isinstance(request, CompletionRequest) and bool(request.echo),
+        top_logprobs=_top_logprobs(request),
+    )
+
+
+def _top_logprobs(request: GenerationRequest) -> int | None:
+    if isinstance(request, CompletionRequest):
+        return request.logprobs
+    if isinstance(request, ChatRequest) and request.logprobs:
+        return request.top_logprobs or 0
+    return None
+
+
+def _given_max_tokens(request: GenerationRequest) -> int | None:
+    if isinstance(request, ChatRequest):
+        return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    return request.max_tokens if isinstance(request, CompletionRequest) else None
+
+
+def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, facts: ModelFacts) -> int:
+    """Output tokens of a prompt: those asked for, else 16 of a completion, else what the model's length leaves.
+
+    Raises:
+        ApiError: The model's length does not leave them.
+    """
+    given, left = _given_max_tokens(request), facts.max_model_len - num_prompt_tokens
+    param = "messages" if isinstance(request, ChatRequest) else "prompt"
+    if left < max(1, given or 1):
+        asked = "" if given is None else f" and {given} of output"
+        message = f"the model takes {facts.max_model_len} tokens; the request has {num_prompt_tokens} of prompt{asked}"
+        raise invalid_value(message, param, "context_length_exceeded")
+    if given is not None:
+        return given
+    return left if isinstance(request, ChatRequest) else min(16, left)
+
+
+def _read_prompts(request: CompletionRequest, facts: ModelFacts, codec: TextCodec | None) -> list[Prompt]:
+    given = request.prompt
+    entries: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
+    for entry in entries:  # all before any is tokenized
+        if isinstance(entry, str):
+            if codec is None:
+                raise no_tokenizer("prompt")
+            check_text(entry, codec, facts.max_model_len, "prompt")
+        else:
+            check_ids(entry, facts)
+    return [_make_prompt(entry, codec) for entry in entries]
+
+
+def _make_prompt(entry: str | list[int], codec: TextCodec | None) -> Prompt:
+    if not isinstance(entry, str):
+        return Prompt(entry, None)
+    token_ids = [] if codec is None else codec.encode(entry)
+    if not token_ids:
+        raise invalid_value("the prompt has no tokens", "prompt")
+    return Prompt(token_ids, entry)
+
+
+def check_ids(token_ids: list[int], facts: ModelFacts, param: str = "prompt") -> None:
+    """Refuses ids outside the vocabulary, and more than the model takes, by ApiError."""
+    if len(token_ids) > facts.max_model_len:
+        message = f"the model takes {facts.max_model_len} tokens; {param} has {len(token_ids)}"
+        raise invalid_value(message, param, "context_length_exceeded")
+    wrong = next((one for one in token_ids if not 0 <= one < facts.vocab_size), None)
+    if wrong is not None:
+        shown = wrong if abs(wrong) < 10**20 else "one of dozens of digits"
+        message = f"token id {shown} is out of vocabulary; ids go from 0 to {facts.vocab_size - 1}"
+        raise invalid_value(message, param)
+
+
+def _render_chat(
+    request: ChatRequest, facts: ModelFacts, codec: TextCodec | None, template: ChatTemplate | None
+) -> Prompt:
+    if codec is None:
+        raise no_tokenizer("messages")
+    if template is None:
+        message = "the model has no chat template: start the server with --chat-template FILE, or use /v1/completions"
+        raise invalid_value(message, "messages")
+    num_chars = sum(len(message.text) for message in request.messages)
+    if num_chars > facts.max_model_len * codec.max_token_chars:
+        message = f"the model takes {facts.max_model_len} tokens, and {num_chars} characters have more"
+        raise invalid_value(message, "messages", "context_length_exceeded")
+    try:
+        text = template.render([{"role": one.role, "content": one.text} for one in request.messages])
+    except TemplateError as error:
+        raise invalid_value(str(error), "messages") from None
+    token_ids = codec.encode(text, add_special_tokens=False)  # the template writes them
+    if not token_ids:
+        raise invalid_value("the rendered messages have no tokens", "messages")
+    return Prompt(token_ids, text)

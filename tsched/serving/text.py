@@ -1,0 +1,119 @@
+"""Text and tokens in the front end: the `tokenizers` library alone, and the model's chat template."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from tsched.serving.protocol.errors import ApiError, invalid_value
+from tsched.serving.protocol.tokenization import TokenizerInfo
+from tsched.torch_free import TKernelsError
+
+_MEMO = 1 << 16  # tokens whose texts are kept
+
+
+class TokenizerFilesError(TKernelsError, ValueError):
+    """A model's directory has no tokenizer that the front end can read."""
+
+
+class TextCodec:
+    """Turns text into tokens and back, on any thread.
+
+    Args:
+        directory: Of the model.
+
+    Attributes:
+        config: What tokenizer_config.json says; empty where there is none.
+        max_token_chars: Characters of the longest token.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise TokenizerFilesError(f"{directory}: the server reads tokenizer.json, and there is none")
+        try:
+            self._tokenizer: Any = Tokenizer.from_file(str(file))
+            vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        except Exception as error:  # tokenizers raises bare Exceptions
+            raise TokenizerFilesError(f"{file}: cannot be read: {error}") from error
+        config_file = directory / "tokenizer_config.json"
+        self.config: Mapping[str, Any] = json.loads(config_file.read_text()) if config_file.is_file() else {}
+        self.max_token_chars = max(map(len, vocabulary), default=1)
+        self.token = functools.lru_cache(_MEMO)(self._token)
+        self._pieces = functools.lru_cache(_MEMO)(self._piece)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids, together."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token; half a character is some of its bytes."""
+        return self._pieces(token_id)
+
+    def describe(self, chat_template: str | None) -> TokenizerInfo:
+        """What clients ask of a tokenizer."""
+        names = {
+            f"{name}_token": special_token(self.config.get(f"{name}_token")) for name in ("bos", "eos", "pad", "unk")
+        }
+        kind = str(self.config.get("tokenizer_class", "Tokenizer"))
+        return TokenizerInfo(tokenizer_class=kind, chat_template=chat_template, **names)
+
+    def _token(self, token_id: int) -> str:
+        """A token as OpenAI writes it: its text, or `bytes:\\xe2\\x80` where it is no whole characters."""
+        piece = self.token_bytes(token_id)
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+    def _piece(self, token_id: int) -> bytes:
+        text = self.decode([token_id], skip_special_tokens=False)
+        if "\ufffd" not in text:
+            return text.encode()
+        name = str(self._tokenizer.id_to_token(token_id))
+        if len(name) == 6 and name.startswith("<0x"):
+            return bytes([int(name[3:5], 16)])
+        alphabet = _byte_alphabet()
+        if all(letter in alphabet for letter in name):
+            return bytes(alphabet[letter] for letter in name)
+        return text.encode()
+
+
+@functools.cache
+def _byte_alphabet() -> Mapping[str, int]:
+    """The letters that byte-level BPE writes bytes as (GPT-2's): printable ones stand for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def special_token(token: Any) -> str | None:
+    """A special token as tokenizer_config.json writes it: a text, or a mapping with its content."""
+    return token.get("content") if isinstance(token, Mapping) else token
+
+
+def check_text(text: str, codec: TextCodec, max_model_len: int, param: str) -> None:
+    """Refuses a text that must be too long, without tokenizing it.
+
+    Raises:
+        ApiError: Even with the longest tokens it has more than the model takes.
+    """
+    most = max_model_len * codec.max_token_chars
+    if len(text) > most:
+        message = f"the model takes {max_model_len} tokens, and a text of {len(text)} characters has more"
+        raise invalid_value(message, param, "context_length_exceeded")
+
+
+def no_tokenizer(param: str) -> ApiError:
+    return invalid_value("the model has no tokenizer: send token ids", param)
