@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.schema import AnyWorkload, Batching
+from experiments.schema import AnyWorkload, Batching, HttpWorkload, RequestsWorkload
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class ServedWorkload:
     entry: int = 0
 
     @property
+    def requests(self) -> RequestsWorkload:
+        """What is asked for, whoever serves it."""
+        return self.workload.requests if isinstance(self.workload, HttpWorkload) else self.workload
+
+    @property
     def title(self) -> str:
         """For people: "long, num_requests=8"."""
         swept = (f"{key.removeprefix('workload.')}={value}" for key, value in self.settings.items())
@@ -54,6 +59,7 @@ class Arm:
 
     Attributes:
         swept: The keys that differ between arms, "op", "scheduler.option", "batching", "model" or "dtype".
+        http_workloads: What servers elsewhere serve: the same for all arms.
         model, dtype: What they are called, where they are swept.
     """
 
@@ -64,6 +70,7 @@ class Arm:
     model: str | None = None
     dtype: str | None = None
     workloads: tuple[ServedWorkload, ...] = ()
+    http_workloads: tuple[ServedWorkload, ...] = ()
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from experiments.planning.axes import Point, is_pin, values_below
 from experiments.planning.model_names import whole_source
 from experiments.planning.written_checks import written_problems
 from experiments.planning.zip_and_exclude import find_points
-from experiments.schema import AnyWorkload, Experiment, ModelSource, SchedulerOptions
+from experiments.schema import AnyWorkload, Experiment, HttpWorkload, ModelSource, SchedulerOptions
 from experiments.schema.experiment import read_experiment
 from experiments.schema.names import known_names
 from tsched.options import DtypeName
@@ -142,9 +142,14 @@ def _make_single_workload(document: Document, point: Point) -> Any:
 
 
 def with_whole_path(workload: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """An entry of `workload` whose trace is found from anywhere."""
-    file = workload.get("file")
-    return {**workload, "file": str((folder / file).resolve())} if isinstance(file, str) else dict(workload)
+    """An entry of `workload` whose files are found from anywhere."""
+    found = dict(workload)
+    for key in ("file", "key_file"):
+        if isinstance(file := workload.get(key), str):
+            found[key] = str((folder / file).resolve())
+    if isinstance(inner := workload.get("requests"), dict):
+        found["requests"] = with_whole_path(inner, folder)
+    return found
 
 
 def _written_path(path: PathParts, singles: Sequence[Point]) -> PathParts:
@@ -203,6 +208,7 @@ def _make_parts(
 def _make_arm(points: Sequence[Point], workloads: Mapping[WorkloadKey, AnyWorkload], swept: Sequence[str]) -> Arm:
     """The arm of one engine's points."""
     first = points[0]
+    served = [_make_served_workload(point, workloads[_workload_key(point)]) for point in points if "workload" in point]
     return Arm(
         picks={
             op: value.value for op, value in values_below(first, "kernels").items() if isinstance(value.value, Pick)
@@ -210,9 +216,8 @@ def _make_arm(points: Sequence[Point], workloads: Mapping[WorkloadKey, AnyWorklo
         scheduler={option: value.value for option, value in values_below(first, "scheduler").items()},
         swept=tuple(name.removeprefix("kernels.") for name in swept),
         batching=first["batching"].value,
-        workloads=tuple(
-            _make_served_workload(point, workloads[_workload_key(point)]) for point in points if "workload" in point
-        ),
+        workloads=tuple(one for one in served if not isinstance(one.workload, HttpWorkload)),
+        http_workloads=tuple(one for one in served if isinstance(one.workload, HttpWorkload)),
         **{name: str(first[name].label) for name in ("model", "dtype") if name in swept},
     )
 

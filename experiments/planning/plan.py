@@ -1,6 +1,6 @@
 """Round two: from a sound document to what will run: registry, models, device, dtype. Nothing is built."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -92,7 +92,15 @@ class Plan:
     @cached_property
     def workloads(self) -> tuple[ServedWorkload, ...]:
         """What some arm serves, each once, in the YAML's order."""
-        distinct = {(one.name, repr(one.settings)): one for arm in reversed(self.arms) for one in arm.workloads}
+        return self._distinct(one for arm in reversed(self.arms) for one in arm.workloads)
+
+    @cached_property
+    def http_workloads(self) -> tuple[ServedWorkload, ...]:
+        """What servers elsewhere serve, the same way."""
+        return self._distinct(one for arm in reversed(self.arms) for one in arm.http_workloads)
+
+    def _distinct(self, workloads: Iterable[ServedWorkload]) -> tuple[ServedWorkload, ...]:
+        distinct = {(one.name, repr(one.settings)): one for one in workloads}
         places = {id(workload): place for place, workload in enumerate(self.experiment.workload)}
         return tuple(sorted(distinct.values(), key=lambda one: places[id(one.workload)]))
 
@@ -136,8 +144,9 @@ class Sweep:
 
     @property
     def num_arms(self) -> int:
-        """Engines, each counted once for every point of a swept workload that it serves."""
-        return sum(max(1, len(arm.workloads)) for plan in self.plans for arm in plan.arms)
+        """Engines, each counted once for every point of a swept workload that it serves, and servers elsewhere."""
+        engines = sum(len(arm.workloads) or not plan.http_workloads for plan in self.plans for arm in plan.arms)
+        return engines + len(self.plans[0].http_workloads)
 
     @property
     def num_shapes(self) -> int:

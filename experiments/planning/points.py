@@ -16,7 +16,7 @@ from experiments.planning.shape_points import (
     name_points,
     used_pages,
 )
-from experiments.schema import AnyWorkload, SyntheticWorkload, TraceWorkload
+from experiments.schema import RequestsWorkload, SyntheticWorkload, TraceWorkload
 from tkernels.contract import Contract, Int, Value
 from tkernels.selection import ways
 from tkernels.variant import AxisRanges, Variant
@@ -172,7 +172,7 @@ def _typical_sizes(plan: Plan) -> Typical:
     first = plan.workloads[0]
     # Of other names there are no points of their own: these come last, to those that there are.
     for served in sorted(plan.workloads, key=lambda one: one.name != first.name):
-        sizes = _workload_sizes(served.workload)
+        sizes = _workload_sizes(served.requests)
         if served.name == first.name and sizes not in found:
             differing = {key: value for key, value in served.settings.items() if value != first.settings.get(key)}
             label = "".join(f" {key.removeprefix('workload.')}={value}" for key, value in differing.items())
@@ -190,7 +190,7 @@ def _find_arms(plan: Plan, served: ServedWorkload) -> Iterator[int]:
             yield index
 
 
-def _workload_sizes(workload: AnyWorkload) -> Sizes:
+def _workload_sizes(workload: RequestsWorkload) -> Sizes:
     if isinstance(workload, TraceWorkload):
         lengths = traced_lengths(workload)
         prompt, outputs = (sum(column) // len(lengths) for column in zip(*lengths, strict=True))

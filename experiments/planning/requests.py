@@ -6,7 +6,14 @@ from itertools import islice
 
 import numpy as np
 
-from experiments.schema import AnyWorkload, LateRequests, Priorities, PromptsWorkload, SyntheticWorkload, TraceWorkload
+from experiments.schema import (
+    LateRequests,
+    Priorities,
+    PromptsWorkload,
+    RequestsWorkload,
+    SyntheticWorkload,
+    TraceWorkload,
+)
 from experiments.serving.requests import Request
 from experiments.simulation.trace_files import MOONCAKE_BLOCK, read_trace
 from tsched import SamplingParams
@@ -15,7 +22,7 @@ Drawn = tuple[str | list[int], int, int]
 """A request's prompt, its most tokens out, and how many the others have when it comes."""
 
 
-def requests_of(workload: AnyWorkload, vocab_size: int) -> list[Request]:
+def requests_of(workload: RequestsWorkload, vocab_size: int) -> list[Request]:
     """The workload's requests, the same ones on every machine.
 
     A request that samples has a seed of its own (`sampling.seed`, or the workload's, plus its index), so that its
@@ -39,7 +46,7 @@ def requests_of(workload: AnyWorkload, vocab_size: int) -> list[Request]:
     return requests
 
 
-def _draw_requests(workload: AnyWorkload, vocab_size: int) -> Iterator[Drawn]:
+def _draw_requests(workload: RequestsWorkload, vocab_size: int) -> Iterator[Drawn]:
     if isinstance(workload, PromptsWorkload):
         yield from ((text, workload.max_tokens, 0) for text in workload.prompts)
     elif isinstance(workload, TraceWorkload):

@@ -4,9 +4,10 @@ Read from the data as it was written, so that other faults hide none of it.
 """
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
-from experiments.document import Document, ExperimentError, as_mapping, entries
+from experiments.document import Document, ExperimentError, PathParts, as_mapping, entries
 from experiments.schema import Experiment, VariantChoice
 from experiments.schema.experiment import written_choices
 from experiments.schema.names import KnownNames, unknown_name
@@ -34,18 +35,21 @@ def _variant_problems(document: Document, names: KnownNames) -> Iterator[str]:
 
 def _trace_problems(document: Document) -> Iterator[str]:
     """Traces that cannot be read, or have fewer requests than are asked for."""
-    for index, given in enumerate(map(as_mapping, entries(document.data.get("workload")))):
+    for index, written in enumerate(map(as_mapping, entries(document.data.get("workload")))):
+        is_sent = written.get("kind") == "http"
+        given = as_mapping(written.get("requests")) if is_sent else written
+        place: PathParts = ("workload", index, "requests") if is_sent else ("workload", index)
         if given.get("kind") != "trace" or not isinstance(file := given.get("file"), str):
             continue
         try:
             count = len(list(read_trace(document.folder / file)))
         except (ExperimentError, OSError) as error:
             reason = f"{file}: {error.strerror}" if isinstance(error, OSError) else str(error)
-            yield document.problem(("workload", index, "file"), reason)
+            yield document.problem((*place, "file"), reason)
             continue
         most = max((one for one in entries(given.get("num_requests")) if isinstance(one, int)), default=0)
         if most > count:
-            yield document.problem(("workload", index, "num_requests"), f"{most} of a trace of {count}")
+            yield document.problem((*place, "num_requests"), f"{most} of a trace of {count}")
 
 
 def _section_problems(document: Document) -> Iterator[str]:
@@ -63,12 +67,15 @@ def _section_problems(document: Document) -> Iterator[str]:
 
 def _missing_sections(given: Mapping[str, Any]) -> Iterator[str]:
     has = {section for section, value in given.items() if value}
+    kinds = {as_mapping(one).get("kind") for one in entries(given.get("workload"))}
     if "model" not in has:
-        if "workload" in has:
+        if kinds - {"http"}:
             yield "a workload needs a model"
         if "quantization" in has:
             yield "quantization needs a model"
-        if "kernels" not in has:
+        if "kernels" not in has and "http" not in kinds:
             yield "there is nothing to do: neither a model nor kernels are given"
-    if "peers" in has and "workload" not in has:
+    if "http" in kinds and find_spec("httpx2") is None:
+        yield "a workload over HTTP needs httpx2, which is not installed: pip install 'tkernels[serve]'"
+    if "peers" in has and not kinds - {"http"}:
         yield "peers serve a workload; there is none"

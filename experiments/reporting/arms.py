@@ -8,7 +8,7 @@ from experiments.reporting.table_style import Column, format_value, group_by, se
 from experiments.runs.rows import Row, Stage
 from experiments.runs.table import label_of, spread, swept_ops
 
-_REPEATED = ("kernels", "engine", "peers", "parity")
+_REPEATED = ("kernels", "engine", "peers", "http", "parity")
 
 
 def swept_names(engines: Sequence[Row]) -> list[str]:
@@ -21,7 +21,7 @@ def title_of(row: Row, names: Sequence[str]) -> str:
     """What tells a row from the others: the values of its arm under the swept `names`, or a peer's name."""
     if row.stage == "peers":
         return str(row.peer).replace("_", " ")
-    ops = [row.arm[key] for key in names if key in row.arm]
+    ops = [str(row.url)] if row.stage == "http" else [row.arm[key] for key in names if key in row.arm]
     settings = [f"{setting_name(key)} {format_value(value)}" for key, value in row.settings.items()]
     return ", ".join([*ops, *settings]) or "this engine"
 
@@ -105,7 +105,9 @@ def _spread_between(timed: Sequence[Row]) -> dict[str, Any]:
 
 
 _OVER_PROCESSES: Mapping[str, Callable[[Sequence[Any]], Any]] = {
-    **dict.fromkeys(("median_us", "roofline_fraction", "tokens_per_s", "ttft_s", "tpot_s", "gap_s"), _median),
+    **dict.fromkeys(
+        ("median_us", "roofline_fraction", "tokens_per_s", "ttft_s", "tpot_s", "gap_s", "goodput", "slo_met"), _median
+    ),
     **dict.fromkeys(("max_us", "host_peak_bytes", "device_peak_bytes", "requests_failed"), max),
     "min_us": min,
     "requests_error": lambda errors: errors[0],

@@ -80,10 +80,10 @@ def _time_of_kernel(row: Row) -> Measured:
 
 
 def engine_plots(rows: Sequence[Row], about: str, waits: str) -> list[Plot]:
-    """Of arms and peers the tokens per second, and what users wait for; `waits` is what is said about the latter.
+    """Of arms, peers and servers the tokens per second, and what users wait for; `waits` is what is said of the latter.
 
     Args:
-        rows: Of the engine and peers stages, merged.
+        rows: Of the engine, peers and http stages, merged.
     """
     engines = select_stages(rows, "engine")
     names = swept_names(engines)

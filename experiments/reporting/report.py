@@ -135,17 +135,17 @@ def _judge(run: RecordedRun, count: int) -> Comparison | None:
 
 
 def _end_to_end(found: _Findings) -> Section | None:
-    engines, peers = found.of("engine"), found.of("peers")
-    if not engines and not peers:
+    engines, others = found.of("engine"), [*found.of("peers"), *found.of("http")]
+    if not engines and not others:
         return None
-    about = found.about("wall clock", f"{_most_samples(engines, 'seconds')} rounds")
+    about = found.about("wall clock", f"{_most_samples([*engines, *others], 'seconds')} rounds")
     waits = f"{found.device}; wall clock; percentiles over the requests of all rounds"
     waits += f", the medians of {found.count} processes' own." if found.count > 1 else ", one process each."
     notes = []
     if engines and not any(row.tokens_per_s for row in engines):
         notes.append(f"No arm's speed was measured: {_why_untimed(engines)}.")
-    pictures = pictures_of(engine_plots([*engines, *peers], about, waits))
-    tables = found.named("engine", "waiting", "memory", "peers", "effects")
+    pictures = pictures_of(engine_plots([*engines, *others], about, waits))
+    tables = found.named("engine", "http", "waiting", "memory", "peers", "effects")
     return Section("end-to-end", "End to end", notes, pictures, tables)
 
 

@@ -70,15 +70,16 @@ def tables_of(rows: Sequence[Row]) -> dict[str, PlainTable]:
     count = count_processes(rows)
     every, rows = rows, merge_processes(rows)
     stages: dict[str, list[Row]] = group_by(rows, lambda row: str(row.stage))
-    checks, engines, peers = (stages.get(stage, []) for stage in ("check", "engine", "peers"))
+    checks, engines, peers, servers = (stages.get(stage, []) for stage in ("check", "engine", "peers", "http"))
     quantized = stages.get("quantization", [])
     names = swept_names(engines)
-    waited = [row for row in (*engines, *peers) if row.ttft_s is not None]
+    waited = [row for row in (*engines, *peers, *servers) if row.ttft_s is not None]
     scheduled = [row for row in engines if row.status == "ok" and row.settings]
     steps = steps_of(rows, engines)
     makers: dict[str, tuple[Sequence[Any], Callable[[], PlainTable | None]]] = {
         "kernels": (checks, lambda: _kernel_table(checks, stages.get("kernels", []), count)),
         "engine": (engines, lambda: _engine_table(engines, stages.get("parity", []), count)),
+        "http": (servers, lambda: _server_table(servers, count)),
         "waiting": (waited, lambda: _waiting_table(waited, names)),
         "memory": (scheduled, lambda: _memory_table(scheduled, names)),
         "peers": (peers, lambda: _peer_table(peers, stages.get("speedup", []))),
@@ -267,6 +268,24 @@ def _peer_table(peers: Sequence[Row], speedups: Sequence[Row]) -> PlainTable:
     several = any(row.speedup_of == "median of replicates" for row in speedups)
     how = "the median over replicates" if several else "each the median over its rounds in one process"
     return build_table("Against peers", show, peers, f"speed-up: this engine's tokens/s over the peer's, {how}.")
+
+
+def _server_table(servers: Sequence[Row], count: int) -> PlainTable:
+    """What servers elsewhere did with the requests that they were sent."""
+    names = list(dict.fromkeys(key for row in servers for key in row.settings))
+    show: Show = {Column("server", whole=True): lambda row: str(row.url), **swept_columns(servers, names)}
+    show |= {
+        Column("status"): _served_cell,
+        number_column("requests"): lambda row: format_number(row.requests, ",d"),
+        number_column("tokens/s"): lambda row: format_number(row.tokens_per_s, ",.0f"),
+        number_column("IQR"): lambda row: format_number(row.tokens_per_s_iqr, ",.0f"),
+    }
+    caption = "As the client sees it: output tokens per second."
+    if any(row.goodput is not None for row in servers):
+        show[number_column("goodput/s")] = lambda row: format_number(row.goodput, ",.2f")
+        show[number_column("in slo")] = lambda row: format_number(row.slo_met, ".0%")
+        caption += " goodput: requests a second that met the workload's slo; in slo: of all requests."
+    return build_table("Over HTTP", show, servers, caption + _medians(count, "the processes' tokens/s"))
 
 
 def same_tokens_cell(row: Row, asked: int | None) -> Cell:

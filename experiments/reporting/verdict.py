@@ -43,7 +43,7 @@ def verdict_of(
         judged: Its arms beside the first of their places, where there are processes enough to tell.
         environment: Of the run: its cores, and the outside variants that `tk check` never saw.
     """
-    served = select_stages(rows, "engine", "peers")
+    served = select_stages(rows, "engine", "peers", "http")
     unserved = _failed_requests(served)
     parts = [*_checks(select_stages(rows, "check")), *unserved, *_tokens(rows)]
     speeds = _judged_speeds(judged) if judged is not None else []
@@ -150,7 +150,7 @@ def _timed(rows: Sequence[Row], served: Sequence[Row]) -> str:
 def _unjudged_speeds(rows: Sequence[Row], count: int) -> list[str]:
     """Of runs with too few processes for a test: how far apart what was timed lies, and no winner."""
     each = "one process an arm" if count == 1 else f"{count} processes an arm, and a test needs {MIN_REPLICATES}"
-    served = group_by(select_timed(select_stages(rows, "engine", "peers")), place_of)
+    served = group_by(select_timed(select_stages(rows, "engine", "peers", "http")), place_of)
     swept, wheres = swept_ops(rows), distinct_parts(served)
     found = []
     for place, mine in served.items():
@@ -184,7 +184,7 @@ def _judged_speeds(found: Comparison) -> list[str]:
     rates = {
         place: speeds
         for place, mine in places.items()
-        if place.startswith("engine") and (speeds := [one for one in mine if one.figure == "tokens_per_s"])
+        if place.startswith(("engine", "http")) and (speeds := [one for one in mine if one.figure == "tokens_per_s"])
     }
     wheres = distinct_parts(rates)
     shown = []

@@ -56,7 +56,8 @@ def file_hashes(plan: Plan) -> dict[str, dict[str, str]]:
     """What else an experiment reads: of a workload's trace ("workload" and its name) and of "quantization.text" and
     ".calibration", the file's name and SHA-256.
     """
-    files = {workload_key(one.name): one.file for one in plan.experiment.workload if one.kind == "trace"}
+    served = {one.name: one.requests if one.kind == "http" else one for one in plan.experiment.workload}
+    files = {workload_key(name): one.file for name, one in served.items() if one.kind == "trace"}
     quantization = plan.experiment.quantization
     if quantization is not None:
         texts = {"text": quantization.text, "calibration": quantization.calibration}

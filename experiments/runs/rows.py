@@ -21,15 +21,16 @@ VERSION = 2
 
 Status = Literal["ok", "wrong", "unsupported", "failed"]
 Stage = Literal[
-    "check", "kernels", "engine", "parity", "step", "peers", "speedup", "quantization",
+    "check", "kernels", "engine", "parity", "step", "peers", "speedup", "http", "quantization",
     "rates", "tuning", "hardware", "forward", "report",
 ]  # fmt: skip
 """check: a variant at one point against the float64 oracle. kernels: its time there, where the check was ok. engine: a
 workload served by one arm, a request of n completions counting as n. parity: an arm's tokens and log-probabilities
 beside the first arm's. step: what one named range took of an arm's steps, in rounds that are recorded apart from the
 timed ones and without overlap, so that a step's time is the sum of its parts. peers: a workload served by a peer.
-speedup: the first arm that was timed over a peer, replicate by replicate. quantization: the model as one method leaves
-it, beside the dense one, whose own row has method "dense" and no bits.
+speedup: the first arm that was timed over a peer, replicate by replicate. http: a workload served by an OpenAI server
+that runs elsewhere, as its client sees it. quantization: the model as one method leaves it, beside the dense one, whose
+own row has method "dense" and no bits.
 
 Those of a GPU report alone: rates: what the device can do at most. tuning: a variant's best config in a bucket of
 shapes. hardware: a variant tried on the device itself, over many cases or runs. forward: one step of a whole model on
@@ -99,6 +100,10 @@ COLUMNS: Mapping[Stage, Mapping[Status, tuple[str, ...]]] = {
             "tokens_equal", "requests_equal",
         ),
         "failed": ("workload", "peer"),
+    },
+    "http": {
+        "ok": (*_SERVED, "url", "served_model", "goodput", "slo_met"),
+        "failed": ("workload", "url"),
     },
     "quantization": {
         "ok": (
@@ -273,6 +278,13 @@ class Row(BaseModel):
         "ratio",
     )
     speedup_of: Literal["median of replicates", "one replicate"] | None = column("which of both speedup is")
+
+    url: str | None = column("of the server")
+    served_model: str | None = column("what the server calls its model")
+    goodput: float | None = column(
+        "requests a second that met the workload's slo, the median over rounds; null where it has none", "requests/s"
+    )
+    slo_met: float | None = column("of all rounds' requests, those that met it; null where there is none", "ratio")
 
     method: str | None = column("how codes are chosen; dense: of the model that is not quantized")
     bits: int | None = column("of a code; null of the dense model", "bits")

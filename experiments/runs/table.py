@@ -24,6 +24,7 @@ TIMES: Mapping[str, Mapping[str, Better]] = {
     "kernels": {"median_us": "lower"},
     "engine": {"tokens_per_s": "higher", "ttft_s.p50": "lower", "tpot_s.p50": "lower", "gap_s.p99": "lower"},
     "peers": {"tokens_per_s": "higher"},
+    "http": {"tokens_per_s": "higher", "ttft_s.p50": "lower", "tpot_s.p50": "lower", "gap_s.p99": "lower"},
     "quantization": {"tokens_per_s": "higher"},
     "forward": {"median_us": "lower"},
 }
@@ -187,6 +188,9 @@ def label_of(
         place, arm = _words("quantization", dtype, **shared), _words(codes, **own)
         return Label(place, arm, arm)
     place = _words("engine" if row.workload is not None else row.stage, row.workload, dtype, **shared)
+    if row.url is not None:
+        place = _words("http", row.workload, **shared)
+        return Label(place, _words(row.url, **own), row.url)
     if row.peer is not None:
         arm = _words(f"peer {row.peer}", **own)
         return Label(place, arm, arm)

@@ -10,10 +10,12 @@ from experiments.schema.experiment import (
 )
 from experiments.schema.workload import (
     AnyWorkload,
+    HttpWorkload,
     LateRequests,
     Length,
     Priorities,
     PromptsWorkload,
+    RequestsWorkload,
     SyntheticWorkload,
     TraceWorkload,
 )
@@ -22,12 +24,14 @@ __all__ = [
     "AnyWorkload",
     "Batching",
     "Experiment",
+    "HttpWorkload",
     "LateRequests",
     "Length",
     "ModelSource",
     "Priorities",
     "PromptsWorkload",
     "Quantization",
+    "RequestsWorkload",
     "SchedulerOptions",
     "SyntheticWorkload",
     "TraceWorkload",

@@ -18,13 +18,21 @@ A_LENGTH = "a length is a number of tokens, or {uniform: [LOW, HIGH]}"
 A_PRIORITY = f"a priority is a whole number to +-{MAX_PRIORITY}, a list of one each, or {{uniform: [LOW, HIGH]}}"
 
 
-AXES: Mapping[str, tuple[str, ...]] = {
+_AXES_OF_REQUESTS: Mapping[str, tuple[str, ...]] = {
     "synthetic": (
         "num_requests", "input_len", "output_len", "shared_prefix", "n", "tenants", "seed",
         "late.num_requests", "late.input_len", "late.output_len", "late.every",
     ),
     "prompts": ("max_tokens", "n", "tenants"),
     "trace": ("num_requests", "block_tokens", "n", "tenants", "seed"),
+}  # fmt: skip
+
+AXES: Mapping[str, tuple[str, ...]] = {
+    **_AXES_OF_REQUESTS,
+    "http": (
+        "url", "rate", "speed", "in_flight",
+        *dict.fromkeys(f"requests.{name}" for names in _AXES_OF_REQUESTS.values() for name in names),
+    ),
 }  # fmt: skip
 """Kind -> the fields that a list makes an axis; in others a list has a meaning of its own."""
 
@@ -197,6 +205,66 @@ class TraceWorkload(_Workload):
         return self
 
 
+RequestsWorkload = SyntheticWorkload | PromptsWorkload | TraceWorkload
+"""What an engine here can serve."""
+
+Rate = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+
+
+class ServiceObjective(Strict):
+    """What a request's user accepts, at most: milliseconds to the first token, and the mean between tokens."""
+
+    ttft_ms: Rate | None = None
+    tpot_ms: Rate | None = None
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> Self:
+        if self.ttft_ms is None and self.tpot_ms is None:
+            raise ValueError("an slo has ttft_ms, tpot_ms or both")
+        return self
+
+
+class HttpWorkload(Strict):
+    """Requests for an OpenAI server that runs already, ours or another, whose speed is measured from outside.
+
+    url: of the server, without /v1. served_model: what it calls the model; None is the only one that it has. key_file:
+    holds its API key. requests: another workload; all but texts are sent as token ids below `vocab_size`.
+    They come at once, or `rate` a second at times drawn by a Poisson process, or a trace's when it says, `speed` times
+    as fast. in_flight: the most at once, the others wait here, which counts. slo: what goodput is counted by.
+    """
+
+    kind: Literal["http"]
+    name: str = ""
+    url: Annotated[str, Field(pattern=r"^https?://[^/\s?#]+(/[^\s?#]*[^\s?#/])?$")]
+    served_model: Annotated[str, Field(min_length=1)] | None = None
+    key_file: Path | None = None
+    requests: Annotated[RequestsWorkload, Field(discriminator="kind")]
+    vocab_size: Count | None = None
+    rate: Rate | None = None
+    speed: Rate | None = None
+    in_flight: Count | None = None
+    slo: ServiceObjective | None = None
+
+    @model_validator(mode="after")
+    def _can_be_sent(self) -> Self:
+        requests = self.requests
+        if not isinstance(requests, PromptsWorkload) and self.vocab_size is None:
+            raise ValueError(
+                f"requests of kind {requests.kind} are token ids: vocab_size is needed, to draw them below"
+            )
+        if self.rate is not None and self.speed is not None:
+            raise ValueError("rate and speed are two ways to say when requests come: give one")
+        if self.speed is not None and not isinstance(requests, TraceWorkload):
+            raise ValueError("speed is a trace's: other requests come at once, or by rate")
+        if isinstance(requests, SyntheticWorkload) and requests.late is not None:
+            raise ValueError("late requests wait for others' tokens, which only an engine here knows")
+        if requests.n > 1:
+            raise ValueError(
+                "requests of n completions are not measured over HTTP: their chunks do not say whose usage"
+            )
+        return self
+
+
 WORKLOAD_KINDS = tuple(AXES)
-AnyWorkload = SyntheticWorkload | PromptsWorkload | TraceWorkload
+AnyWorkload = RequestsWorkload | HttpWorkload
 Workload = Annotated[AnyWorkload, Field(discriminator="kind")]

@@ -15,6 +15,7 @@ from experiments.planning.plan import Plan
 from experiments.planning.requests import requests_of
 from experiments.quantization.models import QuantizedModel, list_quantized_models
 from experiments.runs.rows import Row, Status
+from experiments.schema import HttpWorkload
 from experiments.serving.requests import Request
 from experiments.stages.task import Task
 from tkernels import Tuning
@@ -70,7 +71,7 @@ class Context:
     @property
     def served(self) -> ServedWorkload:
         """The task's workload."""
-        return self.plan.workloads[self.task.workload]
+        return workload_of(self.plan, self.task)
 
     @property
     def directory(self) -> Path:
@@ -81,7 +82,7 @@ class Context:
     def requests(self) -> list[Request]:
         """Those of the task's workload."""
         assert self.plan.model is not None
-        return requests_of(self.served.workload, self.plan.model.config.vocab_size)
+        return requests_of(self.served.requests, self.plan.model.config.vocab_size)
 
     def record(self, status: Status = "ok", **columns: Any) -> None:
         """Records a row: these columns, what it is of, the memory that this process held, how busy the machine is."""
@@ -101,6 +102,11 @@ class Context:
     def say(self, doing: str) -> None:
         """Says what the task is at."""
         self.send({"doing": doing})
+
+
+def workload_of(plan: Plan, task: Task) -> ServedWorkload:
+    """What a task serves."""
+    return (plan.http_workloads if task.phase == "http" else plan.workloads)[task.workload]
 
 
 def task_fields(plan: Plan, task: Task, run_id: str, axes: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -123,8 +129,11 @@ def task_fields(plan: Plan, task: Task, run_id: str, axes: Mapping[str, Any] | N
                 "bits": None if model is None else model.bits,
                 "group_size": None if model is None else model.group_size,
             }
-    served = plan.workloads[task.workload]
+    served = workload_of(plan, task)
     fields["workload"] = served.name
+    if isinstance(served.workload, HttpWorkload):  # what runs there, only that server knows
+        settings = {key: value for key, value in served.settings.items() if key != "workload.url"}
+        return {**fields, "arm": {}, "dtype": "unknown", "settings": settings, "url": served.workload.url}
     if task.phase == "peers":  # it knows no arm, but is of its plan's model and dtype
         return {**fields, "arm": {}, "settings": {**fields["settings"], **served.settings}, "peer": task.peer}
     arm = plan.arms[task.arm]

@@ -77,7 +77,7 @@ def _time(context: Context, directory: Path, source: Path) -> dict[str, Any]:
     if slow := sorted({op for engine in engines for op in interpreted_ops(engine)}):
         return {**unknown, "speed_reason": f"{', '.join(slow)} interpreted on a CPU: not measured"}
     context.say("rounds")
-    requests = requests_of(plan.workloads[0].workload, engines[0].config.vocab_size)
+    requests = requests_of(plan.workloads[0].requests, engines[0].config.vocab_size)
     servers = [rounds_of(engine, requests, arm.batching, "quantization") for engine in engines]
     rounds = interleaved(servers, plan.experiment.repeats, lambda: None)
     rates = [[served.tokens_per_s for served in mine] for mine in rounds]

@@ -56,7 +56,7 @@ def open_steady(
         ranges=ranges,
         **{**plan.engine_options(arm), **options},
     )
-    return Steady(llm, arm, served, requests_of(served.workload, plan.model.config.vocab_size))
+    return Steady(llm, arm, served, requests_of(served.requests, plan.model.config.vocab_size))
 
 
 def recorded(

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Phase = Literal["check", "kernels", "engine", "peers", "step", "quantization", "report"]
+Phase = Literal["check", "kernels", "engine", "peers", "http", "step", "quantization", "report"]
 """report: a step of the GPU report, which says itself what it is."""
 
 TaskPoint = tuple[str, Mapping[str, Any]]

@@ -75,6 +75,14 @@ def all_peer_tasks(sweep: Sweep) -> list[Task]:
     )  # fmt: skip
 
 
+def http_tasks(sweep: Sweep) -> list[Task]:
+    """Of the first replicate: each workload that a server elsewhere serves, of no plan's model or dtype."""
+    return _with_unique_keys(
+        Task(f"http{_workload_suffix(served)}#0", "http", timeout=sweep.experiment.timeout, workload=place)
+        for place, served in enumerate(sweep.plans[0].http_workloads)
+    )
+
+
 def _served(sweep: Sweep) -> Iterator[tuple[int, Plan, int, ServedWorkload]]:
     """Each plan with each of its workloads, and their indices."""
     for number, plan in enumerate(sweep.plans):
@@ -144,7 +152,12 @@ def quantization_tasks(sweep: Sweep) -> list[Task]:
 def expected_tasks(sweep: Sweep, points: Sequence[Mapping[str, Sequence[Point]]]) -> list[Task]:
     """Every task that there will be where all goes well and is timed."""
     checks, engines = check_tasks(sweep, points), engine_tasks(sweep)
-    timed = [*_kernel_tasks((task, task.points) for task in checks), *engines, *all_peer_tasks(sweep)]
+    timed = [
+        *_kernel_tasks((task, task.points) for task in checks),
+        *engines,
+        *all_peer_tasks(sweep),
+        *http_tasks(sweep),
+    ]
     replicates = range(sweep.experiment.replicates)
     each = [replace(task, key=replicate_key(task, number)) for number in replicates for task in timed]
     return [*checks, *each, *map(_step_task, engines), *quantization_tasks(sweep)]

@@ -10,7 +10,7 @@ from experiments.document import ExperimentError, parse_document
 from experiments.planning.plan import Plan, make_sweep
 from experiments.runs.imports import imported_files
 from experiments.runs.provenance import sha256_of
-from experiments.stages import check, engine, kernels, peers, quantization, steps
+from experiments.stages import check, engine, http, kernels, peers, quantization, steps
 from experiments.stages.context import Context, Send
 from experiments.stages.task import Phase, Task
 from experiments.sweep.tasks import Setup
@@ -22,6 +22,7 @@ _STAGES: Mapping[Phase, Callable[[Context], None]] = {
     "kernels": kernels.run,
     "engine": engine.run,
     "peers": peers.run,
+    "http": http.run,
     "step": steps.run,
     "quantization": quantization.run,
 }
@@ -91,7 +92,7 @@ def carry_out(task: Task, planned: Planned, setup: Setup, send: Send) -> None:
 def _called_files(context: Context) -> set[str]:
     """The files of the variants that a task calls, and what those import."""
     plan, task = context.plan, context.task
-    if task.phase == "peers":
+    if task.phase in ("peers", "http"):
         return set()
     if task.phase in ("check", "kernels"):
         files = {context.variant[0].file}

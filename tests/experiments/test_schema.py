@@ -60,7 +60,7 @@ def test_every_problem_is_reported_at_once_with_its_place() -> None:
         ),
         (
             "workload: {kind: sythetic}",
-            "kind 'sythetic': there is synthetic, prompts, trace; did you mean 'synthetic'?",
+            "kind 'sythetic': there is synthetic, prompts, trace, http; did you mean 'synthetic'?",
         ),
         (
             "workload: {kind: prompts, prompts: []}",

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 import tkernels
+from tkernels.ranges import NVTX, Ranges
 from tmodel import Batch, Limits, Model, ModelConfig, allocate_kv_cache, kernel_axes, load_config, load_model
 
 BLOCK_SIZE = 16  # the least that every variant of paged_prefill takes
@@ -17,7 +18,11 @@ Step = Sequence[tuple[int, int]]
 
 
 def load(
-    directory: Path, dtype: torch.dtype, choices: tkernels.selection.Choices | None = None, max_model_len: int = 256
+    directory: Path,
+    dtype: torch.dtype,
+    choices: tkernels.selection.Choices | None = None,
+    max_model_len: int = 256,
+    ranges: Ranges = NVTX,
 ) -> Model:
     """The model in `directory` on the CPU, with the default kernels or `choices`."""
     config = load_config(directory)
@@ -25,7 +30,7 @@ def load(
         max_num_tokens=2048, max_num_seqs=64, max_model_len=max_model_len, block_size=BLOCK_SIZE, num_blocks=256
     )
     axes = kernel_axes(config, limits)
-    kernels = tkernels.select(choices or {}, device="cpu", dtype=dtype, axes=axes)
+    kernels = tkernels.select(choices or {}, device="cpu", dtype=dtype, axes=axes, ranges=ranges)
     return load_model(directory, config, kernels, device="cpu", dtype=dtype)
 
 

@@ -1,7 +1,7 @@
 """Each architecture beside transformers, on the random shapes of the tests or on the trained presets, as a table.
 
-Of each it has the largest difference of any logit in float32, over all schedules, and for each dtype our largest RMS
-distance of any schedule from transformers in float64, over transformers' own:
+Of each it has the largest difference of any logit in float32, by schedule, and for each dtype our largest RMS distance
+of any schedule from transformers in float64, over transformers' own:
 
 python -m tests.tmodel.parity_table
 python -m tests.tmodel.parity_table --trained
@@ -36,12 +36,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WINDOW = 128  # of held-out tokens
 
 
-def largest_difference(directory: Path, sequences: Sequence[torch.Tensor]) -> float:
-    """Of float32 logits from transformers', over all rows of all schedules."""
+def largest_differences(directory: Path, sequences: Sequence[torch.Tensor]) -> list[float]:
+    """Of float32 logits from transformers', over all rows, by schedule."""
     expected = transformers_logits(directory, sequences, torch.float32)
     model = load(directory, torch.float32)
     found = [packed_logits(model, sequences, torch.float32, schedule) for schedule in SCHEDULES]
-    return max(float((logits - expected).abs().max()) for logits in found)
+    return [float((logits - expected).abs().max()) for logits in found]
 
 
 def ratio(directory: Path, dtype: torch.dtype, sequences: Sequence[torch.Tensor]) -> float:
@@ -50,8 +50,8 @@ def ratio(directory: Path, dtype: torch.dtype, sequences: Sequence[torch.Tensor]
     return max(ours.values()) / theirs
 
 
-def random_rows(architectures: Collection[str]) -> Iterator[tuple[str, str, float, list[float]]]:
-    """(architecture, what was compared, largest difference, ratios by dtype)"""
+def random_rows(architectures: Collection[str]) -> Iterator[tuple[str, str, list[float], list[float]]]:
+    """(architecture, what was compared, largest differences by schedule, ratios by dtype)"""
     sequences = random_sequences(LENGTHS)
     for architecture in architectures:
         shapes = [shape for shape in SHAPES if shape.architecture == architecture]
@@ -59,16 +59,17 @@ def random_rows(architectures: Collection[str]) -> Iterator[tuple[str, str, floa
         for shape in shapes:
             with tempfile.TemporaryDirectory() as folder:
                 directory = random_model(Path(folder), architecture=architecture, **shape.fields)
-                differences.append(largest_difference(directory, sequences))
+                differences.append(largest_differences(directory, sequences))
         for dtype in DTYPES:
             with tempfile.TemporaryDirectory() as folder:
                 directory = random_model(Path(folder), dtype, architecture, **first_shape(architecture).fields)
                 ratios.append(ratio(directory, dtype, random_sequences((64,) * 16)))
         rows = sum(LENGTHS) * len(SCHEDULES) * len(shapes)
-        yield architecture, f"{len(shapes)} random shapes, {rows:,} rows", max(differences), ratios
+        largest = [max(of_schedule) for of_schedule in zip(*differences, strict=True)]
+        yield architecture, f"{len(shapes)} random shapes, {rows:,} rows", largest, ratios
 
 
-def trained_rows(architectures: Collection[str]) -> Iterator[tuple[str, str, float, list[float]]]:
+def trained_rows(architectures: Collection[str]) -> Iterator[tuple[str, str, list[float], list[float]]]:
     """As `random_rows`, of the trained presets, on text that they were not trained on."""
     from transformers import AutoTokenizer
 
@@ -79,10 +80,10 @@ def trained_rows(architectures: Collection[str]) -> Iterator[tuple[str, str, flo
         directory = preset_path(preset)
         tokens = encode(AutoTokenizer.from_pretrained(directory), standard_library_corpus(recipe.corpus_bytes).held_out)
         sequences = list(tokens[: 6 * _WINDOW].split(_WINDOW))
-        difference = largest_difference(directory, sequences)
+        differences = largest_differences(directory, sequences)
         ratios = [ratio(directory, dtype, sequences) for dtype in DTYPES]
         rows = len(sequences) * _WINDOW * len(SCHEDULES)
-        yield architecture, f"{preset}, {rows:,} rows", difference, ratios
+        yield architecture, f"{preset}, {rows:,} rows", differences, ratios
 
 
 def main() -> None:
@@ -91,11 +92,12 @@ def main() -> None:
     parser.add_argument("architectures", nargs="*", help="all, where none is named")
     arguments = parser.parse_args()
     rows = trained_rows if arguments.trained else random_rows
-    print("| architecture | compared | largest difference | float32 | bfloat16 | float16 |")
-    print("|---|---|---|---|---|---|")
-    for architecture, what, difference, ratios in rows(arguments.architectures or known_architectures()):
-        shown = " | ".join(f"{one:.2f}x" for one in ratios)
-        print(f"| {architecture} | {what} | {difference:.1e} | {shown} |", flush=True)
+    columns = ["architecture", "compared", *SCHEDULES, *(str(dtype).removeprefix("torch.") for dtype in DTYPES)]
+    print(f"| {' | '.join(columns)} |")
+    print("|---" * len(columns) + "|")
+    for architecture, what, differences, ratios in rows(arguments.architectures or known_architectures()):
+        figures = [*(f"{one:.1e}" for one in differences), *(f"{one:.2f}x" for one in ratios)]
+        print(f"| `{architecture}` | {' | '.join([what, *figures])} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 
 import tkernels
 from tests.tmodel.packed import Driver, Step, in_chunks, in_one_go, load, token_by_token
-from tmodel import Limits, Model, known_architectures, load_config
+from tkernels.recording import Recording
+from tmodel import PRESETS, Limits, Model, ModelConfig, known_architectures, load_config
+from tmodel.random_weights import random_config
 from tmodel.transformers_models import new_transformers_model
 
 LENGTHS = (37, 5, 61, 1, 24)
@@ -246,23 +248,38 @@ def triton_arms(called: Collection[str]) -> list[dict[str, str]]:
     return [{name: triton[name][i % len(triton[name])] for name in way} for i, way in enumerate(ways)]
 
 
-QWEN3_CALLS = (
-    "rms_norm", "add_rms_norm", "paged_decode", "paged_prefill", "matmul", "qk_norm_rope_scatter", "gate_up_swiglu",
-)  # fmt: skip
+def called_ops(config: ModelConfig) -> list[str]:
+    """The ops that a model of `config` calls."""
+    limits = Limits(max_num_tokens=64, max_num_seqs=4, max_model_len=64, block_size=16, num_blocks=16)
+    return list(config.architecture.axes(config, limits))
 
 
-def assert_triton_parity(
-    directory: Path, arms: Sequence[Mapping[str, str]], lengths: Sequence[int] = (21, 3, 9)
-) -> None:
-    sequences = random_sequences(lengths)
+def assert_triton_parity(directory: Path, arms: Sequence[Mapping[str, str]]) -> None:
+    """Under each arm every kernel that it names runs, none of torch's does, and the logits are transformers'."""
+    sequences = random_sequences((18, 3))
     expected = transformers_logits(directory, sequences, torch.float32)
     for choices in arms:
-        model = load(directory, torch.float32, choices)
+        recording = Recording("cpu")
+        model = load(directory, torch.float32, choices, ranges=recording)
         for schedule in SCHEDULES:
             assert_parity(packed_logits(model, sequences, torch.float32, schedule), expected)
+        ran = {span.name for span in recording.spans()}
+        assert {f"{op}.{variant}" for op, variant in choices.items()} <= ran
+        assert not {name for name in ran if name.endswith(".torch")}
 
 
-@pytest.mark.parametrize("choices", triton_arms(QWEN3_CALLS), ids=lambda choices: "-".join(choices.values()))
+def test_the_arms_hold_every_triton_variant_that_a_model_can_reach() -> None:
+    for preset in PRESETS.values():
+        called = called_ops(random_config(preset.config))
+        fusions = [op["composed"] for name in called if "composed" in (op := tkernels.OPS[name].variants)]
+        reached = {*called, *(part for fusion in fusions for part in fusion.parts)}
+        every = {(name, v.name) for name in reached for v in tkernels.OPS[name].variants.values() if v.kind == "triton"}
+        assert {(op, variant) for arm in triton_arms(called) for op, variant in arm.items()} == every
+
+
+@pytest.mark.parametrize(
+    "choices", triton_arms(called_ops(random_config(PRESETS["tiny"].config))), ids=lambda arm: "-".join(arm.values())
+)
 def test_triton_kernels_give_the_logits_of_transformers(tmp_path: Path, choices: dict[str, str]) -> None:
     assert_triton_parity(random_model(tmp_path), [choices])
 
@@ -273,9 +290,7 @@ def test_every_triton_kernel_of_an_architecture_gives_the_logits_of_transformers
     architecture: str, tmp_path: Path
 ) -> None:
     directory = random_model(tmp_path, architecture=architecture, **first_shape(architecture).fields)
-    limits = Limits(max_num_tokens=64, max_num_seqs=4, max_model_len=64, block_size=16, num_blocks=16)
-    config = load_config(directory)
-    assert_triton_parity(directory, triton_arms(config.architecture.axes(config, limits)), (18, 3))
+    assert_triton_parity(directory, triton_arms(called_ops(load_config(directory))))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

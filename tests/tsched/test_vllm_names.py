@@ -65,7 +65,11 @@ def test_an_online_generate_yields_what_there_is_so_far(checkpoint: Path) -> Non
             outputs = await collect(served.generate(PROMPTS[5], params, "a"))
             whole = joined(await collect(served.add_request("b", PROMPTS[5], params)))
             for one, other in zip(outputs[-1].outputs, whole, strict=True):
-                assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, "length")
+                assert (one.token_ids, one.text, one.finish_reason) == (
+                    other.token_ids,
+                    other.text,
+                    other.finish_reason,
+                )
                 assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-9)
                 assert [list(place) for place in one.logprobs] == [list(place) for place in other.logprobs]
             assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]

@@ -8,9 +8,10 @@ from starlette.types import Receive, Scope
 
 from tsched.serving.limits import ServerLimits
 from tsched.serving.protocol.errors import ApiError, invalid_value
+from tsched.torch_free import TKernelsError
 
 
-class ClientGoneError(Exception):
+class ClientGoneError(TKernelsError):
     """The client closed its connection: nobody is left to answer."""
 
 
