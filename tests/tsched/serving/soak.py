@@ -164,9 +164,7 @@ def find_faults(served: Served, before: int, seen: Seen) -> list[str]:
     print(f"the server received {received:,}, refused {refused:,}, ended {finished:,}; left over: {gauges}")
     print(f"memory of the front end: {seen.memory[0][1]:.0f} to {seen.memory[-1][1]:.0f} MB, {growth:+.2f} MB a minute")
     print(f"descriptors: {before} before, {after} after; worker restarts: {counted['tkernels_worker_restarts_total']}")
-    print(
-        f"gaps between events: p50 {1e3 * gaps[len(gaps) // 2]:.1f} ms, p99 {1e3 * gaps[len(gaps) * 99 // 100]:.1f} ms"
-    )
+    print(f"gaps between events: p50 {half:.1f} ms, p99 {most:.1f} ms")
     print(f"after the kill the first whole answer came in {seen.served_again_after or float('nan'):.1f} s")
     tests = {
         "requests or pages are left over": any(gauges.values()),
