@@ -129,6 +129,12 @@ class ServingMachine(RuleBasedStateMachine):
         assert self.world is not None
         self.world.lose_a_step()
 
+    @precondition(lambda self: self.world.pages.under_way)
+    @rule()
+    def run_out_of_memory(self) -> None:
+        assert self.world is not None
+        self.world.run_out_of_memory()
+
     @invariant()
     def holds(self) -> None:
         if self.world is not None:
