@@ -323,6 +323,7 @@ class ServeRequest:
     kernels: Annotated[list[str], Option(metavar="op=variant", help="A variant for an op. Repeatable.")] = field(
         default_factory=list
     )
+    variants_from: VariantsFrom = field(default_factory=list)
     architectures_from: ArchitecturesFrom = field(default_factory=list)
     engine: Annotated[Given, EngineFlags(["dtype", "device", *SCHEDULER_OPTIONS])] = field(default_factory=dict)
 

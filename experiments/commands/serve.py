@@ -21,19 +21,18 @@ def run(request: ServeRequest) -> int:
     options = {
         **request.engine,
         "kernels": parse_kernels(request.kernels),
-        "architectures_from": request.architectures_from,
+        "architectures_from": [str(folder) for folder in request.architectures_from],
     }
     from tsched.serving.app import create_app
     from tsched.serving.auth import KeyFileError, read_keys
     from tsched.serving.http import ServerStartError, open_socket, serve
-    from tsched.serving.local_client import LocalClient
+    from tsched.serving.supervisor import SupervisedClient
 
     try:
         keys = None if request.api_key_file is None else read_keys(request.api_key_file)
         listening = open_socket(request.host, request.port)
-        app = create_app(
-            LocalClient(request.model, request.name, **options), keys=keys, chat_template=request.chat_template
-        )
+        client = SupervisedClient(request.model, request.name, variants_from=request.variants_from, **options)
+        app = create_app(client, keys=keys, chat_template=request.chat_template)
         host, port = listening.getsockname()[:2]
         print(f"serving {request.model} at http://{host}:{port}/v1", flush=True)
         serve(app, listening)

@@ -45,6 +45,9 @@ class ChatTemplate:
         source: Its text, in jinja2.
         special_tokens: The variables `bos_token`, `eos_token` and so on.
 
+    Attributes:
+        source, special_tokens: As given.
+
     Raises:
         ChatTemplateError: The text is no template.
     """
@@ -56,6 +59,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise ChatTemplateError(f"the chat template is no template of jinja2: {line}{error.message}") from error
+        self.source = source
         self.special_tokens = dict(special_tokens)
         self.literal_text = "".join(text for _, kind, text in environment.lex(source) if kind in ("data", "string"))
 
@@ -166,19 +170,23 @@ class ChatEncoder:
         return ids
 
 
-def read_chat_template(directory: Path) -> ChatTemplate | None:
+def read_chat_template(directory: Path, given: Path | None = None) -> ChatTemplate | None:
     """The chat template of a checkpoint's directory; None where it has none.
 
     It is chat_template.jinja, or `chat_template` of tokenizer_config.json, there the one named "default" of several.
+
+    Args:
+        directory: Of the checkpoint.
+        given: A file that takes the place of its template.
 
     Raises:
         ChatTemplateError: A file is damaged, or the template none.
     """
     config = _read_json(directory / "tokenizer_config.json")
-    file = directory / TEMPLATE_FILE
+    file = directory / TEMPLATE_FILE if given is None else given
     source = config.get("chat_template")
     try:
-        if file.exists():
+        if file.exists() or given is not None:
             source = file.read_text(encoding="utf-8")
         if isinstance(source, list):
             named = {str(one.get("name")): one.get("template") for one in source if isinstance(one, dict)}
@@ -189,8 +197,9 @@ def read_chat_template(directory: Path) -> ChatTemplate | None:
             raise ChatTemplateError(f"chat_template must be a text, got a {type(source).__name__}")
         tokens = {**_read_json(directory / "special_tokens_map.json"), **config}
         return ChatTemplate(source, dict(_special_tokens(tokens)))
-    except (ChatTemplateError, UnicodeDecodeError) as error:
-        raise ChatTemplateError(f"{file if file.exists() else directory / 'tokenizer_config.json'}: {error}") from error
+    except (ChatTemplateError, UnicodeDecodeError, OSError) as error:
+        where = file if file.exists() or given is not None else directory / "tokenizer_config.json"
+        raise ChatTemplateError(f"{where}: {error}") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from tsched.serving import admin
 from tsched.serving.auth import Keys
 from tsched.serving.body import read_body
 from tsched.serving.engine_client import EngineClient
@@ -43,6 +44,7 @@ _BODIES: tuple[type[WireModel], ...] = (
     chat.ChatRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    admin.SwapRequest,
 )
 _ANY = document_errors([401, 431, 500])
 _BODY_ERRORS = document_errors([400, 404, 408, 413, 415, 429, 503, 504])
@@ -83,6 +85,7 @@ def create_app(
     _add_models(app, front)
     _add_tokenization(app, front)
     _add_health(app, front)
+    _add_admin(app, front)
     app.add_middleware(Gate, front=front)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return app
@@ -224,6 +227,19 @@ def _add_health(app: FastAPI, front: FrontEnd) -> None:
             "running": stats.num_running,
             "waiting": stats.num_waiting,
         }
+
+
+def _add_admin(app: FastAPI, front: FrontEnd) -> None:
+    @app.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}})
+    async def show_metrics() -> Response:
+        """Everything that is counted and measured, for Prometheus."""
+        return Response(await _off_loop(front, front.metrics.expose), media_type="text/plain; version=0.0.4")
+
+    @_post(app, "/admin/kernels", admin.SwapRequest, admin.SwapAnswer, admin.EXAMPLE)
+    async def swap_kernels(request: Request) -> Response:
+        """Swaps kernels between two steps; needs an admin's key."""
+        asked = parse_request(admin.SwapRequest, await read_body(request.scope, request.receive, front.limits))
+        return JSONResponse((await admin.swap_kernels(front.client, asked)).model_dump())
 
 
 async def _off_loop(front: FrontEnd, work: Callable[[], Any]) -> Any:

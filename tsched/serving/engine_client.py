@@ -6,7 +6,7 @@ dataclasses `dataclasses.asdict` gives it, and the tuples of a `Delta` are its l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -143,6 +143,7 @@ class StatsSnapshot:
         num_cache_hits: Sum of those found there.
         num_restarts: How often the engine was started anew.
         arm: op -> the variant that serves it.
+        phase_seconds: Phase of a step, or "step" -> sum of the host's seconds in it.
     """
 
     num_running: int
@@ -157,6 +158,7 @@ class StatsSnapshot:
     num_cache_hits: int
     num_restarts: int = 0
     arm: Mapping[str, str] = field(default_factory=dict)
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +267,9 @@ class EngineClient(Protocol):
 
     def stats(self) -> StatsSnapshot:
         """The last step's snapshot; it waits for nothing. EngineUnavailableError until the model was loaded once."""
+
+    def listen(self, on_stats: Callable[[StatsSnapshot], None]) -> None:
+        """Calls `on_stats` with the newest snapshot after steps that had news, from now on."""
 
     async def swap_kernels(self, choices: Mapping[str, Any]) -> KernelSwap:
         """Swaps kernels between two steps. An engine that is started again begins with those of its start.

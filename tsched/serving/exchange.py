@@ -84,6 +84,7 @@ class Exchange(Response):
         self._send = scope.get("state", {}).get("send", send)
         scope.get("state", {})["outcome"] = self.outcome
         self._front.exchanges.add(self)
+        self._meter = self._front.metrics.begin_request()
         try:
             await self._answer(scope, receive)
         except asyncio.CancelledError:
@@ -93,7 +94,12 @@ class Exchange(Response):
             await self._fail(self._reason)
         except (ApiError, ClientGoneError) as error:
             await self._fail(error)
+        except Exception:
+            self.outcome.error = "internal_error"
+            raise
         finally:
+            outcome = self.outcome
+            self._meter.end(outcome.status, outcome.error, outcome.finish_reasons, outcome.num_prompt_tokens)
             for timer in self._timers.values():
                 timer.cancel()
             self._front.exchanges.discard(self)
@@ -141,7 +147,7 @@ class Exchange(Response):
 
     async def _serve(self, request: GenerationRequest, sampling: Any, ticket: Ticket, *, is_short: bool) -> None:
         front = self._front
-        parts = (request, sampling, front.facts(), front.codec, front.template, self._tenant)
+        parts = (request, sampling, front.facts(), front.codec, front.chats, self._tenant)
         if is_short:
             job = make_job(*parts)
         else:
@@ -167,7 +173,7 @@ class Exchange(Response):
     async def _gather(self, answer: Answer, deltas: AsyncIterator[tuple[int, Delta]], ticket: Ticket) -> None:
         choices: list[dict[str, Any]] = []
         async for place, delta in deltas:
-            self._take_note(answer, delta, ticket)
+            self._take_note(place, delta, ticket)
             choices += answer.write_choices(place, delta)
             self.outcome.num_completion_tokens = answer.num_completion_tokens
         await self._respond(200, _JSON, answer.make_body(choices))
@@ -175,7 +181,7 @@ class Exchange(Response):
     async def _stream(self, answer: Answer, deltas: AsyncIterator[tuple[int, Delta]], ticket: Ticket) -> None:
         self._end_stalled()
         async for place, delta in deltas:
-            self._take_note(answer, delta, ticket)
+            self._take_note(place, delta, ticket)
             chunks = answer.write_chunks(place, delta)
             self.outcome.num_completion_tokens = answer.num_completion_tokens
             if chunks:
@@ -184,8 +190,9 @@ class Exchange(Response):
                 await self._write(chunks)
         await self._write(answer.end_stream(), more=False)
 
-    def _take_note(self, answer: Answer, delta: Delta, ticket: Ticket) -> None:
-        """Notes that output has come; raises ApiError where a completion failed."""
+    def _take_note(self, place: int, delta: Delta, ticket: Ticket) -> None:
+        """Notes that output of a prompt has come; raises ApiError where a completion failed."""
+        self._meter.take(place, delta)
         if "queue" in self._timers:
             self._timers.pop("queue").cancel()
             ticket.start()
@@ -222,7 +229,7 @@ class Exchange(Response):
         self.outcome.error = error.code
         if not self._is_started:
             headers = [*_JSON, *((name.encode(), value.encode()) for name, value in error.headers.items())]
-            if error.status in (408, 413):  # the rest of the body is not read
+            if error.status == 408:  # the rest of the body is not waited for
                 headers.append((b"connection", b"close"))
             await self._respond(error.status, headers, error.body)
         else:

@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tsched.requests.chat_template import ChatEncoder, ChatTemplate, read_chat_template
 from tsched.serving.admission import Admission
 from tsched.serving.auth import Keys
-from tsched.serving.chat_template import ChatTemplate, read_template
 from tsched.serving.engine_client import EngineClient, EngineUnavailableError, ModelFacts
 from tsched.serving.limits import ServerLimits
+from tsched.serving.metrics import Metrics
 from tsched.serving.protocol.errors import ApiError, unavailable
 from tsched.serving.text import TextCodec
 
@@ -34,8 +35,10 @@ class FrontEnd:
         chat_template: A file that takes the place of the model's own.
 
     Attributes:
+        metrics: What is counted and measured.
         codec: The model's tokenizer; None where it has none, or before it is loaded.
         template: Its chat template; the same.
+        chats: What makes prompts of chats with it; the same.
         load_error: Why the model could not be loaded.
         is_draining: Whether the server stops: it takes no more requests.
         exchanges: The requests in work.
@@ -50,8 +53,10 @@ class FrontEnd:
         chat_template: Path | None = None,
     ) -> None:
         self.client, self.limits, self.keys = client, limits, keys
+        self.metrics = Metrics(client)
         self.codec: TextCodec | None = None
         self.template: ChatTemplate | None = None
+        self.chats: ChatEncoder | None = None
         self.load_error: BaseException | None = None
         self.is_draining = False
         self.exchanges: set[Exchange] = set()
@@ -60,10 +65,12 @@ class FrontEnd:
         self._chat_template = chat_template
         self._admission: Admission | None = None
         self._loading: asyncio.Task[None] | None = None
+        self._measuring: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
         """Begins to load the model; the server answers meanwhile."""
         self._loading = asyncio.create_task(self._load())
+        self._measuring = asyncio.create_task(self.metrics.watch_loop())
 
     async def drain(self) -> None:
         """Takes no more requests, and returns when those in work have ended, or have been ended at drain_timeout."""
@@ -84,8 +91,9 @@ class FrontEnd:
     async def stop(self) -> None:
         """Ends what is in work, and the engine."""
         await self.end_all()
-        if self._loading is not None:
-            self._loading.cancel()
+        for task in (self._loading, self._measuring):
+            if task is not None:
+                task.cancel()
         await self.client.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
 
@@ -122,14 +130,18 @@ class FrontEnd:
             state = "loading"
         return {"status": state}
 
+    def _read_tokenizer(self, directory: Path) -> None:
+        self.codec = TextCodec(directory)
+        self.template = read_chat_template(directory, self._chat_template)
+        if self.template is not None:
+            self.chats = ChatEncoder(self.codec.tokenizer, self.template)
+
     async def _load(self) -> None:
         try:
             await self.client.start()
             facts = self.client.facts
             if facts.tokenizer_directory is not None:
-                directory = Path(facts.tokenizer_directory)
-                self.codec = await asyncio.to_thread(TextCodec, directory)
-                self.template = read_template(directory, self.codec.config, self._chat_template)
+                await asyncio.to_thread(self._read_tokenizer, Path(facts.tokenizer_directory))
             limits = self.limits
             self._admission = Admission(
                 limits.max_in_flight or 4 * facts.max_num_seqs,

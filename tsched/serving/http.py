@@ -21,6 +21,7 @@ from tsched.serving.protocol.errors import ApiError
 from tsched.torch_free import TKernelsError
 
 _BACKLOG = 2048
+_DROP_S = 2.0
 
 
 class ServerStartError(TKernelsError, RuntimeError):
@@ -132,9 +133,15 @@ class DrainingServer(uvicorn.Server):
 
 
 class DeadlineProtocol(H11Protocol):
-    """h11's protocol with a deadline for a request's headers."""
+    """h11's protocol with deadlines for a request's headers, and for what still comes of a body after its answer.
 
-    _deadline: asyncio.TimerHandle | None = None
+    A connection that is closed while bytes arrive is reset, and its client may lose the answer. So what comes after a
+    refusal is read and dropped, for a while.
+    """
+
+    _deadline: asyncio.TimerHandle | None = None  # of headers
+    _dropping: asyncio.TimerHandle | None = None  # of what is dropped
+    _is_refused = False
 
     @property
     def _limits(self) -> ServerLimits:
@@ -143,20 +150,31 @@ class DeadlineProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._deadline = self.loop.call_later(self._limits.header_timeout, self._close_late)
+        self._deadline = self.loop.call_later(self._limits.header_timeout, transport.close)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
         super().data_received(data)
         is_between = self.conn.their_state is h11.IDLE
         if not is_between and self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
         elif is_between and self._deadline is None and self.conn.trailing_data[0]:
-            self._deadline = self.loop.call_later(self._limits.header_timeout, self._close_late)
+            self._deadline = self.loop.call_later(self._limits.header_timeout, self.transport.close)
+        if self._dropping is not None and self.conn.their_state is not h11.SEND_BODY:
+            self._dropping.cancel()
+            self._dropping = None
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
+            self._dropping = self.loop.call_later(_DROP_S, self.transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
+        for timer in (self._deadline, self._dropping):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -175,8 +193,6 @@ class DeadlineProtocol(H11Protocol):
         )
         for event in (response, h11.Data(data=error.body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
-
-    def _close_late(self) -> None:
-        self._deadline = None
-        self.transport.close()
+        self._is_refused = True
+        self.transport.write_eof()
+        self._dropping = self.loop.call_later(_DROP_S, self.transport.close)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,8 @@ from tsched.serving.engine_client import (
 
 if TYPE_CHECKING:  # both load torch, and the server answers before that is there
     from tsched.async_llm import AsyncLLM, EngineError, RequestStream
-    from tsched.requests.outputs import CompletionOutput, RequestOutput
+    from tsched.execution.phase_times import PhaseTimes
+    from tsched.requests.outputs import CompletionOutput, Logprob, RequestOutput
 
 
 class LocalClient:
@@ -45,6 +46,9 @@ class LocalClient:
         self._llm: AsyncLLM | None = None
         self._facts: ModelFacts | None = None
         self._is_closing = False
+        self._times: PhaseTimes | None = None
+        self._listeners: list[Callable[[StatsSnapshot], None]] = []
+        self._num_steps_told = 0
 
     @property
     def state(self) -> State:
@@ -62,7 +66,7 @@ class LocalClient:
 
     async def start(self) -> None:
         """Loads the model on a thread of its own: the event loop goes on."""
-        llm = await asyncio.to_thread(_load, self._model, self._options)
+        llm = await asyncio.to_thread(self._load)
         await llm.__aenter__()
         stats, table = llm.stats(), llm._engine.scheduler.table
         self._facts = ModelFacts(
@@ -88,7 +92,7 @@ class LocalClient:
             priority=request.priority,
             cache_salt=request.cache_salt,
         )
-        return LocalStream(stream)
+        return LocalStream(stream, self._tell_stats)
 
     def abort(self, request_id: str) -> None:
         if self._llm is not None:
@@ -110,7 +114,20 @@ class LocalClient:
             num_cache_queries=stats.prefix_cache.lookup_tokens,
             num_cache_hits=stats.prefix_cache.hit_tokens,
             arm=self._llm.arm,
+            phase_seconds=dict(self._times.seconds) if self._times is not None else {},
         )
+
+    def listen(self, on_stats: Callable[[StatsSnapshot], None]) -> None:
+        self._listeners.append(on_stats)
+
+    def _tell_stats(self) -> None:
+        """Tells the listeners of steps that they have not heard of."""
+        if self._listeners and self._llm is not None:
+            num_steps = self._llm._engine.scheduler.counters.num_steps
+            if num_steps != self._num_steps_told:
+                self._num_steps_told = num_steps
+                for listener in self._listeners:
+                    listener(self.stats())
 
     async def swap_kernels(self, choices: Mapping[str, Any]) -> KernelSwap:
         from tkernels import SelectionError
@@ -134,6 +151,17 @@ class LocalClient:
         if self._llm is not None:
             await self._llm.close()
 
+    def _load(self) -> AsyncLLM:
+        import tkernels  # noqa: F401  before anything that imports Triton
+        from tkernels.ranges import NVTX
+        from tsched.async_llm import AsyncLLM
+        from tsched.execution.phase_times import PhaseTimes
+
+        if self._options.get("ranges") is not None:
+            return AsyncLLM(self._model, **self._options)
+        self._times = PhaseTimes(NVTX)
+        return AsyncLLM(self._model, **self._options | {"ranges": self._times})
+
     def _running(self) -> AsyncLLM:
         if self._is_closing:
             raise EngineUnavailableError("the server is stopping and takes no more requests", retry_after=5.0)
@@ -147,8 +175,9 @@ class LocalClient:
 class LocalStream:
     """The deltas of a request of `AsyncLLM`."""
 
-    def __init__(self, stream: RequestStream) -> None:
+    def __init__(self, stream: RequestStream, on_news: Callable[[], None]) -> None:
         self._stream = stream
+        self._on_news = on_news
 
     def __aiter__(self) -> LocalStream:
         return self
@@ -158,6 +187,7 @@ class LocalStream:
 
         try:
             output = await self._stream.__anext__()
+            self._on_news()
         except EngineError as error:
             raise _failure_of(error) from error
         refusal = self._stream.refusal
@@ -176,19 +206,20 @@ def _failure_of(error: EngineError) -> EngineFailedError:
     return EngineFailedError(f"the engine failed: {type(cause).__name__}: {first_line}".rstrip(": "))
 
 
-def _load(model: str | Path, options: Mapping[str, Any]) -> AsyncLLM:
-    import tkernels  # noqa: F401  before anything that imports Triton
-    from tsched.async_llm import AsyncLLM
-
-    return AsyncLLM(model, **options)
-
-
 def _make_delta(output: RequestOutput) -> Delta:
-    return Delta([_make_sample(one) for one in output.outputs], output.finished, output.error)
+    prompt = output.prompt_logprobs
+    return Delta(
+        [_make_sample(one) for one in output.outputs],
+        output.finished,
+        output.error,
+        prompt_logprobs=None if prompt is None else [None if place is None else _scores(place) for place in prompt],
+    )
 
 
 def _make_sample(output: CompletionOutput) -> SampleDelta:
-    scores = None
-    if output.logprobs is not None:
-        scores = [TokenScores(list(place), [one.logprob for one in place.values()]) for place in output.logprobs]
+    scores = None if output.logprobs is None else [_scores(place) for place in output.logprobs]
     return SampleDelta(output.index, output.token_ids, output.text, scores, output.finish_reason)
+
+
+def _scores(place: Mapping[int, Logprob]) -> TokenScores:
+    return TokenScores(list(place), [one.logprob for one in place.values()])

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tsched.requests.chat_template import ChatEncoder
+from tsched.requests.errors import RefusedError
+from tsched.requests.prompts import Conversation
 from tsched.serving.auth import Tenant
-from tsched.serving.chat_template import ChatTemplate, TemplateError
 from tsched.serving.engine_client import EngineRequest, ModelFacts, RequestRefusedError, read_sampling
 from tsched.serving.protocol.chat import ChatRequest
 from tsched.serving.protocol.completions import CompletionRequest
-from tsched.serving.protocol.errors import ApiError, invalid_value, unsupported_parameter
+from tsched.serving.protocol.errors import ApiError, invalid_value
 from tsched.serving.protocol.sampling import GenerationRequest
 from tsched.serving.text import TextCodec, check_text, no_tokenizer
 
@@ -95,8 +97,7 @@ def check_request(request: GenerationRequest, facts: ModelFacts) -> dict[str, An
         ApiError: Another model is asked for, or a field has a value that it cannot have.
     """
     check_model(request.model, facts)
-    if request.stream_options is not None and not request.stream:
-        raise invalid_value("stream_options needs stream: true", "stream_options")
+    _check_pairs(request)
     if abs(request.priority or 0) > MAX_PRIORITY:
         raise invalid_value(f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}", "priority")
     sampling = request.sampling()
@@ -104,6 +105,9 @@ def check_request(request: GenerationRequest, facts: ModelFacts) -> dict[str, An
     if top_logprobs is not None:
         sampling["logprobs"] = top_logprobs
     given = _given_max_tokens(request)
+    is_scored = isinstance(request, CompletionRequest) and request.echo and top_logprobs is not None
+    if is_scored or (isinstance(request, CompletionRequest) and given == 0):
+        sampling["prompt_logprobs"] = top_logprobs or 0
     try:
         read_sampling(sampling | ({} if given is None else {"max_tokens": given}))
     except RequestRefusedError as error:
@@ -112,9 +116,26 @@ def check_request(request: GenerationRequest, facts: ModelFacts) -> dict[str, An
     if stop_ids and max(stop_ids) >= facts.vocab_size:
         message = f"stop_token_ids holds {max(stop_ids)}; ids go from 0 to {facts.vocab_size - 1}"
         raise invalid_value(message, "stop_token_ids")
-    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
-        raise unsupported_parameter("echo", "echo with logprobs is not supported here: leave one out")
     return sampling
+
+
+def _check_pairs(request: GenerationRequest) -> None:
+    """Refuses fields that contradict each other, by ApiError."""
+    if request.stream_options is not None and not request.stream:
+        raise invalid_value("stream_options needs stream: true", "stream_options")
+    if isinstance(request, CompletionRequest) and request.best_of not in (None, request.n or 1):
+        message = f"best_of is {_short(request.best_of)} and n {_short(request.n or 1)}: all are returned, so give n"
+        raise invalid_value(message, "best_of")
+    if isinstance(request, ChatRequest):
+        if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
+            message = "max_tokens and max_completion_tokens are two names of one thing: give one"
+            raise invalid_value(message, "max_completion_tokens")
+        if request.top_logprobs is not None and not request.logprobs:
+            raise invalid_value("top_logprobs needs logprobs: true", "top_logprobs")
+
+
+def _short(number: int | None) -> str:
+    return str(number) if number is None or abs(number) < 10**20 else "a number of dozens of digits"
 
 
 def make_job(
@@ -122,7 +143,7 @@ def make_job(
     sampling: dict[str, Any],
     facts: ModelFacts,
     codec: TextCodec | None,
-    template: ChatTemplate | None,
+    chats: ChatEncoder | None,
     tenant: Tenant,
 ) -> Job:
     """Tokenizes a request that `check_request` has passed. It takes time, so it runs off the event loop.
@@ -132,7 +153,7 @@ def make_job(
     """
     is_chat = isinstance(request, ChatRequest)
     if isinstance(request, ChatRequest):
-        prompts = [_render_chat(request, facts, codec, template)]
+        prompts = [_encode_chat(request, facts, codec, chats)]
     elif isinstance(request, CompletionRequest):
         prompts = _read_prompts(request, facts, codec)
     else:
@@ -187,7 +208,7 @@ def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, facts: Model
     """
     given, left = _given_max_tokens(request), facts.max_model_len - num_prompt_tokens
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
-    if left < max(1, given or 1):
+    if left < (1 if given is None else given):
         asked = "" if given is None else f" and {given} of output"
         message = f"the model takes {facts.max_model_len} tokens; the request has {num_prompt_tokens} of prompt{asked}"
         raise invalid_value(message, param, "context_length_exceeded")
@@ -225,28 +246,30 @@ def check_ids(token_ids: list[int], facts: ModelFacts, param: str = "prompt") ->
         raise invalid_value(message, param, "context_length_exceeded")
     wrong = next((one for one in token_ids if not 0 <= one < facts.vocab_size), None)
     if wrong is not None:
-        shown = wrong if abs(wrong) < 10**20 else "one of dozens of digits"
-        message = f"token id {shown} is out of vocabulary; ids go from 0 to {facts.vocab_size - 1}"
+        message = f"token id {_short(wrong)} is out of vocabulary; ids go from 0 to {facts.vocab_size - 1}"
         raise invalid_value(message, param)
 
 
-def _render_chat(
-    request: ChatRequest, facts: ModelFacts, codec: TextCodec | None, template: ChatTemplate | None
-) -> Prompt:
+def _encode_chat(request: ChatRequest, facts: ModelFacts, codec: TextCodec | None, chats: ChatEncoder | None) -> Prompt:
     if codec is None:
         raise no_tokenizer("messages")
-    if template is None:
+    if chats is None:
         message = "the model has no chat template: start the server with --chat-template FILE, or use /v1/completions"
         raise invalid_value(message, "messages")
     num_chars = sum(len(message.text) for message in request.messages)
     if num_chars > facts.max_model_len * codec.max_token_chars:
         message = f"the model takes {facts.max_model_len} tokens, and {num_chars} characters have more"
         raise invalid_value(message, "messages", "context_length_exceeded")
+    conversation = Conversation(
+        [one.model_dump(exclude_none=True) for one in request.messages],
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_final_message=bool(request.continue_final_message),
+        variables=request.chat_template_kwargs or {},
+    )
     try:
-        text = template.render([{"role": one.role, "content": one.text} for one in request.messages])
-    except TemplateError as error:
+        text, token_ids = chats.encode(conversation)
+    except RefusedError as error:
         raise invalid_value(str(error), "messages") from None
-    token_ids = codec.encode(text, add_special_tokens=False)  # the template writes them
     if not token_ids:
         raise invalid_value("the rendered messages have no tokens", "messages")
     return Prompt(token_ids, text)

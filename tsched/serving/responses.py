@@ -39,7 +39,7 @@ class _CompletionLogprobs:
         for token_id, place in zip(token_ids, places, strict=True):
             tokens.append(_name(self._codec, token_id))
             offsets.append(self._offset)
-            piece = b"" if self._codec is None else self._codec.token_bytes(token_id)
+            piece = b"" if self._codec is None else self._codec.text_bytes(token_id)
             self._offset += len(self._decoder.decode(piece))
             logprobs.append(None if place is None else place.logprobs[0])
             tops.append(None if place is None else self._top(place))
@@ -54,15 +54,25 @@ class CompletionWriter:
     """One choice of /v1/completions."""
 
     def __init__(self, job: Job, index: int, prompt: Prompt, codec: TextCodec | None) -> None:
-        self._index, self._pending = index, ""
+        self._index, self._echo, self._prompt_ids = index, "", prompt.token_ids
+        self._prompt_scores: Sequence[TokenScores | None] = ()
         self._logprobs = None if job.top_logprobs is None else _CompletionLogprobs(codec, job.top_logprobs)
         if job.echo:
-            self._pending = prompt.text or ("" if codec is None else codec.decode(prompt.token_ids))
+            self._echo = prompt.text or ("" if codec is None else codec.decode(prompt.token_ids))
+
+    def add_prompt(self, scores: Sequence[TokenScores | None]) -> None:
+        """Takes the prompt's log-probabilities [n]; the next chunk has them."""
+        if self._echo and self._logprobs is not None:
+            self._prompt_scores = scores
 
     def write(self, delta: SampleDelta) -> dict[str, Any]:
         """The choice of a chunk."""
-        text, self._pending = self._pending + delta.text, ""
-        logprobs = None if self._logprobs is None else self._logprobs.describe(delta.logprobs or [], delta.token_ids)
+        text, self._echo = self._echo + delta.text, ""
+        logprobs = None
+        if self._logprobs is not None:
+            ids = self._prompt_ids[: len(self._prompt_scores)]  # none, but where the prompt is echoed
+            places, self._prompt_scores = [*self._prompt_scores, *(delta.logprobs or ())], ()
+            logprobs = self._logprobs.describe(places, [*ids, *delta.token_ids])
         return {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
 
     @staticmethod
@@ -85,6 +95,9 @@ class ChatWriter:
 
     def __init__(self, job: Job, index: int, prompt: Prompt, codec: TextCodec | None) -> None:
         self._index, self._codec, self._num_top, self._is_begun = index, codec, job.top_logprobs, False
+
+    def add_prompt(self, scores: Sequence[TokenScores | None]) -> None:
+        """A chat's answer does not repeat the prompt."""
 
     def write(self, delta: SampleDelta) -> dict[str, Any]:
         """The choice of a chunk; the first has the role."""
@@ -166,6 +179,9 @@ class Answer:
         """The choices of chunks for what is new of prompt `place`."""
         if delta.num_cached_tokens is not None:
             self._num_cached[place] = delta.num_cached_tokens
+        if delta.prompt_logprobs is not None:
+            for writer in self._writers[place * self.job.n : (place + 1) * self.job.n]:
+                writer.add_prompt(delta.prompt_logprobs)
         choices = []
         for sample in delta.samples:
             self.num_completion_tokens += len(sample.token_ids)

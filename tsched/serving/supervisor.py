@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,7 @@ class SupervisedClient:
         self._before: StatsSnapshot | None = None  # sums of the workers before this one
         self._stats: StatsSnapshot | None = None  # of this worker
         self._moved_at = 0.0  # when this worker last took a step, or got its first request
+        self._listeners: list[Callable[[StatsSnapshot], None]] = []
         self._loaded: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -179,6 +180,9 @@ class SupervisedClient:
         if self._stats is None:
             raise EngineUnavailableError("the model is being loaded", retry_after=2.0)
         return replace(_add(self._before, self._stats), num_restarts=self._num_restarts)
+
+    def listen(self, on_stats: Callable[[StatsSnapshot], None]) -> None:
+        self._listeners.append(on_stats)
 
     async def swap_kernels(self, choices: Mapping[str, Any]) -> KernelSwap:
         if self._state != "ready" or self._worker is None:
@@ -259,7 +263,10 @@ class SupervisedClient:
         stats = StatsSnapshot(**message["stats"])
         if self._stats is None or stats.num_steps > self._stats.num_steps or message["deltas"] or message["refusals"]:
             self._moved_at = time.monotonic()
+        is_newer = self._stats is None or stats.num_steps > self._stats.num_steps
         self._stats = stats
+        for listener in self._listeners if is_newer else ():
+            listener(self.stats())
         for request_id, written in message["deltas"]:
             served = self._served.get(request_id)
             if served is not None:
@@ -403,9 +410,10 @@ def _add(before: StatsSnapshot | None, now: StatsSnapshot) -> StatsSnapshot:
     if before is None:
         return now
     sums: dict[str, Any] = {name: getattr(before, name) + getattr(now, name) for name in _SUMS}
-    return replace(now, **sums)
+    phases = {name: before.phase_seconds.get(name, 0.0) + value for name, value in now.phase_seconds.items()}
+    return replace(now, **sums, phase_seconds={**before.phase_seconds, **phases})
 
 
 def _without_sums(stats: StatsSnapshot) -> StatsSnapshot:
     sums: dict[str, Any] = dict.fromkeys(_SUMS, 0)
-    return replace(stats, **sums)
+    return replace(stats, **sums, phase_seconds={})

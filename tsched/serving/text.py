@@ -28,6 +28,7 @@ class TextCodec:
         directory: Of the model.
 
     Attributes:
+        tokenizer: The library's.
         config: What tokenizer_config.json says; empty where there is none.
         max_token_chars: Characters of the longest token.
     """
@@ -37,10 +38,14 @@ class TextCodec:
         if not file.is_file():
             raise TokenizerFilesError(f"{directory}: the server reads tokenizer.json, and there is none")
         try:
-            self._tokenizer: Any = Tokenizer.from_file(str(file))
-            vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+            self.tokenizer: Any = Tokenizer.from_file(str(file))
+            self.tokenizer.no_truncation()
+            self.tokenizer.no_padding()
+            vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
         except Exception as error:  # tokenizers raises bare Exceptions
             raise TokenizerFilesError(f"{file}: cannot be read: {error}") from error
+        added = self.tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         config_file = directory / "tokenizer_config.json"
         self.config: Mapping[str, Any] = json.loads(config_file.read_text()) if config_file.is_file() else {}
         self.max_token_chars = max(map(len, vocabulary), default=1)
@@ -49,17 +54,21 @@ class TextCodec:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, together."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; half a character is some of its bytes."""
         return self._pieces(token_id)
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token has in a text; a special token has none there."""
+        return b"" if token_id in self._special else self.token_bytes(token_id)
 
     def describe(self, chat_template: str | None) -> TokenizerInfo:
         """What clients ask of a tokenizer."""
@@ -81,7 +90,7 @@ class TextCodec:
         text = self.decode([token_id], skip_special_tokens=False)
         if "\ufffd" not in text:
             return text.encode()
-        name = str(self._tokenizer.id_to_token(token_id))
+        name = str(self.tokenizer.id_to_token(token_id))
         if len(name) == 6 and name.startswith("<0x"):
             return bytes([int(name[3:5], 16)])
         alphabet = _byte_alphabet()

@@ -5,6 +5,8 @@ import torch
 
 from tkernels import OPS, ContractError, Kernel
 from tkernels.device import TARGETS
+from tkernels.ops.block_scaled_matmul.auto import ALGORITHMS
+from tkernels.ops.block_scaled_matmul.split_k import split_inputs
 from tkernels.quantized.row_codes import SMALLEST_SCALE
 from tkernels.quantized.scaled_weight import ScaledWeight, dequantize
 from tkernels.tuning import NEAREST
@@ -61,12 +63,12 @@ def test_both_ops_together_are_within_what_the_codes_lost(variant: str) -> None:
     assert ((out.double() - x.double() @ dense.double().t()).abs() <= lost * 1.001 + 1e-4).all()
 
 
-@pytest.mark.parametrize("variant", TRITON)
+@pytest.mark.parametrize("variant", ["split_k", "tiled"])
 def test_a_tile_of_half_a_group_gives_what_one_of_a_whole_group_does(variant: str) -> None:
     """Codes whose products fp32 sums without error, at scales that are powers of two."""
     generator = torch.Generator().manual_seed(0)
-    q, weight = (torch.randint(-8, 9, (rows, 384), generator=generator).float().to(FP8) for rows in (17, 136))
-    scale, weight_scale = (2.0 ** torch.randint(-3, 4, shape, generator=generator) for shape in ((17, 3), (2, 3)))
+    q, weight = (torch.randint(-8, 9, (rows, 256), generator=generator).float().to(FP8) for rows in (3, 40))
+    scale, weight_scale = (2.0 ** torch.randint(-3, 4, shape, generator=generator) for shape in ((3, 2), (1, 2)))
     results = [
         Kernel(PRODUCTS[variant], NEAREST, {"BLOCK_K": depth})(q, scale, weight, weight_scale, out_dtype=torch.float32)
         for depth in (32, 64, 128)
@@ -75,6 +77,20 @@ def test_a_tile_of_half_a_group_gives_what_one_of_a_whole_group_does(variant: st
     assert torch.equal(results[1], results[2])
     with pytest.raises(ValueError, match="BLOCK_K must be from 16 to 128, got 256"):
         Kernel(PRODUCTS[variant], NEAREST, {"BLOCK_K": 256})(q, scale, weight, weight_scale)
+
+
+def test_k_is_split_in_whole_tiles_whatever_the_number_of_tokens_and_auto_splits_it_for_few() -> None:
+    facts, config = TARGETS["sm_90"], PRODUCTS["split_k"].default_config("sm_90")
+    per_split = split_inputs(2560, 9728, config, facts)
+    assert per_split % config["BLOCK_K"] == 0
+    assert 2560 // 64 * -(-9728 // per_split) <= facts.multiprocessors * config["PROGRAMS_PER_SM"]
+    axes = {"N": 2560, "K": 9728, "codes": "float8_e4m3fn", "out": "bfloat16"}
+    needed = PRODUCTS["split_k"].workspace({**axes, "M": 3}, config, facts)
+    assert needed["partial"].shape == (-(-9728 // per_split), 3, 2560)
+    assert "takes 64 rows, not M = 65" in (PRODUCTS["split_k"].supports({**axes, "M": 65}, facts) or "")
+    default = PRODUCTS["auto"].default[""]
+    chosen = [ALGORITHMS.chosen({**axes, "M": tokens}, default, facts).name for tokens in (1, 64, 65)]
+    assert chosen == ["split_k", "split_k", "tiled"]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ FACTS: dict[str, Any] = {
 COUNTS = dict.fromkeys(
     ("num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_steps", "num_prompt_tokens",
      "num_output_tokens", "num_preemptions", "num_cache_queries", "num_cache_hits"), 0,
-)  # fmt: skip
+) | {"num_blocks": 64}  # fmt: skip
 
 
 class ScriptedWorker:

@@ -110,7 +110,7 @@ CONTRACT = Contract(
     make_inputs=make_inputs,
     bytes_moved=bytes_moved,
     flops=flops,
-    default="tiled",
+    default="auto",
     benchmarks={
         f"M={tokens},N={outputs},K={inputs}": {
             "M": tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 
 from tsched.serving.protocol.sampling import (
     FinishReason,
@@ -45,6 +45,9 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     response_format: TextFormat | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     # Without effect, see docs/serving.md.
     metadata: dict[str, str] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
@@ -66,14 +69,6 @@ class ChatRequest(GenerationRequest):
     tools: Unsupported = None
     verbosity: Unsupported = None
     web_search_options: Unsupported = None
-
-    @model_validator(mode="after")
-    def _check_pairs(self) -> ChatRequest:
-        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise ValueError("max_tokens and max_completion_tokens are two names of one thing: give one")
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
-        return self
 
 
 class TokenLogprob(BaseModel):

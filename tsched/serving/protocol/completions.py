@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 
 from tsched.serving.protocol.sampling import FinishReason, GenerationRequest, TopLogprobs, Unsupported, Usage
 
@@ -26,12 +26,6 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     best_of: int | None = None
     suffix: Unsupported = None
-
-    @model_validator(mode="after")
-    def _check_best_of(self) -> CompletionRequest:
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError(f"best_of is {self.best_of} and n {self.n or 1}: all completions are returned, so give n")
-        return self
 
 
 class CompletionLogprobs(BaseModel):

@@ -1,0 +1,190 @@
+"""Bodies and streams: their text, reasons, log-probabilities and usage are those of `LLM.generate`."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.tsched.serving.conftest import OPTIONS, RunningServer
+from tsched import LLM, RequestOutput, SamplingParams
+
+PROMPTS = ["def scan(line, start=0):", "return [word", "'ünïcode 🐍'"]
+
+
+@pytest.fixture(scope="module")
+def llm(chat_checkpoint: Path) -> LLM:
+    return LLM(chat_checkpoint, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chat_checkpoint: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(chat_checkpoint / "tokenizer.json"))
+
+
+def generate(llm: LLM, prompts: Any, **sampling: Any) -> list[RequestOutput]:
+    return llm.generate(prompts, SamplingParams(**sampling))
+
+
+def own_logprobs(places: Any, token_ids: list[int]) -> list[float]:
+    """Those of the tokens themselves."""
+    return [place[token].logprob for place, token in zip(places or (), token_ids, strict=True)]
+
+
+def joined(events: list[Any], count: int) -> list[dict[str, Any]]:
+    """Text, reason and tokens of each choice of a stream's chunks."""
+    found = [{"text": "", "finish_reason": None, "tokens": [], "logprobs": []} for _ in range(count)]
+    for event in events:
+        for choice in event["choices"]:
+            one = found[choice["index"]]
+            assert one["finish_reason"] is None, "a chunk after the end"
+            one["text"] += choice["text"]
+            one["finish_reason"] = choice["finish_reason"]
+            if choice["logprobs"] is not None:
+                one["tokens"] += choice["logprobs"]["tokens"]
+                one["logprobs"] += choice["logprobs"]["token_logprobs"]
+    return found
+
+
+def test_drawn_requests_have_one_text_whole_streamed_and_offline(server: RunningServer, llm: LLM) -> None:
+    drawn = random.Random(0)
+    for _ in range(8):
+        sampling: dict[str, Any] = {
+            "temperature": drawn.choice([0.0, 0.7, 1.5]),
+            "max_tokens": drawn.randint(1, 16),
+            "seed": drawn.randint(0, 9),
+            "n": drawn.choice([1, 1, 3]),
+            "top_p": drawn.choice([1.0, 0.8]),
+            "stop": drawn.choice([None, ["e"], ["wor", " "]]),
+            "logprobs": drawn.choice([None, 0, 2]),
+            "presence_penalty": drawn.choice([0.0, 0.5]),
+        }
+        if sampling["temperature"] == 0:
+            sampling["n"] = 1
+        prompts = drawn.sample(PROMPTS, drawn.randint(1, 2))
+        body = {"model": "random", "prompt": prompts, **sampling}
+        outputs = [one for request in generate(llm, prompts, **sampling) for one in request.outputs]
+        whole = server.post("/v1/completions", body)
+        assert whole.status == 200, whole.body
+        answer = whole.json
+        assert [choice["index"] for choice in answer["choices"]] == list(range(len(outputs)))
+        assert [choice["text"] for choice in answer["choices"]] == [one.text for one in outputs]
+        assert [choice["finish_reason"] for choice in answer["choices"]] == [one.finish_reason for one in outputs]
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, usage = server.post("/v1/completions", body | options).events
+        streamed = joined(chunks, len(outputs))
+        assert [one["text"] for one in streamed] == [one.text for one in outputs]
+        assert [one["finish_reason"] for one in streamed] == [one.finish_reason for one in outputs]
+        assert usage["usage"] == answer["usage"]
+        assert usage["usage"]["completion_tokens"] == sum(len(one.token_ids) for one in outputs)
+        if sampling["logprobs"] is not None:
+            for one, choice, expected in zip(streamed, answer["choices"], outputs, strict=True):
+                assert one["tokens"] == choice["logprobs"]["tokens"]
+                assert one["logprobs"] == choice["logprobs"]["token_logprobs"]
+                own = [
+                    places[token].logprob
+                    for places, token in zip(expected.logprobs or (), expected.token_ids, strict=True)
+                ]
+                assert one["logprobs"] == pytest.approx(own, abs=1e-5)
+
+
+def test_the_log_probabilities_of_a_completion(server: RunningServer, llm: LLM) -> None:
+    (output,) = generate(llm, [PROMPTS[2]], temperature=1.0, seed=1, max_tokens=10, logprobs=3)
+    body = {"model": "random", "prompt": PROMPTS[2], "temperature": 1.0, "seed": 1, "max_tokens": 10, "logprobs": 3}
+    (choice,) = server.post("/v1/completions", body).json["choices"]
+    found, (expected,) = choice["logprobs"], output.outputs
+    assert len(found["tokens"]) == len(expected.token_ids) == len(found["text_offset"])
+    for tops, token, own, places in zip(
+        found["top_logprobs"], found["tokens"], found["token_logprobs"], expected.logprobs or (), strict=True
+    ):
+        assert tops[token] == own
+        assert sorted(tops.values()) == pytest.approx(sorted(one.logprob for one in places.values()), abs=1e-5)
+    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        if not token.startswith("bytes:") and "�" not in choice["text"]:
+            assert choice["text"][offset : offset + len(token)] == token
+
+
+def test_a_chats_log_probabilities_have_bytes(server: RunningServer, llm: LLM, tokenizer: Tokenizer) -> None:
+    prompt = "<user>'ünï<assistant>"
+    (output,) = generate(llm, [prompt], temperature=1.0, seed=5, max_tokens=12, logprobs=2)
+    messages = [{"role": "user", "content": "'ünï"}]
+    body = {"model": "random", "messages": messages, "temperature": 1.0, "seed": 5, "max_tokens": 12}
+    answer = server.post("/v1/chat/completions", body | {"logprobs": True, "top_logprobs": 2})
+    (choice,) = answer.json["choices"]
+    places, (expected,) = choice["logprobs"]["content"], output.outputs
+    whole = b"".join(bytes(place["bytes"]) for place in places)
+    assert whole.decode("utf-8", "replace") == tokenizer.decode(expected.token_ids, skip_special_tokens=False)
+    for place, token_id, scores in zip(places, expected.token_ids, expected.logprobs or (), strict=True):
+        assert place["logprob"] == pytest.approx(scores[token_id].logprob, abs=1e-5)
+        assert len(place["top_logprobs"]) == 2
+        best = sorted((one.logprob for one in scores.values()), reverse=True)[:2]
+        assert [one["logprob"] for one in place["top_logprobs"]] == pytest.approx(best, abs=1e-5)
+    stream = server.post("/v1/chat/completions", body | {"logprobs": True, "top_logprobs": 2, "stream": True}).events
+    assert [one for event in stream for one in event["choices"][0]["logprobs"]["content"]] == places
+    assert "".join(event["choices"][0]["delta"]["content"] for event in stream) == choice["message"]["content"]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 4])
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_scores_the_prompt_as_lm_eval_reads_it(
+    max_tokens: int, stream: bool, server: RunningServer, llm: LLM
+) -> None:
+    prompts = [[5, 6, 7, 260, 30], [261, 9, 10]]
+    sampling = {"temperature": 0.0, "logprobs": 1, "max_tokens": max_tokens}
+    outputs = generate(llm, prompts, **sampling, prompt_logprobs=1)
+    body = {"model": "random", "prompt": prompts, "echo": True, **sampling, "stream": stream}
+    answer = server.post("/v1/completions", body)
+    if stream:
+        choices = joined(answer.events, 2)
+        found = [(one["text"], one["logprobs"]) for one in choices]
+    else:
+        found = [(choice["text"], choice["logprobs"]["token_logprobs"]) for choice in answer.json["choices"]]
+        for choice, output in zip(answer.json["choices"], outputs, strict=True):
+            tops = choice["logprobs"]["top_logprobs"]
+            assert tops[0] is None
+            assert len(tops) == len(output.prompt_token_ids) + max_tokens
+            assert all(
+                max(top.values()) >= own
+                for top, own in zip(tops[1:], choice["logprobs"]["token_logprobs"][1:], strict=True)
+            )
+    for (text, logprobs), output in zip(found, outputs, strict=True):
+        assert text == llm.tokenizer.decode(output.prompt_token_ids) + output.outputs[0].text
+        own = [
+            place[token].logprob
+            for place, token in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+        ]
+        new = [
+            place[token].logprob
+            for place, token in zip(output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True)
+        ]
+        assert logprobs[0] is None
+        assert logprobs[1:] == pytest.approx(own + new, abs=1e-5)
+
+
+def test_echo_alone_repeats_the_prompt(server: RunningServer) -> None:
+    body = {"model": "random", "prompt": PROMPTS[0], "echo": True, "max_tokens": 0}
+    answer = server.post("/v1/completions", body).json
+    assert answer["choices"][0]["text"] == PROMPTS[0]
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_usage_rides_with_every_chunk_where_asked(server: RunningServer) -> None:
+    body = {"model": "random", "prompt": PROMPTS[0], "max_tokens": 6, "ignore_eos": True, "stream": True}
+    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    *chunks, last = server.post("/v1/completions", body | options).events
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == last["usage"]["completion_tokens"] == 6
+    assert all("usage" not in chunk for chunk in server.post("/v1/completions", body).events)
+
+
+def test_tokens_and_text_are_the_tokenizers(server: RunningServer, llm: LLM, tokenizer: Tokenizer) -> None:
+    for text in PROMPTS:
+        ids = server.post("/tokenize", {"prompt": text}).json["tokens"]
+        assert ids == tokenizer.encode(text).ids == llm.tokenizer(text)["input_ids"]
+        assert server.post("/detokenize", {"tokens": ids}).json == {"prompt": text}
+    info = server.get("/tokenizer_info").json
+    assert info["eos_token"] == "<end>"
+    assert server.get("/load").json["in_flight"] == 0

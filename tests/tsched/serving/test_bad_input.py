@@ -1,0 +1,253 @@
+"""Each kind of bad input has its status, `code` and `param`, in OpenAI's form, and no token is made for it."""
+
+import gzip
+import json
+import socket
+import time
+from typing import Any, get_type_hints
+
+import pytest
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+
+from tests.tsched.serving.conftest import RunningServer
+from tsched.serving.protocol.chat import ChatRequest
+from tsched.serving.protocol.completions import CompletionRequest
+
+TEXT: dict[str, Any] = {"model": "random", "prompt": "def", "max_tokens": 2}
+TALK: dict[str, Any] = {"model": "random", "messages": [{"role": "user", "content": "def"}], "max_tokens": 2}
+JSON = {"content-type": "application/json"}
+IMAGE = [{"type": "image_url", "image_url": {"url": "data:"}}]
+TOO_MANY = [[5]] * 129
+
+
+def talk(**message: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "a"} | message]}
+
+
+FIELDS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    # base, changes, code, param
+    (TEXT, {"temprature": 1}, "unsupported_parameter", "temprature"),
+    (TEXT, {"suffix": "b"}, "unsupported_parameter", "suffix"),
+    (TEXT, {"best_of": 3}, "invalid_value", "best_of"),
+    (TEXT, {"n": True}, "invalid_value", "n"),
+    (TEXT, {"n": "2"}, "invalid_value", "n"),
+    (TEXT, {"n": 1.5}, "invalid_value", "n"),
+    (TEXT, {"n": 0}, "invalid_value", "n"),
+    (TEXT, {"n": 10**30}, "invalid_value", "n"),
+    (TEXT, {"n": 10**400}, "invalid_value", "n"),
+    (TEXT, {"n": 100}, "invalid_value", "n"),
+    (TEXT, {"temperature": -1}, "invalid_value", "temperature"),
+    (TEXT, {"temperature": "hot"}, "invalid_value", "temperature"),
+    (TEXT, {"temperature": True}, "invalid_value", "temperature"),
+    (TEXT, {"top_p": 0}, "invalid_value", "top_p"),
+    (TEXT, {"presence_penalty": 3}, "invalid_value", "presence_penalty"),
+    (TEXT, {"seed": -1}, "invalid_value", "seed"),
+    (TEXT, {"max_tokens": -1}, "invalid_value", "max_tokens"),
+    (TEXT, {"min_tokens": 3}, "invalid_value", "min_tokens"),
+    (TEXT, {"logprobs": 21}, "invalid_value", "logprobs"),
+    (TEXT, {"logprobs": -1}, "invalid_value", "logprobs"),
+    (TEXT, {"stop": ""}, "invalid_value", "stop"),
+    (TEXT, {"stop": [1]}, "invalid_value", "stop"),
+    (TEXT, {"stop": ["a"] * 1001}, "invalid_value", "stop"),
+    (TEXT, {"stop_token_ids": [300]}, "invalid_value", "stop_token_ids"),
+    (TEXT, {"priority": 2**31}, "invalid_value", "priority"),
+    (TEXT, {"stream": 1}, "invalid_value", "stream"),
+    (TEXT, {"stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
+    (TEXT, {"stream": True, "stream_options": {"usage": True}}, "invalid_value", "stream_options"),
+    (TEXT, {"prompt": ""}, "invalid_value", "prompt"),
+    (TEXT, {"prompt": []}, "invalid_value", "prompt"),
+    (TEXT, {"prompt": [""]}, "invalid_value", "prompt"),
+    (TEXT, {"prompt": [[]]}, "invalid_value", "prompt"),
+    (TEXT, {"prompt": ["a", 5]}, "invalid_value", "prompt"),
+    (TEXT, {"prompt": ["a", [5]]}, "invalid_value", "prompt"),
+    (TEXT, {"prompt": [True]}, "invalid_value", "prompt"),
+    (TEXT, {"prompt": [300]}, "invalid_value", "prompt"),
+    (TEXT, {"prompt": [-1]}, "invalid_value", "prompt"),
+    (TEXT, {"prompt": [10**400]}, "invalid_value", "prompt"),
+    (TEXT, {"prompt": TOO_MANY}, "invalid_value", "prompt"),
+    (TEXT, {"prompt": None}, "invalid_value", "prompt"),
+    (TEXT, {"prompt": [5] * 129}, "context_length_exceeded", "prompt"),
+    (TEXT, {"prompt": [5] * 120, "max_tokens": 9}, "context_length_exceeded", "prompt"),
+    (TEXT, {"prompt": "word " * 9999}, "context_length_exceeded", "prompt"),
+    (TALK, {"messages": []}, "invalid_value", "messages"),
+    (TALK, {"messages": "hello"}, "invalid_value", "messages"),
+    (TALK, talk(role="wizard"), "invalid_value", "messages"),
+    (TALK, talk(role="tool"), "invalid_value", "messages"),
+    (TALK, talk(content=None), "invalid_value", "messages"),
+    (TALK, talk(content=[]), "invalid_value", "messages"),
+    (TALK, talk(content=IMAGE), "invalid_value", "messages"),
+    (TALK, talk(tool_calls=[]), "invalid_value", "messages"),
+    (TALK, talk(content="word " * 9999), "context_length_exceeded", "messages"),
+    (TALK, {"max_completion_tokens": 3}, "invalid_value", "max_completion_tokens"),
+    (TALK, {"top_logprobs": 2}, "invalid_value", "top_logprobs"),
+    (TALK, {"logprobs": 2}, "invalid_value", "logprobs"),
+    (TALK, {"logprobs": True, "top_logprobs": 21}, "invalid_value", "top_logprobs"),
+    (TALK, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "unsupported_parameter", "tools"),
+    (TALK, {"tool_choice": "auto"}, "invalid_value", "tool_choice"),
+    (TALK, {"modalities": ["text", "audio"]}, "invalid_value", "modalities"),
+    (TALK, {"service_tier": "flex"}, "invalid_value", "service_tier"),
+    (TALK, {"store": True}, "invalid_value", "store"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_made(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """No refused request takes a step, or stays at the door; those refused by their length are not tokenized."""
+    before = server.front.client.stats().num_steps
+    yield
+    assert server.front.client.stats().num_steps == before
+    deadline = time.monotonic() + 5
+    while server.front.exchanges and time.monotonic() < deadline:  # the answer was read before its end was noted
+        time.sleep(0.001)
+    assert not server.front.exchanges
+    door = server.front.open_door()
+    assert (door.num_in_flight, door.num_waiting_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(("base", "changes", "code", "param"), FIELDS, ids=lambda value: repr(value)[:40])
+def test_a_wrong_field_is_named(
+    base: dict[str, Any], changes: dict[str, Any], code: str, param: str, server: RunningServer
+) -> None:
+    path = "/v1/completions" if base is TEXT else "/v1/chat/completions"
+    answer = server.post(path, base | changes)
+    assert answer.status == 400, answer.body
+    assert (answer.error["code"], answer.error["param"]) == (code, param), answer.error
+    assert len(answer.body) <= 4096
+    assert set(answer.error) == {"message", "type", "param", "code"}
+
+
+def test_a_missing_field_is_named(server: RunningServer) -> None:
+    for base, name in ((TEXT, "prompt"), (TEXT, "model"), (TALK, "messages")):
+        body = {key: value for key, value in base.items() if key != name}
+        answer = server.post("/v1/completions" if base is TEXT else "/v1/chat/completions", body)
+        assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "missing_required_parameter", name)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"a"',
+        b'{"a": NaN}',
+        b'{"a": Infinity}',
+        b'{"a": 1e999}',
+        b'{"a": ' + b"1" * 5000 + b"}",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "a", "prompt": "b"}',
+        json.dumps(TEXT).encode("utf-16"),
+        b"\xef\xbb\xbf{}",
+    ],
+    ids=lambda body: repr(body[:20]),
+)
+def test_what_is_no_json_is_refused(body: bytes, server: RunningServer) -> None:
+    answer = server.post("/v1/completions", body)
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_json", None)
+    assert len(answer.body) <= 4096
+
+
+def test_other_statuses(server: RunningServer) -> None:
+    ok = json.dumps(TEXT).encode()
+    cases: list[tuple[str, str, Any, dict[str, str], int, str]] = [
+        ("POST", "/v1/completions", TEXT | {"model": "gpt-4"}, {}, 404, "model_not_found"),
+        ("GET", "/v1/models/gpt-4", None, {}, 404, "model_not_found"),
+        ("GET", "/v1/embeddings", None, {}, 404, "not_found"),
+        ("GET", "/v1/completions", None, {}, 405, "method_not_allowed"),
+        ("PUT", "/v1/chat/completions", TALK, {}, 405, "method_not_allowed"),
+        ("OPTIONS", "/v1/chat/completions", None, {}, 405, "method_not_allowed"),
+        ("POST", "/v1/completions", ok, {"content-type": "text/plain"}, 415, "unsupported_media_type"),
+        ("POST", "/tokenize", gzip.compress(ok), {"content-encoding": "gzip"}, 415, "unsupported_content_encoding"),
+        ("POST", "/v1/completions", b" " * (4 << 20) + ok, {}, 413, "body_too_large"),
+        ("GET", "/live", None, {"x-long": "a" * 40_000}, 431, "headers_too_large"),
+        ("POST", "/v1/completions", ok, {"x-request-timeout": "soon"}, 400, "invalid_value"),
+        ("POST", "/admin/kernels", {}, {}, 404, "not_found"),
+    ]  # fmt: skip
+    for method, path, body, headers, status, code in cases:
+        answer = server.ask(method, path, body, headers)
+        assert (answer.status, answer.error["code"]) == (status, code), answer.body
+    assert server.ask("GET", "/v1/completions").headers["allow"] == "POST"
+
+
+def exchange_bytes(server: RunningServer, sent: bytes) -> bytes:
+    """What comes back for raw bytes."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(sent)
+        received = b""
+        while chunk := connection.recv(65536):
+            received += chunk
+    return received
+
+
+def test_a_chunked_body_is_counted(server: RunningServer) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    received = exchange_bytes(server, head + b"transfer-encoding: chunked\r\n\r\n" + chunk * 65)
+    assert received.startswith(b"HTTP/1.1 413")
+    assert b"body_too_large" in received
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"nonsense\r\n\r\n", b"400"),
+        (b"GET /live HTTP/1.1\r\nhost: a\r\nx: " + b"a" * 200_000, b"431"),
+        (b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-length: -1\r\n\r\n", b"400"),
+    ],
+)
+def test_what_is_no_http_has_an_answer_too(sent: bytes, status: bytes, server: RunningServer) -> None:
+    received = exchange_bytes(server, sent)
+    assert received.startswith(b"HTTP/1.1 " + status)
+    assert b'{"error": {"message"' in received
+
+
+def test_a_text_too_long_is_not_tokenized(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(server.front.codec, "encode", fail)
+    for path, body in (
+        ("/v1/completions", TEXT | {"prompt": "a" * 100_000}),
+        ("/v1/chat/completions", TALK | talk(content="a" * 100_000)),
+        ("/tokenize", {"prompt": "a" * 100_000}),
+        ("/v1/completions", TEXT | {"n": -1}),
+        ("/v1/completions", TEXT | {"model": "gpt-4"}),
+    ):
+        assert server.post(path, body).status in (400, 404)
+
+
+def openai_fields(*kinds: Any) -> set[str]:
+    return {name for kind in kinds for name in get_type_hints(kind)}
+
+
+def test_every_field_of_openais_own_classes_is_known() -> None:
+    """Each is on the wire: with an effect (tests elsewhere), in the page's list of those without, or as unsupported."""
+    text = openai_fields(
+        completion_params.CompletionCreateParamsNonStreaming, completion_params.CompletionCreateParamsStreaming
+    )
+    talk = openai_fields(chat_params.CompletionCreateParamsNonStreaming, chat_params.CompletionCreateParamsStreaming)
+    assert text - CompletionRequest.model_fields.keys() == set()
+    assert talk - ChatRequest.model_fields.keys() == set()
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+def test_every_unsupported_field_has_its_refusal_and_null_is_leaving_it_out(kind: Any, server: RunningServer) -> None:
+    base, path = (TEXT, "/v1/completions") if kind is CompletionRequest else (TALK, "/v1/chat/completions")
+    unsupported = [name for name, field in kind.model_fields.items() if field.annotation is type(None)]
+    assert unsupported
+    for name in unsupported:
+        for value in ("x", 1, {}, [1]):
+            answer = server.post(path, base | {name: value})
+            assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "unsupported_parameter", name)
+
+
+def test_a_refusal_stays_short_however_much_is_wrong(server: RunningServer) -> None:
+    for wrong in ({"prompt": ["", 1] * 2000}, {"a" * 9999: 1}, {"stop": [1] * 3000}, {"model": "m" * 9999}):
+        answer = server.post("/v1/completions", TEXT | wrong)
+        assert answer.status in (400, 404)
+        assert len(answer.body) <= 4096

@@ -1,0 +1,283 @@
+"""/metrics: what is counted adds up, what is measured is what a client sees, and dashboards find vLLM's names."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import prometheus_client
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.tsched.serving.conftest import OPTIONS, RunningServer
+from tests.tsched.serving.scripted_worker import ANSWER, RAISE, SILENT_ONCE, SPEAK_AND_WAIT
+from tsched.serving import metrics as metrics_room
+from tsched.serving import supervisor, worker_process
+from tsched.serving.app import create_app
+from tsched.serving.auth import Keys, Tenant
+from tsched.serving.engine_client import Delta, RequestTimes, SampleDelta, StatsSnapshot
+from tsched.serving.limits import ServerLimits
+from tsched.serving.local_client import LocalClient
+from tsched.serving.metrics import Metrics
+from tsched.serving.supervisor import SupervisedClient
+
+ADMIN, USER = "sk-admin-0123456789", "sk-alice-0123456789"
+
+_PER_TOKEN = "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80"
+_LATENCY = "0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680"
+_COUNTS = "1 2 5 10 20 50 100 200 500 1000 2000 5000 10000 20000 50000 100000"
+VLLM_BUCKETS = {
+    "time_to_first_token_seconds": "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 "
+    "640 2560",
+    "inter_token_latency_seconds": _PER_TOKEN,
+    "request_time_per_output_token_seconds": _PER_TOKEN,
+    "e2e_request_latency_seconds": _LATENCY,
+    "request_queue_time_seconds": _LATENCY,
+    "request_prefill_time_seconds": _LATENCY,
+    "request_decode_time_seconds": _LATENCY,
+    "iteration_tokens_total": "1 8 16 32 64 128 256 512 1024 2048 4096 8192 16384",
+    "request_prompt_tokens": _COUNTS,
+    "request_generation_tokens": _COUNTS,
+}
+FINER = {
+    "inter_token_latency_seconds": "0.0005 0.001 0.0025 0.005",
+    "request_queue_time_seconds": "0.005 0.01 0.025 0.05 0.1 0.2",
+}
+OTHERS = (
+    "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info prompt_tokens_total "
+    "generation_tokens_total num_preemptions_total prefix_cache_queries_total prefix_cache_hits_total "
+)
+
+
+def samples(server: RunningServer) -> list[Any]:
+    text = server.get("/metrics").body.decode()
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def total(server: RunningServer, name: str, **labels: str) -> float:
+    found = [one for one in samples(server) if one.name == name and labels.items() <= one.labels.items()]
+    return sum(one.value for one in found)
+
+
+def check_sums(server: RunningServer) -> None:
+    """Every request that was received was refused or finished, once nothing is in work."""
+    deadline = time.monotonic() + 10
+    while server.front.exchanges and time.monotonic() < deadline:
+        time.sleep(0.01)
+    received = total(server, "tkernels_requests_received_total")
+    refused = total(server, "tkernels_requests_refused_total")
+    assert received == refused + total(server, "vllm:request_success_total")
+    assert total(server, "vllm:e2e_request_latency_seconds_count") == received - refused
+    assert total(server, "vllm:num_requests_running") == total(server, "vllm:num_requests_waiting") == 0
+
+
+def ask(server: RunningServer, prompt: list[int], **changes: Any) -> Any:
+    body = {"model": server.front.client.facts.name, "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    return server.post("/v1/completions", body | changes)
+
+
+def leave_early(server: RunningServer, prompt: list[int]) -> None:
+    """Asks for a stream, reads its first bytes and hangs up."""
+    asked = {"prompt": prompt, "max_tokens": 100, "ignore_eos": True, "stream": True}
+    connection = HTTPConnection("127.0.0.1", server.port)
+    body = json.dumps({"model": server.front.client.facts.name, **asked})
+    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    connection.getresponse().read(1)
+    connection.close()
+
+
+def test_received_is_refused_and_finished_by_reason_with_aborts(server: RunningServer) -> None:
+    before = {name: total(server, "vllm:request_success_total", finished_reason=name) for name in ("length", "abort")}
+    for i in range(3):
+        assert ask(server, [5, 6, 7 + i]).status == 200
+    assert ask(server, [5, 6], n=2, temperature=1.0).status == 200
+    assert ask(server, [300]).status == 400
+    assert ask(server, [5], top_p=7).status == 400
+    assert ask(server, [5], n=1000, temperature=1.0).status == 400
+    assert server.post("/v1/completions", b"{").status == 400
+    leave_early(server, [5, 6, 7])
+    check_sums(server)
+    assert total(server, "vllm:request_success_total", finished_reason="length") == before["length"] + 4
+    assert total(server, "vllm:request_success_total", finished_reason="abort") == before["abort"] + 1
+    assert total(server, "tkernels_requests_refused_total", reason="invalid_json") >= 1
+    assert total(server, "vllm:generation_tokens_total") >= 4 * 3
+    computed = total(server, "vllm:prompt_tokens_total") + total(server, "vllm:generation_tokens_total")
+    assert 0 < total(server, "vllm:iteration_tokens_total_sum") <= computed + 1e-6
+    assert total(server, "tkernels_step_phase_seconds_total", phase="forward") > 0
+    assert total(server, "tkernels_step_phase_seconds_total", phase="step") > 0
+
+
+@pytest.fixture
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
+    program = worker_process._PROGRAM.replace("tsched.serving.worker", "tests.tsched.serving.scripted_worker")
+    monkeypatch.setattr(worker_process, "_PROGRAM", program)
+    monkeypatch.setattr(supervisor, "restart_delay", lambda deaths, now: 0.2)
+    running = RunningServer(create_app(SupervisedClient(tmp_path), ServerLimits(drain_timeout=1))).wait_until_ready()
+    yield running
+    running.stop()
+
+
+def test_a_kill_is_an_error_frame_and_is_counted(scripted: RunningServer) -> None:
+    answers: dict[str, Any] = {}
+
+    def stream(name: str, token: int) -> threading.Thread:
+        thread = threading.Thread(target=lambda: answers.update({name: ask(scripted, [token], stream=True)}))
+        thread.start()
+        return thread
+
+    threads = [stream("spoke", SPEAK_AND_WAIT), stream("silent", SILENT_ONCE)]
+    while total(scripted, "vllm:time_to_first_token_seconds_count") < 1:
+        time.sleep(0.01)
+    while len(scripted.front.client._served) < 2:
+        time.sleep(0.01)
+    os.kill(scripted.front.client.worker_pid, signal.SIGKILL)
+    for thread in threads:
+        thread.join(20)
+    assert b"[DONE]" not in answers["spoke"].body
+    assert b"SIGKILL" in answers["spoke"].body.split(b"\n\n")[-2]
+    assert [event["choices"][0]["text"] for event in answers["silent"].events if event["choices"]] != []
+    assert ask(scripted, [RAISE]).error["message"] == "the engine failed: RuntimeError: planted"
+    check_sums(scripted)
+    assert total(scripted, "vllm:request_success_total", finished_reason="error") == 2
+    assert total(scripted, "vllm:request_success_total", finished_reason="stop") == 1
+    scripted.wait_until_ready()
+    assert total(scripted, "tkernels_worker_restarts_total") == 2
+    assert ask(scripted, [ANSWER]).status == 200
+    check_sums(scripted)
+    assert total(scripted, "vllm:request_queue_time_seconds_count") == 2
+    assert total(scripted, "vllm:request_decode_time_seconds_sum") == pytest.approx(0.4)
+
+
+def test_dashboards_find_vllms_names_and_all_of_its_buckets(server: RunningServer) -> None:
+    assert ask(server, [5, 6, 7]).status == 200
+    found = samples(server)
+    assert {f"vllm:{name}" for name in OTHERS.split()} <= {sample.name for sample in found}
+    model = {"model_name": server.front.client.facts.name, "engine": "0"}
+    assert all(model.items() <= sample.labels.items() for sample in found if sample.name.startswith("vllm:"))
+
+
+def test_histograms_have_all_buckets_of_vllms_and_finer_ones(tmp_path: Path) -> None:
+    metrics = Metrics(LocalClient(tmp_path))
+    meter = metrics.begin_request()
+    for i in range(3):
+        meter.take(0, Delta([SampleDelta(0, [i], "", None)], i == 2, times=RequestTimes(0, 0, 0) if i == 2 else None))
+    meter.end(200, None, ["stop"], 1)
+    metrics._take_stats(StatsSnapshot(0, 0, 1, 0, 1, 1, 0, 0, 0, 0))
+    text = metrics.expose().decode()
+    found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    for name, bounds in VLLM_BUCKETS.items():
+        mine = {float(sample.labels["le"]) for sample in found if sample.name == f"vllm:{name}_bucket"}
+        assert {float(bound) for bound in f"{bounds} {FINER.get(name, '')}".split()} <= mine, name
+
+
+def test_each_server_has_a_registry_of_its_own(server: RunningServer, tmp_path: Path) -> None:
+    other = Metrics(LocalClient(tmp_path))
+    other.begin_request()
+    assert b'tkernels_requests_received_total{engine="0",model_name=""} 1.0' in other.expose()
+    assert not [name for name in prometheus_client.REGISTRY._names_to_collectors if "vllm" in name or "tker" in name]
+
+
+def test_what_is_measured_is_what_a_client_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts, the second with outputs of two tokens: times by a clock that the test sets."""
+    now = 0.0
+    monkeypatch.setattr(metrics_room, "time", SimpleNamespace(monotonic=lambda: now))
+    metrics = Metrics(LocalClient(tmp_path))
+    meter = metrics.begin_request()
+    for then, prompt, ids in [(0.2, 0, [1]), (0.3, 1, [1, 2]), (0.5, 0, [2]), (0.9, 1, [3, 4]), (1.0, 0, [])]:
+        now = then
+        meter.take(prompt, Delta([SampleDelta(0, ids, "", None)], False))
+    now = 1.5
+    meter.take(0, Delta([SampleDelta(0, [], "", None, "stop")], True, times=RequestTimes(0.1, 0.2, 0.3)))
+    meter.end(200, None, ["stop", "length"], 7)
+    text = metrics.expose().decode()
+    values = {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
+    assert values["vllm:time_to_first_token_seconds_sum"] == pytest.approx(0.2)
+    assert values["vllm:inter_token_latency_seconds_sum"] == pytest.approx(0.3 + 0.6)
+    assert values["vllm:inter_token_latency_seconds_count"] == 2
+    assert values["vllm:e2e_request_latency_seconds_sum"] == pytest.approx(1.5)
+    assert values["vllm:request_time_per_output_token_seconds_sum"] == pytest.approx((0.9 - 0.2) / 2)
+    assert values["vllm:request_prefill_time_seconds_sum"] == pytest.approx(0.2)
+    assert (values["vllm:request_prompt_tokens_sum"], values["vllm:request_generation_tokens_sum"]) == (7, 6)
+    assert 'finished_reason="length"' in text
+
+
+def test_gpus_show_their_use_where_nvml_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = Metrics(LocalClient(tmp_path))
+    nvml: Any = ModuleType("pynvml")
+    nvml.NVMLError = OSError
+    nvml.nvmlInit = nvml.nvmlShutdown = lambda: None
+    nvml.nvmlDeviceGetCount, nvml.nvmlDeviceGetHandleByIndex = lambda: 2, lambda index: index
+    nvml.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(used=10 + handle, total=100)
+    nvml.nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=25)
+    nvml.nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}"
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    text = metrics.expose().decode()
+    assert 'tkernels_device_memory_used_bytes{device="GPU-1"} 11.0' in text
+    assert 'tkernels_device_utilization_ratio{device="GPU-0"} 0.25' in text
+
+    def fail() -> None:
+        raise nvml.NVMLError("no driver")
+
+    nvml.nvmlInit = fail
+    assert b"GPU-" not in metrics.expose()
+
+
+@pytest.fixture(scope="module")
+def guarded(chat_checkpoint: Path) -> Iterator[RunningServer]:
+    keys = Keys({ADMIN: Tenant("root", is_admin=True), USER: Tenant("alice")})
+    running = RunningServer(create_app(LocalClient(chat_checkpoint, **OPTIONS), keys=keys)).wait_until_ready()
+    yield running
+    running.stop()
+
+
+def swap(server: RunningServer, kernels: Any, key: str | None = ADMIN) -> Any:
+    return server.post("/admin/kernels", {"kernels": kernels}, {"authorization": f"Bearer {key}"} if key else {})
+
+
+def test_an_admin_swaps_kernels_and_metrics_carry_the_arm(guarded: RunningServer) -> None:
+    user = {"authorization": f"Bearer {USER}"}
+    answer = swap(guarded, {"rms_norm": {"row_per_program": {"num_warps": 2}}, "matmul": None})
+    assert answer.status == 200
+    assert answer.json["arm"]["rms_norm"] == "row_per_program[num_warps=2]"
+    assert answer.json["first_step"] == guarded.front.client.stats().num_steps
+    arms = guarded.get("/metrics", user).body.decode()
+    assert 'op="rms_norm",variant="row_per_program[num_warps=2]"} 1.0' in arms
+    body = {"model": "random", "prompt": [5, 6], "max_tokens": 2}
+    assert guarded.post("/v1/completions", body, user).status == 200
+    assert swap(guarded, {"rms_norm": None}).json["arm"]["rms_norm"] == "torch"
+
+
+@pytest.mark.parametrize(
+    ("kernels", "param", "said"),
+    [
+        ({"rms_norm": "row_per_progra"}, "kernels", "did you mean 'row_per_program'"),
+        ({"rms_nor": "torch"}, "kernels", "rms_norm"),
+        ({"merge_states": "torch"}, "kernels", "does not use that op"),
+        ({"rms_norm": 3}, "kernels", ""),
+        ([], "kernels", ""),
+    ],
+)
+def test_a_swap_that_cannot_be_is_refused_with_its_reason(
+    guarded: RunningServer, kernels: Any, param: str, said: str
+) -> None:
+    before = guarded.front.client.stats().arm
+    answer = swap(guarded, kernels)
+    assert answer.status == 400
+    assert answer.error["param"].startswith(param)
+    assert said in answer.error["message"]
+    assert guarded.front.client.stats().arm == before
+
+
+def test_swaps_need_an_admins_key_of_their_own(guarded: RunningServer, server: RunningServer) -> None:
+    assert swap(guarded, {}, USER).status == swap(guarded, {}, None).status == 401
+    assert guarded.get("/metrics").status == 401
+    assert swap(server, {}).status == 404  # there are no keys
