@@ -285,12 +285,15 @@ class Scheduler:
     def lose(self, plan: StepPlan) -> list[Sequence]:
         """End the sequences of `plan`, the oldest under way, whose outcome is lost, with the reason "error".
 
-        Those that have stopped or given way since are left alone. Returns the sequences that ended.
+        Those that have stopped or given way since are left alone. What waiting sequences hold is given up, because forks
+        hold blocks that the plan was to write. Returns the sequences that ended.
         """
         if not self._in_flight or self._in_flight[0].plan is not plan:
             raise RuntimeError("plans are lost in the order in which they were made")
         under_way = self._in_flight.popleft()
         self._memory.free_restored(under_way.copies)
+        while self._memory.give_up() is not None:
+            self.counters.num_given_up += 1
         table = self.table
         planned = dict(zip(plan.sampled_rows.tolist(), plan.sampled_epochs.tolist(), strict=True))
         planned |= {row: epoch for row, epoch, _ in under_way.prefills}
