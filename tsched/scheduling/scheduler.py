@@ -285,8 +285,8 @@ class Scheduler:
     def lose(self, plan: StepPlan) -> list[Sequence]:
         """End the sequences of `plan`, the oldest under way, whose outcome is lost, with the reason "error".
 
-        Those that have stopped or given way since are left alone. What waiting sequences hold is given up, because forks
-        hold blocks that the plan was to write. Returns the sequences that ended.
+        Those that have stopped or given way since are left alone. What waiting sequences hold is given up: forks hold
+        blocks that the plan was to write. Returns the sequences that ended.
         """
         if not self._in_flight or self._in_flight[0].plan is not plan:
             raise RuntimeError("plans are lost in the order in which they were made")
