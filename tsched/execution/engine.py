@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -27,9 +27,11 @@ from tsched.execution.batch_builder import ArrangedPlan, BatchBuilder
 from tsched.execution.cuda_graphs import CudaRecorder, DecodeGraphs, EagerRecorder
 from tsched.execution.device_state import DeviceState, StepInputs
 from tsched.execution.engine_stats import EngineStats, PeakUse
+from tsched.execution.exhaustion import explain_exhaustion
 from tsched.execution.phases import Phases
 from tsched.execution.prompt_logprobs import PromptScorer, PromptScores, ScoredPrompts, compute_with_prompts
 from tsched.execution.readback import HostReader, Outcome, Readback
+from tsched.execution.request import Request
 from tsched.execution.sampler import NONE_LEFT, Sampler, TokenLogprobs
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError, RequestFault
@@ -37,7 +39,6 @@ from tsched.requests.sampling_params import SamplingParams
 from tsched.requests.stopping import should_stop
 from tsched.scheduling.block_pool import BlockIds
 from tsched.scheduling.scheduler import Scheduler
-from tsched.scheduling.sequence import Sequence
 from tsched.scheduling.step_plan import StepPlan
 
 _AT_FAULT = "a kernel, the weights or the dtype's range is at fault"
@@ -57,39 +58,6 @@ class PageMover(Protocol):
 
     def copy(self, pages: BlockIds) -> None:
         """Copies pages of the device, pages[0], to others of it, pages[1]; [2, n] int32."""
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """A sequence in the engine and the results that its owner reads.
-
-    Attributes:
-        sequence: The scheduler's.
-        arrival_time: Seconds on time.perf_counter's clock.
-        detokenizer: Finds stop strings as the text grows; None where there are none.
-        first_token_time: Seconds on the same clock; None before.
-        finish_time: Seconds on the same clock; None before.
-        logprobs: For each output token, where the request asks for them.
-        prompt_scores: The prompt's log-probabilities, where the request asks for them.
-        error: Why it failed; None where it did not.
-    """
-
-    sequence: Sequence
-    arrival_time: float
-    detokenizer: IncrementalDetokenizer | None = None
-    first_token_time: float | None = None
-    finish_time: float | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_scores: PromptScores | None = None
-    error: str | None = None
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether the engine must inspect each of its tokens."""
-        params = self.sequence.params
-        if params.max_tokens == 0:  # its one token is dropped
-            return False
-        return self.detokenizer is not None or params.logprobs is not None or bool(params.criteria)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +134,11 @@ class Engine:
         self._peak = PeakUse()
 
     @property
+    def phases(self) -> Phases:
+        """The ranges that name what it does; what is done between two steps enters them too."""
+        return self._phases
+
+    @property
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
@@ -190,7 +163,7 @@ class Engine:
             request_id: Its sequence's id, unique among the unfinished.
             prompt: [n] token ids.
             params: How tokens are chosen.
-            detokenizer: Finds the request's stop strings; needed where it has any.
+            detokenizer: Makes the request's text; needed where it has stop strings.
             arrival_time: Seconds on time.perf_counter's clock; None is now.
             priority: Lower goes first.
             cache_salt: Requests with equal salts share cached prefixes.
@@ -223,6 +196,8 @@ class Engine:
         for one, detokenizer in zip(params, detokenizers, strict=True):
             if one.stop_strings and detokenizer is None:
                 raise RefusedError("stop strings are looked for in text, and there is no tokenizer to make it")
+            if any(isinstance(word, str) for word in one.forbidden):
+                raise RefusedError("bad_words are compared with tokens, and there is no tokenizer to spell them")
         sequences = self.scheduler.add_group(request_ids, prompt, params, priority=priority, cache_salt=cache_salt)
         arrival = time.perf_counter() if arrival_time is None else arrival_time
         wanted = [one.prompt_logprobs for one in params if one.prompt_logprobs is not None]
@@ -262,7 +237,9 @@ class Engine:
     def step(self) -> list[Request]:
         """Advances every sequence that can advance.
 
-        An exception of the model passes through. Every request is aborted first, because the caches may hold anything.
+        Where the device has too little memory for the step, the requests that it would have advanced end with that
+        reason. Any other exception of the model passes through. Every request is aborted first, because the caches may
+        hold anything.
 
         Returns:
             The requests that finished; with overlap those that the step before finished.
@@ -333,20 +310,55 @@ class Engine:
             self.scheduler.commit(plan, plan.sampled)
             return finished
         with torch.inference_mode():
-            with phases.forward.carrying(self._request_ids(plan)) if phases.listening else phases.forward:
-                logits, prompts = self._forward(step)
+            computed = self._compute(plan, step)
             if launched is not None:
                 finished += self._complete_step(launched)
-            with phases.sample:
+            sampling = computed if isinstance(computed, str) else self._sample(plan, step, *computed)
+        if isinstance(sampling, str):
+            return finished + self._lose_step(plan, sampling)
+        self._launched = sampling
+        if self.overlap and self._requests:
+            return finished
+        return finished + self._complete_step(sampling)
+
+    def _compute(self, plan: StepPlan, step: ArrangedPlan) -> tuple[torch.Tensor, ScoredPrompts | None] | str:
+        """`_forward` of a step, or why the device had too little memory for it."""
+        phases = self._phases
+        try:
+            with phases.forward.carrying(self._request_ids(plan)) if phases.listening else phases.forward:
+                return self._forward(step)
+        except RuntimeError as error:
+            if (why := explain_exhaustion(error)) is None:
+                raise
+            return why
+
+    def _sample(
+        self, plan: StepPlan, step: ArrangedPlan, logits: torch.Tensor, prompts: ScoredPrompts | None
+    ) -> _LaunchedStep | str:
+        """Launches a step's sampling from its `logits` [m, V], or says why there was too little memory for it."""
+        try:
+            with self._phases.sample:
                 rows, lengths, epochs = step.sampled_rows, step.lengths, step.sampled_epochs
                 nobody_left = self.scheduler.table.num_departures == plan.num_departures
                 sampled = self._sampler.sample(logits, rows, lengths, None if nobody_left else epochs)
                 self._state.keep_tokens(rows, lengths, epochs, sampled.token_ids)
                 store = None if prompts is None else self._reader.start_prompts(prompts)
-                self._launched = _LaunchedStep(plan, step, self._reader.start(sampled), store)
-        if self.overlap and self._requests:
-            return finished
-        return finished + self._complete_step(self._launched)
+                return _LaunchedStep(plan, step, self._reader.start(sampled), store)
+        except RuntimeError as error:
+            if (why := explain_exhaustion(error)) is None:
+                raise
+            return why
+
+    def _lose_step(self, plan: StepPlan, why: str) -> list[Request]:
+        """Ends the requests of a step for which the device had too little memory; others' tokens are as they were."""
+        lost = self.scheduler.lose(plan)
+        now = time.perf_counter()
+        what = f"the device had too little memory for a step of {plan.num_tokens} tokens of {plan.rows.size} requests"
+        requests = [self._requests[sequence.id] for sequence in lost]
+        for request in requests:
+            request.error = f"{what}: {why}"
+            self._finish_request(request, now)
+        return requests
 
     def _forward(self, step: ArrangedPlan) -> tuple[torch.Tensor, ScoredPrompts | None]:
         """Computes the logits [m, V] of the step's sampled rows, and the scores of prompts that want any."""
@@ -450,9 +462,10 @@ class Engine:
             except RequestFault as fault:
                 reason, request.error = "error", str(fault)
         detokenizer = request.detokenizer
-        if detokenizer is not None:
+        if detokenizer is not None and sequence.params.stop_strings:
             try:
-                detokenizer.append(token, may_stop=may_stop)
+                with self._phases.detokenize:
+                    detokenizer.append(token, may_stop=may_stop)
                 if detokenizer.is_stopped and reason is None:
                     reason = "stop"
             except RequestFault as fault:
@@ -471,7 +484,7 @@ class Engine:
         sequence.finish_reason = "error"
         place = f"output token {sequence.tokens.size - sequence.prompt_len}"
         if token == NONE_LEFT:
-            why = f"processors, penalties and min_tokens together left no finite logit to choose {place} from"
+            why = f"the request's parameters together left no finite logit to choose {place} from"
         else:
             why = f"the model's logits for {place} are not finite: {_AT_FAULT}"
         request.error = fault or why
@@ -486,11 +499,11 @@ class Engine:
             self._prompt_scorer.forget(request.sequence.id)
             if request.prompt_scores.has_nan and request.error is None:
                 request.error, request.sequence.finish_reason = _PROMPT_NOT_FINITE, "error"
-        if request.detokenizer is not None:
+        if request.detokenizer is not None and request.stops_at_text:
             try:
                 request.detokenizer.finish()
             except RequestFault as fault:
-                request.error, request.sequence.finish_reason = request.error or str(fault), "error"
+                request.fail(str(fault))
             if request.detokenizer.is_stopped and request.error is None:
                 # The last token may have reached a length limit too; a stop string comes first.
                 request.sequence.finish_reason = "stop"
