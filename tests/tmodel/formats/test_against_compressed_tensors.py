@@ -15,6 +15,7 @@ from tests.tmodel.formats.by_hand import Kind, as_torch, linear, settings
 from tests.tmodel.formats.test_layouts import INPUTS, OUTPUTS, saved
 from tests.tmodel.packed import Driver, in_one_go, load
 from tkernels.quantized import scaled_weight
+from tkernels.quantized.row_codes import codes_and_scales
 from tkernels.quantized.weight import dequantize
 from tkernels.verification.accuracy import judge
 from tmodel.formats import parse_format
@@ -78,27 +79,61 @@ def test_both_decode_8_bit_weights_alike(kind: eight_bits.Kind, tmp_path: Path) 
     assert torch.equal(scaled_weight.dequantize(weight), theirs)
 
 
+TOKENS = torch.randint(40, (1, 60), generator=torch.Generator().manual_seed(0))
+
+
+def served(directory: Path, dtype: torch.dtype) -> torch.Tensor:
+    return Driver(load(directory, dtype), [TOKENS[0]], dtype).run(in_one_go([60]))[0]
+
+
+def load_theirs(directory: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(TOKENS).logits[0]
+    return logits
+
+
+def rms(difference: torch.Tensor) -> float:
+    return float(difference.double().square().mean().sqrt())
+
+
 @pytest.mark.parametrize("kind", [kind for kind in eight_bits.KINDS if kind.method != "fp8"], ids=str)
-def test_logits_are_as_near_the_dense_models_as_the_packages_own(kind: eight_bits.Kind, tmp_path: Path) -> None:
+def test_logits_are_the_packages_own(kind: eight_bits.Kind, tmp_path: Path) -> None:
     """By the error rule: the oracle is the dequantized model in float64, and the natural error the package's, which
-    rounds the inputs of every layer to 8 bits too.
+    rounds the inputs of every layer to 8 bits too. And both round them alike, but for a tie here and there, so that
+    they are far nearer to each other than to the oracle.
     """
     quantized, dense = eight_bits.write_models(tmp_path, kind, model_type="qwen3")
-    token_ids = torch.randint(40, (1, 60), generator=torch.Generator().manual_seed(0))
-
-    def served(directory: Path, dtype: torch.dtype) -> torch.Tensor:
-        return Driver(load(directory, dtype), [token_ids[0]], dtype).run(in_one_go([60]))[0]
-
-    def transformers_logits(directory: Path, **options: Any) -> torch.Tensor:
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **options)
-        with torch.no_grad():
-            logits: torch.Tensor = model(token_ids).logits[0]
-        return logits
-
-    theirs = transformers_logits(quantized)
-    oracle = served(dense, torch.float64)
-    assert not torch.allclose(theirs.double(), oracle, rtol=1e-3, atol=1e-3)  # it does round inputs
-    verdict = judge(served(quantized, torch.float32), oracle, theirs)
+    theirs, mine, oracle = (
+        logits_of(load_theirs(quantized)),
+        served(quantized, torch.float32),
+        served(dense, torch.float64),
+    )
+    lost = rms(theirs - oracle)
+    assert lost > 0.01 * rms(oracle)
+    verdict = judge(mine, oracle, theirs)
     assert verdict.ok, verdict
+    # Of int8 found token by token the package's scale is the largest value over 127.5, and vLLM's, as here, over 127.
+    if kind.static or kind.codes == "float":
+        assert rms(mine - theirs) < 0.01 * lost
+
+
+def test_logits_in_int8_are_those_of_transformers_with_inputs_rounded_by_the_definition(tmp_path: Path) -> None:
+    quantized, dense = eight_bits.write_models(tmp_path, eight_bits.KINDS[0], model_type="qwen3")
+    model = load_theirs(dense)
+    exact = logits_of(model)
+
+    def round_inputs(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        codes, scales = codes_and_scales(inputs[0], inputs[0].abs().amax(-1), torch.int8)
+        return (codes * scales.unsqueeze(-1),)
+
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            module.register_forward_pre_hook(round_inputs)
+    theirs = logits_of(model)
+    assert rms(served(quantized, torch.float32) - theirs) < 0.01 * rms(theirs - exact)
