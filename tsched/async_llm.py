@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import weakref
 from collections.abc import AsyncGenerator
 from functools import partial
@@ -11,12 +10,11 @@ from types import TracebackType
 from typing import Any
 
 from tkernels.errors import TKernelsError
-from tsched.execution.engine import Request
-from tsched.execution.engine_thread import EngineThread, NewTokens, Ticket
-from tsched.execution.served_model import ServedModel, Swaps, joint_error, joint_metrics
-from tsched.requests.detokenizer import IncrementalDetokenizer
-from tsched.requests.errors import RefusedError, RequestFault
-from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, add_part
+from tsched.execution.engine_thread import EngineThread, News, Ticket
+from tsched.execution.request import Request
+from tsched.execution.served_model import ServedModel, Swaps
+from tsched.requests.errors import RefusedError
+from tsched.requests.outputs import RequestOutput, add_part
 from tsched.requests.prompts import PreparedRequest, Prompt, Salt
 from tsched.requests.sampling_params import SamplingParams
 
@@ -32,7 +30,7 @@ class AsyncLLM(ServedModel):
             async for output in llm.add_request("a", "The capital of France is", SamplingParams(max_tokens=8)):
                 print(output.outputs[0].text, end="", flush=True)
 
-    The engine runs in one thread, from `async with` or the first request on. It keeps what it makes for a request until
+    The engine runs in one thread, from `async with` or the first request on. What it makes for a request is kept until
     the request's consumer takes it. A slow consumer therefore loses nothing and delays nobody: it gets several tokens
     at once. The request's max_tokens bound what waits for it.
 
@@ -95,7 +93,6 @@ class AsyncLLM(ServedModel):
             RuntimeError: This was drained or closed, or serves another event loop.
             EngineError: The engine has failed.
         """
-        arrival = time.perf_counter()
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
         if params is not None and not isinstance(params, SamplingParams):
@@ -103,10 +100,9 @@ class AsyncLLM(ServedModel):
         session = self._open()
         if request_id in session.tickets:
             raise ValueError(f"a request {request_id!r} is not finished yet; names of unfinished requests must differ")
-        prepared = self._prepare(
-            request_id, prompt, params or SamplingParams(), arrival, priority=priority, cache_salt=cache_salt
+        ticket = self.make_ticket(
+            request_id, prompt, params or SamplingParams(), priority=priority, cache_salt=cache_salt
         )
-        ticket = Ticket(prepared, [NewTokens() for _ in range(prepared.params.n)])
         stream = RequestStream(self, session, ticket)
         try:
             session.thread.submit(ticket)
@@ -232,25 +228,21 @@ class _Session:
         self.tickets: dict[str, Ticket] = {}  # and by their names
         self.swapping = asyncio.Lock()
         self._ended = asyncio.Event()
+        call_soon = self.loop.call_soon_threadsafe
         self.thread = EngineThread(
             llm._engine,
             self._start,
-            partial(self.loop.call_soon_threadsafe, self._wake),
-            self._is_abandoned,
-            f"engine of {llm.directory.name}",
+            llm._texts,
+            on_news=lambda news: call_soon(self._hand_out, news),
+            on_end=lambda failure: call_soon(self._ended.set),
+            is_abandoned=self._is_abandoned,
+            name=f"engine of {llm.directory.name}",
         )
 
     async def wait(self) -> None:
         """Waits until the thread has ended."""
         await self._ended.wait()
         self.thread.join()  # its last act was to say so
-
-    def forget(self, ticket: Ticket) -> None:
-        """Drops a ticket that is over: another request may have its name."""
-        self.streams.pop(ticket, None)
-        name = str(ticket.prepared.request_id)
-        if self.tickets.get(name) is ticket:
-            del self.tickets[name]
 
     def _start(self, prepared: PreparedRequest) -> list[Request]:
         llm = self._owner()
@@ -261,17 +253,17 @@ class _Session:
     def _is_abandoned(self) -> bool:
         return self.loop.is_closed() or self._owner() is None
 
-    def _wake(self) -> None:
-        """Wakes the consumers that have something to take."""
-        for ticket in self.thread.take_changed():
-            reference = self.streams.get(ticket)
+    def _hand_out(self, news: list[News]) -> None:
+        """Hands a step's news to the streams and forgets requests that are over: another may have their names."""
+        streams = self.streams
+        for one in news:
+            reference = streams.get(one.ticket)
             stream = None if reference is None else reference()
             if stream is not None:
-                stream._changed.set()
-            if ticket.is_over:
-                self.forget(ticket)
-        if self.thread.has_ended:
-            self._ended.set()
+                stream._receive(one)
+            if one.is_last:
+                streams.pop(one.ticket, None)
+                self.tickets.pop(str(one.ticket.prepared.request_id), None)
 
 
 class RequestStream:
@@ -288,22 +280,15 @@ class RequestStream:
     """
 
     def __init__(self, llm: AsyncLLM, session: _Session, ticket: Ticket) -> None:
-        self._llm = llm
-        self._session = session
+        self._llm = llm  # the engine serves as long as somebody has this
+        self._loop = session.loop
         self._thread = session.thread
         self._ticket = ticket
-        self._changed = asyncio.Event()
+        self._news: list[News] = []  # that the consumer has not taken
+        self._waiter: asyncio.Future[None] | None = None  # done when there are some
         self._is_over = False
         self._consumer: asyncio.Task[Any] | None = None
         self._consumer_ended = partial(_consumer_ended, weakref.ref(self))
-        self._is_awaited = False
-        params = ticket.prepared.params
-        self._texts = [IncrementalDetokenizer(llm._decode, params.stop_strings) for _ in ticket.news]
-        self._num_tokens = [0] * len(ticket.news)
-        self._num_shown = [0] * len(ticket.news)  # characters
-        self._logprob_sums = [0.0] * len(ticket.news)
-        self._wants_prompt = params.prompt_logprobs is not None
-        self._faults: dict[int, str] = {}  # by sample, why its tokens have no text
 
     @property
     def request_id(self) -> str:
@@ -320,18 +305,18 @@ class RequestStream:
     async def __anext__(self) -> RequestOutput:
         if self._is_over:
             raise StopAsyncIteration
-        if self._is_awaited:
+        if self._waiter is not None:
             raise RuntimeError(f"two tasks wait for the next output of request {self.request_id!r}; one may")
         self._watch(asyncio.current_task())
-        self._is_awaited = True
-        try:
-            await self._changed.wait()
-        except asyncio.CancelledError:
-            self._thread.abort(self._ticket)
-            raise
-        finally:
-            self._is_awaited = False
-        self._changed.clear()
+        if not self._news:
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self._thread.abort(self._ticket)
+                raise
+            finally:
+                self._waiter = None
         return self._take()
 
     async def aclose(self) -> None:
@@ -357,77 +342,38 @@ class RequestStream:
         self._is_over = True
         self._watch(None)
 
+    def _receive(self, news: News) -> None:
+        """Keeps news for the consumer, and wakes it where it waits."""
+        self._news.append(news)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
     def _take(self) -> RequestOutput:
         """All that has come since the last call, as one output."""
-        news, is_over = self._thread.take_news(self._ticket)
-        ticket = self._ticket
-        prepared = ticket.prepared
-        if is_over:
+        news, self._news = self._news, []
+        if news[-1].is_last:
             self._end()
-            self._session.forget(ticket)  # before the loop comes to it: the consumer may use the name again at once
-            if ticket.failure is not None:
-                raise _engine_error(ticket.failure)
-            if ticket.refusal is not None:
-                return self._llm._make_refused_output(prepared, ticket.refusal, time.perf_counter())
-        metrics = (
-            joint_metrics(ticket.requests) if ticket.requests else RequestMetrics(prepared.arrival_time, None, None)
-        )
-        prompt_logprobs = None
-        if self._wants_prompt and ticket.requests:  # known before the first token is
-            prompt_logprobs = self._llm._make_prompt_logprobs(ticket.requests)
-            self._wants_prompt = prompt_logprobs is None
+            if self._ticket.failure is not None:
+                raise _engine_error(self._ticket.failure)
+        whole = None
+        for one in news:
+            whole = add_part(whole, self._make_part(one))
+        assert whole is not None
+        return whole
+
+    def _make_part(self, news: News) -> RequestOutput:
+        prepared = self._ticket.prepared
         return RequestOutput(
             prepared.request_id,
             prepared.text,
             prepared.token_ids,
-            [
-                self._make_completion(index, one)
-                for index, one in enumerate(news)
-                if one.token_ids or one.finish_reason is not None
-            ],
-            metrics,
-            error=joint_error(ticket.requests) if is_over else None,
-            finished=is_over,
-            prompt_logprobs=prompt_logprobs,
+            [news.completion],
+            news.metrics,
+            news.error,
+            news.is_last,
+            news.prompt_logprobs,
         )
-
-    def _make_completion(self, index: int, news: NewTokens) -> CompletionOutput:
-        wants_logprobs = self._ticket.prepared.params.logprobs is not None
-        text, reason = "", news.finish_reason
-        logprobs: list[dict[int, Logprob]] = []
-        if index not in self._faults:
-            try:
-                text = self._new_text(index, news)
-                logprobs = [self._llm._label_logprobs(place) for place in news.logprobs] if wants_logprobs else []
-            except RequestFault as fault:
-                self._faults[index] = str(fault)
-                self._thread.abort(self._ticket, slice(index, index + 1))
-        if index in self._faults and reason is not None:  # its end has come, by the abort or before it
-            request, reason = self._ticket.requests[index], "error"
-            request.error = request.error or self._faults[index]
-        self._logprob_sums[index] += sum(place.logprobs[0] for place in news.logprobs)
-        return CompletionOutput(
-            index=index,
-            token_ids=news.token_ids,
-            text=text,
-            finish_reason=reason,
-            logprobs=logprobs if wants_logprobs else None,
-            cumulative_logprob=self._logprob_sums[index] if wants_logprobs else None,
-        )
-
-    def _new_text(self, index: int, news: NewTokens) -> str:
-        """The text of sample `index` that its new tokens make final; RequestFault where the tokenizer makes none."""
-        detokenizer, min_tokens = self._texts[index], self._ticket.prepared.params.min_tokens
-        for token_id in news.token_ids:
-            self._num_tokens[index] += 1
-            if not detokenizer.is_stopped:
-                detokenizer.append(token_id, may_stop=self._num_tokens[index] > min_tokens)
-        if news.finish_reason is not None:
-            detokenizer.finish()
-        final_len = len(detokenizer.text) if news.finish_reason is not None else detokenizer.stable_len
-        text = detokenizer.text[self._num_shown[index] : final_len]
-        self._num_shown[index] = final_len
-        return text
 
 
 def _consumer_ended(stream: weakref.ref[RequestStream], task: asyncio.Task[Any]) -> None:

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tsched.execution.beam_search import BeamSearch, BeamSearchParams
-from tsched.execution.engine import Request
-from tsched.execution.served_model import ServedModel, Swaps, joint_error, joint_metrics
+from tsched.execution.request import Request, joint_error, joint_metrics
+from tsched.execution.served_model import ServedModel, Swaps
 from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tsched.requests.prompts import Conversation, PreparedRequest, Prompt, Salt, broadcast_to_prompts, split_prompts
@@ -250,7 +250,7 @@ class LLM(ServedModel):
         return RequestOutput(prepared.request_id, prepared.text, prepared.token_ids, found, metrics, error=error)
 
     def _output(self, prepared: PreparedRequest, requests: list[Request]) -> RequestOutput:
-        prompt_logprobs = self._make_prompt_logprobs(requests)
+        prompt_logprobs = self._make_prompt_logprobs(requests[0])
         return RequestOutput(
             prepared.request_id,
             prepared.text,

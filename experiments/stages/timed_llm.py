@@ -11,7 +11,7 @@ from experiments.schema import Batching
 from experiments.serving.requests import Request
 from experiments.serving.rounds import Served
 from tsched import LLM, SamplingParams
-from tsched.execution.engine import Request as EngineRequest
+from tsched.execution.request import Request as EngineRequest
 from tsched.requests.errors import RefusedError
 from tsched.requests.outputs import RequestOutput
 from tsched.requests.prompts import PreparedRequest

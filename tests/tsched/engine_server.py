@@ -15,7 +15,7 @@ from tests.tsched.random_schedules import MAX_MODEL_LEN, Request, Schedule
 from tests.tsched.schedulers import build_scheduler
 from tests.tsched.window_server import draw_window
 from tsched.execution.engine import Engine
-from tsched.execution.engine import Request as EngineRequest
+from tsched.execution.request import Request as EngineRequest
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.sequence import Sequence

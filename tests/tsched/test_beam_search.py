@@ -17,7 +17,8 @@ from tests.tsched.hash_model import HashModel, hash_cache
 from tests.tsched.schedulers import build_scheduler
 from tmodel.kv_cache import KVCache
 from tsched.execution.beam_search import BeamSearch, BeamSearchParams, Hypothesis, select_largest
-from tsched.execution.engine import Engine, Request
+from tsched.execution.engine import Engine
+from tsched.execution.request import Request
 from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
 

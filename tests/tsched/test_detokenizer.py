@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.decoders import DecodeStream
 
-from tsched.requests.detokenizer import IncrementalDetokenizer
+from tsched.requests.detokenizer import IncrementalDetokenizer, OpenStream
+from tsched.requests.token_texts import TokenTexts
 
 SPECIAL = 256
 
@@ -187,13 +189,18 @@ CHARACTERS = st.one_of(
 TEXTS = st.lists(CHARACTERS, max_size=24).map("".join)
 
 
-def check_every_cut(decode: Any, token_ids: list[int], text: str) -> None:
+def stream_of(tokenizer: Any, skip_special_tokens: bool = False) -> OpenStream:
+    """Opens the tokenizers library's own streams."""
+    return lambda ids: functools.partial(DecodeStream(ids, skip_special_tokens).step, tokenizer)
+
+
+def check_every_cut(decode: Any, token_ids: list[int], text: str, open_stream: OpenStream | None = None) -> None:
     """Bug class 17: at every cut the text that is out is a prefix of the whole, and nothing of it is half a character.
 
     What is out is also all that could be: the whole text of the tokens so far, where that is valid.
     """
     assert decode(token_ids) == text
-    detokenizer = IncrementalDetokenizer(decode)
+    detokenizer = IncrementalDetokenizer(decode, open_stream=open_stream)
     pieces = []
     for cut in range(1, len(token_ids) + 1):
         pieces.append(detokenizer.append(token_ids[cut - 1]))
@@ -212,6 +219,7 @@ def test_byte_fallback_pieces_are_cut_at_every_token(text: str) -> None:
     tokenizer = sentencepiece_like()
     ids = tokenizer.encode(text).ids
     check_every_cut(tokenizer.decode, ids, tokenizer.decode(ids))
+    check_every_cut(tokenizer.decode, ids, tokenizer.decode(ids), stream_of(tokenizer))
     if not text.startswith(" "):  # the decoder takes one space for the one that the normalizer prepends
         assert tokenizer.decode(ids) == text
 
@@ -222,12 +230,15 @@ def test_a_long_unfinished_run_of_bytes_leaks_nothing() -> None:
     ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
     assert tokenizer.decode(ids[:-1]) == "\ufffd" * (len(ids) - 1), "one missing byte hides the whole run"
     check_every_cut(tokenizer.decode, ids, text)
+    check_every_cut(tokenizer.decode, ids, text, stream_of(tokenizer))
 
 
 def test_bytes_that_end_no_character_do_not_repeat_what_is_out() -> None:
     tokenizer = sentencepiece_like()
     ids = [tokenizer.token_to_id(name) for name in ("<0xC3>", "<0xA9>", "<0xF0>", "a", "b")]
-    assert "".join(feed(IncrementalDetokenizer(tokenizer.decode), ids)) == "\u00e9\ufffdab"
+    for open_stream in (None, stream_of(tokenizer)):
+        detokenizer = IncrementalDetokenizer(tokenizer.decode, open_stream=open_stream)
+        assert "".join(feed(detokenizer, ids * 3)) == "\u00e9\ufffdab" * 3
 
 
 def test_byte_level_pieces_are_cut_at_every_token(checkpoint: Path) -> None:
@@ -241,9 +252,37 @@ def test_byte_level_pieces_are_cut_at_every_token(checkpoint: Path) -> None:
         ids = tokenizer(text)["input_ids"]
         for place in specials:
             ids.insert(place, 0)
-        check_every_cut(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True), ids, text)
+        for open_stream in (None, stream_of(tokenizer.backend_tokenizer, True)):
+            check_every_cut(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True), ids, text, open_stream)
 
     check()
+
+
+def test_streams_of_any_tokens_give_the_text_of_all_at_once(checkpoint: Path) -> None:
+    """Half characters at any place, bytes that are no text, special tokens; and in the time of a stream."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    backend = tokenizer.backend_tokenizer
+    texts, calls = TokenTexts(tokenizer), []
+    of_bytes = [backend.token_to_id(character) for character in "\u00f0\u0141\u013a\u0122A\u00e4"]  # F0 9F 98 80 41 E4
+    assert None not in of_bytes
+
+    @settings(max_examples=300, deadline=None, derandomize=True)
+    @given(st.lists(st.one_of(st.integers(0, 299), st.sampled_from(of_bytes)), max_size=60))
+    def check(ids: list[int]) -> None:
+        detokenizer = texts.make_detokenizer()
+        assert detokenizer is not None
+        assert "".join(feed(detokenizer, ids)) == detokenizer.text == texts.decode(ids)
+
+    check()
+    ids = tokenizer("def scan(line): # \u00fcn\u00efcode \U0001f40d")["input_ids"] * 20 + [0] * 500
+    decode = texts.decode
+    texts.decode = lambda *given, **named: [calls.append(given), decode(*given, **named)][1]  # type: ignore[method-assign]
+    detokenizer = texts.make_detokenizer()
+    assert detokenizer is not None
+    assert "".join(feed(detokenizer, ids)) == decode(ids)
+    assert not calls, "no window was decoded here"
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

@@ -13,7 +13,8 @@ from tests.tsched.schedulers import build_scheduler
 from tests.tsched.simulated_device import EOS, VOCAB, check_accounts, tokens_alone
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
-from tsched.execution.engine import Engine, Forward, Request
+from tsched.execution.engine import Engine, Forward
+from tsched.execution.request import Request
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams

@@ -152,7 +152,7 @@ def test_they_are_there_although_the_first_sample_was_aborted_in_the_prompt(chec
     while llm._engine.has_unfinished:
         llm._engine.step()
     assert requests[1].sequence.output_token_ids == alone.outputs[0].token_ids
-    assert llm._make_prompt_logprobs(requests) == alone.prompt_logprobs
+    assert llm._make_prompt_logprobs(requests[0]) == alone.prompt_logprobs
 
 
 def test_a_stream_has_them_in_its_first_part(checkpoint: Path) -> None:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tsched.execution.engine import Engine, Request
+from tsched.execution.engine import Engine
+from tsched.execution.request import Request
 from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import MAX_COUNT, SamplingParams
 from tsched.scheduling.sequence import Ints

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -30,6 +30,7 @@ from tsched.execution.engine_stats import EngineStats, PeakUse
 from tsched.execution.phases import Phases
 from tsched.execution.prompt_logprobs import PromptScorer, PromptScores, ScoredPrompts, compute_with_prompts
 from tsched.execution.readback import HostReader, Outcome, Readback
+from tsched.execution.request import Request
 from tsched.execution.sampler import NONE_LEFT, Sampler, TokenLogprobs
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError, RequestFault
@@ -37,7 +38,6 @@ from tsched.requests.sampling_params import SamplingParams
 from tsched.requests.stopping import should_stop
 from tsched.scheduling.block_pool import BlockIds
 from tsched.scheduling.scheduler import Scheduler
-from tsched.scheduling.sequence import Sequence
 from tsched.scheduling.step_plan import StepPlan
 
 _AT_FAULT = "a kernel, the weights or the dtype's range is at fault"
@@ -57,39 +57,6 @@ class PageMover(Protocol):
 
     def copy(self, pages: BlockIds) -> None:
         """Copies pages of the device, pages[0], to others of it, pages[1]; [2, n] int32."""
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """A sequence in the engine and the results that its owner reads.
-
-    Attributes:
-        sequence: The scheduler's.
-        arrival_time: Seconds on time.perf_counter's clock.
-        detokenizer: Finds stop strings as the text grows; None where there are none.
-        first_token_time: Seconds on the same clock; None before.
-        finish_time: Seconds on the same clock; None before.
-        logprobs: For each output token, where the request asks for them.
-        prompt_scores: The prompt's log-probabilities, where the request asks for them.
-        error: Why it failed; None where it did not.
-    """
-
-    sequence: Sequence
-    arrival_time: float
-    detokenizer: IncrementalDetokenizer | None = None
-    first_token_time: float | None = None
-    finish_time: float | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_scores: PromptScores | None = None
-    error: str | None = None
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether the engine must inspect each of its tokens."""
-        params = self.sequence.params
-        if params.max_tokens == 0:  # its one token is dropped
-            return False
-        return self.detokenizer is not None or params.logprobs is not None or bool(params.criteria)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +133,11 @@ class Engine:
         self._peak = PeakUse()
 
     @property
+    def phases(self) -> Phases:
+        """The ranges that name what it does; what is done between two steps enters them too."""
+        return self._phases
+
+    @property
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
@@ -190,7 +162,7 @@ class Engine:
             request_id: Its sequence's id, unique among the unfinished.
             prompt: [n] token ids.
             params: How tokens are chosen.
-            detokenizer: Finds the request's stop strings; needed where it has any.
+            detokenizer: Makes the request's text; needed where it has stop strings.
             arrival_time: Seconds on time.perf_counter's clock; None is now.
             priority: Lower goes first.
             cache_salt: Requests with equal salts share cached prefixes.
@@ -450,9 +422,10 @@ class Engine:
             except RequestFault as fault:
                 reason, request.error = "error", str(fault)
         detokenizer = request.detokenizer
-        if detokenizer is not None:
+        if detokenizer is not None and sequence.params.stop_strings:
             try:
-                detokenizer.append(token, may_stop=may_stop)
+                with self._phases.detokenize:
+                    detokenizer.append(token, may_stop=may_stop)
                 if detokenizer.is_stopped and reason is None:
                     reason = "stop"
             except RequestFault as fault:
@@ -486,11 +459,11 @@ class Engine:
             self._prompt_scorer.forget(request.sequence.id)
             if request.prompt_scores.has_nan and request.error is None:
                 request.error, request.sequence.finish_reason = _PROMPT_NOT_FINITE, "error"
-        if request.detokenizer is not None:
+        if request.detokenizer is not None and request.stops_at_text:
             try:
                 request.detokenizer.finish()
             except RequestFault as fault:
-                request.error, request.sequence.finish_reason = request.error or str(fault), "error"
+                request.fail(str(fault))
             if request.detokenizer.is_stopped and request.error is None:
                 # The last token may have reached a length limit too; a stop string comes first.
                 request.sequence.finish_reason = "stop"

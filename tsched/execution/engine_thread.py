@@ -1,57 +1,90 @@
-"""The thread that runs an online engine, and the tokens that it leaves for each request's consumer."""
+"""The thread that runs an online engine, and the news of its requests that it hands on after each step."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
-from tsched.execution.engine import Engine, Request
-from tsched.execution.sampler import TokenLogprobs
-from tsched.requests.errors import RefusedError
+import numpy as np
+
+from tsched.execution.engine import Engine
+from tsched.execution.request import Request, extend_text, joint_error, joint_metrics, label_places, label_prompt
+from tsched.requests.errors import RefusedError, RequestFault
+from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics
 from tsched.requests.prompts import PreparedRequest
+from tsched.requests.token_texts import TokenTexts
+from tsched.scheduling.sequence import Ints
 
 ALL = slice(None)
 _IDLE_S = 1.0  # seconds after which an idle thread checks whether anybody can still submit requests
 
 
 @dataclass(eq=False, slots=True)
-class NewTokens:
-    """The tokens of one sample of a request since its consumer last took them."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: str | None = None
-
-
-@dataclass(eq=False, slots=True)
 class Ticket:
-    """A request on its way through the engine.
+    """A request on its way through the engine, and its submitter's name for it.
 
-    `news`, `refusal`, `failure` and `is_over` are read and written under the thread's lock. The engine's thread alone
-    uses the rest.
+    `refusal` and `failure` are written once, before the news that they are about; the engine's thread alone uses the
+    rest.
 
     Attributes:
         prepared: The request as submitted.
-        news: The new tokens of each sample.
         requests: The engine's request of each sample.
-        num_reported: The tokens of each sample that `news` has had.
-        num_going: Samples whose end has not been reported.
+        num_going: Samples whose end has not been told.
+        has_told_prompt: Whether news have had the prompt's log-probabilities.
+        metrics: As of the last news that changed them.
         refusal: Why the engine never took the request.
-        failure: The engine's exception while it served the request.
-        is_over: No more news will come.
+        failure: The engine's exception that ended the request with the thread.
     """
 
     prepared: PreparedRequest
-    news: list[NewTokens]
     requests: list[Request] = field(default_factory=list)
-    num_reported: list[int] = field(default_factory=list)
     num_going: int = 0
+    has_told_prompt: bool = False
+    metrics: RequestMetrics = field(init=False)
     refusal: str | None = None
     failure: BaseException | None = None
-    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.metrics = RequestMetrics(self.prepared.arrival_time, None, None)
+
+
+@dataclass(eq=False, slots=True)
+class News:
+    """What is new of one sample of a request, ready to send.
+
+    Attributes:
+        ticket: Of the request: `ticket.prepared.request_id` is its name.
+        completion: The new tokens, their text and log-probabilities, and the sample's end, as in a delta of AsyncLLM.
+        metrics: Of the request.
+        is_last: Whether no other news of the request follow, of any sample.
+        error: With the last news: why samples failed; None where none did.
+        prompt_logprobs: The prompt's, once, with the first news of any sample; only where the request asks for them.
+    """
+
+    ticket: Ticket
+    completion: CompletionOutput
+    metrics: RequestMetrics
+    is_last: bool = False
+    error: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Sample:
+    """An unfinished sample: of whom it is, and what has been told of it."""
+
+    ticket: Ticket
+    index: int
+    request: Request
+    num_told: int = 0  # tokens
+    num_shown: int = 0  # characters, where the engine looks for stop strings in them
+    wants_logprobs: bool = False
+    logprob_sum: float = 0.0
+    has_no_text: bool = False  # the tokenizer failed
 
 
 class EngineThread:
@@ -62,40 +95,52 @@ class EngineThread:
     Args:
         engine: What runs.
         start: Queues a prepared request, one engine request for each sample; it may raise RefusedError.
-        on_news: Called on the thread after steps that brought tokens and when the thread ends. It raises RuntimeError
-            where nobody listens any more.
-        is_abandoned: Whether nobody can submit requests or take tokens any more. The thread then aborts everything and
+        texts: Labels the tokens of log-probabilities.
+        on_news: Called on the thread after each step that brought some, with the news of all requests in one list. A
+            request's last news has `is_last`; every submitted request gets it, also one that was refused, aborted, or
+            caught by the thread's end. It raises RuntimeError where nobody listens any more.
+        on_end: Called on the thread, once, as its last act, after the last news: with the engine's exception, or None
+            where the thread was told to stop.
+        is_abandoned: Whether nobody can submit requests or take news any more. The thread then aborts everything and
             ends within a second.
         name: Of the thread.
 
     Attributes:
         failure: The engine's exception that ended the thread.
-        has_ended: Whether the thread has ended.
+        has_ended: Whether the thread takes no more requests.
     """
 
     def __init__(
         self,
         engine: Engine,
         start: Callable[[PreparedRequest], list[Request]],
-        on_news: Callable[[], object],
-        is_abandoned: Callable[[], bool],
-        name: str,
+        texts: TokenTexts,
+        *,
+        on_news: Callable[[list[News]], object],
+        on_end: Callable[[BaseException | None], object],
+        is_abandoned: Callable[[], bool] = lambda: False,
+        name: str = "engine",
     ) -> None:
         self.failure: BaseException | None = None
         self.has_ended = False
         self._engine = engine
         self._start = start
+        self._texts = texts
         self._on_news = on_news
+        self._on_end = on_end
         self._is_abandoned = is_abandoned
-        self._samples: dict[int, tuple[Ticket, int]] = {}  # sequence id -> ticket and sample, of unfinished samples
+        self._samples: dict[int, _Sample] = {}  # by sequence id
         self._ended: list[Request] = []  # since the last report
+        self._refused: list[News] = []  # since the last report
+        num_rows = engine.scheduler.table.num_rows
+        # By row of the scheduler's table, as of the last report: whose it is, and how many tokens were told of it.
+        self._by_row: list[_Sample | None] = [None] * num_rows
+        self._epochs: Ints = np.full(num_rows, -1, dtype=np.int64)
+        self._told: Ints = np.zeros(num_rows, dtype=np.int64)  # with the prompt's
         self._lock = threading.Lock()
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        # Under the lock: tickets that are not over, in the order of arrival; and those with news for their consumers.
-        self._active: dict[Ticket, None] = {}
-        self._changed: dict[Ticket, None] = {}
+        self._active: dict[Ticket, None] = {}  # whose last news is to come; others add under the lock
         self._calls: set[Future[int]] = set()  # under the lock: those that nobody has answered
-        self._is_notified = False  # on_news was called since the last changed()
         self._stops_when_idle = False
         self._must_stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -113,12 +158,9 @@ class EngineThread:
             self._active[ticket] = None
             self._commands.put(lambda: self._begin(ticket))
 
-    def abort(self, ticket: Ticket, samples: slice = ALL) -> None:
-        """Ends a request, or some of its samples, in whatever state it is.
-
-        Any thread may call this at any moment, also after its end.
-        """
-        self._commands.put(lambda: self._abort(ticket, samples))
+    def abort(self, ticket: Ticket) -> None:
+        """Ends a request in whatever state it is. Any thread may call this at any moment, also after its end."""
+        self._commands.put(lambda: self._abort(ticket))
 
     def call(self, act: Callable[[], int]) -> Future[int]:
         """Calls `act` on the thread between two steps. Any thread may call this.
@@ -155,46 +197,30 @@ class EngineThread:
         """Aborts everything and ends the thread."""
         self._commands.put(self._must_stop.set)
 
-    def join(self) -> None:
-        """Waits until the thread has ended."""
-        self._thread.join()
-
-    def take_changed(self) -> list[Ticket]:
-        """Returns the tickets with news since the last call."""
-        with self._lock:
-            tickets, self._changed, self._is_notified = list(self._changed), {}, False
-        return tickets
-
-    def take_news(self, ticket: Ticket) -> tuple[list[NewTokens], bool]:
-        """Takes the ticket's news.
-
-        Returns:
-            (the new tokens of each sample, whether they are the last).
-        """
-        with self._lock:
-            news, ticket.news = ticket.news, [NewTokens() for _ in ticket.news]
-            self._changed.pop(ticket, None)  # its consumer has all news now
-            return news, ticket.is_over
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until the thread has ended, or for `timeout` seconds."""
+        self._thread.join(timeout)
 
     def _run(self) -> None:
         try:
             self._serve()
         except BaseException as error:
-            with self._lock:
-                self.failure = error
+            self.failure = error
         with self._lock:
             self.has_ended = True
-            for ticket in self._active:  # also tickets that never began
-                ticket.failure, ticket.is_over = self.failure, True
-                for news in ticket.news:
-                    news.finish_reason = news.finish_reason or "abort"
-                self._changed[ticket] = None
-            self._active.clear()
+            left, self._active = list(self._active), {}  # also tickets that never began
         for answer in self._calls:
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(RuntimeError("the engine's thread has ended"))
+        reason = "abort" if self.failure is None else "error"
+        why = None if self.failure is None else f"the engine failed: {type(self.failure).__name__}: {self.failure}"
+        for ticket in left:
+            ticket.failure = self.failure
+        news = [one for ticket in left for one in self._tell_ends(ticket, reason, why)]
         try:
-            self._on_news()
+            if news:
+                self._on_news(news)
+            self._on_end(self.failure)
         except RuntimeError:
             return  # the loop is closed, and its tasks with it
 
@@ -210,9 +236,7 @@ class EngineThread:
                 if self._stops_when_idle:
                     return
                 self._wait()
-        with self._lock:
-            tickets = list(self._active)
-        for ticket in tickets:
+        for ticket in list(self._active):
             self._abort(ticket)
         self._report()
 
@@ -228,17 +252,17 @@ class EngineThread:
         try:
             ticket.requests = self._start(ticket.prepared)
         except RefusedError as error:
-            with self._lock:
-                ticket.refusal, ticket.is_over = str(error), True
-                self._changed[ticket] = None
-                del self._active[ticket]
+            ticket.refusal = str(error)
+            self._refused += self._tell_ends(ticket, "error", ticket.refusal)
+            del self._active[ticket]
             return
         ticket.num_going = len(ticket.requests)
-        ticket.num_reported = [0] * len(ticket.requests)
-        self._samples |= {request.sequence.id: (ticket, i) for i, request in enumerate(ticket.requests)}
+        for index, request in enumerate(ticket.requests):
+            wants_logprobs = ticket.prepared.params.logprobs is not None
+            self._samples[request.sequence.id] = _Sample(ticket, index, request, wants_logprobs=wants_logprobs)
 
-    def _abort(self, ticket: Ticket, samples: slice = ALL) -> None:
-        for request in ticket.requests[samples]:
+    def _abort(self, ticket: Ticket) -> None:
+        for request in ticket.requests:
             if request.finish_time is None and self._engine.abort(request.sequence.id) is not None:
                 self._ended.append(request)
 
@@ -246,42 +270,122 @@ class EngineThread:
         self._stops_when_idle = True
 
     def _report(self) -> None:
-        """Reports new tokens and ends to the tickets, and calls `on_news` unless a call is pending."""
-        scheduler = self._engine.scheduler
-        running = [scheduler.table.sequences[row] for row in scheduler.running.tolist()]
-        with self._lock:
-            for sequence in running:
-                if sequence is not None:
-                    self._report_one(*self._samples[sequence.id])
-            for request in self._ended:
-                self._report_one(*self._samples.pop(request.sequence.id))
-            self._ended.clear()
-            must_notify = bool(self._changed) and not self._is_notified
-            self._is_notified |= must_notify
-        if must_notify:
+        """Hands on the news since the last report: new tokens, ends, refusals."""
+        news, self._refused = self._refused, []
+        with self._engine.phases.detokenize:
+            self._report_running(news)
+            ended, self._ended = self._ended, []  # with those whose texts just failed
+            for request in ended:
+                sample, sequence = self._samples.pop(request.sequence.id), request.sequence
+                tokens = sequence.tokens[sequence.prompt_len + sample.num_told :].tolist()
+                news.append(self._tell(sample, tokens, is_over=True))
+        if news:
             try:
-                self._on_news()
+                self._on_news(news)
             except RuntimeError:
                 self._must_stop.set()
 
-    def _report_one(self, ticket: Ticket, sample: int) -> None:
-        """Adds the sample's new tokens to the ticket's news and, where it has ended, its end."""
-        table, request, news = self._engine.scheduler.table, ticket.requests[sample], ticket.news[sample]
-        sequence, have, is_over = request.sequence, ticket.num_reported[sample], request.finish_time is not None
-        first = sequence.prompt_len + have
-        if sequence.row >= 0:
-            tokens = table.tokens[sequence.row, first : table.known[sequence.row]].tolist()
+    def _report_running(self, news: list[News]) -> None:
+        """Adds the news of the samples that have a row of the scheduler's table; only they have new tokens."""
+        table = self._engine.scheduler.table
+        rows = self._engine.scheduler.running
+        for row in rows[table.epoch[rows] != self._epochs[rows]].tolist():
+            self._enter_row(row)
+        known = table.known[rows]
+        counts = known - self._told[rows]  # new tokens
+        if not counts.all():  # prompts are being computed
+            fresh = counts > 0
+            rows, known, counts = rows[fresh], known[fresh], counts[fresh]
+        self._told[rows] = known
+        if (counts == 1).all():
+            tokens: list[list[int]] = table.tokens[rows, known - 1][:, None].tolist()
         else:
-            tokens = sequence.tokens[first:].tolist()
-        if not tokens and not is_over:
-            return
-        self._changed[ticket] = None
-        news.token_ids += tokens
-        news.logprobs += request.logprobs[have : have + len(tokens)]
-        ticket.num_reported[sample] = have + len(tokens)
-        if is_over:
-            news.finish_reason = sequence.finish_reason or "abort"
-            ticket.num_going -= 1
-            if ticket.num_going == 0:
-                ticket.is_over = True
-                del self._active[ticket]
+            ends = zip(rows.tolist(), (known - counts).tolist(), known.tolist(), strict=True)
+            tokens = [table.tokens[row, begin:end].tolist() for row, begin, end in ends]
+        by_row = self._by_row
+        for row, new in zip(rows.tolist(), tokens, strict=True):
+            sample = by_row[row]
+            if sample is not None:
+                news.append(self._tell(sample, new))
+
+    def _enter_row(self, row: int) -> None:
+        """Notes who has come into a row."""
+        table = self._engine.scheduler.table
+        sequence = table.sequences[row]
+        if sequence is not None:
+            sample = self._by_row[row] = self._samples[sequence.id]
+            self._epochs[row] = table.epoch[row]
+            self._told[row] = sequence.prompt_len + sample.num_told
+
+    def _tell(self, sample: _Sample, token_ids: list[int], *, is_over: bool = False) -> News:
+        """Makes the news of a sample's new tokens and, where it is over, of its end."""
+        ticket, request = sample.ticket, sample.request
+        have = sample.num_told
+        sample.num_told = have + len(token_ids)
+        text, prompt_logprobs = "", None
+        logprobs: list[dict[int, Logprob]] | None = [] if sample.wants_logprobs else None
+        if not sample.has_no_text:
+            try:
+                text = self._new_text(sample, token_ids, is_over)
+                if sample.wants_logprobs:
+                    logprobs = self._new_logprobs(sample, have)
+                if not have:
+                    prompt_logprobs = self._new_prompt_logprobs(ticket)
+            except RequestFault as fault:
+                sample.has_no_text = True
+                self._fail(request, str(fault))
+        reason = (request.sequence.finish_reason or "abort") if is_over else None
+        completion = CompletionOutput(
+            sample.index, token_ids, text, reason, logprobs, sample.logprob_sum if sample.wants_logprobs else None
+        )
+        if have and not is_over:
+            return News(ticket, completion, ticket.metrics)
+        ticket.metrics = joint_metrics(ticket.requests)
+        ticket.num_going -= is_over
+        news = News(ticket, completion, ticket.metrics, prompt_logprobs=prompt_logprobs)
+        if not ticket.num_going:
+            del self._active[ticket]
+            news.is_last, news.error = True, joint_error(ticket.requests)
+        return news
+
+    def _new_text(self, sample: _Sample, token_ids: list[int], is_over: bool) -> str:
+        """The text that a sample's new tokens make final; RequestFault where the tokenizer makes none."""
+        request = sample.request
+        detokenizer = request.detokenizer
+        if detokenizer is None:
+            return ""
+        if not request.stops_at_text:
+            return extend_text(detokenizer, token_ids, is_over=is_over)
+        text = detokenizer.text  # the engine has made it
+        begin, sample.num_shown = sample.num_shown, len(text) if is_over else detokenizer.stable_len
+        return text[begin : sample.num_shown]
+
+    def _new_logprobs(self, sample: _Sample, have: int) -> list[dict[int, Logprob]]:
+        """The log-probabilities of a sample's tokens from the one at place `have` on."""
+        places = sample.request.logprobs[have : sample.num_told]
+        sample.logprob_sum += sum(place.logprobs[0] for place in places)
+        return label_places(places, self._texts)
+
+    def _new_prompt_logprobs(self, ticket: Ticket) -> list[dict[int, Logprob] | None] | None:
+        """The prompt's log-probabilities where they have not been told; they are known before any token is."""
+        if ticket.prepared.params.prompt_logprobs is None or ticket.has_told_prompt:
+            return None
+        found = label_prompt(ticket.requests[0], self._texts)
+        ticket.has_told_prompt = found is not None
+        return found
+
+    def _fail(self, request: Request, why: str) -> None:
+        """Ends a request whose tokens have no text."""
+        if request.finish_time is None and self._engine.abort(request.sequence.id) is not None:
+            self._ended.append(request)
+        request.fail(why)
+
+    def _tell_ends(self, ticket: Ticket, reason: str, error: str | None) -> list[News]:
+        """The news that end all samples of a request at once, of which the engine has none."""
+        told = [sample.index for sample in self._samples.values() if sample.ticket is ticket]
+        indices = told if ticket.requests else range(ticket.prepared.params.n)
+        ticket.metrics = replace(ticket.metrics, finish_time=time.perf_counter())
+        logprobs: list[dict[int, Logprob]] | None = None if ticket.prepared.params.logprobs is None else []
+        news = [News(ticket, CompletionOutput(i, [], "", reason, logprobs), ticket.metrics) for i in indices]
+        news[-1].is_last, news[-1].error = True, error
+        return news

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -13,19 +14,20 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import tkernels
 import tmodel
 from tkernels.ranges import NVTX
-from tsched.execution.engine import Engine, Request
+from tsched.execution.engine import Engine
 from tsched.execution.engine_stats import EngineStats
+from tsched.execution.engine_thread import EngineThread, News, Ticket
 from tsched.execution.placement import check_random_weights, check_token_table, find_device, find_dtype, fit_options
-from tsched.execution.sampler import TokenLogprobs
+from tsched.execution.request import Request, extend_text, label_places, label_prompt
 from tsched.options import OPTIONS, EngineOptions, read_options
 from tsched.requests.callbacks import attribute_to
 from tsched.requests.chat_template import ChatEncoder, ChatTemplateError, read_chat_template
-from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tsched.requests.prompts import (
     Conversation,
     PreparedRequest,
+    Prompt,
     Salt,
     check_priority,
     check_salt,
@@ -34,6 +36,7 @@ from tsched.requests.prompts import (
     parse_prompt,
 )
 from tsched.requests.sampling_params import SamplingParams
+from tsched.requests.token_texts import TokenTexts
 from tsched.requests.tokenizer import TOKENIZER_FILES, load_tokenizer
 from tsched.resolved_options import ResolvedOptions
 from tsched.scheduling.scheduler import Scheduler
@@ -116,8 +119,7 @@ class ServedModel:
         self.max_model_len = fitted.max_model_len
         scheduler = Scheduler(fitted, self.config.eos_token_ids)
         # tkernels decides at import how Triton runs, so transformers, which imports Triton too, comes after it.
-        self.tokenizer = load_tokenizer(directory)
-        self._detokenize = self.kernels.ranges.named("detokenize", "phase", launches=False)
+        self._texts = TokenTexts(load_tokenizer(directory))
         self._engine = self._make_engine(scheduler, options)
         self._ids = count()  # of sequences
         self._request_ids = count()
@@ -166,6 +168,15 @@ class ServedModel:
             cuda_graphs=options.cuda_graphs,
             ranges=self.kernels.ranges,
         )
+
+    @property
+    def tokenizer(self) -> Any:
+        """The directory's, a transformers one; None where it has none."""
+        return self._texts.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._texts.use(tokenizer)
 
     @property
     def arm(self) -> dict[str, str]:
@@ -249,19 +260,52 @@ class ServedModel:
         if prepared.refusal is not None:
             raise RefusedError(prepared.refusal)
         params = prepared.params
-        needs_text = bool(params.stop_strings) and self.tokenizer is not None
         return self._engine.add_group(
             [next(self._ids) for _ in range(params.n)],
             prepared.token_ids,
             [params.derive_sample_params(index) for index in range(params.n)],
-            detokenizers=[
-                IncrementalDetokenizer(self._decode, params.stop_strings) if needs_text else None
-                for _ in range(params.n)
-            ],
+            detokenizers=[self._texts.make_detokenizer(params.stop_strings) for _ in range(params.n)],
             arrival_time=prepared.arrival_time,
             priority=prepared.priority,
             cache_salt=prepared.cache_salt,
         )
+
+    def start_thread(
+        self, on_news: Callable[[list[News]], object], on_end: Callable[[BaseException | None], object]
+    ) -> EngineThread:
+        """Begins to serve on a thread of its own, for a caller who takes the news of all requests together.
+
+            thread = model.start_thread(on_news, on_end)
+            ticket = model.make_ticket("a", [5, 6, 7], SamplingParams(max_tokens=8))
+            thread.submit(ticket)
+
+        Args:
+            on_news: Called on the thread after each step with what it brought, see EngineThread.
+            on_end: Called on the thread once, at its end, with the engine's exception or None.
+
+        Returns:
+            The thread, which alone uses the engine from now on.
+        """
+        name = f"engine of {self.directory.name}"
+        return EngineThread(self._engine, self._start, self._texts, on_news=on_news, on_end=on_end, name=name)
+
+    def make_ticket(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: Salt = None,
+    ) -> Ticket:
+        """Checks a request for `EngineThread.submit`. A fault of the prompt refuses it there.
+
+        Raises:
+            TypeError: The priority or the salt has another type.
+            ValueError: The priority is too large.
+        """
+        arrival = time.perf_counter()
+        return Ticket(self._prepare(request_id, prompt, params, arrival, priority=priority, cache_salt=cache_salt))
 
     def _read_prompt(self, entry: Any) -> tuple[str | None, list[int]]:
         """The prompt's text, None where it is token ids, and its token ids."""
@@ -298,13 +342,8 @@ class ServedModel:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids; RequestFault where the tokenizer makes none of them."""
-        if self.tokenizer is None:
-            return ""
-        with self._detokenize, attribute_to("the tokenizer's decode"):
-            text = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            if not isinstance(text, str):
-                raise RequestFault(f"the tokenizer's decode gave a {type(text).__name__}, not a text")
-        return text
+        with self._engine.phases.detokenize:
+            return self._texts.decode(token_ids)
 
     def _make_refused_output(self, prepared: PreparedRequest, reason: str, now: float) -> RequestOutput:
         """Makes the output of a request that was refused for `reason`; `now` is on time.perf_counter's clock."""
@@ -320,10 +359,11 @@ class ServedModel:
         text = ""
         logprobs: list[dict[int, Logprob]] = []
         try:
-            text = self._decode(token_ids) if request.detokenizer is None else request.detokenizer.text
-            logprobs = [self._label_logprobs(place) for place in request.logprobs] if wants_logprobs else []
+            with self._engine.phases.detokenize:
+                text = self._make_text(request, token_ids)
+                logprobs = label_places(request.logprobs, self._texts)
         except RequestFault as fault:
-            request.error, sequence.finish_reason = request.error or str(fault), "error"
+            request.fail(str(fault))
         return CompletionOutput(
             index=index,
             token_ids=token_ids,
@@ -333,47 +373,19 @@ class ServedModel:
             cumulative_logprob=sum(place.logprobs[0] for place in request.logprobs) if wants_logprobs else None,
         )
 
-    def _make_prompt_logprobs(self, requests: Sequence[Request]) -> list[dict[int, Logprob] | None] | None:
-        """Makes the log-probabilities of the prompt of `requests`, which are its samples, once they are known.
+    def _make_text(self, request: Request, token_ids: list[int]) -> str:
+        """The whole text of a finished request; RequestFault where the tokenizer makes none."""
+        detokenizer = request.detokenizer
+        if detokenizer is None:
+            return ""
+        return detokenizer.text if request.stops_at_text else extend_text(detokenizer, token_ids, is_over=True)
 
-        The first request's `error` is set where the prompt's tokens have no text.
+    def _make_prompt_logprobs(self, first: Request) -> list[dict[int, Logprob] | None] | None:
+        """Makes the log-probabilities of a prompt, of whose requests `first` is one; its `error` is set where it
+        fails.
         """
-        first = requests[0]
-        if first.prompt_scores is None or not first.prompt_scores.is_complete:
-            return None
         try:
-            return [None, *(self._label_logprobs(place) for place in first.prompt_scores.found)]
+            return label_prompt(first, self._texts)
         except RequestFault as fault:
-            first.error = first.error or str(fault)
-            if first.finish_time is not None:
-                first.sequence.finish_reason = "error"
+            first.fail(str(fault))
             return None
-
-    def _label_logprobs(self, place: TokenLogprobs) -> dict[int, Logprob]:
-        """Token id -> log-probability at one place of the output, the chosen token first."""
-        by_token: dict[int, Logprob] = {}
-        for token_id, logprob, rank in zip(place.token_ids, place.logprobs, place.ranks, strict=True):
-            if token_id not in by_token:
-                decoded = self._decode([token_id]) if self.tokenizer is not None else None
-                by_token[token_id] = Logprob(logprob, rank, decoded)
-        return by_token
-
-
-def joint_metrics(requests: Sequence[Request]) -> RequestMetrics:
-    """The metrics of the samples [n >= 1] of one request: from their first token to the last one's end."""
-    begun = [request.first_token_time for request in requests if request.first_token_time is not None]
-    ended = [request.finish_time for request in requests if request.finish_time is not None]
-    return RequestMetrics(
-        requests[0].arrival_time,
-        min(begun) if begun else None,
-        max(ended) if len(ended) == len(requests) else None,
-        sum(request.sequence.num_preemptions for request in requests),
-    )
-
-
-def joint_error(requests: Sequence[Request]) -> str | None:
-    """Why samples of one request failed, with their indices where it has several; None where none failed."""
-    errors = [(index, request.error) for index, request in enumerate(requests) if request.error is not None]
-    if len(requests) == 1:
-        return errors[0][1] if errors else None
-    return "; ".join(f"completion {index}: {error}" for index, error in errors) or None

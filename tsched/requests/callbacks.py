@@ -52,10 +52,17 @@ def attribute_to(where: str) -> Iterator[None]:
     except RequestFault:
         raise
     except BaseException as error:
-        # Signals reach the main thread alone: elsewhere it is the callback that raised this.
-        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        if is_users_interrupt(error):
             raise
         raise RequestFault(f"{where} raised {_describe_error(error)}") from error
+
+
+def is_users_interrupt(error: BaseException) -> bool:
+    """Whether `error` is a KeyboardInterrupt of the user's.
+
+    Signals reach the main thread alone: elsewhere it is foreign code that raised one.
+    """
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def describe_callback(callback: object) -> str:

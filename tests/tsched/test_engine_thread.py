@@ -1,0 +1,136 @@
+"""The news of a step come in one list, of every request, without a task for each."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import decoders
+
+from tests.tsched.test_llm import GREEDY, PROMPTS, completion, make_llm
+from tsched import LLM, SamplingParams
+from tsched.execution.engine_thread import EngineThread, News
+
+
+class Listener:
+    """Takes the news of a thread, and its end."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[News]] = []
+        self.ends: list[BaseException | None] = []
+        self.ended = threading.Event()
+
+    def on_end(self, failure: BaseException | None) -> None:
+        self.ends.append(failure)
+        self.ended.set()
+
+    def start(self, llm: LLM) -> EngineThread:
+        return llm.start_thread(self.steps.append, self.on_end)
+
+    def of(self, name: str) -> list[News]:
+        return [one for step in self.steps for one in step if one.ticket.prepared.request_id == name]
+
+
+@pytest.fixture
+def llm(checkpoint: Path) -> LLM:
+    return make_llm(checkpoint)
+
+
+def test_one_list_a_step_holds_what_generate_gives(llm: LLM) -> None:
+    params = [
+        GREEDY,
+        SamplingParams(n=2, seed=1, temperature=1.5, max_tokens=9, logprobs=2, prompt_logprobs=1),
+        SamplingParams(temperature=0, max_tokens=12, stop=["zz"], ignore_eos=True),
+        SamplingParams(stop_token_ids=[300]),
+    ]
+    expected = llm.generate(PROMPTS[3:7], params)
+    listener = Listener()
+    thread = listener.start(llm)
+    for number, (prompt, one) in enumerate(zip(PROMPTS[3:7], params, strict=True)):
+        thread.submit(llm.make_ticket(str(number), prompt, one))
+    thread.drain()
+    thread.join()
+    for number, whole in enumerate(expected):
+        news = listener.of(str(number))
+        assert [one.is_last for one in news] == [False] * (len(news) - 1) + [True]
+        assert news[-1].error == whole.error
+        told = [one.prompt_logprobs for one in news if one.prompt_logprobs is not None]
+        assert len(told) == (whole.prompt_logprobs is not None)
+        assert not told or list(map(list, told[0][1:])) == list(map(list, whole.prompt_logprobs[1:]))
+        for completed in whole.outputs:
+            parts = [one.completion for one in news if one.completion.index == completed.index]
+            assert [token for part in parts for token in part.token_ids] == completed.token_ids
+            assert "".join(part.text for part in parts) == completed.text
+            assert parts[-1].finish_reason == completed.finish_reason
+            if completed.logprobs is not None:
+                assert [list(place) for part in parts for place in part.logprobs] == list(map(list, completed.logprobs))
+                assert parts[-1].cumulative_logprob == pytest.approx(completed.cumulative_logprob, abs=1e-9)
+    for step in listener.steps:
+        assert set(Counter((one.ticket, one.completion.index) for one in step).values()) == {1}
+    assert max(map(len, listener.steps)) >= 4, "several requests in one list"
+    assert listener.ends == [None]
+
+
+def test_every_request_is_told_of_the_threads_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = Listener()
+    step, steps = llm._engine.step, iter(range(3))
+
+    def failing() -> list[Any]:
+        if next(steps, None) is None:
+            raise MemoryError("the device is full")
+        return step()
+
+    monkeypatch.setattr(llm._engine, "step", failing)
+    thread = listener.start(llm)
+    tickets = [llm.make_ticket(str(i), PROMPTS[3 + i], SamplingParams(n=1 + i, max_tokens=30)) for i in range(3)]
+    for ticket in tickets:
+        thread.submit(ticket)
+    assert listener.ended.wait(30)
+    assert [type(end) for end in listener.ends] == [MemoryError]
+    for number, ticket in enumerate(tickets):
+        news = listener.of(str(number))
+        assert [one.is_last for one in news].count(True) == news[-1].is_last == 1
+        assert news[-1].error == "the engine failed: MemoryError: the device is full"
+        assert ticket.failure is listener.ends[0]
+        ends = [one.completion.index for one in news if one.completion.finish_reason is not None]
+        assert sorted(ends) == list(range(1 + number))
+    with pytest.raises(RuntimeError, match="has ended"):
+        thread.submit(tickets[0])
+
+
+class Breaks:
+    """A decoder of the tokenizers library that fails at one token's text, whatever is around it."""
+
+    def __init__(self, bad: str) -> None:
+        self.bad = bad
+
+    def decode_chain(self, tokens: list[str]) -> list[str]:
+        if self.bad in tokens:
+            raise ValueError("unknown piece")
+        return tokens
+
+
+def test_a_fault_in_the_librarys_own_stream_ends_one_request(llm: LLM) -> None:
+    free = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    expected = llm.generate(PROMPTS[3:6], free)
+    tokens = [output.outputs[0].token_ids for output in expected]
+    bad = next(token for token in tokens[1][3:] if token not in tokens[0] + tokens[2])
+    backend = llm.tokenizer.backend_tokenizer
+    backend.decoder = decoders.Decoder.custom(Breaks(backend.id_to_token(bad)))
+    listener = Listener()
+    thread = listener.start(llm)
+    for number in range(3):
+        thread.submit(llm.make_ticket(str(number), PROMPTS[3 + number], free))
+    thread.drain()
+    thread.join()
+    assert listener.ends == [None]
+    for number in (0, 2):
+        got = [token for one in listener.of(str(number)) for token in one.completion.token_ids]
+        assert (got, listener.of(str(number))[-1].completion.finish_reason) == completion(expected[number])
+    failed = listener.of("1")[-1]
+    assert failed.completion.finish_reason == "error"
+    assert "unknown piece" in str(failed.error)
+    assert llm.stats().num_used_blocks == 0

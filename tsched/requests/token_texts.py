@@ -1,0 +1,96 @@
+"""The texts of token ids: of a whole output, of an output as it grows, and of each token in log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from tsched.requests.callbacks import attribute_to
+from tsched.requests.detokenizer import IncrementalDetokenizer, Step
+from tsched.requests.errors import RequestFault
+from tsched.requests.outputs import Logprob
+
+
+class TokenTexts:
+    """Makes texts with one tokenizer. Where the tokenizer fails, a RequestFault says how.
+
+    Args:
+        tokenizer: A transformers one; None where there is none, and no texts.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.use(tokenizer)
+
+    def use(self, tokenizer: Any) -> None:
+        """Makes texts with another tokenizer from now on."""
+        self.tokenizer = tokenizer
+        self._backend = _find_backend(tokenizer)
+        self._special_ids: frozenset[int] = frozenset()
+        if self._backend is not None:
+            added = self._backend.get_added_tokens_decoder()
+            self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._labels: dict[int, str | None] = {}
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of token ids; "" where there is no tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        with attribute_to("the tokenizer's decode"):
+            text = self.tokenizer.decode(
+                token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+            if not isinstance(text, str):
+                raise RequestFault(f"the tokenizer's decode gave a {type(text).__name__}, not a text")
+        return text
+
+    def make_detokenizer(self, stop_strings: Sequence[str] = ()) -> IncrementalDetokenizer | None:
+        """Makes the detokenizer of one output; None where there is no tokenizer."""
+        if self.tokenizer is None:
+            return None
+        if self._backend is None:
+            return IncrementalDetokenizer(self.decode, stop_strings)
+        return IncrementalDetokenizer(
+            self.decode, stop_strings, open_stream=self._open_stream, textless=self._special_ids
+        )
+
+    def label_logprobs(self, token_ids: list[int], logprobs: list[float], ranks: list[int]) -> dict[int, Logprob]:
+        """Labels the log-probabilities at one place of an output with their tokens' texts.
+
+        Args:
+            token_ids: [1 + n], the chosen token's and those of the most likely ones.
+            logprobs: [1 + n], theirs.
+            ranks: [1 + n], theirs.
+
+        Returns:
+            Token id -> log-probability, the chosen token first.
+        """
+        labels = [self._labels[i] if i in self._labels else self._make_label(i) for i in token_ids]
+        entries = [Logprob(*entry) for entry in zip(logprobs, ranks, labels, strict=True)]
+        found = dict(zip(token_ids, entries, strict=True))
+        found[token_ids[0]] = entries[0]  # it may be one of the most likely too, there with its rank among equals
+        return found
+
+    def _make_label(self, token_id: int) -> str | None:
+        """Makes the text of one token alone, a special one's too, and keeps it."""
+        label = None if self.tokenizer is None else self.decode([token_id], skip_special_tokens=False)
+        self._labels[token_id] = label
+        return label
+
+    def _open_stream(self, token_ids: list[int]) -> Step:
+        from tokenizers.decoders import DecodeStream  # late: a directory without a tokenizer does not need it
+
+        return partial(DecodeStream(token_ids, True).step, self._backend)
+
+
+def _find_backend(tokenizer: Any) -> Any:
+    """The tokenizers library's object that makes the tokenizer's texts; None where it has none, or they differ."""
+    if tokenizer is None:
+        return None
+    from transformers import PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    if not issubclass(kind, PreTrainedTokenizerFast):
+        return None
+    is_plain = kind.decode is PreTrainedTokenizerFast.decode and kind._decode is PreTrainedTokenizerFast._decode
+    return tokenizer.backend_tokenizer if is_plain else None
