@@ -1,14 +1,17 @@
-"""A loaded engine's own records as the front end knows them. Only who has loaded an engine imports this."""
+"""A loaded engine's own records as the front end knows them. Loads no torch itself."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from tsched.execution.phase_times import PhaseTimes
-from tsched.execution.served_model import ServedModel
-from tsched.requests.outputs import CompletionOutput, Logprob
 from tsched.serving.engine_client import ModelFacts, SampleDelta, StatsSnapshot, TokenScores
+
+if TYPE_CHECKING:  # they load torch, and who has an engine has loaded it
+    from tsched.execution.phase_times import PhaseTimes
+    from tsched.execution.served_model import ServedModel
+    from tsched.requests.outputs import CompletionOutput, Logprob
 
 
 def describe_model(served: ServedModel, name: str) -> ModelFacts:

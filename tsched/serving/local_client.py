@@ -20,6 +20,13 @@ from tsched.serving.engine_client import (
     StatsSnapshot,
     read_sampling,
 )
+from tsched.serving.engine_records import (
+    describe_failure,
+    describe_model,
+    make_prompt_scores,
+    make_sample,
+    read_stats,
+)
 
 if TYPE_CHECKING:  # both load torch, and the server answers before that is there
     from tsched.async_llm import AsyncLLM, RequestStream
@@ -63,8 +70,6 @@ class LocalClient:
     async def start(self) -> None:
         """Loads the model on a thread of its own: the event loop goes on."""
         llm = await asyncio.to_thread(self._load)
-        from tsched.serving.engine_records import describe_model
-
         await llm.__aenter__()
         self._facts = describe_model(llm, self._name)
         self._llm = llm
@@ -87,8 +92,6 @@ class LocalClient:
     def stats(self) -> StatsSnapshot:
         if self._llm is None:
             raise EngineUnavailableError("the model is being loaded", retry_after=2.0)
-        from tsched.serving.engine_records import read_stats
-
         return read_stats(self._llm, self._times)
 
     def listen(self, on_stats: Callable[[StatsSnapshot], None]) -> None:
@@ -106,7 +109,6 @@ class LocalClient:
     async def swap_kernels(self, choices: Mapping[str, Any]) -> KernelSwap:
         from tkernels import SelectionError
         from tsched.async_llm import EngineError
-        from tsched.serving.engine_records import describe_failure
 
         llm = self._running()
         try:
@@ -157,7 +159,6 @@ class LocalStream:
 
     async def __anext__(self) -> Delta:
         from tsched.async_llm import EngineError
-        from tsched.serving.engine_records import describe_failure, make_prompt_scores, make_sample
 
         try:
             output = await self._stream.__anext__()
