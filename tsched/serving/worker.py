@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NoReturn
 
@@ -27,6 +28,10 @@ from tsched.serving.engine_records import (
     read_stats,
 )
 from tsched.serving.link import LinkError, Message, encode_message, read_message
+
+PlainTokens = tuple[str, int, list[int], str]
+"""(request, sample, new tokens, their text): of a step nearly all news are such, and as records they cost five times
+as much."""
 
 Refusal = tuple[str, str, str | None]
 """(request, why, the field that is wrong)."""
@@ -124,7 +129,7 @@ class Worker:
             )
         except (RequestRefusedError, ValueError) as error:
             refusal = (request.request_id, str(error), getattr(error, "param", None))
-            self._send_news(engine, [], [refusal])
+            self._send_news(engine, refusals=[refusal])
             return
         self._tickets[request.request_id] = ticket
         with contextlib.suppress(RuntimeError):  # the thread has ended, which is told anyway
@@ -135,23 +140,33 @@ class Worker:
         engine = self._engine
         if engine is None or engine.thread.failure is not None:  # the end is told of all requests at once
             return
+        tokens: list[PlainTokens] = []
         deltas: list[tuple[str, Delta]] = []
         refusals: list[Refusal] = []
         for one in news:
-            ticket = one.ticket
+            ticket, new = one.ticket, one.completion
             request_id = str(ticket.prepared.request_id)
+            if new.finish_reason is None and new.logprobs is None and one.prompt_logprobs is None:
+                tokens.append((request_id, new.index, new.token_ids, new.text))
+                continue
             if one.is_last:
                 self._tickets.pop(request_id, None)
             if ticket.refusal is None:
                 deltas.append((request_id, _make_delta(one)))
             elif one.is_last:
                 refusals.append((request_id, ticket.refusal, "prompt"))
-        self._send_news(engine, deltas, refusals)
+        self._send_news(engine, tokens, deltas, refusals)
 
-    def _send_news(self, engine: _Engine, deltas: list[tuple[str, Delta]], refusals: list[Refusal]) -> None:
+    def _send_news(
+        self,
+        engine: _Engine,
+        tokens: Sequence[PlainTokens] = (),
+        deltas: Sequence[tuple[str, Delta]] = (),
+        refusals: Sequence[Refusal] = (),
+    ) -> None:
         now = read_stats(engine.served, engine.times)
         stats = {name: getattr(now, name) for name in _STATS}  # asdict copies what is in it
-        self._send({"kind": "news", "deltas": deltas, "refusals": refusals, "stats": stats})
+        self._send({"kind": "news", "tokens": tokens, "deltas": deltas, "refusals": refusals, "stats": stats})
 
     def _end(self, failure: BaseException | None) -> None:
         """The engine has ended, which it does of itself only by failing."""
@@ -174,7 +189,7 @@ class Worker:
         """Sends the engine's counts now and then: they show whether it moves where nobody gets a token."""
         while self._engine is not None:
             await asyncio.sleep(_BEAT_S)
-            self._send_news(self._engine, [], [])
+            self._send_news(self._engine)
 
     def _send(self, message: Message) -> None:
         if not self._writer.is_closing():
