@@ -1,10 +1,9 @@
-"""A server under load for minutes, with clients that leave, requests that are refused and a worker that is killed.
+"""A server under mixed load for minutes: cancels, refusals and a killed worker, then a look at what is left.
 
-python -m tests.tsched.serving.soak FOLDER [--minutes 30] [--at-once 100] [--model tiny]
+    python -m tests.tsched.serving.soak --minutes 3
 
-Of the requests 5% are bad and a fifth of the others' clients leave amid their streams. Halfway the worker is killed.
-Then nothing may be left: no request runs, no page is held, descriptors and memory are as before, and all requests that
-were received were refused or ended for a reason. FOLDER keeps the server's log.
+Of the requests a fifth leave early, at a random moment, and a twentieth are refused. In the middle the worker is
+killed.
 """
 
 from __future__ import annotations
@@ -16,191 +15,205 @@ import os
 import random
 import re
 import signal
-import statistics
+import subprocess
 import sys
+import tempfile
 import time
-import urllib.request
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import httpx2
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 
-from tests.tsched.serving.same_answers import draw_prompts
-from tests.tsched.serving.tk_serve import Served, serving
-
-BAD = (
-    {"model": "another"},
-    {"model": "served", "prompt": "x", "surprise": 1},
-    {"model": "served", "prompt": "x", "temperature": -1},
-    {"model": "served", "prompt": ""},
-)
-MOST_GROWTH = 1.0
-"""MB a minute, of the front end, by the median slope between samples after the first fifth of the time."""
-
-_SAMPLE_EVERY = 2.0
+TK = [sys.executable, "-c", "from experiments.cli import main; main()", "serve"]
+CLIENTS = 16
 
 
 @dataclass
-class Seen:
-    """What the clients met. memory: (minutes, MB of the front end) while it ran."""
+class Soak:
+    """What clients saw, and the server's size over time.
 
-    ended: Counter[str] = field(default_factory=Counter)
-    memory: list[tuple[float, float]] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
-    killed_at: float | None = None
-    served_again_after: float | None = None
+    Attributes:
+        answers: Outcome -> how many requests had it.
+        faults: What no client should see.
+        front: (seconds, bytes of memory) of the front end.
+        worker: The same of the worker, since its last start.
+    """
 
-
-def resident_mb(pid: int) -> float:
-    """Memory that a process holds."""
-    (kilobytes,) = re.findall(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
-    return int(kilobytes) / 1024
-
-
-def count_descriptors(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
+    port: int
+    answers: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    front: list[tuple[float, int]] = field(default_factory=list)
+    worker: list[tuple[float, int]] = field(default_factory=list)
 
 
-def find_worker(pid: int) -> int:
-    """The process of the front end `pid` that has loaded torch."""
-    children = [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    for task in Path(f"/proc/{pid}/task").iterdir():  # a thread may have started it
-        children += [int(one) for one in (task / "children").read_text().split()]
-    return max(set(children), key=resident_mb)
+async def ask(port: int, method: str, path: str, body: Any = None, leave_after: float | None = None) -> bytes:
+    """A request on a connection of its own: all bytes of the answer, or none where the client left."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    data = b"" if body is None else json.dumps(body).encode()
+    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    try:
+        writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        return await asyncio.wait_for(reader.read(), leave_after)
+    except TimeoutError:
+        return b""
+    finally:
+        writer.close()
 
 
-async def ask(client: httpx2.AsyncClient, drawn: random.Random, prompts: list[str], seen: Seen) -> None:
-    """One request of whatever kind is drawn."""
-    if drawn.random() < 0.05:
-        answer = await client.post("/v1/completions", json=drawn.choice(BAD))
-        seen.ended[f"refused with {answer.status_code}"] += 1
+async def client(soak: Soak, draw: random.Random, until: float) -> None:
+    """One request after another."""
+    while time.monotonic() < until:
+        kind = draw.random()
+        body = {
+            "model": "soak", "prompt": [draw.randrange(1, 300) for _ in range(draw.randrange(1, 40))],
+            "max_tokens": draw.randrange(1, 60), "stream": draw.random() < 0.6, "ignore_eos": True,
+            "seed": draw.randrange(1000), "n": draw.choice([1, 1, 2]),
+        }  # fmt: skip
+        if kind < 0.05:
+            body |= draw.choice([{"prompt": [300]}, {"top_p": 7}, {"model": "none"}, {"max_tokens": 500}])
+        leave_after = draw.random() * 0.3 if kind > 0.8 else None
+        try:
+            answer = await ask(soak.port, "POST", "/v1/completions", body, leave_after)
+        except OSError as error:
+            soak.faults.append(f"no connection: {error}")
+            continue
+        judge(soak, body, answer, must_be_refused=kind < 0.05, has_left=leave_after is not None)
+        if b"HTTP/1.1 503" in answer:
+            await asyncio.sleep(0.2)
+
+
+def judge(soak: Soak, body: dict[str, Any], answer: bytes, *, must_be_refused: bool, has_left: bool) -> None:
+    if has_left and not answer:
+        soak.answers["left"] += 1
         return
-    leaves = drawn.random() < 0.2
-    body = {
-        "model": "served", "prompt": drawn.choice(prompts), "max_tokens": drawn.randint(2, 48), "stream": True,
-        "temperature": drawn.choice([0.0, 1.0]), "seed": drawn.randint(0, 99), "n": drawn.choice([1, 1, 2]),
-    }  # fmt: skip
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        if answer.status_code != 200:
-            await answer.aread()
-            seen.ended[f"answered {answer.status_code}"] += 1
-            return
-        left, last, end = drawn.randint(1, 8), None, "cut off"
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: "):
-                continue
-            if line == "data: [DONE]":
-                end = "whole"
-            elif "error" in json.loads(line.removeprefix("data: ")):
-                end = "ended with an error event"
-            now = time.perf_counter()
-            if last is not None:
-                seen.gaps.append(now - last)
-            last, left = now, left - 1
-            if leaves and left == 0 and end == "cut off":
-                seen.ended["left"] += 1
-                return
-        seen.ended[end] += 1
-        if seen.killed_at is not None and seen.served_again_after is None and end == "whole":
-            seen.served_again_after = time.perf_counter() - seen.killed_at
+    status = int(answer[9:12])
+    is_whole = b"[DONE]" in answer if body["stream"] else b'"usage"' in answer
+    if must_be_refused:
+        outcome = "refused" if status in (400, 404) or status == 503 else "fault"
+    elif status == 200 and b'"error"' in answer:
+        outcome = "error frame" if b"[DONE]" not in answer else "fault"
+    elif status == 200:
+        outcome = "whole" if is_whole else "fault"
+    else:
+        outcome = str(status) if status in (429, 500, 503) else "fault"
+    soak.answers[outcome] += 1
+    if outcome == "fault":
+        soak.faults.append(repr(answer[:300]))
 
 
-async def load(served: Served, minutes: float, at_once: int, seen: Seen) -> None:
-    """`at_once` clients, each with one request after the other, until the time is over."""
-    prompts, start = draw_prompts(200), time.perf_counter()
-    deadline = start + 60 * minutes
-
-    async def live(number: int) -> None:
-        drawn = random.Random(number)
-        while time.perf_counter() < deadline:
-            try:
-                await ask(client, drawn, prompts, seen)
-            except httpx2.HTTPError as error:
-                seen.ended[type(error).__name__] += 1
-
-    async def watch() -> None:
-        while (now := time.perf_counter()) < deadline:
-            seen.memory.append(((now - start) / 60, resident_mb(served.pid)))
-            if seen.killed_at is None and now > start + 30 * minutes:
-                os.kill(find_worker(served.pid), signal.SIGKILL)
-                seen.killed_at = time.perf_counter()
-            await asyncio.sleep(_SAMPLE_EVERY)
-
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx2.AsyncClient(base_url=served.base, timeout=120.0, limits=limits) as client:
-        await asyncio.gather(watch(), *map(live, range(at_once)))
+def memory(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")
 
 
-def growth_per_minute(memory: list[tuple[float, float]]) -> float:
-    """MB a minute: the median of the slopes between any two samples (Theil and Sen), after the first fifth."""
-    later = [one for one in memory if one[0] > memory[-1][0] / 5][:: max(1, len(memory) // 200)]
-    slopes = [(b - a) / (y - x) for place, (x, a) in enumerate(later) for y, b in later[place + 1 :]]
-    return statistics.median(slopes)
+def worker_of(pid: int) -> int | None:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(children[0]) if children else None
 
 
-def read_gauges(served: Served) -> dict[str, float]:
-    with urllib.request.urlopen(f"{served.base}/metrics") as answer:
-        text = answer.read().decode()
-    found = re.findall(
-        r"^(vllm:num_requests_running|vllm:num_requests_waiting|vllm:kv_cache_usage_perc).* (\S+)$", text, re.M
-    )
-    return {name: float(value) for name, value in found}
+async def watch(soak: Soak, pid: int, until: float) -> None:
+    """Notes the sizes once a second."""
+    known: int | None = None
+    while time.monotonic() < until:
+        worker = worker_of(pid)
+        if worker != known:
+            known, soak.worker = worker, []
+        try:
+            soak.front.append((time.monotonic(), memory(pid)))
+            if worker is not None:
+                soak.worker.append((time.monotonic(), memory(worker)))
+        except OSError:  # it has just died
+            pass
+        await asyncio.sleep(1.0)
 
 
-def find_faults(served: Served, before: int, seen: Seen) -> list[str]:
-    """What is wrong once all clients have gone; prints the figures."""
-    deadline = time.monotonic() + 20
-    while any(read_gauges(served).values()) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    time.sleep(1.0)  # connections that are closed on one side
-    gauges, counted = read_gauges(served), served.count()
-    received = counted["tkernels_requests_received_total"]
-    refused = counted["tkernels_requests_refused_total"]
-    finished = counted["vllm:request_success_total"]
-    growth, after = growth_per_minute(seen.memory), count_descriptors(served.pid)
-    half, most = (1e3 * sorted(seen.gaps)[len(seen.gaps) * share // 100] for share in (50, 99))
-    print(f"clients saw: {dict(seen.ended)}")
-    print(f"the server received {received:,}, refused {refused:,}, ended {finished:,}; left over: {gauges}")
-    print(f"memory of the front end: {seen.memory[0][1]:.0f} to {seen.memory[-1][1]:.0f} MB, {growth:+.2f} MB a minute")
-    print(f"descriptors: {before} before, {after} after; worker restarts: {counted['tkernels_worker_restarts_total']}")
-    print(f"gaps between events: p50 {half:.1f} ms, p99 {most:.1f} ms")
-    print(f"after the kill the first whole answer came in {seen.served_again_after or float('nan'):.1f} s")
-    tests = {
-        "requests or pages are left over": any(gauges.values()),
-        "received is not refused + ended": received != refused + finished,
-        "descriptors are left over": after > before + 2,
-        f"memory grows by {growth:.2f} MB a minute": growth > MOST_GROWTH,
-        "the worker was not replaced once": counted["tkernels_worker_restarts_total"] != 1,
-        "streams were cut off without an error event": seen.ended["cut off"] > 0,
-        "nothing was served after the kill": seen.served_again_after is None,
-    }
-    return [fault for fault, holds in tests.items() if holds]
+def slope(sizes: list[tuple[float, int]]) -> float:
+    """MB a minute over the later two thirds: pools fill up at first."""
+    later = np.array(sizes[len(sizes) // 3 :])
+    return float(np.polyfit(later[:, 0] / 60, later[:, 1] / 1e6, 1)[0]) if len(later) > 3 else 0.0
 
 
-def soak(model: str, folder: Path, minutes: float, at_once: int) -> list[str]:
-    """What is wrong after so many minutes of load."""
-    folder.mkdir(parents=True, exist_ok=True)
-    seen = Seen()
-    with serving(model, folder) as served:
-        before = count_descriptors(served.pid)
-        asyncio.run(load(served, minutes, at_once, seen))
-        return find_faults(served, before, seen)
+async def drive(soak: Soak, pid: int, seconds: float) -> dict[str, float]:
+    """Loads the server for so long, kills its worker once, and returns the metrics when it is at rest again."""
+    while b'"ready"' not in await ask(soak.port, "GET", "/ready"):
+        await asyncio.sleep(0.1)
+    until = time.monotonic() + seconds
+    draw = random.Random(0)
+    clients = [asyncio.create_task(client(soak, random.Random(draw.random()), until)) for _ in range(CLIENTS)]
+    watching = asyncio.create_task(watch(soak, pid, until))
+    await asyncio.sleep(seconds / 2)
+    worker = worker_of(pid)
+    assert worker is not None
+    os.kill(worker, signal.SIGKILL)
+    await asyncio.gather(*clients, watching)
+    await asyncio.sleep(1.0)
+    text = (await ask(soak.port, "GET", "/metrics")).partition(b"\r\n\r\n")[2].decode()
+    found: dict[str, float] = {}
+    for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
+        found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
 
 
-def main() -> int:
-    """1 where something is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--at-once", type=int, default=100)
-    parser.add_argument("--model", default="tiny")
-    asked = parser.parse_args()
-    faults = soak(asked.model, asked.folder, asked.minutes, asked.at_once)
-    for fault in faults:
-        print(f"FAULT: {fault}")
-    return 1 if faults else 0
+def check(soak: Soak, found: dict[str, float]) -> list[str]:
+    """What is wrong after the load; nothing should be."""
+    received, refused = found["tkernels_requests_received_total"], found.get("tkernels_requests_refused_total", 0)
+    finished = found["vllm:request_success_total"]
+    wrong = [f"a client saw: {fault}" for fault in soak.faults]
+    if received != refused + finished:
+        wrong.append(f"received {received:.0f}, refused {refused:.0f}, finished {finished:.0f}")
+    sent = sum(soak.answers.values())
+    if not sent - soak.answers["left"] <= received <= sent:  # who leaves at once may not have been heard
+        wrong.append(f"{sent} requests were sent and {received:.0f} received")
+    wrong += [f"{name} is {found[name]}" for name in _AT_REST if found[name]]
+    if found["tkernels_worker_restarts_total"] != 1:
+        wrong.append(f"{found['tkernels_worker_restarts_total']:.0f} restarts")
+    return wrong
+
+
+_AT_REST = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+
+
+def run(model: Path, seconds: float) -> tuple[Soak, list[str], dict[str, float]]:
+    """(what was seen, what is wrong, the metrics)."""
+    command = [*TK, str(model), "--name", "soak", "--port", "0", "--max-num-seqs", "8", "--prefix-cache", "none"]
+    with tempfile.TemporaryFile() as log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log) as process:
+        assert process.stdout is not None
+        address = re.search(rb":(\d+)/v1", process.stdout.readline())
+        assert address is not None
+        soak = Soak(int(address[1]))
+        try:
+            found = asyncio.run(drive(soak, process.pid, seconds))
+            wrong = check(soak, found)
+            files = len(os.listdir(f"/proc/{process.pid}/fd"))
+            wrong += [f"the front end has {files} open files"] if files > 40 else []
+        finally:
+            process.send_signal(signal.SIGTERM)
+            status = process.wait(timeout=60)
+        wrong += [f"exit status {status}"] if status else []
+    return soak, wrong, found
+
+
+def main() -> None:
+    from tests.tsched.random_model import save_random_model
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=3.0)
+    minutes = parser.parse_args().minutes
+    with tempfile.TemporaryDirectory() as folder:
+        save_random_model(Path(folder))
+        soak, wrong, found = run(Path(folder), 60 * minutes)
+    print(f"{sum(soak.answers.values())} requests in {minutes:g} minutes: {dict(soak.answers.most_common())}")
+    names = {"received": "tkernels_requests_received_total", "refused": "tkernels_requests_refused_total",
+             "finished": "vllm:request_success_total"}  # fmt: skip
+    print(", ".join(f"{what} {found.get(name, 0):.0f}" for what, name in names.items()))
+    for who, sizes in (("front end", soak.front), ("worker, since its restart", soak.worker)):
+        print(f"memory of the {who}: {sizes[-1][1] / 1e6:.0f} MB, {slope(sizes):+.2f} MB a minute")
+    print("\n".join(wrong) or "nothing is wrong")
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,12 +1,14 @@
-"""Minutes of load: nothing is left over, and every request is accounted for."""
+"""The soak of half a minute: `python -m tests.tsched.serving.soak` is the longer one."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.tsched.serving.soak import soak
+from tests.tsched.serving.soak import run
 
 
 @pytest.mark.slow
-def test_three_minutes_with_cancels_refusals_and_a_kill_leave_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    assert soak(str(checkpoint), tmp_path, minutes=3, at_once=24) == []
+def test_mixed_load_and_a_killed_worker_leave_nothing_behind(checkpoint: Path) -> None:
+    soak, wrong, _ = run(checkpoint, 30)
+    assert not wrong
+    assert {"whole", "left", "refused"} <= soak.answers.keys()
