@@ -21,6 +21,7 @@ from tsched.serving.engine_client import (
     State,
     StatsSnapshot,
     TokenScores,
+    default_name,
     read_sampling,
 )
 
@@ -42,7 +43,7 @@ class LocalClient:
     def __init__(self, model: str | Path, name: str | None = None, **options: Any) -> None:
         read_options(options)
         self._model, self._options = model, options
-        self._name = name or Path(model).name or str(model)
+        self._name = name or default_name(model)
         self._llm: AsyncLLM | None = None
         self._facts: ModelFacts | None = None
         self._is_closing = False
