@@ -1,5 +1,6 @@
 """Bodies and streams: their text, reasons, log-probabilities and usage are those of `LLM.generate`."""
 
+import json
 import random
 from dataclasses import fields
 from pathlib import Path
