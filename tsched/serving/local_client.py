@@ -18,6 +18,7 @@ from tsched.serving.engine_client import (
     RequestRefusedError,
     State,
     StatsSnapshot,
+    default_name,
     read_sampling,
 )
 from tsched.serving.engine_records import (
@@ -45,7 +46,7 @@ class LocalClient:
     def __init__(self, model: str | Path, name: str | None = None, **options: Any) -> None:
         read_options(options)
         self._model, self._options = model, options
-        self._name = name or Path(model).name or str(model)
+        self._name = name or default_name(model)
         self._llm: AsyncLLM | None = None
         self._facts: ModelFacts | None = None
         self._is_closing = False
