@@ -288,6 +288,17 @@ class ServedModel:
         except RequestFault as fault:
             raise RefusedError(str(fault)) from fault
 
+    def warm_up(self) -> None:
+        """Serves a short request before any other: kernels are compiled and their tuned configs read now.
+
+        Its steps and tokens count in `stats`.
+        """
+        prompt = [token % self.config.vocab_size for token in range(1, min(8, self.max_model_len))]
+        params = SamplingParams(temperature=0, max_tokens=min(3, self.max_model_len - len(prompt)), ignore_eos=True)
+        self._engine.add(next(self._ids), prompt, params, cache_salt=b"warm-up")
+        while self._engine.has_unfinished:
+            self._engine.step()
+
     def start_thread(
         self, on_news: Callable[[list[News]], object], on_end: Callable[[BaseException | None], object]
     ) -> EngineThread:
