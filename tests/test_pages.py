@@ -80,6 +80,8 @@ NOT_RUN: Mapping[str, str] = {
     "python -m tests.tsched.random_rules --steps 1000000": "hours; tests/tsched/test_state_machine.py",
     "python -m tests.tsched.random_rules --steps 1000000 --states": "hours; tests/tsched/test_state_slots.py",
     "python -m tests.tsched.random_rules --steps 1000000 --windows": "hours; tests/tsched/test_windows.py",
+    "python -m tests.tsched.serving.soak --minutes 3": "minutes; tests/tsched/serving/test_soak.py",
+    "python -m tests.tsched.serving.framing_cost": "a figure",
     "python -m tests.tsched.planted_bugs": "minutes; tests/tsched/test_planted_bugs.py",
 }
 """Command -> why the suite does not run it as it stands: where it is run, or what it needs."""
