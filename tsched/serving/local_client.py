@@ -136,7 +136,9 @@ class LocalClient:
         from tsched.execution.phase_times import PhaseTimes
 
         self._times = PhaseTimes(self._options.get("ranges") or NVTX)
-        return AsyncLLM(self._model, **self._options | {"ranges": self._times})
+        llm = AsyncLLM(self._model, **self._options | {"ranges": self._times})
+        llm.warm_up()
+        return llm
 
     def _running(self) -> AsyncLLM:
         if self._is_closing:
