@@ -277,10 +277,13 @@ class Scheduler:
             ended |= stopped
         if np.count_nonzero(ended) == 0:
             return []
-        return [
-            self._finish_row(int(rows[i]), "stop" if stopped is not None and stopped[i] else "length")
-            for i in np.flatnonzero(ended).tolist()
-        ]
+        finished = []
+        for i in np.flatnonzero(ended).tolist():
+            is_stop = stopped is not None and bool(stopped[i])
+            finished.append(self._finish_row(int(rows[i]), "stop" if is_stop else "length"))
+            if is_stop:
+                self._note_stop(finished[-1], int(tokens[i]))
+        return finished
 
     def quiet_steps(self, most: int) -> int:
         """How many of the next steps, `most` at most, only repeat the last one with the next tokens, if nobody comes or
@@ -418,6 +421,12 @@ class Scheduler:
                 sequence = table.sequences[int(rows[i])]
                 stopped[i] |= sequence is not None and int(tokens[i]) in sequence.stop_ids
         return None if stopped is None else stopped & (lengths > table.min_length[rows])
+
+    def _note_stop(self, sequence: Sequence, token: int) -> None:
+        """Notes which token stopped the sequence; one of the model's ends of sequence comes before its stop ids."""
+        sequence.ended_by_token = True
+        is_eos = token in self._eos_token_ids and not sequence.params.ignore_eos
+        sequence.stop_id = None if is_eos else token
 
     def _finish_row(self, row: int, reason: str) -> Sequence:
         num_committed = self.table.num_committed(row)

@@ -17,6 +17,7 @@ from tsched.serving.engine_client import (
     KernelSwap,
     ModelFacts,
     RequestRefusedError,
+    RequestTimes,
     SampleDelta,
     State,
     StatsSnapshot,
@@ -27,7 +28,7 @@ from tsched.serving.engine_client import (
 if TYPE_CHECKING:  # both load torch, and the server answers before that is there
     from tsched.async_llm import AsyncLLM, EngineError, RequestStream
     from tsched.execution.phase_times import PhaseTimes
-    from tsched.requests.outputs import CompletionOutput, Logprob, RequestOutput
+    from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 
 class LocalClient:
@@ -212,13 +213,21 @@ def _make_delta(output: RequestOutput) -> Delta:
         [_make_sample(one) for one in output.outputs],
         output.finished,
         output.error,
+        num_cached_tokens=output.num_cached_tokens,
+        times=_make_times(output.metrics) if output.finished else None,
         prompt_logprobs=None if prompt is None else [None if place is None else _scores(place) for place in prompt],
     )
 
 
 def _make_sample(output: CompletionOutput) -> SampleDelta:
     scores = None if output.logprobs is None else [_scores(place) for place in output.logprobs]
-    return SampleDelta(output.index, output.token_ids, output.text, scores, output.finish_reason)
+    return SampleDelta(output.index, output.token_ids, output.text, scores, output.finish_reason, output.stop_reason)
+
+
+def _make_times(metrics: RequestMetrics) -> RequestTimes:
+    """The times of a request that is over; a phase that it did not reach took none."""
+    queue = metrics.latency if metrics.queue_time is None else metrics.queue_time
+    return RequestTimes(queue or 0.0, metrics.prefill_time or 0.0, metrics.decode_time or 0.0)
 
 
 def _scores(place: Mapping[int, Logprob]) -> TokenScores:
