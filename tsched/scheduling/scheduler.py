@@ -277,13 +277,12 @@ class Scheduler:
             ended |= stopped
         if np.count_nonzero(ended) == 0:
             return []
-        finished = []
-        for i in np.flatnonzero(ended).tolist():
-            is_stop = stopped is not None and bool(stopped[i])
-            finished.append(self._finish_row(int(rows[i]), "stop" if is_stop else "length"))
-            if is_stop:
-                self._note_stop(finished[-1], int(tokens[i]))
-        return finished
+        return [
+            self._finish_row(int(rows[i]), "length")
+            if stopped is None or not stopped[i]
+            else self._stop_row(int(rows[i]), int(tokens[i]))
+            for i in np.flatnonzero(ended).tolist()
+        ]
 
     def quiet_steps(self, most: int) -> int:
         """How many of the next steps, `most` at most, only repeat the last one with the next tokens, if nobody comes or
@@ -422,11 +421,13 @@ class Scheduler:
                 stopped[i] |= sequence is not None and int(tokens[i]) in sequence.stop_ids
         return None if stopped is None else stopped & (lengths > table.min_length[rows])
 
-    def _note_stop(self, sequence: Sequence, token: int) -> None:
-        """Notes which token stopped the sequence; one of the model's ends of sequence comes before its stop ids."""
+    def _stop_row(self, row: int, token: int) -> Sequence:
+        """End a sequence by its new token; one of the model's ends of sequence comes before its stop ids."""
+        sequence = self._finish_row(row, "stop")
         sequence.ended_by_token = True
         is_eos = token in self._eos_token_ids and not sequence.params.ignore_eos
         sequence.stop_id = None if is_eos else token
+        return sequence
 
     def _finish_row(self, row: int, reason: str) -> Sequence:
         num_committed = self.table.num_committed(row)
