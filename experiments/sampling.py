@@ -23,8 +23,11 @@ _KINDS: Mapping[str, Any] = {
     "bool": bool,
     "str | Iterable[str] | None": list[str],
     "Iterable[int] | None": list[int],
+    "Iterable[BadWord] | None": list[str],
 }
-"""A parameter's type as SamplingParams has it -> that of its flag."""
+"""A parameter's type as SamplingParams has it -> that of its flag. One of another type is a YAML's key alone."""
+
+FLAG_KEYS = tuple(one.name for one in fields(SamplingParams) if one.name in SAMPLING_KEYS and one.type in _KINDS)
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class SamplingFlags:
 def _make_flag(one: Field[Any], meaning: str, usual: Mapping[str, Any]) -> inspect.Parameter:
     kind, default = _KINDS[str(one.type)], usual.get(one.name, one.default)
     if get_origin(kind) is list:
-        meaning, default = f"{meaning} Repeatable.", list(default)
+        meaning, default = f"{meaning} Repeatable.", None if default is None else list(default)
     info = typer.Option("--" + one.name.replace("_", "-"), help=meaning, rich_help_panel="Sampling")
     return inspect.Parameter(
         one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]

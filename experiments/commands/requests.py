@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from experiments.engine_flags import EngineFlags, Given
-from experiments.sampling import SAMPLING_KEYS, SamplingFlags
+from experiments.sampling import FLAG_KEYS, SamplingFlags
 from tsched.options import SCHEDULER_OPTIONS
 
 A_MODEL = (
@@ -301,7 +301,7 @@ class GenerateRequest:
     variants_from: VariantsFrom = field(default_factory=list)
     architectures_from: ArchitecturesFrom = field(default_factory=list)
     sampling: Annotated[
-        Mapping[str, Any], SamplingFlags(["max_tokens", *SAMPLING_KEYS], usual={"max_tokens": 64, "temperature": 0.0})
+        Mapping[str, Any], SamplingFlags(["max_tokens", *FLAG_KEYS], usual={"max_tokens": 64, "temperature": 0.0})
     ] = field(default_factory=dict)
     engine: Annotated[Given, EngineFlags(["dtype", "device", *SCHEDULER_OPTIONS])] = field(default_factory=dict)
 

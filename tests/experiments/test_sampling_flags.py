@@ -30,7 +30,7 @@ def test_every_parameter_is_described() -> None:
 def test_the_flags_of_generate_are_the_parameters_with_their_words() -> None:
     shown = typer.main.get_command(app).commands["generate"].params  # type: ignore[attr-defined]
     panel = {one.name: one for one in shown if getattr(one, "rich_help_panel", None) == "Sampling"}
-    assert panel.keys() == NAMES - CODE - {"n", "logprobs", "prompt_logprobs"}
+    assert panel.keys() == NAMES - CODE - {"n", "logprobs", "prompt_logprobs", "logit_bias"}
     for name, one in panel.items():
         assert one.opts == [f"--{name.replace('_', '-')}"]
         assert one.help.startswith(read_meanings()[name])
@@ -46,6 +46,10 @@ def test_the_flags_of_generate_are_the_parameters_with_their_words() -> None:
                 "temperature": 0.0, "max_tokens": 64, "stop": ["END", "def"], "stop_token_ids": [3],
                 "ignore_eos": True, "seed": 7, "top_k": 5,
             },
+        ),
+        (
+            ["--bad-words", "def", "--bad-words", "if", "--allowed-token-ids", "3"],
+            {"temperature": 0.0, "max_tokens": 64, "bad_words": ["def", "if"], "allowed_token_ids": [3]},
         ),
         (["--temperature", "0.5", "--max-tokens", "3"], {"temperature": 0.5, "max_tokens": 3}),
     ],

@@ -136,6 +136,68 @@ def test_logprobs_are_by_token(llm: LLM) -> None:
     assert without.outputs[0].logprobs is without.outputs[0].cumulative_logprob is None
 
 
+def test_tokens_are_biased_allowed_and_barred(checkpoint: Path, llm: LLM) -> None:
+    """Alone and in a crowd, with preemption: each request's output is its own, and keeps to its rules."""
+    free = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    usual = llm.generate([PROMPTS[2]], free)[0].outputs[0].token_ids
+    texts = [llm.tokenizer.decode([token]) for token in usual]
+    word = next(text for text in texts if text.isascii() and text.strip() == text and text.isprintable())
+    rules: list[dict[str, Any]] = [
+        {"logit_bias": {77: 100.0, 78: 100.0}},
+        {"allowed_token_ids": [5, 6, 7, 8]},
+        {"bad_words": [word, [5]], "temperature": 0.0},
+        {"logit_bias": {9: -100.0}, "allowed_token_ids": [9, 10], "bad_words": [[10, 10]]},
+    ]
+    params = [
+        SamplingParams(**{"seed": i, "max_tokens": 30, "ignore_eos": True, **rules[i % 4]}) for i in range(len(PROMPTS))
+    ]
+    crowded = make_llm(
+        checkpoint, block_size=4, kv_cache_bytes=crowded_bytes(checkpoint, 24), max_num_seqs=5, overlap=True
+    )
+    together = crowded.generate(PROMPTS, params)
+    assert crowded.stats().num_preemptions > 0
+    for i, (prompt, one, output) in enumerate(zip(PROMPTS, params, together, strict=True)):
+        assert completion(output) == completion(llm.generate([prompt], one)[0])
+        ids = output.outputs[0].token_ids
+        if i % 4 == 0:
+            assert set(ids) <= {77, 78}
+        elif i % 4 == 1:
+            assert set(ids) <= {5, 6, 7, 8}
+        elif i % 4 == 2:
+            assert 5 not in ids
+            spelled = llm.tokenizer(word, add_special_tokens=False)["input_ids"]
+            assert not any(ids[k : k + len(spelled)] == spelled for k in range(30))
+        else:
+            assert ids == [10, 9] * 15
+    bad = usual[4:6]
+    (kept,) = llm.generate([PROMPTS[2]], dataclasses.replace(free, bad_words=[bad, word]))
+    found = kept.outputs[0].token_ids
+    assert found != usual
+    assert bad not in [found[k : k + 2] for k in range(20)]
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words"])
+def test_a_token_outside_the_vocabulary_is_refused_by_the_name_of_its_field(llm: LLM, name: str) -> None:
+    ids: Any = {"logit_bias": {300: 1.0}, "bad_words": [[3, 300]]}.get(name, [300])
+    (output,) = llm.generate([[1]], SamplingParams(**{name: ids}))
+    assert output.error == f"{name} holds 300; ids go from 0 to 299"
+
+
+def test_bad_words_are_spelled_as_vllm_spells_them(llm: LLM) -> None:
+    prepared = llm._prepare(0, [1], SamplingParams(bad_words=["def", "  return", [7]]), 0.0)
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(llm.tokenizer(text)["input_ids"])
+
+    expected = []
+    for word in ("def", "return"):
+        expected.append(encode(word))
+        spaced = encode(" " + word)
+        if len(spaced) == len(encode(word)) and spaced[0] != encode(word)[0]:
+            expected.append(spaced)
+    assert prepared.params.bad_words == (*expected, (7,))
+
+
 def test_bad_requests_fail_alone(checkpoint: Path) -> None:
     llm = make_llm(checkpoint, block_size=4, kv_cache_bytes=crowded_bytes(checkpoint, 16), max_model_len=100)
     cases: list[tuple[Any, SamplingParams, str]] = [

@@ -58,13 +58,9 @@ def test_a_stop_string_is_the_reason_and_stays_where_it_is_asked_for(llm: LLM) -
 
 
 def test_the_end_of_sequence_is_no_stop_reason_and_has_text_where_it_is_asked_for(llm: LLM) -> None:
-    ended = [
-        (prompt, output.outputs[0].token_ids)
-        for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, FREE), strict=True)
-        if EOS in output.outputs[0].token_ids
-    ]
-    prompt, token_ids = ended[0]
-    tokens = token_ids[: token_ids.index(EOS) + 1]
+    prompt, end = PROMPTS[3], {"logit_bias": {EOS: 100.0}, "min_tokens": 5}
+    tokens = serve(llm, prompt, ignore_eos=False, **end).token_ids
+    assert (len(tokens), tokens[-1]) == (6, EOS)
     before = text_of(llm, tokens[:-1])
     for changes, text in (
         ({}, before),
@@ -72,12 +68,13 @@ def test_the_end_of_sequence_is_no_stop_reason_and_has_text_where_it_is_asked_fo
         ({"skip_special_tokens": False}, before),
         ({"skip_special_tokens": False, "include_stop_str_in_output": True}, before + "<end>"),
     ):
-        found = serve(llm, prompt, ignore_eos=False, stop_token_ids=[EOS], **changes)
+        found = serve(llm, prompt, ignore_eos=False, stop_token_ids=[EOS], **end, **changes)
         assert (found.token_ids, found.finish_reason, found.stop_reason) == (tokens, "stop", None)
         assert found.text == text
-    by_id = serve(llm, prompt, stop_token_ids=[EOS])
+    by_id = serve(llm, prompt, stop_token_ids=[EOS], **end)
     assert by_id.stop_reason == EOS, "where it is ignored as the end of a sequence it is a stop token like others"
-    assert serve(llm, prompt, skip_special_tokens=False).text == text_of(llm, token_ids, skip_special_tokens=False)
+    going_on = serve(llm, prompt, skip_special_tokens=False, logit_bias={EOS: 100.0})
+    assert going_on.text == "<end>" * len(going_on.token_ids)
 
 
 def test_bytes_of_tokens_tell_half_characters_apart(checkpoint: Path, checkpoint_without_tokenizer: Path) -> None:

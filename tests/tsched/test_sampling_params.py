@@ -60,6 +60,21 @@ from tsched.requests.sampling_params import SamplingParams
         ("min_tokens", 17, "from 0 to 16"),
         ("min_tokens", None, "integer"),
         ("ignore_eos", 1, "True or False"),
+        ("logit_bias", [1], "map token ids to numbers"),
+        ("logit_bias", {"a": 1}, "integer"),
+        ("logit_bias", {-1: 1.0}, "at least 0"),
+        ("logit_bias", {1: 100.5}, "from -100 to 100, 1 has 100.5"),
+        ("logit_bias", {1: math.nan}, "from -100 to 100"),
+        ("logit_bias", {1: True}, "from -100 to 100"),
+        ("logit_bias", dict.fromkeys(range(1001), 1.0), "at most 1000 entries, got 1001"),
+        ("allowed_token_ids", [], "one token id at least"),
+        ("allowed_token_ids", [1.5], "integer"),
+        ("bad_words", "word", "list"),
+        ("bad_words", [" "], "not only spaces"),
+        ("bad_words", [[]], "one token id at least"),
+        ("bad_words", [[1] * 65], "at most 64 entries, got 65"),
+        ("bad_words", [[1, -1]], "at least 0"),
+        ("bad_words", ["a"] * 257, "text counts for two; got 514"),
         ("logits_processors", 5, "list"),
         ("logits_processors", [5], "functions or callable objects, got 5"),
         ("logits_processors", [int], "functions or callable objects"),
@@ -94,6 +109,10 @@ def test_good_values_are_kept_in_one_form() -> None:
     assert SamplingParams(stop=None, stop_token_ids=None).stop == ()
     assert SamplingParams(frequency_penalty=0.1).has_penalties
     assert SamplingParams(max_tokens=None, min_tokens=10**6).min_tokens == 10**6
+    params = SamplingParams(logit_bias={np.int64(3): 1}, allowed_token_ids=[3, 3], bad_words=[[1, 2], "a", (1, 2)])
+    assert (params.logit_bias, params.allowed_ids, params.bad_words) == ({3: 1.0}, (3,), ((1, 2), "a"))
+    assert SamplingParams(logit_bias={}, bad_words=None) == SamplingParams()
+    assert hash(params) == hash(dataclasses.replace(params))
 
 
 OTHERS: dict[str, object] = {
@@ -101,7 +120,8 @@ OTHERS: dict[str, object] = {
     "presence_penalty": 0.5, "frequency_penalty": 0.5, "seed": 7,
     "logprobs": 0, "prompt_logprobs": 0, "stop": "END", "stop_token_ids": [3],
     "max_tokens": None, "min_tokens": 2, "ignore_eos": True, "include_stop_str_in_output": True,
-    "skip_special_tokens": False, "logits_processors": [max],
+    "skip_special_tokens": False,
+    "logit_bias": {3: 1.0}, "allowed_token_ids": [3], "bad_words": ["a"], "logits_processors": [max],
     "stopping_criteria": [lambda tokens, text: True],
 }  # fmt: skip
 """A value of each parameter that is not its default."""

@@ -196,6 +196,8 @@ class Engine:
         for one, detokenizer in zip(params, detokenizers, strict=True):
             if one.stop_strings and detokenizer is None:
                 raise RefusedError("stop strings are looked for in text, and there is no tokenizer to make it")
+            if any(isinstance(word, str) for word in one.forbidden):
+                raise RefusedError("bad_words are compared with tokens, and there is no tokenizer to spell them")
         sequences = self.scheduler.add_group(request_ids, prompt, params, priority=priority, cache_salt=cache_salt)
         arrival = time.perf_counter() if arrival_time is None else arrival_time
         wanted = [one.prompt_logprobs for one in params if one.prompt_logprobs is not None]
@@ -457,7 +459,7 @@ class Engine:
         sequence.finish_reason = "error"
         place = f"output token {sequence.tokens.size - sequence.prompt_len}"
         if token == NONE_LEFT:
-            why = f"processors, penalties and min_tokens together left no finite logit to choose {place} from"
+            why = f"the request's parameters together left no finite logit to choose {place} from"
         else:
             why = f"the model's logits for {place} are not finite: {_AT_FAULT}"
         request.error = fault or why

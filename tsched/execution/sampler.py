@@ -1,28 +1,34 @@
 """Samples tokens from logits, for all rows at once.
 
-The order is vLLM's: logits processors, penalties, temperature, min-p, top-k, top-p. A draw inverts the CDF over a row's
+The order is vLLM's: logits processors, biases, penalties, temperature, min-p, top-k, top-p; but what bars tokens comes
+after penalties, and holds whatever they were. A draw inverts the CDF over a row's
 tokens in the order of their ids, in float64, at a uniform number that depends on the request's seed and output index
 alone. So other rows of a batch do not change a request's tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tsched.execution.bad_words import BadWords
 from tsched.execution.device_state import to_device
 from tsched.execution.penalties import PenaltyCounts
 from tsched.execution.random_numbers import UniformTable
+from tsched.execution.token_biases import TokenBiases
+from tsched.execution.token_masks import AllowedTokens
 from tsched.requests.errors import RequestFault
 from tsched.requests.logits_processors import apply_processors
+from tsched.requests.sampling_params import Asks
 from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
 
 # These stand in place of a token id.
 NOT_FINITE = -1  # the model's logits for the row hold a NaN, or no finite maximum
-NONE_LEFT = -2  # the request's processors, penalties and min_tokens left no finite logit
+NONE_LEFT = -2  # the request's parameters left no finite logit
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,15 @@ class Sampler:
         self._eos_token_ids = eos_token_ids
         self._uniforms = UniformTable(table, seed)
         self._penalties = PenaltyCounts(table)
+        # Each changes the scores of those rows alone that ask for it, all of them at once.
+        self._stages: tuple[tuple[Asks, Callable[[torch.Tensor, Ints, Ints, Ints], None]], ...] = (
+            (Asks.BIAS, TokenBiases(table, lambda sequence: sequence.params.biases).apply),
+            (Asks.PENALTIES, self._penalties.apply),
+            (Asks.MIN_TOKENS, self._hold_back_ends),
+            (Asks.ALLOWED, AllowedTokens(table).apply),
+            (Asks.BAD_WORDS, BadWords(table).apply),
+        )
+        self._ends = TokenBiases(table, self._bar_ends)
 
     def forget(self, rows: Ints) -> None:
         """Drops what is cached for `rows` [n]: their tokens have changed."""
@@ -123,14 +138,11 @@ class Sampler:
         self, logits: torch.Tensor, tokens: torch.Tensor, rows: Ints, special: Ints
     ) -> RawLogprobs | None:
         """Log-probabilities of the model's own logits, for the entries in `special` [s] whose requests ask for them."""
-        entries, num_top = [], []
-        for entry in special.tolist():
-            wanted = _require_sequence(self._table.sequences[rows[entry]]).params.logprobs
-            if wanted is not None:
-                entries.append(entry)
-                num_top.append(wanted)
+        entries = special[self._table.asks[rows[special]] & Asks.LOGPROBS != 0].tolist()
         if not entries:
             return None
+        asking = (_require_sequence(self._table.sequences[row]) for row in rows[entries].tolist())
+        num_top = [sequence.params.logprobs or 0 for sequence in asking]
         index = _send_beside(np.array(entries), logits)
         chosen = tokens.index_select(0, index).clamp_min_(0)  # nobody reads the result of a row without a token
         return RawLogprobs(entries, num_top, token_logprobs(logits.index_select(0, index), chosen, max(num_top)))
@@ -147,9 +159,7 @@ class Sampler:
             ([s] int64, NONE_LEFT where there is no token; place -> why its logits processor failed).
         """
         table = self._table
-        scores, faults = self._compute_scores(
-            logits, [_require_sequence(table.sequences[row]) for row in rows.tolist()], lengths
-        )
+        scores, faults = self._compute_scores(logits, rows, lengths)
         highest, tokens = scores.max(dim=-1)
         finite = highest.isfinite()
         drawing = np.flatnonzero(table.temperature[rows] > 0.0)
@@ -168,42 +178,45 @@ class Sampler:
             tokens = drawn if all_draw else tokens.index_copy_(0, index, drawn)
         return tokens.masked_fill_(~finite, NONE_LEFT), faults
 
-    def _compute_scores(
-        self, logits: torch.Tensor, sequences: list[Sequence], lengths: Ints
-    ) -> tuple[torch.Tensor, dict[int, str]]:
-        """Applies processors, penalties and min_tokens to `logits` [s, V].
+    def _compute_scores(self, logits: torch.Tensor, rows: Ints, lengths: Ints) -> tuple[torch.Tensor, dict[int, str]]:
+        """Applies what rows ask for to `logits` [s, V], up to the temperature.
 
         Returns:
-            ([s, V] float64, with tokens that min_tokens bars at -inf and NaN in a row whose processor failed; place ->
-            why it failed).
+            ([s, V] float64, with barred tokens at -inf and NaN in a row whose processor failed; place -> why it
+            failed).
         """
-        scores = logits.double()
-        vocab_size = scores.shape[1]
-        faults = self._run_processors(scores, sequences, lengths)
-        penalized = [i for i, sequence in enumerate(sequences) if sequence.params.has_penalties]
-        if penalized:
-            entries = np.array(penalized)
-            rows = np.array([sequences[i].row for i in penalized])
-            self._penalties.apply(scores, entries, rows, lengths[entries])
-        barred: list[int] = []  # places in the flat scores
-        for i, sequence in enumerate(sequences):
-            params = sequence.params
-            if params.min_tokens and lengths[i] - sequence.prompt_len < params.min_tokens:
-                ends = set(params.stop_ids) | (set() if params.ignore_eos else set(self._eos_token_ids))
-                barred += [i * vocab_size + token for token in ends if token < vocab_size]
-        if barred:
-            scores.view(-1).index_fill_(0, _send_beside(np.array(barred), scores), -torch.inf)
+        scores, asks = logits.double(), self._table.asks[rows]
+        asked = int(np.bitwise_or.reduce(asks))
+        faults: dict[int, str] = {}
+        if asked & Asks.PROCESSORS:
+            faults = self._run_processors(scores, np.flatnonzero(asks & Asks.PROCESSORS), rows, lengths)
+        for stage, apply in self._stages:
+            if asked & stage:
+                entries = np.flatnonzero(asks & stage)
+                apply(scores, entries, rows[entries], lengths[entries])
         return scores, faults
 
-    def _run_processors(self, scores: torch.Tensor, sequences: list[Sequence], lengths: Ints) -> dict[int, str]:
-        """Runs the logits processors on their rows of `scores` [s, V] float64, in place.
+    def _hold_back_ends(self, scores: torch.Tensor, entries: Ints, rows: Ints, lengths: Ints) -> None:
+        """Bars what ends an output, see min_tokens, of those of `rows` [p] that are too short for it."""
+        short = lengths < self._table.min_length[rows]
+        if short.any():
+            self._ends.apply(scores, entries[short], rows[short], lengths[short])
+
+    def _bar_ends(self, sequence: Sequence) -> dict[int, float]:
+        """-inf for every token that ends an output."""
+        params = sequence.params
+        return dict.fromkeys((*params.stop_ids, *(() if params.ignore_eos else self._eos_token_ids)), -np.inf)
+
+    def _run_processors(self, scores: torch.Tensor, entries: Ints, rows: Ints, lengths: Ints) -> dict[int, str]:
+        """Runs the logits processors of the rows `entries` [p] of `scores` [s, V] float64, in place.
 
         Returns:
             Row of `scores` -> why its processor failed.
         """
         faults: dict[int, str] = {}
-        for i, sequence in enumerate(sequences):
-            if sequence.params.processors and bool(scores[i].max().isfinite()):  # else the model is at fault
+        for i in entries.tolist():
+            if bool(scores[i].max().isfinite()):  # else the model is at fault
+                sequence = _require_sequence(self._table.sequences[rows[i]])
                 known = sequence.freeze_tokens(self._table.tokens[sequence.row, : lengths[i]])
                 prompt, output = known[: sequence.prompt_len], known[sequence.prompt_len :]
                 try:

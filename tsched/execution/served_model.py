@@ -7,6 +7,7 @@ import inspect
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -20,6 +21,7 @@ from tsched.execution.engine_thread import EngineThread, News, Ticket
 from tsched.execution.placement import check_random_weights, check_token_table, find_device, find_dtype, fit_options
 from tsched.execution.request import Request, extend_text, label_places, label_prompt
 from tsched.options import OPTIONS, EngineOptions, read_options
+from tsched.requests.bad_words import spell_bad_words
 from tsched.requests.callbacks import attribute_to
 from tsched.requests.chat_template import ChatEncoder, ChatTemplateError, read_chat_template
 from tsched.requests.errors import RefusedError, RequestFault
@@ -29,9 +31,9 @@ from tsched.requests.prompts import (
     PreparedRequest,
     Prompt,
     Salt,
+    check_named_ids,
     check_priority,
     check_salt,
-    check_stop_ids,
     check_token_ids,
     parse_prompt,
 )
@@ -245,7 +247,8 @@ class ServedModel:
         try:
             text, token_ids = self._read_prompt(entry)
             check_token_ids(token_ids, self.config.vocab_size)
-            check_stop_ids(params, self.config.vocab_size, self.config.eos_token_ids)
+            params = self._spell_bad_words(params)
+            check_named_ids(params, self.config.vocab_size, self.config.eos_token_ids)
         except RefusedError as error:
             refusal = str(error)
         salt = check_salt(cache_salt)
@@ -269,6 +272,20 @@ class ServedModel:
             priority=prepared.priority,
             cache_salt=prepared.cache_salt,
         )
+
+    def _spell_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """`params` with all bad_words in tokens, where there is a tokenizer."""
+        if self.tokenizer is None or not any(isinstance(word, str) for word in params.forbidden):
+            return params
+
+        def encode(text: str) -> list[int]:
+            with attribute_to("the tokenizer on bad_words"):
+                return [operator.index(one) for one in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+        try:
+            return replace(params, bad_words=spell_bad_words(params.forbidden, encode))
+        except RequestFault as fault:
+            raise RefusedError(str(fault)) from fault
 
     def start_thread(
         self, on_news: Callable[[list[News]], object], on_end: Callable[[BaseException | None], object]

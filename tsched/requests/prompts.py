@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -143,14 +143,22 @@ def check_token_ids(token_ids: list[int], vocab_size: int) -> None:
         )
 
 
-def check_stop_ids(params: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-    """Checks the stop tokens against the model's vocabulary.
+def check_named_ids(params: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    """Checks the tokens that parameters name against the model's vocabulary.
 
     Raises:
         RefusedError: One is outside the vocabulary, or all tokens end the output and min_tokens leaves none to choose.
     """
-    if params.stop_ids and max(params.stop_ids) >= vocab_size:
-        raise RefusedError(f"stop_token_ids holds {max(params.stop_ids)}; ids go from 0 to {vocab_size - 1}")
+    named: dict[str, Iterable[int]] = {
+        "stop_token_ids": params.stop_ids,
+        "logit_bias": params.biases,
+        "allowed_token_ids": params.allowed_ids or (),
+        "bad_words": (token for word in params.forbidden if not isinstance(word, str) for token in word),
+    }
+    for name, ids in named.items():
+        highest = max(ids, default=0)
+        if highest >= vocab_size:
+            raise RefusedError(f"{name} holds {highest}; ids go from 0 to {vocab_size - 1}")
     ends = {*params.stop_ids, *(() if params.ignore_eos else eos_token_ids)}
     if params.min_tokens and len(ends) >= vocab_size:
         also = "" if len(params.stop_ids) >= vocab_size else " but the end-of-sequence tokens"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import IntFlag
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tsched.requests.bad_words import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, BadWord
 from tsched.requests.vllm_names import refuse_other_names
 
 if TYPE_CHECKING:  # the scheduler reads this file, and loads no torch
@@ -22,6 +24,9 @@ MAX_LOGPROBS = 1000
 MAX_STOPS = 1000
 MAX_STOP_LENGTH = 1000
 MAX_CALLBACKS = 64
+MAX_BIAS = 100.0
+MAX_BIASES = 1000
+MAX_ALLOWED = 2**20
 MAX_COUNT = 2**31 - 1  # of tokens, and the largest id: int64 holds sums of a few
 MAX_PENALTY = 2.0**126  # float32 holds it and its reciprocal, so float64 holds any float32 logit times it
 
@@ -33,12 +38,25 @@ _OF_TEXT = frozenset({"include_stop_str_in_output", "skip_special_tokens"})
 _OF_ENDS = frozenset({"stop", "stop_token_ids", "max_tokens", "ignore_eos", "stopping_criteria"})
 
 
+class Asks(IntFlag):
+    """What a request asks of the sampler, beside a draw, that others do not."""
+
+    PROCESSORS = 1
+    BIAS = 2
+    PENALTIES = 4
+    MIN_TOKENS = 8
+    ALLOWED = 16
+    BAD_WORDS = 32
+    LOGPROBS = 64
+
+
 @refuse_other_names
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The sampling parameters of a request; immutable. Names and meanings are vLLM's.
 
-    They apply in this order: logits processors, penalties, temperature, min_p, top_k, top_p.
+    They apply in this order: logits processors, logit_bias, penalties, what bars tokens (min_tokens, allowed_token_ids,
+    bad_words), temperature, min_p, top_k, top_p.
 
     Attributes:
         n: In [1, 128], completions per prompt. Completion 0 draws from `seed`, completion i from a seed derived from
@@ -64,6 +82,12 @@ class SamplingParams:
         skip_special_tokens: Whether special tokens have no text.
         min_tokens: At most max_tokens. No end-of-sequence token, stop token or stop string ends the output before.
         ignore_eos: Whether the output goes on after the model's end-of-sequence token.
+        logit_bias: Up to 1000 token ids, each with a number in [-100, 100] that is added to its logit. Ids must be in
+            the model's vocabulary, here and in what follows.
+        allowed_token_ids: Up to 2**20, one at least: no other token is chosen. None is all tokens.
+        bad_words: Texts, or lists of up to 64 token ids, that never stand in the output: the last token of one is
+            barred where the output ends with those before it. A text stands for its tokens at the start of an output
+            and, where they are as many, after a space. Up to 512, where a text counts for two.
         logits_processors: Up to 64, called in this order with the model's logits, see
             tsched.requests.logits_processors.
         stopping_criteria: Up to 64, any of which may end the output after min_tokens, see tsched.requests.stopping.
@@ -91,6 +115,9 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     ignore_eos: bool = False
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Iterable[int] | None = None
+    bad_words: Iterable[BadWord] | None = ()
     logits_processors: Iterable[LogitsProcessor] = ()
     stopping_criteria: Iterable[StoppingCriterion] = ()
 
@@ -114,6 +141,13 @@ class SamplingParams:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         object.__setattr__(self, "stop", _check_strings("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _check_token_ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _check_biases(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            allowed = _check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED)
+            object.__setattr__(self, "allowed_token_ids", allowed)
+            if not allowed:
+                raise ValueError("allowed_token_ids must hold one token id at least; None allows all")
+        object.__setattr__(self, "bad_words", _check_bad_words(self.bad_words))
         object.__setattr__(self, "logits_processors", _check_callbacks("logits_processors", self.logits_processors, 3))
         object.__setattr__(self, "stopping_criteria", _check_callbacks("stopping_criteria", self.stopping_criteria, 2))
 
@@ -126,6 +160,26 @@ class SamplingParams:
     def stop_ids(self) -> tuple[int, ...]:
         """`stop_token_ids` as checked: a tuple of distinct ids."""
         return self.stop_token_ids  # type: ignore[return-value]
+
+    @property
+    def biases(self) -> Mapping[int, float]:
+        """`logit_bias` as checked."""
+        return self.logit_bias or {}
+
+    @property
+    def allowed_ids(self) -> tuple[int, ...] | None:
+        """`allowed_token_ids` as checked: a tuple of distinct ids."""
+        return self.allowed_token_ids  # type: ignore[return-value]
+
+    @property
+    def forbidden(self) -> tuple[BadWord, ...]:
+        """`bad_words` as checked: a tuple of texts and tuples."""
+        return self.bad_words  # type: ignore[return-value]
+
+    @property
+    def bad_word_ids(self) -> tuple[tuple[int, ...], ...]:
+        """`bad_words` where all of them are tokens, as they are in an engine."""
+        return self.bad_words  # type: ignore[return-value]
 
     @property
     def processors(self) -> tuple[LogitsProcessor, ...]:
@@ -154,6 +208,19 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def asks(self) -> int:
+        """The Asks of this request."""
+        return int(
+            Asks.PROCESSORS * bool(self.processors)
+            | Asks.BIAS * bool(self.biases)
+            | Asks.PENALTIES * self.has_penalties
+            | Asks.MIN_TOKENS * (self.min_tokens > 0)
+            | Asks.ALLOWED * (self.allowed_token_ids is not None)
+            | Asks.BAD_WORDS * bool(self.bad_words)
+            | Asks.LOGPROBS * (self.logprobs is not None)
+        )
 
     def derive_sample_params(self, index: int) -> SamplingParams:
         """The parameters of completion `index` alone, with n = 1.
@@ -192,7 +259,7 @@ class SamplingParams:
         object.__setattr__(self, name, number)
 
 
-_UNSET = {one.name: one.default for one in fields(SamplingParams)}
+_UNSET: dict[str, Any] = {one.name: one.default for one in fields(SamplingParams)}
 _HEEDED = _UNSET.keys() - _OF_DRAWS - _OF_PROMPTS - _OF_TEXT - _OF_ENDS
 _EARLY_ENDS = _OF_ENDS - {"max_tokens", "ignore_eos"}
 
@@ -216,16 +283,54 @@ def _check_strings(name: str, value: Any) -> tuple[str, ...]:
     return strings
 
 
-def _check_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    ids = tuple(
-        dict.fromkeys(
-            _check_integer(f"every one of {name}", i) for i in (() if value is None else _check_list(name, value))
-        )
-    )
-    wrong = next((i for i in ids if not 0 <= i <= MAX_COUNT), None)
-    if wrong is not None:
-        raise ValueError(f"{name} must hold token ids, at least 0 and at most {MAX_COUNT}, got {wrong}")
-    return ids
+def _check_token_ids(name: str, value: Any, longest: int = MAX_STOPS) -> tuple[int, ...]:
+    given = () if value is None else _check_list(name, value, longest)
+    return tuple(dict.fromkeys(_check_token_id(name, i) for i in given))
+
+
+def _check_token_id(name: str, value: Any) -> int:
+    token_id = _check_integer(f"every one of {name}", value)
+    if not 0 <= token_id <= MAX_COUNT:
+        raise ValueError(f"{name} must hold token ids, at least 0 and at most {MAX_COUNT}, got {token_id}")
+    return token_id
+
+
+def _check_biases(value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ValueError(f"logit_bias must map token ids to numbers, got {value!r}")
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"logit_bias may hold at most {MAX_BIASES} entries, got {len(value)}")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        token_id = _check_token_id("logit_bias", key)
+        is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+        if not is_number or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ValueError(
+                f"logit_bias must hold numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}, {token_id} has {bias!r}"
+            )
+        biases[token_id] = float(bias)
+    return biases or None
+
+
+def _check_bad_words(value: Any) -> tuple[BadWord, ...]:
+    words = [_check_bad_word(word) for word in (() if value is None else _check_list("bad_words", value))]
+    count = sum(2 if isinstance(word, str) else 1 for word in words)
+    if count > MAX_BAD_WORDS:
+        raise ValueError(f"bad_words may hold {MAX_BAD_WORDS} entries, where a text counts for two; got {count}")
+    return tuple(dict.fromkeys(words))
+
+
+def _check_bad_word(word: Any) -> BadWord:
+    if isinstance(word, str):
+        if not word.strip() or len(word) > MAX_STOP_LENGTH:
+            raise ValueError(f"bad_words must hold texts of 1 to {MAX_STOP_LENGTH} characters, not only spaces")
+        return word
+    tokens = _check_list("every one of bad_words", word, MAX_BAD_WORD_TOKENS)
+    if not tokens:
+        raise ValueError("bad_words must hold texts, or lists of one token id at least")
+    return tuple(_check_token_id("bad_words", token) for token in tokens)
 
 
 def _check_callbacks(name: str, value: Any, num_arguments: int) -> tuple[Any, ...]:

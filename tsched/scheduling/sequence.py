@@ -169,8 +169,9 @@ class SequenceTable:
         self.capacity: Ints = column()  # num_blocks * block_size
         self.ignore_eos: NDArray[np.bool_] = column(np.bool_)
         self.has_stop_ids: NDArray[np.bool_] = column(np.bool_)
-        # What the sampler reads. `plain`: as SamplingParams.is_plain.
+        # What the sampler reads. `plain`: as SamplingParams.is_plain; `asks`: as SamplingParams.asks.
         self.plain: NDArray[np.bool_] = column(np.bool_)
+        self.asks: Ints = column()
         self.temperature: NDArray[np.float64] = column(np.float64)
         self.top_p: NDArray[np.float64] = column(np.float64)
         self.min_p: NDArray[np.float64] = column(np.float64)
@@ -214,6 +215,7 @@ class SequenceTable:
         self.min_p[row] = params.min_p
         self.top_k[row] = max(params.top_k, 0)
         self.plain[row] = params.is_plain
+        self.asks[row] = params.asks
         return row
 
     def num_committed(self, row: int) -> int:

@@ -229,8 +229,6 @@ class Exchange(Response):
         self.outcome.error = error.code
         if not self._is_started:
             headers = [*_JSON, *((name.encode(), value.encode()) for name, value in error.headers.items())]
-            if error.status == 408:  # the rest of the body is not waited for
-                headers.append((b"connection", b"close"))
             await self._respond(error.status, headers, error.body)
         else:
             await self._write(error_frame(error), more=False)

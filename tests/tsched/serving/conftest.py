@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -48,7 +49,8 @@ class RunningServer:
 
     def stop(self) -> None:
         assert self.loop is not None
-        self.loop.call_soon_threadsafe(self.server.stop)
+        with contextlib.suppress(RuntimeError):  # it has stopped, and its loop is closed
+            self.loop.call_soon_threadsafe(self.server.stop)
         self._thread.join(30)
         assert not self._thread.is_alive()
 

@@ -66,6 +66,8 @@ class ApiError(TKernelsError):
     @property
     def headers(self) -> Mapping[str, str]:
         """Those that belong to the status."""
+        if self.status == 408:  # the rest of the body is not waited for
+            return {"connection": "close"}
         if self.retry_after is None:
             return {}
         return {"retry-after": str(max(1, round(self.retry_after))), "retry-after-ms": str(int(self.retry_after * 1e3))}

@@ -1,0 +1,107 @@
+"""An engine's client that answers as a test says: tokens at a pace, failures, silence. No model is loaded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tsched.serving.engine_client import (
+    Delta,
+    EngineFailedError,
+    EngineRequest,
+    EngineUnavailableError,
+    KernelSwap,
+    ModelFacts,
+    SampleDelta,
+    State,
+    StatsSnapshot,
+)
+
+
+class ScriptedClient:
+    """Gives token 5 and the text "x" every `pace` seconds.
+
+    Args:
+        tokenizer: The directory of one.
+        pace: Seconds between tokens.
+        first: Seconds before the first.
+        fails_after: Tokens after which every stream fails.
+        width: Times that each token's text is repeated.
+    """
+
+    def __init__(
+        self, tokenizer: Path, *, pace: float = 0.0, first: float = 0.0, fails_after: int | None = None, width: int = 1
+    ) -> None:
+        self.state: State = "loading"
+        self.pace, self.first, self.fails_after, self.width = pace, first, fails_after, width
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+        self.submitted: list[EngineRequest] = []
+        self.aborted: list[str] = []
+        self.running: set[str] = set()
+        self._tokenizer = tokenizer
+
+    @property
+    def facts(self) -> ModelFacts:
+        if self.state == "loading":
+            raise EngineUnavailableError("the model is being loaded")
+        return ModelFacts("random", 1, 128, 300, (0,), str(self._tokenizer), 4, 256, 4)
+
+    async def start(self) -> None:
+        await self.may_load.wait()
+        self.state = "ready"
+
+    def submit(self, request: EngineRequest) -> ScriptedStream:
+        if self.state == "restarting":
+            raise EngineUnavailableError("the engine is being started again", 3.0)
+        self.submitted.append(request)
+        self.running.add(request.request_id)
+        return ScriptedStream(self, request)
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def stats(self) -> StatsSnapshot:
+        return StatsSnapshot(len(self.running), 0, 64, 0, 0, 0, 0, 0, 0, 0)
+
+    def listen(self, listener: Callable[[StatsSnapshot], object]) -> None:
+        """No step is taken here."""
+
+    async def swap_kernels(self, choices: Mapping[str, Any]) -> KernelSwap:
+        raise AssertionError("nobody asks for it")
+
+    async def drain(self) -> None:
+        self.state = "draining"
+
+    async def close(self) -> None:
+        self.state = "draining"
+
+
+class ScriptedStream:
+    def __init__(self, client: ScriptedClient, request: EngineRequest) -> None:
+        self._client, self._request, self._num_out = client, request, 0
+
+    def __aiter__(self) -> ScriptedStream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        client, most = self._client, self._request.sampling["max_tokens"]
+        if self._num_out == most:
+            raise StopAsyncIteration
+        await asyncio.sleep(client.pace if self._num_out else client.first)
+        if self._num_out == client.fails_after:
+            raise EngineFailedError("the worker was killed")
+        self._num_out += 1
+        is_last = self._num_out == most
+        if is_last:
+            client.running.discard(self._request.request_id)
+        count = self._request.sampling.get("n", 1)
+        reason = "length" if is_last else None
+        return Delta([SampleDelta(i, [5], "x" * client.width, None, reason) for i in range(count)], is_last)
+
+    async def aclose(self) -> None:
+        if self._request.request_id in self._client.running:
+            self._client.running.discard(self._request.request_id)
+            self._client.aborted.append(self._request.request_id)

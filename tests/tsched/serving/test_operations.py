@@ -1,0 +1,424 @@
+"""What a server does when things go wrong: too much is asked, clients leave or stall, times are over, it is stopped."""
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.routing import Route
+
+from tests.tsched.serving.conftest import Answer, RunningServer
+from tests.tsched.serving.scripted_client import ScriptedClient
+from tsched.serving.app import create_app
+from tsched.serving.auth import OPEN_PATHS, KeyFileError, Keys, Tenant, read_keys
+from tsched.serving.limits import ServerLimits
+
+TEXT: dict[str, Any] = {"model": "random", "prompt": "def", "max_tokens": 3}
+TALK: dict[str, Any] = {"model": "random", "messages": [{"role": "user", "content": "def"}], "max_tokens": 3}
+ALICE, BOB, ADMIN = "alice-0123456789", "bob-0123456789abc", "admin-0123456789"
+KEYS = Keys({ALICE: Tenant("alice"), BOB: Tenant("bob", priority=5), ADMIN: Tenant("root", is_admin=True)})
+
+Start = Callable[..., tuple[RunningServer, ScriptedClient]]
+
+
+@pytest.fixture
+def start(chat_checkpoint: Path) -> Iterator[Start]:
+    running: list[RunningServer] = []
+
+    def begin(
+        *, limits: dict[str, Any] | None = None, keys: Keys | None = None, is_loaded: bool = True, **script: Any
+    ) -> tuple[RunningServer, ScriptedClient]:
+        client = ScriptedClient(chat_checkpoint, **script)
+        if not is_loaded:
+            client.may_load.clear()
+        server = RunningServer(create_app(client, ServerLimits(**limits or {}), keys=keys))
+        running.append(server)
+        while server.get("/ready").status != 200 if is_loaded else server.loop is None:
+            time.sleep(0.005)
+        return server, client
+
+    yield begin
+    for server in running:
+        server.stop()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.002)
+
+
+def at_rest(server: RunningServer) -> bool:
+    door = server.front.open_door()
+    return not server.front.exchanges and (door.num_in_flight, door.num_waiting_tokens) == (0, 0)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def open_request(server: RunningServer, body: Any, path: str = "/v1/completions") -> socket.socket:
+    data = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    received = b""
+    while chunk := connection.recv(65536):
+        received += chunk
+    return received
+
+
+# Too much is asked.
+
+
+def test_overload_is_refused_at_the_door_untokenized_and_the_admitted_finish(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, client = start(limits={"max_in_flight": 4}, first=0.4)
+    encoded: list[str] = []
+    encode = server.front.codec.encode
+    monkeypatch.setattr(server.front.codec, "encode", lambda text, **o: encoded.append(text) or encode(text, **o))
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda _: server.post("/v1/completions", TEXT), range(16)))
+    admitted = [one for one in answers if one.status == 200]
+    refused = [one for one in answers if one.status == 429]
+    assert (len(admitted), len(refused)) == (4, 12)
+    assert all(one.json["choices"][0]["text"] == "xxx" for one in admitted)
+    for one in refused:
+        assert (one.error["code"], one.error["type"]) == ("in_flight", "rate_limit_error")
+        assert int(one.headers["retry-after"]) >= 1
+    assert len(encoded) == len(client.submitted) == 4
+    wait_for(lambda: at_rest(server))
+    assert server.post("/v1/completions", TEXT | {"n": 4}).status == 200
+    too_many = server.post("/v1/completions", TEXT | {"n": 5})
+    assert (too_many.status, too_many.error["param"]) == (400, "n"), "it will never fit: not to be asked again"
+
+
+def test_waiting_prompts_are_bounded_by_their_tokens(start: Start) -> None:
+    server, _ = start(limits={"max_waiting_tokens": 60}, first=0.5)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(server.post, "/v1/completions", TEXT | {"prompt": [5] * 50})
+        wait_for(lambda: server.front.open_door().num_waiting_tokens == 50)
+        second = server.post("/v1/completions", TEXT | {"prompt": [5] * 50})
+        assert (second.status, second.error["code"]) == (429, "waiting_tokens")
+        assert first.result().status == 200
+    wait_for(lambda: at_rest(server))
+
+
+def test_rates_are_of_each_key(start: Start) -> None:
+    server, client = start(limits={"requests_per_minute": 2, "tokens_per_minute": 1000}, keys=KEYS)
+    answers = [server.post("/v1/completions", TEXT, bearer(ALICE)) for _ in range(3)]
+    assert [one.status for one in answers] == [200, 200, 429]
+    assert answers[2].error["code"] == "requests_per_minute"
+    assert 1 <= int(answers[2].headers["retry-after"]) <= 61
+    assert server.post("/v1/completions", TEXT, bearer(BOB)).status == 200
+    large = TEXT | {"n": 40, "max_tokens": 100}
+    refused = server.post("/v1/completions", large, bearer(BOB))
+    assert (refused.status, refused.error["code"]) == (400, "invalid_value")
+    assert len(client.submitted) == 3
+    wait_for(lambda: at_rest(server))
+
+
+# Clients leave.
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", [TEXT, TEXT | {"n": 2, "prompt": ["a", "b"]}, TALK], ids=["text", "list", "chat"])
+@pytest.mark.parametrize("first", [60.0, 0.0], ids=["queued", "decoding"])
+def test_a_request_whose_client_left_is_aborted(first: float, body: Any, stream: bool, start: Start) -> None:
+    server, client = start(first=first, pace=0.02)
+    path = "/v1/chat/completions" if body is TALK else "/v1/completions"
+    connection = open_request(server, body | {"stream": stream, "max_tokens": 100}, path)
+    wait_for(lambda: bool(client.running))
+    if not first:
+        time.sleep(0.05)
+    connection.close()
+    wait_for(lambda: at_rest(server), 1.0)
+    assert not client.running
+    assert sorted(client.aborted) == sorted(one.request_id for one in client.submitted)
+
+
+def test_a_client_that_leaves_amid_its_body_leaves_nothing(start: Start) -> None:
+    server, client = start()
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n")
+    connection.sendall(b'content-length: 100\r\n\r\n{"model"')
+    wait_for(lambda: len(server.front.exchanges) == 1)
+    connection.close()
+    wait_for(lambda: at_rest(server))
+    assert client.submitted == []
+
+
+def test_the_engine_frees_a_cancelled_requests_blocks(server: RunningServer) -> None:
+    for stream in (False, True):
+        body = {"model": "random", "prompt": "a", "n": 4, "max_tokens": 120, "ignore_eos": True, "stream": stream}
+        connections = [open_request(server, body) for _ in range(3)]
+        wait_for(lambda: server.front.client.stats().num_running > 0)
+        for connection in connections:
+            connection.close()
+        wait_for(lambda: server.front.client.stats().num_used_blocks == 0)
+        wait_for(lambda: at_rest(server))
+
+
+def test_a_reader_that_does_not_read_is_given_up(start: Start) -> None:
+    server, client = start(limits={"write_timeout": 0.4}, width=1 << 18)
+    connection = open_request(server, TEXT | {"stream": True, "max_tokens": 120})
+    wait_for(lambda: bool(client.aborted))
+    wait_for(lambda: at_rest(server))
+    connection.close()
+
+
+# Times are over.
+
+
+def test_no_token_in_time_is_504(start: Start) -> None:
+    server, client = start(limits={"queue_timeout": 0.1}, first=60.0)
+    for stream in (False, True):
+        answer = server.post("/v1/completions", TEXT | {"stream": stream})
+        assert (answer.status, answer.error["code"]) == (504, "queue_timeout")
+    wait_for(lambda: at_rest(server))
+    assert len(client.aborted) == 2
+
+
+def test_a_requests_time_is_504_before_the_first_byte_and_an_error_event_after(start: Start) -> None:
+    server, client = start(limits={"request_timeout": 0.2}, pace=0.05)
+    body = TEXT | {"max_tokens": 100}
+    answer = server.post("/v1/completions", body)
+    assert (answer.status, answer.error["code"]) == (504, "request_timeout")
+    streamed = server.post("/v1/completions", body | {"stream": True})
+    events = streamed.body.decode().split("\n\n")
+    assert streamed.status == 200
+    assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "request_timeout"
+    assert "[DONE]" not in streamed.body.decode()
+    began = time.monotonic()
+    assert server.post("/v1/completions", body, {"x-request-timeout": "0.05"}).status == 504
+    assert time.monotonic() - began < 0.2
+    wait_for(lambda: at_rest(server))
+    assert len(client.aborted) == 3
+
+
+def test_headers_and_bodies_have_deadlines(start: Start) -> None:
+    server, _ = start(limits={"header_timeout": 0.3, "body_timeout": 0.3})
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as silent:
+        assert read_all(silent) == b""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as half:
+        half.sendall(b"GET /live HTTP/1.1\r\nhost")
+        assert read_all(half) == b""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
+        slow.sendall(
+            b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
+        )
+        slow.settimeout(5)
+        assert b"body_timeout" in slow.recv(65536)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n")
+        slow.sendall(b"content-length: 9\r\n\r\n{")
+        received = read_all(slow)
+        assert received.startswith(b"HTTP/1.1 408")
+        assert b"connection: close" in received.lower()
+
+
+# The server, or its engine, stops.
+
+
+def test_a_drain_lets_streams_end_and_refuses_new_requests(start: Start) -> None:
+    server, client = start(pace=0.05)
+    with ThreadPoolExecutor(4) as pool:
+        body = TEXT | {"stream": True, "max_tokens": 10}
+        streams = [pool.submit(server.post, "/v1/completions", body) for _ in range(4)]
+        wait_for(lambda: len(client.running) == 4)
+        assert server.loop is not None
+        server.loop.call_soon_threadsafe(server.server.stop)
+        wait_for(lambda: server.front.is_draining)
+        assert server.get("/live").status == 200
+        for path in ("/ready", "/health"):
+            assert server.get(path).status == 503
+        refused = server.post("/v1/completions", TEXT)
+        assert (refused.status, refused.error["code"]) == (503, "unavailable")
+        assert int(refused.headers["retry-after"]) >= 1
+        ends = [stream.result() for stream in streams]
+    ended = time.monotonic()
+    for one in ends:
+        assert "".join(event["choices"][0]["text"] for event in one.events) == "x" * 10
+    server._thread.join(5)
+    assert time.monotonic() - ended < 1.0  # 0.2 s on idle cores
+    assert not client.aborted
+
+
+@pytest.mark.parametrize("how", ["drain_timeout", "second_signal"])
+def test_past_the_drain_a_stream_ends_with_an_error(how: str, start: Start) -> None:
+    server, client = start(limits={"drain_timeout": 0.1 if how == "drain_timeout" else 30.0}, pace=0.05)
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(server.post, "/v1/completions", TEXT | {"stream": True, "max_tokens": 100})
+        wait_for(lambda: bool(client.running))
+        time.sleep(0.1)
+        assert server.loop is not None
+        for _ in range(1 if how == "drain_timeout" else 2):
+            server.loop.call_soon_threadsafe(server.server.stop)
+        body = stream.result(5).body.decode()
+    assert json.loads(body.split("\n\n")[-2].removeprefix("data: "))["error"]["code"] == "unavailable"
+    assert "[DONE]" not in body
+    assert len(client.aborted) == 1
+
+
+@pytest.mark.parametrize("fails_after", [0, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failing_engine_is_said_and_no_stream_ends_as_if_it_were_whole(
+    stream: bool, fails_after: int, start: Start
+) -> None:
+    server, client = start(fails_after=fails_after, pace=0.01)
+    answer = server.post("/v1/completions", TEXT | {"stream": stream, "prompt": ["a", "b"]})
+    if stream and fails_after:
+        assert answer.status == 200
+        assert (
+            json.loads(answer.body.decode().split("\n\n")[-2].removeprefix("data: "))["error"]["code"] == "engine_error"
+        )
+        assert b"[DONE]" not in answer.body
+    else:
+        assert (answer.status, answer.error["code"]) == (500, "engine_error")
+    assert b"Traceback" not in answer.body
+    wait_for(lambda: at_rest(server))
+    assert not client.running
+
+
+def test_a_loading_restarting_or_dead_engine_is_not_ready(start: Start) -> None:
+    server, client = start(is_loaded=False)
+    assert server.get("/live").status == 200
+    for ask in (lambda: server.get("/ready"), lambda: server.get("/health"), lambda: server.get("/v1/models")):
+        assert ask().status == 503
+    loading = server.post("/v1/completions", TEXT)
+    assert (loading.status, loading.headers["retry-after"]) == (503, "1")
+    assert server.loop is not None
+    server.loop.call_soon_threadsafe(client.may_load.set)
+    wait_for(lambda: server.get("/ready").status == 200)
+    client.state = "restarting"
+    assert server.get("/health").json == {"status": "restarting"}
+    again = server.post("/v1/completions", TEXT)
+    assert (again.status, again.headers["retry-after"]) == (503, "3")
+    client.state = "failed"
+    assert server.get("/health").status == 503
+    assert server.post("/v1/completions", TEXT).error["code"] == "engine_failed"
+    client.state = "ready"
+    assert server.post("/v1/completions", TEXT).status == 200
+
+
+# Who asks.
+
+
+def test_the_key_guards_every_route_but_three(start: Start) -> None:
+    server, client = start(keys=KEYS)
+    routes = [route for route in server.app.routes if isinstance(route, Route)]
+    assert len(routes) > 12
+    for route in routes:
+        for method in sorted(route.methods or ()):
+            path = route.path.replace("{model:path}", "random")
+            body = b"{}" if method == "POST" else None
+            for headers in ({}, bearer("wrong-0123456789"), {"authorization": f"Basic {ALICE}"}):
+                answer = server.ask(method, path, body, headers)
+                if path in OPEN_PATHS:
+                    assert answer.status == 200, path
+                else:
+                    assert answer.status == 401, path
+    assert server.get("/no/such/route").status == 401
+    assert server.get("/v1/models", bearer(ALICE)).status == 200
+    assert server.get("/v1/models", bearer(ADMIN)).status == 401
+    assert server.post("/admin/kernels", {}, bearer(ALICE)).status == 401
+    assert client.submitted == []
+
+
+def test_tenants_have_salts_and_priorities_of_their_own(start: Start) -> None:
+    server, client = start(keys=KEYS)
+    for key in (ALICE, BOB):
+        for salt in ({}, {"cache_salt": "s"}):
+            assert server.post("/v1/completions", TEXT | salt | {"priority": 1}, bearer(key)).status == 200
+    assert len({one.cache_salt for one in client.submitted}) == 4
+    assert [one.priority for one in client.submitted] == [1, 1, 6, 6]
+    server.post("/v1/completions", TEXT, bearer(ALICE) | {"x-request-id": "mine"})
+    assert "mine" not in client.submitted[-1].request_id, "nobody else can name it"
+
+
+def test_a_file_of_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"- {{key: {ALICE}, tenant: alice}}\n- {{key: {ADMIN}, admin: true, priority: -1}}\n")
+    keys = read_keys(file)
+    assert keys.find(f"bearer {ALICE}".encode()) == Tenant("alice")
+    assert keys.find(f"Bearer {ADMIN}".encode()) == Tenant("1", -1, True)
+    for text, said in (
+        ("", "a YAML list"),
+        ("- {tenant: a}", "with a `key`"),
+        ("- {key: short}", "16 ASCII characters"),
+        (f"- {{key: {ALICE}, tenent: a}}", "tenant"),
+        (f"- {{key: {ALICE}, priority: high}}", "must be a int"),
+        (f"- {{key: {ALICE}}}\n- {{key: {ALICE}}}", "the key of another"),
+    ):
+        file.write_text(text)
+        with pytest.raises(KeyFileError, match=said):
+            read_keys(file)
+
+
+def test_request_ids_and_a_log_without_prompts(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tsched.serving.access")
+    server, _ = start(keys=KEYS)
+    answer = server.post("/v1/completions", TEXT | {"prompt": "secret"}, bearer(ALICE) | {"x-request-id": "mine"})
+    assert answer.headers["x-request-id"] == "mine"
+    ids = {server.get("/live").headers["x-request-id"] for _ in range(3)}
+    assert len(ids) == 3
+    assert len(server.get("/live", {"x-request-id": "a" * 999}).headers["x-request-id"]) == 32
+    assert server.get("/nowhere").headers["x-request-id"]
+    wait_for(lambda: "nowhere" in caplog.text)
+    lines = [json.loads(record.message) for record in caplog.records if record.name == "tsched.serving.access"]
+    (line,) = [one for one in lines if one["id"] == "mine"]
+    assert (line["tenant"], line["status"], line["completion_tokens"]) == ("alice", 200, 3)
+    assert line["finish_reasons"] == ["length"]
+    assert "secret" not in caplog.text
+    assert ALICE not in caplog.text
+    assert "xxx" not in caplog.text
+
+
+def test_live_answers_while_long_prompts_are_tokenized(start: Start) -> None:
+    server, _ = start()
+    begun, may_end = threading.Event(), threading.Event()
+    encode = server.front.codec.encode
+
+    def slow(text: str, **options: Any) -> list[int]:
+        begun.set()
+        may_end.wait(10)
+        return encode(text, **options)
+
+    server.front.codec.encode = slow
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, "/v1/completions", TEXT | {"prompt": ["a" * 100] * 12})
+        assert begun.wait(5)
+        assert server.get("/live").status == 200
+        assert not answer.done()
+        may_end.set()
+        assert answer.result().status == 200
+
+
+def test_limits_are_checked() -> None:
+    for wrong in (
+        {"max_in_flight": 0},
+        {"body_timeout": float("inf")},
+        {"max_body_bytes": 1.5},
+        {"tokenizer_threads": None},
+    ):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ServerLimits(**wrong)
+
+
+def test_no_other_origins_scripts_are_answered(start: Start) -> None:
+    server, _ = start()
+    headers = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+    answers: list[Answer] = [server.ask("OPTIONS", "/v1/completions", None, headers), server.get("/v1/models", headers)]
+    assert all("access-control-allow-origin" not in one.headers for one in answers)

@@ -1,0 +1,78 @@
+"""A few tokens of each row whose scores are added to: sparse arrays for all rows, which stay on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from tsched.execution.device_state import to_device
+from tsched.execution.row_epochs import RowEpochs
+from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
+
+_FEWEST = 8  # columns of the arrays
+
+
+class TokenBiases:
+    """What is added to the scores of a row's tokens.
+
+    The arrays are [rows, n] on the scores' device, made for the first row that has any, with n of the row that has the
+    most. A step sends the rows that are new.
+
+    Args:
+        table: The running sequences.
+        read: Gives a sequence's tokens and what is added to each.
+    """
+
+    def __init__(self, table: SequenceTable, read: Callable[[Sequence], Mapping[int, float]]) -> None:
+        self._epochs = RowEpochs(table)
+        self._read = read
+        self._ids: torch.Tensor | None = None  # [R, n] int64; the rest of a row is token 0 with nothing added
+        self._values: torch.Tensor | None = None  # [R, n] float64
+
+    def apply(self, scores: torch.Tensor, entries: Ints, rows: Ints, lengths: Ints) -> None:
+        """Adds to scores in place.
+
+        Args:
+            scores: [s, V] float64.
+            entries: [p] int64, the rows of `scores` to change.
+            rows: [p] int64, their rows of the table.
+            lengths: [p] int64, not looked at.
+        """
+        new = self._epochs.take_stale(rows)
+        if new:
+            self._store(new, scores)
+        if self._ids is None or self._values is None:
+            raise RuntimeError("no row has tokens to add to")
+        places = to_device(rows, scores.device)
+        starts = to_device(entries * scores.shape[1], scores.device)
+        index = self._ids.index_select(0, places) + starts.unsqueeze(1)  # [p, n]
+        scores.view(-1).index_add_(0, index.view(-1), self._values.index_select(0, places).view(-1))
+
+    def _store(self, new: dict[int, Sequence], scores: torch.Tensor) -> None:
+        """Sends the tokens of the rows in `new`."""
+        vocab_size = scores.shape[1]
+        lists = [{t: v for t, v in self._read(one).items() if t < vocab_size} for one in new.values()]
+        self._reserve(max(map(len, lists)), scores)
+        if self._ids is None or self._values is None:
+            raise RuntimeError("the arrays have just been made")
+        ids = np.zeros((len(lists), self._ids.shape[1]), dtype=np.int64)
+        values = np.zeros(ids.shape)
+        for i, one in enumerate(lists):
+            ids[i, : len(one)], values[i, : len(one)] = list(one), list(one.values())
+        places = to_device(np.array(list(new)), scores.device)
+        self._ids.index_copy_(0, places, to_device(ids, scores.device))
+        self._values.index_copy_(0, places, to_device(values, scores.device))
+
+    def _reserve(self, count: int, scores: torch.Tensor) -> None:
+        """Makes the arrays, or makes them wider, for rows of `count` tokens."""
+        have = 0 if self._ids is None else self._ids.shape[1]
+        if have >= max(count, _FEWEST):
+            return
+        shape = self._epochs.num_rows, max(_FEWEST, 1 << (count - 1).bit_length())
+        ids = torch.zeros(shape, dtype=torch.int64, device=scores.device)
+        values = torch.zeros(shape, dtype=torch.float64, device=scores.device)
+        if self._ids is not None and self._values is not None:
+            ids[:, :have], values[:, :have] = self._ids, self._values
+        self._ids, self._values = ids, values

@@ -1,0 +1,78 @@
+"""Masks of the tokens that rows may choose: a bit a token, for all rows at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tsched.execution.device_state import to_device
+from tsched.execution.row_epochs import RowEpochs
+from tsched.scheduling.sequence import Ints, SequenceTable
+
+BITS = 32  # of a word of a mask
+
+Masks = NDArray[np.int32]
+"""[n, W]: bit b of word w says whether token 32 w + b is allowed."""
+
+
+def count_words(vocab_size: int) -> int:
+    """Counts the words of a mask."""
+    return -(-vocab_size // BITS)
+
+
+def pack_mask(token_ids: Ints, vocab_size: int) -> Masks:
+    """[W] the mask that allows `token_ids` [n], those in the vocabulary, alone."""
+    bits = np.zeros(count_words(vocab_size) * BITS, dtype=np.uint8)
+    bits[token_ids[token_ids < vocab_size]] = 1
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32, copy=False)
+
+
+def bar_others(scores: torch.Tensor, entries: Ints, masks: torch.Tensor) -> None:
+    """Sets scores of tokens that are not allowed to -inf, in place.
+
+    Args:
+        scores: [s, V] floating.
+        entries: [p] int64, distinct, the rows of `scores` to change.
+        masks: [p, W] int32, theirs.
+    """
+    num_rows, vocab_size = scores.shape
+    places = torch.arange(BITS, dtype=torch.int32, device=masks.device)
+    barred = ((masks.unsqueeze(2) >> places) & 1) == 0  # [p, W, 32]
+    barred = barred.view(entries.size, -1)[:, :vocab_size]  # [p, V]
+    if entries.size == num_rows:  # in any case in order
+        scores.masked_fill_(barred, -torch.inf)
+    else:
+        index = to_device(entries, scores.device)
+        scores.index_copy_(0, index, scores.index_select(0, index).masked_fill_(barred, -torch.inf))
+
+
+class AllowedTokens:
+    """The masks of rows with allowed_token_ids: [rows, W] int32 on the scores' device, made for the first such row.
+
+    Args:
+        table: The running sequences.
+    """
+
+    def __init__(self, table: SequenceTable) -> None:
+        self._epochs = RowEpochs(table)
+        self._masks: torch.Tensor | None = None
+
+    def apply(self, scores: torch.Tensor, entries: Ints, rows: Ints, lengths: Ints) -> None:
+        """Bars other tokens in place.
+
+        Args:
+            scores: [s, V] float64.
+            entries: [p] int64, ascending, the rows of `scores` to change.
+            rows: [p] int64, their rows of the table.
+            lengths: [p] int64, not looked at.
+        """
+        vocab_size, device = scores.shape[1], scores.device
+        if self._masks is None:
+            shape = self._epochs.num_rows, count_words(vocab_size)
+            self._masks = torch.zeros(shape, dtype=torch.int32, device=device)
+        new = self._epochs.take_stale(rows)
+        if new:
+            packed = [pack_mask(np.array(one.params.allowed_ids), vocab_size) for one in new.values()]
+            self._masks.index_copy_(0, to_device(np.array(list(new)), device), to_device(np.stack(packed), device))
+        bar_others(scores, entries, self._masks.index_select(0, to_device(rows, device)))
