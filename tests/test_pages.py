@@ -63,6 +63,9 @@ NOT_RUN: Mapping[str, str] = {
     "tk repeat A": "runs the quickstart a third time; tests/experiments/runs/test_repeat.py",
     "python -m tests.bench.range_cost": "minutes, and a figure",
     "python -m tests.bench.beside_nano_vllm PATH/TO/nano-vllm": "needs nano-vllm's sources",
+    "python -m tests.tsched.serving.real_clients clients --vllm-benchmark PATH/TO/benchmark_serving.py": (
+        "needs a package index; tests/tsched/serving/test_openai_clients.py"
+    ),
     "python -m tests.experiments.sweep.overhead experiments/quickstart.yaml": "minutes, and a figure",
     "python -m tests.experiments.runs.simulated_experiments --count 10000": "minutes, and a figure",
     "python -m tests.experiments.runs.false_alarms": "hours, and a figure; tests/experiments/runs/test_verdicts.py",

@@ -385,8 +385,8 @@ class QuantizeRequest:
         Option(
             "--option",
             metavar="name=value",
-            help="What else the method is told: of gptq damping, act_order, search, symmetric, checkpoint_format. "
-            "Repeatable.",
+            help="What else the method is told: of gptq damping, act_order, search, sweeps, symmetric, "
+            "checkpoint_format. Repeatable.",
         ),
     ] = field(default_factory=list)
     calibration: Annotated[

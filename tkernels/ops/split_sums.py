@@ -34,9 +34,9 @@ def summed_by_the_last(sums, partial_ptrs, mask, arrived_ptr, split, splits, str
     is_last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == splits - 1
     if is_last:
         tl.store(arrived_ptr, 0)
-        sums = tl.load(partial_ptrs, mask=mask, other=0.0)
+        sums = tl.load(partial_ptrs, mask=mask)  # what is masked off is not stored
         for other in range(1, splits):
-            sums += tl.load(partial_ptrs + other * stride_partial_s, mask=mask, other=0.0)
+            sums += tl.load(partial_ptrs + other * stride_partial_s, mask=mask)
     return is_last, sums
 
 

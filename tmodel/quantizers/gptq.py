@@ -3,7 +3,7 @@
 Source: Frantar et al., 2023, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
 algorithm 1. Its reference code also orders inputs by activation, finds a group's steps when it reaches the group, and
 can search for narrower ones. Groups in the order of activation: Gafni et al., 2025, "Dual Precision Quantization for
-Efficient and Accurate Deep Neural Networks Inference".
+Efficient and Accurate Deep Neural Networks Inference". What the one walk chose is then improved, see `descent`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tkernels.quantized.weight import QuantizedWeight, dequantize
 from tmodel.formats import GPTQ
 from tmodel.formats.gptq import CheckpointFormat
 from tmodel.quantizers.calibration import collect_inputs, forward
+from tmodel.quantizers.descent import block_of, descend
 from tmodel.quantizers.method import Layer, Method, Options, QuantizedLayer
 from tmodel.quantizers.rtn import compute_steps, pack_weight, round_to_codes, search_steps
 
@@ -25,8 +26,6 @@ ActOrder = Literal["inputs", "groups", "none"]
 
 DAMPING = 0.05
 """The share of the Hessian's mean diagonal that is added to the diagonal: GPTQModel's; the paper's is 0.01."""
-
-_BLOCK = 128
 
 
 class GPTQOptions(Options):
@@ -38,13 +37,15 @@ class GPTQOptions(Options):
             a checkpoint says the group of each (desc_act); "groups" of neighbours as they are, and within each its
             inputs, which a checkpoint does not show; or "none".
         search: Whether each group's range is narrowed where that loses less, see rtn.search_steps.
+        sweeps: How often all codes and steps are then chosen anew, see `descent`.
         symmetric: Whether every zero-point is 2**(bits - 1).
         checkpoint_format: "gptq" (v1), which every reader knows, or "gptq_v2", whose zero-points may be 0.
     """
 
     damping: float = Field(default=DAMPING, gt=0, le=1)
     act_order: ActOrder = "inputs"
-    search: bool = False
+    search: bool = True
+    sweeps: int = Field(default=2, ge=0)
     symmetric: bool = False
     checkpoint_format: CheckpointFormat = "gptq"
 
@@ -59,22 +60,24 @@ def gptq(
     act_order: ActOrder = "inputs",
     damping: float = DAMPING,
     search: bool = False,
+    sweeps: int = 0,
     lowest_zero: int = 0,
 ) -> QuantizedWeight:
     """Chooses codes that keep X W^T, not W, near its dense value.
 
-    With an identity for a second moment, no act_order and no search the codes are those of round-to-nearest.
+    Untold this is the paper's walk: with an identity for a second moment and no act_order it rounds to nearest.
 
     Args:
         weight: [N, K], float32 or float64.
         second_moment: X^T X, [K, K], of the inputs seen.
         bits: Of a code.
         group_size: Inputs that share a step; -1 is all.
-        symmetric: As in GPTQOptions, as the three after it.
+        symmetric: As in GPTQOptions, as the four after it.
         act_order: What goes first, while most weights are left to make up for it. With "inputs" the result has a
             permutation.
         damping: More of it trusts the second moment less.
         search: Whether ranges of groups are narrowed.
+        sweeps: How often codes and steps are chosen anew.
         lowest_zero: No zero-point is below it, see rtn.compute_steps.
 
     Returns:
@@ -90,11 +93,11 @@ def gptq(
     moment = moment + torch.diag(dead.double())
     order = order_inputs(second_moment.double().diagonal(), size, act_order)
     columns = weight.t().masked_fill(dead[:, None], 0)[order]  # [K, N]
-    inverse = _inverse_factor(moment[order][:, order], damping).to(weight.dtype)  # [K, K], upper triangular
-    codes = torch.empty_like(columns)
+    damped, inverse = (part.to(weight.dtype) for part in _damp_and_invert(moment[order][:, order], damping))  # [K, K]
+    dense, codes = columns.clone(), torch.empty_like(columns)
     steps, zero_points = [], []
     # A block ends where a group begins: the group's step depends on all corrections from inputs before it.
-    block = max(length for length in range(1, _BLOCK + 1) if size % length == 0)
+    block = block_of(size)
     for start in range(0, inputs, block):
         stop = min(start + block, inputs)
         if start % size == 0:
@@ -112,6 +115,7 @@ def gptq(
             rest = inverse[place, place + 1 : stop]
             columns[place + 1 : stop] -= rest[:, None] * errors[place - start]
         columns[stop:] -= inverse[start:stop, stop:].t() @ errors
+    codes, step = descend(dense, codes, torch.cat(steps), torch.cat(zero_points), damped, bits, sweeps)
     # Groups of inputs that were not neighbours are numbered as they came, others as they lie.
     numbers = torch.arange(inputs // size) if act_order == "inputs" else order[::size] // size
     group_of = torch.empty_like(order)
@@ -123,7 +127,7 @@ def gptq(
     permutation = None if torch.equal(places, torch.arange(inputs)) else places.int()
     by_number = numbers.argsort()
     return pack_weight(
-        by_input[places], torch.cat(steps)[by_number], torch.cat(zero_points)[by_number], bits, size,
+        by_input[places], step[by_number], torch.cat(zero_points)[by_number], bits, size,
         symmetric=symmetric, permutation=permutation,
     )  # fmt: skip
 
@@ -155,8 +159,8 @@ def _choose_steps(
     return search_steps(group, costs, bits, symmetric=symmetric, lowest_zero=lowest_zero)
 
 
-def _inverse_factor(moment: torch.Tensor, damping: float) -> torch.Tensor:
-    """U [K, K], upper triangular, with U^T U the inverse of the damped `moment`; damping grows until it exists."""
+def _damp_and_invert(moment: torch.Tensor, damping: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the damped `moment`, U upper triangular with U^T U its inverse), [K, K] each; damping grows until U exists."""
     mean = moment.diagonal().mean()
     while True:
         damped = moment + torch.eye(len(moment), dtype=moment.dtype) * (damping * mean)
@@ -164,7 +168,7 @@ def _inverse_factor(moment: torch.Tensor, damping: float) -> torch.Tensor:
         if not failed:
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not failed:
-                return upper
+                return damped, upper
         if damping >= 1:  # every eigenvalue is at least the mean diagonal here, so only bad input fails
             raise ValueError("gptq: the second moment of the inputs is not positive semidefinite, or not finite")
         damping = min(1.0, damping * 10)

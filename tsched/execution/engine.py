@@ -27,6 +27,7 @@ from tsched.execution.batch_builder import ArrangedPlan, BatchBuilder
 from tsched.execution.cuda_graphs import CudaRecorder, DecodeGraphs, EagerRecorder
 from tsched.execution.device_state import DeviceState, StepInputs
 from tsched.execution.engine_stats import EngineStats, PeakUse
+from tsched.execution.exhaustion import explain_exhaustion
 from tsched.execution.phases import Phases
 from tsched.execution.prompt_logprobs import PromptScorer, PromptScores, ScoredPrompts, compute_with_prompts
 from tsched.execution.readback import HostReader, Outcome, Readback
@@ -237,7 +238,9 @@ class Engine:
     def step(self) -> list[Request]:
         """Advances every sequence that can advance.
 
-        An exception of the model passes through. Every request is aborted first, because the caches may hold anything.
+        Where the device has too little memory for the step, the requests that it would have advanced end with that
+        reason. Any other exception of the model passes through. Every request is aborted first, because the caches may
+        hold anything.
 
         Returns:
             The requests that finished; with overlap those that the step before finished.
@@ -309,20 +312,55 @@ class Engine:
             self.scheduler.commit(plan, plan.sampled)
             return finished
         with torch.inference_mode():
-            with phases.forward.carrying(self._request_ids(plan)) if phases.listening else phases.forward:
-                logits, prompts = self._forward(step)
+            computed = self._compute(plan, step)
             if launched is not None:
                 finished += self._complete_step(launched)
-            with phases.sample:
+            sampling = computed if isinstance(computed, str) else self._sample(plan, step, *computed)
+        if isinstance(sampling, str):
+            return finished + self._lose_step(plan, sampling)
+        self._launched = sampling
+        if self.overlap and self._requests:
+            return finished
+        return finished + self._complete_step(sampling)
+
+    def _compute(self, plan: StepPlan, step: ArrangedPlan) -> tuple[torch.Tensor, ScoredPrompts | None] | str:
+        """`_forward` of a step, or why the device had too little memory for it."""
+        phases = self._phases
+        try:
+            with phases.forward.carrying(self._request_ids(plan)) if phases.listening else phases.forward:
+                return self._forward(step)
+        except RuntimeError as error:
+            if (why := explain_exhaustion(error)) is None:
+                raise
+            return why
+
+    def _sample(
+        self, plan: StepPlan, step: ArrangedPlan, logits: torch.Tensor, prompts: ScoredPrompts | None
+    ) -> _LaunchedStep | str:
+        """Launches a step's sampling from its `logits` [m, V], or says why there was too little memory for it."""
+        try:
+            with self._phases.sample:
                 rows, lengths, epochs = step.sampled_rows, step.lengths, step.sampled_epochs
                 nobody_left = self.scheduler.table.num_departures == plan.num_departures
                 sampled = self._sampler.sample(logits, rows, lengths, None if nobody_left else epochs)
                 self._state.keep_tokens(rows, lengths, epochs, sampled.token_ids)
                 store = None if prompts is None else self._reader.start_prompts(prompts)
-                self._launched = _LaunchedStep(plan, step, self._reader.start(sampled), store)
-        if self.overlap and self._requests:
-            return finished
-        return finished + self._complete_step(self._launched)
+                return _LaunchedStep(plan, step, self._reader.start(sampled), store)
+        except RuntimeError as error:
+            if (why := explain_exhaustion(error)) is None:
+                raise
+            return why
+
+    def _lose_step(self, plan: StepPlan, why: str) -> list[Request]:
+        """Ends the requests of a step for which the device had too little memory; others' tokens are as they were."""
+        lost = self.scheduler.lose(plan)
+        now = time.perf_counter()
+        what = f"the device had too little memory for a step of {plan.num_tokens} tokens of {plan.rows.size} requests"
+        requests = [self._requests[sequence.id] for sequence in lost]
+        for request in requests:
+            request.error = f"{what}: {why}"
+            self._finish_request(request, now)
+        return requests
 
     def _note_scheduled(self, rows: Ints) -> None:
         """Notes when the requests that came into `rows` first got one."""

@@ -197,8 +197,11 @@ def read_sampling(sampling: Mapping[str, Any]) -> SamplingParams:
     for name in sampling:
         if name not in known:
             raise RequestRefusedError(f"there is no parameter {name!r}{suggest_name(name, known)}", name)
+    given = dict(sampling)
+    if isinstance(given.get("logit_bias"), Mapping):  # keys of JSON are texts
+        given["logit_bias"] = {int(token_id): bias for token_id, bias in given["logit_bias"].items()}
     try:
-        return SamplingParams(**sampling)
+        return SamplingParams(**given)
     except ValueError as error:  # its messages name the field
         message = str(error)
         raise RequestRefusedError(message, next((name for name in sampling if name in message), None)) from error

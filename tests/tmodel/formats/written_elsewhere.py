@@ -5,13 +5,15 @@ python -m tests.tmodel.formats.written_elsewhere MODEL FOLDER [--only NAME ...] 
 MODEL is a small dense model with a tokenizer: a directory, or the preset tiny. FOLDER keeps the tools' environments
 (pip installs them, and an index must be in reach) and what they packed: what is there is not made again. A tool that
 does not install here is said not to be made, which is no success. CHECKOUT is of github.com/SqueezeAILab/SqueezeLLM. Of
-every checkpoint each layer is read and compared with what the tool itself decodes, and `tk generate` is run on it.
+every checkpoint each layer is read and compared with what the tool itself decodes, and `tk generate` is run on it. The
+command prints a row for each kind, and what is wrong with it; it fails where something is.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import venv
@@ -29,15 +31,19 @@ from tkernels.quantized.weight import QuantizedWeight, dequantize
 from tmodel import find_model, load_config
 from tmodel.weights import Checkpoint
 
+INSTALLED = "installed.txt"
 PACKERS = Path(__file__).parent / "tools"
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "gptqmodel": ("gptqmodel",),
     "autoawq": ("autoawq==0.2.7", "transformers<4.48"),
     "auto_round": ("auto-round",),
     "llm_compressor": ("llmcompressor",),
-    "squeezellm": ("torch", "transformers", "safetensors", "numpy"),
+    "squeezellm": (),
 }
-"""Packer -> what its environment needs."""
+"""Packer -> what its environment needs, the tool first; where nothing, this project's own environment is enough."""
+
+OTHER_MODELS: Mapping[str, str] = {"autoawq": "tiny-qwen2"}
+"""Packer -> the model that it packs in place of MODEL: the tool, of 2024, knows no Qwen3. This one's head is tied."""
 
 GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 
@@ -77,6 +83,23 @@ KINDS = (
     *(Made(f"squeezellm-{bits}bit{'-sparse' if sparse else ''}", "squeezellm", {"wbits": bits, "sparse": sparse})
       for bits in (3, 4) for sparse in (0, 0.005)),
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a kind.
+
+    Attributes:
+        compared: Weights that were compared.
+        is_equal: Whether all of them are what the tool decodes, bit for bit.
+        generates: Whether `tk generate` ran on the checkpoint.
+        problems: What is wrong; none where both are so.
+    """
+
+    compared: int = 0
+    is_equal: bool = False
+    generates: bool = False
+    problems: tuple[str, ...] = ()
 
 
 def find_differences(checkpoint: Path, decoded: Path) -> tuple[int, list[str]]:
@@ -123,8 +146,10 @@ def find_differences(checkpoint: Path, decoded: Path) -> tuple[int, list[str]]:
 
 def make_environment(folder: Path, packer: str) -> Path | None:
     """The interpreter of a packer's environment, made where it is not there; None where it does not install here."""
+    if not REQUIREMENTS[packer]:
+        return Path(sys.executable)
     python = folder / packer / "bin" / "python"
-    ready = folder / packer / "installed.txt"
+    ready = folder / packer / INSTALLED
     if ready.exists():
         return python
     venv.create(folder / packer, with_pip=True, clear=True)
@@ -136,32 +161,49 @@ def make_environment(folder: Path, packer: str) -> Path | None:
     return python
 
 
-def check_kind(kind: Made, python: Path, model: Path, out: Path, options: Mapping[str, Any]) -> list[str]:
-    """Packs a kind where it is not there, and says what is wrong with how it is read; prints what was compared."""
+def name_version(folder: Path, packer: str, checkout: Path | None) -> str:
+    """The tool with its version, as pip installed it or as its checkout says."""
+    if not REQUIREMENTS[packer]:
+        return f"SqueezeLLM {_run(['git', '-C', checkout, 'rev-parse', '--short', 'HEAD']).stdout.strip()}"
+    tool = re.split("[=<>]", REQUIREMENTS[packer][0])[0]
+    installed = (folder / packer / INSTALLED).read_text()
+    return " ".join(re.findall(rf"^({tool})==(.+)$", installed, re.MULTILINE | re.IGNORECASE)[0])
+
+
+def check_kind(kind: Made, python: Path, model: Path, out: Path, options: Mapping[str, Any]) -> Outcome:
+    """Packs a kind where it is not there, compares how it is read, and generates."""
     if not (out / DECODED).exists():
-        told = json.dumps({**kind.options, **options})
-        done = _run([python, PACKERS / f"pack_{kind.packer}.py", model, out, told])
+        done = run_packer(kind.packer, python, model, out, {**kind.options, **options})
         if done.returncode:
-            return [f"its tool failed:\n{done.stderr.strip()[-2000:]}"]
+            return Outcome(problems=(f"its tool failed:\n{done.stderr.strip()[-2000:]}",))
     checkpoint = out / CHECKPOINT
-    if kind.packer == "squeezellm" and not (out / "converted").exists():
-        done = _run_tk("convert", checkpoint, out / "converted")
-        if done.returncode:
-            return [done.stderr.strip()]
-    checkpoint = out / "converted" if kind.packer == "squeezellm" else checkpoint
+    if kind.packer == "squeezellm":
+        checkpoint = out / "converted"
+        done = None if checkpoint.exists() else _run_tk("convert", out / CHECKPOINT, checkpoint)
+        if done is not None and done.returncode:
+            return Outcome(problems=(done.stderr.strip(),))
     try:
         compared, problems = find_differences(checkpoint, out / DECODED)
     except ValueError as error:
-        return [str(error)]
+        return Outcome(problems=(str(error),))
     done = _run_tk("generate", "--model", checkpoint, "--prompt", "def main(", "--max-tokens", 4, "--ignore-eos")
-    if done.returncode:
-        problems.append(f"tk generate: {done.stderr.strip()[-2000:]}")
-    print(f"{kind.name}: {compared:,} weights compared, {len(problems)} problems", flush=True)
-    return problems
+    words = [f"tk generate: {done.stderr.strip()[-2000:]}"] if done.returncode else []
+    return Outcome(compared, bool(compared) and not problems, not done.returncode, (*problems, *words))
 
 
-def _run(command: Sequence[object]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+def run_packer(
+    packer: str, python: Path, model: Path, out: Path, options: Mapping[str, Any]
+) -> subprocess.CompletedProcess[str]:
+    """Runs a packer in a folder of its own beside `out`: some tools write logs where they are."""
+    logs = out.with_name(f"{out.name}-logs")
+    logs.mkdir(parents=True, exist_ok=True)
+    told = json.dumps(dict(options))
+    command = [python.absolute(), PACKERS / f"pack_{packer}.py", model.resolve(), out.resolve(), told]
+    return _run(command, logs)
+
+
+def _run(command: Sequence[object], folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, cwd=folder)
 
 
 def _run_tk(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -176,19 +218,22 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=[kind.name for kind in KINDS])
     parser.add_argument("--squeezellm", type=Path, metavar="CHECKOUT")
     asked = parser.parse_args()
-    model = find_model(asked.model).directory().resolve()
-    bad = []
+    environments, bad = asked.folder / "environments", []
+    print("| kind | tool | weights | bit-equal | tk generate |\n|---|---|---|---|---|", flush=True)
     for kind in (kind for kind in KINDS if not asked.only or kind.name in asked.only):
-        options = {"checkout": str(asked.squeezellm)} if kind.packer == "squeezellm" else {}
         missing = kind.packer == "squeezellm" and asked.squeezellm is None
-        python = None if missing else make_environment(asked.folder / "environments", kind.packer)
-        problems = ["not made"] if python is None else check_kind(
-            kind, python, model, asked.folder / kind.name, options
-        )  # fmt: skip
-        bad += problems and [kind.name]
-        for problem in problems:
-            print(f"{kind.name}: {problem}", flush=True)
-    print(f"{len(KINDS if not asked.only else asked.only) - len(bad)} kinds are read bit for bit; not: {bad or 'none'}")
+        options = {"checkout": str(asked.squeezellm.resolve())} if kind.packer == "squeezellm" and not missing else {}
+        python = None if missing else make_environment(environments, kind.packer)
+        if python is None:
+            outcome, tool = Outcome(problems=("not made: its tool is not here",)), kind.packer
+        else:
+            model = find_model(OTHER_MODELS.get(kind.packer, asked.model)).directory().resolve()
+            outcome = check_kind(kind, python, model, asked.folder / kind.name, options)
+            tool = name_version(environments, kind.packer, asked.squeezellm)
+        equal, generates = ("yes" if is_so else "NO" for is_so in (outcome.is_equal, outcome.generates))
+        print(f"| {kind.name} | {tool} | {outcome.compared:,} | {equal} | {generates} |", flush=True)
+        bad += [f"{kind.name}: {problem}" for problem in outcome.problems]
+    print("\n".join(["", *bad]) if bad else "\nevery kind is read bit for bit")
     return 1 if bad else 0
 
 

@@ -10,8 +10,7 @@ held-out text. The last column is ours over GPTQModel's; the command fails where
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,7 +24,7 @@ import tkernels
 from experiments.quantization.evaluation import WindowReader, cut_windows, evaluate
 from experiments.quantization.texts import tokenize_text
 from tests.tmodel.formats.tools.decoded import CHECKPOINT
-from tests.tmodel.formats.written_elsewhere import PACKERS, make_environment
+from tests.tmodel.formats.written_elsewhere import make_environment, run_packer
 from tests.tmodel.test_train import SMALL
 from tmodel.corpus import standard_library_corpus
 from tmodel.presets import make_from_recipe
@@ -41,11 +40,12 @@ SETTINGS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
         {"desc_act": False, "sym": True, "act_group_aware": True},
     ),
     "groups, search": (
-        {"act_order": "groups", "search": True},
+        {"act_order": "groups"},
         {"desc_act": False, "sym": False, "act_group_aware": True, "mse": 2.4},
     ),
 }
-"""What both are told alike: (options here, QuantizeConfig's)."""
+"""What both are told alike: (options here, QuantizeConfig's). Methods here search and sweep unless told otherwise;
+GPTQModel searches where it is told `mse`."""
 
 
 def read(directory: Path) -> WindowReader:
@@ -53,9 +53,9 @@ def read(directory: Path) -> WindowReader:
 
 
 def quantize_here(job: Job, options: Mapping[str, Any], out: Path) -> Path:
-    """Quantizes with this house's method; `out` is made where it is not there."""
-    if not out.exists():
-        quantize_checkpoint(replace(job, method=job.method.with_options(options)), out, lambda done: None)
+    """Quantizes with this house's method; `out` is made anew, for the method may have changed."""
+    shutil.rmtree(out, ignore_errors=True)
+    quantize_checkpoint(replace(job, method=job.method.with_options(options)), out, lambda done: None)
     return out
 
 
@@ -69,11 +69,10 @@ def quantize_there(job: Job, options: Mapping[str, Any], out: Path, python: Path
             "bits": job.bits,
             "group_size": job.group_size,
             "damp_percent": 0.05,
-            "calibration": str(file),
+            "calibration": str(file.resolve()),
             **options,
         }
-        command = [python, PACKERS / "pack_gptqmodel.py", job.source, out, json.dumps(told)]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+        done = run_packer("gptqmodel", python, job.source, out, told)
         if done.returncode:
             raise SystemExit(f"GPTQModel failed:\n{done.stderr.strip()[-3000:]}")
     return out / CHECKPOINT

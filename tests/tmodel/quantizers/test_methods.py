@@ -10,6 +10,7 @@ import torch
 from tkernels.quantized.weight import QuantizedWeight, dequantize, unpack_codes
 from tmodel.quantizers.awq import clip_groups, output_error, power_scales, round_scaled, search_scales
 from tmodel.quantizers.calibration import Inputs
+from tmodel.quantizers.descent import descend
 from tmodel.quantizers.gptq import DAMPING, ActOrder, gptq, order_inputs
 from tmodel.quantizers.kmeans import kmeans, move_centres, nearest_centre, sorted_rows
 from tmodel.quantizers.rtn import compute_steps, round_to_codes, round_to_nearest, search_steps
@@ -178,6 +179,46 @@ def test_a_search_never_errs_more_than_the_whole_range(
 def test_gptq_that_searches_leaves_less_output_error(weight: torch.Tensor, inputs: Inputs, bits: int) -> None:
     whole, searched = (gptq(weight, inputs.second_moment, bits, 32, search=search) for search in (False, True))
     assert error(weight, searched, inputs) < 0.97 * error(weight, whole, inputs)
+
+
+def descent_loss(weight: torch.Tensor, codes: torch.Tensor, steps: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+    """[N]: what the codes [K, N] around 2 cost each output, by definition."""
+    difference = (codes - 2) * steps.repeat_interleave(32, 0) - weight.t()
+    return torch.einsum("kn,kl,ln->n", difference, moment, difference)
+
+
+def test_descent_ends_where_no_code_and_no_step_alone_would_be_better(weight: torch.Tensor, inputs: Inputs) -> None:
+    wide, moment = weight.double(), inputs.second_moment + torch.eye(K, dtype=torch.float64)
+    plain = round_to_nearest(wide, 2, 32, symmetric=True)
+    assert plain.scales is not None
+    columns, codes, steps = wide.t(), unpack_codes(plain).double(), plain.scales.double()
+    losses = [descent_loss(wide, codes, steps, moment)]
+    for _ in range(30):
+        codes, steps = descend(columns, codes, steps, torch.full_like(steps, 2), moment, 2, 1)
+        losses.append(descent_loss(wide, codes, steps, moment))
+    assert all(bool((after <= before * (1 + 1e-12)).all()) for before, after in itertools.pairwise(losses))
+    assert torch.equal(losses[-1], losses[-2]), "more than 30 sweeps"
+    assert float(losses[-1].sum()) < 0.7 * float(losses[0].sum())
+    least = losses[-1] * (1 - 1e-12)
+    for k, by in itertools.product(range(K), (-3, -2, -1, 1, 2, 3)):
+        other = codes.clone()
+        other[k] = (other[k] + by).clamp(0, 3)
+        assert bool((descent_loss(wide, other, steps, moment) >= least).all())
+    for g, to in itertools.product(range(len(steps)), (0.0, torch.inf)):
+        changed = steps.half()
+        changed[g] = torch.nextafter(changed[g], torch.tensor(to).half())
+        assert bool((descent_loss(wide, codes, changed.double(), moment) >= least).all())
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (3, 32), (4, -1)])
+def test_gptq_that_goes_over_its_codes_again_leaves_less_output_error(
+    weight: torch.Tensor, inputs: Inputs, bits: int, group_size: int, symmetric: bool
+) -> None:
+    options = {"symmetric": symmetric, "search": True, "damping": 1e-3, "lowest_zero": 1}
+    walked, swept = (gptq(weight, inputs.second_moment, bits, group_size, sweeps=n, **options) for n in (0, 2))  # type: ignore[arg-type]
+    assert error(weight, swept, inputs) < 0.97 * error(weight, walked, inputs)
+    assert (swept.zeros is None) == symmetric
 
 
 def test_gptq_refuses_what_is_no_second_moment(weight: torch.Tensor) -> None:

@@ -215,18 +215,13 @@ def test_headers_and_bodies_have_deadlines(start: Start) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as half:
         half.sendall(b"GET /live HTTP/1.1\r\nhost")
         assert read_all(half) == b""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
-        slow.sendall(
-            b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
-        )
-        slow.settimeout(5)
-        assert b"body_timeout" in slow.recv(65536)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
-        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n")
-        slow.sendall(b"content-length: 9\r\n\r\n{")
-        received = read_all(slow)
+    for path in (b"/tokenize", b"/v1/completions"):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
+            slow.sendall(b"POST " + path + b" HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n")
+            slow.sendall(b"content-length: 9\r\n\r\n{")
+            received = read_all(slow)
         assert received.startswith(b"HTTP/1.1 408")
-        assert b"connection: close" in received.lower()
+        assert b"body_timeout" in received
 
 
 # The server, or its engine, stops.

@@ -161,7 +161,7 @@ VARIANT = Variant(
         "": Config(BLOCK_TOKENS=16, BLOCK_N=64, BLOCK_K=128, PROGRAMS_PER_SM=4, num_warps=4, num_stages=3),
         "sm_90": Config(BLOCK_TOKENS=32, BLOCK_N=64, BLOCK_K=128, PROGRAMS_PER_SM=4, num_warps=4, num_stages=4),
         "gfx942": Config(BLOCK_TOKENS=16, BLOCK_N=64, BLOCK_K=128, PROGRAMS_PER_SM=2, num_warps=4, num_stages=2),
-        "interpreter": Config(BLOCK_TOKENS=16, BLOCK_N=32, BLOCK_K=64, PROGRAMS_PER_SM=2, num_warps=4, num_stages=2),
+        "interpreter": Config(BLOCK_TOKENS=16, BLOCK_N=16, BLOCK_K=64, PROGRAMS_PER_SM=2, num_warps=4, num_stages=2),
     },
     limits={"BLOCK_N": (16, BLOCK), "BLOCK_K": (16, BLOCK)},
     supports=supports,

@@ -79,10 +79,6 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "a maximum passes over NaN, and codes of what is masked off are not stored",
     ),
     Equivalent(
-        "scaled_matmul", "summed_by_the_last", "constant_changed", "0.0", "float('nan')",
-        "sums of what is masked off are not stored",
-    ),
-    Equivalent(
         "dequant_gemm", "dequant_gemm_dequantize_then_matmul_outliers", "mask_dropped",
         "tl.load(dense_ptrs, mask=mask)", "tl.load(dense_ptrs)",
         "lanes past the last outlier read the first weight of all and store nothing",
