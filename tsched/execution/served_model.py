@@ -246,6 +246,7 @@ class ServedModel:
         refusal = None
         try:
             text, token_ids = self._read_prompt(entry)
+            token_ids = token_ids[-(params.truncate_prompt_tokens or 0) :]
             check_token_ids(token_ids, self.config.vocab_size)
             params = self._spell_bad_words(params)
             check_named_ids(params, self.config.vocab_size, self.config.eos_token_ids)

@@ -33,7 +33,7 @@ MAX_PENALTY = 2.0**126  # float32 holds it and its reciprocal, so float64 holds 
 # A greedy request's sampler need not look at parameters of draws, of prompts, nor at those of the output's end. It
 # looks at a new parameter until that is put here.
 _OF_DRAWS = frozenset({"n", "temperature", "top_k", "top_p", "min_p", "seed"})
-_OF_PROMPTS = frozenset({"prompt_logprobs"})
+_OF_PROMPTS = frozenset({"prompt_logprobs", "truncate_prompt_tokens"})
 _OF_TEXT = frozenset({"include_stop_str_in_output", "skip_special_tokens"})
 _OF_ENDS = frozenset({"stop", "stop_token_ids", "max_tokens", "ignore_eos", "stopping_criteria"})
 
@@ -73,6 +73,7 @@ class SamplingParams:
         logprobs: In [0, 1000], reports the log-probabilities of the chosen token and of that many most likely tokens.
         prompt_logprobs: In [0, 1000], reports the same for every token of the prompt from the second on. Such a request
             reads no cached prefix.
+        truncate_prompt_tokens: In [1, 2**31), keeps the last so many tokens of the prompt; None keeps all.
         stop: Up to 1000 strings of up to 1000 characters that end the output. The text is cut off before them.
         stop_token_ids: Up to 1000 token ids below 2**31 that end the output and stay in its token_ids.
         max_tokens: In [1, 2**31) output tokens, or 0 with prompt_logprobs. None is as many as the model's length and
@@ -108,6 +109,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     stop: str | Iterable[str] | None = ()
     stop_token_ids: Iterable[int] | None = ()
     include_stop_str_in_output: bool = False
@@ -134,6 +136,7 @@ class SamplingParams:
         self._set_integer("seed", 0, 2**64 - 1, optional=True)
         self._set_integer("logprobs", 0, MAX_LOGPROBS, optional=True)
         self._set_integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._set_integer("truncate_prompt_tokens", 1, optional=True)
         self._set_integer("max_tokens", 1 if self.prompt_logprobs is None else 0, optional=True)
         self._set_integer("min_tokens", 0, MAX_COUNT if self.max_tokens is None else self.max_tokens)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):

@@ -93,9 +93,9 @@ def test_a_workers_streams_are_the_engines_own_and_a_step_is_one_message(
         assert [list(place) for place in one.logprobs] == [scores.token_ids for scores in scores]
         chosen = [place[scores.token_ids[0]].logprob for place, scores in zip(one.logprobs, scores, strict=True)]
         assert chosen == pytest.approx([scores.logprobs[0] for scores in scores], abs=1e-9)
-        news = [message for message in messages if message["kind"] == "news" and message["deltas"]]
-        assert len(news) <= client.stats().num_steps
-        assert max(len(message["deltas"]) for message in news) >= len(asked)
+        news = [len(one["tokens"]) + len(one["deltas"]) for one in messages if one["kind"] == "news"]
+        assert len([count for count in news if count]) <= client.stats().num_steps
+        assert max(news) == OPTIONS["max_num_seqs"]
 
         with pytest.raises(RequestRefusedError, match="out of vocabulary"):
             await collect(client, "a", [300], {})
