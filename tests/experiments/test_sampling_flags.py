@@ -31,7 +31,7 @@ def test_every_parameter_is_described() -> None:
 def test_the_flags_of_generate_are_the_parameters_with_their_words() -> None:
     shown = typer.main.get_command(app).commands["generate"].params  # type: ignore[attr-defined]
     panel = {one.name: one for one in shown if getattr(one, "rich_help_panel", None) == "Sampling"}
-    assert panel.keys() == NAMES - CODE - OF_PROMPTS - {"n", "logprobs", "logit_bias"}
+    assert panel.keys() == NAMES - CODE - OF_PROMPTS - {"n", "logprobs", "logit_bias", "structured_outputs"}
     for name, one in panel.items():
         assert one.opts == [f"--{name.replace('_', '-')}"]
         assert one.help.startswith(read_meanings()[name])

@@ -122,7 +122,8 @@ OTHERS: dict[str, object] = {
     "logprobs": 0, "prompt_logprobs": 0, "truncate_prompt_tokens": 5, "stop": "END", "stop_token_ids": [3],
     "max_tokens": None, "min_tokens": 2, "ignore_eos": True, "include_stop_str_in_output": True,
     "skip_special_tokens": False,
-    "logit_bias": {3: 1.0}, "allowed_token_ids": [3], "bad_words": ["a"], "logits_processors": [max],
+    "logit_bias": {3: 1.0}, "structured_outputs": {"regex": "a"},
+    "allowed_token_ids": [3], "bad_words": ["a"], "logits_processors": [max],
     "stopping_criteria": [lambda tokens, text: True],
 }  # fmt: skip
 """A value of each parameter that is not its default."""

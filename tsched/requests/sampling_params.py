@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tsched.requests.bad_words import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, BadWord
+from tsched.requests.structured_outputs import StructuredOutputsParams
 from tsched.requests.vllm_names import refuse_other_names
+from tsched.torch_free import suggest_name
 
 if TYPE_CHECKING:  # the scheduler reads this file, and loads no torch
     from tsched.requests.logits_processors import LogitsProcessor
@@ -48,6 +50,7 @@ class Asks(IntFlag):
     ALLOWED = 16
     BAD_WORDS = 32
     LOGPROBS = 64
+    GRAMMAR = 128
 
 
 @refuse_other_names
@@ -56,7 +59,7 @@ class SamplingParams:
     """The sampling parameters of a request; immutable. Names and meanings are vLLM's.
 
     They apply in this order: logits processors, logit_bias, penalties, what bars tokens (min_tokens, allowed_token_ids,
-    bad_words), temperature, min_p, top_k, top_p.
+    bad_words, structured_outputs), temperature, min_p, top_k, top_p.
 
     Attributes:
         n: In [1, 128], completions per prompt. Completion 0 draws from `seed`, completion i from a seed derived from
@@ -89,6 +92,8 @@ class SamplingParams:
         bad_words: Texts, or lists of up to 64 token ids, that never stand in the output: the last token of one is
             barred where the output ends with those before it. A text stands for its tokens at the start of an output
             and, where they are as many, after a space. Up to 512, where a text counts for two.
+        structured_outputs: The form that the output must have, StructuredOutputsParams or a mapping of its fields. An
+            output that has come to the end of its form ends there, whatever min_tokens and ignore_eos.
         logits_processors: Up to 64, called in this order with the model's logits, see
             tsched.requests.logits_processors.
         stopping_criteria: Up to 64, any of which may end the output after min_tokens, see tsched.requests.stopping.
@@ -120,6 +125,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: Iterable[int] | None = None
     bad_words: Iterable[BadWord] | None = ()
+    structured_outputs: StructuredOutputsParams | None = None
     logits_processors: Iterable[LogitsProcessor] = ()
     stopping_criteria: Iterable[StoppingCriterion] = ()
 
@@ -150,6 +156,7 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", allowed)
             if not allowed:
                 raise ValueError("allowed_token_ids must hold one token id at least; None allows all")
+        object.__setattr__(self, "structured_outputs", _read_form(self.structured_outputs))
         object.__setattr__(self, "bad_words", _check_bad_words(self.bad_words))
         object.__setattr__(self, "logits_processors", _check_callbacks("logits_processors", self.logits_processors, 3))
         object.__setattr__(self, "stopping_criteria", _check_callbacks("stopping_criteria", self.stopping_criteria, 2))
@@ -223,6 +230,7 @@ class SamplingParams:
             | Asks.ALLOWED * (self.allowed_token_ids is not None)
             | Asks.BAD_WORDS * bool(self.bad_words)
             | Asks.LOGPROBS * (self.logprobs is not None)
+            | Asks.GRAMMAR * (self.structured_outputs is not None)
         )
 
     def derive_sample_params(self, index: int) -> SamplingParams:
@@ -307,7 +315,8 @@ def _check_biases(value: Any) -> dict[int, float] | None:
         raise ValueError(f"logit_bias may hold at most {MAX_BIASES} entries, got {len(value)}")
     biases: dict[int, float] = {}
     for key, bias in value.items():
-        token_id = _check_token_id("logit_bias", key)
+        is_text = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10  # as JSON has it
+        token_id = _check_token_id("logit_bias", int(key) if is_text else key)
         is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
         if not is_number or not -MAX_BIAS <= bias <= MAX_BIAS:
             raise ValueError(
@@ -315,6 +324,20 @@ def _check_biases(value: Any) -> dict[int, float] | None:
             )
         biases[token_id] = float(bias)
     return biases or None
+
+
+def _read_form(value: Any) -> StructuredOutputsParams | None:
+    if value is None or isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"structured_outputs must be StructuredOutputsParams or a mapping, got {value!r}")
+    known = [one.name for one in fields(StructuredOutputsParams)]
+    for name in value:
+        if name not in known:
+            raise ValueError(
+                f"structured_outputs has no {name!r}: there is {', '.join(known)}{suggest_name(name, known)}"
+            )
+    return StructuredOutputsParams(**value)
 
 
 def _check_bad_words(value: Any) -> tuple[BadWord, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from tsched.requests.errors import RefusedError
@@ -185,6 +186,11 @@ class RequestRefusedError(RefusedError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+def default_name(model: str | Path) -> str:
+    """What clients call a model that is given no other name: its directory's, or the preset or hub id as it is."""
+    return Path(model).resolve().name if Path(model).is_dir() else str(model)
 
 
 def read_sampling(sampling: Mapping[str, Any]) -> SamplingParams:

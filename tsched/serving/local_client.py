@@ -18,6 +18,7 @@ from tsched.serving.engine_client import (
     RequestRefusedError,
     State,
     StatsSnapshot,
+    default_name,
     read_sampling,
 )
 from tsched.serving.engine_records import (
@@ -46,7 +47,7 @@ class LocalClient:
     def __init__(self, model: str | Path, name: str | None = None, **options: Any) -> None:
         read_options(options)
         self._model, self._options = model, options
-        self._name = name or Path(model).name or str(model)
+        self._name = name or default_name(model)
         self._llm: AsyncLLM | None = None
         self._facts: ModelFacts | None = None
         self._is_closing = False
@@ -136,7 +137,9 @@ class LocalClient:
         from tsched.execution.phase_times import PhaseTimes
 
         self._times = PhaseTimes(self._options.get("ranges") or NVTX)
-        return AsyncLLM(self._model, **self._options | {"ranges": self._times})
+        llm = AsyncLLM(self._model, **self._options | {"ranges": self._times})
+        llm.warm_up()
+        return llm
 
     def _running(self) -> AsyncLLM:
         if self._is_closing:

@@ -26,6 +26,7 @@ from tsched.serving.engine_client import (
     SampleDelta,
     State,
     StatsSnapshot,
+    default_name,
     read_sampling,
 )
 from tsched.serving.link import LinkError, Message, delta_of, encode_message, join_deltas
@@ -95,7 +96,7 @@ class SupervisedClient:
         self._load: Message = {
             "kind": "load",
             "model": str(model),
-            "name": name or Path(model).name or str(model),
+            "name": name or default_name(model),
             "options": options,
             "variants_from": [str(folder) for folder in variants_from],
         }

@@ -222,12 +222,14 @@ def _make_delta(news: News) -> Delta:
 
 
 def _load_model(model: str, options: dict[str, Any], folders: list[str]) -> tuple[ServedModel, PhaseTimes]:
-    """The model, with the kernel variants of outside folders, and the times of its engine's phases."""
+    """The model, warm, with the kernel variants of outside folders, and the times of its engine's phases."""
     times = PhaseTimes(NVTX)
     ops = tkernels.OPS
     for folder in folders:
         ops = ops.with_variants_from(folder)
-    return ServedModel(model, **options, ops=ops, ranges=times), times
+    served = ServedModel(model, **options, ops=ops, ranges=times)
+    served.warm_up()
+    return served, times
 
 
 async def _serve(link: socket.socket) -> None:

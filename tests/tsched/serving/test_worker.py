@@ -82,6 +82,7 @@ def test_a_workers_streams_are_the_engines_own_and_a_step_is_one_message(
         client = SupervisedClient(checkpoint, **OPTIONS)
         await client.start()
         assert client.facts.tokenizer_directory == str(checkpoint)
+        assert client.stats().num_steps > 0, "it was warmed up before it was ready"
         streams = [collect(client, str(i), *one) for i, one in enumerate(asked)]
         everything = await asyncio.gather(*streams)
         for deltas, whole in zip(everything, expected, strict=True):
