@@ -491,16 +491,11 @@ class Engine:
                 reason, request.error = "error", str(fault)
         if request.grammar is not None:
             reason = _advance_grammar(request, request.grammar, token) or reason
-        detokenizer = request.detokenizer
-        if detokenizer is not None and sequence.params.stop_strings:
-            try:
-                with self._phases.detokenize:
-                    if not request.has_textless_end:
-                        detokenizer.append(token, may_stop=may_stop)
-                if detokenizer.is_stopped and reason is None:
-                    reason = "stop"
-            except RequestFault as fault:
-                reason, request.error = "error", request.error or str(fault)
+        if sequence.params.stop_strings:
+            with self._phases.detokenize:
+                reason = request.look_for_stop(token, may_stop=may_stop) or reason
+        if request.error is not None:
+            reason = "error"
         if reason is not None and self.scheduler.finish(sequence.id, reason) is not None:
             finished.append(request)
         if reason == "error":  # which its last token may have been the end of by its length

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from tsched.execution.prompt_logprobs import PromptScores
 from tsched.execution.sampler import TokenLogprobs
 from tsched.requests.detokenizer import IncrementalDetokenizer
+from tsched.requests.errors import RequestFault
 from tsched.requests.grammar import GrammarState
 from tsched.requests.outputs import Logprob, RequestMetrics
 from tsched.requests.token_texts import TokenTexts
@@ -69,6 +70,25 @@ class Request:
             return False
         stops_early = self.stops_at_text or self.grammar is not None or bool(params.criteria)
         return stops_early or params.logprobs is not None
+
+    def look_for_stop(self, token_id: int, *, may_stop: bool) -> str | None:
+        """Appends a new token to the text.
+
+        Args:
+            token_id: The token.
+            may_stop: Whether to look for stop strings.
+
+        Returns:
+            "stop" where one was found, "error" where the tokenizer fails, else None.
+        """
+        if self.detokenizer is None or self.has_textless_end:
+            return None
+        try:
+            self.detokenizer.append(token_id, may_stop=may_stop)
+        except RequestFault as fault:
+            self.error = self.error or str(fault)
+            return "error"
+        return "stop" if self.detokenizer.is_stopped else None
 
     def fail(self, why: str) -> None:
         """Ends it in an error; the first one stays."""
