@@ -1,5 +1,6 @@
 """Bodies and streams: their text, reasons, log-probabilities and usage are those of `LLM.generate`."""
 
+import json
 import random
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer
 from tests.tsched.serving.conftest import OPTIONS, RunningServer
 from tsched import LLM, RequestOutput, SamplingParams
 from tsched.serving.protocol.completions import CompletionRequest
+from tsched.serving.responses import frame
 
 PROMPTS = ["def scan(line, start=0):", "return [word", "'ünïcode 🐍'"]
 
@@ -89,6 +91,13 @@ def test_drawn_requests_have_one_text_whole_streamed_and_offline(server: Running
                     for places, token in zip(expected.logprobs or (), expected.token_ids, strict=True)
                 ]
                 assert one["logprobs"] == pytest.approx(own, abs=1e-5)
+
+
+def test_no_character_of_a_text_ends_its_event_for_clients_that_read_lines() -> None:
+    event = {"text": "".join(map(chr, (0x0B, 0x1E, 0x85, 0x2028, 0x2029, 0x1F40D)))}
+    line, *rest = frame(event).decode().splitlines()
+    assert json.loads(line.removeprefix("data: ")) == event
+    assert rest == [""]
 
 
 def test_the_log_probabilities_of_a_completion(server: RunningServer, llm: LLM) -> None:
