@@ -441,10 +441,10 @@ class Engine:
             if request.first_token_time is None:
                 request.first_token_time = now
                 self._num_unbegun -= 1
+        new, lengths = (tokens.tolist(), step.lengths.tolist()) if watched else ([], [])
         for entry, request in watched.items():
             if request.is_watched:
-                length = int(step.lengths[entry]) + 1
-                self._check_token(request, int(tokens[entry]), length, outcome.logprobs.get(entry), finished)
+                self._check_token(request, new[entry], lengths[entry] + 1, outcome.logprobs.get(entry), finished)
         for entry, request in broken.items():
             if request.sequence.params.max_tokens == 0:  # nobody asked for this token
                 continue
@@ -541,13 +541,14 @@ def _advance_grammar(request: Request, grammar: GrammarState, token: int) -> str
     sequence = request.sequence
     if sequence.finish_reason not in (None, "length"):  # an end token is no part of the form
         return None
-    grammar.append(token)
+    if not grammar.append(token):
+        return None
     if grammar.error is not None:
         request.error = request.error or grammar.error
         return "error"
-    if grammar.is_over and sequence.finish_reason is not None:  # complete, if just at its longest
+    if sequence.finish_reason is not None:  # complete, if just at its longest
         sequence.finish_reason = "stop"
-    return "stop" if grammar.is_over else None
+    return "stop"
 
 
 def _copy_pairs(move: Callable[[BlockIds], None], pairs: BlockIds) -> None:
