@@ -78,6 +78,8 @@ class GenerationRequest(WireModel):
     structured_outputs: dict[str, Any] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     stream: bool | None = None
