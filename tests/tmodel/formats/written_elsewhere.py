@@ -80,6 +80,16 @@ KINDS = (
     Made("llm-compressor-fp8", "llm_compressor",
          {"weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
           "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}}),
+    Made("llm-compressor-fp8-static", "llm_compressor",
+         {"weights": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
+          "input_activations": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}}),
+    Made("llm-compressor-fp8-block", "llm_compressor",
+         {"weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+          "input_activations": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128,
+                                "dynamic": True}}),
+    Made("llm-compressor-fp8-cache", "llm_compressor",
+         {"weights": {**GROUPS, "symmetric": True},
+          "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}}),
     *(Made(f"squeezellm-{bits}bit{'-sparse' if sparse else ''}", "squeezellm", {"wbits": bits, "sparse": sparse})
       for bits in (3, 4) for sparse in (0, 0.005)),
 )  # fmt: skip
