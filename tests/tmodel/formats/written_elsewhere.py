@@ -72,6 +72,7 @@ KINDS = (
     Made("auto-round-gptqmodel", "auto_round",
          {"bits": 4, "group_size": 32, "sym": False, "format": "auto_round:gptqmodel"}),
     Made("auto-round-awq", "auto_round", {"bits": 4, "group_size": 32, "sym": False, "format": "auto_round:auto_awq"}),
+    Made("auto-round-fp8", "auto_round", {"scheme": "FP8_BLOCK", "format": "auto_round"}),
     Made("llm-compressor-w4a16", "llm_compressor", {"weights": {**GROUPS, "symmetric": True}}),
     Made("llm-compressor-w4a16-asymmetric", "llm_compressor", {"weights": {**GROUPS, "symmetric": False}}),
     Made("llm-compressor-w8a8", "llm_compressor",
