@@ -10,9 +10,10 @@ import typer
 
 from tsched.requests.sampling_params import SamplingParams
 
-# Keys of their own in a workload (n, max_tokens, output_len), of the stages themselves (logprobs), or code.
+# Keys of their own in a workload (n, max_tokens, output_len, input_len), of the stages themselves (logprobs), or code.
 _SAID_ELSEWHERE = frozenset(
-    {"n", "max_tokens", "logprobs", "prompt_logprobs", "logits_processors", "stopping_criteria"}
+    {"n", "max_tokens", "truncate_prompt_tokens"}
+    | {"logprobs", "prompt_logprobs", "logits_processors", "stopping_criteria"}
 )
 SAMPLING_KEYS = tuple(one.name for one in fields(SamplingParams) if one.name not in _SAID_ELSEWHERE)
 

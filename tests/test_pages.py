@@ -20,6 +20,7 @@ import yaml
 from experiments.cli import app
 from experiments.document import read_document
 from experiments.planning.plan import make_sweep
+from tmodel import PRESETS, RANDOM_PRESETS, known_architectures
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -79,6 +80,8 @@ NOT_RUN: Mapping[str, str] = {
     "python -m tests.tsched.random_rules --steps 1000000": "hours; tests/tsched/test_state_machine.py",
     "python -m tests.tsched.random_rules --steps 1000000 --states": "hours; tests/tsched/test_state_slots.py",
     "python -m tests.tsched.random_rules --steps 1000000 --windows": "hours; tests/tsched/test_windows.py",
+    "python -m tests.tsched.serving.soak --minutes 3": "minutes; tests/tsched/serving/test_soak.py",
+    "python -m tests.tsched.serving.framing_cost": "a figure",
     "python -m tests.tsched.planted_bugs": "minutes; tests/tsched/test_planted_bugs.py",
 }
 """Command -> why the suite does not run it as it stands: where it is run, or what it needs."""
@@ -222,6 +225,17 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (folder / "bin" / name).chmod(0o755)
     yield folder
     shutil.rmtree(folder)
+
+
+def test_the_page_names_each_architecture_once_with_its_presets() -> None:
+    rows = [line.split(" | ") for line in PAGES["python.md"].read_text().splitlines() if line.startswith("| `")]
+    named = [(row[0].strip("| `"), *(set(re.findall("`(.+?)`", cell)) for cell in row[2:])) for row in rows]
+    configs = ({name: recipe.config for name, recipe in PRESETS.items()}, RANDOM_PRESETS)
+    there_is = [
+        (architecture, *({name for name in some if some[name]["architectures"] == [architecture]} for some in configs))
+        for architecture in known_architectures()
+    ]
+    assert sorted(named) == sorted(there_is)
 
 
 def type_in(folder: Path, script: str) -> str:

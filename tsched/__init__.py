@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from tsched.requests.prompts import Conversation
     from tsched.requests.sampling_params import SamplingParams
+    from tsched.requests.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -29,6 +30,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 _HOMES = {
@@ -42,6 +44,7 @@ _HOMES = {
     "RequestMetrics": "tsched.requests.outputs",
     "RequestOutput": "tsched.requests.outputs",
     "SamplingParams": "tsched.requests.sampling_params",
+    "StructuredOutputsParams": "tsched.requests.structured_outputs",
 }
 
 

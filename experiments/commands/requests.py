@@ -310,7 +310,13 @@ class GenerateRequest:
 class ServeRequest:
     """Serve a model to OpenAI's clients: /v1/completions, /v1/chat/completions, /v1/models. Ctrl-C ends it."""
 
-    model: Annotated[str, Argument(metavar="MODEL", help=f"{A_MODEL[0].upper()}{A_MODEL[1:]}.")]
+    model: Annotated[
+        str,
+        Argument(
+            metavar="MODEL|FILE.yaml",
+            help=f"{A_MODEL[0].upper()}{A_MODEL[1:]}. Or an experiment, whose model, kernels and scheduler are served.",
+        ),
+    ]
     host: Annotated[str, Option(help="The address to listen at; 0.0.0.0 is all of this machine's.")] = "127.0.0.1"
     port: Annotated[int, Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000
     name: Annotated[str | None, Option(help="What clients call the model; its own name by default.")] = None

@@ -2,11 +2,16 @@
 
 import logging
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 from experiments.commands.requests import ServeRequest
-from experiments.document import ExperimentError
+from experiments.document import ExperimentError, read_document
 from experiments.engine_flags import engine_options, parse_kernels
+from experiments.planning.layout import lay_out
 
 _EXTRA = ("fastapi", "uvicorn", "limits", "prometheus_client")
 
@@ -17,12 +22,11 @@ def run(request: ServeRequest) -> int:
     if missing:
         raise ExperimentError([f"tk serve needs {', '.join(missing)}: pip install 'tkernels[serve]'"])
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    engine_options(request.engine)
-    options = {
-        **request.engine,
-        "kernels": parse_kernels(request.kernels),
-        "architectures_from": [str(folder) for folder in request.architectures_from],
-    }
+    served = read_served(Path(request.model)) if request.model.endswith((".yaml", ".yml")) else None
+    if served is None:
+        served = _served_by_flags(request)
+    elif request.engine or request.kernels or request.variants_from or request.architectures_from:
+        raise ExperimentError([f"{request.model}: says kernels and the engine's options itself; leave out their flags"])
     from tsched.serving.app import create_app
     from tsched.serving.auth import KeyFileError, read_keys
     from tsched.serving.http import ServerStartError, open_socket, serve
@@ -31,11 +35,64 @@ def run(request: ServeRequest) -> int:
     try:
         keys = None if request.api_key_file is None else read_keys(request.api_key_file)
         listening = open_socket(request.host, request.port)
-        client = SupervisedClient(request.model, request.name, variants_from=request.variants_from, **options)
+        client = SupervisedClient(
+            served.model, request.name, variants_from=served.variants_from, **served.engine, kernels=served.kernels
+        )
         app = create_app(client, keys=keys, chat_template=request.chat_template)
         host, port = listening.getsockname()[:2]
-        print(f"serving {request.model} at http://{host}:{port}/v1", flush=True)
+        print(f"serving {served.model} at http://{host}:{port}/v1", flush=True)
         serve(app, listening)
     except (KeyFileError, ServerStartError) as error:
         raise ExperimentError([str(error)]) from None
     return 0
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is served.
+
+    Attributes:
+        model: As of AsyncLLM.
+        kernels: Op -> variant, or variant -> pins.
+        engine: The engine's other options.
+        variants_from: Folders of more kernel variants.
+    """
+
+    model: str
+    kernels: Mapping[str, Any]
+    engine: Mapping[str, Any]
+    variants_from: Sequence[str]
+
+
+def _served_by_flags(request: ServeRequest) -> Served:
+    engine_options(request.engine)
+    engine = {**request.engine, "architectures_from": [str(folder) for folder in request.architectures_from]}
+    return Served(request.model, parse_kernels(request.kernels), engine, [str(one) for one in request.variants_from])
+
+
+def read_served(file: Path) -> Served:
+    """What an experiment's `model`, `dtype`, `device`, `kernels`, `scheduler` and folders say. Loads no torch.
+
+    Raises:
+        ExperimentError: It is no sound experiment, has no model, or has an axis: a server has one arm.
+    """
+    layout = lay_out(read_document(file))[0]
+    experiment, source = layout.experiment, layout.parts[0].model
+    (arm, *others), several = layout.parts[0].arms, len(layout.parts) > 1
+    if others or several:
+        axes = ", ".join(arm.swept) or "several engines"
+        raise ExperimentError([f"{file}: a server has one arm, and this sweeps {axes}: leave one value of each"])
+    if arm.batching == "static":
+        raise ExperimentError([f"{file}: batching: a server batches continuously"])
+    if source is None:
+        raise ExperimentError([f"{file}: model: a server needs one"])
+    folder = file.resolve().parent
+    model = source.preset or source.hub or str(folder / str(source.path))
+    engine: dict[str, Any] = {
+        **arm.scheduler,
+        "tuning": experiment.tuning,
+        "architectures_from": [str(folder / one) for one in experiment.architectures_from],
+    }
+    given = {"dtype": layout.parts[0].dtype, "device": experiment.device}
+    engine |= {name: str(value) for name, value in given.items() if value is not None}
+    return Served(model, arm.choices, engine, [str(folder / one) for one in experiment.variants_from])

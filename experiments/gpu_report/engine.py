@@ -1,7 +1,7 @@
 """Prefill and decode of whole models on random weights, ours and transformers' on the same ones."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,7 +9,18 @@ import torch
 from experiments.peers.transformers_generate import load_transformers
 from tkernels import Registry, Tuning, select
 from tkernels.timing import Launch, Timing, time_call
-from tmodel import Batch, KVCache, Model, ModelConfig, allocate_kv_cache, load_config, load_model, preset_path
+from tmodel import (
+    RANDOM_PRESETS,
+    Batch,
+    KVCache,
+    Model,
+    ModelConfig,
+    allocate_kv_cache,
+    load_config,
+    load_model,
+    preset_path,
+)
+from tmodel.random_weights import random_config
 from tsched.options import OPTIONS, EngineOptions
 from tsched.resolved_options import ResolvedOptions
 
@@ -30,6 +41,12 @@ class Work:
 
 
 WORKS = (Work("decode", 1, 1024), Work("decode", 64, 1024), Work("prefill", 1, 4096), Work("prefill", 8, 512))
+
+
+def fit_works(preset: str, works: Sequence[Work] = WORKS) -> list[Work]:
+    """The works, as long as the preset's model was made for at most: gpt2 has 1,024 places."""
+    longest = random_config(RANDOM_PRESETS[preset]).max_position_embeddings
+    return [replace(work, tokens=min(work.tokens, longest)) for work in works]
 
 
 def load_models(

@@ -156,8 +156,9 @@ def _mark(job: Job) -> Iterator[Row]:
 
 def _engine(job: Job) -> Iterator[Row]:
     model, dtype = job.step.op, torch.bfloat16
-    theirs, ours = engine.load_models(model, job.device, dtype, job.ops, job.tuning, engine.WORKS)
-    for work in engine.WORKS:
+    works = engine.fit_works(model)
+    theirs, ours = engine.load_models(model, job.device, dtype, job.ops, job.tuning, works)
+    for work in works:
         for found in engine.compare(work, theirs, ours, job.device, dtype):
             about = {"settings": {"model": model, **found.settings}, "workload": work.name, "peer": found.peer}
             if found.timing is None:

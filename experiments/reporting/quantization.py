@@ -40,7 +40,7 @@ def quantization_table(rows: Sequence[Row]) -> PlainTable:
         return f"{row.perplexity / theirs - 1:+.2%}"
 
     show: dict[Column, Callable[[Row], str | Cell]] = {
-        Column("model", whole=True): _title,
+        Column("model"): _title,
         number_column("perplexity"): lambda row: (
             format_number(row.perplexity, ".3f") if row.status == "ok" else status_cell(row.status)
         ),

@@ -143,7 +143,7 @@ class HttpServer:
                 if response.status_code != 200:
                     text = (await response.aread()).decode("utf-8", "replace")
                     raise HttpServerError(f"{response.status_code}: {' '.join(text.split())}")
-                async for chunk in _read_events(response.aiter_lines()):
+                async for chunk in _read_events(response.aiter_bytes()):
                     _note_chunk(stream, chunk, time.perf_counter() - due)
         except (httpx2.HTTPError, HttpServerError, ValueError) as error:
             stream.error = (str(error) or type(error).__name__)[:_MOST_SAID]
@@ -193,13 +193,22 @@ def make_body(workload: HttpWorkload, request: Request, served_model: str) -> di
     return body
 
 
-async def _read_events(lines: AsyncIterator[str]) -> AsyncIterator[Mapping[str, Any]]:
+async def _split_lines(parts: AsyncIterator[bytes]) -> AsyncIterator[str]:
+    """The lines of a stream, which "\\n" ends and no other character: a text may have U+2028 in it."""
+    rest = b""
+    async for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line.decode("utf-8")
+
+
+async def _read_events(parts: AsyncIterator[bytes]) -> AsyncIterator[Mapping[str, Any]]:
     """The JSON of each event of a stream.
 
     Raises:
         HttpServerError: The server sent an error, or ended the stream without saying so.
     """
-    async for line in lines:
+    async for line in _split_lines(parts):
         if not line.startswith("data:"):
             continue
         data = line.removeprefix("data:").strip()

@@ -66,7 +66,7 @@ class Scripted:
             await asyncio.sleep(0.08 if how == "slow" and number == 1 else 0.001)
             tokens = min(number, body["max_tokens"])
             usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": tokens}
-            await self._event(send, {"choices": [{"index": 0, "text": "x"}], "usage": usage})
+            await self._event(send, {"choices": [{"index": 0, "text": "x\u2028"}], "usage": usage})
             if how == "broken":
                 await self._event(send, {"error": {"message": "the worker died"}})
                 break
@@ -82,7 +82,7 @@ class Scripted:
         await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
 
     async def _event(self, send: Any, event: Any) -> None:
-        line = b"data: " + json.dumps(event).encode() + b"\n\n"
+        line = f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
         await send({"type": "http.response.body", "body": line, "more_body": True})
 
 

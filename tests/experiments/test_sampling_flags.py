@@ -14,10 +14,11 @@ from tsched import SamplingParams
 
 NAMES = {one.name for one in fields(SamplingParams)}
 CODE = {"logits_processors", "stopping_criteria"}
+OF_PROMPTS = {"prompt_logprobs", "truncate_prompt_tokens"}
 
 
 def test_a_parameter_is_a_key_unless_it_is_said_elsewhere() -> None:
-    assert set(SAMPLING_KEYS) == NAMES - CODE - {"n", "max_tokens", "logprobs", "prompt_logprobs"}
+    assert set(SAMPLING_KEYS) == NAMES - CODE - OF_PROMPTS - {"n", "max_tokens", "logprobs"}
 
 
 def test_every_parameter_is_described() -> None:
@@ -30,7 +31,7 @@ def test_every_parameter_is_described() -> None:
 def test_the_flags_of_generate_are_the_parameters_with_their_words() -> None:
     shown = typer.main.get_command(app).commands["generate"].params  # type: ignore[attr-defined]
     panel = {one.name: one for one in shown if getattr(one, "rich_help_panel", None) == "Sampling"}
-    assert panel.keys() == NAMES - CODE - {"n", "logprobs", "prompt_logprobs", "logit_bias"}
+    assert panel.keys() == NAMES - CODE - OF_PROMPTS - {"n", "logprobs", "logit_bias", "structured_outputs"}
     for name, one in panel.items():
         assert one.opts == [f"--{name.replace('_', '-')}"]
         assert one.help.startswith(read_meanings()[name])

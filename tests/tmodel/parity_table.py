@@ -1,7 +1,7 @@
 """Each architecture beside transformers, on the random shapes of the tests or on the trained presets, as a table.
 
 Of each it has the largest difference of any logit in float32, by schedule, and for each dtype our largest RMS distance
-of any schedule from transformers in float64, over transformers' own:
+of any schedule from transformers in float64, over transformers' own. What is beyond the tests' bounds exits with 1:
 
 python -m tests.tmodel.parity_table
 python -m tests.tmodel.parity_table --trained
@@ -10,6 +10,7 @@ python -m tests.tmodel.parity_table --trained
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ import torch
 
 from tests.tmodel.packed import load
 from tests.tmodel.test_parity import (
+    LARGEST_DIFFERENCE,
+    LARGEST_RATIO,
     LENGTHS,
     SCHEDULES,
     SHAPES,
@@ -95,9 +98,13 @@ def main() -> None:
     columns = ["architecture", "compared", *SCHEDULES, *(str(dtype).removeprefix("torch.") for dtype in DTYPES)]
     print(f"| {' | '.join(columns)} |")
     print("|---" * len(columns) + "|")
+    too_far = False
     for architecture, what, differences, ratios in rows(arguments.architectures or known_architectures()):
         figures = [*(f"{one:.1e}" for one in differences), *(f"{one:.2f}x" for one in ratios)]
         print(f"| `{architecture}` | {' | '.join([what, *figures])} |", flush=True)
+        too_far |= max(differences) > LARGEST_DIFFERENCE or max(ratios) > LARGEST_RATIO
+    if too_far:
+        sys.exit(f"a difference is above {LARGEST_DIFFERENCE:g}, or a ratio above {LARGEST_RATIO:g}")
 
 
 if __name__ == "__main__":

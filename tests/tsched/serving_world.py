@@ -189,6 +189,24 @@ class ServingWorld:
         self.alive.clear()
         self.fired["lose a step"] += 1
 
+    def run_out_of_memory(self) -> None:
+        """The device has too little memory for the last plan, after the one before it: those in it end, others stay."""
+        if len(self.pages.under_way) > 1:
+            self.commit()
+        if not self.pages.under_way:
+            return
+        plan = self.pages.run_out_of_memory()
+        spans = self._spans.popleft()
+        table = self.scheduler.table
+        left = {s.id for row, epoch in spans if (s := table.sequences[row]) is not None and table.epoch[row] == epoch}
+        lost = self.scheduler.lose(plan)
+        assert {sequence.id for sequence in lost} == left
+        for sequence in lost:
+            assert sequence.finish_reason == "error"
+            self._check_tokens(self.alive.pop(sequence.id))
+        self.fired["run out of memory"] += 1
+        self.fired["run out of memory, others stay"] += len(self.alive) > 0
+
     def wind_up(self) -> None:
         """Everybody runs to the end, in a bounded number of steps, and leaves nothing behind."""
         bound = 3 * sum(life.sequence.max_length for life in self.alive.values()) + 10

@@ -499,3 +499,21 @@ def test_beam_search_refuses_what_it_cannot_do(checkpoint: Path, llm: LLM) -> No
     with pytest.raises(TypeError, match="BeamSearchParams, got SamplingParams"):
         llm.beam_search([PROMPTS[2]], GREEDY)
     assert llm.beam_search([], BeamSearchParams(beam_width=2, max_tokens=3)) == []
+
+
+def test_a_prompt_keeps_its_last_tokens(llm: LLM) -> None:
+    cut = dataclasses.replace(GREEDY, truncate_prompt_tokens=3)
+    text, ids = PROMPTS[3], [5, 9, 2, 7]
+    (whole,) = llm.generate(text, GREEDY)
+    outputs = llm.generate([text, ids, ids[-3:], ids[-2:]], cut)
+    assert [output.prompt_token_ids for output in outputs] == [
+        whole.prompt_token_ids[-3:],
+        [9, 2, 7],
+        [9, 2, 7],
+        [2, 7],
+    ]
+    (same,) = llm.generate([ids[-3:]], GREEDY)
+    assert outputs[1].outputs == outputs[2].outputs == same.outputs
+    too_long = [1] * 500
+    assert llm.generate([too_long], GREEDY)[0].error is not None
+    assert llm.generate([too_long], cut)[0].error is None

@@ -129,6 +129,12 @@ class ServingMachine(RuleBasedStateMachine):
         assert self.world is not None
         self.world.lose_a_step()
 
+    @precondition(lambda self: self.world.pages.under_way)
+    @rule()
+    def run_out_of_memory(self) -> None:
+        assert self.world is not None
+        self.world.run_out_of_memory()
+
     @invariant()
     def holds(self) -> None:
         if self.world is not None:
@@ -148,6 +154,7 @@ EVENTS = {
     *("fork a group", "fork running", "fork waiting", "fork swapped out", "refuse a fork", "replace the last token"),
     *("abort running", "abort while a plan runs it", "abort waiting", "abort waiting with blocks", "abort swapped out"),
     *("preempt", "swap out", "swap in", "copy on write", "give up a waiting one's blocks", "lose a step"),
+    *("run out of memory", "run out of memory, others stay"),
     *("prefix hit (blocks)", "evict (blocks)", "adopt an equal block", "finish: stop", "finish: length", "wind up"),
     *("order: fcfs", "order: priority", "preemption: recompute", "preemption: swap"),
     *("prefix_cache: none", "prefix_cache: hash", "prefix_cache: radix"),

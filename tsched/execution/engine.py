@@ -27,6 +27,7 @@ from tsched.execution.batch_builder import ArrangedPlan, BatchBuilder
 from tsched.execution.cuda_graphs import CudaRecorder, DecodeGraphs, EagerRecorder
 from tsched.execution.device_state import DeviceState, StepInputs
 from tsched.execution.engine_stats import EngineStats, PeakUse
+from tsched.execution.exhaustion import explain_exhaustion
 from tsched.execution.phases import Phases
 from tsched.execution.prompt_logprobs import PromptScorer, PromptScores, ScoredPrompts, compute_with_prompts
 from tsched.execution.readback import HostReader, Outcome, Readback
@@ -34,6 +35,7 @@ from tsched.execution.request import Request
 from tsched.execution.sampler import NONE_LEFT, Sampler, TokenLogprobs
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError, RequestFault
+from tsched.requests.grammar import Grammar, GrammarState
 from tsched.requests.sampling_params import SamplingParams
 from tsched.requests.stopping import should_stop
 from tsched.scheduling.block_pool import BlockIds
@@ -187,30 +189,40 @@ class Engine:
         params: Items[SamplingParams],
         *,
         detokenizers: Items[IncrementalDetokenizer | None],
+        grammar: Grammar | None = None,
         arrival_time: float | None = None,
         priority: int = 0,
         cache_salt: bytes = b"",
     ) -> list[Request]:
-        """Queues a request for each of `params`, all of one `prompt`, which is computed once. Otherwise as `add`."""
+        """Queues a request for each of `params`, all of one `prompt`, which is computed once. Otherwise as `add`.
+
+        `grammar` is that of their structured_outputs.
+        """
         for one, detokenizer in zip(params, detokenizers, strict=True):
             if one.stop_strings and detokenizer is None:
                 raise RefusedError("stop strings are looked for in text, and there is no tokenizer to make it")
             if any(isinstance(word, str) for word in one.forbidden):
                 raise RefusedError("bad_words are compared with tokens, and there is no tokenizer to spell them")
+            if one.structured_outputs is not None and grammar is None:
+                raise RefusedError("structured_outputs need a grammar over tokens, and none was given")
         sequences = self.scheduler.add_group(request_ids, prompt, params, priority=priority, cache_salt=cache_salt)
         arrival = time.perf_counter() if arrival_time is None else arrival_time
         wanted = [one.prompt_logprobs for one in params if one.prompt_logprobs is not None]
         scores = PromptScores(sequences[0].tokens, max(wanted)) if wanted else None
         return [
-            self._register(Request(s, arrival, d, prompt_scores=scores))
+            self._register(
+                Request(s, arrival, d, grammar=None if grammar is None else grammar.start(), prompt_scores=scores)
+            )
             for s, d in zip(sequences, detokenizers, strict=True)
         ]
 
     def fork(self, request_id: int, new_id: int, params: SamplingParams, *, num_tokens: int) -> Request:
         """Queues a request that goes on from the first `num_tokens` tokens of an unfinished one, see Scheduler.fork.
 
-        The fork ignores stop strings, and prompt_logprobs.
+        The fork ignores stop strings, and prompt_logprobs; it has no grammar.
         """
+        if params.structured_outputs is not None:
+            raise RefusedError("a fork takes no structured_outputs: its output has begun already")
         return self._register(
             Request(self.scheduler.fork(request_id, new_id, params, num_tokens=num_tokens), time.perf_counter())
         )
@@ -221,6 +233,8 @@ class Engine:
         self._num_unbegun += 1
         if request.prompt_scores is not None:
             self._prompt_scorer.add(request.sequence, request.prompt_scores)
+        if request.grammar is not None:
+            self._sampler.grammars.add(request.sequence.id, request.grammar)
         return request
 
     def abort(self, sequence_id: int) -> Request | None:
@@ -236,7 +250,9 @@ class Engine:
     def step(self) -> list[Request]:
         """Advances every sequence that can advance.
 
-        An exception of the model passes through. Every request is aborted first, because the caches may hold anything.
+        Where the device has too little memory for the step, the requests that it would have advanced end with that
+        reason. Any other exception of the model passes through. Every request is aborted first, because the caches may
+        hold anything.
 
         Returns:
             The requests that finished; with overlap those that the step before finished.
@@ -249,6 +265,7 @@ class Engine:
             self.scheduler.abort_all()
             self._requests.clear()
             self._prompt_scorer.clear()
+            self._sampler.grammars.clear()
             self._num_watched = self._num_unbegun = 0
             raise
 
@@ -307,20 +324,55 @@ class Engine:
             self.scheduler.commit(plan, plan.sampled)
             return finished
         with torch.inference_mode():
-            with phases.forward.carrying(self._request_ids(plan)) if phases.listening else phases.forward:
-                logits, prompts = self._forward(step)
+            computed = self._compute(plan, step)
             if launched is not None:
                 finished += self._complete_step(launched)
-            with phases.sample:
+            sampling = computed if isinstance(computed, str) else self._sample(plan, step, *computed)
+        if isinstance(sampling, str):
+            return finished + self._lose_step(plan, sampling)
+        self._launched = sampling
+        if self.overlap and self._requests:
+            return finished
+        return finished + self._complete_step(sampling)
+
+    def _compute(self, plan: StepPlan, step: ArrangedPlan) -> tuple[torch.Tensor, ScoredPrompts | None] | str:
+        """`_forward` of a step, or why the device had too little memory for it."""
+        phases = self._phases
+        try:
+            with phases.forward.carrying(self._request_ids(plan)) if phases.listening else phases.forward:
+                return self._forward(step)
+        except RuntimeError as error:
+            if (why := explain_exhaustion(error)) is None:
+                raise
+            return why
+
+    def _sample(
+        self, plan: StepPlan, step: ArrangedPlan, logits: torch.Tensor, prompts: ScoredPrompts | None
+    ) -> _LaunchedStep | str:
+        """Launches a step's sampling from its `logits` [m, V], or says why there was too little memory for it."""
+        try:
+            with self._phases.sample:
                 rows, lengths, epochs = step.sampled_rows, step.lengths, step.sampled_epochs
                 nobody_left = self.scheduler.table.num_departures == plan.num_departures
                 sampled = self._sampler.sample(logits, rows, lengths, None if nobody_left else epochs)
                 self._state.keep_tokens(rows, lengths, epochs, sampled.token_ids)
                 store = None if prompts is None else self._reader.start_prompts(prompts)
-                self._launched = _LaunchedStep(plan, step, self._reader.start(sampled), store)
-        if self.overlap and self._requests:
-            return finished
-        return finished + self._complete_step(self._launched)
+                return _LaunchedStep(plan, step, self._reader.start(sampled), store)
+        except RuntimeError as error:
+            if (why := explain_exhaustion(error)) is None:
+                raise
+            return why
+
+    def _lose_step(self, plan: StepPlan, why: str) -> list[Request]:
+        """Ends the requests of a step for which the device had too little memory; others' tokens are as they were."""
+        lost = self.scheduler.lose(plan)
+        now = time.perf_counter()
+        what = f"the device had too little memory for a step of {plan.num_tokens} tokens of {plan.rows.size} requests"
+        requests = [self._requests[sequence.id] for sequence in lost]
+        for request in requests:
+            request.error = f"{what}: {why}"
+            self._finish_request(request, now)
+        return requests
 
     def _forward(self, step: ArrangedPlan) -> tuple[torch.Tensor, ScoredPrompts | None]:
         """Computes the logits [m, V] of the step's sampled rows, and the scores of prompts that want any."""
@@ -408,7 +460,9 @@ class Engine:
     def _check_token(
         self, request: Request, token: int, length: int, logprobs: TokenLogprobs | None, finished: list[Request]
     ) -> None:
-        """Stores a new token's log-probabilities, and ends its request at a stop string or by a stopping criterion."""
+        """Stores a new token's log-probabilities, and ends its request at a stop string, by a stopping criterion or
+        where its grammar does.
+        """
         if logprobs is not None:
             request.logprobs.append(logprobs)
         sequence = request.sequence
@@ -423,6 +477,8 @@ class Engine:
                 reason = "stop" if stops else None
             except RequestFault as fault:
                 reason, request.error = "error", str(fault)
+        if request.grammar is not None:
+            reason = _advance_grammar(request, request.grammar, token) or reason
         detokenizer = request.detokenizer
         if detokenizer is not None and sequence.params.stop_strings:
             try:
@@ -449,7 +505,7 @@ class Engine:
             why = f"the request's parameters together left no finite logit to choose {place} from"
         else:
             why = f"the model's logits for {place} are not finite: {_AT_FAULT}"
-        request.error = fault or why
+        request.error = fault or (request.grammar and request.grammar.error) or why
 
     def _finish_request(self, request: Request, now: float) -> None:
         """Removes a finished request and completes its text and times."""
@@ -457,6 +513,7 @@ class Engine:
         self._num_watched -= request.is_watched
         self._num_unbegun -= request.first_token_time is None
         request.finish_time = now
+        self._sampler.grammars.forget(request.sequence.id)
         if request.prompt_scores is not None:
             self._prompt_scorer.forget(request.sequence.id)
             if request.prompt_scores.has_nan and request.error is None:
@@ -469,6 +526,20 @@ class Engine:
             if request.detokenizer.is_stopped and request.error is None:
                 # The last token may have reached a length limit too; a stop string comes first.
                 request.sequence.finish_reason = "stop"
+
+
+def _advance_grammar(request: Request, grammar: GrammarState, token: int) -> str | None:
+    """Appends a new token to the request's grammar. Returns why it ends the output; None where it does not."""
+    sequence = request.sequence
+    if sequence.finish_reason not in (None, "length"):  # an end token is no part of the form
+        return None
+    grammar.append(token)
+    if grammar.error is not None:
+        request.error = request.error or grammar.error
+        return "error"
+    if grammar.is_over and sequence.finish_reason is not None:  # complete, if just at its longest
+        sequence.finish_reason = "stop"
+    return "stop" if grammar.is_over else None
 
 
 def _copy_pairs(move: Callable[[BlockIds], None], pairs: BlockIds) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from tsched.execution.prompt_logprobs import PromptScores
 from tsched.execution.sampler import TokenLogprobs
 from tsched.requests.detokenizer import IncrementalDetokenizer
+from tsched.requests.grammar import GrammarState
 from tsched.requests.outputs import Logprob, RequestMetrics
 from tsched.requests.token_texts import TokenTexts
 from tsched.scheduling.sequence import Sequence
@@ -25,6 +26,7 @@ class Request:
         first_token_time: Seconds on the same clock; None before.
         finish_time: Seconds on the same clock; None before.
         logprobs: For each output token, where the request asks for them.
+        grammar: How far the output has come in its grammar, where it has one.
         prompt_scores: The prompt's log-probabilities, where the request asks for them.
         error: Why it failed; None where it did not.
     """
@@ -35,6 +37,7 @@ class Request:
     first_token_time: float | None = None
     finish_time: float | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    grammar: GrammarState | None = None
     prompt_scores: PromptScores | None = None
     error: str | None = None
 
@@ -49,7 +52,8 @@ class Request:
         params = self.sequence.params
         if params.max_tokens == 0:  # its one token is dropped
             return False
-        return self.stops_at_text or params.logprobs is not None or bool(params.criteria)
+        stops_early = self.stops_at_text or self.grammar is not None or bool(params.criteria)
+        return stops_early or params.logprobs is not None
 
     def fail(self, why: str) -> None:
         """Ends it in an error; the first one stays."""

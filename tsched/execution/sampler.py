@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from tsched.execution.bad_words import BadWords
 from tsched.execution.device_state import to_device
+from tsched.execution.grammar_masks import GrammarMasks
 from tsched.execution.penalties import PenaltyCounts
 from tsched.execution.random_numbers import UniformTable
 from tsched.execution.token_biases import TokenBiases
@@ -89,6 +90,9 @@ class Sampler:
         table: The running sequences.
         seed: Of requests without a seed.
         eos_token_ids: The tokens that min_tokens holds back.
+
+    Attributes:
+        grammars: Of the sequences that have one; whoever adds a sequence tells them.
     """
 
     def __init__(self, table: SequenceTable, *, seed: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -96,6 +100,7 @@ class Sampler:
         self._eos_token_ids = eos_token_ids
         self._uniforms = UniformTable(table, seed)
         self._penalties = PenaltyCounts(table)
+        self.grammars = GrammarMasks(table)
         # Each changes the scores of those rows alone that ask for it, all of them at once.
         self._stages: tuple[tuple[Asks, Callable[[torch.Tensor, Ints, Ints, Ints], None]], ...] = (
             (Asks.BIAS, TokenBiases(table, lambda sequence: sequence.params.biases).apply),
@@ -103,6 +108,7 @@ class Sampler:
             (Asks.MIN_TOKENS, self._hold_back_ends),
             (Asks.ALLOWED, AllowedTokens(table).apply),
             (Asks.BAD_WORDS, BadWords(table).apply),
+            (Asks.GRAMMAR, self.grammars.apply),
         )
         self._ends = TokenBiases(table, self._bar_ends)
 

@@ -25,6 +25,7 @@ from tsched.requests.bad_words import spell_bad_words
 from tsched.requests.callbacks import attribute_to
 from tsched.requests.chat_template import ChatEncoder, ChatTemplateError, read_chat_template
 from tsched.requests.errors import RefusedError, RequestFault
+from tsched.requests.grammar import GrammarCompiler
 from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tsched.requests.prompts import (
     Conversation,
@@ -122,6 +123,7 @@ class ServedModel:
         scheduler = Scheduler(fitted, self.config.eos_token_ids)
         # tkernels decides at import how Triton runs, so transformers, which imports Triton too, comes after it.
         self._texts = TokenTexts(load_tokenizer(directory))
+        self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, self.config.eos_token_ids)
         self._engine = self._make_engine(scheduler, options)
         self._ids = count()  # of sequences
         self._request_ids = count()
@@ -246,13 +248,16 @@ class ServedModel:
         refusal = None
         try:
             text, token_ids = self._read_prompt(entry)
+            token_ids = token_ids[-(params.truncate_prompt_tokens or 0) :]
             check_token_ids(token_ids, self.config.vocab_size)
             params = self._spell_bad_words(params)
             check_named_ids(params, self.config.vocab_size, self.config.eos_token_ids)
+            form = params.structured_outputs
+            grammar = None if form is None else self._grammars.compile(form)
         except RefusedError as error:
-            refusal = str(error)
-        salt = check_salt(cache_salt)
-        return PreparedRequest(request_id, text, token_ids, params, arrival, check_priority(priority), salt, refusal)
+            refusal, grammar = str(error), None
+        salt, rank = check_salt(cache_salt), check_priority(priority)
+        return PreparedRequest(request_id, text, token_ids, params, arrival, rank, salt, refusal, grammar)
 
     def _start(self, prepared: PreparedRequest) -> list[Request]:
         """Queues a request for each of the n samples of `prepared`.
@@ -268,6 +273,7 @@ class ServedModel:
             prepared.token_ids,
             [params.derive_sample_params(index) for index in range(params.n)],
             detokenizers=[self._texts.make_detokenizer(params.stop_strings) for _ in range(params.n)],
+            grammar=prepared.grammar,
             arrival_time=prepared.arrival_time,
             priority=prepared.priority,
             cache_salt=prepared.cache_salt,
@@ -286,6 +292,17 @@ class ServedModel:
             return replace(params, bad_words=spell_bad_words(params.forbidden, encode))
         except RequestFault as fault:
             raise RefusedError(str(fault)) from fault
+
+    def warm_up(self) -> None:
+        """Serves a short request before any other: kernels are compiled and their tuned configs read now.
+
+        Its steps and tokens count in `stats`.
+        """
+        prompt = [token % self.config.vocab_size for token in range(1, min(8, self.max_model_len))]
+        params = SamplingParams(temperature=0, max_tokens=min(3, self.max_model_len - len(prompt)), ignore_eos=True)
+        self._engine.add(next(self._ids), prompt, params, cache_salt=b"warm-up")
+        while self._engine.has_unfinished:
+            self._engine.step()
 
     def start_thread(
         self, on_news: Callable[[list[News]], object], on_end: Callable[[BaseException | None], object]

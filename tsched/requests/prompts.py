@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tsched.requests.errors import RefusedError
+from tsched.requests.grammar import Grammar
 from tsched.requests.sampling_params import SamplingParams
 
 MAX_PRIORITY = 2**31  # the scheduler's keys are int64
@@ -57,6 +58,7 @@ class PreparedRequest:
         priority: Lower goes first.
         cache_salt: Requests with equal salts share cached prefixes.
         refusal: Why the engine cannot take the request; None where it can.
+        grammar: Of structured_outputs; None where there are none.
     """
 
     request_id: Any
@@ -67,6 +69,7 @@ class PreparedRequest:
     priority: int = 0
     cache_salt: bytes = b""
     refusal: str | None = None
+    grammar: Grammar | None = None
 
 
 ValueT = TypeVar("ValueT")

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tsched.requests.bad_words import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, BadWord
+from tsched.requests.structured_outputs import StructuredOutputsParams
 from tsched.requests.vllm_names import refuse_other_names
+from tsched.torch_free import suggest_name
 
 if TYPE_CHECKING:  # the scheduler reads this file, and loads no torch
     from tsched.requests.logits_processors import LogitsProcessor
@@ -33,7 +35,7 @@ MAX_PENALTY = 2.0**126  # float32 holds it and its reciprocal, so float64 holds 
 # A greedy request's sampler need not look at parameters of draws, of prompts, nor at those of the output's end. It
 # looks at a new parameter until that is put here.
 _OF_DRAWS = frozenset({"n", "temperature", "top_k", "top_p", "min_p", "seed"})
-_OF_PROMPTS = frozenset({"prompt_logprobs"})
+_OF_PROMPTS = frozenset({"prompt_logprobs", "truncate_prompt_tokens"})
 _OF_ENDS = frozenset({"stop", "stop_token_ids", "max_tokens", "ignore_eos", "stopping_criteria"})
 
 
@@ -47,6 +49,7 @@ class Asks(IntFlag):
     ALLOWED = 16
     BAD_WORDS = 32
     LOGPROBS = 64
+    GRAMMAR = 128
 
 
 @refuse_other_names
@@ -55,7 +58,7 @@ class SamplingParams:
     """The sampling parameters of a request; immutable. Names and meanings are vLLM's.
 
     They apply in this order: logits processors, logit_bias, penalties, what bars tokens (min_tokens, allowed_token_ids,
-    bad_words), temperature, min_p, top_k, top_p.
+    bad_words, structured_outputs), temperature, min_p, top_k, top_p.
 
     Attributes:
         n: In [1, 128], completions per prompt. Completion 0 draws from `seed`, completion i from a seed derived from
@@ -72,6 +75,7 @@ class SamplingParams:
         logprobs: In [0, 1000], reports the log-probabilities of the chosen token and of that many most likely tokens.
         prompt_logprobs: In [0, 1000], reports the same for every token of the prompt from the second on. Such a request
             reads no cached prefix.
+        truncate_prompt_tokens: In [1, 2**31), keeps the last so many tokens of the prompt; None keeps all.
         stop: Up to 1000 strings of up to 1000 characters that end the output. The text is cut off before them.
         stop_token_ids: Up to 1000 token ids below 2**31 that end the output and stay in its token_ids.
         max_tokens: In [1, 2**31) output tokens, or 0 with prompt_logprobs. None is as many as the model's length and
@@ -84,6 +88,8 @@ class SamplingParams:
         bad_words: Texts, or lists of up to 64 token ids, that never stand in the output: the last token of one is
             barred where the output ends with those before it. A text stands for its tokens at the start of an output
             and, where they are as many, after a space. Up to 512, where a text counts for two.
+        structured_outputs: The form that the output must have, StructuredOutputsParams or a mapping of its fields. An
+            output that has come to the end of its form ends there, whatever min_tokens and ignore_eos.
         logits_processors: Up to 64, called in this order with the model's logits, see
             tsched.requests.logits_processors.
         stopping_criteria: Up to 64, any of which may end the output after min_tokens, see tsched.requests.stopping.
@@ -104,6 +110,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     stop: str | Iterable[str] | None = ()
     stop_token_ids: Iterable[int] | None = ()
     max_tokens: int | None = 16
@@ -112,6 +119,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: Iterable[int] | None = None
     bad_words: Iterable[BadWord] | None = ()
+    structured_outputs: StructuredOutputsParams | None = None
     logits_processors: Iterable[LogitsProcessor] = ()
     stopping_criteria: Iterable[StoppingCriterion] = ()
 
@@ -128,6 +136,7 @@ class SamplingParams:
         self._set_integer("seed", 0, 2**64 - 1, optional=True)
         self._set_integer("logprobs", 0, MAX_LOGPROBS, optional=True)
         self._set_integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._set_integer("truncate_prompt_tokens", 1, optional=True)
         self._set_integer("max_tokens", 1 if self.prompt_logprobs is None else 0, optional=True)
         self._set_integer("min_tokens", 0, MAX_COUNT if self.max_tokens is None else self.max_tokens)
         if not isinstance(self.ignore_eos, bool):
@@ -140,6 +149,7 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", allowed)
             if not allowed:
                 raise ValueError("allowed_token_ids must hold one token id at least; None allows all")
+        object.__setattr__(self, "structured_outputs", _read_form(self.structured_outputs))
         object.__setattr__(self, "bad_words", _check_bad_words(self.bad_words))
         object.__setattr__(self, "logits_processors", _check_callbacks("logits_processors", self.logits_processors, 3))
         object.__setattr__(self, "stopping_criteria", _check_callbacks("stopping_criteria", self.stopping_criteria, 2))
@@ -213,6 +223,7 @@ class SamplingParams:
             | Asks.ALLOWED * (self.allowed_token_ids is not None)
             | Asks.BAD_WORDS * bool(self.bad_words)
             | Asks.LOGPROBS * (self.logprobs is not None)
+            | Asks.GRAMMAR * (self.structured_outputs is not None)
         )
 
     def derive_sample_params(self, index: int) -> SamplingParams:
@@ -297,7 +308,8 @@ def _check_biases(value: Any) -> dict[int, float] | None:
         raise ValueError(f"logit_bias may hold at most {MAX_BIASES} entries, got {len(value)}")
     biases: dict[int, float] = {}
     for key, bias in value.items():
-        token_id = _check_token_id("logit_bias", key)
+        is_text = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10  # as JSON has it
+        token_id = _check_token_id("logit_bias", int(key) if is_text else key)
         is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
         if not is_number or not -MAX_BIAS <= bias <= MAX_BIAS:
             raise ValueError(
@@ -305,6 +317,20 @@ def _check_biases(value: Any) -> dict[int, float] | None:
             )
         biases[token_id] = float(bias)
     return biases or None
+
+
+def _read_form(value: Any) -> StructuredOutputsParams | None:
+    if value is None or isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"structured_outputs must be StructuredOutputsParams or a mapping, got {value!r}")
+    known = [one.name for one in fields(StructuredOutputsParams)]
+    for name in value:
+        if name not in known:
+            raise ValueError(
+                f"structured_outputs has no {name!r}: there is {', '.join(known)}{suggest_name(name, known)}"
+            )
+    return StructuredOutputsParams(**value)
 
 
 def _check_bad_words(value: Any) -> tuple[BadWord, ...]:

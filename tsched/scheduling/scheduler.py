@@ -282,6 +282,23 @@ class Scheduler:
             for i in np.flatnonzero(ended).tolist()
         ]
 
+    def lose(self, plan: StepPlan) -> list[Sequence]:
+        """End the sequences of `plan`, the oldest under way, whose outcome is lost, with the reason "error".
+
+        Those that have stopped or given way since are left alone. What waiting sequences hold is given up: forks hold
+        blocks that the plan was to write. Returns the sequences that ended.
+        """
+        if not self._in_flight or self._in_flight[0].plan is not plan:
+            raise RuntimeError("plans are lost in the order in which they were made")
+        under_way = self._in_flight.popleft()
+        self._memory.free_restored(under_way.copies)
+        while self._memory.give_up() is not None:
+            self.counters.num_given_up += 1
+        table = self.table
+        planned = dict(zip(plan.sampled_rows.tolist(), plan.sampled_epochs.tolist(), strict=True))
+        planned |= {row: epoch for row, epoch, _ in under_way.prefills}
+        return [self._finish_row(row, "error") for row, epoch in planned.items() if table.epoch[row] == epoch]
+
     def quiet_steps(self, most: int) -> int:
         """How many of the next steps, `most` at most, only repeat the last one with the next tokens, if nobody comes or
         goes: what `skip_steps` can do at once. 0 where a plan is under way, or a token might stop a sequence.

@@ -46,6 +46,7 @@ _BODIES: tuple[type[WireModel], ...] = (
     DetokenizeRequest,
     admin.SwapRequest,
 )
+_STREAM = "text/event-stream"
 _ANY = document_errors([401, 431, 500])
 _BODY_ERRORS = document_errors([400, 404, 408, 413, 415, 429, 503, 504])
 
@@ -127,7 +128,8 @@ def _post(app: FastAPI, path: str, kind: type[WireModel], answer: Any, example: 
     """Adds a route that reads its own body, with bounds, and is documented as if FastAPI did."""
     schema = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}, "example": example}
     extra = {"requestBody": {"required": True, "content": {"application/json": schema}}}
-    responses: dict[int | str, dict[str, Any]] = {200: {"model": answer}, **_BODY_ERRORS}
+    content = {_STREAM: {"schema": {"type": "string"}}} if issubclass(kind, GenerationRequest) else {}
+    responses: dict[int | str, dict[str, Any]] = {200: {"model": answer, "content": content}, **_BODY_ERRORS}
     return app.post(path, response_model=None, responses=responses, openapi_extra=extra)
 
 

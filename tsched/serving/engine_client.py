@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from tsched.requests.errors import RefusedError
@@ -187,6 +188,11 @@ class RequestRefusedError(RefusedError):
         self.param = param
 
 
+def default_name(model: str | Path) -> str:
+    """What clients call a model that is given no other name: its directory's, or the preset or hub id as it is."""
+    return Path(model).resolve().name if Path(model).is_dir() else str(model)
+
+
 def read_sampling(sampling: Mapping[str, Any]) -> SamplingParams:
     """The sampling parameters of an EngineRequest.
 
@@ -197,8 +203,11 @@ def read_sampling(sampling: Mapping[str, Any]) -> SamplingParams:
     for name in sampling:
         if name not in known:
             raise RequestRefusedError(f"there is no parameter {name!r}{suggest_name(name, known)}", name)
+    given = dict(sampling)
+    if isinstance(given.get("logit_bias"), Mapping):  # keys of JSON are texts
+        given["logit_bias"] = {int(token_id): bias for token_id, bias in given["logit_bias"].items()}
     try:
-        return SamplingParams(**sampling)
+        return SamplingParams(**given)
     except ValueError as error:  # its messages name the field
         message = str(error)
         raise RequestRefusedError(message, next((name for name in sampling if name in message), None)) from error

@@ -28,7 +28,7 @@ from tsched.serving.front_end import FrontEnd
 from tsched.serving.protocol.errors import ApiError, engine_failure, invalid_value, unavailable
 from tsched.serving.protocol.json_body import parse_request
 from tsched.serving.protocol.sampling import GenerationRequest
-from tsched.serving.requests import check_request, count_asked_outputs, count_completions, make_job
+from tsched.serving.requests import check_request, count_asked_outputs, count_completions, make_job, refuse
 from tsched.serving.responses import Answer, error_frame
 
 _INLINE_BYTES = 1024  # a body this short is tokenized in less time than a thread takes to wake
@@ -161,7 +161,7 @@ class Exchange(Response):
             self._end_after("queue", front.limits.queue_timeout, "no token came in time", "queue_timeout")
             await (self._stream if job.stream else self._gather)(answer, _merge(streams), ticket)
         except RequestRefusedError as error:
-            raise invalid_value(str(error), error.param) from None
+            raise refuse(request, error) from None
         except EngineUnavailableError as error:
             raise unavailable(str(error), error.retry_after) from None
         except EngineFailedError as error:

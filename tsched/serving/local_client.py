@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,17 +16,22 @@ from tsched.serving.engine_client import (
     KernelSwap,
     ModelFacts,
     RequestRefusedError,
-    SampleDelta,
     State,
     StatsSnapshot,
-    TokenScores,
+    default_name,
     read_sampling,
+)
+from tsched.serving.engine_records import (
+    describe_failure,
+    describe_model,
+    make_prompt_scores,
+    make_sample,
+    read_stats,
 )
 
 if TYPE_CHECKING:  # both load torch, and the server answers before that is there
-    from tsched.async_llm import AsyncLLM, EngineError, RequestStream
+    from tsched.async_llm import AsyncLLM, RequestStream
     from tsched.execution.phase_times import PhaseTimes
-    from tsched.requests.outputs import CompletionOutput, Logprob, RequestOutput
 
 
 class LocalClient:
@@ -42,7 +46,7 @@ class LocalClient:
     def __init__(self, model: str | Path, name: str | None = None, **options: Any) -> None:
         read_options(options)
         self._model, self._options = model, options
-        self._name = name or Path(model).name or str(model)
+        self._name = name or default_name(model)
         self._llm: AsyncLLM | None = None
         self._facts: ModelFacts | None = None
         self._is_closing = False
@@ -68,19 +72,7 @@ class LocalClient:
         """Loads the model on a thread of its own: the event loop goes on."""
         llm = await asyncio.to_thread(self._load)
         await llm.__aenter__()
-        stats, table = llm.stats(), llm._engine.scheduler.table
-        self._facts = ModelFacts(
-            name=self._name,
-            created=int(time.time()),
-            max_model_len=llm.max_model_len,
-            vocab_size=llm.config.vocab_size,
-            eos_token_ids=tuple(llm.config.eos_token_ids),
-            tokenizer_directory=None if llm.tokenizer is None else str(llm.directory),
-            max_num_seqs=table.num_rows,
-            num_cache_tokens=stats.num_blocks * stats.block_size,
-            block_size=stats.block_size,
-            arm=llm.arm,
-        )
+        self._facts = describe_model(llm, self._name)
         self._llm = llm
 
     def submit(self, request: EngineRequest) -> LocalStream:
@@ -101,21 +93,7 @@ class LocalClient:
     def stats(self) -> StatsSnapshot:
         if self._llm is None:
             raise EngineUnavailableError("the model is being loaded", retry_after=2.0)
-        stats = self._llm.stats()
-        return StatsSnapshot(
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_blocks=stats.num_blocks,
-            num_used_blocks=stats.num_used_blocks,
-            num_steps=stats.num_steps,
-            num_prompt_tokens=stats.num_prefill_tokens,
-            num_output_tokens=stats.num_output_tokens,
-            num_preemptions=stats.num_preemptions,
-            num_cache_queries=stats.prefix_cache.lookup_tokens,
-            num_cache_hits=stats.prefix_cache.hit_tokens,
-            arm=self._llm.arm,
-            phase_seconds=dict(self._times.seconds) if self._times is not None else {},
-        )
+        return read_stats(self._llm, self._times)
 
     def listen(self, on_stats: Callable[[StatsSnapshot], None]) -> None:
         self._listeners.append(on_stats)
@@ -139,7 +117,7 @@ class LocalClient:
         except SelectionError as error:
             raise RequestRefusedError(str(error), "kernels") from error
         except EngineError as error:
-            raise _failure_of(error) from error
+            raise EngineFailedError(describe_failure(error.__cause__)) from error
 
     async def drain(self) -> None:
         self._is_closing = True
@@ -157,10 +135,10 @@ class LocalClient:
         from tsched.async_llm import AsyncLLM
         from tsched.execution.phase_times import PhaseTimes
 
-        if self._options.get("ranges") is not None:
-            return AsyncLLM(self._model, **self._options)
-        self._times = PhaseTimes(NVTX)
-        return AsyncLLM(self._model, **self._options | {"ranges": self._times})
+        self._times = PhaseTimes(self._options.get("ranges") or NVTX)
+        llm = AsyncLLM(self._model, **self._options | {"ranges": self._times})
+        llm.warm_up()
+        return llm
 
     def _running(self) -> AsyncLLM:
         if self._is_closing:
@@ -189,37 +167,16 @@ class LocalStream:
             output = await self._stream.__anext__()
             self._on_news()
         except EngineError as error:
-            raise _failure_of(error) from error
+            raise EngineFailedError(describe_failure(error.__cause__)) from error
         refusal = self._stream.refusal
         if refusal is not None:
             raise RequestRefusedError(refusal, "prompt")
-        return _make_delta(output)
+        return Delta(
+            [make_sample(one) for one in output.outputs],
+            output.finished,
+            output.error,
+            prompt_logprobs=make_prompt_scores(output.prompt_logprobs),
+        )
 
     async def aclose(self) -> None:
         await self._stream.aclose()
-
-
-def _failure_of(error: EngineError) -> EngineFailedError:
-    """The engine's failure as clients are told of it: its kind and the first line of its message, no stack."""
-    cause = error.__cause__
-    first_line = next(iter(str(cause).splitlines()), "")
-    return EngineFailedError(f"the engine failed: {type(cause).__name__}: {first_line}".rstrip(": "))
-
-
-def _make_delta(output: RequestOutput) -> Delta:
-    prompt = output.prompt_logprobs
-    return Delta(
-        [_make_sample(one) for one in output.outputs],
-        output.finished,
-        output.error,
-        prompt_logprobs=None if prompt is None else [None if place is None else _scores(place) for place in prompt],
-    )
-
-
-def _make_sample(output: CompletionOutput) -> SampleDelta:
-    scores = None if output.logprobs is None else [_scores(place) for place in output.logprobs]
-    return SampleDelta(output.index, output.token_ids, output.text, scores, output.finish_reason)
-
-
-def _scores(place: Mapping[int, Logprob]) -> TokenScores:
-    return TokenScores(list(place), [one.logprob for one in place.values()])

@@ -5,20 +5,22 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tsched.requests.chat_template import ChatEncoder
 from tsched.requests.errors import RefusedError
-from tsched.requests.prompts import Conversation
+from tsched.requests.prompts import Conversation, check_named_ids
+from tsched.requests.sampling_params import SamplingParams
 from tsched.serving.auth import Tenant
-from tsched.serving.engine_client import EngineRequest, ModelFacts, RequestRefusedError, read_sampling
+from tsched.serving.engine_client import EngineRequest, ModelFacts, read_sampling
 from tsched.serving.protocol.chat import ChatRequest
 from tsched.serving.protocol.completions import CompletionRequest
 from tsched.serving.protocol.errors import ApiError, invalid_value
 from tsched.serving.protocol.sampling import GenerationRequest
 from tsched.serving.text import TextCodec, check_text, no_tokenizer
 
+_SAMPLING_NAMES = frozenset(one.name for one in fields(SamplingParams))
 MAX_PRIORITY = 2**30  # of a request; the tenant's is added
 
 
@@ -109,14 +111,21 @@ def check_request(request: GenerationRequest, facts: ModelFacts) -> dict[str, An
     if is_scored or (isinstance(request, CompletionRequest) and given == 0):
         sampling["prompt_logprobs"] = top_logprobs or 0
     try:
-        read_sampling(sampling | ({} if given is None else {"max_tokens": given}))
-    except RequestRefusedError as error:
-        raise invalid_value(str(error), error.param) from None
-    stop_ids = request.stop_token_ids or ()
-    if stop_ids and max(stop_ids) >= facts.vocab_size:
-        message = f"stop_token_ids holds {max(stop_ids)}; ids go from 0 to {facts.vocab_size - 1}"
-        raise invalid_value(message, "stop_token_ids")
+        params = read_sampling(sampling | ({} if given is None else {"max_tokens": given}))
+        check_named_ids(params, facts.vocab_size, facts.eos_token_ids)
+    except RefusedError as error:
+        raise refuse(request, error) from None
     return sampling
+
+
+def refuse(request: GenerationRequest, error: RefusedError) -> ApiError:
+    """The error of a request that the engine's own checks refuse: their messages begin with the field's name."""
+    name = getattr(error, "param", None)
+    if name not in _SAMPLING_NAMES:
+        name = str(error).split(" ")[0]
+    if name not in _SAMPLING_NAMES:
+        name = "messages" if isinstance(request, ChatRequest) else "prompt"
+    return invalid_value(str(error), name)
 
 
 def _check_pairs(request: GenerationRequest) -> None:

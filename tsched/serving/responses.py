@@ -13,12 +13,13 @@ from tsched.serving.requests import Job, Prompt
 from tsched.serving.text import TextCodec
 
 DONE = b"data: [DONE]\n\n"
-_encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+# In ASCII: to clients that split text into lines, as httpx does, U+0085 and U+2028 end an event.
+_encode_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def frame(content: Any) -> bytes:
     """One event of a stream."""
-    return b"data: " + _encode_json(content).encode("utf-8", "replace") + b"\n\n"
+    return b"data: " + _encode_json(content).encode() + b"\n\n"
 
 
 def error_frame(error: ApiError) -> bytes:
@@ -213,4 +214,4 @@ class Answer:
         for choice in choices:
             parts[choice["index"]].append(choice)
         joined = [writer.join(part) for writer, part in zip(self._writers, parts, strict=True)]
-        return _encode_json({**self._head, "choices": joined, "usage": self.usage}).encode("utf-8", "replace")
+        return _encode_json({**self._head, "choices": joined, "usage": self.usage}).encode()

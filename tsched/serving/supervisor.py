@@ -26,6 +26,7 @@ from tsched.serving.engine_client import (
     SampleDelta,
     State,
     StatsSnapshot,
+    default_name,
     read_sampling,
 )
 from tsched.serving.link import LinkError, Message, delta_of, encode_message, join_deltas
@@ -95,7 +96,7 @@ class SupervisedClient:
         self._load: Message = {
             "kind": "load",
             "model": str(model),
-            "name": name or Path(model).name or str(model),
+            "name": name or default_name(model),
             "options": options,
             "variants_from": [str(folder) for folder in variants_from],
         }
@@ -261,24 +262,28 @@ class SupervisedClient:
 
     def _take_news(self, message: Message) -> None:
         stats = StatsSnapshot(**message["stats"])
-        if self._stats is None or stats.num_steps > self._stats.num_steps or message["deltas"] or message["refusals"]:
-            self._moved_at = time.monotonic()
         is_newer = self._stats is None or stats.num_steps > self._stats.num_steps
+        if is_newer or message["deltas"] or message["refusals"]:
+            self._moved_at = time.monotonic()
         self._stats = stats
         for listener in self._listeners if is_newer else ():
             listener(self.stats())
+        for request_id, sample, token_ids, text in message["tokens"]:
+            self._hand_on(request_id, Delta([SampleDelta(sample, token_ids, text)], False))
         for request_id, written in message["deltas"]:
-            served = self._served.get(request_id)
-            if served is not None:
-                served.has_sent = True
-                delta = delta_of(written)
-                if delta.is_last:
-                    self._forget(request_id)
-                served.stream._put(delta)
+            self._hand_on(request_id, delta_of(written))
         for request_id, reason, param in message["refusals"]:
             served = self._forget(request_id)
             if served is not None:
                 served.stream._fail(RequestRefusedError(reason, param))
+
+    def _hand_on(self, request_id: str, delta: Delta) -> None:
+        served = self._served.get(request_id)
+        if served is not None:
+            served.has_sent = True
+            if delta.is_last:
+                self._forget(request_id)
+            served.stream._put(delta)
 
     # Lives and deaths.
 

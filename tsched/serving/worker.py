@@ -6,17 +6,48 @@ It serves the requests that the front end sends, and ends with the link: nobody 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
-from dataclasses import asdict
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NoReturn
 
-from tsched.serving.engine_client import EngineFailedError, EngineRequest, EngineUnavailableError, RequestRefusedError
+import tkernels  # before anything that imports Triton: it decides whether this process interprets or compiles
+from tkernels.ranges import NVTX
+from tsched.execution.engine_thread import EngineThread, News, Ticket
+from tsched.execution.phase_times import PhaseTimes
+from tsched.execution.served_model import ServedModel
+from tsched.serving.engine_client import Delta, EngineRequest, RequestRefusedError, StatsSnapshot, read_sampling
+from tsched.serving.engine_records import (
+    describe_failure,
+    describe_model,
+    make_prompt_scores,
+    make_sample,
+    read_stats,
+)
 from tsched.serving.link import LinkError, Message, encode_message, read_message
-from tsched.serving.local_client import LocalClient, LocalStream
 
+PlainTokens = tuple[str, int, list[int], str]
+"""(request, sample, new tokens, their text): of a step nearly all news are such, and as records they cost five times
+as much."""
+
+Refusal = tuple[str, str, str | None]
+"""(request, why, the field that is wrong)."""
+
+_STATS = [one.name for one in fields(StatsSnapshot)]
 _BEAT_S = 0.25
 """Between two snapshots of the engine's counts where no news carry one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """A loaded model, the times of its engine's phases, and the thread that runs it."""
+
+    served: ServedModel
+    times: PhaseTimes
+    thread: EngineThread
 
 
 class Worker:
@@ -30,118 +61,135 @@ class Worker:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self._client: LocalClient | None = None
+        self._engine: _Engine | None = None  # once it is loaded
+        self._tickets: dict[str, Ticket] = {}  # of unfinished requests
+        self._swapping = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._deltas: list[tuple[str, Any]] = []  # news since the last message
-        self._refusals: list[tuple[str, str, str | None]] = []
-        self._is_flushing = False  # a message of the news is due in this turn of the event loop
-        self._failure: str | None = None
 
     async def run(self) -> NoReturn:
         """Serves until the link or the engine ends, and ends the process: nothing of it is worth a longer goodbye."""
+        status = 1
         try:
             load = await read_message(self._reader)
             if load is not None and load["kind"] == "load":
                 following = asyncio.create_task(self._follow())
                 loading = asyncio.create_task(self._load(load))
                 await asyncio.wait({following, loading}, return_when=asyncio.FIRST_COMPLETED)
-                if not following.done() and loading.result():
+                if following.done() or loading.result():
                     await following
+            status = 0
+        except Exception:
+            traceback.print_exc()
         finally:
-            os._exit(0)
+            os._exit(status)
 
     async def _load(self, load: Message) -> bool:
         """Makes the engine ready and says so; returns whether it is."""
+        loop = asyncio.get_running_loop()
         try:
-            options = _read_options(load["options"], load["variants_from"])
-            client = LocalClient(load["model"], load["name"], **options)
-            await client.start()
+            served, times = await asyncio.to_thread(_load_model, load["model"], load["options"], load["variants_from"])
         except Exception as error:
             await self._send_last({"kind": "load_failed", "reason": f"{type(error).__name__}: {error}"})
             return False
-        self._client = client
-        self._send({"kind": "ready", "facts": asdict(client.facts), "stats": asdict(client.stats())})
+        facts = describe_model(served, load["name"])
+        thread = served.start_thread(
+            on_news=lambda news: loop.call_soon_threadsafe(self._tell, news),
+            on_end=lambda failure: loop.call_soon_threadsafe(self._end, failure),
+        )
+        self._engine = _Engine(served, times, thread)
+        self._send({"kind": "ready", "facts": asdict(facts), "stats": asdict(read_stats(served, times))})
         self._keep(self._beat())
         return True
 
     async def _follow(self) -> None:
         """Does what the front end asks, until it closes the link."""
         while (message := await read_message(self._reader)) is not None:
-            kind = message["kind"]
+            kind, engine = message["kind"], self._engine
+            if engine is None:
+                raise LinkError(f"a message {kind!r} came before the engine was ready")
             if kind == "submit":
-                self._submit(EngineRequest(**message["request"]))
-            elif kind == "abort" and self._client is not None:
-                self._client.abort(message["id"])
+                self._submit(engine, EngineRequest(**message["request"]))
+            elif kind == "abort":
+                ticket = self._tickets.get(message["id"])
+                if ticket is not None:
+                    engine.thread.abort(ticket)
             elif kind == "swap":
-                self._keep(self._swap(message["id"], message["choices"]))
+                self._keep(self._swap(engine, message["id"], message["choices"]))
             else:
                 raise LinkError(f"nobody knows a message {kind!r} here")
 
-    def _submit(self, request: EngineRequest) -> None:
-        assert self._client is not None, "requests come after `ready`"
+    def _submit(self, engine: _Engine, request: EngineRequest) -> None:
         try:
-            stream = self._client.submit(request)
-        except RequestRefusedError as refusal:
-            self._refuse(request.request_id, refusal)
-        except (EngineFailedError, EngineUnavailableError) as error:
-            self._fail(str(error))
-        else:
-            self._keep(self._pass_on(request.request_id, stream))
+            ticket = engine.served.make_ticket(
+                request.request_id,
+                request.prompt_token_ids,
+                read_sampling(request.sampling),
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+            )
+        except (RequestRefusedError, ValueError) as error:
+            refusal = (request.request_id, str(error), getattr(error, "param", None))
+            self._send_news(engine, refusals=[refusal])
+            return
+        self._tickets[request.request_id] = ticket
+        with contextlib.suppress(RuntimeError):  # the thread has ended, which is told anyway
+            engine.thread.submit(ticket)
 
-    async def _pass_on(self, request_id: str, stream: LocalStream) -> None:
-        """Hands a request's deltas to the message of their step."""
-        try:
-            async for delta in stream:
-                self._deltas.append((request_id, delta))
-                self._flush_soon()
-        except RequestRefusedError as refusal:
-            self._refuse(request_id, refusal)
-        except EngineFailedError as error:
-            self._fail(str(error))
+    def _tell(self, news: list[News]) -> None:
+        """Sends the news of one step."""
+        engine = self._engine
+        if engine is None or engine.thread.failure is not None:  # the end is told of all requests at once
+            return
+        tokens: list[PlainTokens] = []
+        deltas: list[tuple[str, Delta]] = []
+        refusals: list[Refusal] = []
+        for one in news:
+            ticket, new = one.ticket, one.completion
+            request_id = str(ticket.prepared.request_id)
+            if new.finish_reason is None and new.logprobs is None and one.prompt_logprobs is None:
+                tokens.append((request_id, new.index, new.token_ids, new.text))
+                continue
+            if one.is_last:
+                self._tickets.pop(request_id, None)
+            if ticket.refusal is None:
+                deltas.append((request_id, _make_delta(one)))
+            elif one.is_last:
+                refusals.append((request_id, ticket.refusal, "prompt"))
+        self._send_news(engine, tokens, deltas, refusals)
 
-    def _refuse(self, request_id: str, refusal: RequestRefusedError) -> None:
-        self._refusals.append((request_id, str(refusal), refusal.param))
-        self._flush_soon()
+    def _send_news(
+        self,
+        engine: _Engine,
+        tokens: Sequence[PlainTokens] = (),
+        deltas: Sequence[tuple[str, Delta]] = (),
+        refusals: Sequence[Refusal] = (),
+    ) -> None:
+        now = read_stats(engine.served, engine.times)
+        stats = {name: getattr(now, name) for name in _STATS}  # asdict copies what is in it
+        self._send({"kind": "news", "tokens": tokens, "deltas": deltas, "refusals": refusals, "stats": stats})
 
-    def _fail(self, reason: str) -> None:
-        """The engine has failed: says so once, and ends."""
-        if self._failure is None:
-            self._failure = reason
-            self._keep(self._send_last({"kind": "failed", "reason": reason}))
+    def _end(self, failure: BaseException | None) -> None:
+        """The engine has ended, which it does of itself only by failing."""
+        self._keep(self._send_last({"kind": "failed", "reason": describe_failure(failure)}))
 
-    async def _swap(self, swap_id: int, choices: dict[str, Any]) -> None:
-        assert self._client is not None, "swaps come after `ready`"
-        try:
-            swap = await self._client.swap_kernels(choices)
-        except RequestRefusedError as refusal:
-            self._send({"kind": "swap_refused", "id": swap_id, "reason": str(refusal), "param": refusal.param})
-        except (EngineFailedError, EngineUnavailableError) as error:
-            self._fail(str(error))
-        else:
-            self._send({"kind": "swapped", "id": swap_id, **asdict(swap)})
+    async def _swap(self, engine: _Engine, swap_id: int, choices: dict[str, Any]) -> None:
+        async with self._swapping:  # the next one goes out from what this one leaves
+            try:
+                swap = await asyncio.to_thread(engine.served._plan_swap, choices)
+                first_step = await asyncio.wrap_future(engine.thread.call(swap))
+            except tkernels.SelectionError as error:
+                self._send({"kind": "swap_refused", "id": swap_id, "reason": str(error), "param": "kernels"})
+            except RuntimeError:
+                return  # the engine has failed, which is told anyway
+            else:
+                arm = engine.served.arm
+                self._send({"kind": "swapped", "id": swap_id, "first_step": first_step, "arm": arm})
 
     async def _beat(self) -> None:
         """Sends the engine's counts now and then: they show whether it moves where nobody gets a token."""
-        while True:
+        while self._engine is not None:
             await asyncio.sleep(_BEAT_S)
-            self._flush()
-
-    def _flush_soon(self) -> None:
-        """Sends the news once all streams that this step woke have had their turn: they are next in the loop's queue,
-        and the message after them.
-        """
-        if not self._is_flushing:
-            self._is_flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._is_flushing = False
-        if self._failure is not None or self._client is None:
-            return
-        deltas, self._deltas = self._deltas, []
-        refusals, self._refusals = self._refusals, []
-        stats = asdict(self._client.stats())
-        self._send({"kind": "news", "deltas": deltas, "refusals": refusals, "stats": stats})
+            self._send_news(self._engine)
 
     def _send(self, message: Message) -> None:
         if not self._writer.is_closing():
@@ -160,16 +208,20 @@ class Worker:
         task.add_done_callback(self._tasks.discard)
 
 
-def _read_options(options: dict[str, Any], folders: list[str]) -> dict[str, Any]:
-    """The engine's options, with the registry that outside folders join."""
-    if not folders:
-        return options
-    from tkernels import OPS
+def _make_delta(news: News) -> Delta:
+    prompt_scores = make_prompt_scores(news.prompt_logprobs)
+    return Delta([make_sample(news.completion)], news.is_last, news.error, prompt_logprobs=prompt_scores)
 
-    ops = OPS
+
+def _load_model(model: str, options: dict[str, Any], folders: list[str]) -> tuple[ServedModel, PhaseTimes]:
+    """The model, warm, with the kernel variants of outside folders, and the times of its engine's phases."""
+    times = PhaseTimes(NVTX)
+    ops = tkernels.OPS
     for folder in folders:
         ops = ops.with_variants_from(folder)
-    return {**options, "ops": ops}
+    served = ServedModel(model, **options, ops=ops, ranges=times)
+    served.warm_up()
+    return served, times
 
 
 async def _serve(link: socket.socket) -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from experiments.cli import app
 from experiments.gpu_report.correctness import Signature, Tried, cases, check, rerun, signatures
-from experiments.gpu_report.engine import Work, compare, load_models, our_step, their_step
+from experiments.gpu_report.engine import Work, compare, fit_works, load_models, our_step, their_step
 from experiments.gpu_report.steps import new_step
 from experiments.gpu_report.worker import Job, timing_rows
 from experiments.runs.rows import Row
@@ -100,27 +100,38 @@ def test_what_has_no_time_has_a_row_that_says_why(status: Any, stage: str) -> No
     assert (row.reason, row.median_us, row.point) == ("for this reason", None, "small")
 
 
-TINY = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
-    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "tie_word_embeddings": True,
+SIZES = {
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 64, "n_embd": 64, "n_layer": 2, "n_head": 4,
+    "n_positions": 32,
 }  # fmt: skip
+
+
+def small_preset(preset: str) -> dict[str, Any]:
+    """A random preset with small sizes for its own."""
+    return {name: SIZES.get(name, value) for name, value in RANDOM_PRESETS[preset].items()}
 
 
 @pytest.fixture
 def _tiny_preset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setitem(RANDOM_PRESETS, "small", TINY)
+    monkeypatch.setitem(RANDOM_PRESETS, "small", small_preset("Qwen3-0.6B"))
 
 
+@pytest.mark.parametrize("preset", RANDOM_PRESETS)
 @pytest.mark.usefixtures("_tiny_preset")
-def test_our_model_and_transformers_compute_the_same_on_the_same_random_weights() -> None:
-    works = (Work("prefill", 2, 24), Work("decode", 3, 20))
+def test_our_model_and_transformers_compute_the_same_on_the_same_random_weights(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RANDOM_PRESETS, "small", small_preset(preset))
+    works = fit_works("small", (Work("prefill", 2, 24), Work("decode", 3, 20), Work("prefill", 1, 40)))
+    assert [work.tokens for work in works] == [24, 20, 32 if preset == "gpt2" else 40]
     theirs, ours = load_models("small", CPU, torch.float32, OPS, Tuning(), works)
-    batch, cache = our_step(works[0], ours.config, CPU, torch.float32)
-    logits = ours(batch, cache)  # [B, vocab]
-    expected = their_step(works[0], theirs, ours.config, CPU)()[:, 0]
-    assert torch.allclose(logits, expected, atol=1e-6)
+    for prefill in (works[0], works[2]):
+        batch, cache = our_step(prefill, ours.config, CPU, torch.float32)
+        logits = ours(batch, cache)  # [B, vocab]
+        expected = their_step(prefill, theirs, ours.config, CPU)()[:, 0]
+        assert torch.allclose(logits, expected, atol=1e-6)
     own, other = compare(works[1], theirs, ours, CPU, torch.float32, samples=2)
     assert (own.peer, own.settings, other.peer) == (None, {"cuda_graphs": False}, "transformers")
     for found in (own, other):

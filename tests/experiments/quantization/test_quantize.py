@@ -12,9 +12,11 @@ from typer.testing import CliRunner, Result
 from experiments.cli import app
 from experiments.document import ExperimentError
 from experiments.planning.plan import Plan
-from experiments.quantization.models import list_quantized_models
+from experiments.quantization.models import QuantizedModel, list_quantized_models
+from experiments.reporting.quantization import quantization_table
 from experiments.sweep.runner import CACHE
 from tests.experiments.conftest import Run
+from tests.experiments.reporting.recorded import everything
 from tests.tsched.conftest import TEXT, checkpoint
 
 __all__ = ["checkpoint"]
@@ -229,3 +231,30 @@ def test_settings_that_cannot_be_are_refused_by_their_place(
     with pytest.raises(ExperimentError) as refused:
         plan(quantization={"methods": {"rtn": {"bits": 4}}}, kernels={"rms_norm": "torch"})
     assert "quantization needs a model" in refused.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (QuantizedModel("gptq", 4, 32), "gptq"),
+        (QuantizedModel("gptq", 8, 32, (("search", True),)), "gptq (search True)"),
+        (QuantizedModel("smoothquant", 8, -1), "smoothquant W8A8"),
+        (QuantizedModel("fp8", 8, -1), "fp8 W8A8"),
+    ],
+)
+def test_a_model_whose_inputs_are_quantized_too_is_called_so(model: QuantizedModel, told: str) -> None:
+    assert model.told == told
+
+
+def test_the_table_sets_perplexity_beside_the_dense_model_of_the_same_settings() -> None:
+    dense, rtn = [row for row in everything() if row.stage == "quantization"]
+    settings = {**rtn.settings, "dtype": "bfloat16"}
+    rows = [dense, rtn, *(row.model_copy(update={"settings": settings}) for row in (dense, rtn))]
+    rows[2] = rows[2].model_copy(update={"perplexity": 30.0})
+    table = quantization_table(rows)
+    place = [column.name for column in table.columns].index("cost")
+    costs = [line[place].text for line in table.lines if not isinstance(line, str)]
+    assert costs == ["-", "+1.89%", "-", "-10.00%"]
+    alone = quantization_table([rtn]).lines[0]
+    assert not isinstance(alone, str)
+    assert alone[place].text == "-"

@@ -79,7 +79,7 @@ def test_int8_logits_have_the_same_bits_by_triton_kernels(kind: Kind, tmp_path: 
     assert torch.equal(mine, logits(quantized, torch.float32, (4, 1)))
 
 
-@pytest.mark.parametrize("kind", [FP8, KINDS[3], BLOCKS], ids=str)
+@pytest.mark.parametrize("kind", [FP8, BLOCKS], ids=str)
 def test_fp8_models_say_the_same_by_triton_kernels(kind: Kind, tmp_path: Path) -> None:
     quantized, _ = write_models(tmp_path, kind, **narrow(128 if kind.scales == "block" else 32))
     triton = {"quantize_groups": "group_tile", "block_scaled_matmul": "auto"}
@@ -87,7 +87,7 @@ def test_fp8_models_say_the_same_by_triton_kernels(kind: Kind, tmp_path: Path) -
         triton = {"quantize_tokens": "two_pass", "scaled_matmul": "auto"}
     llm = served(quantized, kernels=triton)
     assert triton.items() <= llm.arm.items()
-    prompts, params = [[5, 6, 7], [8]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    prompts, params = [[5, 6, 7], [8]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     mine, expected = (
         [output.outputs[0].token_ids for output in one.generate(prompts, params)] for one in (llm, served(quantized))
     )

@@ -83,14 +83,16 @@ def eight_bit_parts(kind: eight_bits.Kind) -> Parts:
 
 
 def assert_peak(small: Path, large: Path, choices: Mapping[str, str]) -> None:
-    """Loading takes less than 1.3 times the checkpoint, and what is kept is about as large as it."""
+    """Loading takes less than 1.3 times the checkpoint, and what is kept is about as large as it: SqueezeLLM's outliers
+    are float32 there and float16 here.
+    """
     on_disk = sum(file.stat().st_size for file in large.glob("*.safetensors"))
     command = [sys.executable, "-c", LOAD, str(small), str(large), json.dumps(choices)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     peak, kept = map(int, done.stdout.split())
     print(f"{on_disk / 1e6:.0f} MB on disk, {kept / on_disk:.2f} of it kept, {peak / on_disk:.2f} at the peak")
-    assert 0.9 * on_disk < kept < peak < 1.3 * on_disk
+    assert 0.8 * on_disk < kept < peak < 1.3 * on_disk
 
 
 @pytest.mark.parametrize(

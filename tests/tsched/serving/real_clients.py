@@ -15,14 +15,8 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
-import time
-import urllib.request
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,65 +24,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.environments import make_environment, run_command
-from tmodel import find_model
+from tests.tsched.serving.tk_serve import Served, serving
 
 LARGEST_DIFFERENCE = 1e-3
 """Of a choice's log-likelihood, in nats, between lm-eval over HTTP and transformers."""
-
-_COUNTED = re.compile(r"^(vllm:\w+_total)\{.*\} (\S+)$", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Served:
-    """A server that runs, and what it serves. folder: where a client may write."""
-
-    base: str
-    directory: Path
-    folder: Path
-
-    def count(self) -> Counter[str]:
-        """The counters of /metrics, each summed over its labels."""
-        with urllib.request.urlopen(f"{self.base}/metrics") as answer:
-            text = answer.read().decode()
-        found: Counter[str] = Counter()
-        for name, value in _COUNTED.findall(text):
-            found[name] += int(float(value))
-        return found
-
-
-@contextmanager
-def serving(model: str, folder: Path) -> Iterator[Served]:
-    """`tk serve MODEL`, until the block ends."""
-    directory = find_model(model).directory().resolve()
-    command = [sys.executable, "-c", "from experiments.cli import main; main()", "serve", str(directory)]
-    log = folder / "serve.log"
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(
-            [*command, "--name", "served", "--port", "0"], stdout=subprocess.PIPE, stderr=errors, text=True
-        ) as process,
-    ):
-        try:
-            assert process.stdout is not None
-            found = re.search(r"http://[^/\s]+", process.stdout.readline())
-            if found is None:
-                raise SystemExit(f"tk serve did not start:\n{log.read_text()[-2000:]}")
-            _wait_until_ready(found.group())
-            yield Served(found.group(), directory, folder)
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def _wait_until_ready(base: str) -> None:
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(f"{base}/ready"):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise SystemExit(f"{base} is not ready after 300 s")
 
 
 def run_guidellm(served: Served, python: Path) -> list[str]:

@@ -17,6 +17,7 @@ from tsched.serving.engine_client import (
     SampleDelta,
     State,
     StatsSnapshot,
+    TokenScores,
 )
 
 
@@ -81,25 +82,32 @@ class ScriptedClient:
 
 class ScriptedStream:
     def __init__(self, client: ScriptedClient, request: EngineRequest) -> None:
-        self._client, self._request, self._num_out = client, request, 0
+        self._client, self._request, self._num_out, self._is_over = client, request, 0, False
 
     def __aiter__(self) -> ScriptedStream:
         return self
 
     async def __anext__(self) -> Delta:
-        client, most = self._client, self._request.sampling["max_tokens"]
-        if self._num_out == most:
+        client, sampling = self._client, self._request.sampling
+        most = sampling["max_tokens"]
+        if self._is_over:
             raise StopAsyncIteration
         await asyncio.sleep(client.pace if self._num_out else client.first)
         if self._num_out == client.fails_after:
             raise EngineFailedError("the worker was killed")
-        self._num_out += 1
-        is_last = self._num_out == most
-        if is_last:
+        num_new = min(1, most)
+        self._num_out += num_new
+        self._is_over = self._num_out == most
+        if self._is_over:
             client.running.discard(self._request.request_id)
-        count = self._request.sampling.get("n", 1)
-        reason = "length" if is_last else None
-        return Delta([SampleDelta(i, [5], "x" * client.width, None, reason) for i in range(count)], is_last)
+        count, ids = sampling.get("n", 1), [5] * num_new
+        reason = "length" if self._is_over else None
+        scores = None if sampling.get("logprobs") is None else [TokenScores([5], [-0.5])] * num_new
+        samples = [SampleDelta(i, ids, "x" * client.width * num_new, scores, reason) for i in range(count)]
+        prompt = None
+        if sampling.get("prompt_logprobs") is not None and self._num_out <= 1:
+            prompt = [None, *(TokenScores([one], [-1.0]) for one in self._request.prompt_token_ids[1:])]
+        return Delta(samples, self._is_over, prompt_logprobs=prompt)
 
     async def aclose(self) -> None:
         if self._request.request_id in self._client.running:

@@ -51,7 +51,7 @@ class ScriptedWorker:
     def news(self, *deltas: Any) -> None:
         self.counts["num_steps"] += not self.is_hanging
         self.counts["num_output_tokens"] += sum(len(delta[0][0][1]) for _, delta in deltas)
-        self.send("news", deltas=deltas, refusals=[], stats=self.counts)
+        self.send("news", tokens=[], deltas=deltas, refusals=[], stats=self.counts)
 
     def run(self) -> None:
         load = self.read()

@@ -1,6 +1,8 @@
 """Bodies and streams: their text, reasons, log-probabilities and usage are those of `LLM.generate`."""
 
+import json
 import random
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ from tokenizers import Tokenizer
 
 from tests.tsched.serving.conftest import OPTIONS, RunningServer
 from tsched import LLM, RequestOutput, SamplingParams
+from tsched.serving.protocol.completions import CompletionRequest
+from tsched.serving.responses import frame
 
 PROMPTS = ["def scan(line, start=0):", "return [word", "'ünïcode 🐍'"]
 
@@ -87,6 +91,13 @@ def test_drawn_requests_have_one_text_whole_streamed_and_offline(server: Running
                     for places, token in zip(expected.logprobs or (), expected.token_ids, strict=True)
                 ]
                 assert one["logprobs"] == pytest.approx(own, abs=1e-5)
+
+
+def test_no_character_of_a_text_ends_its_event_for_clients_that_read_lines() -> None:
+    event = {"text": "".join(map(chr, (0x0B, 0x1E, 0x85, 0x2028, 0x2029, 0x1F40D)))}
+    line, *rest = frame(event).decode().splitlines()
+    assert json.loads(line.removeprefix("data: ")) == event
+    assert rest == [""]
 
 
 def test_the_log_probabilities_of_a_completion(server: RunningServer, llm: LLM) -> None:
@@ -188,3 +199,40 @@ def test_tokens_and_text_are_the_tokenizers(server: RunningServer, llm: LLM, tok
     info = server.get("/tokenizer_info").json
     assert info["eos_token"] == "<end>"
     assert server.get("/load").json["in_flight"] == 0
+
+
+VARIED: list[dict[str, Any]] = [
+    {"logit_bias": {"260": 100.0}},
+    {"allowed_token_ids": [5, 6, 7]},
+    {"bad_words": [">", [7, 8]]},
+    {"top_k": 1},
+    {"top_k": 2, "min_p": 0.3},
+    {"min_tokens": 12, "stop_token_ids": [33, 34, 35]},
+    {"ignore_eos": True, "frequency_penalty": 2.0},
+    {"repetition_penalty": 3.0, "top_p": 0.5},
+    {"presence_penalty": -2.0},
+    {"n": 3},
+]
+
+
+@pytest.mark.parametrize("varied", VARIED, ids=lambda one: "+".join(one))
+def test_each_sampling_parameter_has_the_engines_effect(
+    varied: dict[str, Any], server: RunningServer, llm: LLM
+) -> None:
+    sampling = {"temperature": 1.3, "seed": 11, "max_tokens": 12}
+    body = {"model": "random", "prompt": PROMPTS[0], **sampling}
+    biases = varied.get("logit_bias")
+    own = varied if biases is None else {"logit_bias": {int(token): bias for token, bias in biases.items()}}
+    (expected,) = generate(llm, [PROMPTS[0]], **sampling, **own)
+    found = [choice["text"] for choice in server.post("/v1/completions", body | varied).json["choices"]]
+    assert found == [one.text for one in expected.outputs]
+    assert found != [choice["text"] for choice in server.post("/v1/completions", body).json["choices"]]
+
+
+def test_every_sampling_parameter_is_on_the_wire_or_said_otherwise() -> None:
+    otherwise = {
+        "prompt_logprobs": "echo with logprobs",
+        "logits_processors": "code",
+        "stopping_criteria": "code",
+    }
+    assert {one.name for one in fields(SamplingParams)} - CompletionRequest.model_fields.keys() == otherwise.keys()

@@ -1,6 +1,7 @@
 """OpenAI's own clients, unchanged, against a real server: its numbers are the engine's."""
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import openai
@@ -20,8 +21,9 @@ def llm(chat_checkpoint: Path) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def client(server: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0)
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def generate(llm: LLM, prompt: str, **sampling: float) -> RequestOutput:

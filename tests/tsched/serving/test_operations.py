@@ -215,18 +215,13 @@ def test_headers_and_bodies_have_deadlines(start: Start) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as half:
         half.sendall(b"GET /live HTTP/1.1\r\nhost")
         assert read_all(half) == b""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
-        slow.sendall(
-            b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
-        )
-        slow.settimeout(5)
-        assert b"body_timeout" in slow.recv(65536)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
-        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n")
-        slow.sendall(b"content-length: 9\r\n\r\n{")
-        received = read_all(slow)
+    for path in (b"/tokenize", b"/v1/completions"):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
+            slow.sendall(b"POST " + path + b" HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n")
+            slow.sendall(b"content-length: 9\r\n\r\n{")
+            received = read_all(slow)
         assert received.startswith(b"HTTP/1.1 408")
-        assert b"connection: close" in received.lower()
+        assert b"body_timeout" in received
 
 
 # The server, or its engine, stops.
@@ -281,10 +276,9 @@ def test_a_failing_engine_is_said_and_no_stream_ends_as_if_it_were_whole(
     answer = server.post("/v1/completions", TEXT | {"stream": stream, "prompt": ["a", "b"]})
     if stream and fails_after:
         assert answer.status == 200
-        assert (
-            json.loads(answer.body.decode().split("\n\n")[-2].removeprefix("data: "))["error"]["code"] == "engine_error"
-        )
         assert b"[DONE]" not in answer.body
+        last = answer.body.decode().split("\n\n")[-2]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_error"
     else:
         assert (answer.status, answer.error["code"]) == (500, "engine_error")
     assert b"Traceback" not in answer.body

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from experiments.commands.serve import read_served
+from experiments.document import ExperimentError
+from tsched.serving.supervisor import SupervisedClient
+
 PAGE = Path(__file__).parents[3] / "docs" / "serving.md"
 TK = [sys.executable, "-c", "from experiments.cli import main; main()", "serve"]
 
@@ -57,3 +61,30 @@ def test_a_port_in_use_is_said(tmp_path: Path) -> None:
         done = subprocess.run([*TK, "tiny", "--port", port], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert f"127.0.0.1:{port}: Address already in use" in done.stderr
+
+
+def test_an_experiments_arm_is_served_and_a_sweep_refused(tmp_path: Path) -> None:
+    file = tmp_path / "served.yaml"
+    text = """
+name: served
+model: {preset: tiny}
+dtype: float32
+kernels: {paged_decode: {split_kv: {num_splits: 4}}, swiglu: fused}
+scheduler: {prefix_cache: radix, max_num_seqs: 4}
+"""
+    file.write_text(text)
+    served = read_served(file)
+    assert served.model == "tiny"
+    assert served.kernels == {"paged_decode": {"split_kv": {"num_splits": 4}}, "swiglu": "fused"}
+    assert {"prefix_cache": "radix", "max_num_seqs": 4, "dtype": "float32"}.items() <= served.engine.items()
+    SupervisedClient(served.model, kernels=served.kernels, **served.engine)  # the options are an engine's
+    for written, instead, said in (
+        ("swiglu: fused", "swiglu: [torch, fused]", "sweeps swiglu"),
+        ("max_num_seqs: 4", "max_num_seqs: [4, 8]", "sweeps scheduler.max_num_seqs"),
+        ("{preset: tiny}", "[{preset: tiny}, {preset: tiny-llama}]", "a server has one arm"),
+        ("dtype: float32", "batching: static", "batches continuously"),
+        ("model: {preset: tiny}", "seed: 1", "needs"),
+    ):
+        file.write_text(text.replace(written, instead))
+        with pytest.raises(ExperimentError, match=said):
+            read_served(file)

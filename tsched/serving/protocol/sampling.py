@@ -14,6 +14,9 @@ MAX_TOP_LOGPROBS = 20
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 """How many of the most likely tokens are reported at each place."""
 
+TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
+"""A token id as the key of an object, for JSON has no others than texts."""
+
 Unsupported: TypeAlias = None
 """The type of a field that OpenAI has and this server has not: null says the same as leaving it out."""
 
@@ -44,6 +47,9 @@ class GenerationRequest(WireModel):
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    logit_bias: dict[TokenKey, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str | list[int]] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     priority: int | None = None
@@ -52,8 +58,6 @@ class GenerationRequest(WireModel):
     stream_options: StreamOptions | None = None
     # Without effect, see docs/serving.md.
     user: str | None = None
-    # Later ones.
-    logit_bias: Unsupported = None
 
     def sampling(self) -> dict[str, Any]:
         """The fields that are SamplingParams' own and were given."""

@@ -1,0 +1,96 @@
+"""What a worker spends a step on its link, beside its scheduler in the same run.
+
+python -m tests.tsched.serving.framing_cost [--streams 256] [--tokens 160]
+
+The trained model "tiny" serves `streams` requests at once in a worker whose link ends in nothing. Of the steps in which
+all of them decode it prints, in the processor's time of the thread that spends it:
+
+    scheduler   schedule and commit
+    report      the engine's thread makes the news of the step
+    framing     the event loop makes one message of them and writes it
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import threading
+from typing import Any, cast
+
+import torch
+
+from tests.tsched.report_cost import _WARM_UP, Clocks
+from tkernels.ranges import NVTX
+from tmodel.presets import preset_path
+from tsched.execution.engine_thread import EngineThread
+from tsched.execution.phase_times import PhaseTimes
+from tsched.execution.served_model import ServedModel
+from tsched.serving.engine_client import EngineRequest
+from tsched.serving.worker import Worker, _Engine
+
+
+class Sink:
+    """A writer that counts bytes."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, frame: bytes) -> None:
+        self.sizes.append(len(frame))
+
+
+async def serve(clocks: Clocks, sink: Sink, streams: int, tokens: int) -> None:
+    times = PhaseTimes(NVTX)
+    served = ServedModel(preset_path("tiny"), device="cpu", max_num_seqs=streams, kv_cache_bytes=1 << 28, ranges=times)
+    scheduler, loop = served._engine.scheduler, asyncio.get_running_loop()
+    for name in ("schedule", "commit"):
+        setattr(scheduler, name, clocks.timed("scheduler", getattr(scheduler, name)))
+    report = clocks.timed("report", EngineThread._report)
+
+    def noted(thread: EngineThread) -> None:
+        report(thread)
+        if scheduler.num_running == streams:
+            clocks.note_step()
+
+    EngineThread._report = noted  # type: ignore[method-assign]
+    worker = Worker(asyncio.StreamReader(), cast(Any, sink))
+    tell = clocks.timed("framing", worker._tell)
+    gc.collect()
+    thread = served.start_thread(
+        on_news=lambda news: loop.call_soon_threadsafe(tell, news), on_end=lambda failure: None
+    )
+    worker._engine = engine = _Engine(served, times, thread)
+    sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
+    for number in range(streams):
+        worker._submit(engine, EngineRequest(str(number), [3 + number % 500, 5, 7], sampling))
+    while worker._tickets:
+        await asyncio.sleep(0.05)
+    thread.close()
+    thread.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=160)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    clocks, sink = Clocks(threading.main_thread().ident or 0), Sink()
+    clocks.spent["framing"] = 0.0
+    asyncio.run(serve(clocks, sink, asked.streams, asked.tokens))
+    first, last = clocks.steps[_WARM_UP], clocks.steps[-1]
+    num_steps = len(clocks.steps) - 1 - _WARM_UP
+    each = {part: (last[part] - first[part]) / num_steps for part in ("scheduler", "report", "framing")}
+    each["report + framing"] = each["report"] + each["framing"]
+    print(f"{asked.streams} streams, {num_steps} steps; microseconds of the processor a step, and as a share")
+    for part, seconds in each.items():
+        print(f"{part:20}{seconds * 1e6:8.0f}{seconds / each['scheduler']:8.1f} x the scheduler's")
+    print(f"{sorted(sink.sizes)[len(sink.sizes) // 2]} bytes in the median message, {len(sink.sizes)} messages")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Outputs of a form: what is chosen, where it ends, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tsched.async_serving import make_async, run
+from tests.tsched.drawn_schemas import draw_params, find_fault
+from tests.tsched.test_llm import PROMPTS, completion, crowded_bytes, make_llm
+from tsched import LLM, SamplingParams, StructuredOutputsParams
+from tsched.execution.token_masks import bar_others, count_words, pack_mask
+
+CHOICES = ("yes", "yes please", "no (a+)", "no!", "42")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> LLM:
+    return make_llm(checkpoint)
+
+
+def with_form(**form: Any) -> SamplingParams:
+    return SamplingParams(temperature=2.0, seed=3, max_tokens=60, structured_outputs=StructuredOutputsParams(**form))
+
+
+class KeepToChoices:
+    """The same by definition: a token is barred unless some choice begins with the text that it makes."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._texts = [llm.tokenizer.decode([token]) for token in range(300)]
+
+    def __call__(self, prompt: np.ndarray, output: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
+        text = "".join(self._texts[token] for token in output)
+        for token, own in enumerate(self._texts):
+            ends = text in CHOICES if token == 0 else any(one.startswith(text + own) for one in CHOICES)
+            if not ends:
+                logits[token] = -torch.inf
+        return logits
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 30.0])
+def test_a_choice_is_chosen_as_if_each_token_were_tried(llm: LLM, temperature: float) -> None:
+    """The reference sees the end token where a choice is complete, also where nothing else may follow."""
+    params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=30) for seed in range(len(PROMPTS))]
+    form = StructuredOutputsParams(choice=CHOICES)
+    found = llm.generate(PROMPTS, [dataclasses.replace(one, structured_outputs=form) for one in params])
+    expected = llm.generate(
+        PROMPTS, [dataclasses.replace(one, logits_processors=[KeepToChoices(llm)]) for one in params]
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert one.outputs[0].text == other.outputs[0].text
+        assert one.outputs[0].text in CHOICES
+        assert one.outputs[0].finish_reason == "stop"
+        ids = other.outputs[0].token_ids
+        assert one.outputs[0].token_ids in (ids, ids[:-1])
+    assert temperature < 1 or len({one.outputs[0].text for one in found}) > 1
+
+
+FORMS: list[Mapping[str, Any]] = [
+    {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 3}},
+    {"regex": "[ab]{4,9}c?"},
+    {"grammar": 'start: "x" start | "y"'},
+    {"choice": list(CHOICES)},
+    {"json_object": True},
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap": True, "prefix_cache": "hash"},
+        {"overlap": False, "cuda_graphs": True, "preemption": "swap", "swap_bytes": 10**6},
+        {"overlap": True, "preemption": "swap", "swap_bytes": 10**6},
+    ],
+)
+def test_company_preemption_and_overlap_change_nothing(checkpoint: Path, llm: LLM, options: Mapping[str, Any]) -> None:
+    params = [
+        SamplingParams(
+            temperature=1.5, seed=i, max_tokens=30, n=1 + i % 2, logprobs=1, presence_penalty=0.3 * (i % 3),
+            structured_outputs=StructuredOutputsParams(**FORMS[i % 5]) if i != 7 else None, bad_words=["b"] * (i == 1),
+        )
+        for i in range(len(PROMPTS))
+    ]  # fmt: skip
+    crowded = make_llm(
+        checkpoint, block_size=4, max_num_batched_tokens=24, kv_cache_bytes=crowded_bytes(checkpoint, 22), **options
+    )
+    together = crowded.generate(PROMPTS, params)
+    assert crowded.stats().num_preemptions > 0
+    assert crowded.stats().num_used_blocks == 0
+    assert not crowded._engine._sampler.grammars._states
+    for prompt, one, output in zip(PROMPTS, params, together, strict=True):
+        (alone,) = llm.generate([prompt], one)
+        assert output.error is None
+        for mine, other in zip(output.outputs, alone.outputs, strict=True):
+            assert (mine.token_ids, mine.text, mine.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+            form = one.structured_outputs
+            if form is not None and form.regex is not None and mine.finish_reason == "stop":
+                assert re.fullmatch(form.regex, mine.text)
+
+
+def test_finished_outputs_of_drawn_schemas_parse_and_validate(llm: LLM) -> None:
+    params = [draw_params(seed, 100) for seed in range(30)]
+    outputs = llm.generate([PROMPTS[seed % 10][:5] for seed in range(30)], params)
+    assert [find_fault(one, output) for one, output in zip(params, outputs, strict=True)] == [None] * 30
+    assert sum(output.outputs[0].finish_reason == "stop" for output in outputs) >= 10
+
+
+def test_the_end_of_a_form_ends_the_output_and_min_tokens_holds_until_then(llm: LLM) -> None:
+    late = dataclasses.replace(with_form(regex="[a-z]*"), min_tokens=40, logit_bias={0: 100.0})
+    (output,) = llm.generate([PROMPTS[1]], late)
+    assert len(output.outputs[0].token_ids) == 40 + 1
+    assert output.outputs[0].finish_reason == "stop"
+    for ignore_eos in (False, True):
+        whole = dataclasses.replace(with_form(choice=["yes"]), min_tokens=50, ignore_eos=ignore_eos)
+        (output,) = llm.generate([PROMPTS[1]], whole)
+        assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("yes", "stop")
+    short = dataclasses.replace(with_form(choice=["yyyyyyyyyyyyyyyyyyyyyyyyyy"]), max_tokens=2)
+    assert llm.generate([PROMPTS[1]], short)[0].outputs[0].finish_reason == "length"
+
+
+def test_a_form_that_is_complete_at_the_longest_output_has_stopped(llm: LLM) -> None:
+    params = with_form(choice=["yes"])
+    (whole,) = llm.generate([PROMPTS[1]], params)
+    (exact,) = llm.generate([PROMPTS[1]], dataclasses.replace(params, max_tokens=len(whole.outputs[0].token_ids)))
+    assert completion(exact) == completion(whole)
+    assert completion(exact)[1] == "stop"
+
+
+def test_a_stop_string_ends_the_output_within_its_form(llm: LLM) -> None:
+    params = dataclasses.replace(with_form(json={"const": {"k": [1, 2]}}), stop=["["])
+    (output,) = llm.generate([PROMPTS[2]], params)
+    assert output.outputs[0].finish_reason == "stop"
+    assert re.fullmatch(r'\s*\{\s*"k"\s*:\s*', output.outputs[0].text)
+
+
+def test_a_stream_has_a_form_too(checkpoint: Path) -> None:
+    params = with_form(json={"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+                             "additionalProperties": False})  # fmt: skip
+
+    async def main() -> None:
+        async with make_async(checkpoint) as llm:
+            parts = [part.outputs[0].text async for part in llm.add_request("a", PROMPTS[1], params)]
+        assert set(json.loads("".join(parts))) == {"a"}
+
+    run(main)
+
+
+def test_a_grammar_that_gives_up_ends_its_request_alone(llm: LLM) -> None:
+    engine = llm._engine
+    params = [with_form(regex="[a-z]*"), with_form(regex="[a-z]*")]
+    bad, good = (llm._start(llm._prepare(i, PROMPTS[i], one, 0.0))[0] for i, one in enumerate(params))
+    engine.step()
+    assert bad.grammar is not None
+    bad.grammar.append(int(llm.tokenizer("!")["input_ids"][0]))
+    while engine.has_unfinished:
+        engine.step()
+    assert bad.sequence.finish_reason == "error"
+    assert str(bad.error).startswith("structured_outputs: ")
+    assert good.error is None
+
+
+INTERSECTED = {"allOf": [{"type": "string", "pattern": f"a.*b{i}"} for i in range(40)]}
+NESTED: dict[str, Any] = {"type": "string"}
+for _ in range(300):
+    NESTED = {"type": "object", "properties": {"a": NESTED}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        ({"json": NESTED}, "structured_outputs.json is refused: recursion limit"),
+        ({"json": INTERSECTED}, "structured_outputs.json is refused: it takes more than 1 s to compile"),
+        ({"json": {"type": "strin"}}, "structured_outputs.json is refused: Invalid type: strin"),
+        ({"json": "{"}, "structured_outputs.json is refused"),
+        ({"json": {"$ref": "http://localhost/x"}}, "structured_outputs.json is refused: Resource"),
+        ({"json": {"oneOf": [{}, {}]}}, "oneOf constraints are not supported"),
+        ({"regex": "(a"}, "structured_outputs.regex is refused"),
+        ({"grammar": 'start: "a'}, "structured_outputs.grammar is refused"),
+        ({"grammar": "start: missing"}, "structured_outputs.grammar is refused"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_by_its_field_and_others_go_on(
+    llm: LLM, form: Mapping[str, Any], why: str
+) -> None:
+    refused, served = llm.generate(PROMPTS[:2], [with_form(**form), with_form(choice=["yes"])])
+    assert why in str(refused.error)
+    assert refused.outputs[0].finish_reason == "error"
+    assert len(str(refused.error)) < 500
+    assert served.outputs[0].text == "yes"
+
+
+def test_a_regex_of_nested_repetitions_is_served(llm: LLM) -> None:
+    (output,) = llm.generate([PROMPTS[1]], with_form(regex="(a+)+$"))
+    assert re.fullmatch("a+", output.outputs[0].text)
+
+
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        ({}, "exactly one of json, regex, choice, grammar, json_object; got none"),
+        ({"json": {}, "regex": "a"}, "got json and regex"),
+        ({"json_object": False}, "got none"),
+        ({"json_object": 1}, "json_object must be True or False"),
+        ({"json": "x" * 10**6}, "json must have 1 to 65536 characters, got 1000000"),
+        ({"json": {"const": "x" * 10**6}}, "json must have 1 to 65536 characters"),
+        ({"json": 5}, "json must be a mapping or its text"),
+        ({"json": {"const": {1, 2}}}, "json is no JSON"),
+        ({"regex": ""}, "regex must have 1 to"),
+        ({"regex": "\ud800"}, "regex cannot be encoded"),
+        ({"grammar": 5}, "grammar must be a text"),
+        ({"choice": "ab"}, "choice must be a list of texts"),
+        ({"choice": []}, "choice must hold 1 to 1000 texts"),
+        ({"choice": ["a", ""]}, "choice must hold"),
+    ],
+)
+def test_a_wrong_form_is_named_with_what_is_allowed(form: Mapping[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=r"structured_outputs\b") as error:
+        StructuredOutputsParams(**form)
+    assert why in str(error.value)
+    with pytest.raises(ValueError, match=r"structured_outputs\b"):
+        SamplingParams(structured_outputs=form)  # type: ignore[arg-type]
+
+
+def test_a_form_is_a_mapping_too() -> None:
+    params = SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+    assert params == SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    assert hash(params) == hash(dataclasses.replace(params))
+    with pytest.raises(ValueError, match="structured_outputs has no 'rgex'.*regex"):
+        SamplingParams(structured_outputs={"rgex": "a"})  # type: ignore[arg-type]
+
+
+def test_without_the_extra_a_form_is_refused_with_the_command(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    (output,) = make_llm(checkpoint).generate([[1]], with_form(regex="a"))
+    assert output.error == "structured_outputs.regex needs llguidance: pip install 'tkernels[serve]'"
+
+
+def test_without_a_tokenizer_a_form_is_refused(checkpoint_without_tokenizer: Path) -> None:
+    (output,) = make_llm(checkpoint_without_tokenizer).generate([[1]], with_form(regex="a"))
+    assert "there is no tokenizer to make it" in str(output.error)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 300])
+def test_a_mask_bars_what_it_does_not_hold(vocab_size: int) -> None:
+    rng = np.random.default_rng(vocab_size)
+    for entries in ([0, 1, 2, 3], [1, 3], [2]):
+        allowed = rng.random((len(entries), vocab_size)) < 0.5
+        masks = np.stack([pack_mask(np.flatnonzero(one), vocab_size) for one in allowed])
+        assert masks.shape[1] == count_words(vocab_size)
+        scores = torch.from_numpy(rng.normal(size=(4, vocab_size)))
+        expected = scores.clone().numpy()
+        for i, one in zip(entries, allowed, strict=True):
+            expected[i][~one] = -np.inf
+        bar_others(scores, np.array(entries), torch.from_numpy(masks))
+        assert (scores.numpy() == expected).all()

@@ -1,0 +1,104 @@
+"""The form that an output must have. Names are vLLM's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+MAX_GRAMMAR_LENGTH = 2**16  # characters of a schema, a regex or a grammar
+MAX_CHOICES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """The form that an output must have: exactly one of these.
+
+    Attributes:
+        json: A JSON schema, as a mapping or its text. The output is JSON of that schema.
+        regex: A regular expression in the syntax of Rust's regex. The whole output matches it.
+        choice: Up to 1000 texts, of which the output is one.
+        grammar: A grammar in Lark's syntax, or in GBNF.
+        json_object: True, for any JSON object.
+
+    Raises:
+        ValueError: None or several are given, or one has a wrong value. The message has its name.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Iterable[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.json_object, bool) and not self.json_object:
+            object.__setattr__(self, "json_object", None)
+        given = [one.name for one in fields(self) if getattr(self, one.name) is not None]
+        if len(given) != 1:
+            names = ", ".join(one.name for one in fields(self))
+            raise ValueError(
+                f"structured_outputs must have exactly one of {names}; got {' and '.join(given) or 'none'}"
+            )
+        if self.json is not None:
+            object.__setattr__(self, "json", _read_schema(self.json))
+        elif self.choice is not None:
+            object.__setattr__(self, "choice", _check_choices(self.choice))
+        elif self.json_object is not None and not isinstance(self.json_object, bool):
+            raise ValueError(f"structured_outputs.json_object must be True or False, got {self.json_object!r}")
+        for name in ("regex", "grammar"):
+            if getattr(self, name) is not None:
+                _check_text(name, getattr(self, name))
+
+    @property
+    def field(self) -> str:
+        """The field that is given."""
+        return next(one.name for one in fields(self) if getattr(self, one.name) is not None)
+
+    @property
+    def definition(self) -> tuple[str, str]:
+        """(format, text) of the grammar, in llguidance's names of formats."""
+        if self.json_object:
+            return "json_schema", '{"type": "object"}'
+        if self.choice is not None:
+            return "regex", "|".join(map(re.escape, self.choice))
+        return {"json": "json_schema"}.get(self.field, self.field), str(getattr(self, self.field))
+
+
+def _read_schema(value: Any) -> str:
+    if isinstance(value, Mapping):
+        try:
+            value = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            what = "is nested too deep" if isinstance(error, RecursionError) else f"is no JSON: {error}"
+            raise ValueError(f"structured_outputs.json {what}") from None
+    return _check_text("json", value)
+
+
+def _check_text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        kinds = "a mapping or its text" if name == "json" else "a text"
+        raise ValueError(f"structured_outputs.{name} must be {kinds}, got {value!r}")
+    if not 0 < len(value) <= MAX_GRAMMAR_LENGTH:
+        raise ValueError(f"structured_outputs.{name} must have 1 to {MAX_GRAMMAR_LENGTH} characters, got {len(value)}")
+    try:
+        value.encode()
+    except UnicodeError as error:  # a lone surrogate
+        raise ValueError(f"structured_outputs.{name} cannot be encoded as UTF-8: {error}") from None
+    return value
+
+
+def _check_choices(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
+        raise ValueError(f"structured_outputs.choice must be a list of texts, got {value!r}")
+    choices = tuple(value)
+    wrong = next((one for one in choices if not isinstance(one, str) or not one), None)
+    if wrong is not None or not 1 <= len(choices) <= MAX_CHOICES:
+        raise ValueError(
+            f"structured_outputs.choice must hold 1 to {MAX_CHOICES} texts that are not empty, "
+            f"got {len(choices) if wrong is None else repr(wrong)}"
+        )
+    _check_text("choice", "".join(choices))
+    return choices

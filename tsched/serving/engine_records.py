@@ -1,0 +1,77 @@
+"""A loaded engine's own records as the front end knows them. Loads no torch itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from tsched.serving.engine_client import ModelFacts, SampleDelta, StatsSnapshot, TokenScores
+
+if TYPE_CHECKING:  # they load torch, and who has an engine has loaded it
+    from tsched.execution.phase_times import PhaseTimes
+    from tsched.execution.served_model import ServedModel
+    from tsched.requests.outputs import CompletionOutput, Logprob
+
+
+def describe_model(served: ServedModel, name: str) -> ModelFacts:
+    """What clients may know of a model that was just loaded.
+
+    Args:
+        served: The model and its engine.
+        name: What clients call it.
+    """
+    stats = served.stats()
+    return ModelFacts(
+        name=name,
+        created=int(time.time()),
+        max_model_len=served.max_model_len,
+        vocab_size=served.config.vocab_size,
+        eos_token_ids=tuple(served.config.eos_token_ids),
+        tokenizer_directory=None if served.tokenizer is None else str(served.directory),
+        max_num_seqs=served._engine.scheduler.table.num_rows,
+        num_cache_tokens=stats.num_blocks * stats.block_size,
+        block_size=stats.block_size,
+        arm=served.arm,
+    )
+
+
+def read_stats(served: ServedModel, times: PhaseTimes | None) -> StatsSnapshot:
+    """The engine's counts now; `times` are those of its phases."""
+    stats = served.stats()
+    return StatsSnapshot(
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_blocks=stats.num_blocks,
+        num_used_blocks=stats.num_used_blocks,
+        num_steps=stats.num_steps,
+        num_prompt_tokens=stats.num_prefill_tokens,
+        num_output_tokens=stats.num_output_tokens,
+        num_preemptions=stats.num_preemptions,
+        num_cache_queries=stats.prefix_cache.lookup_tokens,
+        num_cache_hits=stats.prefix_cache.hit_tokens,
+        arm=served.arm,
+        phase_seconds={} if times is None else dict(times.seconds),
+    )
+
+
+def describe_failure(failure: BaseException | None) -> str:
+    """The engine's failure as clients are told of it: its kind and the first line of its message, no stack."""
+    first_line = next(iter(str(failure).splitlines()), "")
+    return f"the engine failed: {type(failure).__name__}: {first_line}".rstrip(": ")
+
+
+def make_sample(output: CompletionOutput) -> SampleDelta:
+    """What is new in a completion."""
+    scores = None if output.logprobs is None else [make_scores(place) for place in output.logprobs]
+    return SampleDelta(output.index, output.token_ids, output.text, scores, output.finish_reason)
+
+
+def make_prompt_scores(places: list[dict[int, Logprob] | None] | None) -> list[TokenScores | None] | None:
+    """The log-probabilities of a prompt."""
+    return None if places is None else [None if place is None else make_scores(place) for place in places]
+
+
+def make_scores(place: Mapping[int, Logprob]) -> TokenScores:
+    """Those at one place."""
+    return TokenScores(list(place), [one.logprob for one in place.values()])
