@@ -277,8 +277,14 @@ class Scheduler:
             ended |= stopped
         if np.count_nonzero(ended) == 0:
             return []
-        reasons = ["length"] * rows.size if stopped is None else np.where(stopped, "stop", "length").tolist()
-        return self._finish_rows({int(rows[i]): reasons[i] for i in np.flatnonzero(ended).tolist()})
+        ends = np.flatnonzero(ended).tolist()
+        if stopped is None:
+            return self._finish_rows({int(rows[i]): "length" for i in ends})
+        finished = self._finish_rows({int(rows[i]): "stop" if stopped[i] else "length" for i in ends})
+        for sequence, i in zip(finished, ends, strict=True):
+            if stopped[i]:
+                self._note_stop(sequence, int(tokens[i]))
+        return finished
 
     def lose(self, plan: StepPlan) -> list[Sequence]:
         """End the sequences of `plan`, the oldest under way, whose outcome is lost, with the reason "error".
@@ -433,6 +439,12 @@ class Scheduler:
                 sequence = table.sequences[int(rows[i])]
                 stopped[i] |= sequence is not None and int(tokens[i]) in sequence.stop_ids
         return None if stopped is None else stopped & (lengths > table.min_length[rows])
+
+    def _note_stop(self, sequence: Sequence, token: int) -> None:
+        """`token` has ended a sequence; one of the model's ends of sequence comes before its stop ids."""
+        sequence.ended_by_token = True
+        is_eos = token in self._eos_token_ids and not sequence.params.ignore_eos
+        sequence.stop_id = None if is_eos else token
 
     def _finish_rows(self, reasons: dict[int, str]) -> list[Sequence]:
         """End the sequences in the rows that `reasons` has, in its order."""

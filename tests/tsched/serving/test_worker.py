@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.tsched.serving.soak import worker_of
 from tests.tsched.test_llm import PROMPTS
 from tsched import LLM, SamplingParams
 from tsched.serving.engine_client import (
@@ -97,6 +98,12 @@ def test_a_workers_streams_are_the_engines_own_and_a_step_is_one_message(
         news = [len(one["tokens"]) + len(one["deltas"]) for one in messages if one["kind"] == "news"]
         assert len([count for count in news if count]) <= client.stats().num_steps
         assert max(news) == OPTIONS["max_num_seqs"]
+
+        going = client.submit(EngineRequest("going", PROMPTS[0], LONG | {"n": 2}))
+        await anext(going)
+        client.abort("going")
+        assert {one.finish_reason for one in (await rest(going))[-1].samples} == {"abort"}
+        assert (client.stats().num_running, client.stats().num_used_blocks) == (0, 0)
 
         with pytest.raises(RequestRefusedError, match="out of vocabulary"):
             await collect(client, "a", [300], {})
@@ -212,6 +219,29 @@ def test_100_swaps_in_a_real_worker_drop_no_request(checkpoint: Path) -> None:
 def _local(checkpoint: Path) -> list[dict[int, tuple[list[int], str, str | None]]]:
     outputs = LLM(checkpoint, **OPTIONS).generate(PROMPTS[:6], SamplingParams(**LONG))
     return [{0: (list(o.outputs[0].token_ids), o.outputs[0].text, o.outputs[0].finish_reason)} for o in outputs]
+
+
+@pytest.mark.slow
+def test_a_worker_ends_with_its_front_end(checkpoint: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from experiments.cli import main; main()",
+        "serve",
+        str(checkpoint),
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as front:
+        assert front.stdout is not None
+        front.stdout.readline()
+        while (worker := worker_of(front.pid)) is None:
+            time.sleep(0.02)
+        front.kill()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{worker}").exists():
+        assert time.monotonic() < deadline, "it serves nobody"
+        time.sleep(0.02)
 
 
 @pytest.mark.slow

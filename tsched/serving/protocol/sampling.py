@@ -52,6 +52,8 @@ class GenerationRequest(WireModel):
     bad_words: list[str | list[int]] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     stream: bool | None = None
