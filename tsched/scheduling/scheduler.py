@@ -277,14 +277,7 @@ class Scheduler:
             ended |= stopped
         if np.count_nonzero(ended) == 0:
             return []
-        ends = np.flatnonzero(ended).tolist()
-        if stopped is None:
-            return self._finish_rows({int(rows[i]): "length" for i in ends})
-        finished = self._finish_rows({int(rows[i]): "stop" if stopped[i] else "length" for i in ends})
-        for sequence, i in zip(finished, ends, strict=True):
-            if stopped[i]:
-                self._note_stop(sequence, int(tokens[i]))
-        return finished
+        return self._finish_ended(rows, tokens, np.flatnonzero(ended).tolist(), stopped)
 
     def lose(self, plan: StepPlan) -> list[Sequence]:
         """End the sequences of `plan`, the oldest under way, whose outcome is lost, with the reason "error".
@@ -439,6 +432,18 @@ class Scheduler:
                 sequence = table.sequences[int(rows[i])]
                 stopped[i] |= sequence is not None and int(tokens[i]) in sequence.stop_ids
         return None if stopped is None else stopped & (lengths > table.min_length[rows])
+
+    def _finish_ended(
+        self, rows: Ints, tokens: Ints, ends: list[int], stopped: NDArray[np.bool_] | None
+    ) -> list[Sequence]:
+        """End the sequences in rows[i] for i in `ends`, by their new tokens where they are `stopped` [m]."""
+        if stopped is None:
+            return self._finish_rows({int(rows[i]): "length" for i in ends})
+        finished = self._finish_rows({int(rows[i]): "stop" if stopped[i] else "length" for i in ends})
+        for sequence, i in zip(finished, ends, strict=True):
+            if stopped[i]:
+                self._note_stop(sequence, int(tokens[i]))
+        return finished
 
     def _note_stop(self, sequence: Sequence, token: int) -> None:
         """`token` has ended a sequence; one of the model's ends of sequence comes before its stop ids."""
