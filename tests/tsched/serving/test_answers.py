@@ -214,6 +214,7 @@ VARIED: list[dict[str, Any]] = [
     {"stop": ["H"], "include_stop_str_in_output": True},
     {"skip_special_tokens": False, "include_stop_str_in_output": True, "logit_bias": {"0": 100.0}},
     {"n": 3},
+    {"truncate_prompt_tokens": 3},
 ]
 
 
@@ -229,6 +230,16 @@ def test_each_sampling_parameter_has_the_engines_effect(
     found = [choice["text"] for choice in server.post("/v1/completions", body | varied).json["choices"]]
     assert found == [one.text for one in expected.outputs]
     assert found != [choice["text"] for choice in server.post("/v1/completions", body).json["choices"]]
+
+
+def test_a_long_prompt_is_cut_where_asked(server: RunningServer, llm: LLM) -> None:
+    sampling = {"temperature": 0.0, "max_tokens": 6, "truncate_prompt_tokens": 7}
+    for prompt in (list(range(5, 205)), "def scan(line): " * 200):
+        (expected,) = generate(llm, [prompt], **sampling)
+        answer = server.post("/v1/completions", {"model": "random", "prompt": prompt, "echo": True, **sampling}).json
+        cut = llm.tokenizer.decode(expected.prompt_token_ids[-7:])
+        assert answer["choices"][0]["text"] == cut + expected.outputs[0].text
+        assert answer["usage"]["prompt_tokens"] == 7
 
 
 def test_every_sampling_parameter_is_on_the_wire_or_said_otherwise() -> None:
