@@ -291,6 +291,8 @@ class Engine:
         Returns:
             The number of the first step that it runs; the engine's first is 0.
         """
+        if self._state.device.type == "cuda":  # a graph in flight, and weights that it reads, must outlive it
+            torch.cuda.synchronize(self._state.device)
         self._model, self._state.step_inputs, self._pages = model, step_inputs, pages
         if self._graphs is not None:
             self._graphs.use_model(model)
