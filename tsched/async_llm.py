@@ -373,6 +373,7 @@ class RequestStream:
             news.error,
             news.is_last,
             news.prompt_logprobs,
+            self._ticket.num_cached_tokens,
         )
 
 

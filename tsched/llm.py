@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tsched.execution.beam_search import BeamSearch, BeamSearchParams
-from tsched.execution.request import Request, joint_error, joint_metrics
+from tsched.execution.request import Request, count_cached_tokens, joint_error, joint_metrics
 from tsched.execution.served_model import ServedModel, Swaps
 from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -259,4 +259,5 @@ class LLM(ServedModel):
             joint_metrics(requests),
             error=joint_error(requests),
             prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=count_cached_tokens(requests),
         )

@@ -40,6 +40,7 @@ from tsched.requests.sampling_params import SamplingParams
 from tsched.requests.stopping import should_stop
 from tsched.scheduling.block_pool import BlockIds
 from tsched.scheduling.scheduler import Scheduler
+from tsched.scheduling.sequence import Ints
 from tsched.scheduling.step_plan import StepPlan
 
 _AT_FAULT = "a kernel, the weights or the dtype's range is at fault"
@@ -315,6 +316,7 @@ class Engine:
             self._move_pages(plan)
             if plan.placed.size:
                 self._sampler.forget(plan.placed)
+                self._note_scheduled(plan.placed)
             step = self._builder.arrange(plan)
         if step is None:
             if launched is None and self._requests:  # the scheduler never does this; without a check a loop would hang
@@ -373,6 +375,16 @@ class Engine:
             request.error = f"{what}: {why}"
             self._finish_request(request, now)
         return requests
+
+    def _note_scheduled(self, rows: Ints) -> None:
+        """Notes when the requests that came into `rows` first got one."""
+        now = time.perf_counter()
+        for row in rows.tolist():
+            sequence = self.scheduler.table.sequences[row]
+            if sequence is not None:
+                request = self._requests[sequence.id]
+                if request.first_scheduled_time is None:
+                    request.first_scheduled_time = now
 
     def _forward(self, step: ArrangedPlan) -> tuple[torch.Tensor, ScoredPrompts | None]:
         """Computes the logits [m, V] of the step's sampled rows, and the scores of prompts that want any."""
@@ -479,15 +491,11 @@ class Engine:
                 reason, request.error = "error", str(fault)
         if request.grammar is not None:
             reason = _advance_grammar(request, request.grammar, token) or reason
-        detokenizer = request.detokenizer
-        if detokenizer is not None and sequence.params.stop_strings:
-            try:
-                with self._phases.detokenize:
-                    detokenizer.append(token, may_stop=may_stop)
-                if detokenizer.is_stopped and reason is None:
-                    reason = "stop"
-            except RequestFault as fault:
-                reason, request.error = "error", request.error or str(fault)
+        if sequence.params.stop_strings:
+            with self._phases.detokenize:
+                reason = request.look_for_stop(token, may_stop=may_stop) or reason
+        if request.error is not None:
+            reason = "error"
         if reason is not None and self.scheduler.finish(sequence.id, reason) is not None:
             finished.append(request)
         if reason == "error":  # which its last token may have been the end of by its length

@@ -272,7 +272,7 @@ class ServedModel:
             [next(self._ids) for _ in range(params.n)],
             prepared.token_ids,
             [params.derive_sample_params(index) for index in range(params.n)],
-            detokenizers=[self._texts.make_detokenizer(params.stop_strings) for _ in range(params.n)],
+            detokenizers=[self._texts.make_detokenizer(params) for _ in range(params.n)],
             grammar=prepared.grammar,
             arrival_time=prepared.arrival_time,
             priority=prepared.priority,
@@ -405,14 +405,14 @@ class ServedModel:
             finish_reason=sequence.finish_reason or "abort",
             logprobs=logprobs if wants_logprobs else None,
             cumulative_logprob=sum(place.logprobs[0] for place in request.logprobs) if wants_logprobs else None,
+            stop_reason=request.stop_reason,
         )
 
     def _make_text(self, request: Request, token_ids: list[int]) -> str:
         """The whole text of a finished request; RequestFault where the tokenizer makes none."""
-        detokenizer = request.detokenizer
-        if detokenizer is None:
-            return ""
-        return detokenizer.text if request.stops_at_text else extend_text(detokenizer, token_ids, is_over=True)
+        if request.detokenizer is not None and request.stops_at_text:
+            return request.detokenizer.text
+        return extend_text(request, token_ids, is_over=True)
 
     def _make_prompt_logprobs(self, first: Request) -> list[dict[int, Logprob] | None] | None:
         """Makes the log-probabilities of a prompt, of whose requests `first` is one; its `error` is set where it

@@ -262,6 +262,8 @@ class Planner:
             if blocks is None:
                 break
             self._waiting.remove(sequence)
+            if sequence.num_cached is None:
+                sequence.num_cached = sequence.num_computed
             rows.append(table.place(sequence, blocks, sequence.num_computed))
             wanted, grows = self._enter_row(rows[-1], sequence)
             spared += grows

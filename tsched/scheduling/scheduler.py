@@ -278,7 +278,9 @@ class Scheduler:
         if np.count_nonzero(ended) == 0:
             return []
         return [
-            self._finish_row(int(rows[i]), "stop" if stopped is not None and stopped[i] else "length")
+            self._finish_row(int(rows[i]), "length")
+            if stopped is None or not stopped[i]
+            else self._stop_row(int(rows[i]), int(tokens[i]))
             for i in np.flatnonzero(ended).tolist()
         ]
 
@@ -435,6 +437,14 @@ class Scheduler:
                 sequence = table.sequences[int(rows[i])]
                 stopped[i] |= sequence is not None and int(tokens[i]) in sequence.stop_ids
         return None if stopped is None else stopped & (lengths > table.min_length[rows])
+
+    def _stop_row(self, row: int, token: int) -> Sequence:
+        """End a sequence by its new token; one of the model's ends of sequence comes before its stop ids."""
+        sequence = self._finish_row(row, "stop")
+        sequence.ended_by_token = True
+        is_eos = token in self._eos_token_ids and not sequence.params.ignore_eos
+        sequence.stop_id = None if is_eos else token
+        return sequence
 
     def _finish_row(self, row: int, reason: str) -> Sequence:
         num_committed = self.table.num_committed(row)

@@ -25,6 +25,7 @@ from tsched.serving.engine_records import (
     describe_model,
     make_prompt_scores,
     make_sample,
+    make_times,
     read_stats,
 )
 from tsched.serving.link import LinkError, Message, encode_message, read_message
@@ -210,7 +211,14 @@ class Worker:
 
 def _make_delta(news: News) -> Delta:
     prompt_scores = make_prompt_scores(news.prompt_logprobs)
-    return Delta([make_sample(news.completion)], news.is_last, news.error, prompt_logprobs=prompt_scores)
+    return Delta(
+        [make_sample(news.completion)],
+        news.is_last,
+        news.error,
+        num_cached_tokens=news.ticket.num_cached_tokens,
+        prompt_logprobs=prompt_scores,
+        times=make_times(news.metrics) if news.is_last else None,
+    )
 
 
 def _load_model(model: str, options: dict[str, Any], folders: list[str]) -> tuple[ServedModel, PhaseTimes]:

@@ -211,7 +211,10 @@ VARIED: list[dict[str, Any]] = [
     {"ignore_eos": True, "frequency_penalty": 2.0},
     {"repetition_penalty": 3.0, "top_p": 0.5},
     {"presence_penalty": -2.0},
+    {"stop": ["H"], "include_stop_str_in_output": True},
+    {"skip_special_tokens": False, "include_stop_str_in_output": True, "logit_bias": {"0": 100.0}},
     {"n": 3},
+    {"truncate_prompt_tokens": 3},
 ]
 
 
@@ -222,11 +225,21 @@ def test_each_sampling_parameter_has_the_engines_effect(
     sampling = {"temperature": 1.3, "seed": 11, "max_tokens": 12}
     body = {"model": "random", "prompt": PROMPTS[0], **sampling}
     biases = varied.get("logit_bias")
-    own = varied if biases is None else {"logit_bias": {int(token): bias for token, bias in biases.items()}}
+    own = varied if biases is None else varied | {"logit_bias": {int(one): bias for one, bias in biases.items()}}
     (expected,) = generate(llm, [PROMPTS[0]], **sampling, **own)
     found = [choice["text"] for choice in server.post("/v1/completions", body | varied).json["choices"]]
     assert found == [one.text for one in expected.outputs]
     assert found != [choice["text"] for choice in server.post("/v1/completions", body).json["choices"]]
+
+
+def test_a_long_prompt_is_cut_where_asked(server: RunningServer, llm: LLM) -> None:
+    sampling = {"temperature": 0.0, "max_tokens": 6, "truncate_prompt_tokens": 7}
+    for prompt in (list(range(5, 205)), "def scan(line): " * 200):
+        (expected,) = generate(llm, [prompt], **sampling)
+        answer = server.post("/v1/completions", {"model": "random", "prompt": prompt, "echo": True, **sampling}).json
+        cut = llm.tokenizer.decode(expected.prompt_token_ids[-7:])
+        assert answer["choices"][0]["text"] == cut + expected.outputs[0].text
+        assert answer["usage"]["prompt_tokens"] == 7
 
 
 def test_every_sampling_parameter_is_on_the_wire_or_said_otherwise() -> None:

@@ -21,6 +21,14 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "data:"}}]
 TOO_MANY = [[5]] * 129
 
 
+def schema(definition: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": definition}}}
+
+
+def deep(depth: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": deep(depth - 1)}} if depth else {"type": "string"}
+
+
 def talk(**message: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "a"} | message]}
 
@@ -92,6 +100,16 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (TALK, {"top_logprobs": 2}, "invalid_value", "top_logprobs"),
     (TALK, {"logprobs": 2}, "invalid_value", "logprobs"),
     (TALK, {"logprobs": True, "top_logprobs": 21}, "invalid_value", "top_logprobs"),
+    (TALK, {"response_format": {"type": "xml"}}, "invalid_value", "response_format"),
+    (TALK, {"response_format": {"type": "json_schema"}}, "invalid_value", "response_format"),
+    (TALK, schema({"type": "wizard"}), "invalid_value", "response_format"),
+    (TALK, schema(deep(100)), "invalid_value", "response_format"),
+    (TALK, schema({"type": "string", "pattern": "("}), "invalid_value", "response_format"),
+    (TALK, schema({"enum": ["a" * 10**6]}), "invalid_value", "response_format"),
+    (TEXT, {"structured_outputs": {"regex": "("}}, "invalid_value", "structured_outputs"),
+    (TEXT, {"structured_outputs": {"regexp": "a"}}, "invalid_value", "structured_outputs"),
+    (TEXT, {"structured_outputs": {}}, "invalid_value", "structured_outputs"),
+    (TEXT, {"structured_outputs": {"regex": "a"}, **schema({})}, "invalid_value", "response_format"),
     (TALK, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "unsupported_parameter", "tools"),
     (TALK, {"tool_choice": "auto"}, "invalid_value", "tool_choice"),
     (TALK, {"modalities": ["text", "audio"]}, "invalid_value", "modalities"),
