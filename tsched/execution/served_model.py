@@ -253,7 +253,7 @@ class ServedModel:
             params = self._spell_bad_words(params)
             check_named_ids(params, self.config.vocab_size, self.config.eos_token_ids)
             form = params.structured_outputs
-            grammar = None if form is None else self._grammars.compile(form)
+            grammar = None if form is None else self._grammars.start(form)
         except RefusedError as error:
             refusal, grammar = str(error), None
         salt, rank = check_salt(cache_salt), check_priority(priority)
@@ -273,7 +273,7 @@ class ServedModel:
             prepared.token_ids,
             [params.derive_sample_params(index) for index in range(params.n)],
             detokenizers=[self._texts.make_detokenizer(params) for _ in range(params.n)],
-            grammar=prepared.grammar,
+            grammar=None if prepared.grammar is None else prepared.grammar.result(),
             arrival_time=prepared.arrival_time,
             priority=prepared.priority,
             cache_salt=prepared.cache_salt,

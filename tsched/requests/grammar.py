@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import Future
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,25 @@ class GrammarCompiler:
         self._reader: _Reader | None = None
         self._compiled: dict[tuple[str, str], Grammar] = {}  # the least recently used first
         self._lock = threading.Lock()
+
+    def start(self, form: StructuredOutputsParams) -> Future[Grammar]:
+        """Begins to compile the grammar of `form` on a thread of its own, so the caller need not wait; see `compile`."""
+        future: Future[Grammar] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self.compile(form))
+            except RefusedError as error:
+                future.set_exception(error)
+            except Exception as error:  # its process died, say
+                why = f"structured_outputs cannot be compiled: {type(error).__name__}: {error}"
+                future.set_exception(RefusedError(why))
+
+        if form.definition in self._compiled:  # or was, until now
+            run()
+        else:
+            threading.Thread(target=run, name="grammar compiler", daemon=True).start()
+        return future
 
     def compile(self, form: StructuredOutputsParams) -> Grammar:
         """Compiles the grammar of `form`, or finds it among the last ones.
