@@ -91,7 +91,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def start(self, form: StructuredOutputsParams) -> Future[Grammar]:
-        """Begins to compile the grammar of `form` on a thread of its own, so the caller need not wait; see `compile`."""
+        """Begins to compile the grammar of `form`, see `compile`, on a thread: the caller need not wait."""
         future: Future[Grammar] = Future()
 
         def run() -> None:
