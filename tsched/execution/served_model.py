@@ -267,13 +267,15 @@ class ServedModel:
         """
         if prepared.refusal is not None:
             raise RefusedError(prepared.refusal)
-        params = prepared.params
+        params, grammar = prepared.params, None if prepared.grammar is None else prepared.grammar.result()
+        if isinstance(grammar, str):
+            raise RefusedError(grammar)
         return self._engine.add_group(
             [next(self._ids) for _ in range(params.n)],
             prepared.token_ids,
             [params.derive_sample_params(index) for index in range(params.n)],
             detokenizers=[self._texts.make_detokenizer(params) for _ in range(params.n)],
-            grammar=None if prepared.grammar is None else prepared.grammar.result(),
+            grammar=grammar,
             arrival_time=prepared.arrival_time,
             priority=prepared.priority,
             cache_salt=prepared.cache_salt,

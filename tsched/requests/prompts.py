@@ -59,7 +59,7 @@ class PreparedRequest:
         priority: Lower goes first.
         cache_salt: Requests with equal salts share cached prefixes.
         refusal: Why the engine cannot take the request; None where it can.
-        grammar: Of structured_outputs, which may still be compiled; None where there are none.
+        grammar: Of structured_outputs, or why it is refused, once that is known; None where there are none.
     """
 
     request_id: Any
@@ -70,7 +70,7 @@ class PreparedRequest:
     priority: int = 0
     cache_salt: bytes = b""
     refusal: str | None = None
-    grammar: Future[Grammar] | None = None
+    grammar: Future[Grammar | str] | None = None
 
 
 ValueT = TypeVar("ValueT")
