@@ -56,9 +56,14 @@ def read_stats(served: ServedModel, times: PhaseTimes | None) -> StatsSnapshot:
 
 
 def describe_failure(failure: BaseException | None) -> str:
-    """The engine's failure as clients are told of it: its kind and the first line of its message, no stack."""
-    first_line = next(iter(str(failure).splitlines()), "")
-    return f"the engine failed: {type(failure).__name__}: {first_line}".rstrip(": ")
+    """The engine's failure as clients are told of it."""
+    return f"the engine failed: {describe_error(failure)}"
+
+
+def describe_error(error: BaseException | None) -> str:
+    """An error's kind and the first line of its message, no stack."""
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first_line}".rstrip(": ")
 
 
 def make_sample(output: CompletionOutput) -> SampleDelta:
