@@ -134,6 +134,10 @@ class Engine:
         self._num_watched = 0  # unfinished requests that are watched
         self._num_unbegun = 0  # unfinished requests without a token yet
         self._peak = PeakUse()
+        of_blocks = (
+            kv_cache.blocks if isinstance(kv_cache, CacheTensors) else [one for layer in kv_cache for one in layer]
+        )
+        self._kv_bytes = sum(tensor.nbytes for tensor in of_blocks)
 
     @property
     def phases(self) -> Phases:
@@ -296,10 +300,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Returns counts since the engine was made, and the pool's use."""
-        cache = self._kv_cache
-        of_blocks = cache.blocks if isinstance(cache, CacheTensors) else [one for layer in cache for one in layer]
-        kv_bytes = sum(tensor.nbytes for tensor in of_blocks)
-        return EngineStats.collect(self.scheduler, self._peak, kv_bytes)
+        return EngineStats.collect(self.scheduler, self._peak, self._kv_bytes)
 
     def reset_peak(self) -> None:
         """Starts the peaks in `stats` anew."""

@@ -119,6 +119,7 @@ class EngineThread:
     Attributes:
         failure: The engine's exception that ended the thread.
         has_ended: Whether the thread takes no more requests.
+        stats: The engine's, as of the last step or abort: before its news, one whole record that any thread may read.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class EngineThread:
     ) -> None:
         self.failure: BaseException | None = None
         self.has_ended = False
+        self.stats = engine.stats()
         self._engine = engine
         self._start = start
         self._texts = texts
@@ -217,6 +219,7 @@ class EngineThread:
             self._serve()
         except BaseException as error:
             self.failure = error
+        self.stats = self._engine.stats()
         with self._lock:
             self.has_ended = True
             left, self._active = list(self._active), {}  # also tickets that never began
@@ -285,6 +288,7 @@ class EngineThread:
     def _report(self) -> None:
         """Hands on the news since the last report: new tokens, ends, refusals."""
         news, self._refused = self._refused, []
+        self.stats = self._engine.stats()
         with self._engine.phases.detokenize:
             self._report_running(news)
             ended, self._ended = self._ended, []  # with those whose texts just failed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -93,6 +94,8 @@ class ServedModel:
         prepare_report: The cost of bringing quantized weights into the layout of their kernel.
     """
 
+    _thread: EngineThread | None = None  # that serves, where one does
+
     @takes_options(EngineOptions)
     def __init__(self, model: str | Path, options: EngineOptions) -> None:
         """Makes `model` ready to serve.
@@ -126,6 +129,7 @@ class ServedModel:
         self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, self.config.eos_token_ids)
         self._engine = self._make_engine(scheduler, options)
         self._ids = count()  # of sequences
+        self._in_use = threading.Lock()  # by a call that steps the engine
         self._request_ids = count()
 
     def _choose(self, options: EngineOptions, weights: Path | None) -> tuple[ResolvedOptions, tkernels.KernelSet]:
@@ -216,8 +220,11 @@ class ServedModel:
         return swap
 
     def stats(self) -> EngineStats:
-        """Returns counts of steps, tokens, preemptions and prefix cache hits since its making, and the pool's use."""
-        return self._engine.stats()
+        """Returns counts of steps, tokens, preemptions and prefix cache hits since its making, and the pool's use.
+
+        Where a thread serves they are those that it left after its last step, and any other thread may ask.
+        """
+        return self._engine.stats() if self._thread is None else self._thread.stats
 
     def forget_graphs(self) -> None:
         """Drops all recorded decode steps, see Engine.forget_graphs."""
@@ -321,7 +328,8 @@ class ServedModel:
             The thread, which alone uses the engine from now on.
         """
         name = f"engine of {self.directory.name}"
-        return EngineThread(self._engine, self._start, self._texts, on_news=on_news, on_end=on_end, name=name)
+        self._thread = EngineThread(self._engine, self._start, self._texts, on_news=on_news, on_end=on_end, name=name)
+        return self._thread
 
     def make_ticket(
         self,

@@ -4,6 +4,7 @@ import gzip
 import json
 import socket
 import time
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -278,3 +279,11 @@ def test_a_refusal_stays_short_however_much_is_wrong(server: RunningServer) -> N
         answer = server.post("/v1/completions", TEXT | wrong)
         assert answer.status in (400, 404)
         assert len(answer.body) <= 4096
+
+
+def test_the_page_lists_what_is_taken_without_effect() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+    listed = page[page.index("Without effect") :].partition("\n\n")[0]
+    for name in ("user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"):
+        assert f"`{name}" in listed
+        assert name in ChatRequest.model_fields

@@ -90,6 +90,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    stop_reason: str | int | None = None
 
 
 class ChatCompletion(BaseModel):
