@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -14,7 +14,7 @@ from tsched.execution.engine_thread import EngineThread, News, Ticket
 from tsched.execution.request import Request
 from tsched.execution.served_model import ServedModel, Swaps
 from tsched.requests.errors import RefusedError
-from tsched.requests.outputs import RequestOutput, add_part
+from tsched.requests.outputs import CompletionOutput, RequestOutput, add_part
 from tsched.requests.prompts import PreparedRequest, Prompt, Salt
 from tsched.requests.sampling_params import SamplingParams
 
@@ -44,6 +44,7 @@ class AsyncLLM(ServedModel):
 
     _session: _Session | None = None  # from the first use on
     _is_closing = False
+    _death_callbacks: tuple[Callable[[BaseException], object], ...] = ()
 
     @property
     def is_running(self) -> bool:
@@ -193,12 +194,35 @@ class AsyncLLM(ServedModel):
             if self._session.thread.failure is not None:
                 raise _engine_error(self._session.thread.failure)
 
-    async def close(self) -> None:
-        """Takes no more requests, aborts the unfinished ones and ends the engine's thread."""
+    async def close(self, timeout: float | None = None) -> None:
+        """Takes no more requests, aborts the unfinished ones and ends the engine's thread.
+
+        Args:
+            timeout: Seconds to wait for the step that runs; None is for ever.
+
+        Raises:
+            TimeoutError: The step goes on. Iterators raise EngineError then; the thread ends with the step, or with the
+                process.
+        """
         self._is_closing = True
         if self._session is not None:
             self._session.thread.close()
-            await self._session.wait()
+            try:
+                await asyncio.wait_for(self._session.wait(), timeout)
+            except TimeoutError:
+                late = TimeoutError(f"the engine's step did not end in {timeout:g} s")
+                self._session.give_up(late)
+                raise late from None
+
+    def add_death_callback(self, callback: Callable[[BaseException], object]) -> None:
+        """Calls `callback` on the event loop, once, with the engine's exception when it fails.
+
+        It is called soon where the engine has failed already, and never where this is closed before.
+        """
+        self._death_callbacks = (*self._death_callbacks, callback)
+        failure = None if self._session is None else self._session.thread.failure
+        if self._session is not None and failure is not None and self._session.has_ended:
+            self._session.loop.call_soon(callback, failure)
 
     def _open(self) -> _Session:
         """The session of this loop; the first call begins it."""
@@ -209,6 +233,7 @@ class AsyncLLM(ServedModel):
             raise RuntimeError("this AsyncLLM was drained or closed and takes no more requests")
         if self._session is None:
             self._session = _Session(self)
+            self._thread = self._session.thread
         if self._session.thread.failure is not None:
             raise _engine_error(self._session.thread.failure)
         return self._session
@@ -234,15 +259,37 @@ class _Session:
             self._start,
             llm._texts,
             on_news=lambda news: call_soon(self._hand_out, news),
-            on_end=lambda failure: call_soon(self._ended.set),
+            on_end=lambda failure: call_soon(self._note_end, failure),
             is_abandoned=self._is_abandoned,
             name=f"engine of {llm.directory.name}",
         )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the loop has heard of the thread's end."""
+        return self._ended.is_set()
 
     async def wait(self) -> None:
         """Waits until the thread has ended."""
         await self._ended.wait()
         self.thread.join()  # its last act was to say so
+
+    def give_up(self, reason: BaseException) -> None:
+        """Ends all streams for a thread that does not end."""
+        streams, self.streams = self.streams, {}
+        self.tickets.clear()
+        for ticket, reference in streams.items():
+            ticket.failure, stream = reason, reference()
+            if stream is not None:
+                stream._receive(News(ticket, CompletionOutput(0, [], "", "error"), ticket.metrics, is_last=True))
+
+    def _note_end(self, failure: BaseException | None) -> None:
+        """The thread has ended, and the streams have all its news."""
+        self._ended.set()
+        owner = self._owner()
+        if failure is not None and owner is not None:
+            for callback in owner._death_callbacks:
+                self.loop.call_soon(callback, failure)
 
     def _start(self, prepared: PreparedRequest) -> list[Request]:
         llm = self._owner()
@@ -373,6 +420,7 @@ class RequestStream:
             news.error,
             news.is_last,
             news.prompt_logprobs,
+            self._ticket.num_cached_tokens,
         )
 
 

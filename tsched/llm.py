@@ -2,33 +2,63 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tsched.execution.beam_search import BeamSearch, BeamSearchParams
-from tsched.execution.request import Request, joint_error, joint_metrics
+from tsched.execution.request import Request, count_cached_tokens, joint_error, joint_metrics
 from tsched.execution.served_model import ServedModel, Swaps
 from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tsched.requests.prompts import Conversation, PreparedRequest, Prompt, Salt, broadcast_to_prompts, split_prompts
 from tsched.requests.sampling_params import SamplingParams
 
+ParametersT = ParamSpec("ParametersT")
+ResultT = TypeVar("ResultT")
+
+
+def use_alone(
+    method: Callable[Concatenate[LLM, ParametersT], ResultT],
+) -> Callable[Concatenate[LLM, ParametersT], ResultT]:
+    """Refuses calls of a method while the LLM is in use: two threads on one engine would break it."""
+
+    @functools.wraps(method)
+    def call(llm: LLM, *arguments: ParametersT.args, **named: ParametersT.kwargs) -> ResultT:
+        if not llm._in_use.acquire(blocking=False):
+            asking = threading.current_thread().name
+            raise RuntimeError(
+                f"this LLM is in use, so it cannot {method.__name__} for thread {asking!r} now: "
+                "one thread uses it at a time. AsyncLLM serves requests as they come"
+            )
+        try:
+            return method(llm, *arguments, **named)
+        finally:
+            llm._in_use.release()
+
+    return call
+
+
 _PATIENCE_S = 2.0  # work shorter than this needs no progress bar
 
 
 class LLM(ServedModel):
-    """Serves lists of prompts to their ends. Not for use by two threads at once. `__init__` lists its options.
+    """Serves lists of prompts to their ends. `__init__` lists its options.
+
+    One thread uses it at a time: another's call is refused meanwhile, with a RuntimeError. AsyncLLM serves several.
 
     llm = LLM("path/to/Qwen3-0.6B", prefix_cache="none")
     (output,) = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))
     print(output.outputs[0].text)
     """
 
+    @use_alone
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -54,6 +84,7 @@ class LLM(ServedModel):
         Raises:
             TypeError: An argument has another type.
             ValueError: A list has another length than `prompts`, or a priority is too large.
+            RuntimeError: This is in use, by another thread or by a callback's own call.
         """
         entries = split_prompts(prompts)
         params = broadcast_to_prompts(
@@ -105,6 +136,7 @@ class LLM(ServedModel):
         ]
         return self.generate(conversations, sampling_params, use_tqdm=use_tqdm)
 
+    @use_alone
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -141,6 +173,7 @@ class LLM(ServedModel):
         finally:
             self._engine.overlap = overlap
 
+    @use_alone
     def swap_kernels(self, choices: Swaps) -> int:
         """Changes kernels of the loaded model, see AsyncLLM.swap_kernels.
 
@@ -259,4 +292,5 @@ class LLM(ServedModel):
             joint_metrics(requests),
             error=joint_error(requests),
             prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=count_cached_tokens(requests),
         )

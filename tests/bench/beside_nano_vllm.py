@@ -3,10 +3,10 @@
 python -m tests.bench.beside_nano_vllm PATH/TO/nano-vllm [--turns 60] [--rounds 5] [--mix 128:2-64]
 
 The path is a checkout of github.com/GeeeekExplorer/nano-vllm, of which only the scheduler is loaded; it needs xxhash.
-256 sequences run; as one finishes another comes, and no two prompts are alike. Timed, in the thread's CPU time, are
-add, schedule, and commit or postprocess. That scheduler runs prompts in steps of their own, so the two are compared by
-what a token costs: in a turn each takes steps until it has brought 256 tokens. It always keeps prefixes, as `hash`
-does here.
+256 sequences run in a pool for 256 of 2,048 tokens; as one finishes another comes, and no two prompts are alike. Timed,
+in the thread's CPU time, are add, schedule, and commit or postprocess. That scheduler runs prompts in steps of their
+own, so the two are compared by what a token costs: in a turn each takes steps until it has brought 256 tokens. It
+always keeps prefixes, as `hash` does here.
 
 A row is a mix: microseconds of nano-vllm's for 256 tokens, and the share of it that ours takes with each prefix cache,
 the median of the rounds and in brackets their least and greatest.
@@ -31,6 +31,8 @@ from tests.tsched.schedulers import build_scheduler
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.policies import PREFIX_CACHES
 
+NUM_BLOCKS = NUM_SEQS * 2048 // BLOCK_SIZE
+
 
 @dataclass(frozen=True)
 class Mix:
@@ -48,10 +50,6 @@ class Mix:
         prompt, _, outputs = text.partition(":")
         shortest, _, longest = outputs.partition("-")
         return cls(int(prompt), int(shortest), int(longest))
-
-    @property
-    def num_blocks(self) -> int:
-        return (NUM_SEQS + 8) * -(-(self.prompt + self.longest) // BLOCK_SIZE)
 
     def requests(self) -> Iterator[tuple[list[int], int]]:
         """Prompts and lengths of outputs, for ever; the first ones as if met at a random moment of their lives."""
@@ -73,13 +71,21 @@ class Service:
     def __init__(self, mix: Mix) -> None:
         self.requests = mix.requests()
         self.seconds, self.num_tokens = 0.0, 0
+        self.num_taken = 0  # tokens of all requests that have come
+
+    def fill(self) -> None:
+        """Turns until what has come would fill the pool, so that caches evict from then on."""
+        while self.num_taken < 1.25 * NUM_BLOCKS * BLOCK_SIZE:
+            self.turn()
 
     def turn(self) -> None:
         """Steps, with the arrivals between them, until 256 tokens have come."""
         until = self.num_tokens + NUM_SEQS
         while self.num_tokens < until:
             while self.num_unfinished() < NUM_SEQS:
-                self.arrive(*next(self.requests))
+                prompt, num_output = next(self.requests)
+                self.num_taken += len(prompt) + num_output
+                self.arrive(prompt, num_output)
             self.step()
 
     def num_unfinished(self) -> int:
@@ -96,7 +102,7 @@ class OurService(Service):
     def __init__(self, mix: Mix, prefix_cache: str) -> None:
         super().__init__(mix)
         self.scheduler = build_scheduler(
-            num_blocks=mix.num_blocks,
+            num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
             max_num_seqs=NUM_SEQS,
             max_num_batched_tokens=NUM_SEQS * (mix.prompt + 1),
@@ -138,7 +144,7 @@ class NanoService(Service):
             max_num_batched_tokens=NUM_SEQS * (mix.prompt + 1),
             eos=-1,
             kvcache_block_size=BLOCK_SIZE,
-            num_kvcache_blocks=mix.num_blocks,
+            num_kvcache_blocks=NUM_BLOCKS,
         )
         self._scheduler: Any = import_module(f"{package}.engine.scheduler").Scheduler(config)
 
@@ -178,15 +184,16 @@ def compare(mix: Mix, package: str, num_rounds: int, num_turns: int) -> tuple[fl
     services: dict[str, Service] = {"nano-vllm": NanoService(mix, package)}
     services |= {name: OurService(mix, name) for name in PREFIX_CACHES}
     found: dict[str, list[float]] = {name: [] for name in services}
-    for number in range(num_rounds + 1):  # the first fills the pools
+    for service in services.values():
+        service.fill()
+    for _ in range(num_rounds):
         for service in services.values():
             service.seconds, service.num_tokens = 0.0, 0
         for _ in range(num_turns):
             for service in services.values():
                 service.turn()
-        if number:
-            for name, service in services.items():
-                found[name].append(1e6 * NUM_SEQS * service.seconds / service.num_tokens)
+        for name, service in services.items():
+            found[name].append(1e6 * NUM_SEQS * service.seconds / service.num_tokens)
     theirs = found.pop("nano-vllm")
     return float(np.median(theirs)), {
         name: [one / other for one, other in zip(ours, theirs, strict=True)] for name, ours in found.items()

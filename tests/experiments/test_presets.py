@@ -1,9 +1,11 @@
-"""Every trained preset through every command that takes a model, on its own shape and tokenizer, untrained."""
+"""Every preset through what takes a model: trained ones on their own shape and tokenizer, untrained; random ones, whose
+weights are large, as far as it goes without them.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from typer.testing import CliRunner
 
 import tkernels
 import tmodel.presets
+import tsched.execution.placement
 from experiments.cli import app
+from experiments.planning.plan import Plan
 from experiments.sweep.runner import failures
 from tests.experiments.conftest import Run
 from tmodel import PRESETS, RANDOM_PRESETS, Limits, find_model, kernel_axes
@@ -139,3 +143,17 @@ def test_a_preset_is_quantized_by_every_method_and_served_so(
     # A bit more is half the rounding error, and a quarter of the divergence.
     assert all(0 < kl < 1.5 * 4.0 ** (2 - min(bits, 4)) for bits, kl in apart.items()), apart
     assert list(apart.values()) == sorted(apart.values(), reverse=True)
+
+
+@pytest.mark.parametrize("preset", [*PRESETS, *RANDOM_PRESETS])
+def test_an_experiment_is_planned_without_weights(
+    preset: str, plan: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tsched.execution.placement, "device_memory", lambda device: (10**12, 0))
+    kernels = torch_and_triton(preset if preset in PRESETS else f"random:{preset}")
+    workload = {"kind": "synthetic", "num_requests": 1, "input_len": 8, "output_len": 4}
+    planned = plan(model={"preset": preset}, dtype="float32", kernels=kernels, workload=workload)
+    assert len(planned.arms) == 2 ** len(kernels)
+    assert planned.unsupported == {}
+    assert not (tmp_path / "cache").exists()

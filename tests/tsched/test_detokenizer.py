@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers.decoders import DecodeStream
 
 from tsched.requests.detokenizer import IncrementalDetokenizer, OpenStream
+from tsched.requests.sampling_params import SamplingParams
 from tsched.requests.token_texts import TokenTexts
 
 SPECIAL = 256
@@ -271,7 +272,7 @@ def test_streams_of_any_tokens_give_the_text_of_all_at_once(checkpoint: Path) ->
     @settings(max_examples=300, deadline=None, derandomize=True)
     @given(st.lists(st.one_of(st.integers(0, 299), st.sampled_from(of_bytes)), max_size=60))
     def check(ids: list[int]) -> None:
-        detokenizer = texts.make_detokenizer()
+        detokenizer = texts.make_detokenizer(SamplingParams())
         assert detokenizer is not None
         assert "".join(feed(detokenizer, ids)) == detokenizer.text == texts.decode(ids)
 
@@ -279,7 +280,7 @@ def test_streams_of_any_tokens_give_the_text_of_all_at_once(checkpoint: Path) ->
     ids = tokenizer("def scan(line): # \u00fcn\u00efcode \U0001f40d")["input_ids"] * 20 + [0] * 500
     decode = texts.decode
     texts.decode = lambda *given, **named: [calls.append(given), decode(*given, **named)][1]  # type: ignore[method-assign]
-    detokenizer = texts.make_detokenizer()
+    detokenizer = texts.make_detokenizer(SamplingParams())
     assert detokenizer is not None
     assert "".join(feed(detokenizer, ids)) == decode(ids)
     assert not calls, "no window was decoded here"

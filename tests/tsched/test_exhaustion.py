@@ -11,6 +11,7 @@ import torch
 
 from tests.tsched.async_serving import LONG, check_empty, collect, make_async, run
 from tests.tsched.hash_model import HashModel
+from tests.tsched.schedulers import build_scheduler
 from tests.tsched.simulated_device import check_accounts, tokens_alone
 from tests.tsched.test_engine import MAX_MODEL_LEN, MODES, build_engine
 from tests.tsched.test_engine import run as run_engine
@@ -96,6 +97,18 @@ def test_a_sampler_that_runs_out_ends_its_step_alone(mode: str, monkeypatch: pyt
     assert requests[2].sequence.output_token_ids == tokens_alone([2, 1, 2], params, MAX_MODEL_LEN)[0]
     assert [len(requests[i].sequence.output_token_ids) for i in range(2)] == [2, 2]
     check_accounts(engine.scheduler)
+
+
+def test_a_fork_holds_nothing_of_a_lost_plan() -> None:
+    sizes = {"num_blocks": 10, "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 20, "max_model_len": 40}
+    scheduler = build_scheduler(**sizes)
+    scheduler.add(0, range(1, 9), SamplingParams(max_tokens=8))
+    plan = scheduler.schedule()
+    child = scheduler.fork(0, 1, SamplingParams(max_tokens=8))
+    assert child.blocks.size == 2
+    assert [sequence.id for sequence in scheduler.lose(plan)] == [0]
+    assert (child.blocks.size, child.num_computed, scheduler.pool.num_referenced) == (0, 0, 0)
+    assert scheduler.schedule().num_tokens == 8
 
 
 def test_only_the_allocators_are_believed() -> None:

@@ -120,7 +120,8 @@ OTHERS: dict[str, object] = {
     "n": 2, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.5, "repetition_penalty": 1.5,
     "presence_penalty": 0.5, "frequency_penalty": 0.5, "seed": 7,
     "logprobs": 0, "prompt_logprobs": 0, "truncate_prompt_tokens": 5, "stop": "END", "stop_token_ids": [3],
-    "max_tokens": None, "min_tokens": 2, "ignore_eos": True,
+    "max_tokens": None, "min_tokens": 2, "ignore_eos": True, "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
     "logit_bias": {3: 1.0}, "structured_outputs": {"regex": "a"},
     "allowed_token_ids": [3], "bad_words": ["a"], "logits_processors": [max],
     "stopping_criteria": [lambda tokens, text: True],
@@ -134,7 +135,8 @@ def test_a_parameter_makes_a_request_special_unless_it_is_of_draws_or_of_the_end
     params = SamplingParams(**{**greedy, name: OTHERS[name]})
     of_draws, of_the_end = ("top_k", "top_p", "min_p", "seed"), ("stop", "stop_token_ids", "max_tokens", "ignore_eos")
     of_prompts = ("prompt_logprobs", "truncate_prompt_tokens")
-    assert params.is_plain == (name in (*of_draws, *of_prompts, *of_the_end, "stopping_criteria"))
+    of_text = ("include_stop_str_in_output", "skip_special_tokens")
+    assert params.is_plain == (name in (*of_draws, *of_prompts, *of_text, *of_the_end, "stopping_criteria"))
     exact = dataclasses.replace(params, ignore_eos=True)
     assert exact.ends_by_length == (name not in ("stop", "stop_token_ids", "stopping_criteria"))
     assert not dataclasses.replace(params, ignore_eos=False).ends_by_length

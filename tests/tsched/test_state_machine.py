@@ -202,8 +202,9 @@ FAULTS = (
                "-(-same * 8 // width)"),
     # Around them
     PlantedBug("cached blocks are free", BlockPool, "release", "is_unused & self._kept[index]", "is_unused & False"),
-    PlantedBug("matchable while its plan is under way", Scheduler, "_finish_row", "blocks, num_committed)",
-               "blocks, int(self.table.computed[row]))"),
+    PlantedBug("matchable while its plan is under way", Scheduler, "_finish_rows",
+               "= table.num_committed(row)", "= int(table.computed[row])"),
+    PlantedBug("a block that two give back at once", BlockPool, "release_each", "take(joint) != 1", "take(joint) > 9"),
     PlantedBug("a preempted one's too", Planner, "_preempt", "blocks, num_committed)", "blocks, num_computed)"),
     PlantedBug("a fork writes to its parent's block", KVMemory, "enter",
                "num_computed % self.pool.block_size != 0 and self._is_read_by_others(held[-1:])", "False"),

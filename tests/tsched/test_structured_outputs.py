@@ -18,7 +18,7 @@ from tests.tsched.async_serving import make_async, run
 from tests.tsched.drawn_schemas import draw_params, find_fault
 from tests.tsched.test_llm import PROMPTS, completion, crowded_bytes, make_llm
 from tsched import LLM, SamplingParams, StructuredOutputsParams
-from tsched.execution.token_masks import bar_others, count_words, pack_mask
+from tsched.execution.token_masks import bar_others, count_words, pack_mask, unpack_masks
 
 CHOICES = ("yes", "yes please", "no (a+)", "no!", "42")
 
@@ -264,3 +264,4 @@ def test_a_mask_bars_what_it_does_not_hold(vocab_size: int) -> None:
             expected[i][~one] = -np.inf
         bar_others(scores, np.array(entries), torch.from_numpy(masks))
         assert (scores.numpy() == expected).all()
+        assert (unpack_masks(torch.from_numpy(masks))[:, :vocab_size].numpy() == allowed).all()

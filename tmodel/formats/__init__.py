@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from tkernels.names import suggest_name
-from tmodel.formats.auto_round import AutoRound
+from tmodel.formats.auto_round import AutoRound, parse_auto_round
 from tmodel.formats.awq import AWQ
 from tmodel.formats.base import FormatWarning, QuantizationFormat, Scheme, parse_settings
 from tmodel.formats.compressed_tensors import CompressedTensors
@@ -55,7 +55,7 @@ def parse_format(raw: Mapping[str, Any]) -> QuantizationFormat:
         raw: The mapping as config.json holds it, with its `quant_method`.
 
     Returns:
-        The format with the checkpoint's settings: auto-round's files are of GPTQ's or AWQ's.
+        The format with the checkpoint's settings: auto-round's files are of GPTQ's, AWQ's or fp8's.
 
     Raises:
         ConfigError: The method is unknown, or a setting of it is missing, wrong or not supported.
@@ -66,8 +66,8 @@ def parse_format(raw: Mapping[str, Any]) -> QuantizationFormat:
         hint = suggest_name(method, FORMATS)
         raise ConfigError(f"unknown quant_method {method!r}; supported are {', '.join(FORMATS)}{hint}")
     try:
-        parsed: Any = parse_settings(FORMATS[method], raw)
-        return parsed.as_stored() if isinstance(parsed, AutoRound) else parsed
+        kind: Any = FORMATS[method]
+        return parse_auto_round(raw) if kind is AutoRound else parse_settings(kind, raw)
     except ConfigError as error:
         raise ConfigError(f"quant_method {method}: {error}") from error.__cause__
 

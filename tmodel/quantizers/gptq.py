@@ -25,7 +25,8 @@ from tmodel.quantizers.rtn import compute_steps, pack_weight, round_to_codes, se
 ActOrder = Literal["inputs", "groups", "none"]
 
 DAMPING = 0.05
-"""The share of the Hessian's mean diagonal that is added to the diagonal: GPTQModel's; the paper's is 0.01."""
+"""The share of the Hessian's mean diagonal that is added to the diagonal: GPTQModel's. With the paper's, 0.01, three
+small trained models had 9 to 18% more KL divergence at 2 bits, from 5% less to 1% more at 3, and 2 to 13% less at 4."""
 
 
 class GPTQOptions(Options):

@@ -40,6 +40,7 @@ from tsched.requests.sampling_params import SamplingParams
 from tsched.requests.stopping import should_stop
 from tsched.scheduling.block_pool import BlockIds
 from tsched.scheduling.scheduler import Scheduler
+from tsched.scheduling.sequence import Ints
 from tsched.scheduling.step_plan import StepPlan
 
 _AT_FAULT = "a kernel, the weights or the dtype's range is at fault"
@@ -133,6 +134,10 @@ class Engine:
         self._num_watched = 0  # unfinished requests that are watched
         self._num_unbegun = 0  # unfinished requests without a token yet
         self._peak = PeakUse()
+        of_blocks = (
+            kv_cache.blocks if isinstance(kv_cache, CacheTensors) else [one for layer in kv_cache for one in layer]
+        )
+        self._kv_bytes = sum(tensor.nbytes for tensor in of_blocks)
 
     @property
     def phases(self) -> Phases:
@@ -286,6 +291,8 @@ class Engine:
         Returns:
             The number of the first step that it runs; the engine's first is 0.
         """
+        if self._state.device.type == "cuda":  # a graph in flight, and weights that it reads, must outlive it
+            torch.cuda.synchronize(self._state.device)
         self._model, self._state.step_inputs, self._pages = model, step_inputs, pages
         if self._graphs is not None:
             self._graphs.use_model(model)
@@ -293,10 +300,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Returns counts since the engine was made, and the pool's use."""
-        cache = self._kv_cache
-        of_blocks = cache.blocks if isinstance(cache, CacheTensors) else [one for layer in cache for one in layer]
-        kv_bytes = sum(tensor.nbytes for tensor in of_blocks)
-        return EngineStats.collect(self.scheduler, self._peak, kv_bytes)
+        return EngineStats.collect(self.scheduler, self._peak, self._kv_bytes)
 
     def reset_peak(self) -> None:
         """Starts the peaks in `stats` anew."""
@@ -315,6 +319,7 @@ class Engine:
             self._move_pages(plan)
             if plan.placed.size:
                 self._sampler.forget(plan.placed)
+                self._note_scheduled(plan.placed)
             step = self._builder.arrange(plan)
         if step is None:
             if launched is None and self._requests:  # the scheduler never does this; without a check a loop would hang
@@ -374,6 +379,16 @@ class Engine:
             self._finish_request(request, now)
         return requests
 
+    def _note_scheduled(self, rows: Ints) -> None:
+        """Notes when the requests that came into `rows` first got one."""
+        now = time.perf_counter()
+        for row in rows.tolist():
+            sequence = self.scheduler.table.sequences[row]
+            if sequence is not None:
+                request = self._requests[sequence.id]
+                if request.first_scheduled_time is None:
+                    request.first_scheduled_time = now
+
     def _forward(self, step: ArrangedPlan) -> tuple[torch.Tensor, ScoredPrompts | None]:
         """Computes the logits [m, V] of the step's sampled rows, and the scores of prompts that want any."""
         if self._graphs is not None and step.all_decode:
@@ -429,10 +444,10 @@ class Engine:
             if request.first_token_time is None:
                 request.first_token_time = now
                 self._num_unbegun -= 1
+        new, lengths = (tokens.tolist(), step.lengths.tolist()) if watched else ([], [])
         for entry, request in watched.items():
             if request.is_watched:
-                length = int(step.lengths[entry]) + 1
-                self._check_token(request, int(tokens[entry]), length, outcome.logprobs.get(entry), finished)
+                self._check_token(request, new[entry], lengths[entry] + 1, outcome.logprobs.get(entry), finished)
         for entry, request in broken.items():
             if request.sequence.params.max_tokens == 0:  # nobody asked for this token
                 continue
@@ -479,15 +494,11 @@ class Engine:
                 reason, request.error = "error", str(fault)
         if request.grammar is not None:
             reason = _advance_grammar(request, request.grammar, token) or reason
-        detokenizer = request.detokenizer
-        if detokenizer is not None and sequence.params.stop_strings:
-            try:
-                with self._phases.detokenize:
-                    detokenizer.append(token, may_stop=may_stop)
-                if detokenizer.is_stopped and reason is None:
-                    reason = "stop"
-            except RequestFault as fault:
-                reason, request.error = "error", request.error or str(fault)
+        if sequence.params.stop_strings:
+            with self._phases.detokenize:
+                reason = request.look_for_stop(token, may_stop=may_stop) or reason
+        if request.error is not None:
+            reason = "error"
         if reason is not None and self.scheduler.finish(sequence.id, reason) is not None:
             finished.append(request)
         if reason == "error":  # which its last token may have been the end of by its length
@@ -533,13 +544,14 @@ def _advance_grammar(request: Request, grammar: GrammarState, token: int) -> str
     sequence = request.sequence
     if sequence.finish_reason not in (None, "length"):  # an end token is no part of the form
         return None
-    grammar.append(token)
+    if not grammar.append(token):
+        return None
     if grammar.error is not None:
         request.error = request.error or grammar.error
         return "error"
-    if grammar.is_over and sequence.finish_reason is not None:  # complete, if just at its longest
+    if sequence.finish_reason is not None:  # complete, if just at its longest
         sequence.finish_reason = "stop"
-    return "stop" if grammar.is_over else None
+    return "stop"
 
 
 def _copy_pairs(move: Callable[[BlockIds], None], pairs: BlockIds) -> None:

@@ -12,7 +12,15 @@ from queue import Empty, SimpleQueue
 import numpy as np
 
 from tsched.execution.engine import Engine
-from tsched.execution.request import Request, extend_text, joint_error, joint_metrics, label_places, label_prompt
+from tsched.execution.request import (
+    Request,
+    count_cached_tokens,
+    extend_text,
+    joint_error,
+    joint_metrics,
+    label_places,
+    label_prompt,
+)
 from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics
 from tsched.requests.prompts import PreparedRequest
@@ -27,8 +35,8 @@ _IDLE_S = 1.0  # seconds after which an idle thread checks whether anybody can s
 class Ticket:
     """A request on its way through the engine, and its submitter's name for it.
 
-    `refusal` and `failure` are written once, before the news that they are about; the engine's thread alone uses the
-    rest.
+    `num_cached_tokens`, `refusal` and `failure` are written before the news that they are about; the engine's thread
+    alone uses the rest.
 
     Attributes:
         prepared: The request as submitted.
@@ -36,6 +44,7 @@ class Ticket:
         num_going: Samples whose end has not been told.
         has_told_prompt: Whether news have had the prompt's log-probabilities.
         metrics: As of the last news that changed them.
+        num_cached_tokens: Of the prompt, as of the same news; None before the first.
         refusal: Why the engine never took the request.
         failure: The engine's exception that ended the request with the thread.
     """
@@ -45,6 +54,7 @@ class Ticket:
     num_going: int = 0
     has_told_prompt: bool = False
     metrics: RequestMetrics = field(init=False)
+    num_cached_tokens: int | None = None
     refusal: str | None = None
     failure: BaseException | None = None
 
@@ -83,6 +93,7 @@ class _Sample:
     num_told: int = 0  # tokens
     num_shown: int = 0  # characters, where the engine looks for stop strings in them
     wants_logprobs: bool = False
+    stops_at_text: bool = False
     logprob_sum: float = 0.0
     has_no_text: bool = False  # the tokenizer failed
 
@@ -108,6 +119,7 @@ class EngineThread:
     Attributes:
         failure: The engine's exception that ended the thread.
         has_ended: Whether the thread takes no more requests.
+        stats: The engine's, as of the last step or abort: before its news, one whole record that any thread may read.
     """
 
     def __init__(
@@ -123,6 +135,7 @@ class EngineThread:
     ) -> None:
         self.failure: BaseException | None = None
         self.has_ended = False
+        self.stats = engine.stats()
         self._engine = engine
         self._start = start
         self._texts = texts
@@ -206,6 +219,7 @@ class EngineThread:
             self._serve()
         except BaseException as error:
             self.failure = error
+        self.stats = self._engine.stats()
         with self._lock:
             self.has_ended = True
             left, self._active = list(self._active), {}  # also tickets that never began
@@ -258,8 +272,10 @@ class EngineThread:
             return
         ticket.num_going = len(ticket.requests)
         for index, request in enumerate(ticket.requests):
-            wants_logprobs = ticket.prepared.params.logprobs is not None
-            self._samples[request.sequence.id] = _Sample(ticket, index, request, wants_logprobs=wants_logprobs)
+            wants_logprobs, stops_at_text = request.sequence.params.logprobs is not None, request.stops_at_text
+            self._samples[request.sequence.id] = _Sample(
+                ticket, index, request, wants_logprobs=wants_logprobs, stops_at_text=stops_at_text
+            )
 
     def _abort(self, ticket: Ticket) -> None:
         for request in ticket.requests:
@@ -272,6 +288,7 @@ class EngineThread:
     def _report(self) -> None:
         """Hands on the news since the last report: new tokens, ends, refusals."""
         news, self._refused = self._refused, []
+        self.stats = self._engine.stats()
         with self._engine.phases.detokenize:
             self._report_running(news)
             ended, self._ended = self._ended, []  # with those whose texts just failed
@@ -334,13 +351,15 @@ class EngineThread:
             except RequestFault as fault:
                 sample.has_no_text = True
                 self._fail(request, str(fault))
-        reason = (request.sequence.finish_reason or "abort") if is_over else None
-        completion = CompletionOutput(
-            sample.index, token_ids, text, reason, logprobs, sample.logprob_sum if sample.wants_logprobs else None
-        )
+        reason = stop_reason = None
+        if is_over:
+            reason, stop_reason = request.sequence.finish_reason or "abort", request.stop_reason
+        logprob_sum = sample.logprob_sum if sample.wants_logprobs else None
+        completion = CompletionOutput(sample.index, token_ids, text, reason, logprobs, logprob_sum, stop_reason)
         if have and not is_over:
             return News(ticket, completion, ticket.metrics)
         ticket.metrics = joint_metrics(ticket.requests)
+        ticket.num_cached_tokens = count_cached_tokens(ticket.requests)
         ticket.num_going -= is_over
         news = News(ticket, completion, ticket.metrics, prompt_logprobs=prompt_logprobs)
         if not ticket.num_going:
@@ -352,10 +371,8 @@ class EngineThread:
         """The text that a sample's new tokens make final; RequestFault where the tokenizer makes none."""
         request = sample.request
         detokenizer = request.detokenizer
-        if detokenizer is None:
-            return ""
-        if not request.stops_at_text:
-            return extend_text(detokenizer, token_ids, is_over=is_over)
+        if detokenizer is None or not sample.stops_at_text:
+            return extend_text(request, token_ids, is_over=is_over)
         text = detokenizer.text  # the engine has made it
         begin, sample.num_shown = sample.num_shown, len(text) if is_over else detokenizer.stable_len
         return text[begin : sample.num_shown]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from tsched.execution.prompt_logprobs import PromptScores
 from tsched.execution.sampler import TokenLogprobs
 from tsched.requests.detokenizer import IncrementalDetokenizer
+from tsched.requests.errors import RequestFault
 from tsched.requests.grammar import GrammarState
 from tsched.requests.outputs import Logprob, RequestMetrics
 from tsched.requests.token_texts import TokenTexts
@@ -23,6 +24,7 @@ class Request:
         arrival_time: Seconds on time.perf_counter's clock.
         detokenizer: Makes the text; None where there is no tokenizer. The engine appends to it where it has stop
             strings to find; elsewhere the owner appends, when somebody wants the text.
+        first_scheduled_time: When it first got a row, in seconds on the same clock; None before.
         first_token_time: Seconds on the same clock; None before.
         finish_time: Seconds on the same clock; None before.
         logprobs: For each output token, where the request asks for them.
@@ -34,6 +36,7 @@ class Request:
     sequence: Sequence
     arrival_time: float
     detokenizer: IncrementalDetokenizer | None = None
+    first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -47,6 +50,19 @@ class Request:
         return self.detokenizer is not None and bool(self.sequence.params.stop_strings)
 
     @property
+    def has_textless_end(self) -> bool:
+        """Whether its last token ended it and is to have no text."""
+        return self.sequence.ended_by_token and not self.sequence.params.include_stop_str_in_output
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or the stop token that ended it; None where neither did."""
+        if self.sequence.finish_reason != "stop":
+            return None
+        found = None if self.detokenizer is None else self.detokenizer.found_stop
+        return self.sequence.stop_id if found is None else found
+
+    @property
     def is_watched(self) -> bool:
         """Whether the engine must inspect each of its tokens."""
         params = self.sequence.params
@@ -54,6 +70,25 @@ class Request:
             return False
         stops_early = self.stops_at_text or self.grammar is not None or bool(params.criteria)
         return stops_early or params.logprobs is not None
+
+    def look_for_stop(self, token_id: int, *, may_stop: bool) -> str | None:
+        """Appends a new token to the text.
+
+        Args:
+            token_id: The token.
+            may_stop: Whether to look for stop strings.
+
+        Returns:
+            "stop" where one was found, "error" where the tokenizer fails, else None.
+        """
+        if self.detokenizer is None or self.has_textless_end:
+            return None
+        try:
+            self.detokenizer.append(token_id, may_stop=may_stop)
+        except RequestFault as fault:
+            self.error = self.error or str(fault)
+            return "error"
+        return "stop" if self.detokenizer.is_stopped else None
 
     def fail(self, why: str) -> None:
         """Ends it in an error; the first one stays."""
@@ -78,16 +113,33 @@ def label_prompt(request: Request, texts: TokenTexts) -> list[dict[int, Logprob]
     return None if scores is None or not scores.is_complete else [None, *label_places(scores.found, texts)]
 
 
-def extend_text(detokenizer: IncrementalDetokenizer, token_ids: Items[int], *, is_over: bool) -> str:
-    """Appends `token_ids` and returns the text that became final; all of it where they are the last."""
-    if len(token_ids) == 1 and not is_over:
-        return detokenizer.append(token_ids[0])
-    text = "".join([detokenizer.append(token_id) for token_id in token_ids])
-    return text + detokenizer.finish() if is_over else text
+def extend_text(request: Request, token_ids: Items[int], *, is_over: bool) -> str:
+    """Makes the text of a request's next tokens, where the engine finds no stop strings in it.
+
+    Args:
+        request: With a detokenizer or without one.
+        token_ids: Those since the last call.
+        is_over: Whether they are the last.
+
+    Returns:
+        The text that became final; all of it where they are the last.
+
+    Raises:
+        RequestFault: The tokenizer fails.
+    """
+    detokenizer = request.detokenizer
+    if detokenizer is None:
+        return ""
+    if not is_over:
+        return "".join([detokenizer.append(token_id) for token_id in token_ids])
+    if request.has_textless_end:
+        token_ids = token_ids[:-1]
+    return "".join([*(detokenizer.append(token_id) for token_id in token_ids), detokenizer.finish()])
 
 
 def joint_metrics(requests: Items[Request]) -> RequestMetrics:
     """The metrics of the samples [n >= 1] of one request: from their first token to the last one's end."""
+    scheduled = [request.first_scheduled_time for request in requests if request.first_scheduled_time is not None]
     begun = [request.first_token_time for request in requests if request.first_token_time is not None]
     ended = [request.finish_time for request in requests if request.finish_time is not None]
     return RequestMetrics(
@@ -95,7 +147,17 @@ def joint_metrics(requests: Items[Request]) -> RequestMetrics:
         min(begun) if begun else None,
         max(ended) if len(ended) == len(requests) else None,
         sum(request.sequence.num_preemptions for request in requests),
+        min(scheduled, default=None),
     )
+
+
+def count_cached_tokens(requests: Items[Request]) -> int | None:
+    """The tokens of a prompt that the prefix cache had; None where none of its samples has run.
+
+    One sample computes the prompt and the others follow it, with more of it there.
+    """
+    found = [request.sequence.num_cached for request in requests if request.sequence.num_cached is not None]
+    return min(found, default=None)
 
 
 def joint_error(requests: Items[Request]) -> str | None:

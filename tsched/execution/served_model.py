@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -93,6 +94,8 @@ class ServedModel:
         prepare_report: The cost of bringing quantized weights into the layout of their kernel.
     """
 
+    _thread: EngineThread | None = None  # that serves, where one does
+
     @takes_options(EngineOptions)
     def __init__(self, model: str | Path, options: EngineOptions) -> None:
         """Makes `model` ready to serve.
@@ -126,6 +129,7 @@ class ServedModel:
         self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, self.config.eos_token_ids)
         self._engine = self._make_engine(scheduler, options)
         self._ids = count()  # of sequences
+        self._in_use = threading.Lock()  # by a call that steps the engine
         self._request_ids = count()
 
     def _choose(self, options: EngineOptions, weights: Path | None) -> tuple[ResolvedOptions, tkernels.KernelSet]:
@@ -216,8 +220,11 @@ class ServedModel:
         return swap
 
     def stats(self) -> EngineStats:
-        """Returns counts of steps, tokens, preemptions and prefix cache hits since its making, and the pool's use."""
-        return self._engine.stats()
+        """Returns counts of steps, tokens, preemptions and prefix cache hits since its making, and the pool's use.
+
+        Where a thread serves they are those that it left after its last step, and any other thread may ask.
+        """
+        return self._engine.stats() if self._thread is None else self._thread.stats
 
     def forget_graphs(self) -> None:
         """Drops all recorded decode steps, see Engine.forget_graphs."""
@@ -272,7 +279,7 @@ class ServedModel:
             [next(self._ids) for _ in range(params.n)],
             prepared.token_ids,
             [params.derive_sample_params(index) for index in range(params.n)],
-            detokenizers=[self._texts.make_detokenizer(params.stop_strings) for _ in range(params.n)],
+            detokenizers=[self._texts.make_detokenizer(params) for _ in range(params.n)],
             grammar=prepared.grammar,
             arrival_time=prepared.arrival_time,
             priority=prepared.priority,
@@ -321,7 +328,8 @@ class ServedModel:
             The thread, which alone uses the engine from now on.
         """
         name = f"engine of {self.directory.name}"
-        return EngineThread(self._engine, self._start, self._texts, on_news=on_news, on_end=on_end, name=name)
+        self._thread = EngineThread(self._engine, self._start, self._texts, on_news=on_news, on_end=on_end, name=name)
+        return self._thread
 
     def make_ticket(
         self,
@@ -405,14 +413,14 @@ class ServedModel:
             finish_reason=sequence.finish_reason or "abort",
             logprobs=logprobs if wants_logprobs else None,
             cumulative_logprob=sum(place.logprobs[0] for place in request.logprobs) if wants_logprobs else None,
+            stop_reason=request.stop_reason,
         )
 
     def _make_text(self, request: Request, token_ids: list[int]) -> str:
         """The whole text of a finished request; RequestFault where the tokenizer makes none."""
-        detokenizer = request.detokenizer
-        if detokenizer is None:
-            return ""
-        return detokenizer.text if request.stops_at_text else extend_text(detokenizer, token_ids, is_over=True)
+        if request.detokenizer is not None and request.stops_at_text:
+            return request.detokenizer.text
+        return extend_text(request, token_ids, is_over=True)
 
     def _make_prompt_logprobs(self, first: Request) -> list[dict[int, Logprob] | None] | None:
         """Makes the log-probabilities of a prompt, of whose requests `first` is one; its `error` is set where it

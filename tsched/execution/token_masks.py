@@ -37,14 +37,22 @@ def bar_others(scores: torch.Tensor, entries: Ints, masks: torch.Tensor) -> None
         masks: [p, W] int32, theirs.
     """
     num_rows, vocab_size = scores.shape
-    places = torch.arange(BITS, dtype=torch.int32, device=masks.device)
-    barred = ((masks.unsqueeze(2) >> places) & 1) == 0  # [p, W, 32]
-    barred = barred.view(entries.size, -1)[:, :vocab_size]  # [p, V]
+    if masks.device.type == "cpu":  # numpy's bits: a fifth of torch's time on [32, 1024]
+        bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, count=vocab_size, bitorder="little")
+        barred = torch.from_numpy(bits == 0)  # [p, V]
+    else:
+        barred = unpack_masks(masks)[:, :vocab_size].logical_not_()
     if entries.size == num_rows:  # in any case in order
         scores.masked_fill_(barred, -torch.inf)
     else:
         index = to_device(entries, scores.device)
         scores.index_copy_(0, index, scores.index_select(0, index).masked_fill_(barred, -torch.inf))
+
+
+def unpack_masks(masks: torch.Tensor) -> torch.Tensor:
+    """[p, 32 W] bool: the bits of `masks` [p, W] int32."""
+    places = torch.arange(BITS, dtype=torch.int32, device=masks.device)
+    return ((masks.unsqueeze(2) >> places) & 1).bool().view(masks.shape[0], -1)  # [p, W, 32] -> [p, 32 W]
 
 
 class AllowedTokens:

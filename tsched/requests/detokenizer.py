@@ -36,8 +36,10 @@ class IncrementalDetokenizer:
         open_stream: Opens a stream with the texts of `decode`; None where the tokenizer has none.
         textless: Tokens without text, which a stream would hold back.
 
+        includes_stop: Whether the text ends after the stop string, not before.
+
     Attributes:
-        is_stopped: Whether a stop string ended the text.
+        found_stop: The stop string that ended the text; None where none has.
     """
 
     def __init__(
@@ -47,8 +49,10 @@ class IncrementalDetokenizer:
         *,
         open_stream: OpenStream | None = None,
         textless: frozenset[int] = frozenset(),
+        includes_stop: bool = False,
     ) -> None:
-        self.is_stopped = False
+        self.found_stop: str | None = None
+        self._includes_stop = includes_stop
         self._pieces: list[str] = []  # all final text so far
         self._decode = decode
         self._open_stream = open_stream
@@ -63,6 +67,11 @@ class IncrementalDetokenizer:
         self._num_out = 0  # characters of the pending tokens that are in `text`
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string ended the text."""
+        return self.found_stop is not None
+
+    @property
     def text(self) -> str:
         """All final text so far."""
         if len(self._pieces) != 1:
@@ -73,7 +82,7 @@ class IncrementalDetokenizer:
     def stable_len(self) -> int:
         """Characters of `text` that no later token can cut off: a stop string may have begun after them."""
         text = self.text
-        if self.is_stopped or not self._stops:
+        if self.is_stopped or not self._stops or self._includes_stop:
             return len(text)
         for start in range(max(0, len(text) - self._longest_stop + 1), len(text)):
             if text[start] not in self._stop_starts:
@@ -169,9 +178,9 @@ class IncrementalDetokenizer:
         if may_stop and new:
             # A stop string that ends in the new text begins at most its length less one character before it.
             start = max(0, before - self._longest_stop + 1)
-            places = [place for place in (text.find(stop, start) for stop in self._stops) if place >= 0]
+            places = [(place, stop) for stop in self._stops if (place := text.find(stop, start)) >= 0]
             if places:
-                text = text[: min(places)]
+                place, self.found_stop = min(places, key=lambda found: found[0])
+                text = text[: place + len(self.found_stop) if self._includes_stop else place]
                 self._pieces = [text]
-                self.is_stopped = True
         return text[before:]

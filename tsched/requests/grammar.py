@@ -61,14 +61,14 @@ class GrammarState:
         """Why the grammar gives up; None where it does not."""
         return f"structured_outputs: {_first_line(self.matcher.get_error())}" if self.matcher.is_error() else None
 
-    @property
-    def is_over(self) -> bool:
-        """Whether no token may follow, but one that ends the output."""
-        return self.matcher.is_stopped()
+    def append(self, token_id: int) -> bool:
+        """Goes on by an output token. Sets `error` where the grammar does not allow it.
 
-    def append(self, token_id: int) -> None:
-        """Goes on by an output token. Sets `error` where the grammar does not allow it."""
+        Returns:
+            Whether no token may follow, but one that ends the output.
+        """
         self.matcher.consume_token(token_id)
+        return self.matcher.is_stopped()
 
 
 class GrammarCompiler:

@@ -13,11 +13,13 @@ class Logprob:
         logprob: Its natural log-probability before any penalty or filter.
         rank: Its rank by probability, from 1.
         decoded_token: Its text; None where there is no tokenizer.
+        token_bytes: The bytes that it adds to a text, where half a character may be some; None where nobody knows.
     """
 
     logprob: float
     rank: int
     decoded_token: str | None
+    token_bytes: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +31,43 @@ class RequestMetrics:
         first_token_time: When its first output token was known.
         finish_time: When it ended.
         num_preemptions: How often it gave way to others.
+        first_scheduled_time: When the engine first computed something of it.
     """
 
     arrival_time: float
     first_token_time: float | None
     finish_time: float | None
     num_preemptions: int = 0
+    first_scheduled_time: float | None = None
 
     @property
     def time_to_first_token(self) -> float | None:
         """Seconds from arrival to the first output token."""
-        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+        return _between(self.arrival_time, self.first_token_time)
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds that it waited before the engine computed anything of it."""
+        return _between(self.arrival_time, self.first_scheduled_time)
+
+    @property
+    def prefill_time(self) -> float | None:
+        """Seconds from the first step with a part of its prompt to the first output token."""
+        return _between(self.first_scheduled_time, self.first_token_time)
+
+    @property
+    def decode_time(self) -> float | None:
+        """Seconds from the first output token to the end."""
+        return _between(self.first_token_time, self.finish_time)
 
     @property
     def latency(self) -> float | None:
         """Seconds from arrival to the last output token."""
-        return None if self.finish_time is None else self.finish_time - self.arrival_time
+        return _between(self.arrival_time, self.finish_time)
+
+
+def _between(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else end - begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +77,13 @@ class CompletionOutput:
     Attributes:
         index: Of the completion, below SamplingParams.n.
         token_ids: Its tokens, with the token that ended it, where one did.
-        text: Without special tokens, cut off before a stop string; "" where there is no tokenizer.
+        text: As SamplingParams has it: without special tokens, stop strings and the token that ended the output,
+            unless those are asked for. "" where there is no tokenizer.
         finish_reason: "stop", "length", "abort" or "error"; None while it goes on.
         logprobs: For each output token, token id -> log-probability, of the chosen and the most likely tokens; None
             unless asked for.
         cumulative_logprob: The sum over the output tokens; None unless logprobs were asked for.
+        stop_reason: The stop string, or the id of stop_token_ids, that ended it; None where neither did.
     """
 
     index: int
@@ -67,6 +92,7 @@ class CompletionOutput:
     finish_reason: str | None
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +111,8 @@ class RequestOutput:
         metrics: When the request began and ended.
         prompt_logprobs: For each prompt token, token id -> log-probability, of that token and the most likely ones;
             None for the first token. None unless asked for, in later parts, and where the prompt was not computed.
+        num_cached_tokens: Tokens of the prompt that the prefix cache had; None until the engine first computed
+            something of it.
         error: Why it failed, with n > 1 for each completion that failed; None where none did.
         finished: Whether this is the last part.
     """
@@ -97,6 +125,7 @@ class RequestOutput:
     error: str | None = None
     finished: bool = True
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int | None = None
 
 
 def add_part(whole: RequestOutput | None, part: RequestOutput) -> RequestOutput:

@@ -36,6 +36,7 @@ MAX_PENALTY = 2.0**126  # float32 holds it and its reciprocal, so float64 holds 
 # looks at a new parameter until that is put here.
 _OF_DRAWS = frozenset({"n", "temperature", "top_k", "top_p", "min_p", "seed"})
 _OF_PROMPTS = frozenset({"prompt_logprobs", "truncate_prompt_tokens"})
+_OF_TEXT = frozenset({"include_stop_str_in_output", "skip_special_tokens"})
 _OF_ENDS = frozenset({"stop", "stop_token_ids", "max_tokens", "ignore_eos", "stopping_criteria"})
 
 
@@ -80,6 +81,9 @@ class SamplingParams:
         stop_token_ids: Up to 1000 token ids below 2**31 that end the output and stay in its token_ids.
         max_tokens: In [1, 2**31) output tokens, or 0 with prompt_logprobs. None is as many as the model's length and
             the cache allow.
+        include_stop_str_in_output: Whether the text goes on to the end of the stop string, and has the text of the
+            token that ended the output. Without it the text ends before either.
+        skip_special_tokens: Whether special tokens have no text.
         min_tokens: At most max_tokens. No end-of-sequence token, stop token or stop string ends the output before.
         ignore_eos: Whether the output goes on after the model's end-of-sequence token.
         logit_bias: Up to 1000 token ids, each with a number in [-100, 100] that is added to its logit. Ids must be in
@@ -113,6 +117,8 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     stop: str | Iterable[str] | None = ()
     stop_token_ids: Iterable[int] | None = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     max_tokens: int | None = 16
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -139,8 +145,9 @@ class SamplingParams:
         self._set_integer("truncate_prompt_tokens", 1, optional=True)
         self._set_integer("max_tokens", 1 if self.prompt_logprobs is None else 0, optional=True)
         self._set_integer("min_tokens", 0, MAX_COUNT if self.max_tokens is None else self.max_tokens)
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         object.__setattr__(self, "stop", _check_strings("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _check_token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _check_biases(self.logit_bias))
@@ -264,7 +271,7 @@ class SamplingParams:
 
 
 _UNSET: dict[str, Any] = {one.name: one.default for one in fields(SamplingParams)}
-_HEEDED = _UNSET.keys() - _OF_DRAWS - _OF_PROMPTS - _OF_ENDS
+_HEEDED = _UNSET.keys() - _OF_DRAWS - _OF_PROMPTS - _OF_TEXT - _OF_ENDS
 _EARLY_ENDS = _OF_ENDS - {"max_tokens", "ignore_eos"}
 
 

@@ -10,6 +10,8 @@ from tsched.requests.callbacks import attribute_to
 from tsched.requests.detokenizer import IncrementalDetokenizer, Step
 from tsched.requests.errors import RequestFault
 from tsched.requests.outputs import Logprob
+from tsched.requests.sampling_params import SamplingParams
+from tsched.requests.token_bytes import find_token_bytes
 
 
 class TokenTexts:
@@ -30,7 +32,7 @@ class TokenTexts:
         if self._backend is not None:
             added = self._backend.get_added_tokens_decoder()
             self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._labels: dict[int, str | None] = {}
+        self._labels: dict[int, tuple[str | None, bytes | None]] = {}  # the text and the bytes of a token
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids; "" where there is no tokenizer."""
@@ -44,14 +46,17 @@ class TokenTexts:
                 raise RequestFault(f"the tokenizer's decode gave a {type(text).__name__}, not a text")
         return text
 
-    def make_detokenizer(self, stop_strings: Sequence[str] = ()) -> IncrementalDetokenizer | None:
+    def make_detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:
         """Makes the detokenizer of one output; None where there is no tokenizer."""
         if self.tokenizer is None:
             return None
-        if self._backend is None:
-            return IncrementalDetokenizer(self.decode, stop_strings)
+        skips = params.skip_special_tokens
         return IncrementalDetokenizer(
-            self.decode, stop_strings, open_stream=self._open_stream, textless=self._special_ids
+            partial(self.decode, skip_special_tokens=skips),
+            params.stop_strings,
+            open_stream=None if self._backend is None else partial(self._open_stream, skips),
+            textless=self._special_ids if skips else frozenset(),
+            includes_stop=params.include_stop_str_in_output,
         )
 
     def label_logprobs(self, token_ids: list[int], logprobs: list[float], ranks: list[int]) -> dict[int, Logprob]:
@@ -66,21 +71,26 @@ class TokenTexts:
             Token id -> log-probability, the chosen token first.
         """
         labels = [self._labels[i] if i in self._labels else self._make_label(i) for i in token_ids]
-        entries = [Logprob(*entry) for entry in zip(logprobs, ranks, labels, strict=True)]
+        entries = [Logprob(logprob, rank, *label) for logprob, rank, label in zip(logprobs, ranks, labels, strict=True)]
         found = dict(zip(token_ids, entries, strict=True))
         found[token_ids[0]] = entries[0]  # it may be one of the most likely too, there with its rank among equals
         return found
 
-    def _make_label(self, token_id: int) -> str | None:
-        """Makes the text of one token alone, a special one's too, and keeps it."""
-        label = None if self.tokenizer is None else self.decode([token_id], skip_special_tokens=False)
-        self._labels[token_id] = label
-        return label
+    def _make_label(self, token_id: int) -> tuple[str | None, bytes | None]:
+        """Makes the text of one token alone, a special one's too, and its bytes, and keeps them."""
+        if self.tokenizer is None:
+            return None, None
+        label, found = self.decode([token_id], skip_special_tokens=False), None
+        if self._backend is not None:
+            with attribute_to("the tokenizer's decode"):
+                found = find_token_bytes(self._backend, token_id)
+        self._labels[token_id] = label, found
+        return label, found
 
-    def _open_stream(self, token_ids: list[int]) -> Step:
+    def _open_stream(self, skip_special_tokens: bool, token_ids: list[int]) -> Step:
         from tokenizers.decoders import DecodeStream  # late: a directory without a tokenizer does not need it
 
-        return partial(DecodeStream(token_ids, True).step, self._backend)
+        return partial(DecodeStream(token_ids, skip_special_tokens).step, self._backend)
 
 
 def _find_backend(tokenizer: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tsched.scheduling.block_pool import NO_BLOCKS, BlockIds, BlockPool
-from tsched.scheduling.policies.base import PrefixCache
+from tsched.scheduling.policies.base import Left, PrefixCache
 from tsched.scheduling.sequence import NO_STATE, Holding, Sequence
 from tsched.scheduling.state_slots import StateSlots
 from tsched.scheduling.window import Window
@@ -226,15 +226,21 @@ class KVMemory:
         """What `sequence` had in `row`, which it has left, is kept for later prefixes as far as its first
         `num_computed` tokens go, and free.
         """
+        self.release_each([row], [(sequence, blocks, num_computed)])
+
+    def release_each(self, rows: list[int], left: list[Left]) -> None:
+        """`release` of those who have `left` their `rows` [n]."""
         if self.states is None:
-            self.cache.release(sequence, blocks, num_computed)
-            if self.window is not None:  # what was swapped out begins with what is needed
-                is_kept = sequence.host_blocks.size > 0
-                sequence.first_block = int(self.window.count_passed(sequence.num_computed)) if is_kept else 0
+            self.cache.release_each(left)
+            if self.window is not None:
+                for sequence, _, _ in left:  # what was swapped out begins with what is needed
+                    is_kept = sequence.host_blocks.size > 0
+                    sequence.first_block = int(self.window.count_passed(sequence.num_computed)) if is_kept else 0
             return
-        blocks = self.insert(row, sequence, blocks, num_computed)
-        self.states.leave(row)
-        self.cache.release(sequence, blocks, 0)
+        for row, (sequence, blocks, num_computed) in zip(rows, left, strict=True):
+            blocks = self.insert(row, sequence, blocks, num_computed)
+            self.states.leave(row)
+            self.cache.release(sequence, blocks, 0)
 
     def give_up(self, *, but: Sequence | None = None) -> Sequence | None:
         """Take back what the last in the order of the waiting sequences holds on the device; returns that sequence,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,9 +127,15 @@ class Planner:
 
     def leave(self, row: int) -> tuple[Sequence, BlockIds]:
         """The sequence in `row` stops running; returns it, with the tokens known of it, and its blocks."""
-        self.running = self.running[self.running != row]
-        self._repeatable = None
+        self.stop_running(row)
         return self._table.remove(row)
+
+    def stop_running(self, rows: Items[int] | int) -> None:
+        """The `rows` run no more, and are still in the table."""
+        is_running = np.ones(self._table.num_rows, dtype=np.bool_)
+        is_running[rows] = False
+        self.running = self.running[is_running[self.running]]
+        self._repeatable = None
 
     def _make(self, is_late: bool) -> UnderWay:
         num_preempted = self._counters.num_preemptions
@@ -262,6 +269,8 @@ class Planner:
             if blocks is None:
                 break
             self._waiting.remove(sequence)
+            if sequence.num_cached is None:
+                sequence.num_cached = sequence.num_computed
             rows.append(table.place(sequence, blocks, sequence.num_computed))
             wanted, grows = self._enter_row(rows[-1], sequence)
             spared += grows

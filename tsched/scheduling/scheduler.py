@@ -277,10 +277,7 @@ class Scheduler:
             ended |= stopped
         if np.count_nonzero(ended) == 0:
             return []
-        return [
-            self._finish_row(int(rows[i]), "stop" if stopped is not None and stopped[i] else "length")
-            for i in np.flatnonzero(ended).tolist()
-        ]
+        return self._finish_ended(rows, tokens, np.flatnonzero(ended).tolist(), stopped)
 
     def lose(self, plan: StepPlan) -> list[Sequence]:
         """End the sequences of `plan`, the oldest under way, whose outcome is lost, with the reason "error".
@@ -297,7 +294,7 @@ class Scheduler:
         table = self.table
         planned = dict(zip(plan.sampled_rows.tolist(), plan.sampled_epochs.tolist(), strict=True))
         planned |= {row: epoch for row, epoch, _ in under_way.prefills}
-        return [self._finish_row(row, "error") for row, epoch in planned.items() if table.epoch[row] == epoch]
+        return self._finish_rows({row: "error" for row, epoch in planned.items() if table.epoch[row] == epoch})
 
     def quiet_steps(self, most: int) -> int:
         """How many of the next steps, `most` at most, only repeat the last one with the next tokens, if nobody comes or
@@ -337,7 +334,7 @@ class Scheduler:
         if sequence is None:
             return None
         if sequence.row >= 0:
-            return self._finish_row(sequence.row, reason)
+            return self._finish_rows({sequence.row: reason})[0]
         if not self._groups.remove(sequence):
             self._waiting.remove(sequence)
             self._memory.drop(sequence)
@@ -436,11 +433,34 @@ class Scheduler:
                 stopped[i] |= sequence is not None and int(tokens[i]) in sequence.stop_ids
         return None if stopped is None else stopped & (lengths > table.min_length[rows])
 
-    def _finish_row(self, row: int, reason: str) -> Sequence:
-        num_committed = self.table.num_committed(row)
-        sequence, blocks = self._planner.leave(row)
-        self._memory.release(row, sequence, blocks, num_committed)
-        return self._mark_finished(sequence, reason)
+    def _finish_ended(
+        self, rows: Ints, tokens: Ints, ends: list[int], stopped: NDArray[np.bool_] | None
+    ) -> list[Sequence]:
+        """End the sequences in rows[i] for i in `ends`, by their new tokens where they are `stopped` [m]."""
+        if stopped is None:
+            return self._finish_rows({int(rows[i]): "length" for i in ends})
+        finished = self._finish_rows({int(rows[i]): "stop" if stopped[i] else "length" for i in ends})
+        for sequence, i in zip(finished, ends, strict=True):
+            if stopped[i]:
+                self._note_stop(sequence, int(tokens[i]))
+        return finished
+
+    def _note_stop(self, sequence: Sequence, token: int) -> None:
+        """`token` has ended a sequence; one of the model's ends of sequence comes before its stop ids."""
+        sequence.ended_by_token = True
+        is_eos = token in self._eos_token_ids and not sequence.params.ignore_eos
+        sequence.stop_id = None if is_eos else token
+
+    def _finish_rows(self, reasons: dict[int, str]) -> list[Sequence]:
+        """End the sequences in the rows that `reasons` has, in its order."""
+        table = self.table
+        rows, left = list(reasons), []
+        self._planner.stop_running(rows)
+        for row in rows:
+            num_committed = table.num_committed(row)
+            left.append((*table.remove(row), num_committed))
+        self._memory.release_each(rows, left)
+        return [self._mark_finished(sequence, reasons[row]) for row, (sequence, _, _) in zip(rows, left, strict=True)]
 
     def _mark_finished(self, sequence: Sequence, reason: str) -> Sequence:
         del self._unfinished[sequence.id]

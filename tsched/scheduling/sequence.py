@@ -41,7 +41,10 @@ class Sequence:
     key: int = 0  # its place in the scheduler's order: lower goes first
     row: int = -1  # its row of the table, -1 when it is not running
     finish_reason: str | None = None  # "stop", "length" or "abort"
+    ended_by_token: bool = False  # "stop", by its last token
+    stop_id: int | None = None  # which one of its stop_ids that was; None for the model's end-of-sequence
     num_preemptions: int = 0
+    num_cached: int | None = None  # tokens that it had in the cache when it first came to run
     # Where layers have windows: the place of the first block that it has. Its lists of blocks begin there.
     first_block: int = 0
     # While it waits: the blocks that it holds, on the device or on the host, and how many of its tokens are in them.

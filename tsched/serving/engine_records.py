@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tsched.serving.engine_client import ModelFacts, SampleDelta, StatsSnapshot, TokenScores
+from tsched.serving.engine_client import ModelFacts, RequestTimes, SampleDelta, StatsSnapshot, TokenScores
 
 if TYPE_CHECKING:  # they load torch, and who has an engine has loaded it
     from tsched.execution.phase_times import PhaseTimes
     from tsched.execution.served_model import ServedModel
-    from tsched.requests.outputs import CompletionOutput, Logprob
+    from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics
 
 
 def describe_model(served: ServedModel, name: str) -> ModelFacts:
@@ -56,15 +56,26 @@ def read_stats(served: ServedModel, times: PhaseTimes | None) -> StatsSnapshot:
 
 
 def describe_failure(failure: BaseException | None) -> str:
-    """The engine's failure as clients are told of it: its kind and the first line of its message, no stack."""
-    first_line = next(iter(str(failure).splitlines()), "")
-    return f"the engine failed: {type(failure).__name__}: {first_line}".rstrip(": ")
+    """The engine's failure as clients are told of it."""
+    return f"the engine failed: {describe_error(failure)}"
+
+
+def describe_error(error: BaseException | None) -> str:
+    """An error's kind and the first line of its message, no stack."""
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first_line}".rstrip(": ")
 
 
 def make_sample(output: CompletionOutput) -> SampleDelta:
     """What is new in a completion."""
     scores = None if output.logprobs is None else [make_scores(place) for place in output.logprobs]
-    return SampleDelta(output.index, output.token_ids, output.text, scores, output.finish_reason)
+    return SampleDelta(output.index, output.token_ids, output.text, scores, output.finish_reason, output.stop_reason)
+
+
+def make_times(metrics: RequestMetrics) -> RequestTimes:
+    """The times of a request that is over; a phase that it did not reach took none."""
+    queue = metrics.latency if metrics.queue_time is None else metrics.queue_time
+    return RequestTimes(queue or 0.0, metrics.prefill_time or 0.0, metrics.decode_time or 0.0)
 
 
 def make_prompt_scores(places: list[dict[int, Logprob] | None] | None) -> list[TokenScores | None] | None:

@@ -26,6 +26,7 @@ from tsched.serving.engine_records import (
     describe_model,
     make_prompt_scores,
     make_sample,
+    make_times,
     read_stats,
 )
 
@@ -175,7 +176,9 @@ class LocalStream:
             [make_sample(one) for one in output.outputs],
             output.finished,
             output.error,
+            num_cached_tokens=output.num_cached_tokens,
             prompt_logprobs=make_prompt_scores(output.prompt_logprobs),
+            times=make_times(output.metrics) if output.finished else None,
         )
 
     async def aclose(self) -> None:

@@ -122,8 +122,10 @@ def refuse(request: GenerationRequest, error: RefusedError) -> ApiError:
     """The error of a request that the engine's own checks refuse: their messages begin with the field's name."""
     name = getattr(error, "param", None)
     if name not in _SAMPLING_NAMES:
-        name = str(error).split(" ")[0]
-    if name not in _SAMPLING_NAMES:
+        name = str(error).split(" ")[0].split(".")[0]
+    if name == "structured_outputs" and request.structured_outputs is None:
+        name = "response_format"
+    if name not in _SAMPLING_NAMES | {"response_format"}:
         name = "messages" if isinstance(request, ChatRequest) else "prompt"
     return invalid_value(str(error), name)
 
@@ -132,6 +134,8 @@ def _check_pairs(request: GenerationRequest) -> None:
     """Refuses fields that contradict each other, by ApiError."""
     if request.stream_options is not None and not request.stream:
         raise invalid_value("stream_options needs stream: true", "stream_options")
+    if request.structured_outputs is not None and request.response_format is not None:
+        raise invalid_value("response_format and structured_outputs say one thing: give one", "response_format")
     if isinstance(request, CompletionRequest) and request.best_of not in (None, request.n or 1):
         message = f"best_of is {_short(request.best_of)} and n {_short(request.n or 1)}: all are returned, so give n"
         raise invalid_value(message, "best_of")
@@ -167,6 +171,7 @@ def make_job(
         prompts = _read_prompts(request, facts, codec)
     else:
         raise TypeError(f"no API has a {type(request).__name__}")
+    prompts = [_truncate(prompt, request.truncate_prompt_tokens) for prompt in prompts]
     name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
     requests = [
         EngineRequest(
@@ -233,9 +238,10 @@ def _read_prompts(request: CompletionRequest, facts: ModelFacts, codec: TextCode
         if isinstance(entry, str):
             if codec is None:
                 raise no_tokenizer("prompt")
-            check_text(entry, codec, facts.max_model_len, "prompt")
+            if request.truncate_prompt_tokens is None:
+                check_text(entry, codec, facts.max_model_len, "prompt")
         else:
-            check_ids(entry, facts)
+            check_ids(entry, facts, may_be_long=request.truncate_prompt_tokens is not None)
     return [_make_prompt(entry, codec) for entry in entries]
 
 
@@ -248,9 +254,16 @@ def _make_prompt(entry: str | list[int], codec: TextCodec | None) -> Prompt:
     return Prompt(token_ids, entry)
 
 
-def check_ids(token_ids: list[int], facts: ModelFacts, param: str = "prompt") -> None:
-    """Refuses ids outside the vocabulary, and more than the model takes, by ApiError."""
-    if len(token_ids) > facts.max_model_len:
+def _truncate(prompt: Prompt, most: int | None) -> Prompt:
+    """The last `most` tokens of a prompt; None keeps all."""
+    if most is None or len(prompt.token_ids) <= most:
+        return prompt
+    return Prompt(prompt.token_ids[-most:], None)
+
+
+def check_ids(token_ids: list[int], facts: ModelFacts, param: str = "prompt", *, may_be_long: bool = False) -> None:
+    """Refuses ids outside the vocabulary, and more than the model takes unless they may be long, by ApiError."""
+    if len(token_ids) > facts.max_model_len and not may_be_long:
         message = f"the model takes {facts.max_model_len} tokens; {param} has {len(token_ids)}"
         raise invalid_value(message, param, "context_length_exceeded")
     wrong = next((one for one in token_ids if not 0 <= one < facts.vocab_size), None)
@@ -266,7 +279,7 @@ def _encode_chat(request: ChatRequest, facts: ModelFacts, codec: TextCodec | Non
         message = "the model has no chat template: start the server with --chat-template FILE, or use /v1/completions"
         raise invalid_value(message, "messages")
     num_chars = sum(len(message.text) for message in request.messages)
-    if num_chars > facts.max_model_len * codec.max_token_chars:
+    if num_chars > facts.max_model_len * codec.max_token_chars and request.truncate_prompt_tokens is None:
         message = f"the model takes {facts.max_model_len} tokens, and {num_chars} characters have more"
         raise invalid_value(message, "messages", "context_length_exceeded")
     conversation = Conversation(

@@ -74,7 +74,7 @@ class CompletionWriter:
             ids = self._prompt_ids[: len(self._prompt_scores)]  # none, but where the prompt is echoed
             places, self._prompt_scores = [*self._prompt_scores, *(delta.logprobs or ())], ()
             logprobs = self._logprobs.describe(places, [*ids, *delta.token_ids])
-        return {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        return {"index": self._index, "text": text, "logprobs": logprobs, **_describe_end(delta)}
 
     @staticmethod
     def is_empty(choice: dict[str, Any]) -> bool:
@@ -107,7 +107,7 @@ class ChatWriter:
         logprobs = None
         if self._num_top is not None:
             logprobs = {"content": [self._describe(place) for place in delta.logprobs or []]}
-        return {"index": self._index, "delta": content, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        return {"index": self._index, "delta": content, "logprobs": logprobs, **_describe_end(delta)}
 
     @staticmethod
     def is_empty(choice: dict[str, Any]) -> bool:
@@ -127,6 +127,7 @@ class ChatWriter:
             "message": {"role": "assistant", "content": text},
             "logprobs": logprobs,
             "finish_reason": choices[-1]["finish_reason"],
+            "stop_reason": choices[-1]["stop_reason"],
         }
 
     def _describe(self, place: TokenScores) -> dict[str, Any]:
@@ -139,6 +140,13 @@ class ChatWriter:
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         piece = b"" if self._codec is None else self._codec.token_bytes(token_id)
         return {"token": _name(self._codec, token_id), "logprob": logprob, "bytes": list(piece)}
+
+
+def _describe_end(delta: SampleDelta) -> dict[str, Any]:
+    """Why a choice ended; `stop_reason` is vLLM's: the stop string or token that ended it."""
+    if delta.finish_reason is None:
+        return {"finish_reason": None}
+    return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
 
 
 def _most_likely(place: TokenScores, count: int) -> list[tuple[int, float]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from tsched.requests.token_bytes import find_token_bytes
 from tsched.serving.protocol.errors import ApiError, invalid_value
 from tsched.serving.protocol.tokenization import TokenizerInfo
 from tsched.torch_free import TKernelsError
@@ -50,7 +51,7 @@ class TextCodec:
         self.config: Mapping[str, Any] = json.loads(config_file.read_text()) if config_file.is_file() else {}
         self.max_token_chars = max(map(len, vocabulary), default=1)
         self.token = functools.lru_cache(_MEMO)(self._token)
-        self._pieces = functools.lru_cache(_MEMO)(self._piece)
+        self._pieces = functools.lru_cache(_MEMO)(functools.partial(find_token_bytes, self.tokenizer))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -85,26 +86,6 @@ class TextCodec:
             return piece.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
-
-    def _piece(self, token_id: int) -> bytes:
-        text = self.decode([token_id], skip_special_tokens=False)
-        if "\ufffd" not in text:
-            return text.encode()
-        name = str(self.tokenizer.id_to_token(token_id))
-        if len(name) == 6 and name.startswith("<0x"):
-            return bytes([int(name[3:5], 16)])
-        alphabet = _byte_alphabet()
-        if all(letter in alphabet for letter in name):
-            return bytes(alphabet[letter] for letter in name)
-        return text.encode()
-
-
-@functools.cache
-def _byte_alphabet() -> Mapping[str, int]:
-    """The letters that byte-level BPE writes bytes as (GPT-2's): printable ones stand for themselves."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def special_token(token: Any) -> str | None:

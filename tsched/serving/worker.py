@@ -21,10 +21,12 @@ from tsched.execution.phase_times import PhaseTimes
 from tsched.execution.served_model import ServedModel
 from tsched.serving.engine_client import Delta, EngineRequest, RequestRefusedError, StatsSnapshot, read_sampling
 from tsched.serving.engine_records import (
+    describe_error,
     describe_failure,
     describe_model,
     make_prompt_scores,
     make_sample,
+    make_times,
     read_stats,
 )
 from tsched.serving.link import LinkError, Message, encode_message, read_message
@@ -166,7 +168,21 @@ class Worker:
     ) -> None:
         now = read_stats(engine.served, engine.times)
         stats = {name: getattr(now, name) for name in _STATS}  # asdict copies what is in it
-        self._send({"kind": "news", "tokens": tokens, "deltas": deltas, "refusals": refusals, "stats": stats})
+        try:
+            self._send({"kind": "news", "tokens": tokens, "deltas": deltas, "refusals": refusals, "stats": stats})
+        except LinkError as error:  # log-probabilities of long prompts
+            if len(deltas) > 1:
+                half = len(deltas) // 2
+                self._send_news(engine, tokens, deltas[:half])
+                self._send_news(engine, deltas=deltas[half:], refusals=refusals)
+                return
+            ((request_id, _),) = deltas
+            ticket = self._tickets.pop(request_id, None)
+            if ticket is not None:
+                engine.thread.abort(ticket)
+            self._send_news(
+                engine, tokens, refusals=[*refusals, (request_id, f"its answer is too long: {error}", None)]
+            )
 
     def _end(self, failure: BaseException | None) -> None:
         """The engine has ended, which it does of itself only by failing."""
@@ -177,10 +193,10 @@ class Worker:
             try:
                 swap = await asyncio.to_thread(engine.served._plan_swap, choices)
                 first_step = await asyncio.wrap_future(engine.thread.call(swap))
-            except tkernels.SelectionError as error:
-                self._send({"kind": "swap_refused", "id": swap_id, "reason": str(error), "param": "kernels"})
-            except RuntimeError:
-                return  # the engine has failed, which is told anyway
+            except Exception as error:  # memory for weights in another layout, besides what is refused
+                is_refusal = isinstance(error, tkernels.SelectionError)
+                reason = str(error) if is_refusal else describe_error(error)
+                self._send({"kind": "swap_refused", "id": swap_id, "reason": reason, "param": "kernels"})
             else:
                 arm = engine.served.arm
                 self._send({"kind": "swapped", "id": swap_id, "first_step": first_step, "arm": arm})
@@ -210,7 +226,14 @@ class Worker:
 
 def _make_delta(news: News) -> Delta:
     prompt_scores = make_prompt_scores(news.prompt_logprobs)
-    return Delta([make_sample(news.completion)], news.is_last, news.error, prompt_logprobs=prompt_scores)
+    return Delta(
+        [make_sample(news.completion)],
+        news.is_last,
+        news.error,
+        num_cached_tokens=news.ticket.num_cached_tokens,
+        prompt_logprobs=prompt_scores,
+        times=make_times(news.metrics) if news.is_last else None,
+    )
 
 
 def _load_model(model: str, options: dict[str, Any], folders: list[str]) -> tuple[ServedModel, PhaseTimes]:

@@ -21,7 +21,7 @@ from tests.tmodel.formats.test_layouts import INPUTS, OUTPUTS, saved
 from tests.tmodel.formats.test_models import network, served, tokens
 from tkernels.quantized.weight import dequantize
 from tmodel import ConfigError, WeightError, load_config
-from tmodel.formats import AWQ, GPTQ, parse_format
+from tmodel.formats import AWQ, FP8, GPTQ, parse_format
 from tmodel.model_names import find_model
 
 GPTQ_4 = settings(Kind("gptq", 4, 32))
@@ -249,3 +249,35 @@ def test_a_folder_of_gguf_is_called_that(write_checkpoint: WriteCheckpoint, has_
     for name in (str(directory), directory, str(directory / "model-Q4_K_M.gguf"), directory / "model-Q4_K_M.gguf"):
         with pytest.raises(ConfigError, match=r"model-Q4_K_M\.gguf: GGUF, llama\.cpp's format, is not read\. Take the"):
             find_model(name)
+
+
+AUTO_ROUND_FP8 = {
+    "quant_method": "auto-round", "packing_format": "auto_round:fp8", "bits": 8, "data_type": "fp", "act_bits": 8,
+    "act_dynamic": True, "group_size": [128, 128], "sym": True, "activation_scheme": "dynamic", "fmt": "e4m3",
+    "weight_block_size": [128, 128], "block_name_to_quantize": "model.layers",
+}  # fmt: skip
+
+
+def test_auto_round_s_fp8_is_fp8_with_layers_that_are_dense() -> None:
+    found = parse_format({**AUTO_ROUND_FP8, "extra_config": {"model.layers.1.mlp.up_proj": {"bits": 16}}})
+    assert isinstance(found, FP8)
+    assert (found.activation_scheme, found.weight_block_size) == ("dynamic", [128, 128])
+    names = ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj", "other.layers.0.mlp.up_proj", "lm_head")
+    assert [found.scheme(name) is None for name in names] == [False, True, True, True]
+    assert found.scheme(names[0]) == parse_format({**AUTO_ROUND_FP8, "quant_method": "fp8"}).scheme(names[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"act_bits": 16}, "act_bits: Input should be 8, got 16"),
+        ({"data_type": "int"}, "data_type: Input should be 'fp', got 'int'"),
+        ({"fmt": "e5m2"}, "fmt: .*'e5m2'"),
+        ({"weight_block_size": [64, 64]}, r"weight_block_size: blocks of \[64, 64\] are not supported"),
+        ({"extra_config": {"a": {"bits": 4}}}, r"extra_config\['a'\]: 'auto_round:fp8' .* with bits 16; got bits 4"),
+        ({"extra_config": {"a(": {"bits": 16}}}, r"'a\(': .*unterminated"),
+    ],
+)
+def test_an_fp8_config_of_auto_round_that_is_not_supported(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"quant_method auto-round: .*{message}"):
+        parse_format({**AUTO_ROUND_FP8, **changes})

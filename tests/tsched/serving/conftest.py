@@ -48,9 +48,11 @@ class RunningServer:
         return self
 
     def stop(self) -> None:
+        """As two signals: what is in work ends at once."""
         assert self.loop is not None
         with contextlib.suppress(RuntimeError):  # it has stopped, and its loop is closed
-            self.loop.call_soon_threadsafe(self.server.stop)
+            for _ in range(2):
+                self.loop.call_soon_threadsafe(self.server.stop)
         self._thread.join(30)
         assert not self._thread.is_alive()
 

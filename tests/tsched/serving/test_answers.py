@@ -11,6 +11,9 @@ from tokenizers import Tokenizer
 
 from tests.tsched.serving.conftest import OPTIONS, RunningServer
 from tsched import LLM, RequestOutput, SamplingParams
+from tsched.serving.app import create_app
+from tsched.serving.auth import Keys, Tenant
+from tsched.serving.local_client import LocalClient
 from tsched.serving.protocol.completions import CompletionRequest
 from tsched.serving.responses import frame
 
@@ -211,7 +214,10 @@ VARIED: list[dict[str, Any]] = [
     {"ignore_eos": True, "frequency_penalty": 2.0},
     {"repetition_penalty": 3.0, "top_p": 0.5},
     {"presence_penalty": -2.0},
+    {"stop": ["H"], "include_stop_str_in_output": True},
+    {"skip_special_tokens": False, "include_stop_str_in_output": True, "logit_bias": {"0": 100.0}},
     {"n": 3},
+    {"truncate_prompt_tokens": 3},
 ]
 
 
@@ -222,11 +228,48 @@ def test_each_sampling_parameter_has_the_engines_effect(
     sampling = {"temperature": 1.3, "seed": 11, "max_tokens": 12}
     body = {"model": "random", "prompt": PROMPTS[0], **sampling}
     biases = varied.get("logit_bias")
-    own = varied if biases is None else {"logit_bias": {int(token): bias for token, bias in biases.items()}}
+    own = varied if biases is None else varied | {"logit_bias": {int(one): bias for one, bias in biases.items()}}
     (expected,) = generate(llm, [PROMPTS[0]], **sampling, **own)
     found = [choice["text"] for choice in server.post("/v1/completions", body | varied).json["choices"]]
     assert found == [one.text for one in expected.outputs]
     assert found != [choice["text"] for choice in server.post("/v1/completions", body).json["choices"]]
+
+
+def test_what_stopped_a_choice_is_said(server: RunningServer, llm: LLM) -> None:
+    sampling = {"temperature": 1.3, "seed": 11, "max_tokens": 12}
+    (output,) = generate(llm, [PROMPTS[0]], **sampling)
+    token, text = output.outputs[0].token_ids[4], output.outputs[0].text[0]
+    body = {"model": "random", "prompt": PROMPTS[0], **sampling}
+    for stop, reason in (({"stop_token_ids": [token]}, token), ({"stop": [text]}, text), ({}, None)):
+        (choice,) = server.post("/v1/completions", body | stop).json["choices"]
+        assert choice["stop_reason"] == reason
+        (last,) = server.post("/v1/completions", body | stop | {"stream": True}).events[-1]["choices"]
+        assert (last["stop_reason"], last["finish_reason"]) == (reason, choice["finish_reason"])
+
+
+def test_tenants_share_no_cached_prefix(chat_checkpoint: Path) -> None:
+    keys = {"alice-0123456789": Tenant("alice"), "bob-0123456789abc": Tenant("bob")}
+    client = LocalClient(chat_checkpoint, **OPTIONS, prefix_cache="hash")
+    own = RunningServer(create_app(client, keys=Keys(keys))).wait_until_ready()
+    body = {"model": "random", "prompt": list(range(5, 45)), "max_tokens": 2}
+    alice, bob = ({"authorization": f"Bearer {key}"} for key in keys)
+    cached = [
+        own.post("/v1/completions", body | salt, headers).json["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for headers, salt in ((alice, {}), (alice, {}), (bob, {}), (alice, {"cache_salt": "s"}), (bob, {}))
+    ]
+    own.stop()
+    assert cached[0] == cached[2] == cached[3] == 0
+    assert cached[1] == cached[4] >= 32
+
+
+def test_a_long_prompt_is_cut_where_asked(server: RunningServer, llm: LLM) -> None:
+    sampling = {"temperature": 0.0, "max_tokens": 6, "truncate_prompt_tokens": 7}
+    for prompt in (list(range(5, 205)), "def scan(line): " * 200):
+        (expected,) = generate(llm, [prompt], **sampling)
+        answer = server.post("/v1/completions", {"model": "random", "prompt": prompt, "echo": True, **sampling}).json
+        cut = llm.tokenizer.decode(expected.prompt_token_ids[-7:])
+        assert answer["choices"][0]["text"] == cut + expected.outputs[0].text
+        assert answer["usage"]["prompt_tokens"] == 7
 
 
 def test_every_sampling_parameter_is_on_the_wire_or_said_otherwise() -> None:
@@ -236,3 +279,11 @@ def test_every_sampling_parameter_is_on_the_wire_or_said_otherwise() -> None:
         "stopping_criteria": "code",
     }
     assert {one.name for one in fields(SamplingParams)} - CompletionRequest.model_fields.keys() == otherwise.keys()
+
+
+def test_what_is_taken_without_effect_has_none(server: RunningServer) -> None:
+    body = {"model": "random", "messages": [{"role": "user", "content": "def"}], "max_tokens": 4, "temperature": 0}
+    plain = server.post("/v1/chat/completions", body).json["choices"]
+    extra = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s",
+             "parallel_tool_calls": True, "tool_choice": "none", "modalities": ["text"]}  # fmt: skip
+    assert server.post("/v1/chat/completions", body | extra).json["choices"] == plain

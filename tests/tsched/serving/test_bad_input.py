@@ -4,6 +4,7 @@ import gzip
 import json
 import socket
 import time
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -19,6 +20,14 @@ TALK: dict[str, Any] = {"model": "random", "messages": [{"role": "user", "conten
 JSON = {"content-type": "application/json"}
 IMAGE = [{"type": "image_url", "image_url": {"url": "data:"}}]
 TOO_MANY = [[5]] * 129
+
+
+def schema(definition: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": definition}}}
+
+
+def deep(depth: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": deep(depth - 1)}} if depth else {"type": "string"}
 
 
 def talk(**message: Any) -> dict[str, Any]:
@@ -92,6 +101,16 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (TALK, {"top_logprobs": 2}, "invalid_value", "top_logprobs"),
     (TALK, {"logprobs": 2}, "invalid_value", "logprobs"),
     (TALK, {"logprobs": True, "top_logprobs": 21}, "invalid_value", "top_logprobs"),
+    (TALK, {"response_format": {"type": "xml"}}, "invalid_value", "response_format"),
+    (TALK, {"response_format": {"type": "json_schema"}}, "invalid_value", "response_format"),
+    (TALK, schema({"type": "wizard"}), "invalid_value", "response_format"),
+    (TALK, schema(deep(100)), "invalid_value", "response_format"),
+    (TALK, schema({"type": "string", "pattern": "("}), "invalid_value", "response_format"),
+    (TALK, schema({"enum": ["a" * 10**6]}), "invalid_value", "response_format"),
+    (TEXT, {"structured_outputs": {"regex": "("}}, "invalid_value", "structured_outputs"),
+    (TEXT, {"structured_outputs": {"regexp": "a"}}, "invalid_value", "structured_outputs"),
+    (TEXT, {"structured_outputs": {}}, "invalid_value", "structured_outputs"),
+    (TEXT, {"structured_outputs": {"regex": "a"}, **schema({})}, "invalid_value", "response_format"),
     (TALK, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "unsupported_parameter", "tools"),
     (TALK, {"tool_choice": "auto"}, "invalid_value", "tool_choice"),
     (TALK, {"modalities": ["text", "audio"]}, "invalid_value", "modalities"),
@@ -260,3 +279,11 @@ def test_a_refusal_stays_short_however_much_is_wrong(server: RunningServer) -> N
         answer = server.post("/v1/completions", TEXT | wrong)
         assert answer.status in (400, 404)
         assert len(answer.body) <= 4096
+
+
+def test_the_page_lists_what_is_taken_without_effect() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+    listed = page[page.index("Without effect") :].partition("\n\n")[0]
+    for name in ("user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"):
+        assert f"`{name}" in listed
+        assert name in ChatRequest.model_fields

@@ -1,11 +1,14 @@
 """OpenAI's own clients, unchanged, against a real server: its numbers are the engine's."""
 
 import asyncio
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from tests.tsched.serving.conftest import OPTIONS, RunningServer
 from tsched import LLM, RequestOutput, SamplingParams
@@ -80,6 +83,35 @@ def test_asynchronous_clients_at_once(server: RunningServer, llm: LLM) -> None:
     texts = asyncio.run(ask_all())
     assert texts == [generate(llm, PROMPT, **DRAWN | {"seed": seed}).outputs[0].text for seed in range(8)]
     assert len(set(texts)) > 4
+
+
+class Verdict(BaseModel):
+    kind: Literal["right", "wrong"]
+    places: Annotated[list[bool], Field(max_length=3)]
+
+
+def test_a_parsed_chat_is_of_its_schema(client: openai.OpenAI, llm: LLM) -> None:
+    spaces = {str(llm.tokenizer(one)["input_ids"][0]): -100 for one in (" ", "\n", "\t", "\r")}  # JSON may have many
+    for seed in range(3):
+        answer = client.chat.completions.parse(
+            model="random",
+            messages=MESSAGES,
+            response_format=Verdict,
+            temperature=2.0,
+            seed=seed,
+            max_tokens=80,
+            logit_bias=spaces,
+        )
+        assert answer.choices[0].finish_reason == "stop"
+        assert isinstance(answer.choices[0].message.parsed, Verdict)
+
+
+def test_a_form_is_kept_in_streams_too(client: openai.OpenAI) -> None:
+    form = {"structured_outputs": {"regex": "[ab]{5}-(yes|no)"}}
+    chunks = client.completions.create(
+        model="random", prompt=PROMPT, stream=True, extra_body=form, temperature=2.0, seed=1, max_tokens=40
+    )
+    assert re.fullmatch("[ab]{5}-(yes|no)", "".join(chunk.choices[0].text for chunk in chunks))
 
 
 def test_errors_have_openais_types(client: openai.OpenAI) -> None:

@@ -10,12 +10,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from tests.tsched.serving.soak import worker_of
 from tests.tsched.test_llm import PROMPTS
+from tkernels.ranges import NVTX
 from tsched import LLM, SamplingParams
+from tsched.execution.engine_thread import EngineThread, Ticket
+from tsched.execution.phase_times import PhaseTimes
+from tsched.serving import link
 from tsched.serving.engine_client import (
     Delta,
     DeltaStream,
@@ -23,10 +29,12 @@ from tsched.serving.engine_client import (
     EngineRequest,
     KernelSwap,
     RequestRefusedError,
+    SampleDelta,
 )
 from tsched.serving.link import Message
 from tsched.serving.local_client import LocalClient
 from tsched.serving.supervisor import SupervisedClient
+from tsched.serving.worker import Worker, _Engine
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float64", "max_num_seqs": 8}
 LONG = {"temperature": 0, "max_tokens": 80, "ignore_eos": True}
@@ -98,6 +106,12 @@ def test_a_workers_streams_are_the_engines_own_and_a_step_is_one_message(
         assert len([count for count in news if count]) <= client.stats().num_steps
         assert max(news) == OPTIONS["max_num_seqs"]
 
+        going = client.submit(EngineRequest("going", PROMPTS[0], LONG | {"n": 2}))
+        await anext(going)
+        client.abort("going")
+        assert {one.finish_reason for one in (await rest(going))[-1].samples} == {"abort"}
+        assert (client.stats().num_running, client.stats().num_used_blocks) == (0, 0)
+
         with pytest.raises(RequestRefusedError, match="out of vocabulary"):
             await collect(client, "a", [300], {})
         with pytest.raises(RequestRefusedError, match="there is .*one_pass"):
@@ -112,6 +126,60 @@ def test_a_workers_streams_are_the_engines_own_and_a_step_is_one_message(
         await client.drain()
 
     asyncio.run(main())
+
+
+class Sink:
+    """A link's writer that keeps the messages."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, frame: bytes) -> None:
+        self.messages.append(json.loads(frame[4:]))
+
+
+def test_news_too_long_for_one_message_are_several_and_a_request_too_long_for_one_is_told(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "MAX_FRAME_BYTES", 4000)
+    sink, thread, aborted = Sink(), SimpleNamespace(failure=None), []
+    thread.abort = aborted.append
+    engine = _Engine(LLM(checkpoint, **OPTIONS), PhaseTimes(NVTX), thread)
+    worker = Worker(cast("asyncio.StreamReader", None), cast("asyncio.StreamWriter", sink))
+    worker._tickets["long"] = ticket = cast("Ticket", object())
+    sizes = {"a": 100, "b": 900, "long": 5000, "c": 900, "d": 1}
+    deltas = [(name, Delta([SampleDelta(0, [1], "x" * size, None)], False)) for name, size in sizes.items()]
+    worker._send_news(engine, [("t", 0, [5], "y")], deltas, [("r", "no", None)])
+    assert [one for message in sink.messages for one in message["tokens"]] == [["t", 0, [5], "y"]]
+    sent = [name for message in sink.messages for name, _ in message["deltas"]]
+    assert sent == ["a", "b", "c", "d"]
+    refused = [one for message in sink.messages for one in message["refusals"]]
+    assert [name for name, _, _ in refused] == ["long", "r"]
+    assert "its answer is too long" in refused[0][1]
+    assert aborted == [ticket]
+
+
+def test_a_swap_that_runs_out_of_memory_is_answered(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(checkpoint, **OPTIONS)
+
+    def fail(choices: object) -> None:
+        raise RuntimeError("out of memory\nbelow it a stack")
+
+    monkeypatch.setattr(llm, "_plan_swap", fail)
+    sink = Sink()
+
+    async def main() -> None:
+        worker = Worker(cast("asyncio.StreamReader", None), cast("asyncio.StreamWriter", sink))
+        await worker._swap(_Engine(llm, PhaseTimes(NVTX), cast("EngineThread", None)), 3, {})
+
+    asyncio.run(main())
+    (answer,) = sink.messages
+    assert answer == {
+        "kind": "swap_refused", "id": 3, "reason": "RuntimeError: out of memory", "param": "kernels",
+    }  # fmt: skip
 
 
 def test_the_front_end_of_a_worker_loads_no_torch() -> None:
@@ -212,6 +280,29 @@ def test_100_swaps_in_a_real_worker_drop_no_request(checkpoint: Path) -> None:
 def _local(checkpoint: Path) -> list[dict[int, tuple[list[int], str, str | None]]]:
     outputs = LLM(checkpoint, **OPTIONS).generate(PROMPTS[:6], SamplingParams(**LONG))
     return [{0: (list(o.outputs[0].token_ids), o.outputs[0].text, o.outputs[0].finish_reason)} for o in outputs]
+
+
+@pytest.mark.slow
+def test_a_worker_ends_with_its_front_end(checkpoint: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from experiments.cli import main; main()",
+        "serve",
+        str(checkpoint),
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as front:
+        assert front.stdout is not None
+        front.stdout.readline()
+        while (worker := worker_of(front.pid)) is None:
+            time.sleep(0.02)
+        front.kill()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{worker}").exists():
+        assert time.monotonic() < deadline, "it serves nobody"
+        time.sleep(0.02)
 
 
 @pytest.mark.slow

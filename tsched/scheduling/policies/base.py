@@ -43,6 +43,10 @@ class CacheStats:
         return self.hit_tokens * bytes_per_token
 
 
+Left = tuple[Sequence, BlockIds, int]
+"""A sequence that stops, its blocks, and how many of its tokens are computed in them: what `release` takes."""
+
+
 class PrefixCache(Protocol):
     """The owner of the device pool's free and cached blocks. What it keeps it must give up when `allocate` asks.
 
@@ -90,6 +94,9 @@ class PrefixCache(Protocol):
 
     def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
         """`insert`, and drop the caller's references to `blocks` [b]. num_computed 0 only drops them."""
+
+    def release_each(self, left: list[Left]) -> None:
+        """`release` of several sequences, with fewer array calls."""
 
     def stats(self) -> CacheStats: ...
 

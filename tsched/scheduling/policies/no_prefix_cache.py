@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tsched.scheduling.block_pool import NO_BLOCKS, BlockIds, BlockPool
-from tsched.scheduling.policies.base import CacheStats
+from tsched.scheduling.policies.base import CacheStats, Left
 from tsched.scheduling.sequence import Sequence
 
 
@@ -39,6 +39,9 @@ class NoPrefixCache:
 
     def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
         self._pool.release(blocks)
+
+    def release_each(self, left: list[Left]) -> None:
+        self._pool.release_each([blocks for _, blocks, _ in left])
 
     def stats(self) -> CacheStats:
         return CacheStats()

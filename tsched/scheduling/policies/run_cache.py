@@ -9,7 +9,7 @@ from typing import Generic
 import numpy as np
 
 from tsched.scheduling.block_pool import BlockIds, BlockPool
-from tsched.scheduling.policies.base import CacheStats
+from tsched.scheduling.policies.base import CacheStats, Left
 from tsched.scheduling.policies.run_queue import AnyRun, RunQueue
 from tsched.scheduling.sequence import Sequence
 
@@ -122,9 +122,13 @@ class RunCache(ABC, Generic[AnyRun]):
         return blocks
 
     def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
-        cached = self._pool.release(self.insert(sequence, blocks, num_computed))
-        if cached.size:
-            self._unused.touch(self._run(cached[-1]))
+        self.release_each([(sequence, blocks, num_computed)])
+
+    def release_each(self, left: list[Left]) -> None:
+        # All are inserted first: what one has may be what another releases.
+        for cached in self._pool.release_each([self.insert(*one) for one in left]):
+            if cached.size:
+                self._unused.touch(self._run(cached[-1]))
 
     def stats(self) -> CacheStats:
         return self._lookups.stats(self._unused.num_evictions)

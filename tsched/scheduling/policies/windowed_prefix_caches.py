@@ -15,7 +15,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from tsched.scheduling.block_pool import NO_BLOCK, BlockIds, BlockPool
-from tsched.scheduling.policies.base import CacheStats
+from tsched.scheduling.policies.base import CacheStats, Left
 from tsched.scheduling.policies.hash_prefix_cache import DIGEST_SIZE, BlockDigests, draw_secret
 from tsched.scheduling.policies.run_cache import Lookups
 from tsched.scheduling.policies.run_queue import eviction_batch
@@ -128,6 +128,10 @@ class WindowedPrefixCache(ABC):
         for block in self._pool.release(self.insert(sequence, blocks, num_computed)).tolist():
             self._unused[block] = None
             self._unused.move_to_end(block)
+
+    def release_each(self, left: list[Left]) -> None:
+        for one in left:
+            self.release(*one)
 
     def stats(self) -> CacheStats:
         return self._lookups.stats(self._num_evictions)

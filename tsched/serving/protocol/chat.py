@@ -34,17 +34,12 @@ class Message(WireModel):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class TextFormat(WireModel):
-    type: Literal["text"]
-
-
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     max_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    response_format: TextFormat | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
@@ -95,6 +90,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    stop_reason: str | int | None = None
 
 
 class ChatCompletion(BaseModel):

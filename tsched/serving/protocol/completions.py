@@ -42,6 +42,7 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
+    stop_reason: str | int | None = None
 
 
 class Completion(BaseModel):

@@ -32,6 +32,29 @@ class StreamOptions(WireModel):
     continuous_usage_stats: bool | None = None
 
 
+class TextFormat(WireModel):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(WireModel):
+    type: Literal["json_object"]
+
+
+class JsonSchema(WireModel):
+    name: str
+    description: str | None = None
+    definition: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None  # outputs are always of the schema
+
+
+class JsonSchemaFormat(WireModel):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
 class GenerationRequest(WireModel):
     """What any request for text may say; null is the default everywhere."""
 
@@ -45,13 +68,18 @@ class GenerationRequest(WireModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
+    truncate_prompt_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     logit_bias: dict[TokenKey, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str | list[int]] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     stream: bool | None = None
@@ -62,6 +90,11 @@ class GenerationRequest(WireModel):
     def sampling(self) -> dict[str, Any]:
         """The fields that are SamplingParams' own and were given."""
         given = {name: getattr(self, name) for name in _SAMPLING_NAMES if name in type(self).model_fields}
+        if isinstance(self.response_format, JsonObjectFormat):
+            given["structured_outputs"] = {"json_object": True}
+        elif isinstance(self.response_format, JsonSchemaFormat):
+            schema = self.response_format.json_schema.definition
+            given["structured_outputs"] = {"json_object": True} if schema is None else {"json": schema}
         return {name: value for name, value in given.items() if value is not None}
 
 

@@ -1,4 +1,7 @@
-"""Packs with llm-compressor; compressed-tensors decodes. Options: a group of its config, `weights` and the rest."""
+"""Packs with llm-compressor; compressed-tensors decodes.
+
+Options: `kv_cache_scheme`, where the cache is quantized too; the rest is a group of its config, `weights` and so on.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsC
 
 def pack(model: Path, checkpoint: Path, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     dense = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-    groups = {"group_0": {"targets": ["Linear"], **options}}
+    told = dict(options)
+    cache = told.pop("kv_cache_scheme", None)
+    groups = {"group_0": {"targets": ["Linear"], **told}}
     windows = [
         {name: tensor[0].tolist() for name, tensor in window.items()}
         for window in calibration_tokens(dense.config.vocab_size)
     ]
     oneshot(
-        model=dense, recipe=QuantizationModifier(config_groups=groups, ignore=["lm_head"]),
+        model=dense,
+        recipe=QuantizationModifier(config_groups=groups, ignore=["lm_head"], kv_cache_scheme=cache),
         dataset=Dataset.from_list(windows), num_calibration_samples=len(windows), max_seq_length=64,
     )  # fmt: skip
     dense.save_pretrained(checkpoint, save_compressed=True)
