@@ -73,11 +73,16 @@ def find_fault(params: SamplingParams, output: RequestOutput) -> str | None:
     assert params.structured_outputs is not None
     schema = str(params.structured_outputs.json)
     try:
-        value = json.loads(one.text)
+        value = json.loads(one.text, parse_float=_read_float)
     except ValueError as error:
         return f"{one.text!r} of {schema} is no JSON: {error}"
     valid = jsonschema_rs.validator_for(json.loads(schema)).is_valid(value)
     return None if valid else f"{one.text!r} is not of {schema}"
+
+
+def _read_float(text: str) -> float:
+    """JSON's numbers have no bound: the largest double stands for those beyond, which would be read as infinite."""
+    return max(-sys.float_info.max, min(sys.float_info.max, float(text)))
 
 
 def main() -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import re
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,27 @@ def test_a_stream_has_a_form_too(checkpoint: Path) -> None:
         async with make_async(checkpoint) as llm:
             parts = [part.outputs[0].text async for part in llm.add_request("a", PROMPTS[1], params)]
         assert set(json.loads("".join(parts))) == {"a"}
+
+    run(main)
+
+
+def test_an_online_engine_serves_others_while_a_form_is_compiled(checkpoint: Path) -> None:
+    """And one that is aborted, or whose engine drains, in that time has its end."""
+    slow = with_form(json=INTERSECTED)
+
+    async def main() -> None:
+        async with make_async(checkpoint) as llm:
+            names = ("refused", "aborted")
+            streams = [llm.add_request(name, PROMPTS[0], slow) for name in names]
+            parts = [part async for part in llm.add_request("b", PROMPTS[1], SamplingParams(max_tokens=3))]
+            assert sum(len(part.outputs[0].token_ids) for part in parts) == 3
+            await streams[1].aclose()
+            draining = asyncio.ensure_future(llm.drain())
+            (part,) = [part async for part in streams[0]]
+            assert "takes more than 1 s" in str(part.error)
+            await draining
+        while any(thread.name == "grammar compiler" for thread in threading.enumerate()):  # the aborted one's
+            await asyncio.sleep(0.05)
 
     run(main)
 

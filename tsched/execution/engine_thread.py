@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -169,7 +170,12 @@ class EngineThread:
             if self.has_ended:
                 raise RuntimeError("the engine's thread has ended")
             self._active[ticket] = None
-            self._commands.put(lambda: self._begin(ticket))
+        begin = partial(self._commands.put, partial(self._begin, ticket))
+        grammar = ticket.prepared.grammar
+        if grammar is None:
+            begin()
+        else:
+            grammar.add_done_callback(lambda _: begin())  # at once where it is compiled
 
     def abort(self, ticket: Ticket) -> None:
         """Ends a request in whatever state it is. Any thread may call this at any moment, also after its end."""
@@ -247,7 +253,7 @@ class EngineThread:
                 self._ended += engine.step()
             self._report()
             if not engine.has_unfinished and not self._must_stop.is_set():
-                if self._stops_when_idle:
+                if self._stops_when_idle and not self._active:  # some may wait for their grammars
                     return
                 self._wait()
         for ticket in list(self._active):
@@ -263,6 +269,8 @@ class EngineThread:
         command()
 
     def _begin(self, ticket: Ticket) -> None:
+        if ticket not in self._active:  # aborted while its grammar was compiled
+            return
         try:
             ticket.requests = self._start(ticket.prepared)
         except RefusedError as error:
@@ -278,6 +286,9 @@ class EngineThread:
             )
 
     def _abort(self, ticket: Ticket) -> None:
+        if not ticket.requests and ticket in self._active:  # its grammar is being compiled
+            self._refused += self._tell_ends(ticket, "abort", None)
+            del self._active[ticket]
         for request in ticket.requests:
             if request.finish_time is None and self._engine.abort(request.sequence.id) is not None:
                 self._ended.append(request)

@@ -20,7 +20,7 @@ from tsched.execution.device_state import to_device
 from tsched.execution.grammar_masks import GrammarMasks
 from tsched.execution.penalties import PenaltyCounts
 from tsched.execution.random_numbers import UniformTable
-from tsched.execution.token_biases import TokenBiases
+from tsched.execution.token_biases import HeldEnds, TokenBiases
 from tsched.execution.token_masks import AllowedTokens
 from tsched.requests.errors import RequestFault
 from tsched.requests.logits_processors import apply_processors
@@ -97,7 +97,6 @@ class Sampler:
 
     def __init__(self, table: SequenceTable, *, seed: int, eos_token_ids: tuple[int, ...]) -> None:
         self._table = table
-        self._eos_token_ids = eos_token_ids
         self._uniforms = UniformTable(table, seed)
         self._penalties = PenaltyCounts(table)
         self.grammars = GrammarMasks(table)
@@ -105,12 +104,11 @@ class Sampler:
         self._stages: tuple[tuple[Asks, Callable[[torch.Tensor, Ints, Ints, Ints], None]], ...] = (
             (Asks.BIAS, TokenBiases(table, lambda sequence: sequence.params.biases).apply),
             (Asks.PENALTIES, self._penalties.apply),
-            (Asks.MIN_TOKENS, self._hold_back_ends),
+            (Asks.MIN_TOKENS, HeldEnds(table, eos_token_ids).apply),
             (Asks.ALLOWED, AllowedTokens(table).apply),
             (Asks.BAD_WORDS, BadWords(table).apply),
             (Asks.GRAMMAR, self.grammars.apply),
         )
-        self._ends = TokenBiases(table, self._bar_ends)
 
     def forget(self, rows: Ints) -> None:
         """Drops what is cached for `rows` [n]: their tokens have changed."""
@@ -201,17 +199,6 @@ class Sampler:
                 entries = np.flatnonzero(asks & stage)
                 apply(scores, entries, rows[entries], lengths[entries])
         return scores, faults
-
-    def _hold_back_ends(self, scores: torch.Tensor, entries: Ints, rows: Ints, lengths: Ints) -> None:
-        """Bars what ends an output, see min_tokens, of those of `rows` [p] that are too short for it."""
-        short = lengths < self._table.min_length[rows]
-        if short.any():
-            self._ends.apply(scores, entries[short], rows[short], lengths[short])
-
-    def _bar_ends(self, sequence: Sequence) -> dict[int, float]:
-        """-inf for every token that ends an output."""
-        params = sequence.params
-        return dict.fromkeys((*params.stop_ids, *(() if params.ignore_eos else self._eos_token_ids)), -np.inf)
 
     def _run_processors(self, scores: torch.Tensor, entries: Ints, rows: Ints, lengths: Ints) -> dict[int, str]:
         """Runs the logits processors of the rows `entries` [p] of `scores` [s, V] float64, in place.

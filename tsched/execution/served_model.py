@@ -260,7 +260,7 @@ class ServedModel:
             params = self._spell_bad_words(params)
             check_named_ids(params, self.config.vocab_size, self.config.eos_token_ids)
             form = params.structured_outputs
-            grammar = None if form is None else self._grammars.compile(form)
+            grammar = None if form is None else self._grammars.start(form)
         except RefusedError as error:
             refusal, grammar = str(error), None
         salt, rank = check_salt(cache_salt), check_priority(priority)
@@ -274,13 +274,15 @@ class ServedModel:
         """
         if prepared.refusal is not None:
             raise RefusedError(prepared.refusal)
-        params = prepared.params
+        params, grammar = prepared.params, None if prepared.grammar is None else prepared.grammar.result()
+        if isinstance(grammar, str):
+            raise RefusedError(grammar)
         return self._engine.add_group(
             [next(self._ids) for _ in range(params.n)],
             prepared.token_ids,
             [params.derive_sample_params(index) for index in range(params.n)],
             detokenizers=[self._texts.make_detokenizer(params) for _ in range(params.n)],
-            grammar=prepared.grammar,
+            grammar=grammar,
             arrival_time=prepared.arrival_time,
             priority=prepared.priority,
             cache_salt=prepared.cache_salt,

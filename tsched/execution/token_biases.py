@@ -76,3 +76,27 @@ class TokenBiases:
         if self._ids is not None and self._values is not None:
             ids[:, :have], values[:, :have] = self._ids, self._values
         self._ids, self._values = ids, values
+
+
+class HeldEnds:
+    """Bars what ends an output until it has min_tokens.
+
+    Args:
+        table: The running sequences.
+        eos_token_ids: End an output unless its parameters say ignore_eos.
+    """
+
+    def __init__(self, table: SequenceTable, eos_token_ids: tuple[int, ...]) -> None:
+        self._table = table
+
+        def read_ends(sequence: Sequence) -> dict[int, float]:
+            params = sequence.params
+            return dict.fromkeys((*params.stop_ids, *(() if params.ignore_eos else eos_token_ids)), -np.inf)
+
+        self._ends = TokenBiases(table, read_ends)
+
+    def apply(self, scores: torch.Tensor, entries: Ints, rows: Ints, lengths: Ints) -> None:
+        """Bars ends in place, in those of `rows` [p] whose `lengths` [p] are too short. Otherwise as TokenBiases."""
+        short = lengths < self._table.min_length[rows]
+        if short.any():
+            self._ends.apply(scores, entries[short], rows[short], lengths[short])

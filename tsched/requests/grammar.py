@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import Future
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,31 @@ class GrammarCompiler:
         self._reader: _Reader | None = None
         self._compiled: dict[tuple[str, str], Grammar] = {}  # the least recently used first
         self._lock = threading.Lock()
+
+    def start(self, form: StructuredOutputsParams) -> Future[Grammar | str]:
+        """Begins to compile the grammar of `form` on a thread: the caller need not wait.
+
+        Returns:
+            The grammar, or why it is refused. An exception would keep all that its traceback refers to.
+        """
+        future: Future[Grammar | str] = Future()
+
+        def run() -> None:
+            future.set_result(self._try(form))
+
+        if form.definition in self._compiled:  # or was, until now
+            run()
+        else:
+            threading.Thread(target=run, name="grammar compiler", daemon=True).start()
+        return future
+
+    def _try(self, form: StructuredOutputsParams) -> Grammar | str:
+        try:
+            return self.compile(form)
+        except RefusedError as error:
+            return str(error)
+        except Exception as error:  # its process died, say
+            return f"structured_outputs cannot be compiled: {type(error).__name__}: {error}"
 
     def compile(self, form: StructuredOutputsParams) -> Grammar:
         """Compiles the grammar of `form`, or finds it among the last ones.

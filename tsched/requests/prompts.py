@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -58,7 +59,7 @@ class PreparedRequest:
         priority: Lower goes first.
         cache_salt: Requests with equal salts share cached prefixes.
         refusal: Why the engine cannot take the request; None where it can.
-        grammar: Of structured_outputs; None where there are none.
+        grammar: Of structured_outputs, or why it is refused, once that is known; None where there are none.
     """
 
     request_id: Any
@@ -69,7 +70,7 @@ class PreparedRequest:
     priority: int = 0
     cache_salt: bytes = b""
     refusal: str | None = None
-    grammar: Grammar | None = None
+    grammar: Future[Grammar | str] | None = None
 
 
 ValueT = TypeVar("ValueT")

@@ -34,7 +34,7 @@ from tmodel.weights import Checkpoint
 PACKERS = Path(__file__).parent / "tools"
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "gptqmodel": ("gptqmodel",),
-    "autoawq": ("autoawq==0.2.7", "transformers<4.48"),
+    "autoawq": ("autoawq==0.2.7", "transformers<4.48", "torch==2.13.*"),
     "auto_round": ("auto-round",),
     "llm_compressor": ("llmcompressor",),
     "squeezellm": (),
