@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.commands.serve import read_served
+from experiments.commands.requests import ServeRequest
+from experiments.commands.serve import read_served, run
 from experiments.document import ExperimentError
 from tsched.serving.supervisor import SupervisedClient
 
@@ -88,3 +89,9 @@ scheduler: {prefix_cache: radix, max_num_seqs: 4}
         file.write_text(text.replace(written, instead))
         with pytest.raises(ExperimentError, match=said):
             read_served(file)
+
+
+def test_a_missing_extra_is_said_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.commands.serve.find_spec", lambda name: None)
+    with pytest.raises(ExperimentError, match=r"pip install 'tkernels\[serve\]'"):
+        run(ServeRequest("tiny"))
